@@ -1,0 +1,27 @@
+# Each target does all its own set-up: the environment is made from requirements.lock when that has changed.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+STAMP := $(VENV)/.stamp
+
+.PHONY: demo test lint clean
+
+demo: $(STAMP)
+	$(VENV)/bin/draftsmith demo
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build dist report src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --requirement requirements.lock
+	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@

@@ -1,0 +1,36 @@
+"""Draftsmith: train, prove and run the small draft models that make a causal language model generate faster.
+
+Names are loaded when first used, so that `import draftsmith` and the command line's help stay quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.registry import load_drafter
+    from draftsmith.engine import Engine
+    from draftsmith.target import Target
+    from draftsmith.types import DraftsmithError, Plan, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = ["DraftsmithError", "Engine", "Plan", "SamplingParams", "Target", "__version__", "load_drafter"]
+
+_HOMES = {
+    "DraftsmithError": "draftsmith.types",
+    "Engine": "draftsmith.engine",
+    "Plan": "draftsmith.types",
+    "SamplingParams": "draftsmith.types",
+    "Target": "draftsmith.target",
+    "load_drafter": "draftsmith.drafters.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

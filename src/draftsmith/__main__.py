@@ -1,0 +1,5 @@
+"""`python -m draftsmith`: the command line."""
+
+from draftsmith.cli import main
+
+main()

@@ -1,0 +1,5 @@
+"""The command line `draftsmith`."""
+
+from draftsmith.cli.app import app, main
+
+__all__ = ["app", "main"]

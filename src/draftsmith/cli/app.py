@@ -1,0 +1,63 @@
+"""The `draftsmith` application: its commands, and what happens to a mistake or to Ctrl-C."""
+
+import errno
+import sys
+from typing import Any
+
+import click
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.cli.bench import bench
+from draftsmith.cli.demo import demo
+from draftsmith.cli.generate import generate
+from draftsmith.cli.train import train
+from draftsmith.types import DraftsmithError
+
+USER_MISTAKE = 2
+INTERRUPTED = 130
+
+
+class FriendlyGroup(typer.core.TyperGroup):
+    """Turns a user's mistake, a full disk or Ctrl-C into one sentence and an exit code, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DraftsmithError as error:
+            say(f"Error: {error}")
+            raise typer.Exit(USER_MISTAKE) from None
+        except KeyboardInterrupt:
+            say("Interrupted; nothing that was already saved is lost.")
+            raise typer.Exit(INTERRUPTED) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            say(f"Error: {error.filename or 'a file'} could not be written ({error.strerror}); free some space and try again.")
+            raise typer.Exit(USER_MISTAKE) from None
+
+
+def say(sentence: str) -> None:
+    """Print one sentence in red on stderr."""
+    Console(stderr=True, soft_wrap=True).print(Text(sentence, style="red"))
+
+
+app = typer.Typer(
+    name="draftsmith",
+    cls=FriendlyGroup,
+    help="Train, prove and run the small draft models that make a language model generate faster, word for word "
+    "the same text.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (demo, train, generate, bench):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line; console-script entry point."""
+    app(prog_name="draftsmith")
+    sys.exit(0)

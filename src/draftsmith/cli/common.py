@@ -1,0 +1,127 @@
+"""What the commands share: options, loading, parsing of lists, checks before the work begins."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from draftsmith import assets
+from draftsmith.types import DraftsmithError, Plan
+
+if TYPE_CHECKING:
+    from draftsmith.engine import Engine
+    from draftsmith.evaluation.prompts import Prompt
+    from draftsmith.target import Target
+
+MODELS, SPEED, OUTPUT = "Models", "Speed", "Output"
+
+TargetOption = Annotated[
+    str | None,
+    typer.Option(help="Folder or hub name of a causal LM; the embedded one by default.", rich_help_panel=MODELS),
+]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option(help="Folder or hub name of a drafter; by default the embedded target's own.", rich_help_panel=MODELS),
+]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto (bf16 where the hardware has it), bf16, fp16, fp32 or fp64.", rich_help_panel=MODELS)
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …", rich_help_panel=MODELS)]
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run code that comes with the model. Off.", rich_help_panel=MODELS),
+]
+CompileOption = Annotated[
+    bool,
+    typer.Option(
+        help="Compile the step first: faster tokens after a wait, which is kept on disk between runs.",
+        rich_help_panel=SPEED,
+    ),
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Also write the result to this file.", rich_help_panel=OUTPUT)
+]
+
+
+def check_outputs(json_path: Path | None = None, folder: Path | None = None) -> None:
+    """Raise DraftsmithError, before any work, for a result that could not be written in the end."""
+    from draftsmith.evaluation.report import ensure_folder, ensure_writable
+
+    if json_path is not None:
+        ensure_writable(json_path)
+    if folder is not None:
+        ensure_folder(folder)
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """Read "1,2,4"; DraftsmithError names the option."""
+    try:
+        return tuple(int(part) for part in text.replace(" ", "").split(",") if part)
+    except ValueError as error:
+        raise DraftsmithError(f"{option} is {text!r}; give whole numbers with commas, such as 1,2,4.") from error
+
+
+def parse_plan(shape: str | None, candidates: int | None, default: Plan) -> Plan | None:
+    """Build a plan from --plan "4,2,1" and --candidates K; None leaves the drafter's own."""
+    from draftsmith.evaluation.bench import plan_for
+
+    if candidates is not None and candidates < 0:
+        raise DraftsmithError(f"--candidates is {candidates}; give 0 (no drafting) or a positive number.")
+    branching = numbers(shape, "--plan") if shape is not None else None
+    if candidates is not None:
+        return plan_for(default, candidates, branching)
+    return Plan(branching=branching) if branching is not None else None
+
+
+def load_target(target: str | None, dtype: str, device: str, trust_remote_code: bool, console: Console) -> "Target":
+    """Load a target, the embedded one by default."""
+    from transformers.utils import logging
+
+    from draftsmith.target import Target
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    path = target if target is not None else str(assets.demo_target())
+    with console.status(f"Loading the target {Path(path).name} …"):
+        return Target.from_pretrained(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+
+
+def load_engine(
+    console: Console,
+    *,
+    target: str | None,
+    drafter: str | None,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    compile: bool = False,
+    max_batch: int = 8,
+    max_length: int | None = None,
+    draft: bool = True,
+) -> "Engine":
+    """Load target and drafter: both embedded by default, none where another target came without its own."""
+    from draftsmith.drafters.registry import load_drafter
+    from draftsmith.engine import Engine
+
+    if drafter is None and target is None and draft:
+        drafter = str(assets.demo_drafter())
+    if drafter is None and draft:
+        console.print(f"[dim]No drafter for {target}: decoding without one; give one with --drafter.[/dim]")
+    loaded = load_target(target, dtype, device, trust_remote_code, console)
+    guesser = load_drafter(drafter, loaded) if drafter is not None and draft else None
+    return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length, compile=compile)
+
+
+def gather_prompts(data: Path | None, task: str | None) -> "list[Prompt]":
+    """Return the user's prompts, or the embedded held-out ones of a task (all tasks by default)."""
+    from draftsmith.evaluation.prompts import embedded_prompts, load_prompts
+
+    if data is None:
+        return embedded_prompts(task)
+    prompts = load_prompts(data)
+    chosen = [prompt for prompt in prompts if task is None or prompt.task == task]
+    if not chosen:
+        known = ", ".join(sorted({prompt.task for prompt in prompts}))
+        raise DraftsmithError(f"{data} holds no prompt of task {task!r}; choose one of {known}.")
+    return chosen

@@ -1,0 +1,196 @@
+"""`draftsmith generate`: a prompt in, the target's text out as it comes."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.cli.common import (
+    OUTPUT,
+    SPEED,
+    CompileOption,
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+    TrustOption,
+    check_outputs,
+    load_engine,
+    parse_plan,
+)
+from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, SamplingParams, Statistics
+
+if TYPE_CHECKING:
+    from draftsmith.engine import Engine
+    from draftsmith.types import Plan
+
+SAMPLING = "Sampling"
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; without it, standard input.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the text to continue from a file.")] = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    trust_remote_code: TrustOption = False,
+    max_tokens: Annotated[int, typer.Option(help="Generate this many tokens, unless a stop comes first.")] = 128,
+    n: Annotated[int, typer.Option("--n", "-n", help="Independent continuations.")] = 1,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy, 1 samples as the model says.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.", rich_help_panel=SAMPLING)] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep this much probability.", rich_help_panel=SAMPLING)] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this share of the likeliest.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 discourages tokens already seen.", rich_help_panel=SAMPLING)
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted once from tokens in the output.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Subtracted for every occurrence.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="TOKEN_ID=VALUE; may be repeated.", rich_help_panel=SAMPLING)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=SAMPLING)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="End at this token id; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Put log-probabilities of so many alternatives into --json.")
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option(help="Children of every node, depth by depth: 4,2,1,1,1.", rich_help_panel=SPEED)
+    ] = None,
+    candidates: Annotated[
+        int | None, typer.Option(help="Verify only the best K paths of the tree.", rich_help_panel=SPEED)
+    ] = None,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=SPEED)] = False,
+    compile: CompileOption = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Show what drafting cost and brought.", rich_help_panel=OUTPUT)
+    ] = False,
+    json_path: JsonOption = None,
+) -> None:
+    """Continue a text; what is written is the target's own, only sooner.
+
+    Example: `draftsmith generate "def fibonacci(n):" --max-tokens 100 --stats`
+    """
+    check_outputs(json_path)
+    text = read_prompt(prompt, prompt_file)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=read_bias(logit_bias or []),
+        max_tokens=max_tokens, stop=tuple(stop or ()), stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos, seed=seed, n=n, logprobs=logprobs,
+    )
+    notes = Console(stderr=True)
+    engine = load_engine(
+        notes, target=target, drafter=drafter, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
+        compile=compile, max_batch=max(1, min(n, 8)), draft=not no_draft,
+    )
+    shape = NO_DRAFT if no_draft else parse_plan(plan, candidates, engine.plan)
+    if compile:
+        with notes.status("Compiling the step …"):
+            seconds = engine.prepare(min(n, 8), shape)
+        notes.print(f"[dim]Compiled in {seconds:.1f} s.[/dim]")
+    completions = write_out(engine, text, params, shape)
+    if stats:
+        show_statistics(notes, completions)
+    if json_path is not None:
+        from draftsmith.evaluation.provenance import provenance
+        from draftsmith.evaluation.report import write_json
+
+        used = shape if shape is not None else engine.plan
+        where = provenance(target=engine.target.name, dtype=str(engine.target.dtype).removeprefix("torch."),
+                           compiled=compile, plan=asdict(used))
+        write_json(json_path, {"provenance": where, "prompt": text, "completions": [as_json(c) for c in completions]})
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """Take the text from the argument, the file or standard input; DraftsmithError if it is empty or given twice."""
+    if prompt is not None and prompt_file is not None:
+        raise DraftsmithError("there is a prompt and a --prompt-file; give one of them.")
+    if prompt is not None:
+        text = prompt
+    elif prompt_file is not None:
+        try:
+            text = prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DraftsmithError(f"the prompt file {prompt_file} cannot be read as text; check the path.") from error
+    else:
+        text = sys.stdin.read()
+    if not text:
+        raise DraftsmithError("the prompt is empty; give some text as argument, with --prompt-file or on standard input.")
+    return text
+
+
+def read_bias(pairs: list[str]) -> dict[int, float]:
+    """Read ["17=-2.5", …]."""
+    bias = {}
+    for pair in pairs:
+        token, equals, value = pair.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError as error:
+            raise DraftsmithError(f"--logit-bias is {pair!r}; write TOKEN_ID=VALUE, such as 17=-2.5.") from error
+    return bias
+
+
+def write_out(engine: "Engine", prompt: str, params: SamplingParams, plan: "Plan | None") -> list[Completion]:
+    """Write one continuation as it comes, or several one after the other; return them all."""
+    if params.n > 1:
+        completions = engine.generate([prompt], params, plan=plan)
+        for number, completion in enumerate(completions, 1):
+            typer.echo(f"--- {number} ---\n{completion.text}")
+        return completions
+    finished: list[Completion] = []
+    for chunk in engine.stream([prompt], params, plan=plan):
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        if chunk.completion is not None:
+            finished.append(chunk.completion)
+    sys.stdout.write("\n")
+    return finished
+
+
+def show_statistics(console: Console, completions: list[Completion]) -> None:
+    """Print what drafting cost and brought, the formulas beside the numbers."""
+    total = Statistics()
+    for completion in completions:
+        total += completion.statistics
+    table = Table(title="What drafting cost and brought", title_justify="left", show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    seconds = total.decode_s + total.prefill_s
+    rows = [
+        ("new tokens", str(total.new_tokens)),
+        ("steps", str(total.steps)),
+        ("tokens per step, τ = 1 + accepted / steps", f"{total.tokens_per_step:.2f}"),
+        ("accepted / drafted", f"{total.accepted} / {total.drafted}"),
+    ]
+    for depth, count in enumerate(total.accepted_by_depth, 1):
+        rows.append((f"steps that accepted depth {depth}", f"{count / max(1, total.steps):.0%}"))
+    parts = (("prefill", total.prefill_s), ("target", total.target_s), ("drafter", total.drafter_s), ("rest", total.rest_s))
+    rows += [(f"seconds in {name}", f"{value:.3f} ({value / seconds if seconds else 0:.0%})") for name, value in parts]
+    rows.append(("tokens a second", f"{total.new_tokens / seconds:.1f}" if seconds else "-"))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def as_json(completion: Completion) -> dict[str, Any]:
+    """Return a completion with its statistics."""
+    record = asdict(completion)
+    record["statistics"]["tokens_per_step"] = completion.statistics.tokens_per_step
+    return record

@@ -1,0 +1,113 @@
+"""The contract of a drafter. Shapes: B rows, R = B × frontier nodes, S state width, F feature width, V vocabulary."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.types import Context, Draft, Plan, TargetFacts
+
+
+class Drafter(ABC):
+    """Anything that guesses ahead. `taps` names the hidden states of the target it wants, in order.
+
+    A tap is a layer index: -1 is the state after the final norm, i ≥ 0 the output of decoder layer i. The tapped
+    states are concatenated on the last dimension to make the F-wide features.
+    """
+
+    taps: tuple[int, ...] = (-1,)
+    reads_prompt: bool = False
+    """Whether the first context must hold the whole prompt, for drafters with a memory of their own."""
+
+    @abstractmethod
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        """Guess ahead of every row's root, in the shape the plan asks for."""
+
+    @abstractmethod
+    def default_plan(self) -> Plan:
+        """Return the plan to use when nobody chose one."""
+
+    def reset_rows(self, rows: list[int]) -> None:
+        """Forget the state of rows whose requests ended; drafters without state do nothing."""
+        return
+
+
+class NoDrafter(Drafter):
+    """Drafts nothing: the plain baseline, through the same engine."""
+
+    taps = ()
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        batch = context.tokens_BT.shape[0]
+        empty_BN = context.tokens_BT.new_empty((batch, 0))
+        return Draft(tokens_BN=empty_BN, parents_BN=empty_BN, depth=0)
+
+    def default_plan(self) -> Plan:
+        return Plan()
+
+
+class StagewiseDrafter(Drafter):
+    """A drafter that goes one depth at a time; `draftsmith.drafters.grow` turns its steps into trees."""
+
+    @abstractmethod
+    def begin(self, context: Context) -> tuple[Tensor, Any]:
+        """Return the root tokens (B) and the state from which `step(0, …)` starts, its first dimension B."""
+
+    @abstractmethod
+    def step(self, depth: int, state: Any, tokens_R: Tensor) -> tuple[Tensor, Any]:
+        """Read the tokens chosen one depth up; return log q of the next ones (R, V) in fp32 and the new state.
+
+        Every tensor of the state has first dimension R, so that the grower can gather rows of it.
+        """
+
+    def top_k(
+        self, depth: int, state: Any, tokens_R: Tensor, k: int, scores: bool
+    ) -> tuple[Tensor | None, Tensor, Any]:
+        """Do as `step`, but return only the k best tokens: log q (R, k) or None unless `scores`, ids (R, k), state.
+
+        Families whose vocabulary is small or whose softmax is worth skipping override this.
+        """
+        log_q_RV, state = self.step(depth, state, tokens_R)
+        log_q_Rk, tokens_Rk = best(log_q_RV, k)
+        return (log_q_Rk if scores else None), tokens_Rk, state
+
+    @property
+    @abstractmethod
+    def max_depth(self) -> int:
+        """The deepest draft this drafter can make."""
+
+
+def best(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best scores and their indices (R, k), best first; one is cheaper to find than a sorted few."""
+    if k == 1:
+        values_R1, indices_R1 = scores_RV.max(dim=-1, keepdim=True)
+        return values_R1, indices_R1
+    values_Rk, indices_Rk = scores_RV.topk(k, dim=-1)
+    return values_Rk, indices_Rk
+
+
+class TrainableDrafter(StagewiseDrafter, nn.Module):
+    """A drafter with weights: one `forward` for training and decoding, one folder for a checkpoint.
+
+    Law, tested for every family: what `propose` drafts greedily is what `forward` predicts when fed its own output.
+    """
+
+    @abstractmethod
+    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
+        """Predict, at every depth d, the token d + 1 after `tokens_BT[:, t]`.
+
+        `features_BTF[:, t]` predicted `tokens_BT[:, t]`. Entry d of the result is (B, T - d, V): at position t it has
+        read features[t] and tokens[t .. t + d], and predicts tokens[t + d + 1].
+        """
+
+    @abstractmethod
+    def save_pretrained(self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None) -> None:
+        """Write config.json and safetensors, atomically, with what is needed to refuse another target."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device

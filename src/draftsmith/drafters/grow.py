@@ -1,0 +1,231 @@
+"""Turns the steps of a stagewise drafter into chains and trees.
+
+Shapes: B rows, F frontier nodes a row, R = B × F, W = F × branching nodes of a level, K paths, D depth, N node slots of
+the plan, M = N + 1, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.base import StagewiseDrafter
+from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, Plan
+from draftsmith.verify.noise import Stream, categorical, uniform
+
+# Any q is exact for a greedy row; a sharp one guesses the argmax, which is all that such a row can accept.
+_GREEDY_TEMPERATURE = 0.1
+
+
+def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
+    """Draft in the shape of the plan; nodes come in the order of the paths' rank, each path from the root down.
+
+    So nodes 0, 1, … are the best path, and keeping it moves nothing in the cache. The tensors have `plan.max_nodes`
+    columns whatever the rows hold. Ranking is that of the combined speculator (arXiv 2404.19124, section 3) with
+    `paths`, and of EAGLE-2 (arXiv 2406.16858, section 4) with `beam` and `nodes`. A sampled draft comes level by
+    level instead, siblings in the order of their drawing.
+    A plan deeper than the drafter raises DraftsmithError.
+    """
+    if plan.depth > drafter.max_depth:
+        raise DraftsmithError(
+            f"the plan drafts {plan.depth} tokens ahead, but this drafter reaches {drafter.max_depth}; "
+            "shorten its branching."
+        )
+    if plan.depth == 0:
+        empty_BN = context.tokens_BT.new_empty((context.tokens_BT.shape[0], 0))
+        return Draft(empty_BN, empty_BN, depth=0, branching=())
+    if plan.sampled:
+        return _sampled(drafter, context, plan)
+    if all(children == 1 for children in plan.branching):
+        return _chain(drafter, context, plan.max_nodes)
+    return _ranked(drafter, context, plan)
+
+
+def _chain(drafter: StagewiseDrafter, context: Context, depth: int) -> Draft:
+    tokens_B, state = drafter.begin(context)
+    guesses = []
+    for level in range(depth):
+        log_q_BV, state = drafter.step(level, state, tokens_B)
+        tokens_B = log_q_BV.argmax(-1)
+        guesses.append(tokens_B)
+    return _as_chain(torch.stack(guesses, dim=1))
+
+
+def _as_chain(tokens_BN: Tensor) -> Draft:
+    batch, nodes = tokens_BN.shape
+    parents_BN = torch.arange(ROOT, nodes - 1, device=tokens_BN.device).expand(batch, -1)
+    return Draft(tokens_BN, parents_BN, depth=nodes, branching=(1,) * nodes)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The nodes of one depth: token, summed log-probability and parent (an index into the level above), all (B, W)."""
+
+    tokens_BW: Tensor
+    scores_BW: Tensor
+    parents_BW: Tensor
+
+
+def _ranked(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
+    levels, unexpanded = _levels(drafter, context, plan)
+    last_BW = levels[-1].scores_BW
+    leaves_BK = last_BW.topk(min(plan.paths or last_BW.shape[1], last_BW.shape[1]), dim=1).indices
+    paths = [_walk_up(levels, plan.depth - 1, leaves_BK)]
+    if plan.paths is None:
+        # The deepest first: the order has no say in what is kept, only in where it lies.
+        paths += [_walk_up(levels, depth, leaves) for depth, leaves in reversed(unexpanded)]
+    width = max(level.tokens_BW.shape[1] for level in levels)
+    pad = torch.nn.functional.pad
+    tokens_BDW = torch.stack([pad(level.tokens_BW, (0, width - level.tokens_BW.shape[1])) for level in levels], dim=1)
+    paths_BKD = torch.cat(paths, dim=1) if len(paths) > 1 else paths[0]
+    path_tokens_BKD = tokens_BDW.gather(2, paths_BKD.clamp(min=0).transpose(1, 2)).transpose(1, 2)
+    if paths_BKD.shape[1] == 1 and plan.max_nodes <= plan.depth:
+        return _as_chain(path_tokens_BKD[:, 0, : plan.max_nodes])
+    slots = replace(plan, nodes=None).max_nodes
+    tokens_BN, parents_BN, slots_BKD = _merge(paths_BKD, path_tokens_BKD, slots)
+    if plan.nodes is not None and plan.nodes < slots:
+        scores_BDW = torch.stack(
+            [pad(level.scores_BW, (0, width - level.scores_BW.shape[1])) for level in levels], dim=1
+        )
+        path_scores_BKD = scores_BDW.gather(2, paths_BKD.clamp(min=0).transpose(1, 2)).transpose(1, 2)
+        scores_BN = _place(path_scores_BKD, slots_BKD, slots, float("-inf"))
+        tokens_BN, parents_BN = _prune(tokens_BN, parents_BN, scores_BN, plan.nodes)
+    return Draft(tokens_BN, parents_BN, depth=min(plan.depth, plan.max_nodes), branching=plan.branching)
+
+
+def _levels(
+    drafter: StagewiseDrafter, context: Context, plan: Plan
+) -> tuple[list[_Level], list[tuple[int, Tensor]]]:
+    """Expand depth by depth; return the levels, and of each depth the nodes (B, ·) that the beam left unexpanded."""
+    tokens_R, state = drafter.begin(context)
+    batch = tokens_R.shape[0]
+    expanded_BF, scores_BF = tokens_R.new_zeros((batch, 1)), None
+    levels: list[_Level] = []
+    unexpanded: list[tuple[int, Tensor]] = []
+    for depth, children in enumerate(plan.branching):
+        log_q_RV, state = drafter.step(depth, state, tokens_R)
+        best_RC, token_RC = log_q_RV.topk(children, dim=-1)
+        frontier = expanded_BF.shape[1]
+        # Rounding must not make a child better than its parent: pruning relies on it.
+        scores_BFC = best_RC.float().clamp(max=0).view(batch, frontier, children)
+        if scores_BF is not None:
+            scores_BFC = scores_BFC + scores_BF.unsqueeze(2)
+        level = _Level(
+            token_RC.reshape(batch, -1),
+            scores_BFC.reshape(batch, -1),
+            expanded_BF.unsqueeze(2).expand(-1, -1, children).reshape(batch, -1),
+        )
+        levels.append(level)
+        if depth + 1 == plan.depth:
+            break
+        if plan.beam is not None and plan.beam < frontier * children:
+            order_BW = level.scores_BW.sort(dim=1, descending=True, stable=True).indices
+            expanded_BF = order_BW[:, : plan.beam]
+            unexpanded.append((depth, order_BW[:, plan.beam :]))
+            scores_BF = level.scores_BW.gather(1, expanded_BF)
+            tokens_R = level.tokens_BW.gather(1, expanded_BF).reshape(-1)
+            offsets_B1 = torch.arange(batch, device=tokens_R.device).unsqueeze(1) * frontier
+            rows_R = (offsets_B1 + expanded_BF // children).reshape(-1)
+            state = _map_state(state, partial(torch.index_select, dim=0, index=rows_R))
+        else:
+            expanded_BF = torch.arange(frontier * children, device=tokens_R.device).expand(batch, -1)
+            scores_BF, tokens_R = level.scores_BW, level.tokens_BW.reshape(-1)
+            if children > 1:
+                state = _map_state(state, partial(torch.repeat_interleave, repeats=children, dim=0))
+    return levels, unexpanded
+
+
+def _map_state(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply the function to every tensor of a state made of tensors, tuples, lists and dictionaries."""
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, (tuple, list)):
+        return type(state)(_map_state(part, function) for part in state)
+    if isinstance(state, dict):
+        return {key: _map_state(part, function) for key, part in state.items()}
+    return state
+
+
+def _walk_up(levels: list[_Level], depth: int, nodes_BK: Tensor) -> Tensor:
+    """Return paths_BKD from depth 0 to these nodes of this depth, as indices into the levels; -1 further down."""
+    path = [nodes_BK]
+    for level in levels[depth:0:-1]:
+        path.append(level.parents_BW.gather(1, path[-1]))
+    missing = len(levels) - 1 - depth
+    return torch.nn.functional.pad(torch.stack(path[::-1], dim=2), (0, missing), value=-1)
+
+
+def _merge(paths_BKD: Tensor, tokens_BKD: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Store the common prefixes of the paths once: tokens (B, slots), parents (B, slots), slot of each entry (B, K, D).
+
+    Nodes are numbered in the order in which the paths, each from the root down, meet them for the first time.
+    """
+    batch, paths, depth = paths_BKD.shape
+    # The first path through the same node; its own where there is none before.
+    first_BKD = (paths_BKD.unsqueeze(2) == paths_BKD.unsqueeze(1)).to(torch.uint8).argmax(2)
+    own_K1 = torch.arange(paths, device=paths_BKD.device).unsqueeze(1)
+    new_BKD = (first_BKD == own_K1) & (paths_BKD >= 0)
+    numbers_BKD = (new_BKD.reshape(batch, -1).cumsum(1) - 1).view(batch, paths, depth)
+    slots_BKD = numbers_BKD.gather(1, first_BKD).masked_fill(paths_BKD < 0, slots)
+    parents_BKD = torch.nn.functional.pad(slots_BKD[:, :, :-1], (1, 0), value=ROOT)
+    return _place(tokens_BKD, slots_BKD, slots, 0), _place(parents_BKD, slots_BKD, slots, UNUSED), slots_BKD
+
+
+def _place(values_BKD: Tensor, slots_BKD: Tensor, slots: int, empty: float) -> Tensor:
+    """Scatter the values into (B, slots); entries of the same slot agree, and slot number `slots` is thrown away."""
+    batch = values_BKD.shape[0]
+    target_BN = values_BKD.new_full((batch, slots + 1), empty)
+    return target_BN.scatter(1, slots_BKD.reshape(batch, -1), values_BKD.reshape(batch, -1))[:, :slots]
+
+
+def _prune(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+    """Keep the `nodes` best, in their order. A parent comes before its child and is never worse, so it stays."""
+    best_BN = scores_BN.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
+    kept_BN = torch.zeros_like(tokens_BN).scatter(1, best_BN, 1)
+    numbers_BN = kept_BN.cumsum(1) - 1
+    # ROOT and UNUSED stay as they are; a node's number shifts by the nodes dropped before it.
+    moved_BN = torch.where(parents_BN >= 0, numbers_BN.gather(1, parents_BN.clamp(min=0)), parents_BN)
+    slots_BN = numbers_BN.masked_fill(kept_BN == 0, nodes)
+    return _place(tokens_BN, slots_BN, nodes, 0), _place(moved_BN, slots_BN, nodes, UNUSED)
+
+
+def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
+    """Draw children without replacement: each from q without its elder siblings, renormalised.
+
+    The float64 q that guesses are drawn from is the one that judges them: a copy rounded on the way is another law.
+    """
+    tokens_R, state = drafter.begin(context)
+    batch = tokens_R.shape[0]
+    temperature_B = torch.where(context.temperature_B > 0, context.temperature_B, _GREEDY_TEMPERATURE)
+    temperature_B11 = temperature_B.float()[:, None, None]
+    seeds_B1 = context.seeds_B.unsqueeze(1)
+    tokens, parents, q, frontier, start = [], [], [], 1, 0
+    for depth, children in enumerate(plan.branching):
+        log_q_RV, state = drafter.step(depth, state, tokens_R)
+        q_BFV = (log_q_RV.float().view(batch, frontier, -1) / temperature_B11).softmax(-1).to(torch.float64)
+        q_BFV = q_BFV / q_BFV.sum(-1, keepdim=True)
+        q.append(q_BFV)
+        slots_FC = torch.arange(start, start + frontier * children, device=tokens_R.device).view(frontier, children)
+        u_BFC = uniform(
+            seeds_B1, (context.lengths_B + depth).unsqueeze(1), Stream.DRAFT, slots_FC.reshape(-1)
+        ).view(batch, frontier, children)
+        drawn: list[Tensor] = []
+        for child in range(children):
+            if child:
+                q_BFV = q_BFV.scatter(2, drawn[-1].unsqueeze(2), 0.0)
+            drawn.append(categorical(q_BFV, u_BFC[:, :, child]))
+        tokens_BW = torch.stack(drawn, dim=2).reshape(batch, -1)
+        tokens.append(tokens_BW)
+        # The frontier is the level above, whose nodes end just before this one's.
+        above = torch.arange(start - frontier, start, device=tokens_R.device)
+        parents.append(above.repeat_interleave(children) if depth else above.new_full((children,), ROOT))
+        start, frontier, tokens_R = start + frontier * children, frontier * children, tokens_BW.reshape(-1)
+        if depth + 1 < plan.depth and children > 1:
+            state = _map_state(state, partial(torch.repeat_interleave, repeats=children, dim=0))
+    q.append(torch.zeros_like(q[0]).expand(-1, frontier, -1))
+    return Draft(
+        torch.cat(tokens, dim=1), torch.cat(parents).expand(batch, -1), plan.depth, torch.cat(q, dim=1), plan.branching
+    )

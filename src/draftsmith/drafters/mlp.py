@@ -1,0 +1,300 @@
+"""The MLP speculator: one small stage a depth, fed the target's state and each drafted token in turn.
+
+"Accelerating Production LLMs with Combined Token/Embedding Speculators" (arXiv:2404.19124), section 3:
+
+    state_i = GELU(LN_i(proj_i state_{i-1} + (w_e / w_s) emb_i[token_{i-1}]))        logits_i = head_i state_i
+
+Shapes: B rows, T positions, R rows of any origin, N stages, F target width, D inner width, S state width (F before the
+first stage, D after it), V vocabulary, W drafted vocabulary (V, or the most frequent few tokens), k children.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.drafters import storage
+from draftsmith.drafters.base import TrainableDrafter, best
+from draftsmith.drafters.grow import grow
+from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPSpeculatorConfig, check_target
+from draftsmith.types import Context, Draft, DraftsmithError, Plan, TargetFacts
+
+if TYPE_CHECKING:
+    from draftsmith.target import Target
+
+EPSILON = 1e-6
+
+
+def rms_normalise(x: Tensor) -> Tensor:
+    """Divide by the root mean square over the last dimension, in fp32 or better."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)
+
+
+class ScaleShiftNorm(nn.Module):
+    """RMS normalisation with a learned scale and shift."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep shape and dtype."""
+        return (rms_normalise(x) * self.weight + self.bias).to(x.dtype)
+
+
+class FrozenTable(nn.Module):
+    """The target's embedding or head: a buffer that is never trained or saved, so `.to()` cannot alter the target."""
+
+    weight: Tensor
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(rows, width), persistent=False)
+
+
+class MLPSpeculator(TrainableDrafter):
+    """The speculator itself. Weights start as N(0, 1/sqrt(D)), norms at scale 1 and shift 0."""
+
+    taps = (-1,)
+    d2t: Tensor | None
+
+    def __init__(self, config: MLPSpeculatorConfig, draft_tokens: Tensor | None = None) -> None:
+        """Build an untrained one; `draft_tokens` (W) lists the tokens to score where the config limits them."""
+        super().__init__()
+        self.config = config
+        n, width = config.n_predict, config.width
+        self.state_weight = 0.5 ** (0.5 / n)
+        self.token_weight = math.sqrt((1 - self.state_weight**2) * width / 2)
+        self.ratio = self.token_weight / self.state_weight
+
+        def stages(make: Any, shared: bool) -> list[nn.Module]:
+            return [make()] * n if shared else [make() for _ in range(n)]
+
+        def table(rows: int, kind: type[nn.Module]) -> nn.Module:
+            if config.tie_to_target:
+                return FrozenTable(rows, width)
+            return kind(rows, width) if kind is nn.Embedding else nn.Linear(width, rows, bias=False)
+
+        share = config.tie_weights or config.tie_to_target
+        reads = n if config.condition_on_tokens else 0
+        self.emb = nn.ModuleList(stages(lambda: table(config.vocab_size, nn.Embedding), share)[:reads])
+        self.head = nn.ModuleList(stages(lambda: table(config.scored, nn.Linear), share))
+        self.ln = nn.ModuleList(stages(lambda: ScaleShiftNorm(width), config.tie_weights))
+        first = nn.Linear(config.emb_dim, width, bias=False)
+        rest = stages(lambda: nn.Linear(width, width, bias=False), config.tie_weights)[1:]
+        self.proj = nn.ModuleList([first, *rest])
+        self._set_draft_tokens(draft_tokens)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=width**-0.5)
+
+    def _set_draft_tokens(self, draft_tokens: Tensor | None) -> None:
+        size = self.config.draft_vocab_size
+        if (draft_tokens is None) != (size == 0) or (draft_tokens is not None and draft_tokens.shape != (size,)):
+            raise DraftsmithError(f"draft_vocab_size is {size}, so exactly that many draft tokens have to be given.")
+        self.register_buffer("d2t", None if draft_tokens is None else draft_tokens.to(torch.int64).clone())
+        if draft_tokens is not None and len(draft_tokens.unique()) != size:
+            raise DraftsmithError("the draft vocabulary lists a token twice; list each once.")
+
+    def _weight(self, modules: nn.ModuleList, depth: int) -> Tensor:
+        weight: Tensor = modules[depth].weight  # type: ignore[assignment]
+        return weight
+
+    def start(self, features: Tensor) -> Tensor:
+        """Turn tapped states (…, F) into what the first stage reads, of the same shape."""
+        features = features.to(self.proj[0].weight.dtype)  # type: ignore[arg-type]
+        return (rms_normalise(features) / math.sqrt(2)).to(features.dtype) if self.config.scale_input else features
+
+    def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
+        """Read a state (…, S) and the token chosen from it (…); return the next state (…, D)."""
+        mixed = self.proj[depth](state)
+        if self.config.condition_on_tokens:
+            # The norm that follows makes only the ratio of the two weights matter.
+            mixed = mixed + self.ratio * F.embedding(tokens, self._weight(self.emb, depth))
+        return F.gelu(self.ln[depth](mixed))
+
+    def score(self, depth: int, state: Tensor) -> Tensor:
+        """Return the logits (…, W) over the drafted vocabulary."""
+        return F.linear(state, self._weight(self.head, depth))
+
+    def to_vocabulary(self, scores: Tensor) -> Tensor:
+        """Spread scores (…, W) over the whole vocabulary (…, V); tokens that are never drafted get -inf."""
+        if self.d2t is None:
+            return scores
+        whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), -torch.inf)
+        return whole.index_copy(-1, self.d2t, scores)
+
+    def begin(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Start from the root and the state that predicted it."""
+        root_B, feature_BF = context.root()
+        return root_B, self.start(feature_BF)
+
+    def step(self, depth: int, state: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log q (R, V) in fp32 and the state after stage `depth` (R, D)."""
+        state_RD = self.stage(depth, state, tokens_R)
+        log_q_RW = torch.log_softmax(self.score(depth, state_RD).float(), dim=-1)
+        return self.to_vocabulary(log_q_RW), state_RD
+
+    def top_k(
+        self, depth: int, state: Tensor, tokens_R: Tensor, k: int, scores: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Find the best k in the drafted vocabulary, without a softmax unless scores are wanted."""
+        state_RD = self.stage(depth, state, tokens_R)
+        logits_RW = self.score(depth, state_RD)
+        logits_Rk, indices_Rk = best(logits_RW, k)
+        log_q_Rk = logits_Rk.float() - logits_RW.float().logsumexp(-1, keepdim=True) if scores else None
+        return log_q_Rk, indices_Rk if self.d2t is None else self.d2t[indices_Rk], state_RD
+
+    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
+        """Predict at every depth, see `TrainableDrafter.forward`."""
+        length = tokens_BT.shape[1]
+        state, logits = self.start(features_BTF), []
+        for depth in range(min(self.config.n_predict, length)):
+            state = self.stage(depth, state[:, : length - depth], tokens_BT[:, depth:])
+            logits.append(self.to_vocabulary(self.score(depth, state)))
+        return logits
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        """Draft a tree of at most n_predict levels."""
+        return grow(self, context, plan)
+
+    def default_plan(self) -> Plan:
+        """Return the tree that config.json asks for."""
+        branching = self.config.branching
+        return Plan(branching, paths=None if math.prod(branching) == 1 else self.config.n_candidates)
+
+    @property
+    def max_depth(self) -> int:
+        """The number of stages."""
+        return self.config.n_predict
+
+    @torch.no_grad()
+    def bind(self, target: "Target") -> None:
+        """Point a speculator that is tied to its target at the target's embedding and head; others stay as they are."""
+        if self.config.tie_to_target:
+            embedding_VD, head_WD = target_tables(self, target)
+            for module in self.emb:
+                module.weight = embedding_VD
+            for module in self.head:
+                module.weight = head_WD
+
+    def write_files(self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None) -> None:
+        """Write config.json and model.safetensors in the published hub layout; ours goes under the key `draftsmith`.
+
+        A tied tensor is written under every stage's name: text-generation-inference reads stage 0 (and proj 1) only,
+        vLLM ignores names it does not look for, but its newer versions keep one head a stage and look for each.
+        """
+        config = {
+            "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": MODEL_TYPE, **self.config.to_json(),
+            "torch_dtype": str(self.proj[0].weight.dtype).removeprefix("torch."),
+            "draftsmith": {"target": asdict(facts), **(extra or {})},
+        }
+        storage.write_json(folder / "config.json", config)
+        tensors = {f"speculator.{name}": tensor for name, tensor in self.state_dict().items()}
+        storage.write_tensors(folder / "model.safetensors", tensors)
+
+    def save_pretrained(self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None) -> None:
+        """Write the checkpoint folder at once or not at all, with a manifest; see `write_files`."""
+        storage.write_folder(Path(folder), lambda aside: self.write_files(aside, facts, extra))
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: Path, target: "Target | None" = None, dtype: torch.dtype | None = None
+    ) -> "MLPSpeculator":
+        """Read a published or own checkpoint; `target` is compared with it, and lends its tables to a tied one.
+
+        Args:
+            dtype: of the weights; None keeps the file's.
+        Raises:
+            DraftsmithError: missing, damaged or foreign files, pickles, own code, or another target.
+        """
+        folder = Path(folder)
+        storage.require_folder(folder)
+        values = storage.read_json(folder / "config.json")
+        if values.get("model_type") != MODEL_TYPE:
+            raise DraftsmithError(f"{folder} holds a {values.get('model_type')!r}, not an {MODEL_TYPE}; give one.")
+        if "auto_map" in values:
+            raise DraftsmithError(f"{folder / 'config.json'} asks to run its own code (auto_map); remove that key.")
+        config = MLPSpeculatorConfig.from_json(values, folder / "config.json")
+        if target is not None:
+            recorded = values.get("draftsmith", {}).get("target", {})
+            check_target(folder, config, recorded, target.facts())
+        elif config.tie_to_target:
+            raise DraftsmithError(f"{folder} borrows its target's embedding and head; load it with that target.")
+        storage.verify_folder(folder)
+        tensors = {name.removeprefix("speculator."): t for name, t in storage.read_tensors(folder).items()}
+        speculator = cls(config, tensors.get("d2t"))
+        speculator.to(dtype or next(t.dtype for name, t in tensors.items() if name != "d2t"))
+        load_tensors(speculator, tensors, folder)
+        if target is not None:
+            speculator.to(target.device)
+            speculator.bind(target)
+        return speculator
+
+
+def load_tensors(speculator: MLPSpeculator, tensors: Mapping[str, Tensor], origin: Path) -> None:
+    """Copy checkpoint tensors in; a tied tensor may stand under one stage's name or under all of them."""
+    wanted = speculator.state_dict()
+    firsts = speculator.state_dict(keep_vars=True)
+    twins: dict[int, list[str]] = {}
+    for name, tensor in firsts.items():
+        twins.setdefault(id(tensor), []).append(name)
+    unknown = tensors.keys() - wanted.keys()
+    if unknown:
+        raise DraftsmithError(f"{origin} has a tensor {min(unknown)!r} that is not in its config.json; mend that.")
+    for names in twins.values():
+        given = next((name for name in names if name in tensors), None)
+        if given is None:
+            raise DraftsmithError(f"{origin} lacks the tensor speculator.{names[0]}; restore it from a good copy.")
+        if tensors[given].shape != wanted[given].shape:
+            raise DraftsmithError(
+                f"tensor speculator.{given} in {origin} has shape {tuple(tensors[given].shape)}, but its config.json "
+                f"says {tuple(wanted[given].shape)}; restore the folder from a good copy."
+            )
+        wanted[given].copy_(tensors[given])
+
+
+def target_tables(speculator: MLPSpeculator, target: "Target") -> tuple[Tensor, Tensor]:
+    """Return the target's embedding (V, D) and the head rows of the drafted tokens (W, D); widths must match."""
+    config = speculator.config
+    if config.width != target.hidden_size:
+        raise DraftsmithError(
+            f"inner_dim is {config.width}, but the target's tables are {target.hidden_size} wide; "
+            f"set inner_dim to {target.hidden_size}, or use none of the target's tables."
+        )
+    like = speculator._weight(speculator.proj, 0)
+    embedding_VD = target.embedding_weight_VF.detach().to(like)
+    head_VD = target.head_weight_VF.detach().to(like)
+    return embedding_VD[: config.vocab_size], head_VD if speculator.d2t is None else head_VD[speculator.d2t]
+
+
+@torch.no_grad()
+def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: str) -> None:
+    """Start emb, or emb and head, of every stage from the target's tables (section 5).
+
+    Args:
+        what: "none", "embeddings" or "embeddings+head".
+
+    The embedding is scaled to the RMS 1/sqrt(D) that the stage weights w_s and w_e are made for; the head is taken as
+    it is.
+    """
+    if what not in ("none", "embeddings", "embeddings+head"):
+        raise DraftsmithError(f"init_from_target is {what!r}; use none, embeddings or embeddings+head.")
+    if what == "none" or speculator.config.tie_to_target:
+        return
+    embedding_VD, head_WD = target_tables(speculator, target)
+    scaled_VD = embedding_VD.float() * (speculator.config.width * embedding_VD.float().square().mean()).rsqrt()
+    for module in speculator.emb:
+        speculator_weight: Tensor = module.weight  # type: ignore[assignment]
+        speculator_weight.copy_(scaled_VD)
+    if what == "embeddings+head":
+        for module in speculator.head:
+            head_weight: Tensor = module.weight  # type: ignore[assignment]
+            head_weight.copy_(head_WD)

@@ -1,0 +1,171 @@
+"""Folders that are either whole or not there: written aside, flushed, sealed with SHA-256 sums, then renamed.
+
+safetensors carries no checksum, so a flipped bit would load as a slightly wrong weight; the manifest finds it. Pickles
+are never read.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from draftsmith.types import DraftsmithError
+
+MANIFEST = "manifest.json"
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with open(path, "wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON as `write_bytes` does; keys keep their order, and NaN is refused because JSON has none."""
+    write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file as `write_bytes` does."""
+    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    write_bytes(path, safetensors.torch.save(whole, dict(metadata or {"format": "pt"})))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names inside a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write files into a temporary folder, seal it with a manifest, and put it in place of `folder`.
+
+    Raises DraftsmithError when the disk is full or the place cannot be written; what stood there before still stands.
+    """
+    aside = folder.with_name(f".{folder.name}.tmp")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        recover_folder(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        fill(aside)
+        write_json(aside / MANIFEST, {path.name: sha256(path) for path in sorted(aside.iterdir())})
+        sync_folder(aside)
+        replace_folder(aside, folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DraftsmithError(f"no space is left on the disk for {folder}; free some and run again.") from error
+        raise DraftsmithError(
+            f"cannot write {folder} ({error.strerror or error}); choose a folder that can be written."
+        ) from error
+
+
+def _set_aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Rename `new` to `folder`; a folder already there is kept until the new one has its name."""
+    old = _set_aside(folder)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+    os.rename(new, folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover_folder(folder: Path) -> None:
+    """Finish or undo a replacement that was killed between its two renames."""
+    old = _set_aside(folder)
+    if old.exists() and not folder.exists():
+        os.rename(old, folder)
+
+
+def verify_folder(folder: Path) -> None:
+    """Compare every file with the manifest, where there is one; DraftsmithError names the first that differs."""
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        return
+    for name, digest in read_json(manifest).items():
+        path = folder / name
+        if not path.exists():
+            raise DraftsmithError(f"{path} is missing although {MANIFEST} lists it; restore it from a good copy.")
+        if sha256(path) != digest:
+            raise DraftsmithError(f"{path} is damaged (its SHA-256 is not in {MANIFEST}); restore it from a good copy.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; DraftsmithError when the file is missing or broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DraftsmithError(f"{path} is missing, so the folder is no whole checkpoint; save it again.") from error
+    except (OSError, ValueError) as error:
+        raise DraftsmithError(f"{path} cannot be read as JSON ({error}); restore it from a good copy.") from error
+    if not isinstance(value, dict):
+        raise DraftsmithError(f"{path} holds no JSON object; restore it from a good copy.")
+    return value
+
+
+def read_tensor_file(path: Path) -> dict[str, Tensor]:
+    """Read one safetensors file; DraftsmithError when it is missing, cut short or broken."""
+    try:
+        return safetensors.torch.load_file(path)
+    except FileNotFoundError as error:
+        raise DraftsmithError(f"{path} is missing, so the folder is no whole checkpoint; save it again.") from error
+    except (OSError, SafetensorError) as error:
+        raise DraftsmithError(f"{path} is cut short or broken ({error}); restore it from a good copy.") from error
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read model.safetensors, or the shards that model.safetensors.index.json lists; pickles are refused."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.exists():
+        return read_tensor_file(whole)
+    if index.exists():
+        shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+        merged: dict[str, Tensor] = {}
+        for shard in shards:
+            if Path(shard).name != shard:
+                raise DraftsmithError(f"{index} points outside its folder ({shard!r}); use shards beside it.")
+            merged.update(read_tensor_file(folder / shard))
+        return merged
+    pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(pattern))]
+    if pickles:
+        raise DraftsmithError(
+            f"{folder / pickles[0]} is a pickle, which can run code when read; convert it to model.safetensors."
+        )
+    raise DraftsmithError(f"{whole} is missing, so {folder} is no whole checkpoint; save it again.")
+
+
+def require_folder(folder: Path) -> None:
+    """Raise DraftsmithError, with the nearest name that exists, unless `folder` is one."""
+    recover_folder(folder)
+    if folder.is_dir():
+        return
+    siblings = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    near = get_close_matches(folder.name, siblings, n=1)
+    hint = f"did you mean {folder.parent / near[0]}?" if near else "check the path."
+    raise DraftsmithError(f"folder {folder} does not exist; {hint}")

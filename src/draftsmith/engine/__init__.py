@@ -1,0 +1,5 @@
+"""Decoding: requests, steps and the engine that runs them."""
+
+from draftsmith.engine.engine import Chunk, Engine, Prompt
+
+__all__ = ["Chunk", "Engine", "Prompt"]

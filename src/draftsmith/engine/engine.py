@@ -1,0 +1,295 @@
+"""The engine: prompts in, continuations out, any number of rows, each advancing by its own number of tokens."""
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from draftsmith.drafters.base import Drafter, NoDrafter
+from draftsmith.drafters.registry import load_drafter
+from draftsmith.engine.clock import Clock
+from draftsmith.engine.compiled import Compiler
+from draftsmith.engine.request import Request
+from draftsmith.engine.rows import Rows, join, leave
+from draftsmith.engine.step import Stepper, StepResult
+from draftsmith.target import Target
+from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, Plan, SamplingParams, TokenLogprob
+
+DRAFT_ROOM = 128
+PREFILL_TOKENS = 8192
+SEED_STRIDE = 0x9E3779B97F4A7C15
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of one continuation as it streams: its tokens, its text, and the completion with the last piece."""
+
+    index: int
+    tokens: list[int]
+    text: str
+    completion: Completion | None
+
+
+class Engine:
+    """Decodes with a drafter, or plainly; the text is the target's own either way.
+
+    Args:
+        target: the model.
+        drafter: what guesses ahead; None is plain decoding.
+        plan: shape of the drafts; None takes the drafter's own.
+        max_batch: most rows at a time; further prompts wait.
+        max_length: most tokens a row, prompt and output; None takes the target's context.
+        compile: compile the step. Costs seconds to minutes once a shape (see `prepare`), kept on disk between runs.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        plan: Plan | None = None,
+        max_batch: int = 8,
+        max_length: int | None = None,
+        compile: bool = False,
+    ) -> None:
+        if max_batch < 1:
+            raise DraftsmithError(f"max_batch is {max_batch}; use at least 1.")
+        self.target = target
+        self.drafter = drafter if drafter is not None else NoDrafter()
+        self.plan = plan if plan is not None else self.drafter.default_plan()
+        self.max_batch = max_batch
+        self.max_length = min(max_length or target.max_length, target.max_length)
+        self._compiler = Compiler(compile, target.device)
+        self._slots = self._compiler.slots(max_batch)
+        self._cache = target.new_cache(self._slots, self.max_length + DRAFT_ROOM)
+        self._stepper = Stepper(target, self.drafter, self._cache, self._compiler)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        drafter: str | Path | None = None,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        plan: Plan | None = None,
+        max_batch: int = 8,
+        max_length: int | None = None,
+        compile: bool = False,
+    ) -> "Engine":
+        """Load target and drafter by hub name or folder.
+
+        Raises:
+            DraftsmithError: when either is missing or damaged, or the drafter belongs to another target.
+        """
+        loaded = Target.from_pretrained(target, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        guesser = load_drafter(drafter, loaded) if drafter is not None else None
+        return cls(loaded, guesser, plan=plan, max_batch=max_batch, max_length=max_length, compile=compile)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        plan: Plan | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """Continue every prompt; results in order of the prompts, `n` consecutive ones for each.
+
+        Args:
+            prompts: texts or token ids.
+            params: one for all, or one for each; greedy by default.
+            plan: shape of the drafts of this call; `NO_DRAFT` is plain decoding through the same engine.
+            on_progress: called after every step with the number of tokens it committed.
+
+        Raises:
+            DraftsmithError: for no prompts, an empty prompt, token ids the target does not have, or a prompt that
+                does not fit the context together with its `max_tokens`.
+        """
+        requests = self._admit(prompts, params)
+        for committed in self._run(requests, plan):
+            if on_progress is not None:
+                on_progress(sum(len(tokens) for _, tokens in committed))
+        return [request.completion() for request in requests]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        plan: Plan | None = None,
+    ) -> Iterator[Chunk]:
+        """Yield pieces as they are committed; the last piece of each continuation carries its completion."""
+        requests = self._admit(prompts, params)
+        for committed in self._run(requests, plan):
+            for request, tokens in committed:
+                done = request.completion() if request.finish_reason is not None else None
+                yield Chunk(request.index, tokens, request.text.take(), done)
+
+    def prepare(self, batch: int = 1, plan: Plan | None = None) -> float:
+        """Run a few tokens so that everything of this batch size and plan is compiled; return the seconds it took."""
+        chosen = plan if plan is not None else self.plan
+        clock = Clock(self.target.device)
+        clock.start("all")
+        params = SamplingParams(max_tokens=3 * (chosen.depth + 1), ignore_eos=True)
+        self.generate([[0]] * batch, params, chosen)
+        return clock.stop()["all"]
+
+    def _admit(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+        if isinstance(prompts, str):
+            raise DraftsmithError("prompts is a single text; give a list of prompts.")
+        if not prompts:
+            raise DraftsmithError("the list of prompts is empty; give at least one.")
+        if params is None:
+            params = SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise DraftsmithError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one each.")
+        requests: list[Request] = []
+        for number, (prompt, rules) in enumerate(zip(prompts, each, strict=True)):
+            tokens = self._tokens_of(prompt, number)
+            self._check_fit(tokens, rules, number)
+            seed = rules.seed if rules.seed is not None else secrets.randbits(62)
+            for copy in range(rules.n):
+                requests.append(
+                    Request.make(
+                        len(requests),
+                        tokens,
+                        rules,
+                        (seed + copy * SEED_STRIDE) % 2**63,
+                        self.target.eos_token_ids,
+                        self.target.tokenizer,
+                    )
+                )
+        return requests
+
+    def _tokens_of(self, prompt: Prompt, number: int) -> list[int]:
+        if isinstance(prompt, str):
+            if self.target.tokenizer is None:
+                raise DraftsmithError(f"prompt {number} is text, but {self.target.name} has no tokenizer; give token ids.")
+            tokens = list(self.target.tokenizer(prompt)["input_ids"])
+        else:
+            tokens = [int(t) for t in prompt]
+        if not tokens:
+            raise DraftsmithError(f"prompt {number} is empty; give at least one token.")
+        wrong = [t for t in tokens if not 0 <= t < self.target.vocab_size]
+        if wrong:
+            raise DraftsmithError(
+                f"prompt {number} has token {wrong[0]}, but {self.target.name} knows 0 to {self.target.vocab_size - 1}."
+            )
+        return tokens
+
+    def _check_fit(self, tokens: list[int], rules: SamplingParams, number: int) -> None:
+        if len(tokens) + rules.max_tokens > self.max_length:
+            raise DraftsmithError(
+                f"prompt {number} has {len(tokens)} tokens and asks for {rules.max_tokens} more, but the context holds "
+                f"{self.max_length}; shorten the prompt or lower max_tokens to {max(0, self.max_length - len(tokens))}."
+            )
+        if self.target.tokenizer is None and rules.stop:
+            raise DraftsmithError(f"stop strings need a tokenizer, and {self.target.name} has none; use stop_token_ids.")
+
+    @torch.no_grad()
+    def _run(self, requests: list[Request], plan: Plan | None) -> Iterator[list[tuple[Request, list[int]]]]:
+        """Decode to the end, yielding what every round committed; frees all rows however it ends."""
+        chosen = plan if plan is not None else self.plan
+        if chosen.max_nodes >= DRAFT_ROOM:
+            raise DraftsmithError(
+                f"the plan drafts {chosen.max_nodes} nodes, but there is room for {DRAFT_ROOM - 1}; lower its branching "
+                "or keep fewer paths."
+            )
+        waiting = deque(requests)
+        rows: Rows | None = None
+        clock = Clock(self.target.device)
+        try:
+            while waiting or rows is not None:
+                if waiting and self._cache.rows < self.max_batch:
+                    group = self._next_group(waiting)
+                    clock.start("prefill")
+                    arrivals, result = self._stepper.prefill(group, chosen.depth + 1)
+                    committed = self._commit(arrivals, result, clock, is_step=False)
+                    yield committed
+                    bucket = self._compiler.bucket((rows.count if rows else 0) + arrivals.count, self._slots)
+                    rows = join(rows, arrivals, self.target.vocab_size, self.target.device, bucket)
+                else:
+                    assert rows is not None
+                    result = self._stepper.step(rows, chosen, clock)
+                    yield self._commit(rows, result, clock, is_step=True)
+                rows = self._dismiss(rows)
+        finally:
+            self._cache.rows = 0
+            self.drafter.reset_rows([request.index for request in requests])
+
+    def _next_group(self, waiting: deque[Request]) -> list[Request]:
+        """Take the next prompts that fit the free slots and, padded to the longest, a bounded amount of work."""
+        group = [waiting.popleft()]
+        longest = len(group[0].prompt)
+        while waiting and self._cache.rows + len(group) < self.max_batch:
+            longest = max(longest, len(waiting[0].prompt))
+            if longest * (len(group) + 1) > PREFILL_TOKENS:
+                break
+            group.append(waiting.popleft())
+        return group
+
+    def _commit(
+        self, rows: Rows, result: StepResult, clock: Clock, is_step: bool
+    ) -> list[tuple[Request, list[int]]]:
+        """Hand the tokens of a round to their requests, with their share of the time."""
+        packed = torch.cat([result.counts_B.unsqueeze(1), result.drafted_B.unsqueeze(1), result.tokens_BT], dim=1)
+        table = packed[: rows.count].tolist()  # the one transfer from the device in a step
+        seconds = clock.stop()
+        committed = []
+        for b, request in enumerate(rows.requests):
+            count, drafted, *tokens = table[b]
+            taken = request.commit(tokens[:count])
+            statistics = request.statistics
+            if is_step:
+                accepted = taken - 1
+                statistics.steps += 1
+                statistics.drafted += drafted
+                statistics.accepted += accepted
+                by_depth = statistics.accepted_by_depth
+                by_depth.extend([0] * (result.depth - len(by_depth)))
+                for d in range(accepted):
+                    by_depth[d] += 1
+                request.accepted_lengths.append(accepted)
+            if result.raw_logits_BTV is not None and request.params.logprobs is not None:
+                request.logprobs += _logprobs(result.raw_logits_BTV[b, :taken], tokens, request.params.logprobs)
+            statistics.prefill_s += seconds.get("prefill", 0.0) / rows.count
+            statistics.target_s += seconds.get("target", 0.0) / rows.count
+            statistics.drafter_s += seconds.get("drafter", 0.0) / rows.count
+            statistics.rest_s += seconds.get("rest", 0.0) / rows.count
+            committed.append((request, tokens[:taken]))
+        return committed
+
+    def _dismiss(self, rows: Rows) -> Rows | None:
+        """Free the rows whose requests ended, mirroring how the cache moves its last row into the gap."""
+        ended = [b for b, request in enumerate(rows.requests) if request.finish_reason is not None]
+        if not ended:
+            return rows
+        order = list(range(rows.count))
+        for b in reversed(ended):
+            self._cache.release(b, rows.requests[order[-1]].length)
+            order[b] = order[-1]
+            order.pop()
+        self.drafter.reset_rows([rows.requests[b].index for b in ended])
+        if not order:
+            return None
+        bucket = self._compiler.bucket(len(order), self._slots)
+        return leave(rows, order, self.target.vocab_size, self.target.device, bucket)
+
+
+def _logprobs(logits_TV: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
+    logprobs_TV = torch.log_softmax(logits_TV.float() if logits_TV.dtype != torch.float64 else logits_TV, dim=-1)
+    results = []
+    for t in range(logprobs_TV.shape[0]):
+        best = logprobs_TV[t].topk(top)
+        alternatives = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        results.append(TokenLogprob(tokens[t], logprobs_TV[t, tokens[t]].item(), alternatives))
+    return results
+
+
+__all__ = ["NO_DRAFT", "Chunk", "Engine", "Prompt"]

@@ -1,0 +1,241 @@
+"""One step of decoding: propose, verify, accept, keep. Prefill is the same verification with the prompt as a chain.
+
+Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), D depth of the plan, T context tokens,
+F feature width, V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine.clock import Clock
+from draftsmith.engine.compiled import Compiler
+from draftsmith.engine.request import Request
+from draftsmith.engine.rows import Rows
+from draftsmith.target import KVCache, Target, keep_path
+from draftsmith.types import UNUSED, Context, Draft, Plan, SamplingParams
+from draftsmith.verify import (
+    Acceptance,
+    History,
+    SamplingBatch,
+    accept_deterministic,
+    accept_greedy,
+    accept_sampled,
+    probabilities,
+    shape_logits,
+    tree_tables,
+)
+
+PREFILL_CHUNK = 512
+
+
+@dataclass
+class StepResult:
+    """What a step committed: row b took the first `counts_B[b]` of `tokens_BT[b]`, the last being the target's own."""
+
+    tokens_BT: Tensor
+    counts_B: Tensor
+    drafted_B: Tensor
+    depth: int
+    raw_logits_BTV: Tensor | None
+
+
+class Stepper:
+    """Owns nothing but references: runs the target and the drafter over the cache."""
+
+    def __init__(self, target: Target, drafter: Drafter, cache: KVCache, compiler: Compiler) -> None:
+        self.target, self.drafter, self.cache = target, drafter, cache
+        self._forward = compiler.wrap(target.forward)
+        self._propose = compiler.wrap(drafter.propose)
+        self._tables = compiler.wrap(tree_tables)
+        self._commit_greedy = compiler.wrap(commit_greedy)
+        self._span = compiler.span
+
+    def step(self, rows: Rows, plan: Plan, clock: Clock) -> StepResult:
+        """Advance every row by one to `plan.depth` + 1 tokens and leave `rows` ready for the next step."""
+        context = rows.context
+        clock.start("drafter")
+        draft = self._propose(context, plan) if plan.depth else empty_draft(context)
+        clock.start("rest")
+        tokens_BM = torch.cat([context.root()[0].unsqueeze(1), draft.tokens_BN], dim=1)
+        visible_BMM, depths_BM = self._tables(draft.parents_BN, draft.depth)
+        cached_B = context.lengths_B - 1
+        span_S = self._span(rows.longest + draft.tokens_BN.shape[1], self.cache.capacity, cached_B.device)
+        clock.start("target")
+        logits_BMV, features_BMF = self._forward(
+            self.cache, tokens_BM, depths_BM, visible_BMM, cached_B, span_S, self.drafter.taps
+        )
+        clock.start("rest")
+        if rows.sampling.all_greedy and not rows.sampling.needs_shaping:
+            tokens_BT, counts_B, features_BTF, path_BD = self._commit_greedy(
+                self.cache.tensors, logits_BMV, features_BMF, tokens_BM, draft, cached_B
+            )
+        else:
+            acceptance = choose(rows, logits_BMV, draft, visible_BMM)
+            tokens_BT, counts_B, features_BTF, path_BD = commit(
+                self.cache.tensors, acceptance, features_BMF, tokens_BM, draft.depth, cached_B
+            )
+        if rows.history is not None:
+            rows.history.commit(tokens_BT, counts_B)
+        raw_BTV = None
+        if rows.logprobs_wanted() is not None:
+            index_BT = torch.cat([torch.zeros_like(counts_B).unsqueeze(1), path_BD], dim=1)
+            raw_BTV = logits_BMV.gather(1, index_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
+        rows.context = replace(
+            context,
+            tokens_BT=tokens_BT,
+            features_BTF=features_BTF,
+            counts_B=counts_B,
+            lengths_B=context.lengths_B + counts_B,
+        )
+        drafted_B = (draft.parents_BN != UNUSED).sum(dim=1)
+        return StepResult(tokens_BT, counts_B, drafted_B, draft.depth, raw_BTV)
+
+    def prefill(self, requests: list[Request], width: int) -> tuple[Rows, StepResult]:
+        """Read the prompts of new requests into the slots behind the running rows; choose their first token each.
+
+        Args:
+            width: context tokens (T) that the running rows have, so that compiled code keeps its shapes.
+        """
+        device = self.target.device
+        first_row = self.cache.admit(len(requests))
+        lengths = [len(r.prompt) for r in requests]
+        longest = max(lengths)
+        tokens_BM = torch.zeros((len(requests), longest), dtype=torch.long)
+        for b, request in enumerate(requests):
+            tokens_BM[b, : lengths[b]] = torch.tensor(request.prompt)
+        tokens_BM = tokens_BM.to(device)
+        lengths_B = torch.tensor(lengths, device=device)
+        last_logits_BV, features_BMF = self._read_prompts(tokens_BM, lengths_B, first_row)
+
+        params = [r.params for r in requests]
+        seeds_B = torch.tensor([r.seed for r in requests], device=device)
+        context = Context(
+            tokens_BT=tokens_BM,
+            features_BTF=features_BMF,
+            counts_B=lengths_B,
+            lengths_B=lengths_B,
+            rows_B=torch.tensor([r.index for r in requests], device=device),
+            temperature_B=torch.tensor([p.temperature for p in params], device=device),
+            seeds_B=seeds_B,
+        )
+        rows = first_rows(requests, context, params, self.target.vocab_size)
+        no_draft = empty_draft(context)
+        visible_BMM, _ = tree_tables(no_draft.parents_BN, 0)
+        logits_B1V = last_logits_BV.unsqueeze(1)
+        first_B = choose(rows, logits_B1V, no_draft, visible_BMM).next_B
+        if self.drafter.reads_prompt:
+            # Entry t of the context is the token that state t predicted: the prompt from its second token on, then ours.
+            shifted_BM = torch.cat([tokens_BM[:, 1:], tokens_BM.new_zeros((len(requests), 1))], dim=1)
+            shifted_BM.scatter_(1, (lengths_B - 1).unsqueeze(1), first_B.unsqueeze(1))
+            context = replace(context, tokens_BT=shifted_BM)
+        else:
+            last_B11 = (lengths_B - 1).view(-1, 1, 1).expand(-1, 1, features_BMF.shape[2])
+            tokens_BT = torch.zeros((len(requests), width), dtype=torch.long, device=device)
+            features_BTF = features_BMF.new_zeros((len(requests), width, features_BMF.shape[2]))
+            tokens_BT[:, 0] = first_B
+            features_BTF[:, :1] = features_BMF.gather(1, last_B11)
+            context = replace(
+                context, tokens_BT=tokens_BT, features_BTF=features_BTF, counts_B=torch.ones_like(lengths_B)
+            )
+        rows.context = replace(context, lengths_B=lengths_B + 1)
+        one_B = torch.ones_like(lengths_B)
+        raw = logits_B1V if rows.logprobs_wanted() is not None else None
+        return rows, StepResult(first_B.unsqueeze(1), one_B, torch.zeros_like(one_B), 0, raw)
+
+    def _read_prompts(self, tokens_BM: Tensor, lengths_B: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+        """Return the logits after every row's last prompt token (B, V) and all states (B, M, F)."""
+        device = tokens_BM.device
+        batch, longest = tokens_BM.shape
+        last_BV: Tensor | None = None
+        features = []
+        for start in range(0, longest, PREFILL_CHUNK):
+            stop = min(start + PREFILL_CHUNK, longest)
+            size = stop - start
+            depths_BM = torch.arange(size, device=device).expand(batch, -1)
+            visible_BMM = torch.ones((size, size), dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+            ends_B = lengths_B - 1 - start
+            inside_B = (ends_B >= 0) & (ends_B < size)
+            # Logits only where a prompt ends; one column is computed when none does, because none cannot be asked for.
+            columns_U = torch.unique(ends_B[inside_B]) if bool(inside_B.any()) else ends_B.new_zeros(1)
+            logits_BUV, features_BMF = self.target.forward(
+                self.cache,
+                tokens_BM[:, start:stop],
+                depths_BM,
+                visible_BMM,
+                torch.full((batch,), start, device=device),
+                torch.arange(stop, device=device),
+                self.drafter.taps,
+                first_row,
+                columns_U,
+            )
+            features.append(features_BMF)
+            if last_BV is None:
+                last_BV = logits_BUV.new_zeros((batch, logits_BUV.shape[2]))
+            place_B = torch.searchsorted(columns_U, ends_B.clamp(0, size - 1)).clamp(max=columns_U.shape[0] - 1)
+            here_BV = logits_BUV[torch.arange(batch, device=device), place_B]
+            last_BV = torch.where(inside_B.unsqueeze(1), here_BV, last_BV)
+        assert last_BV is not None
+        return last_BV, torch.cat(features, dim=1)
+
+
+def empty_draft(context: Context) -> Draft:
+    """Return the draft without guesses: plain decoding."""
+    none_BN = context.tokens_BT.new_empty((context.tokens_BT.shape[0], 0))
+    return Draft(tokens_BN=none_BN, parents_BN=none_BN, depth=0)
+
+
+def first_rows(requests: list[Request], context: Context, params: list[SamplingParams], vocab_size: int) -> Rows:
+    """Make the rows of freshly read prompts; the context is not ready for a drafter yet."""
+    device = context.tokens_BT.device
+    sampling = SamplingBatch.build(params, vocab_size, device)
+    history = None
+    if sampling.needs_history:
+        history = History.of([r.prompt for r in requests], [r.tokens for r in requests], vocab_size, device)
+    return Rows(requests, context, sampling, history)
+
+
+def choose(rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor) -> Acceptance:
+    """Apply every row's sampling rules at every node and accept a path."""
+    shaped_BMV = logits_BMV
+    if rows.sampling.needs_shaping:
+        shaped_BMV = shape_logits(logits_BMV, rows.sampling, rows.history, draft.tokens_BN, visible_BMM)
+    if rows.sampling.all_greedy:
+        return accept_greedy(shaped_BMV.argmax(dim=-1), draft)
+    p_BMV = probabilities(shaped_BMV, rows.sampling)
+    accept = accept_deterministic if draft.q_BMV is None else accept_sampled
+    return accept(p_BMV, draft, rows.context.seeds_B, rows.context.lengths_B)
+
+
+def commit_greedy(
+    tensors: list[Tensor], logits_BMV: Tensor, features_BMF: Tensor, tokens_BM: Tensor, draft: Draft, cached_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Accept the path of argmaxes and commit it; see `commit`."""
+    acceptance = accept_greedy(logits_BMV.argmax(dim=-1), draft)
+    return commit(tensors, acceptance, features_BMF, tokens_BM, draft.depth, cached_B)
+
+
+def commit(
+    tensors: list[Tensor],
+    acceptance: Acceptance,
+    features_BMF: Tensor,
+    tokens_BM: Tensor,
+    depth: int,
+    cached_B: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keep the accepted path in the cache and line up the next context.
+
+    Returns:
+        tokens_BT (T = depth + 1) with counts_B valid ones, the target's own token last; features_BTF, the states that
+        predicted them; and path_BD.
+    """
+    path_BD, accepted_B, next_B = acceptance.path_BD, acceptance.counts_B, acceptance.next_B
+    if depth:
+        keep_path(tensors, cached_B, path_BD)
+    tokens_BT = torch.cat([tokens_BM.gather(1, path_BD), next_B.unsqueeze(1)], dim=1)
+    tokens_BT = tokens_BT.scatter(1, accepted_B.unsqueeze(1), next_B.unsqueeze(1))
+    states_BT = torch.cat([torch.zeros_like(accepted_B).unsqueeze(1), path_BD], dim=1)
+    features_BTF = features_BMF.gather(1, states_BT.unsqueeze(2).expand(-1, -1, features_BMF.shape[2]))
+    return tokens_BT, accepted_B + 1, features_BTF, path_BD

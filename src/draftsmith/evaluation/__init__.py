@@ -1,0 +1,1 @@
+"""Measuring: prompts, speed with intervals, losslessness, pictures and reports."""

@@ -1,0 +1,205 @@
+"""The report's Tables 1 and 2: batch × candidates × prompt length, exactly N new tokens a trial.
+
+"Accelerating Production LLMs with Combined Token/Embedding Speculators" (arXiv:2404.19124), section 4. In every round
+each number of candidates, the baseline without speculation (0) and a peer, if asked for, runs once on the same prompts
+and in random order, so that a drifting clock meets all of them alike. Latency is the wall-clock of the whole call,
+prefill included, over N; the prefill is also reported by itself. Shapes: B rows (batch), K candidates, T trials.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+from draftsmith.engine import Engine
+from draftsmith.evaluation.intervals import mean_interval, ratio_interval
+from draftsmith.evaluation.losslessness import first_divergence
+from draftsmith.evaluation.measure import Measurement, measure
+from draftsmith.evaluation.prompts import Prompt, cut
+from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
+
+BASELINE = 0
+CANDIDATES = (0, 1, 2, 4, 8, 16, 32)
+PEER_NAME = "transformers"
+
+Peer = Callable[[Sequence[Sequence[int]], int], tuple[list[list[int]], float]]
+"""Decodes prompts greedily to exactly N new tokens each; returns the tokens and the seconds of it."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to measure.
+
+    Args:
+        batches: rows decoded together.
+        candidates: root-to-leaf paths verified in each step; 0 is the baseline.
+        prompt_tokens: prompt lengths.
+        new_tokens: N, generated exactly.
+        trials: timed rounds of each (batch, prompt length).
+        warmups: untimed rounds before them.
+        branching: of the tree before pruning to the candidates; None takes the drafter's own.
+        seed: of the order of runs and of the bootstrap.
+    """
+
+    batches: tuple[int, ...] = (1, 2, 4)
+    candidates: tuple[int, ...] = CANDIDATES
+    prompt_tokens: tuple[int, ...] = (64,)
+    new_tokens: int = 100
+    trials: int = 16
+    warmups: int = 1
+    branching: tuple[int, ...] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("batches", 1), ("candidates", 0), ("prompt_tokens", 1)):
+            values = getattr(self, name)
+            if not values or min(values) < least:
+                raise DraftsmithError(f"{name} is {list(values)}; give one or more numbers of at least {least}.")
+        for name, least in (("new_tokens", 2), ("trials", 1), ("warmups", 0)):
+            if getattr(self, name) < least:
+                raise DraftsmithError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+
+    @property
+    def runs(self) -> int:
+        """Calls to the engine, warm-up included, without peers."""
+        rounds = len(self.batches) * len(self.prompt_tokens) * (self.trials + self.warmups)
+        return rounds * len({BASELINE, *self.candidates})
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed call of one setting."""
+
+    wall_s: float
+    tokens: list[list[int]]
+    measurement: Measurement | None
+
+
+def plan_for(default: Plan, candidates: int, branching: tuple[int, ...] | None = None) -> Plan:
+    """Return the plan that verifies K candidates: the drafter's tree (or `branching`) pruned to the best K paths.
+
+    A tree that has fewer leaves than K gets more children at the root, so that K candidates exist.
+    """
+    if candidates == BASELINE:
+        return NO_DRAFT
+    shape = branching or default.branching
+    if not shape:
+        raise DraftsmithError(
+            f"{candidates} candidates need a drafter that drafts; give one with --drafter, or measure the baseline "
+            "alone with --candidates 0."
+        )
+    if prod(shape) < candidates:
+        shape = (ceil(candidates / prod(shape[1:])), *shape[1:])
+    return Plan(branching=shape, paths=candidates)
+
+
+def run_grid(
+    engine: Engine,
+    default: Plan,
+    prompts: Sequence[Prompt],
+    grid: Grid,
+    peer: Peer | None = None,
+    on_progress: Callable[[str, int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Measure every cell; `on_progress` gets a label and the number of runs done since the last call."""
+    rng = random.Random(grid.seed)
+    plans = {k: plan_for(default, k, grid.branching) for k in sorted({BASELINE, *grid.candidates})}
+    cells: list[dict[str, Any]] = []
+    for length in grid.prompt_tokens:
+        for batch in grid.batches:
+            rounds = grid.warmups + grid.trials
+            pieces = cut(engine.target, prompts, length, batch * rounds)
+            settings: list[int | str] = [*plans, *([PEER_NAME] if peer is not None and batch == 1 else [])]
+            runs: dict[int | str, list[Run]] = {setting: [] for setting in settings}
+            for index in range(rounds):
+                chosen = pieces[index * batch : (index + 1) * batch]
+                for setting in rng.sample(settings, len(settings)):
+                    if isinstance(setting, int):
+                        run = run_engine(engine, chosen, plans[setting], grid.new_tokens)
+                    else:
+                        assert peer is not None
+                        run = run_peer(peer, chosen, grid.new_tokens)
+                    if index >= grid.warmups:
+                        runs[setting].append(run)
+                    if on_progress is not None:
+                        on_progress(f"prompt {length}, batch {batch}, round {index + 1} of {rounds}", 1)
+            shape = {"batch": batch, "prompt_tokens": length, "new_tokens": grid.new_tokens}
+            cells += [cell_of(setting, runs, shape, plans, grid.seed) for setting in settings]
+    return cells
+
+
+def run_engine(engine: Engine, prompts: Sequence[Sequence[int]], plan: Plan, new_tokens: int) -> Run:
+    """Decode one batch greedily, exactly `new_tokens` each."""
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    result = measure(engine, prompts, params, plan=plan)
+    tokens = [completion.tokens for completion in result.completions]
+    _check_counts(tokens, new_tokens, "the engine")
+    return Run(result.wall_s, tokens, result)
+
+
+def run_peer(peer: Peer, prompts: Sequence[Sequence[int]], new_tokens: int) -> Run:
+    """Decode one batch with the peer."""
+    tokens, seconds = peer(prompts, new_tokens)
+    _check_counts(tokens, new_tokens, "the peer")
+    return Run(seconds, tokens, None)
+
+
+def cell_of(
+    setting: int | str, runs: dict[int | str, list[Run]], shape: dict[str, int], plans: dict[int, Plan], seed: int
+) -> dict[str, Any]:
+    """Turn the trials of one setting into a cell of the table; ratios are paired with the baseline's rounds."""
+    mine, baseline = runs[setting], runs[BASELINE]
+    new_tokens = shape["new_tokens"]
+    ms = [1000 * run.wall_s / new_tokens for run in mine]
+    baseline_ms = [1000 * run.wall_s / new_tokens for run in baseline]
+    latency, ratio = mean_interval(ms, seed=seed), ratio_interval(baseline_ms, ms, seed=seed)
+    cell: dict[str, Any] = {
+        **shape,
+        "candidates": setting if isinstance(setting, int) else None,
+        "engine": "draftsmith" if isinstance(setting, int) else setting,
+        "trials": len(mine),
+        "generated_tokens": sum(len(row) for run in mine for row in run.tokens),
+        "ms_per_token": latency.value,
+        "ms_per_token_ci": latency.ends,
+        "ms_per_token_trials": ms,
+        "speedup": ratio.value,
+        "speedup_ci": ratio.ends,
+        "identical_texts": sum(
+            first_divergence(0, left, right) is None
+            for run, base in zip(mine, baseline, strict=True)
+            for left, right in zip(base.tokens, run.tokens, strict=True)
+        ),
+        "texts": len(mine) * shape["batch"],
+    }
+    measured = [run.measurement for run in mine if run.measurement is not None]
+    if isinstance(setting, int):
+        cell |= decoding_figures(measured, new_tokens)
+        cell |= {"branching": list(plans[setting].branching), "nodes": plans[setting].max_nodes}
+        cell["realised"] = ratio.value / cell["tokens_per_step"]
+    return cell
+
+
+def decoding_figures(measured: Sequence[Measurement], new_tokens: int) -> dict[str, Any]:
+    """Return τ, acceptance by depth, time of a step and its shares over all trials.
+
+    A batch's seconds are shared by its rows, so their sum is the wall-clock; a batch takes as many steps as its
+    slowest row.
+    """
+    total = Measurement([c for result in measured for c in result.completions], sum(r.wall_s for r in measured))
+    statistics = total.statistics
+    batch_steps = sum(max(c.statistics.steps for c in result.completions) for result in measured)
+    return {
+        "tokens_per_step": total.tokens_per_step,
+        "accepted_by_depth": total.accepted_by_depth(),
+        "step_ms": 1000 * statistics.decode_s / max(1, batch_steps),
+        "share": total.shares(),
+        "prefill_ms": 1000 * statistics.prefill_s / len(measured),
+        "decode_ms_per_token": 1000 * statistics.decode_s / len(measured) / (new_tokens - 1),
+    }
+
+
+def _check_counts(tokens: list[list[int]], new_tokens: int, who: str) -> None:
+    counts = sorted({len(row) for row in tokens})
+    if counts != [new_tokens]:
+        raise RuntimeError(f"{who} generated {counts} tokens where exactly {new_tokens} were asked for")

@@ -1,0 +1,53 @@
+"""Confidence intervals by the bootstrap, seeded, so that a report can be printed again to the digit. Shapes: T trials."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def ends(self) -> list[float]:
+        """[low, high], as JSON reports it."""
+        return [self.low, self.high]
+
+
+def mean_interval(values: Sequence[float], level: float = 0.95, seed: int = 0) -> Interval:
+    """Return the mean with its percentile bootstrap interval; of a single value, the value itself."""
+    values_T = np.asarray(values, dtype=np.float64)
+    if values_T.size == 0:
+        raise ValueError("no values to estimate from")
+    means = values_T[_draws(values_T.size, seed)].mean(axis=1)
+    return _interval(float(values_T.mean()), means, level)
+
+
+def ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float], level: float = 0.95, seed: int = 0
+) -> Interval:
+    """Return the ratio of two means, both measured in every round, resampling whole rounds to keep the pairing."""
+    top_T, bottom_T = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    if top_T.size == 0 or top_T.size != bottom_T.size:
+        raise ValueError(f"{top_T.size} numerators cannot be paired with {bottom_T.size} denominators")
+    draws = _draws(top_T.size, seed)
+    ratios = top_T[draws].mean(axis=1) / bottom_T[draws].mean(axis=1)
+    return _interval(float(top_T.mean() / bottom_T.mean()), ratios, level)
+
+
+def _draws(size: int, seed: int) -> NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(0, size, (RESAMPLES, size))
+
+
+def _interval(value: float, resampled: NDArray[np.float64], level: float) -> Interval:
+    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(value, float(low), float(high))

@@ -1,0 +1,103 @@
+"""Pictures of measurements, drawn without a window. Each function returns a figure; the caller writes it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from draftsmith.evaluation.intervals import Interval
+
+INK, GRID, GREY, BLUE, ORANGE = "#2b2b2b", "#d9d9d9", "#9aa5b1", "#2f6db3", "#d9822b"
+SERIES = (BLUE, ORANGE, "#3c9d6d", "#8e5ea2", "#b5483a", "#5f7d95")
+
+
+def speed_bars(groups: Mapping[str, Mapping[str, Interval]], unit: str = "tokens per second") -> Figure:
+    """Bars with intervals: one group a task, one bar a way of decoding; the first way is the grey baseline."""
+    figure, axes = _canvas(6.4, 3.8)
+    ways = list(next(iter(groups.values())))
+    width = 0.8 / len(ways)
+    for i, way in enumerate(ways):
+        at = [g + (i - (len(ways) - 1) / 2) * width for g in range(len(groups))]
+        shown = [group[way] for group in groups.values()]
+        colour = GREY if i == 0 else SERIES[(i - 1) % len(SERIES)]
+        axes.bar(at, [s.value for s in shown], width * 0.92, color=colour, label=way)
+        spread = [[max(0.0, s.value - s.low) for s in shown], [max(0.0, s.high - s.value) for s in shown]]
+        axes.errorbar(at, [s.value for s in shown], yerr=spread, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
+        for x, s in zip(at, shown, strict=True):
+            axes.annotate(
+                f"{s.value:.0f}", (x, s.high), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9
+            )
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_ylabel(unit)
+    axes.margins(y=0.14)
+    _finish(axes, legend=True)
+    return figure
+
+
+def acceptance_by_depth(series: Mapping[str, Sequence[float]]) -> Figure:
+    """Lines: the share of steps whose accepted path reached each depth, one line a task or drafter."""
+    figure, axes = _canvas(5.6, 3.6)
+    for i, (name, shares) in enumerate(series.items()):
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", color=SERIES[i % len(SERIES)], label=name)
+    deepest = max((len(shares) for shares in series.values()), default=1)
+    axes.set_xticks(range(1, deepest + 1))
+    axes.set_xlabel("depth of the drafted token")
+    axes.set_ylabel("share of steps that accepted it")
+    axes.set_ylim(0, 1)
+    _finish(axes, legend=True)
+    return figure
+
+
+def latency_by_candidates(cells: Sequence[Mapping[str, Any]], prompt_tokens: int) -> Figure:
+    """Lines with intervals: ms a token over the number of candidates, one line a batch size; 0 is the baseline."""
+    figure, axes = _canvas(6.4, 3.8)
+    mine = [c for c in cells if c["prompt_tokens"] == prompt_tokens and c["candidates"] is not None]
+    counts = sorted({c["candidates"] for c in mine})
+    for i, batch in enumerate(sorted({c["batch"] for c in mine})):
+        row = sorted((c for c in mine if c["batch"] == batch), key=lambda c: c["candidates"])
+        at = [counts.index(c["candidates"]) for c in row]
+        values = [c["ms_per_token"] for c in row]
+        low = [max(0.0, c["ms_per_token"] - c["ms_per_token_ci"][0]) for c in row]
+        high = [max(0.0, c["ms_per_token_ci"][1] - c["ms_per_token"]) for c in row]
+        colour = SERIES[i % len(SERIES)]
+        axes.errorbar(at, values, yerr=[low, high], marker="o", capsize=3, color=colour, label=f"batch {batch}")
+    axes.set_xticks(range(len(counts)), [str(count) for count in counts])
+    axes.set_xlabel("candidates verified in a step (0: no speculation)")
+    axes.set_ylabel("ms a token")
+    axes.set_title(f"prompts of {prompt_tokens} tokens", fontsize=10, color=INK)
+    axes.set_ylim(bottom=0)
+    _finish(axes, legend=True)
+    return figure
+
+
+def before_and_after(before: Mapping[str, float], after: Mapping[str, float]) -> Figure:
+    """Bars: tokens per step of each task before and after training."""
+    figure, axes = _canvas(5.2, 3.6)
+    for i, (label, values) in enumerate((("before training", before), ("after training", after))):
+        at = [g + (i - 0.5) * 0.38 for g in range(len(values))]
+        bars = axes.bar(at, list(values.values()), 0.35, color=(GREY, BLUE)[i], label=label)
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=9)
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_xticks(range(len(before)), list(before))
+    axes.set_ylabel("tokens per step, τ")
+    axes.margins(y=0.14)
+    _finish(axes, legend=True)
+    return figure
+
+
+def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()
+
+
+def _finish(axes: Axes, legend: bool) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    if legend:
+        axes.legend(frameon=False, fontsize=9)

@@ -1,0 +1,96 @@
+"""Prompts to measure on: the embedded held-out sets, or the user's own texts, cut to an exact number of tokens."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftsmith import assets
+from draftsmith.target import Target
+from draftsmith.types import DraftsmithError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text with the kind of task it stands for ("code", "prose", "dialogue", …) and where it comes from."""
+
+    task: str
+    source: str
+    text: str
+
+
+def embedded_prompts(task: str | None = None, split: str = "prompts") -> list[Prompt]:
+    """Return the embedded prompts, all or those of one task; DraftsmithError for a task that does not exist."""
+    prompts = read_jsonl(assets.prompt_file(split))
+    if task is None:
+        return prompts
+    chosen = [prompt for prompt in prompts if prompt.task == task]
+    if not chosen:
+        known = ", ".join(sorted({prompt.task for prompt in prompts}))
+        raise DraftsmithError(f"there are no embedded prompts of task {task!r}; choose one of {known}.")
+    return chosen
+
+
+def load_prompts(path: Path) -> list[Prompt]:
+    """Read the user's prompts: JSONL with a field `text` or `prompt` a line, or a text file as one document."""
+    try:
+        if path.suffix in (".jsonl", ".ndjson"):
+            prompts = read_jsonl(path)
+        else:
+            prompts = [Prompt("text", path.name, path.read_text(encoding="utf-8"))]
+    except OSError as error:
+        raise DraftsmithError(f"the prompt file {path} cannot be read ({error.strerror}); check the path.") from error
+    except UnicodeDecodeError as error:
+        raise DraftsmithError(f"the prompt file {path} is not UTF-8 text; convert it, or give another file.") from error
+    kept = [prompt for prompt in prompts if prompt.text.strip()]
+    if not kept:
+        raise DraftsmithError(f"the prompt file {path} holds no text; give one with at least one prompt.")
+    return kept
+
+
+def read_jsonl(path: Path) -> list[Prompt]:
+    """Read one prompt a line; DraftsmithError names the line that is not one."""
+    prompts = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                text = record["text"] if "text" in record else record["prompt"]
+                if not isinstance(text, str):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError) as error:
+                raise DraftsmithError(
+                    f"line {number} of {path} is not a JSON object with a string field `text` or `prompt`; mend it."
+                ) from error
+            prompts.append(Prompt(str(record.get("task", "text")), str(record.get("source", path.name)), text))
+    return prompts
+
+
+def encode(target: Target, text: str) -> list[int]:
+    """Return the token ids of a text as its tokenizer makes them."""
+    if target.tokenizer is None:
+        raise DraftsmithError(f"{target.name} has no tokenizer, so text cannot be turned into tokens; give one.")
+    ids: list[int] = target.tokenizer(text)["input_ids"]
+    return ids
+
+
+def cut(target: Target, prompts: Sequence[Prompt], tokens: int, count: int) -> list[list[int]]:
+    """Return `count` prompts of exactly `tokens` tokens: the beginnings of all texts first, then later windows.
+
+    Windows repeat once all are used up. Raises DraftsmithError when no text is long enough.
+    """
+    encoded = [encode(target, prompt.text) for prompt in prompts]
+    windows: list[list[int]] = []
+    longest = max((len(ids) for ids in encoded), default=0)
+    for start in range(0, max(0, longest - tokens + 1), tokens):
+        windows += [ids[start : start + tokens] for ids in encoded if len(ids) >= start + tokens]
+        if len(windows) >= count:
+            break
+    if not windows:
+        raise DraftsmithError(
+            f"no prompt has {tokens} tokens (the longest has {longest}); shorten the prompt length, or give longer "
+            "texts with --data."
+        )
+    return [windows[index % len(windows)] for index in range(count)]

@@ -1,0 +1,94 @@
+"""Where a number comes from: command, date, machine, versions. No host names and no absolute paths."""
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def provenance(**more: Any) -> dict[str, Any]:
+    """Return what is needed to repeat a measurement; `more` adds dtype, target, drafter and the like."""
+    record: dict[str, Any] = {
+        "command": command_line(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": _version("transformers"),
+            "draftsmith": _version("draftsmith"),
+        },
+        "git_revision": git_revision(),
+        "threads": torch.get_num_threads(),
+    }
+    return record | more
+
+
+def command_line() -> str:
+    """Return the command as it was typed, with absolute paths cut to their last part."""
+    program, *arguments = sys.argv
+    words = [Path(program).name if Path(program).name != "__main__.py" else "python -m draftsmith", *arguments]
+    return " ".join(without_folders(word) for word in words)
+
+
+def without_folders(word: str) -> str:
+    """Cut an absolute path, alone or behind `option=`, to its last part."""
+    option, equals, value = word.rpartition("=")
+    return f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else word
+
+
+def machine() -> dict[str, Any]:
+    """Return the processor, usable cores, memory in GiB and accelerators."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def git_revision() -> str | None:
+    """Return the commit of the source tree, with "+changes" when it was edited; None outside a repository."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", str(Path(__file__)))
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "source tree"
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,88 @@
+"""Results on disk: JSON and report folders, whole or not at all, and checked to be writable before the work begins."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import contextmanager
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from draftsmith.types import DraftsmithError
+
+
+def ensure_writable(path: Path) -> None:
+    """Raise DraftsmithError unless a file can be written at `path`; missing folders are made."""
+    if path.is_dir():
+        raise DraftsmithError(f"{path} is a folder; name a file in it.")
+    ensure_folder(path.parent)
+
+
+def ensure_folder(folder: Path) -> None:
+    """Make a folder, and raise DraftsmithError unless a file can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise DraftsmithError(f"the folder {folder} cannot be written to ({error.strerror}); choose another.") from error
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside `path`, and put it in place when all went well."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; DraftsmithError when it cannot be."""
+    try:
+        with _replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DraftsmithError(f"{path} could not be written ({error.strerror}); free some space or choose another place.") \
+            from error
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write JSON whole or not at all."""
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Write a PNG whole or not at all."""
+    try:
+        with _replacing(path) as temporary:
+            figure.savefig(temporary, format="png")
+    except OSError as error:
+        raise DraftsmithError(f"{path} could not be written ({error.strerror}); free some space or choose another place.") \
+            from error
+
+
+def write_report(folder: Path, markdown: str, data: Mapping[str, Any], figures: Mapping[str, Figure]) -> Path:
+    """Write `figures` (file name -> picture), report.json and, last, report.md, which links them; return its path."""
+    ensure_folder(folder)
+    for name, figure in figures.items():
+        write_figure(folder / name, figure)
+    write_json(folder / "report.json", data)
+    write_text(folder / "report.md", markdown)
+    return folder / "report.md"
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """Lay out a Markdown table: first column to the left, numbers to the right."""
+    rule = ["---", *("---:" for _ in header[1:])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))

@@ -1,0 +1,120 @@
+"""Attention of an unmodified transformers model over our own cache, with a draft tree behind every row.
+
+The function below is registered with transformers' attention interface. A forward that carries a `TreePass` writes the
+keys and values of its nodes behind the committed tokens and attends under the tree mask; one without is plain causal
+attention over its own tokens (training, encoding).
+
+Shapes: B rows, M nodes (root first), S cached tokens looked at, H query heads, G query heads a key head, D head width.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.target.cache import KVCache
+
+ATTENTION_NAME = "draftsmith_tree"
+
+
+@dataclass
+class TreePass:
+    """What one verification or prefill needs in every layer.
+
+    Args:
+        cache: where keys and values live.
+        first_row: slot of the first row of this pass.
+        slots_K: flat (slot × capacity) write position of every node, B·M of them.
+        positions_BM: absolute position of every node.
+        key_positions_BS: absolute position of what each looked-at slot entry holds.
+        allowed_BMS: which entries each node may see, sliding windows left out.
+        span: S.
+    """
+
+    cache: KVCache
+    first_row: int
+    slots_K: Tensor
+    positions_BM: Tensor
+    key_positions_BS: Tensor
+    allowed_BMS: Tensor
+    span: int
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask (B, 1, G·M, S) for layers of this window and grouping; built once a pass."""
+        key = (window, groups)
+        if key not in self.masks:
+            allowed_BMS = self.allowed_BMS
+            if window is not None:
+                distance_BMS = self.positions_BM.unsqueeze(2) - self.key_positions_BS.unsqueeze(1)
+                allowed_BMS = allowed_BMS & (distance_BMS < window)
+            mask_BMS = torch.zeros(allowed_BMS.shape, dtype=dtype, device=allowed_BMS.device)
+            mask_BMS = mask_BMS.masked_fill(~allowed_BMS, float("-inf"))
+            self.masks[key] = mask_BMS.repeat(1, groups, 1).unsqueeze(1)
+        return self.masks[key]
+
+
+@dataclass
+class ShapeProbe:
+    """Learns the key and value shapes of every layer from one forward, and which layers attend at all."""
+
+    shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
+
+
+def _masked_attention(
+    query_BHMD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor, mask: Tensor, scaling: float, softcap: float | None
+) -> Tensor:
+    if softcap is None:
+        return F.scaled_dot_product_attention(query_BHMD, key_BHSD, value_BHSD, attn_mask=mask, scale=scaling)
+    scores_BHMS = softcap * torch.tanh(query_BHMD @ key_BHSD.transpose(2, 3) * scaling / softcap) + mask
+    return torch.softmax(scores_BHMS, dim=-1, dtype=torch.float32).to(value_BHSD.dtype) @ value_BHSD
+
+
+def _causal_mask(length: int, window: int | None, like: Tensor) -> Tensor:
+    distance_TT = torch.arange(length, device=like.device).unsqueeze(1) - torch.arange(length, device=like.device)
+    allowed_TT = distance_TT >= 0
+    if window is not None:
+        allowed_TT = allowed_TT & (distance_TT < window)
+    return torch.zeros((length, length), dtype=like.dtype, device=like.device).masked_fill(~allowed_TT, float("-inf"))
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    tree_pass: TreePass | None = None,
+    shape_probe: ShapeProbe | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attend for one layer; called by transformers with query, key, value as (B, heads, M, D).
+
+    Grouped heads are folded into the query length, so that cached keys are read once and never repeated.
+    Returns (B, M, H, D) and no weights, as the interface expects.
+    """
+    batch, heads, nodes, width = query.shape
+    key_heads = key.shape[1]
+    groups = heads // key_heads
+    scale = width**-0.5 if scaling is None else scaling
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if shape_probe is not None:
+        shape_probe.shapes[layer] = (key_heads, key.shape[3], value.shape[1], value.shape[3])
+    if tree_pass is None:
+        mask = _causal_mask(nodes, sliding_window, query).repeat(groups, 1)
+        keys_BHSD, values_BHSD = key, value
+    else:
+        cache, first, span = tree_pass.cache, tree_pass.first_row, tree_pass.span
+        keys_RCHD, values_RCHD = cache.keys_RCHD[layer], cache.values_RCHD[layer]
+        keys_RCHD.flatten(0, 1).index_copy_(0, tree_pass.slots_K, key.transpose(1, 2).flatten(0, 1))
+        values_RCHD.flatten(0, 1).index_copy_(0, tree_pass.slots_K, value.transpose(1, 2).flatten(0, 1))
+        keys_BHSD = keys_RCHD[first : first + batch, :span].transpose(1, 2)
+        values_BHSD = values_RCHD[first : first + batch, :span].transpose(1, 2)
+        mask = tree_pass.mask(sliding_window, groups, query.dtype)
+    folded_BHMD = query.reshape(batch, key_heads, groups * nodes, width)
+    out_BHMD = _masked_attention(folded_BHMD, keys_BHSD, values_BHSD, mask, scale, softcap)
+    return out_BHMD.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None

@@ -1,0 +1,77 @@
+"""Keys and values of everything the target has read: one slot a row, and the draft behind the committed tokens.
+
+Shapes: L layers, R slots, C capacity of a slot in tokens, H key/value heads, D head width, B active rows, P path nodes,
+M nodes of a verification. Active rows are the first `rows` slots, in the order of the engine's own lists.
+
+Storage is allocated once and never touched until written, so that on a CPU the operating system backs only the pages
+that hold tokens.
+"""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Own storage for keys and values; the attention function writes and reads it, the engine moves its rows.
+
+    Args:
+        shapes: (key heads, key width, value heads, value width) of every layer.
+        slots: most rows at a time.
+        capacity: most tokens a row, the nodes of a draft included.
+    """
+
+    def __init__(
+        self,
+        shapes: list[tuple[int, int, int, int]],
+        slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.slots, self.capacity = slots, capacity
+        # One tensor a layer and side: compiled code mutates each in place, which aliases of one tensor would prevent.
+        self.keys_RCHD = [torch.empty((slots, capacity, h, d), dtype=dtype, device=device) for h, d, _, _ in shapes]
+        self.values_RCHD = [torch.empty((slots, capacity, h, d), dtype=dtype, device=device) for _, _, h, d in shapes]
+        self.rows = 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All storage, keys of every layer and then values."""
+        return self.keys_RCHD + self.values_RCHD
+
+    def admit(self, count: int) -> int:
+        """Take `count` slots behind the active rows and return the first."""
+        first = self.rows
+        if first + count > self.slots:
+            raise RuntimeError(f"the cache has {self.slots} slots, and {first + count} are needed.")
+        self.rows += count
+        return first
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        """Copy the first `length` tokens of one row over another."""
+        for tensor_RCHD in self.tensors:
+            tensor_RCHD[destination, :length] = tensor_RCHD[source, :length]
+
+    def release(self, row: int, last_length: int) -> None:
+        """Free a row at once: the last active row, `last_length` tokens long, moves into its slot."""
+        last = self.rows - 1
+        if row != last:
+            self.copy_row(last, row, last_length)
+        self.rows = last
+
+
+def keep_path(tensors: list[Tensor], cached_B: Tensor, path_BP: Tensor) -> None:
+    """Move the accepted nodes of every active row into place behind its committed tokens.
+
+    Args:
+        tensors: storage, each (R, C, H, D).
+        cached_B: tokens the row held before the verification; the root sits at this index, node n at + 1 + n.
+        path_BP: nodes of the accepted path, 1-based (0 is the root) and increasing; entry p moves to index
+            cached + 1 + p. Entries past a row's accepted count may be anything: what they move is not committed.
+    """
+    rows_B1 = torch.arange(cached_B.shape[0], device=cached_B.device).unsqueeze(1)
+    base_B1 = cached_B.unsqueeze(1)
+    sources_BP = base_B1 + path_BP
+    targets_BP = base_B1 + 1 + torch.arange(path_BP.shape[1], device=cached_B.device)
+    for tensor_RCHD in tensors:
+        tensor_RCHD[rows_B1, targets_BP] = tensor_RCHD[rows_B1, sources_BP]

@@ -1,0 +1,304 @@
+"""The target: any decoder-only causal LM of transformers, unmodified, read through draft trees.
+
+Shapes: B rows, M nodes (root first), T tokens, F feature width, V width of the logits, S cached tokens looked at.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_utils import AttentionInterface
+
+from draftsmith.target.attention import ATTENTION_NAME, ShapeProbe, TreePass, tree_attention
+from draftsmith.target.cache import KVCache
+from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
+
+AttentionInterface.register(ATTENTION_NAME, tree_attention)
+
+class Target:
+    """Wraps a causal LM: logits and tapped hidden states at every node of a draft tree, in one forward.
+
+    Args:
+        model: the loaded transformers model; used as it is, in evaluation mode.
+        tokenizer: its tokenizer, or None when prompts are token ids.
+        name: what to call it in messages and checkpoints.
+
+    Raises:
+        DraftsmithError: for encoder-decoders, recurrent or hybrid state, and attention outside transformers'
+            attention interface, with the reason.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "in-memory"
+    ) -> None:
+        _refuse_unsupported(model.config, name)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config(decoder=True)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = _head(model, name).weight.shape[0]
+        self.layers: int = self.config.num_hidden_layers
+        self.max_length: int = self.config.max_position_embeddings
+        self.eos_token_ids: frozenset[int] = _end_tokens(model, tokenizer)
+        self._captured: dict[int, Tensor] = {}
+        self._wanted: set[int] = {-1}
+        self._install_taps()
+        _use_tree_attention(model, name)
+        self.kv_shapes = self._probe_shapes()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """Load a target by hub name or folder; weights from safetensors only.
+
+        Raises:
+            DraftsmithError: when it is missing, damaged or of an unsupported kind.
+        """
+        name = str(name_or_path)
+        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        folder = Path(name)
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise DraftsmithError(f"{name} has no config.json; give the folder of a saved transformers model.")
+        try:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise DraftsmithError(f"the target {name!r} could not be read ({_first_line(error)}); "
+                                  "give the folder of a saved model or the name of one on the hub.") from error
+        _refuse_unsupported(config, name)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=resolve_dtype(dtype, where),
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+            )
+            model = model.to(where)
+        except Exception as error:  # the loaders raise a dozen kinds for damaged files
+            raise DraftsmithError(f"the weights of {name!r} could not be loaded ({_first_line(error)}); "
+                                  "fetch the files again, as safetensors.") from error
+        tokenizer = _load_tokenizer(name, trust_remote_code)
+        return cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name)
+
+    @property
+    def embedding_weight_VF(self) -> Tensor:
+        """The input embedding (V, hidden)."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head_weight_VF(self) -> Tensor:
+        """The output projection (V, hidden)."""
+        return _head(self.model, self.name).weight
+
+    def facts(self) -> TargetFacts:
+        """Return what a drafter trained for this target has to match."""
+        return TargetFacts(self.hidden_size, self.vocab_size, tokenizer_hash(self.tokenizer), self.name)
+
+    def feature_size(self, taps: tuple[int, ...]) -> int:
+        """Width (F) of the concatenated tapped states."""
+        return len(taps) * self.hidden_size
+
+    def new_cache(self, slots: int, capacity: int) -> KVCache:
+        """Allocate keys and values for `slots` rows of `capacity` tokens."""
+        return KVCache(self.kv_shapes, slots, capacity, self.dtype, self.device)
+
+    def encode(
+        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Read whole sequences without a cache, for training.
+
+        Returns:
+            features_BTF, where entry t is the state after reading token t (so it predicts token t + 1), and
+            logits_BTV if asked for.
+        """
+        self._wanted = set(taps)
+        with torch.no_grad():
+            out = self.model(
+                input_ids=tokens_BT, use_cache=False, logits_to_keep=0 if logits else 1, return_dict=True
+            )
+        return self._features(taps), out.logits if logits else None
+
+    def forward(
+        self,
+        cache: KVCache,
+        tokens_BM: Tensor,
+        depths_BM: Tensor,
+        visible_BMM: Tensor,
+        cached_B: Tensor,
+        columns_S: Tensor,
+        taps: tuple[int, ...] = (-1,),
+        first_row: int = 0,
+        keep_logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read a draft tree behind every row and store its keys and values; the caller decides what stays.
+
+        Args:
+            tokens_BM: root and drafted nodes.
+            depths_BM: depth of every node, 0 for the root.
+            visible_BMM: entry (i, j) says whether node i may see node j: itself and its ancestors.
+            cached_B: tokens of every row that the cache already holds; the root goes behind them.
+            columns_S: 0, 1, 2 … S - 1: the cached entries to look at; S is at least the largest cached_B + M. A
+                tensor, so that compiled code can leave its length open.
+            taps: hidden states to return, see `Drafter.taps`.
+            first_row: slot of the first row.
+            keep_logits: node indices to compute logits at; None computes all.
+
+        Returns:
+            logits (B, M or len(keep_logits), V) and features_BMF.
+        """
+        batch, nodes = tokens_BM.shape
+        tree_pass = _lay_out(cache, depths_BM, visible_BMM, cached_B, columns_S, first_row, self.max_length)
+        self._wanted = set(taps)
+        out = self.model(
+            input_ids=tokens_BM,
+            position_ids=tree_pass.positions_BM,
+            use_cache=False,
+            logits_to_keep=0 if keep_logits is None else keep_logits,
+            return_dict=True,
+            tree_pass=tree_pass,
+        )
+        return out.logits, self._features(taps) if taps else out.logits.new_empty((batch, nodes, 0))
+
+    def _features(self, taps: tuple[int, ...]) -> Tensor:
+        states = [self._captured[tap] for tap in taps]
+        self._captured.clear()
+        return states[0] if len(states) == 1 else torch.cat(states, dim=-1)
+
+    def _install_taps(self) -> None:
+        def catch(tap: int) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(_: nn.Module, __: Any, output: Any) -> None:
+                if tap in self._wanted:
+                    self._captured[tap] = output if isinstance(output, Tensor) else output[0]
+
+            return hook
+
+        base = self.model.base_model
+        stacks = [m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
+        if len(stacks) != 1:
+            raise DraftsmithError(
+                f"{self.name} has {len(stacks)} stacks of {self.layers} layers where one is needed to tap states; "
+                f"its kind ({self.config.model_type}) is not supported yet."
+            )
+        base.register_forward_hook(catch(-1))
+        for index, layer in enumerate(stacks[0]):
+            layer.register_forward_hook(catch(index))
+
+    def _probe_shapes(self) -> list[tuple[int, int, int, int]]:
+        probe = ShapeProbe()
+        token_BT = torch.zeros((1, 1), dtype=torch.long, device=self.device)
+        with torch.no_grad():
+            self.model(input_ids=token_BT, use_cache=False, shape_probe=probe)
+        self._captured.clear()
+        if len(probe.shapes) != self.layers:
+            raise DraftsmithError(
+                f"{self.name} ({self.config.model_type}) sends {len(probe.shapes)} of its {self.layers} layers through "
+                "the attention interface; recurrent or hybrid layers, and attention of another kind, are not "
+                "supported yet."
+            )
+        return [probe.shapes[layer] for layer in range(self.layers)]
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Fingerprint of a vocabulary: SHA-256 over its sorted (token, id) pairs."""
+    if tokenizer is None:
+        return None
+    pairs = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs, ensure_ascii=True).encode()).hexdigest()
+
+
+def _lay_out(
+    cache: KVCache,
+    depths_BM: Tensor,
+    visible_BMM: Tensor,
+    cached_B: Tensor,
+    columns_S: Tensor,
+    first_row: int,
+    max_length: int,
+) -> TreePass:
+    """Say where every node is written, at which position it stands and what it may see."""
+    batch, nodes = depths_BM.shape
+    device = depths_BM.device
+    cached_B1 = cached_B.unsqueeze(1)
+    # Guesses past the context can never be committed; clamping keeps learned position tables from overflowing.
+    positions_BM = (cached_B1 + depths_BM).clamp(max=max_length - 1)
+    slot_B1 = (first_row + torch.arange(batch, device=device)).unsqueeze(1) * cache.capacity
+    slots_K = (slot_B1 + cached_B1 + torch.arange(nodes, device=device)).flatten()
+    node_BS = columns_S - cached_B1
+    inside_BS = (node_BS >= 0) & (node_BS < nodes)
+    node_BS = node_BS.clamp(0, nodes - 1)
+    key_positions_BS = torch.where(inside_BS, positions_BM.gather(1, node_BS), columns_S)
+    tree_BMS = visible_BMM.gather(2, node_BS.unsqueeze(1).expand(-1, nodes, -1))
+    allowed_BMS = (columns_S < cached_B1).unsqueeze(1) | (tree_BMS & inside_BS.unsqueeze(1))
+    return TreePass(cache, first_row, slots_K, positions_BM, key_positions_BS, allowed_BMS, columns_S.shape[0])
+
+
+def _refuse_unsupported(config: Any, name: str) -> None:
+    if config.is_encoder_decoder:
+        raise DraftsmithError(
+            f"{name} ({config.model_type}) is an encoder-decoder; only decoder-only language models can be targets."
+        )
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise DraftsmithError(
+            f"{name} ({config.model_type}) has layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled "
+            "back after a rejected guess yet; only full and sliding-window attention are supported."
+        )
+
+
+def _use_tree_attention(model: PreTrainedModel, name: str) -> None:
+    if model._is_stateful:
+        raise DraftsmithError(
+            f"{name} ({model.config.model_type}) keeps recurrent state, which cannot be rolled back after a rejected "
+            "guess yet; only attention models are supported."
+        )
+    try:
+        model.set_attn_implementation(ATTENTION_NAME)
+    except ValueError as error:
+        raise DraftsmithError(
+            f"{name} ({model.config.model_type}) does not use transformers' attention interface "
+            f"({_first_line(error)}); it is not supported yet."
+        ) from error
+
+
+def _head(model: PreTrainedModel, name: str) -> nn.Linear:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise DraftsmithError(f"{name} has no output projection; give a causal language model.")
+    return head
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    generation = model.generation_config
+    ids = generation.eos_token_id if generation is not None else None
+    if ids is None:
+        ids = model.config.get_text_config(decoder=True).eos_token_id
+    if ids is None and tokenizer is not None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

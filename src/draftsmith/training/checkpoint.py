@@ -1,0 +1,147 @@
+"""Checkpoints of a run: whole or not there, checked when read, the oldest pruned; no pickles.
+
+A run's folder holds `checkpoints/step-00000200/` and so on, and the links `latest` and `best`. Each checkpoint is a
+drafter that can be loaded as it is, with optimizer.safetensors and progress.json beside it.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters import storage
+from draftsmith.types import DraftsmithError
+
+PREFIX = "step-"
+LATEST, BEST = "latest", "best"
+PROGRESS, OPTIMIZER = "progress.json", "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run goes on from: the folder, its counters and loaders as JSON, and the optimizer's tensors."""
+
+    folder: Path
+    progress: dict[str, Any]
+    optimizer: dict[str, Tensor]
+
+
+class Checkpoints:
+    """The checkpoints of one run; `keep` of them stay, and the best one."""
+
+    def __init__(self, run: Path, keep: int) -> None:
+        self.run, self.keep = run, keep
+        self.folder = run / "checkpoints"
+
+    def at(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self.folder / f"{PREFIX}{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, whole or damaged, in order."""
+        if not self.folder.is_dir():
+            return []
+        for old in self.folder.glob(f".{PREFIX}*.old"):
+            storage.recover_folder(old.with_name(old.name.removeprefix(".").removesuffix(".old")))
+        names = [path.name.removeprefix(PREFIX) for path in self.folder.glob(f"{PREFIX}*") if path.is_dir()]
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def save(
+        self, step: int, drafter_files: Callable[[Path], None], progress: Mapping[str, Any],
+        optimizer: Mapping[str, Tensor],
+    ) -> Path:
+        """Write a checkpoint, point `latest` at it and prune; a failed save leaves all earlier ones as they were.
+
+        Raises:
+            DraftsmithError: no space, or a folder that cannot be written.
+        """
+
+        def fill(aside: Path) -> None:
+            drafter_files(aside)
+            storage.write_tensors(aside / OPTIMIZER, optimizer)
+            storage.write_json(aside / PROGRESS, {"step": step, **progress})
+
+        storage.write_folder(self.at(step), fill)
+        self.link(LATEST, step)
+        self.prune()
+        return self.at(step)
+
+    def link(self, name: str, step: int) -> None:
+        """Point a link at a step's checkpoint, in one move."""
+        aside = self.run / f".{name}.tmp"
+        try:
+            aside.unlink(missing_ok=True)
+            aside.symlink_to(self.at(step).relative_to(self.run))
+            os.replace(aside, self.run / name)
+            storage.sync_folder(self.run)
+        except OSError as error:
+            raise DraftsmithError(f"cannot write {self.run / name} ({error.strerror}); free it and run again.") from error
+
+    def linked(self, name: str) -> int | None:
+        """Return the step that a link points at, or None."""
+        link = self.run / name
+        return int(os.readlink(link).rpartition(PREFIX)[2]) if link.is_symlink() else None
+
+    def prune(self) -> None:
+        """Remove all but the last `keep` and the best; leftovers of killed saves go too."""
+        for leftover in self.folder.glob(f".{PREFIX}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        best = self.linked(BEST)
+        for step in self.steps()[: -self.keep]:
+            if step != best:
+                # Renamed first, so that a kill in the middle leaves no half checkpoint under a good name.
+                dropped = self.folder / f".{PREFIX}dropped"
+                shutil.rmtree(dropped, ignore_errors=True)
+                os.rename(self.at(step), dropped)
+                shutil.rmtree(dropped, ignore_errors=True)
+
+    def load(self) -> Checkpoint:
+        """Return the last good checkpoint; a damaged one is named in a warning and passed over.
+
+        Raises:
+            DraftsmithError: there is none, or none is whole. A run never starts from 0 by itself.
+        """
+        steps, damage = self.steps(), ""
+        for step in reversed(steps):
+            folder = self.at(step)
+            try:
+                return self._read(folder)
+            except DraftsmithError as error:
+                damage = str(error)
+                warnings.warn(f"{damage} Going back to the checkpoint before it.", RuntimeWarning, stacklevel=2)
+        if damage:
+            raise DraftsmithError(f"no checkpoint in {self.folder} is whole; the first one: {damage}")
+        raise DraftsmithError(f"{self.run} has no checkpoint to resume from; start the run without resume.")
+
+    def _read(self, folder: Path) -> Checkpoint:
+        if not (folder / storage.MANIFEST).exists():
+            raise DraftsmithError(f"{folder / storage.MANIFEST} is missing, so {folder.name} cannot be trusted.")
+        storage.verify_folder(folder)
+        return Checkpoint(folder, storage.read_json(folder / PROGRESS), storage.read_tensor_file(folder / OPTIMIZER))
+
+
+def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Return the optimizers' state as named tensors: optimizer.parameter.key."""
+    return {
+        f"{i}.{index}.{key}": torch.as_tensor(value)
+        for i, optimizer in enumerate(optimizers)
+        for index, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+    }
+
+
+def load_optimizer_tensors(optimizers: list[torch.optim.Optimizer], tensors: Mapping[str, Tensor]) -> None:
+    """Put named tensors back; the parameter groups keep the settings of the recipe."""
+    for i, optimizer in enumerate(optimizers):
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            which, index, key = name.split(".")
+            if int(which) == i:
+                state.setdefault(int(index), {})[key] = tensor
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

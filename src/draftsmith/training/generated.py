@@ -1,0 +1,91 @@
+"""Text that the target wrote after prompts from the data: made once, kept in the run's folder, read several times.
+
+It is made in numbered batches, each with its own prompts and seed, so a run that was killed goes on with the first
+batch that is missing. Shapes: B sequences, L = prompt + new tokens.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftsmith.training.data import Loader, noise
+from draftsmith.training.recipe import OnPolicySection
+from draftsmith.types import DraftsmithError
+
+Generate = Callable[[list[list[int]], int, int], list[list[int]]]
+
+
+class GeneratedText:
+    """The sequences (prompt and continuation) of stage 2."""
+
+    def __init__(self, path: Path, section: OnPolicySection, seed: int) -> None:
+        self.path, self.section, self.seed = path, section, seed
+        needed = section.steps * section.batch * section.accumulate
+        self.count = -(-needed // section.epochs)
+        self.sequences: list[list[int]] = []
+        self._orders: dict[int, list[int]] = {}
+        self._read()
+
+    @property
+    def missing(self) -> int:
+        """Sequences still to be made."""
+        return max(0, self.count - len(self.sequences))
+
+    def _read(self) -> None:
+        if not self.path.exists():
+            return
+        whole = 0
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self.sequences += json.loads(line)["sequences"]
+                whole += len(line)
+        # What a kill left of the last line is made again.
+        os.truncate(self.path, whole)
+
+    def make(self, prompts: Loader, generate: Generate) -> Iterator[int]:
+        """Make what is missing, yielding how many sequences there are after each batch.
+
+        Raises:
+            DraftsmithError: a continuation is shorter than it should be, or the file cannot be written.
+        """
+        for _ in range(len(self.sequences)):
+            prompts.next_window()
+        while self.missing:
+            batch = [prompts.next_window() for _ in range(min(self.section.generate_batch, self.missing))]
+            wanted = self.section.new_tokens
+            written = generate(batch, wanted, noise(self.seed, "generate", len(self.sequences)))
+            if len(written) != len(batch) or any(len(tokens) != wanted for tokens in written):
+                raise DraftsmithError(
+                    f"the target did not write {wanted} tokens after each of {len(batch)} prompts; "
+                    "shorten stage2.new_tokens to what fits its context."
+                )
+            fresh = [prompt + list(tokens) for prompt, tokens in zip(batch, written, strict=True)]
+            try:
+                with self.path.open("a") as handle:
+                    handle.write(json.dumps({"sequences": fresh}) + "\n")
+                    handle.flush()
+                    os.fsync(handle.fileno())
+            except OSError as error:
+                raise DraftsmithError(f"cannot write {self.path} ({error.strerror}); free space and resume.") from error
+            self.sequences += fresh
+            yield len(self.sequences)
+
+    def batch(self, number: int) -> Tensor:
+        """Return tokens_BL of micro-batch `number` of the stage; every epoch reads the sequences in another order."""
+        size = self.section.batch
+        return torch.tensor([self.sequences[self._place(number * size + i)] for i in range(size)], dtype=torch.int64)
+
+    def _place(self, draw: int) -> int:
+        epoch, index = divmod(draw, self.count)
+        if epoch not in self._orders:
+            generator = torch.Generator().manual_seed(noise(self.seed, "order", epoch))
+            self._orders = {epoch: torch.randperm(self.count, generator=generator).tolist()} | {
+                e: order for e, order in self._orders.items() if e == epoch - 1
+            }
+        return self._orders[epoch][index]

@@ -1,0 +1,233 @@
+"""The recipe of a training run: one typed YAML file, changed from the command line by `section.field=value`."""
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draftsmith.training.split import HELD_OUT_EVERY
+from draftsmith.types import DraftsmithError
+
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """What all sections share: unknown keys are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetSection(Section):
+    """The frozen model to draft for; `name` is a folder or hub name, null the embedded demo target."""
+
+    name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+class DrafterSection(Section):
+    """The speculator to train; `init_from` is the folder of one to start from (a warm start, not a resume)."""
+
+    inner_dim: Annotated[int, Field(ge=0)] = 0
+    n_predict: Count = 3
+    tie_weights: bool = False
+    scale_input: bool = False
+    top_k_tokens_per_head: tuple[Count, ...] = ()
+    n_candidates: Count = 5
+    condition_on_tokens: bool = True
+    draft_vocab_size: Annotated[int, Field(ge=0)] = 0
+    tie_to_target: bool = False
+    init_from_target: Literal["none", "embeddings", "embeddings+head"] = "none"
+    init_from: str | None = None
+
+
+class SourceSection(Section):
+    """One source of text: `path` is a file or folder (text, JSONL, JSONL.gz, JSONL.xz, parquet), `name` a hub data set.
+
+    `weight` is its share of the tokens, in proportion to the other sources' weights.
+    """
+
+    path: str | None = None
+    name: str | None = None
+    split: str = "train"
+    weight: Rate = 1.0
+
+
+class DataSection(Section):
+    """Where the text comes from, and how far it is shuffled: documents in memory, and packed windows."""
+
+    sources: tuple[SourceSection, ...] = ()
+    held_out_every: Annotated[int, Field(ge=2)] = HELD_OUT_EVERY
+    shuffle_documents: Count = 10_000
+    shuffle_windows: Count = 128
+    piece_characters: Annotated[int, Field(ge=64)] = 30_000
+
+
+class StageSection(Section):
+    """One stage; an optimizer step sees batch × accumulate sequences, and the rate falls from `rate` to `final_rate`.
+
+    `positions_per_sequence` trains on that many random positions of each sequence; null takes all.
+    """
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    batch: Count = 8
+    accumulate: Count = 1
+    rate: Rate = 1e-3
+    final_rate: Rate = 1e-4
+    positions_per_sequence: Count | None = None
+
+
+class GroundTruthSection(StageSection):
+    """Stage 1: packed text in windows of `length` tokens."""
+
+    length: Annotated[int, Field(ge=8)] = 4096
+
+
+class OnPolicySection(StageSection):
+    """Stage 2: text that the target writes after prompts from the data, read `epochs` times."""
+
+    rate: Rate = 1e-4
+    final_rate: Rate = 1e-5
+    prompt_tokens: Annotated[int, Field(ge=2)] = 64
+    new_tokens: Annotated[int, Field(ge=8)] = 256
+    epochs: Count = 1
+    generate_batch: Count = 32
+
+
+class OptimizerSection(Section):
+    """AdamW on everything, or Muon on the hidden matrices and AdamW on the rest."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip: Rate = 1.0
+    precision: Literal["bf16", "fp32"] = "bf16"
+    compile: bool = False
+
+
+class DistillationSection(Section):
+    """How much of the loss is the divergence from the target's own distribution, at this temperature."""
+
+    weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    temperature: Rate = 1.0
+
+
+class OutputSection(Section):
+    """Where the run is kept; `keep` checkpoints stay beside the best one, and the drafter is exported in `dtype`."""
+
+    folder: str = "runs/mlp"
+    keep: Count = 2
+    save_every: Count = 200
+    log_every: Count = 10
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    report_to: Literal["none", "tensorboard"] = "none"
+
+
+class EvaluationSection(Section):
+    """How often τ is measured by decoding, in steps; 0 measures only at the ends of the stages."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    target: TargetSection = TargetSection()
+    drafter: DrafterSection = DrafterSection()
+    data: DataSection = DataSection()
+    stage1: GroundTruthSection = GroundTruthSection()
+    stage2: OnPolicySection = OnPolicySection()
+    optimizer: OptimizerSection = OptimizerSection()
+    distillation: DistillationSection = DistillationSection()
+    output: OutputSection = OutputSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    def to_yaml(self) -> str:
+        """Return the whole recipe, defaults included; it reads back as the same recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
+    """Read a YAML recipe and apply `section.field=value` overrides, values typed as in YAML.
+
+    Raises:
+        DraftsmithError: for a missing or broken file, an unknown key (with the nearest right one) or a bad value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        names = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        near = get_close_matches(str(path), names, n=1)
+        raise DraftsmithError(f"recipe {path} does not exist; " + (f"did you mean {near[0]}?" if near else "check it."))
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DraftsmithError(f"recipe {path} is no YAML ({' '.join(str(error).split())}); mend it.") from error
+    return build_recipe({} if values is None else values, overrides)
+
+
+def build_recipe(values: Any, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
+    """Check plain values, changed by overrides, and return the recipe."""
+    if not isinstance(values, dict):
+        raise DraftsmithError(f"a recipe is a mapping of sections, not {type(values).__name__}; see recipes/.")
+    for override in overrides:
+        values = apply_override(values, override)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise DraftsmithError(_explain(error.errors()[0])) from error
+
+
+def apply_override(values: dict[str, Any], override: str) -> dict[str, Any]:
+    """Return the values with one `section.field=value` applied; a number in the path indexes a list."""
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise DraftsmithError(f"override {override!r} is not of the form section.field=value.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise DraftsmithError(f"the value of override {override!r} is no YAML; quote it.") from error
+    changed: dict[str, Any] = _put(values, keys, value, override)
+    return changed
+
+
+def _put(node: Any, keys: list[str], value: Any, override: str) -> Any:
+    if not keys:
+        return value
+    if isinstance(node, list):
+        if not keys[0].isdigit() or int(keys[0]) >= len(node):
+            raise DraftsmithError(f"override {override!r} wants item {keys[0]!r} of a list of {len(node)}; count from 0.")
+        index = int(keys[0])
+        return [*node[:index], _put(node[index], keys[1:], value, override), *node[index + 1 :]]
+    if node is not None and not isinstance(node, dict):
+        raise DraftsmithError(f"override {override!r} goes below {node!r}, which has no fields.")
+    node = node or {}
+    return {**node, keys[0]: _put(node.get(keys[0]), keys[1:], value, override)}
+
+
+def _fields_at(location: tuple[int | str, ...]) -> list[str]:
+    """Return the field names of the section that an error's location is in."""
+    model: Any = Recipe
+    for key in location:
+        if isinstance(key, str):
+            model = model.model_fields[key].annotation
+        else:
+            model = next(item for item in get_args(model) if item is not Ellipsis)
+    return list(model.model_fields)
+
+
+def _explain(error: Any) -> str:
+    location = tuple(error["loc"])
+    where = ".".join(str(key) for key in location)
+    if error["type"] == "extra_forbidden":
+        known = _fields_at(location[:-1])
+        prefix = "".join(f"{key}." for key in location[:-1])
+        near = get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {prefix}{near[0]}?" if near else f"known here are {', '.join(known)}."
+        return f"recipe key {where} is unknown; {hint}"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"recipe key {where} is {error['input']!r}; {message}."

@@ -1,0 +1,176 @@
+"""What a run leaves behind beside its checkpoints: recipe, commands, metrics, curves.
+
+`recipe.yaml` is the effective recipe and can be run again; `run.json` lists every command with its versions;
+`metrics.jsonl` has a record a line; `curves.png` draws it.
+"""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+import yaml
+
+import draftsmith
+from draftsmith.drafters import storage
+from draftsmith.training.recipe import Recipe, build_recipe
+from draftsmith.types import DraftsmithError, TargetFacts
+
+FREE_TO_CHANGE = ("output", "evaluation")
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, recipe: Recipe, facts: TargetFacts) -> None:
+        self.recipe, self.facts = recipe, facts
+        self.path = Path(recipe.output.folder).expanduser()
+        self.records: list[dict[str, Any]] = []
+        self._board: Any = None
+
+    @property
+    def metrics(self) -> Path:
+        """The file with a record a line."""
+        return self.path / "metrics.jsonl"
+
+    def open(self, resumed_step: int | None) -> None:
+        """Make the folder, or take up an old one: records after `resumed_step` are dropped, since they come again.
+
+        Raises:
+            DraftsmithError: the folder cannot be written, or holds a run of another recipe.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if resumed_step is not None:
+                self._check_recipe()
+                self._rewind(resumed_step)
+            else:
+                self.metrics.unlink(missing_ok=True)
+            storage.write_bytes(self.path / "recipe.yaml", self.recipe.to_yaml().encode())
+            self._note_command(resumed_step)
+        except OSError as error:
+            raise DraftsmithError(
+                f"cannot write the run's folder {self.path} ({error.strerror or error}); choose another output.folder."
+            ) from error
+        if self.recipe.output.report_to == "tensorboard":
+            self._board = _tensorboard(self.path)
+
+    def _check_recipe(self) -> None:
+        kept = self.path / "recipe.yaml"
+        if not kept.exists():
+            return
+        old = build_recipe(yaml.safe_load(kept.read_text(encoding="utf-8"))).model_dump(mode="json")
+        new = self.recipe.model_dump(mode="json")
+        for section, value in new.items():
+            if section in FREE_TO_CHANGE or old[section] == value:
+                continue
+            if not isinstance(value, dict):
+                changed = [(section, old[section], value)]
+            else:
+                changed = [(f"{section}.{k}", old[section][k], v) for k, v in value.items() if old[section][k] != v]
+            name, before, now = changed[0]
+            raise DraftsmithError(
+                f"{name} is {now!r}, but the run in {self.path} has {before!r}; resume with the same recipe, "
+                "or start a new run (drafter.init_from takes its weights along)."
+            )
+
+    def _rewind(self, step: int) -> None:
+        if self.metrics.exists():
+            for line in self.metrics.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                    self.records.append(json.loads(line))
+        content = "".join(json.dumps(record) + "\n" for record in self.records)
+        aside = self.metrics.with_suffix(".tmp")
+        storage.write_bytes(aside, content.encode())
+        os.replace(aside, self.metrics)
+
+    def _note_command(self, resumed_step: int | None) -> None:
+        path = self.path / "run.json"
+        runs = storage.read_json(path)["runs"] if path.exists() and resumed_step is not None else []
+        runs.append({
+            "command": shlex.join(sys.argv), "from_step": resumed_step or 0, "target": asdict(self.facts),
+            "versions": {
+                "draftsmith": draftsmith.__version__, "python": platform.python_version(), "torch": torch.__version__,
+                "transformers": transformers.__version__, "safetensors": safetensors.__version__,
+            },
+            "threads": torch.get_num_threads(),
+        })
+        aside = path.with_suffix(".tmp")
+        storage.write_json(aside, {"runs": runs})
+        os.replace(aside, path)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append a record, with its `step`, to the metrics."""
+        self.records.append(record)
+        try:
+            with self.metrics.open("a") as handle:
+                handle.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise DraftsmithError(f"cannot write {self.metrics} ({error.strerror}); free space and resume.") from error
+        if self._board is not None:
+            for key, value in _scalars(record):
+                self._board.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        """Draw the curves and flush."""
+        draw_curves(self.records, self.path / "curves.png")
+        if self._board is not None:
+            self._board.close()
+
+
+def _tensorboard(path: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise DraftsmithError("output.report_to is tensorboard, which is missing; install draftsmith[train].") from error
+    return SummaryWriter(str(path / "tensorboard"))
+
+
+def _scalars(record: dict[str, Any]) -> list[tuple[str, float]]:
+    found = []
+    for key, value in record.items():
+        if isinstance(value, dict):
+            found += [(f"{key}/{name}", v) for name, v in value.items() if isinstance(v, int | float)]
+        elif isinstance(value, list):
+            found += [(f"{key}/{i + 1}", v) for i, v in enumerate(value)]
+        elif isinstance(value, int | float) and key != "step":
+            found.append((key, value))
+    return found
+
+
+def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw loss and training accuracy by stage, τ by decoding and the learning rate as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    training = [record for record in records if "loss" in record]
+    evaluations = [record for record in records if "evaluation" in record]
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2)
+    steps = [record["step"] for record in training]
+    for title, key, axis in (
+        ("loss by head (nats)", "loss_by_head", axes[0][0]),
+        ("training accuracy by head (not acceptance when serving)", "training_accuracy_by_head", axes[0][1]),
+    ):
+        for head in range(len(training[0][key]) if training else 0):
+            axis.plot(steps, [record[key][head] for record in training], label=f"head {head + 1}")
+        axis.set(title=title, xlabel="step")
+        if training:
+            axis.legend(fontsize="small")
+    measured = [(record["step"], record["evaluation"]["tokens_per_step"]) for record in evaluations]
+    axes[1][0].plot([step for step, _ in measured], [tau for _, tau in measured], marker="o")
+    axes[1][0].set(title="τ, tokens per step by decoding (target's own included)", xlabel="step")
+    axes[1][1].plot(steps, [record["rate"] for record in training])
+    axes[1][1].set(title="learning rate", xlabel="step")
+    for step in [b["step"] for a, b in zip(training, training[1:], strict=False) if a["stage"] != b["stage"]]:
+        for axis in axes.flat:
+            axis.axvline(step, color="grey", linewidth=0.8, linestyle=":")
+    figure.savefig(path, dpi=110)

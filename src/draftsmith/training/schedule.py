@@ -1,0 +1,20 @@
+"""The learning rate of a stage: a parabolic warm-up, then a cosine down to the final rate."""
+
+import math
+
+WARMUP_STEPS = 2000
+WARMUP_SHARE = 0.05
+
+
+def learning_rate(step: int, steps: int, peak: float, final: float) -> float:
+    """Return the rate of step 0 … steps - 1 of a stage.
+
+    Over the first w = min(2000, 5 % of the stage) steps it rises as 1 - (1 - x/w)²; then a cosine takes it to `final`.
+    The first step already moves: x counts from 1.
+    """
+    warmup = min(WARMUP_STEPS, WARMUP_SHARE * steps)
+    done = step + 1
+    if done < warmup:
+        return peak * (1 - (1 - done / warmup) ** 2)
+    share = min(1.0, (done - warmup) / max(1.0, steps - warmup))
+    return final + (peak - final) * (1 + math.cos(math.pi * share)) / 2

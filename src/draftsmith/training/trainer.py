@@ -1,0 +1,377 @@
+"""The training run: stage 1 on ground truth, stage 2 on what the target itself writes; the target stays frozen.
+
+Everything random is a function of the recipe's seed and the step, so a run that was killed and resumed ends with the
+weights of one that was not. The engine comes from outside, as two callables.
+"""
+
+import copy
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+from torch import Tensor
+
+from draftsmith.drafters.mlp import MLPSpeculator, load_tensors
+from draftsmith.drafters.storage import read_tensors
+from draftsmith.target import Target
+from draftsmith.training.build import build_loader, build_speculator
+from draftsmith.training.checkpoint import (
+    BEST,
+    Checkpoint,
+    Checkpoints,
+    load_optimizer_tensors,
+    optimizer_tensors,
+)
+from draftsmith.training.data import Loader, Packing, noise
+from draftsmith.training.generated import Generate, GeneratedText
+from draftsmith.training.loss import prepare, stage_losses
+from draftsmith.training.optimizer import build_optimizers, set_rate
+from draftsmith.training.recipe import Recipe, StageSection
+from draftsmith.training.run_folder import RunFolder
+from draftsmith.training.schedule import learning_rate
+from draftsmith.types import DraftsmithError, resolve_dtype
+
+Evaluate = Callable[[MLPSpeculator], Mapping[str, float]]
+TAU = "tokens_per_step"
+
+
+class _Rate(ProgressColumn):
+    """Items a second."""
+
+    def render(self, task: Task) -> Text:
+        """Return the rate, or nothing before it is known."""
+        return Text(f"{task.speed:.2f}/s" if task.speed else "", style="dim")
+
+
+class TrainingInterrupted(DraftsmithError):
+    """The user stopped the run; everything is saved."""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a run brought: its folder, the exported drafter (the best by τ), and the measurements."""
+
+    folder: Path
+    drafter: Path
+    step: int
+    best: float | None
+    evaluations: list[dict[str, Any]]
+
+
+def train(
+    recipe: Recipe,
+    *,
+    target: Target,
+    generate: Generate,
+    evaluate: Evaluate,
+    resume: bool = False,
+    dry_run: bool = False,
+    console: Console | None = None,
+    on_drafter: Callable[[MLPSpeculator], None] | None = None,
+) -> TrainingResult:
+    """Train the recipe's speculator for a frozen target.
+
+    Args:
+        generate: (prompts, max_tokens, seed) to as many continuations of exactly max_tokens; a function of its inputs.
+        evaluate: measures a speculator by decoding; what it returns is logged, and has `tokens_per_step`, which
+            picks the best checkpoint.
+        resume: go on from the last good checkpoint in output.folder.
+        dry_run: print the plan and write an initialised checkpoint only.
+        on_drafter: is given the speculator so far before stage 2 generates, to make generating faster.
+
+    Raises:
+        DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
+    """
+    run = _Run(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
+    if dry_run:
+        return run.plan_only()
+    with _one_gentle_interrupt() as interrupted:
+        return run.go(resume, interrupted)
+
+
+@contextmanager
+def _one_gentle_interrupt() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event, so that a step is never cut in two; a second one interrupts at once."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def note(_: int, __: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Run:
+    def __init__(
+        self, recipe: Recipe, target: Target, generate: Generate, evaluate: Evaluate, console: Console,
+        on_drafter: Callable[[MLPSpeculator], None] | None,
+    ) -> None:
+        self.recipe, self.target, self.console = recipe, target, console
+        self.generate, self.evaluate, self.on_drafter = generate, evaluate, on_drafter
+        self.steps = recipe.stage1.steps + recipe.stage2.steps
+        if self.steps == 0:
+            raise DraftsmithError("stage1.steps and stage2.steps are both 0; give at least one of them steps.")
+        self.folder = RunFolder(recipe, target.facts())
+        self.checkpoints = Checkpoints(self.folder.path, recipe.output.keep)
+        self.step = 0
+        self.best: float | None = None
+        self.loader: Loader | None = None
+        self.generated: GeneratedText | None = None
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        first, second = self.recipe.stage1, self.recipe.stage2
+        shortest = self.recipe.drafter.n_predict + 3
+        for name, length, steps in (
+            ("stage1.length", first.length, first.steps),
+            ("stage2.prompt_tokens + stage2.new_tokens", second.prompt_tokens + second.new_tokens, second.steps),
+        ):
+            if steps and not shortest <= length <= self.target.max_length:
+                raise DraftsmithError(
+                    f"{name} is {length}; this target and drafter need {shortest} to {self.target.max_length} tokens."
+                )
+
+    def plan_only(self) -> TrainingResult:
+        self.speculator = build_speculator(self.recipe, self.target)
+        for name, stage in (("stage 1", self.recipe.stage1), ("stage 2", self.recipe.stage2)):
+            tokens = self._tokens_a_step(stage)
+            self.console.print(
+                f"{name}: {stage.steps} steps × {stage.batch * stage.accumulate} sequences, "
+                f"{tokens * stage.steps:,} tokens, rate {stage.rate:g} → {stage.final_rate:g}"
+            )
+        count = sum(p.numel() for p in self.speculator.parameters())
+        self.console.print(f"drafter: {count / 1e6:.2f} M parameters in {self.speculator.config.n_predict} stages")
+        if self.recipe.stage1.steps:
+            loader = build_loader(self.recipe, self.target, Packing(self.recipe.stage1.length), "stage1")
+            self.console.print("data: " + ", ".join(source.source.label for source in loader.sources))
+        folder = self._export("dry-run")
+        self.console.print(f"initialised drafter: {folder}")
+        return TrainingResult(self.folder.path, folder, 0, None, [])
+
+    def _tokens_a_step(self, stage: StageSection) -> int:
+        second = self.recipe.stage2
+        length = self.recipe.stage1.length if stage is self.recipe.stage1 else second.prompt_tokens + second.new_tokens
+        return stage.batch * stage.accumulate * length
+
+    def go(self, resume: bool, interrupted: threading.Event) -> TrainingResult:
+        checkpoint = self.checkpoints.load() if resume else None
+        if checkpoint is None and self.checkpoints.steps():
+            raise DraftsmithError(
+                f"{self.folder.path} already holds a run, at step {self.checkpoints.steps()[-1]}; "
+                "resume it, or choose another output.folder."
+            )
+        self.folder.open(checkpoint.progress["step"] if checkpoint else None)
+        self.speculator = build_speculator(self.recipe, self.target)
+        self.optimizers = build_optimizers(self.speculator, self.recipe.optimizer)
+        if checkpoint is not None:
+            self._take_up(checkpoint)
+        self._losses = torch.compile(stage_losses) if self.recipe.optimizer.compile else stage_losses
+        try:
+            self._stages(interrupted, fresh=checkpoint is None)
+        finally:
+            self.folder.close()
+        return self._result()
+
+    def _take_up(self, checkpoint: Checkpoint) -> None:
+        progress = checkpoint.progress
+        self.step, self.best = progress["step"], progress["best"]
+        load_tensors(self.speculator, {
+            name.removeprefix("speculator."): tensor for name, tensor in read_tensors(checkpoint.folder).items()
+        }, checkpoint.folder)
+        if self._within_stage() and self.step < self.steps:
+            load_optimizer_tensors(self.optimizers, checkpoint.optimizer)
+            if self.step < self.recipe.stage1.steps:
+                self._stage1_loader().load_state_dict(progress["loader"])
+        self.console.print(f"resuming at step {self.step} of {self.steps}")
+
+    def _within_stage(self) -> bool:
+        """Whether the optimizer goes on: each stage begins with a fresh one."""
+        return self.step not in (0, self.recipe.stage1.steps)
+
+    def _stage1_loader(self) -> Loader:
+        if self.loader is None:
+            self.loader = build_loader(self.recipe, self.target, Packing(self.recipe.stage1.length), "stage1")
+        return self.loader
+
+    def _stages(self, interrupted: threading.Event, fresh: bool) -> None:
+        if fresh:
+            # The start of the curve, and something to resume from, whatever happens next.
+            self._measure()
+            self._save()
+        first = self.recipe.stage1.steps
+        if self.step < first:
+            self._steps(self.recipe.stage1, 0, interrupted)
+        if self.step >= self.steps:
+            return
+        if not self._within_stage():
+            self.optimizers = build_optimizers(self.speculator, self.recipe.optimizer)
+        self._make_text(interrupted)
+        self._steps(self.recipe.stage2, first, interrupted)
+
+    def _make_text(self, interrupted: threading.Event) -> None:
+        section = self.recipe.stage2
+        self.generated = GeneratedText(self.folder.path / "generated.jsonl", section, noise(self.recipe.seed, "stage2"))
+        if not self.generated.missing:
+            return
+        if self._within_stage():
+            raise DraftsmithError(
+                f"{self.generated.path} lacks {self.generated.missing} sequences that step {self.step} was trained on; "
+                "restore it, or start a new run."
+            )
+        if self.on_drafter is not None:
+            self.on_drafter(self._served())
+        prompts = build_loader(self.recipe, self.target, Packing(section.prompt_tokens, one_a_piece=True), "prompts")
+        with self._progress() as progress:
+            bar = progress.add_task("target writes", total=self.generated.count, completed=len(self.generated.sequences))
+            for made in self.generated.make(prompts, self.generate):
+                progress.update(bar, completed=made)
+                if interrupted.is_set():
+                    raise self._stopped()
+
+    def _steps(self, stage: StageSection, first: int, interrupted: threading.Event) -> None:
+        output, every = self.recipe.output, self.recipe.evaluation.every
+        end = first + stage.steps
+        name = "stage 1" if stage is self.recipe.stage1 else "stage 2"
+        with self._progress() as progress:
+            bar = progress.add_task(name, total=stage.steps, completed=self.step - first)
+            while self.step < end:
+                record = self._one_step(stage, self.step - first)
+                progress.update(bar, advance=1, description=f"{name}, loss {record['loss']:.3f}")
+                if self.step % output.log_every == 0 or self.step == end:
+                    self.folder.log({"step": self.step, "stage": name[-1], **record})
+                measured = self.step == end or (every > 0 and self.step % every == 0)
+                improved = self._measure() if measured else False
+                if measured or self.step % output.save_every == 0 or interrupted.is_set():
+                    self._save(improved)
+                if interrupted.is_set() and self.step < self.steps:
+                    raise self._stopped()
+
+    def _stopped(self) -> TrainingInterrupted:
+        return TrainingInterrupted(
+            f"stopped at step {self.step} of {self.steps}; everything is saved in {self.folder.path}: "
+            "run the same command with resume to go on."
+        )
+
+    def _micro_batch(self, stage: StageSection, number: int) -> tuple[Tensor, int]:
+        """Return tokens_BL and the first position to train on."""
+        if stage is self.recipe.stage1:
+            return self._stage1_loader().next_batch(stage.batch), 0
+        assert self.generated is not None
+        # The root may be the prompt's last token, so that everything predicted is generated.
+        return self.generated.batch(number), self.recipe.stage2.prompt_tokens - 2
+
+    def _one_step(self, stage: StageSection, local: int) -> dict[str, Any]:
+        recipe, section = self.recipe, self.recipe.optimizer
+        rate = learning_rate(local, stage.steps, stage.rate, stage.final_rate)
+        set_rate(self.optimizers, rate)
+        losses, hits = [], []
+        autocast = torch.autocast(self.target.device.type, torch.bfloat16, enabled=section.precision == "bf16")
+        for micro in range(stage.accumulate):
+            tokens_BL, first = self._micro_batch(stage, local * stage.accumulate + micro)
+            with autocast:
+                rows = prepare(
+                    self.speculator, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
+                    distillation=recipe.distillation, seed=(recipe.seed, "positions", self.step, micro),
+                )
+                loss_N, hits_N = self._losses(
+                    self.speculator, rows.features_RF, rows.tokens_RN, rows.labels_RN, rows.targets_RNW,
+                    recipe.distillation.weight, recipe.distillation.temperature,
+                )
+            (loss_N.sum() / stage.accumulate).backward()
+            losses.append(loss_N.detach())
+            hits.append(hits_N)
+        loss_N, hits_N = torch.stack(losses).mean(0), torch.stack(hits).mean(0)
+        norm = torch.nn.utils.clip_grad_norm_(self.speculator.parameters(), section.clip).item()
+        if not math.isfinite(loss_N.sum().item()) or not math.isfinite(norm):
+            raise DraftsmithError(
+                f"the loss became {loss_N.sum().item()} (gradient norm {norm}) at step {self.step + 1}; the checkpoint of "
+                f"step {self.checkpoints.steps()[-1]} is kept; lower the rate or look at the data."
+            )
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return {
+            "loss": loss_N.sum().item(), "loss_by_head": loss_N.tolist(), "training_accuracy_by_head": hits_N.tolist(),
+            "rate": rate, "gradient_norm": norm,
+        }
+
+    @torch.no_grad()
+    def _served(self) -> MLPSpeculator:
+        """Return a copy as it would be served: in the target's dtype."""
+        served = copy.deepcopy(self.speculator).to(self.target.dtype).eval().requires_grad_(False)
+        served.bind(self.target)
+        return served
+
+    def _measure(self) -> bool:
+        """Evaluate by decoding and log it; return whether this is the best so far."""
+        scores = dict(self.evaluate(self._served()))
+        if TAU not in scores:
+            raise DraftsmithError(f"the evaluation returned {', '.join(scores) or 'nothing'}; it must have {TAU}.")
+        self.folder.log({"step": self.step, "evaluation": scores})
+        self.console.print(f"step {self.step}: τ = {scores[TAU]:.3f} tokens per step, by decoding")
+        improved = self.best is None or scores[TAU] > self.best
+        if improved:
+            self.best = scores[TAU]
+        return improved
+
+    def _save(self, improved: bool = True) -> None:
+        progress = {
+            "best": self.best, "loader": self.loader.state_dict() if self.loader is not None else None,
+            "seed": self.recipe.seed,
+        }
+        self.checkpoints.save(
+            self.step,
+            lambda aside: self.speculator.write_files(aside, self.target.facts(), {"training_step": self.step}),
+            progress, optimizer_tensors(self.optimizers),
+        )
+        if improved:
+            self.checkpoints.link(BEST, self.step)
+
+    def _export(self, name: str) -> Path:
+        folder = self.folder.path / name
+        dtype = resolve_dtype(self.recipe.output.dtype, self.target.device)
+        drafter = copy.deepcopy(self.speculator).to(dtype)
+        drafter.save_pretrained(folder, self.target.facts(), {"training_step": self.step})
+        return folder
+
+    def _result(self) -> TrainingResult:
+        best = self.checkpoints.linked(BEST)
+        last = self.step
+        if best is not None and best != self.step:
+            tensors = read_tensors(self.checkpoints.at(best))
+            load_tensors(self.speculator, {n.removeprefix("speculator."): t for n, t in tensors.items()}, self.folder.path)
+            self.step = best
+        folder = self._export("drafter")
+        evaluations = [record for record in self.folder.records if "evaluation" in record]
+        return TrainingResult(self.folder.path, folder, last, self.best, evaluations)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn(),
+            console=self.console, transient=True,
+        )

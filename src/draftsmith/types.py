@@ -1,0 +1,281 @@
+"""The words every layer shares. Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), V vocabulary.
+
+A draft is a tree of guessed tokens under the root, the newest committed token, which the target has not read yet.
+Nodes are numbered from 0 with parents before children; `ROOT` is the parent of a first guess, and `UNUSED` marks
+padding that makes ragged trees fit one tensor and is never accepted.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ROOT = -1
+UNUSED = -2
+
+
+class DraftsmithError(Exception):
+    """A mistake in what the user gave: one sentence that names the value and the mend."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shape of the next draft.
+
+    Args:
+        branching: children of every node, depth by depth; () drafts nothing.
+        paths: keep only this many root-to-leaf paths, best summed log-probability first; None keeps all.
+        nodes: keep at most this many nodes of those paths, best summed log-probability first; None keeps all.
+        beam: expand only this many nodes a depth, best summed log-probability first; None expands all.
+        sampled: draw children from the drafter's distribution (without replacement) instead of taking its best.
+    """
+
+    branching: tuple[int, ...] = ()
+    paths: int | None = None
+    nodes: int | None = None
+    beam: int | None = None
+    sampled: bool = False
+
+    def __post_init__(self) -> None:
+        if any(b < 1 for b in self.branching):
+            raise DraftsmithError(f"branching {self.branching} has a depth without children; use positive numbers.")
+        for name in ("paths", "nodes", "beam"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DraftsmithError(f"{name} is {value}; use a positive number, or leave it out.")
+        if self.sampled and (self.paths is not None or self.nodes is not None or self.beam is not None):
+            raise DraftsmithError(
+                "a sampled draft cannot be pruned by rank, because the survivors would no longer be samples; "
+                "leave out paths, nodes and beam, or sampled."
+            )
+
+    @property
+    def depth(self) -> int:
+        """The longest chain of guesses, and so the most tokens a step can accept."""
+        return len(self.branching)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node has one child, so that the tree needs no pruning and no moving."""
+        return self.paths == 1 or all(b == 1 for b in self.branching)
+
+    @property
+    def max_nodes(self) -> int:
+        """The number of node slots (N) that a draft of this plan has."""
+        full, frontier = 0, 1
+        for children in self.branching:
+            frontier = children * (frontier if self.beam is None else min(frontier, self.beam))
+            full += frontier
+        if self.paths is not None:
+            full = min(full, self.paths * self.depth)
+        return full if self.nodes is None else min(full, self.nodes)
+
+
+NO_DRAFT = Plan()
+
+
+@dataclass
+class Draft:
+    """A tree of guesses for every row.
+
+    Args:
+        tokens_BN: guessed token ids.
+        parents_BN: index of the parent node, `ROOT` or `UNUSED`; parents come before their children.
+        depth: the deepest level any node can have; static, so that walks over the tree have a fixed length.
+        q_BMV: what the guesses were drawn from: row 0 is the distribution of the root's children, row n + 1 that
+            of node n's; siblings were drawn in index order without replacement. None when the guesses are
+            deterministic, which makes q a point mass.
+        branching: the most children a node of each depth can have; static, so that walks over siblings have a fixed
+            length. None when unknown, which costs a sampled draft time.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    depth: int
+    q_BMV: Tensor | None = None
+    branching: tuple[int, ...] | None = None
+
+
+@dataclass
+class Context:
+    """What a drafter may look at: the newly committed tokens of every row with the states that predicted them.
+
+    Args:
+        tokens_BT: committed since the last proposal, the root last; row b holds `counts_B[b]` of them, left-aligned.
+        features_BTF: `features_BTF[:, t]` is the target's tapped state that *predicted* `tokens_BT[:, t]`.
+        counts_B: valid tokens a row, at least 1.
+        lengths_B: all committed tokens a row, prompt and root included.
+        rows_B: a stable number for each row, for drafters that keep state between steps.
+        temperature_B: sampling temperature of each row, 0 for greedy.
+        seeds_B: seed of each row's noise.
+    """
+
+    tokens_BT: Tensor
+    features_BTF: Tensor
+    counts_B: Tensor
+    lengths_B: Tensor
+    rows_B: Tensor
+    temperature_B: Tensor
+    seeds_B: Tensor
+
+    def root(self) -> tuple[Tensor, Tensor]:
+        """Return the root's token (B) and the state that predicted it (B, F)."""
+        last_B1 = (self.counts_B - 1).unsqueeze(1)
+        root_B = self.tokens_BT.gather(1, last_B1).squeeze(1)
+        index_B1F = last_B1.unsqueeze(2).expand(-1, -1, self.features_BTF.shape[2])
+        return root_B, self.features_BTF.gather(1, index_B1F).squeeze(1)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded; the defaults are greedy.
+
+    Args:
+        temperature: 0 takes the most probable token; otherwise logits are divided by it.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+        min_p: drop tokens less probable than this share of the most probable one.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output.
+        presence_penalty: subtracted once from the logit of every token already in the output.
+        frequency_penalty: subtracted for every occurrence in the output.
+        logit_bias: added to the logits of these token ids.
+        max_tokens: exactly how many tokens to generate, unless a stop comes first.
+        stop: strings that end the text; they are cut off.
+        stop_token_ids: tokens that end the text; kept as last token.
+        ignore_eos: go on after the target's own end token.
+        seed: of this request's noise; None draws one.
+        n: independent continuations.
+        logprobs: report the log-probability of each token and of this many best alternatives.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        finite = float("inf")
+
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise DraftsmithError(f"{name} is {getattr(self, name)!r}; it must be {rule}.")
+
+        need(0 <= self.temperature < finite, "temperature", "0 (greedy) or a positive finite number")
+        need(self.top_k >= 0, "top_k", "0 (off) or a positive whole number")
+        need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
+        need(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        need(0 < self.repetition_penalty < finite, "repetition_penalty", "a positive finite number (1 is off)")
+        need(abs(self.presence_penalty) < finite, "presence_penalty", "a finite number")
+        need(abs(self.frequency_penalty) < finite, "frequency_penalty", "a finite number")
+        need(all(abs(v) < finite for v in self.logit_bias.values()), "logit_bias", "finite for every token")
+        need(self.max_tokens >= 1, "max_tokens", "at least 1")
+        need(all(self.stop), "stop", "made of non-empty strings")
+        need(self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
+        need(self.n >= 1, "n", "at least 1")
+        need(self.logprobs is None or self.logprobs >= 0, "logprobs", "at least 0")
+
+
+@dataclass
+class Statistics:
+    """What one piece of decoding cost and brought; additive over steps and rows.
+
+    `steps` counts verifications (of one row), `drafted` verified nodes, `accepted` drafted tokens that stayed, and
+    `accepted_by_depth[d]` those at depth d + 1. `new_tokens` includes the token of the prefill. Seconds are wall-clock;
+    a batch's seconds are shared evenly by its rows.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_depth: list[int] = field(default_factory=list)
+    new_tokens: int = 0
+    prompt_tokens: int = 0
+    target_s: float = 0.0
+    drafter_s: float = 0.0
+    rest_s: float = 0.0
+    prefill_s: float = 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """τ = 1 + accepted / steps: the target's own token included."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds spent in steps, the prefill left out."""
+        return self.target_s + self.drafter_s + self.rest_s
+
+    def __iadd__(self, other: "Statistics") -> "Statistics":
+        deeper, shallower = sorted((self.accepted_by_depth, other.accepted_by_depth), key=len, reverse=True)
+        summed = list(deeper)
+        for d, count in enumerate(shallower):
+            summed[d] += count
+        self.accepted_by_depth = summed
+        for name in (
+            "steps", "drafted", "accepted", "new_tokens", "prompt_tokens", "target_s", "drafter_s", "rest_s", "prefill_s",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural-log probability of a token under the target before any sampling filter, with the best alternatives."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass
+class Completion:
+    """One finished continuation.
+
+    `finish_reason` is "stop" (end token, stop string or stop id) or "length". `accepted_lengths[i]` says how many
+    of the tokens of step i were drafted, so that a reader can colour them; the prefill's token is not a step.
+    """
+
+    prompt_tokens: list[int]
+    tokens: list[int]
+    text: str
+    finish_reason: str
+    statistics: Statistics
+    accepted_lengths: list[int]
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a checkpoint must match: recorded when a drafter is saved, compared when it is loaded."""
+
+    hidden_size: int
+    vocab_size: int
+    tokenizer_hash: str | None
+    name: str
+
+
+def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """Turn "auto", "bf16", "fp32" … into a dtype; "auto" is bf16 where the hardware multiplies it, else fp32."""
+    if isinstance(name, torch.dtype):
+        return name
+    table = {
+        "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp32": torch.float32, "float32": torch.float32,
+        "fp16": torch.float16, "float16": torch.float16, "fp64": torch.float64, "float64": torch.float64,
+    }
+    if name == "auto":
+        fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
+    if name not in table:
+        raise DraftsmithError(f"dtype {name!r} is unknown; use one of auto, {', '.join(table)}.")
+    return table[name]

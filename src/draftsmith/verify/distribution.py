@@ -1,0 +1,220 @@
+"""The distribution a request asks for. Shapes: B rows, N drafted, M = N + 1 verified nodes, T tokens, V vocabulary."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.types import DraftsmithError, SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """The parameters of B requests as tensors (float64, top_k int64), with flags that let a step skip what nobody uses.
+
+    `bias_BV` (fp32) exists only where a request has a bias. `largest_top_k` is 0 when no sampled row has a top-k.
+    """
+
+    params: tuple[SamplingParams, ...]
+    vocab_size: int
+    temperature_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
+    min_p_B: Tensor
+    repetition_B: Tensor
+    presence_B: Tensor
+    frequency_B: Tensor
+    bias_BV: Tensor | None
+    all_greedy: bool
+    any_greedy: bool
+    needs_history: bool
+    largest_top_k: int
+    has_top_p: bool
+    has_min_p: bool
+
+    @property
+    def needs_shaping(self) -> bool:
+        """Whether any request changes logits before they become probabilities."""
+        return self.needs_history or self.bias_BV is not None
+
+    @property
+    def needs_filter(self) -> bool:
+        """Whether any sampled request drops tokens."""
+        return self.largest_top_k > 0 or self.has_top_p or self.has_min_p
+
+    @staticmethod
+    def build(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> "SamplingBatch":
+        """Turn the parameters of a batch into tensors; a bias outside the vocabulary raises DraftsmithError."""
+        sampled = [p for p in params if p.temperature > 0]
+        numbers = torch.tensor(
+            [[p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty]
+             for p in params],
+            dtype=torch.float64, device=device,
+        ).reshape(len(params), 6)
+        temperature_B, top_p_B, min_p_B, repetition_B, presence_B, frequency_B = numbers.unbind(1)
+        # A k beyond the vocabulary keeps everything, and so do 0 and a greedy row's k, which nobody reads.
+        kept = [p.top_k if p.temperature > 0 and 0 < p.top_k < vocab_size else 0 for p in params]
+        return SamplingBatch(
+            params=tuple(params),
+            vocab_size=vocab_size,
+            temperature_B=temperature_B,
+            top_k_B=torch.tensor(kept, dtype=torch.int64, device=device),
+            top_p_B=top_p_B,
+            min_p_B=min_p_B,
+            repetition_B=repetition_B,
+            presence_B=presence_B,
+            frequency_B=frequency_B,
+            bias_BV=_bias(params, vocab_size, device),
+            all_greedy=not sampled,
+            any_greedy=len(sampled) < len(params),
+            needs_history=any(
+                p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params
+            ),
+            largest_top_k=max(kept, default=0),
+            has_top_p=any(p.top_p < 1 for p in sampled),
+            has_min_p=any(p.min_p > 0 for p in sampled),
+        )
+
+    def select(self, rows: Sequence[int]) -> "SamplingBatch":
+        """Return the batch of these rows, with flags of its own."""
+        return SamplingBatch.build([self.params[row] for row in rows], self.vocab_size, self.temperature_B.device)
+
+
+def _bias(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> Tensor | None:
+    if not any(p.logit_bias for p in params):
+        return None
+    bias_BV = torch.zeros((len(params), vocab_size), dtype=torch.float32)
+    for row, p in enumerate(params):
+        for token, value in p.logit_bias.items():
+            if not 0 <= token < vocab_size:
+                raise DraftsmithError(
+                    f"logit_bias names token {token}, but the model's tokens go from 0 to {vocab_size - 1}; "
+                    "use an id in this range."
+                )
+            bias_BV[row, token] = value
+    return bias_BV.to(device)
+
+
+@dataclass
+class History:
+    """What each row has read and written: the memory of the penalties.
+
+    Args:
+        prompt_seen_BV: whether the token is in the prompt (bool).
+        output_counts_BV: how often the token was generated (int32).
+    """
+
+    prompt_seen_BV: Tensor
+    output_counts_BV: Tensor
+
+    @staticmethod
+    def of(
+        prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str
+    ) -> "History":
+        """Return the history of rows with these prompts and outputs (token ids).
+
+        Prompt tokens beyond the logits' width, which no penalty can touch, are left out.
+        """
+        seen_BV = torch.zeros((len(prompts), vocab_size), dtype=torch.bool)
+        counts_BV = torch.zeros((len(prompts), vocab_size), dtype=torch.int32)
+        for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            seen_BV[row, torch.tensor([t for t in prompt if t < vocab_size], dtype=torch.int64)] = True
+            counts_BV[row] = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=vocab_size)
+        return History(seen_BV.to(device), counts_BV.to(device))
+
+    def select(self, rows_B: Tensor) -> "History":
+        """Return a copy of these rows."""
+        return History(self.prompt_seen_BV[rows_B], self.output_counts_BV[rows_B])
+
+    def commit(self, tokens_BT: Tensor, counts_B: Tensor) -> None:
+        """Count the first `counts_B[b]` tokens of every row as output, in place; the rest may be anything."""
+        slots_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        valid_BT = slots_T < counts_B.unsqueeze(1)
+        self.output_counts_BV.scatter_add_(1, tokens_BT.masked_fill(~valid_BT, 0), valid_BT.to(torch.int32))
+
+
+def shape_logits(
+    logits_BMV: Tensor, batch: SamplingBatch, history: History | None, tokens_BN: Tensor, visible_BMM: Tensor
+) -> Tensor:
+    """Return logits (B, M, V; fp32 where anything applies) after bias, repetition, frequency and presence penalty.
+
+    Order and meaning are those of transformers and vLLM: repetition (CTRL, arXiv 1909.05858, section 4.1) counts
+    prompt and output, the other two the output alone. Each node counts the drafted tokens of its own path, itself
+    included; the root is committed and so in the history already. Without penalties `history` may be None.
+    """
+    if not batch.needs_shaping:
+        return logits_BMV
+    logits_BMV = logits_BMV.float()
+    if batch.bias_BV is not None:
+        logits_BMV = logits_BMV + batch.bias_BV.unsqueeze(1)
+    if not batch.needs_history:
+        return logits_BMV
+    if history is None:
+        raise ValueError("penalties need the history of their rows")
+    nodes = logits_BMV.shape[1]
+    counts_BMV = history.output_counts_BV.unsqueeze(1).repeat(1, nodes, 1)
+    tokens_BMN = tokens_BN.clamp(min=0).unsqueeze(1).expand(-1, nodes, -1)
+    counts_BMV.scatter_add_(2, tokens_BMN, visible_BMM[:, :, 1:].to(torch.int32))
+    seen_BMV = (counts_BMV > 0) | history.prompt_seen_BV.unsqueeze(1)
+    repetition_B11 = batch.repetition_B.float()[:, None, None]
+    repeated_BMV = torch.where(logits_BMV > 0, logits_BMV / repetition_B11, logits_BMV * repetition_B11)
+    logits_BMV = torch.where(seen_BMV, repeated_BMV, logits_BMV)
+    logits_BMV = logits_BMV - batch.frequency_B.float()[:, None, None] * counts_BMV
+    return logits_BMV - batch.presence_B.float()[:, None, None] * (counts_BMV > 0)
+
+
+def probabilities(logits_BMV: Tensor, batch: SamplingBatch) -> Tensor:
+    """Return p (B, M, V; float64, sums to 1) after temperature, top-k, top-p and min-p, in transformers' order.
+
+    Greedy rows (temperature 0) become one at the argmax, the lowest token among equals, and zero elsewhere. As in
+    transformers, top-k keeps every token equal to the k-th; top-p (arXiv 1904.09751, section 3.1) and min-p (arXiv
+    2407.01082) look at the probabilities that the filters before them left.
+
+    Exponentials are taken in fp32, as transformers does (float64 logits stay so), and normalised in float64, because
+    acceptance subtracts q from p and sums over the vocabulary: in fp32 the rounding of 10^5 terms would be as large
+    as the rare tokens themselves, and float64 exponentials cost ten times as much for digits that no logit has.
+    """
+    if batch.all_greedy:
+        return _one_hot_argmax(logits_BMV)
+    temperature_B11 = batch.temperature_B[:, None, None]
+    if batch.any_greedy:
+        temperature_B11 = torch.where(temperature_B11 > 0, temperature_B11, 1.0)
+    exact = logits_BMV.dtype if logits_BMV.dtype == torch.float64 else torch.float32
+    scores_BMV = logits_BMV.to(exact) / temperature_B11.to(exact)
+    if batch.largest_top_k > 0:
+        scores_BMV = _keep_top_k(scores_BMV, batch)
+    if batch.has_top_p:
+        scores_BMV = _keep_top_p(scores_BMV, batch)
+    p_BMV = scores_BMV.softmax(-1)
+    if batch.has_min_p:
+        least_BM1 = batch.min_p_B.to(exact)[:, None, None] * p_BMV.amax(-1, keepdim=True)
+        p_BMV = p_BMV.masked_fill(p_BMV < least_BM1, 0.0)
+    p_BMV = p_BMV.to(torch.float64)
+    p_BMV = p_BMV / p_BMV.sum(-1, keepdim=True)
+    if batch.any_greedy:
+        p_BMV = torch.where(batch.temperature_B[:, None, None] > 0, p_BMV, _one_hot_argmax(logits_BMV))
+    return p_BMV
+
+
+def _one_hot_argmax(logits_BMV: Tensor) -> Tensor:
+    zeros_BMV = torch.zeros_like(logits_BMV, dtype=torch.float64)
+    return zeros_BMV.scatter(-1, logits_BMV.argmax(-1, keepdim=True), 1.0)
+
+
+def _keep_top_k(scores_BMV: Tensor, batch: SamplingBatch) -> Tensor:
+    best_BMK = scores_BMV.topk(batch.largest_top_k, dim=-1).values
+    last_BM1 = (batch.top_k_B - 1).clamp(min=0)[:, None, None].expand(-1, scores_BMV.shape[1], 1)
+    dropped_BMV = (scores_BMV < best_BMK.gather(-1, last_BM1)) & (batch.top_k_B > 0)[:, None, None]
+    return scores_BMV.masked_fill(dropped_BMV, float("-inf"))
+
+
+def _keep_top_p(scores_BMV: Tensor, batch: SamplingBatch) -> Tensor:
+    # Stable, so that which of two equal tokens is dropped depends on neither the batch nor the device.
+    ascending_BMV, order_BMV = scores_BMV.sort(dim=-1, stable=True)
+    below_BMV = ascending_BMV.softmax(-1).cumsum(-1)
+    dropped_BMV = below_BMV <= (1 - batch.top_p_B).to(below_BMV.dtype)[:, None, None]
+    # A row without top-p must lose nothing, not even tokens whose probability rounds to zero.
+    dropped_BMV = dropped_BMV & (batch.top_p_B < 1)[:, None, None]
+    dropped_BMV[..., -1] = False
+    return scores_BMV.masked_fill(torch.zeros_like(dropped_BMV).scatter(-1, order_BMV, dropped_BMV), float("-inf"))

@@ -1,0 +1,104 @@
+"""What every drafter must pass, whatever it guesses: the text stays the target's own, and drafts are well-formed."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine import Engine
+from draftsmith.target import Target
+from draftsmith.types import NO_DRAFT, ROOT, UNUSED, Context, Draft, Plan, SamplingParams
+from tiny import greedy_reference, prompts
+
+NEW_TOKENS = 18
+
+
+class CheckedDrafter(Drafter):
+    """Passes everything on to another drafter and checks what comes back."""
+
+    def __init__(self, inner: Drafter, target: Target) -> None:
+        self.inner, self.target = inner, target
+        self.taps, self.reads_prompt = inner.taps, inner.reads_prompt
+        self.rows_seen: set[int] = set()
+        self.rows_reset: set[int] = set()
+
+    def default_plan(self) -> Plan:
+        return self.inner.default_plan()
+
+    def reset_rows(self, rows: list[int]) -> None:
+        self.rows_reset.update(rows)
+        self.inner.reset_rows(rows)
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        batch, width = context.tokens_BT.shape
+        assert context.features_BTF.shape == (batch, width, self.target.feature_size(self.taps))
+        assert bool((context.counts_B >= 1).all()) and bool((context.counts_B <= width).all())
+        assert bool((context.counts_B <= context.lengths_B).all())
+        self.rows_seen.update(context.rows_B.tolist())
+        draft = self.inner.propose(context, plan)
+        check_draft(draft, plan, batch, self.target.vocab_size)
+        return draft
+
+
+def check_draft(draft: Draft, plan: Plan, batch: int, vocabulary: int) -> None:
+    """Assert the shapes and the order that the engine relies on."""
+    assert draft.tokens_BN.shape == draft.parents_BN.shape == (batch, plan.max_nodes)
+    assert draft.depth == plan.depth
+    assert draft.tokens_BN.dtype == draft.parents_BN.dtype == torch.int64
+    assert bool((draft.tokens_BN >= 0).all()) and bool((draft.tokens_BN < vocabulary).all())
+    assert (draft.q_BMV is not None) == (plan.sampled and plan.depth > 0)
+    for tokens, parents in zip(draft.tokens_BN.tolist(), draft.parents_BN.tolist(), strict=True):
+        depths: list[int] = []
+        siblings = set()
+        for node, parent in enumerate(parents):
+            assert parent == UNUSED or ROOT <= parent < node
+            assert parent < 0 or parents[parent] != UNUSED
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+            if parent != UNUSED:
+                assert (parent, tokens[node]) not in siblings, "two siblings guess the same token"
+                siblings.add((parent, tokens[node]))
+        assert max(depths, default=0) <= draft.depth
+
+
+def check_drafter(
+    make_drafter: Callable[[], Drafter],
+    target: Target,
+    model: PreTrainedModel,
+    plans: Sequence[Plan | None] = (None,),
+) -> None:
+    """Run one drafter through the engine in many ways; `model` is the target's model untouched, for reference.
+
+    The prompts are `contract_prompts()`; deterministic plans also keep sampled text token for token.
+    """
+    questions = contract_prompts()
+    answers = [greedy_reference(model, question, NEW_TOKENS) for question in questions]
+    greedy = SamplingParams(max_tokens=NEW_TOKENS)
+    sampled = [
+        SamplingParams(max_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=seed)
+        for seed in range(len(questions))
+    ]
+    drafter = CheckedDrafter(make_drafter(), target)
+    engine = Engine(target, drafter, max_batch=8)
+    plain = [c.tokens for c in engine.generate(questions, sampled, plan=NO_DRAFT)]
+    for plan in plans:
+        for size in (1, 3, 8):
+            found = engine.generate(questions[:size], greedy, plan=plan)
+            assert [c.tokens for c in found] == answers[:size]
+        shape = plan if plan is not None else engine.plan
+        if not shape.sampled:
+            assert [c.tokens for c in engine.generate(questions, sampled, plan=plan)] == plain
+        narrow = Engine(target, CheckedDrafter(make_drafter(), target), max_batch=3)
+        lengths = [1 + 5 * i % NEW_TOKENS for i in range(len(questions))]
+        found = narrow.generate(questions, [SamplingParams(max_tokens=n) for n in lengths], plan=plan)
+        assert [c.tokens for c in found] == [answer[:n] for answer, n in zip(answers, lengths, strict=True)]
+        again = engine.generate(questions[:3], greedy, plan=plan)
+        assert [c.accepted_lengths for c in again] == [
+            c.accepted_lengths for c in engine.generate(questions[:3], greedy, plan=plan)
+        ], "a drafter that remembers nothing of ended rows drafts the same twice"
+    assert drafter.rows_seen - {-1} <= drafter.rows_reset
+
+
+def contract_prompts() -> list[list[int]]:
+    """Return the eight ragged prompts of `check_drafter`, for drafters that want to know them."""
+    return prompts(8, seed=11)

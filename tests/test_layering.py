@@ -1,0 +1,63 @@
+"""Imports point downward only: each part of draftsmith may import parts of a lower layer, and itself."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
+
+LAYERS = (
+    ("types", "assets"),
+    ("target", "verify"),
+    ("drafters",),
+    ("engine",),
+    ("serving", "evaluation", "tuning", "training", "export"),
+    ("cli",),
+)
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+STRANGERS = {("training", "engine")}
+"""Downward imports that are forbidden all the same: training is handed a generator from outside."""
+
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the draftsmith modules that a file imports, anywhere in it."""
+    package = ["draftsmith", *path.relative_to(SOURCE).parent.parts]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+    return {name for name in found if name.split(".")[0] == "draftsmith"}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_downward(path: Path):
+    part = part_of(path)
+    assert part in LEVEL, f"{part} has no layer; give it one in LAYERS."
+    for name in imported_modules(path):
+        other = [*name.split("."), ""][1]
+        assert other in LEVEL, f"{path.name} imports {name}; import the part that owns the name."
+        allowed = other == part or (LEVEL[other] < LEVEL[part] and (part, other) not in STRANGERS)
+        assert allowed, f"{part} ({path.name}) must not import {name}."
+
+
+def test_relative_and_nested_imports_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
+    (tmp_path / "engine").mkdir()
+    file = tmp_path / "engine" / "step.py"
+    file.write_text("from ..cli import app\nfrom . import policy\ndef f():\n    import draftsmith.training.loop\n")
+    assert imported_modules(file) == {
+        "draftsmith.cli.app",
+        "draftsmith.engine.policy",
+        "draftsmith.training.loop",
+    }
