@@ -5,13 +5,15 @@ B rows, N drafted nodes, M = N + 1, V vocabulary.
 
 from collections.abc import Sequence
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.types import ROOT, UNUSED, Context, Draft, Plan
+from tiny import greedy_reference
 
 
 class OracleDrafter(Drafter):
@@ -115,3 +117,11 @@ class OracleDrafter(Drafter):
             q_V.mul_(self.error_rate)[truth] += 1 - self.error_rate
         generator = torch.Generator().manual_seed(random.randrange(2**31))
         return torch.multinomial(q_V, children, generator=generator).tolist()
+
+
+def oracle_for(
+    model: PreTrainedModel, questions: Sequence[list[int]], new_tokens: int = 60, **options: Any
+) -> OracleDrafter:
+    """Return an oracle that knows the greedy continuation of each prompt, as transformers decodes it."""
+    texts = [question + greedy_reference(model, question, new_tokens) for question in questions]
+    return OracleDrafter(texts, model.config.vocab_size, **options)

@@ -6,23 +6,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from contract import CheckedDrafter, check_drafter, contract_prompts
-from draftsmith.drafters.base import NoDrafter
+from contract import CheckedDrafter
 from draftsmith.engine import Engine
 from draftsmith.target import Target
 from draftsmith.types import NO_DRAFT, Completion, Plan, SamplingParams
-from oracle import OracleDrafter
+from oracle import OracleDrafter, oracle_for
 from tiny import ARCHITECTURES, CONTEXT, VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 
 CHAIN = Plan((1, 1, 1, 1))
 TREE = Plan((3, 2, 1))
 SHAPES = [CHAIN, TREE, Plan((1,)), Plan((4,))]
-
-
-def oracle_for(model, questions: Sequence[list[int]], new_tokens: int = 60, **options) -> OracleDrafter:
-    """Return an oracle that knows the greedy continuation of each prompt."""
-    texts = [question + greedy_reference(model, question, new_tokens) for question in questions]
-    return OracleDrafter(texts, VOCABULARY, **options)
 
 
 def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
@@ -44,24 +37,6 @@ def test_greedy_text_is_transformers_own(architecture: str):
         engine = Engine(target, oracle, plan=plan)
         for size in (1, 3, 8):
             assert tokens_of(engine.generate(questions[:size], SamplingParams(max_tokens=24))) == answers[:size]
-
-
-@pytest.mark.parametrize("place", ["first", "last", "any"])
-@pytest.mark.parametrize("error_rate", [0.0, 0.25, 0.6, 1.0])
-def test_the_contract_holds_for_the_oracle_at_every_error_rate(error_rate: float, place):
-    questions = contract_prompts()
-    oracle = oracle_for(tiny_model(), questions, error_rate=error_rate, place=place, ragged=place == "any")
-    check_drafter(lambda: oracle, tiny_target(), tiny_model(), plans=[None, TREE])
-
-
-def test_the_contract_holds_for_sampled_drafts_and_greedy_text():
-    oracle = oracle_for(tiny_model("mistral"), contract_prompts(), error_rate=0.3)
-    plans = [Plan((1, 1, 1), sampled=True), Plan((3, 2), sampled=True)]
-    check_drafter(lambda: oracle, tiny_target("mistral"), tiny_model("mistral"), plans=plans)
-
-
-def test_the_contract_holds_without_a_drafter():
-    check_drafter(NoDrafter, tiny_target("gemma3"), tiny_model("gemma3"))
 
 
 @pytest.mark.parametrize("plan", SHAPES)
@@ -193,7 +168,9 @@ def test_a_stream_left_early_leaves_the_engine_usable():
     engine = Engine(tiny_target(), oracle, plan=CHAIN, max_batch=2)
     expected = tokens_of(engine.generate(questions, SamplingParams(max_tokens=12)))
     stream = engine.stream(questions, SamplingParams(max_tokens=12))
-    next(stream)
+    for _ in range(6):
+        next(stream)
+    assert oracle.text_of_row
     stream.close()
     assert not oracle.text_of_row
     assert tokens_of(engine.generate(questions, SamplingParams(max_tokens=12))) == expected

@@ -76,9 +76,12 @@ def path_to(node: int, parents: list[int], tokens: list[int]) -> list[int]:
 def test_every_node_of_a_ragged_batch_of_trees_equals_its_own_path(architecture: str, uninitialised_is_nan: None):
     target, model = tiny_target(architecture), tiny_model(architecture)
     generator = torch.Generator().manual_seed(1)
-    rows, nodes = prompts(3, shortest=5, longest=21), 7
-    trees = [random_tree(nodes, unused, generator) for unused in (0, 2, 7)]
-    guesses_BN = torch.randint(0, VOCABULARY, (3, nodes), generator=generator)
+    rows = prompts(4, shortest=5, longest=21)
+    # Deeper than the sliding window, with siblings, so that a node's place in memory is not its position.
+    comb = [ROOT, ROOT, *(2 * (node // 2) for node in range(14))]
+    nodes = len(comb)
+    trees = [comb, *(random_tree(nodes, unused, generator) for unused in (0, 5, nodes))]
+    guesses_BN = torch.randint(0, VOCABULARY, (4, nodes), generator=generator)
     cache = target.new_cache(slots=4, capacity=48)
     read(target, cache, rows)
     logits_BMV, features_BMF = verify(target, cache, rows, guesses_BN, trees)
@@ -224,3 +227,14 @@ def test_damaged_weights_are_one_sentence(tmp_path: Path):
 def test_an_unknown_dtype_is_named(tmp_path: Path):
     with pytest.raises(DraftsmithError, match="int3"):
         Target.from_pretrained(save_tiny_target(tmp_path / "tiny"), dtype="int3", device="cpu")
+
+
+def test_a_widened_copy_is_the_same_model_in_fp32():
+    narrow = Target(tiny_model().to(torch.bfloat16))
+    wide = narrow.widened()
+    assert wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16
+    tokens_BT = torch.tensor([[5, 9, 2, 7, 11, 3]])
+    features_BTF, logits_BTV = wide.encode(tokens_BT, logits=True)
+    narrow_BTF, narrow_BTV = narrow.encode(tokens_BT, logits=True)
+    assert logits_BTV is not None and narrow_BTV is not None and features_BTF.shape == narrow_BTF.shape
+    torch.testing.assert_close(narrow_BTV.float(), logits_BTV, rtol=0.1, atol=0.25)

@@ -37,7 +37,7 @@ class World:
         return joint.reshape(-1)
 
 
-def world(seed: int, spread: float = 1.0, error: float = 1.0, depth: int = 3) -> World:
+def world(seed: int, spread: float = 2.0, error: float = 1.0, depth: int = 3) -> World:
     """Draw tables deep enough for drafts that reach past the end of the text.
 
     p is the softmax of normal logits of this spread, and q that of the same logits plus normal errors.

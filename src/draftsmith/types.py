@@ -17,6 +17,8 @@ UNUSED = -2
 class DraftsmithError(Exception):
     """A mistake in what the user gave: one sentence that names the value and the mend."""
 
+    exit_code = 2
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -55,11 +57,6 @@ class Plan:
         return len(self.branching)
 
     @property
-    def is_chain(self) -> bool:
-        """Whether every node has one child, so that the tree needs no pruning and no moving."""
-        return self.paths == 1 or all(b == 1 for b in self.branching)
-
-    @property
     def max_nodes(self) -> int:
         """The number of node slots (N) that a draft of this plan has."""
         full, frontier = 0, 1
@@ -94,6 +91,11 @@ class Draft:
     depth: int
     q_BMV: Tensor | None = None
     branching: tuple[int, ...] | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether node n is the child of node n - 1 throughout, as all ones in `branching` promise."""
+        return self.branching is not None and all(children == 1 for children in self.branching)
 
 
 @dataclass
@@ -165,20 +167,18 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        finite = float("inf")
-
         def need(ok: bool, name: str, rule: str) -> None:
             if not ok:
                 raise DraftsmithError(f"{name} is {getattr(self, name)!r}; it must be {rule}.")
 
-        need(0 <= self.temperature < finite, "temperature", "0 (greedy) or a positive finite number")
+        need(self.temperature == 0 or 1e-4 <= self.temperature <= 1e4, "temperature", "0 (greedy) or 0.0001 to 10000")
         need(self.top_k >= 0, "top_k", "0 (off) or a positive whole number")
         need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         need(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
-        need(0 < self.repetition_penalty < finite, "repetition_penalty", "a positive finite number (1 is off)")
-        need(abs(self.presence_penalty) < finite, "presence_penalty", "a finite number")
-        need(abs(self.frequency_penalty) < finite, "frequency_penalty", "a finite number")
-        need(all(abs(v) < finite for v in self.logit_bias.values()), "logit_bias", "finite for every token")
+        need(1e-4 <= self.repetition_penalty <= 1e4, "repetition_penalty", "between 0.0001 and 10000 (1 is off)")
+        need(abs(self.presence_penalty) <= 1e4, "presence_penalty", "between -10000 and 10000")
+        need(abs(self.frequency_penalty) <= 1e4, "frequency_penalty", "between -10000 and 10000")
+        need(all(abs(v) <= 1e4 for v in self.logit_bias.values()), "logit_bias", "between -10000 and 10000 each")
         need(self.max_tokens >= 1, "max_tokens", "at least 1")
         need(all(self.stop), "stop", "made of non-empty strings")
         need(self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
@@ -223,7 +223,8 @@ class Statistics:
             summed[d] += count
         self.accepted_by_depth = summed
         for name in (
-            "steps", "drafted", "accepted", "new_tokens", "prompt_tokens", "target_s", "drafter_s", "rest_s", "prefill_s",
+            "steps", "drafted", "accepted", "new_tokens", "prompt_tokens",
+            "target_s", "drafter_s", "rest_s", "prefill_s",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
@@ -243,7 +244,9 @@ class Completion:
     """One finished continuation.
 
     `finish_reason` is "stop" (end token, stop string or stop id) or "length". `accepted_lengths[i]` says how many
-    of the tokens of step i were drafted, so that a reader can colour them; the prefill's token is not a step.
+    of the tokens of step i were drafted, so that a reader can colour them; the prefill's token is not a step,
+    and a text cut inside an accepted path counts its last token as the target's own, so that tokens add up to
+    1 + the sum of (1 + accepted).
     """
 
     prompt_tokens: list[int]

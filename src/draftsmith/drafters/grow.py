@@ -48,8 +48,8 @@ def _chain(drafter: StagewiseDrafter, context: Context, depth: int) -> Draft:
     tokens_B, state = drafter.begin(context)
     guesses = []
     for level in range(depth):
-        log_q_BV, state = drafter.step(level, state, tokens_B)
-        tokens_B = log_q_BV.argmax(-1)
+        _, tokens_B1, state = drafter.top_k(level, state, tokens_B, 1, scores=False)
+        tokens_B = tokens_B1.squeeze(1)
         guesses.append(tokens_B)
     return _as_chain(torch.stack(guesses, dim=1))
 
@@ -106,8 +106,8 @@ def _levels(
     levels: list[_Level] = []
     unexpanded: list[tuple[int, Tensor]] = []
     for depth, children in enumerate(plan.branching):
-        log_q_RV, state = drafter.step(depth, state, tokens_R)
-        best_RC, token_RC = log_q_RV.topk(children, dim=-1)
+        best_RC, token_RC, state = drafter.top_k(depth, state, tokens_R, children, scores=True)
+        assert best_RC is not None
         frontier = expanded_BF.shape[1]
         # Rounding must not make a child better than its parent: pruning relies on it.
         scores_BFC = best_RC.float().clamp(max=0).view(batch, frontier, children)

@@ -58,6 +58,10 @@ class FrozenTable(nn.Module):
         super().__init__()
         self.register_buffer("weight", torch.zeros(rows, width), persistent=False)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Score as a head; an embedding is looked up in `weight`."""
+        return F.linear(x, self.weight)
+
 
 class MLPSpeculator(TrainableDrafter):
     """The speculator itself. Weights start as N(0, 1/sqrt(D)), norms at scale 1 and shift 0."""
@@ -122,7 +126,8 @@ class MLPSpeculator(TrainableDrafter):
 
     def score(self, depth: int, state: Tensor) -> Tensor:
         """Return the logits (…, W) over the drafted vocabulary."""
-        return F.linear(state, self._weight(self.head, depth))
+        scores: Tensor = self.head[depth](state)
+        return scores
 
     def to_vocabulary(self, scores: Tensor) -> Tensor:
         """Spread scores (…, W) over the whole vocabulary (…, V); tokens that are never drafted get -inf."""
@@ -185,11 +190,14 @@ class MLPSpeculator(TrainableDrafter):
             for module in self.head:
                 module.weight = head_WD
 
-    def write_files(self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None) -> None:
+    def write_files(
+        self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None, repeat_tied: bool = True
+    ) -> None:
         """Write config.json and model.safetensors in the published hub layout; ours goes under the key `draftsmith`.
 
-        A tied tensor is written under every stage's name: text-generation-inference reads stage 0 (and proj 1) only,
-        vLLM ignores names it does not look for, but its newer versions keep one head a stage and look for each.
+        With `repeat_tied`, a tied tensor is written under every stage's name, else once. Readers differ:
+        text-generation-inference reads stage 0 (and proj 1) only; vLLM ignores names it does not look for, but its
+        newer versions keep one head a stage and look for each.
         """
         config = {
             "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": MODEL_TYPE, **self.config.to_json(),
@@ -197,12 +205,17 @@ class MLPSpeculator(TrainableDrafter):
             "draftsmith": {"target": asdict(facts), **(extra or {})},
         }
         storage.write_json(folder / "config.json", config)
-        tensors = {f"speculator.{name}": tensor for name, tensor in self.state_dict().items()}
+        unique = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
+        tensors = {
+            f"speculator.{name}": tensor for name, tensor in self.state_dict().items() if repeat_tied or name in unique
+        }
         storage.write_tensors(folder / "model.safetensors", tensors)
 
-    def save_pretrained(self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None) -> None:
+    def save_pretrained(
+        self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None, repeat_tied: bool = True
+    ) -> None:
         """Write the checkpoint folder at once or not at all, with a manifest; see `write_files`."""
-        storage.write_folder(Path(folder), lambda aside: self.write_files(aside, facts, extra))
+        storage.write_folder(Path(folder), lambda aside: self.write_files(aside, facts, extra, repeat_tied))
 
     @classmethod
     def from_pretrained(

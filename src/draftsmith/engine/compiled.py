@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
+
+from draftsmith.types import DraftsmithError
 
 SPAN_STEP = 64
 # One entry for every (batch bucket, plan) that a run meets; the default of 8 would silently fall back to eager.
@@ -15,23 +17,34 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+Level = Literal["off", "trace", "full"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+
 class Compiler:
     """Wraps functions in torch.compile, or leaves them alone.
 
+    Levels: "off" runs the model's own code; "trace" records it once a shape and replays the tensor operations without
+    the Python around them (seconds); "full" generates machine code (a minute or so a shape, kept in PyTorch's on-disk
+    cache for the next run).
+
     The batch is padded to powers of two, the draft has the plan's own size, and only the number of cached entries
-    looked at stays open, so one graph serves a whole generation. On a CPU the weights are frozen into the graph in
-    the layout its kernels like best: a compiled engine keeps the weights it was compiled with. Generated code is kept
-    in PyTorch's own on-disk cache between runs.
+    looked at stays open, so one graph serves a whole generation. At level "full" on a CPU the weights are frozen into
+    the graph in the layout its kernels like best: such an engine keeps the weights it was compiled with.
     """
 
-    def __init__(self, enabled: bool, device: torch.device) -> None:
-        self.enabled = enabled
+    def __init__(self, level: Level, device: torch.device) -> None:
+        if level not in LEVELS:
+            raise DraftsmithError(f"compile is {level!r}; use one of {', '.join(LEVELS)}.")
+        self.enabled = level != "off"
+        self.packs = level != "full"
+        self._backend = "eager" if level == "trace" else "inductor"
         self._options: dict[str, Any] = {"guard_filter_fn": keep_argument_guards}
-        if enabled:
+        if self.enabled:
             torch._dynamo.config.recompile_limit = MOST_SHAPES
-        if enabled and device.type == "cpu":
+        if level == "full" and device.type == "cpu":
             self._options |= {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
-            # Tracing reads the switch before the options of a single compilation apply; graphs with gradients ignore it.
+            # Tracing reads this before the options of one compilation apply; graphs with gradients ignore it.
             torch._inductor.config.freezing = True
         self._columns_S: Tensor | None = None
 
@@ -39,8 +52,9 @@ class Compiler:
         """Return the function, compiled if that is on; the result serves one engine and no other."""
         if not self.enabled:
             return function
-        return torch.compile(  # type: ignore[no-any-return]
-            _private_copy(function), fullgraph=True, dynamic=False, options=self._options
+        copy = _private_copy(function)
+        return torch.compile(
+            copy, fullgraph=True, dynamic=False, backend=self._backend, options=self._options
         )
 
     def bucket(self, rows: int, most: int) -> int:
@@ -69,7 +83,7 @@ def keep_argument_guards(entries: Sequence[Any]) -> list[bool]:
 
     The model cannot change under an engine, and checking all its attributes costs as much as a small layer.
     """
-    return [entry.name.startswith("L[") and not entry.name.startswith("L['self']") for entry in entries]
+    return [not (entry.is_global or entry.name.startswith(("self", "L['self']"))) for entry in entries]
 
 
 def _private_copy(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,25 +1,29 @@
 """The engine: prompts in, continuations out, any number of rows, each advancing by its own number of tokens."""
 
+import operator
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 
 from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine.clock import Clock
-from draftsmith.engine.compiled import Compiler
+from draftsmith.engine.compiled import Compiler, Level
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Rows, join, leave
-from draftsmith.engine.step import Stepper, StepResult
+from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
 from draftsmith.target import Target
 from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, Plan, SamplingParams, TokenLogprob
 
-DRAFT_ROOM = 128
+DRAFT_ROOM = 256
 PREFILL_TOKENS = 8192
+GPU_LENGTH = 4096
 SEED_STRIDE = 0x9E3779B97F4A7C15
 
 Prompt = str | Sequence[int]
@@ -43,8 +47,9 @@ class Engine:
         drafter: what guesses ahead; None is plain decoding.
         plan: shape of the drafts; None takes the drafter's own.
         max_batch: most rows at a time; further prompts wait.
-        max_length: most tokens a row, prompt and output; None takes the target's context.
-        compile: compile the step. Costs seconds to minutes once a shape (see `prepare`), kept on disk between runs.
+        max_length: most tokens a row, prompt and output; None takes the target's context, on a GPU at most 4,096 of
+            it, because there the cache is memory from the start.
+        compile: "off", "trace" or "full", see `Compiler`; `prepare` pays and tells the cost beforehand.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Engine:
         plan: Plan | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
-        compile: bool = False,
+        compile: Level = "off",
     ) -> None:
         if max_batch < 1:
             raise DraftsmithError(f"max_batch is {max_batch}; use at least 1.")
@@ -63,11 +68,15 @@ class Engine:
         self.drafter = drafter if drafter is not None else NoDrafter()
         self.plan = plan if plan is not None else self.drafter.default_plan()
         self.max_batch = max_batch
-        self.max_length = min(max_length or target.max_length, target.max_length)
+        if max_length is not None and max_length < 2:
+            raise DraftsmithError(f"max_length is {max_length}; a prompt and its continuation need at least 2.")
+        roomy = target.max_length if target.device.type == "cpu" else min(target.max_length, GPU_LENGTH)
+        self.max_length = roomy if max_length is None else min(max_length, target.max_length)
         self._compiler = Compiler(compile, target.device)
         self._slots = self._compiler.slots(max_batch)
         self._cache = target.new_cache(self._slots, self.max_length + DRAFT_ROOM)
         self._stepper = Stepper(target, self.drafter, self._cache, self._compiler)
+        self._running = False
 
     @classmethod
     def from_pretrained(
@@ -81,7 +90,7 @@ class Engine:
         plan: Plan | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
-        compile: bool = False,
+        compile: Level = "off",
     ) -> "Engine":
         """Load target and drafter by hub name or folder.
 
@@ -139,7 +148,9 @@ class Engine:
         self.generate([[0]] * batch, params, chosen)
         return clock.stop()["all"]
 
-    def _admit(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[Request]:
+    def _admit(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
         if isinstance(prompts, str):
             raise DraftsmithError("prompts is a single text; give a list of prompts.")
         if not prompts:
@@ -170,16 +181,20 @@ class Engine:
     def _tokens_of(self, prompt: Prompt, number: int) -> list[int]:
         if isinstance(prompt, str):
             if self.target.tokenizer is None:
-                raise DraftsmithError(f"prompt {number} is text, but {self.target.name} has no tokenizer; give token ids.")
+                raise DraftsmithError(
+                    f"prompt {number} is text, but {self.target.name} has no tokenizer; give token ids."
+                )
             tokens = list(self.target.tokenizer(prompt)["input_ids"])
         else:
-            tokens = [int(t) for t in prompt]
+            tokens = [operator.index(t) if isinstance(t, SupportsIndex) else -1 for t in prompt]
         if not tokens:
             raise DraftsmithError(f"prompt {number} is empty; give at least one token.")
-        wrong = [t for t in tokens if not 0 <= t < self.target.vocab_size]
+        wrong = [i for i, t in enumerate(tokens) if not 0 <= t < self.target.vocab_size]
         if wrong:
+            given = tokens[wrong[0]] if isinstance(prompt, str) else prompt[wrong[0]]
             raise DraftsmithError(
-                f"prompt {number} has token {wrong[0]}, but {self.target.name} knows 0 to {self.target.vocab_size - 1}."
+                f"prompt {number} has token {given!r}, but {self.target.name} knows the whole numbers "
+                f"from 0 to {self.target.vocab_size - 1}."
             )
         return tokens
 
@@ -190,7 +205,14 @@ class Engine:
                 f"{self.max_length}; shorten the prompt or lower max_tokens to {max(0, self.max_length - len(tokens))}."
             )
         if self.target.tokenizer is None and rules.stop:
-            raise DraftsmithError(f"stop strings need a tokenizer, and {self.target.name} has none; use stop_token_ids.")
+            raise DraftsmithError(
+                f"stop strings need a tokenizer, and {self.target.name} has none; use stop_token_ids."
+            )
+        if rules.logprobs is not None and rules.logprobs > self.target.vocab_size:
+            raise DraftsmithError(
+                f"logprobs is {rules.logprobs}, but {self.target.name} has {self.target.vocab_size} tokens; "
+                "ask for fewer."
+            )
 
     @torch.no_grad()
     def _run(self, requests: list[Request], plan: Plan | None) -> Iterator[list[tuple[Request, list[int]]]]:
@@ -198,9 +220,12 @@ class Engine:
         chosen = plan if plan is not None else self.plan
         if chosen.max_nodes >= DRAFT_ROOM:
             raise DraftsmithError(
-                f"the plan drafts {chosen.max_nodes} nodes, but there is room for {DRAFT_ROOM - 1}; lower its branching "
-                "or keep fewer paths."
+                f"the plan drafts {chosen.max_nodes} nodes, but there is room for {DRAFT_ROOM - 1}; "
+                "lower its branching or keep fewer paths."
             )
+        if self._running:
+            raise DraftsmithError("this engine is still streaming; finish or close that stream before the next call.")
+        self._running = True
         waiting = deque(requests)
         rows: Rows | None = None
         clock = Clock(self.target.device)
@@ -221,6 +246,7 @@ class Engine:
                 rows = self._dismiss(rows)
         finally:
             self._cache.rows = 0
+            self._running = False
             self.drafter.reset_rows([request.index for request in requests])
 
     def _next_group(self, waiting: deque[Request]) -> list[Request]:
@@ -238,12 +264,18 @@ class Engine:
         self, rows: Rows, result: StepResult, clock: Clock, is_step: bool
     ) -> list[tuple[Request, list[int]]]:
         """Hand the tokens of a round to their requests, with their share of the time."""
-        packed = torch.cat([result.counts_B.unsqueeze(1), result.drafted_B.unsqueeze(1), result.tokens_BT], dim=1)
-        table = packed[: rows.count].tolist()  # the one transfer from the device in a step
+        table = result.table_BX[: rows.count].tolist()  # the one transfer from the device in a step
         seconds = clock.stop()
+        begun = time.perf_counter()
         committed = []
         for b, request in enumerate(rows.requests):
             count, drafted, *tokens = table[b]
+            if drafted == NOT_FINITE:
+                self._cache.wipe()
+                raise DraftsmithError(
+                    f"{self.target.name} gave no finite logits after {request.length} tokens of row {request.index}; "
+                    "its weights are damaged or its dtype is too narrow, so try fp32."
+                )
             taken = request.commit(tokens[:count])
             statistics = request.statistics
             if is_step:
@@ -258,11 +290,14 @@ class Engine:
                 request.accepted_lengths.append(accepted)
             if result.raw_logits_BTV is not None and request.params.logprobs is not None:
                 request.logprobs += _logprobs(result.raw_logits_BTV[b, :taken], tokens, request.params.logprobs)
+            committed.append((request, tokens[:taken]))
+        seconds["rest" if is_step else "prefill"] += time.perf_counter() - begun
+        for request in rows.requests:
+            statistics = request.statistics
             statistics.prefill_s += seconds.get("prefill", 0.0) / rows.count
             statistics.target_s += seconds.get("target", 0.0) / rows.count
             statistics.drafter_s += seconds.get("drafter", 0.0) / rows.count
             statistics.rest_s += seconds.get("rest", 0.0) / rows.count
-            committed.append((request, tokens[:taken]))
         return committed
 
     def _dismiss(self, rows: Rows) -> Rows | None:

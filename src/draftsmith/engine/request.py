@@ -23,7 +23,6 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     finish_reason: str | None = None
-    shown_tokens: int = 0
 
     @classmethod
     def make(

@@ -29,17 +29,48 @@ from draftsmith.verify import (
 )
 
 PREFILL_CHUNK = 512
+# Stands in the table for a row's number of guesses when the target's logits for its token are NaN or infinite.
+NOT_FINITE = -1
 
 
 @dataclass
 class StepResult:
-    """What a step committed: row b took the first `counts_B[b]` of `tokens_BT[b]`, the last being the target's own."""
+    """What a round committed, packed so that one transfer brings it to the host.
 
-    tokens_BT: Tensor
-    counts_B: Tensor
-    drafted_B: Tensor
+    Args:
+        table_BX: a row's number of committed tokens, of verified guesses (or `NOT_FINITE`), then the tokens, the
+            target's own last.
+        depth: the most guesses that could have been accepted.
+        raw_logits_BTV: the target's logits behind every committed token, if a row wants log-probabilities.
+    """
+
+    table_BX: Tensor
     depth: int
     raw_logits_BTV: Tensor | None
+
+
+@dataclass
+class Layout:
+    """A draft with its root, laid out for the target: tokens and depths (B, M), and who sees whom (B, M, M)."""
+
+    draft: Draft
+    tokens_BM: Tensor
+    depths_BM: Tensor
+    visible_BMM: Tensor
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter with what comes behind it, as one piece to compile."""
+
+    drafter: Drafter
+
+    def lay_out(self, context: Context, plan: Plan) -> Layout:
+        """Let the drafter guess, and put its tree behind the root in the form the target reads."""
+        draft = self.drafter.propose(context, plan) if plan.depth else empty_draft(context)
+        visible_BMM, depths_BM = tree_tables(draft.parents_BN, draft.depth)
+        tokens_BM = torch.cat([context.root()[0].unsqueeze(1), draft.tokens_BN], dim=1)
+        return Layout(draft, tokens_BM, depths_BM, visible_BMM)
 
 
 class Stepper:
@@ -47,51 +78,51 @@ class Stepper:
 
     def __init__(self, target: Target, drafter: Drafter, cache: KVCache, compiler: Compiler) -> None:
         self.target, self.drafter, self.cache = target, drafter, cache
+        self._compiler = compiler
         self._forward = compiler.wrap(target.forward)
-        self._propose = compiler.wrap(drafter.propose)
-        self._tables = compiler.wrap(tree_tables)
+        self._draft = compiler.wrap(Drafting(drafter).lay_out)
         self._commit_greedy = compiler.wrap(commit_greedy)
-        self._span = compiler.span
 
     def step(self, rows: Rows, plan: Plan, clock: Clock) -> StepResult:
         """Advance every row by one to `plan.depth` + 1 tokens and leave `rows` ready for the next step."""
         context = rows.context
+        self.target.packed = self._compiler.packs
         clock.start("drafter")
-        draft = self._propose(context, plan) if plan.depth else empty_draft(context)
+        layout = self._draft(context, plan)
         clock.start("rest")
-        tokens_BM = torch.cat([context.root()[0].unsqueeze(1), draft.tokens_BN], dim=1)
-        visible_BMM, depths_BM = self._tables(draft.parents_BN, draft.depth)
-        cached_B = context.lengths_B - 1
-        span_S = self._span(rows.longest + draft.tokens_BN.shape[1], self.cache.capacity, cached_B.device)
+        draft = layout.draft
+        if draft.tokens_BN.shape[1] > plan.max_nodes or draft.depth > plan.depth:
+            raise RuntimeError(
+                f"the drafter returned {draft.tokens_BN.shape[1]} nodes in {draft.depth} levels for {plan}; "
+                "a draft has to fit its plan."
+            )
+        columns_S = self._compiler.span(rows.longest + plan.max_nodes, self.cache.capacity, self.target.device)
         clock.start("target")
         logits_BMV, features_BMF = self._forward(
-            self.cache, tokens_BM, depths_BM, visible_BMM, cached_B, span_S, self.drafter.taps
+            self.cache,
+            layout.tokens_BM,
+            layout.depths_BM,
+            layout.visible_BMM,
+            context.lengths_B - 1,
+            columns_S,
+            self.drafter.taps,
         )
         clock.start("rest")
+        tensors = self.cache.tensors
         if rows.sampling.all_greedy and not rows.sampling.needs_shaping:
-            tokens_BT, counts_B, features_BTF, path_BD = self._commit_greedy(
-                self.cache.tensors, logits_BMV, features_BMF, tokens_BM, draft, cached_B
-            )
+            rows.context, table_BX, path_BD = self._commit_greedy(tensors, logits_BMV, features_BMF, layout, context)
         else:
-            acceptance = choose(rows, logits_BMV, draft, visible_BMM)
-            tokens_BT, counts_B, features_BTF, path_BD = commit(
-                self.cache.tensors, acceptance, features_BMF, tokens_BM, draft.depth, cached_B
+            acceptance = choose(rows, logits_BMV, draft, layout.visible_BMM)
+            rows.context, table_BX, path_BD = commit(
+                tensors, acceptance, logits_BMV, features_BMF, layout, context
             )
         if rows.history is not None:
-            rows.history.commit(tokens_BT, counts_B)
+            rows.history.commit(rows.context.tokens_BT, rows.context.counts_B)
         raw_BTV = None
         if rows.logprobs_wanted() is not None:
-            index_BT = torch.cat([torch.zeros_like(counts_B).unsqueeze(1), path_BD], dim=1)
+            index_BT = torch.cat([torch.zeros_like(context.counts_B).unsqueeze(1), path_BD], dim=1)
             raw_BTV = logits_BMV.gather(1, index_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
-        rows.context = replace(
-            context,
-            tokens_BT=tokens_BT,
-            features_BTF=features_BTF,
-            counts_B=counts_B,
-            lengths_B=context.lengths_B + counts_B,
-        )
-        drafted_B = (draft.parents_BN != UNUSED).sum(dim=1)
-        return StepResult(tokens_BT, counts_B, drafted_B, draft.depth, raw_BTV)
+        return StepResult(table_BX, draft.depth, raw_BTV)
 
     def prefill(self, requests: list[Request], width: int) -> tuple[Rows, StepResult]:
         """Read the prompts of new requests into the slots behind the running rows; choose their first token each.
@@ -108,7 +139,7 @@ class Stepper:
             tokens_BM[b, : lengths[b]] = torch.tensor(request.prompt)
         tokens_BM = tokens_BM.to(device)
         lengths_B = torch.tensor(lengths, device=device)
-        last_logits_BV, features_BMF = self._read_prompts(tokens_BM, lengths_B, first_row)
+        last_logits_BV, features_BMF = self._read_prompts(tokens_BM, lengths, first_row)
 
         params = [r.params for r in requests]
         seeds_B = torch.tensor([r.seed for r in requests], device=device)
@@ -127,7 +158,7 @@ class Stepper:
         logits_B1V = last_logits_BV.unsqueeze(1)
         first_B = choose(rows, logits_B1V, no_draft, visible_BMM).next_B
         if self.drafter.reads_prompt:
-            # Entry t of the context is the token that state t predicted: the prompt from its second token on, then ours.
+            # Entry t of the context is the token that state t predicted: the prompt from its second on, then ours.
             shifted_BM = torch.cat([tokens_BM[:, 1:], tokens_BM.new_zeros((len(requests), 1))], dim=1)
             shifted_BM.scatter_(1, (lengths_B - 1).unsqueeze(1), first_B.unsqueeze(1))
             context = replace(context, tokens_BT=shifted_BM)
@@ -141,11 +172,12 @@ class Stepper:
                 context, tokens_BT=tokens_BT, features_BTF=features_BTF, counts_B=torch.ones_like(lengths_B)
             )
         rows.context = replace(context, lengths_B=lengths_B + 1)
-        one_B = torch.ones_like(lengths_B)
+        flag_B = guesses_or_flag(no_draft, logits_B1V, torch.zeros_like(first_B).unsqueeze(1))
+        table_BX = torch.stack([torch.ones_like(first_B), flag_B, first_B], dim=1)
         raw = logits_B1V if rows.logprobs_wanted() is not None else None
-        return rows, StepResult(first_B.unsqueeze(1), one_B, torch.zeros_like(one_B), 0, raw)
+        return rows, StepResult(table_BX, 0, raw)
 
-    def _read_prompts(self, tokens_BM: Tensor, lengths_B: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+    def _read_prompts(self, tokens_BM: Tensor, lengths: list[int], first_row: int) -> tuple[Tensor, Tensor]:
         """Return the logits after every row's last prompt token (B, V) and all states (B, M, F)."""
         device = tokens_BM.device
         batch, longest = tokens_BM.shape
@@ -156,10 +188,9 @@ class Stepper:
             size = stop - start
             depths_BM = torch.arange(size, device=device).expand(batch, -1)
             visible_BMM = torch.ones((size, size), dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
-            ends_B = lengths_B - 1 - start
-            inside_B = (ends_B >= 0) & (ends_B < size)
+            ending = {b: length - 1 - start for b, length in enumerate(lengths) if start < length <= stop}
             # Logits only where a prompt ends; one column is computed when none does, because none cannot be asked for.
-            columns_U = torch.unique(ends_B[inside_B]) if bool(inside_B.any()) else ends_B.new_zeros(1)
+            columns = sorted(set(ending.values())) or [0]
             logits_BUV, features_BMF = self.target.forward(
                 self.cache,
                 tokens_BM[:, start:stop],
@@ -169,14 +200,13 @@ class Stepper:
                 torch.arange(stop, device=device),
                 self.drafter.taps,
                 first_row,
-                columns_U,
+                torch.tensor(columns, device=device),
             )
             features.append(features_BMF)
             if last_BV is None:
                 last_BV = logits_BUV.new_zeros((batch, logits_BUV.shape[2]))
-            place_B = torch.searchsorted(columns_U, ends_B.clamp(0, size - 1)).clamp(max=columns_U.shape[0] - 1)
-            here_BV = logits_BUV[torch.arange(batch, device=device), place_B]
-            last_BV = torch.where(inside_B.unsqueeze(1), here_BV, last_BV)
+            rows = list(ending)
+            last_BV[rows] = logits_BUV[rows, [columns.index(ending[b]) for b in rows]]
         assert last_BV is not None
         return last_BV, torch.cat(features, dim=1)
 
@@ -185,6 +215,12 @@ def empty_draft(context: Context) -> Draft:
     """Return the draft without guesses: plain decoding."""
     none_BN = context.tokens_BT.new_empty((context.tokens_BT.shape[0], 0))
     return Draft(tokens_BN=none_BN, parents_BN=none_BN, depth=0)
+
+
+def guesses_or_flag(draft: Draft, logits_BMV: Tensor, node_B1: Tensor) -> Tensor:
+    """Count the guesses of every row, or flag it when a logit that chose its last token is not finite."""
+    row_BV = logits_BMV.gather(1, node_B1.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2])).squeeze(1)
+    return torch.where(row_BV.isfinite().all(dim=1), (draft.parents_BN != UNUSED).sum(dim=1), NOT_FINITE)
 
 
 def first_rows(requests: list[Request], context: Context, params: list[SamplingParams], vocab_size: int) -> Rows:
@@ -210,32 +246,44 @@ def choose(rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor) ->
 
 
 def commit_greedy(
-    tensors: list[Tensor], logits_BMV: Tensor, features_BMF: Tensor, tokens_BM: Tensor, draft: Draft, cached_B: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tensors: list[Tensor], logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
+) -> tuple[Context, Tensor, Tensor]:
     """Accept the path of argmaxes and commit it; see `commit`."""
-    acceptance = accept_greedy(logits_BMV.argmax(dim=-1), draft)
-    return commit(tensors, acceptance, features_BMF, tokens_BM, draft.depth, cached_B)
+    acceptance = accept_greedy(logits_BMV.argmax(dim=-1), layout.draft)
+    return commit(tensors, acceptance, logits_BMV, features_BMF, layout, context)
 
 
 def commit(
     tensors: list[Tensor],
     acceptance: Acceptance,
+    logits_BMV: Tensor,
     features_BMF: Tensor,
-    tokens_BM: Tensor,
-    depth: int,
-    cached_B: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layout: Layout,
+    context: Context,
+) -> tuple[Context, Tensor, Tensor]:
     """Keep the accepted path in the cache and line up the next context.
 
     Returns:
-        tokens_BT (T = depth + 1) with counts_B valid ones, the target's own token last; features_BTF, the states that
-        predicted them; and path_BD.
+        the context of the next step (T = depth + 1), the table of `StepResult`, and path_BD.
     """
     path_BD, accepted_B, next_B = acceptance.path_BD, acceptance.counts_B, acceptance.next_B
-    if depth:
-        keep_path(tensors, cached_B, path_BD)
-    tokens_BT = torch.cat([tokens_BM.gather(1, path_BD), next_B.unsqueeze(1)], dim=1)
+    draft = layout.draft
+    # The nodes of a chain lie where they will stay.
+    if draft.depth and not draft.is_chain:
+        keep_path(tensors, context.lengths_B - 1, path_BD)
+    tokens_BT = torch.cat([layout.tokens_BM.gather(1, path_BD), next_B.unsqueeze(1)], dim=1)
     tokens_BT = tokens_BT.scatter(1, accepted_B.unsqueeze(1), next_B.unsqueeze(1))
     states_BT = torch.cat([torch.zeros_like(accepted_B).unsqueeze(1), path_BD], dim=1)
     features_BTF = features_BMF.gather(1, states_BT.unsqueeze(2).expand(-1, -1, features_BMF.shape[2]))
-    return tokens_BT, accepted_B + 1, features_BTF, path_BD
+    counts_B = accepted_B + 1
+    last_B1 = states_BT.gather(1, accepted_B.unsqueeze(1))
+    drafted_B = guesses_or_flag(draft, logits_BMV, last_B1)
+    table_BX = torch.cat([counts_B.unsqueeze(1), drafted_B.unsqueeze(1), tokens_BT], dim=1)
+    following = replace(
+        context,
+        tokens_BT=tokens_BT,
+        features_BTF=features_BTF,
+        counts_B=counts_B,
+        lengths_B=context.lengths_B + counts_B,
+    )
+    return following, table_BX, path_BD

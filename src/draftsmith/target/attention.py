@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from draftsmith.target.cache import KVCache
 
 ATTENTION_NAME = "draftsmith_tree"
+# Arguments that change nothing here; any other one (attention sinks, position biases, indices) would be lost silently.
+HARMLESS = frozenset({
+    "dropout", "is_causal", "position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions",
+    "output_hidden_states", "output_router_logits", "return_dict", "past_key_values", "token_type_ids",
+})
 
 
 @dataclass
@@ -57,9 +62,10 @@ class TreePass:
 
 @dataclass
 class ShapeProbe:
-    """Learns the key and value shapes of every layer from one forward, and which layers attend at all."""
+    """Learns from one forward the key and value shapes of every layer, and what its attention asks for besides."""
 
     shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
 
 
 def _masked_attention(
@@ -90,7 +96,7 @@ def tree_attention(
     softcap: float | None = None,
     tree_pass: TreePass | None = None,
     shape_probe: ShapeProbe | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Attend for one layer; called by transformers with query, key, value as (B, heads, M, D).
 
@@ -104,7 +110,10 @@ def tree_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if shape_probe is not None:
         shape_probe.shapes[layer] = (key_heads, key.shape[3], value.shape[1], value.shape[3])
+        shape_probe.unknown |= {name for name, value in others.items() if value is not None} - HARMLESS
     if tree_pass is None:
+        if key.shape[2] != nodes:
+            raise RuntimeError("a model wrapped in a Target reads through the Target, not through caches of its own.")
         mask = _causal_mask(nodes, sliding_window, query).repeat(groups, 1)
         keys_BHSD, values_BHSD = key, value
     else:

@@ -3,12 +3,17 @@
 Shapes: L layers, R slots, C capacity of a slot in tokens, H key/value heads, D head width, B active rows, P path nodes,
 M nodes of a verification. Active rows are the first `rows` slots, in the order of the engine's own lists.
 
-Storage is allocated once and never touched until written, so that on a CPU the operating system backs only the pages
-that hold tokens.
+Storage starts as zeros, because attention multiplies even what its mask hides, and NaN left in old memory would
+survive that. On a CPU the zeros come from the operating system, which backs only the pages that hold tokens.
 """
 
+from math import prod
+
+import numpy as np
 import torch
 from torch import Tensor
+
+ALIGNMENT = 64
 
 
 class KVCache:
@@ -30,8 +35,8 @@ class KVCache:
     ) -> None:
         self.slots, self.capacity = slots, capacity
         # One tensor a layer and side: compiled code mutates each in place, which aliases of one tensor would prevent.
-        self.keys_RCHD = [torch.empty((slots, capacity, h, d), dtype=dtype, device=device) for h, d, _, _ in shapes]
-        self.values_RCHD = [torch.empty((slots, capacity, h, d), dtype=dtype, device=device) for _, _, h, d in shapes]
+        self.keys_RCHD = [_lazy_zeros((slots, capacity, h, d), dtype, device) for h, d, _, _ in shapes]
+        self.values_RCHD = [_lazy_zeros((slots, capacity, h, d), dtype, device) for _, _, h, d in shapes]
         self.rows = 0
 
     @property
@@ -52,12 +57,27 @@ class KVCache:
         for tensor_RCHD in self.tensors:
             tensor_RCHD[destination, :length] = tensor_RCHD[source, :length]
 
+    def wipe(self) -> None:
+        """Zero everything that was written, after NaN: masked attention would carry it into later rows."""
+        for tensor_RCHD in self.tensors:
+            tensor_RCHD.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
     def release(self, row: int, last_length: int) -> None:
         """Free a row at once: the last active row, `last_length` tokens long, moves into its slot."""
         last = self.rows - 1
         if row != last:
             self.copy_row(last, row, last_length)
         self.rows = last
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks for zeroed memory, which costs nothing until touched; torch.zeros would write it all.
+    size = prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    skip = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[skip : skip + size]).view(dtype).view(shape)
 
 
 def keep_path(tensors: list[Tensor], cached_B: Tensor, path_BP: Tensor) -> None:

@@ -3,6 +3,7 @@
 Shapes: B rows, M nodes (root first), T tokens, F feature width, V width of the logits, S cached tokens looked at.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -16,9 +17,14 @@ from transformers.modeling_utils import AttentionInterface
 
 from draftsmith.target.attention import ATTENTION_NAME, ShapeProbe, TreePass, tree_attention
 from draftsmith.target.cache import KVCache
+from draftsmith.target.packing import can_pack, pack_linears
 from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+)
 
 class Target:
     """Wraps a causal LM: logits and tapped hidden states at every node of a draft tree, in one forward.
@@ -37,6 +43,7 @@ class Target:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "in-memory"
     ) -> None:
         _refuse_unsupported(model.config, name)
+        _use_tree_attention(model, name)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -51,8 +58,11 @@ class Target:
         self._captured: dict[int, Tensor] = {}
         self._wanted: set[int] = {-1}
         self._install_taps()
-        _use_tree_attention(model, name)
         self.kv_shapes = self._probe_shapes()
+        self.packed = True
+        """Whether linear layers use their packed weights where they have them; generated code wants the plain ones."""
+        if can_pack(self.device, self.dtype):
+            pack_linears(model, lambda: self.packed)
 
     @classmethod
     def from_pretrained(
@@ -69,7 +79,8 @@ class Target:
             DraftsmithError: when it is missing, damaged or of an unsupported kind.
         """
         name = str(name_or_path)
-        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        where = _resolve_device(device)
+        kind = resolve_dtype(dtype, where)
         folder = Path(name)
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise DraftsmithError(f"{name} has no config.json; give the folder of a saved transformers model.")
@@ -80,16 +91,23 @@ class Target:
                                   "give the folder of a saved model or the name of one on the hub.") from error
         _refuse_unsupported(config, name)
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
-                dtype=resolve_dtype(dtype, where),
+                dtype=kind,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
+                output_loading_info=True,
             )
-            model = model.to(where)
+            model, info = loaded
+            model.to(where)
         except Exception as error:  # the loaders raise a dozen kinds for damaged files
             raise DraftsmithError(f"the weights of {name!r} could not be loaded ({_first_line(error)}); "
                                   "fetch the files again, as safetensors.") from error
+        lost = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
+        if lost:
+            raise DraftsmithError(
+                f"the weights of {name!r} lack or misfit {len(lost)} tensors, {lost[0]} first; fetch the files again."
+            )
         tokenizer = _load_tokenizer(name, trust_remote_code)
         return cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name)
 
@@ -110,6 +128,13 @@ class Target:
     def feature_size(self, taps: tuple[int, ...]) -> int:
         """Width (F) of the concatenated tapped states."""
         return len(taps) * self.hidden_size
+
+    def widened(self) -> "Target":
+        """Return an fp32 copy, to tell ties of the rounding from faults."""
+        # Built anew: a copy of the modules would keep hooks and packed weights that belong to this target.
+        model = type(self.model)(copy.deepcopy(self.model.config)).float()
+        model.load_state_dict(self.model.state_dict())
+        return Target(model.to(device=self.device), self.tokenizer, self.name)
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """Allocate keys and values for `slots` rows of `capacity` tokens."""
@@ -202,6 +227,11 @@ class Target:
         with torch.no_grad():
             self.model(input_ids=token_BT, use_cache=False, shape_probe=probe)
         self._captured.clear()
+        if probe.unknown:
+            raise DraftsmithError(
+                f"{self.name} ({self.config.model_type}) hands its attention {', '.join(sorted(probe.unknown))}, which "
+                "is not supported yet; leaving it out would change what the model says."
+            )
         if len(probe.shapes) != self.layers:
             raise DraftsmithError(
                 f"{self.name} ({self.config.model_type}) sends {len(probe.shapes)} of its {self.layers} layers through "
@@ -251,6 +281,14 @@ def _refuse_unsupported(config: Any, name: str) -> None:
             f"{name} ({config.model_type}) is an encoder-decoder; only decoder-only language models can be targets."
         )
     text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    moving = {str(value.get("rope_type")) for value in settings} & {"dynamic", "longrope"}
+    if moving:
+        raise DraftsmithError(
+            f"{name} ({config.model_type}) has rotary positions of type {', '.join(sorted(moving))}, which change with "
+            "the longest row of a batch; text would depend on its neighbours, so they are not supported yet."
+        )
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise DraftsmithError(
@@ -265,13 +303,16 @@ def _use_tree_attention(model: PreTrainedModel, name: str) -> None:
             f"{name} ({model.config.model_type}) keeps recurrent state, which cannot be rolled back after a rejected "
             "guess yet; only attention models are supported."
         )
-    try:
+    supported = model._supports_attention_backend
+    if supported:
         model.set_attn_implementation(ATTENTION_NAME)
-    except ValueError as error:
+        # Models that ignore the request only log a warning.
+        supported = model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME
+    if not supported:
         raise DraftsmithError(
-            f"{name} ({model.config.model_type}) does not use transformers' attention interface "
-            f"({_first_line(error)}); it is not supported yet."
-        ) from error
+            f"{name} ({model.config.model_type}) does not attend through transformers' attention interface; "
+            "it is not supported yet."
+        )
 
 
 def _head(model: PreTrainedModel, name: str) -> nn.Linear:
@@ -294,10 +335,25 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / file).exists() for file in TOKENIZER_FILES):
+        return None
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError):
-        return None
+    except Exception as error:  # the loaders raise a dozen kinds for damaged files
+        raise DraftsmithError(
+            f"the tokenizer of {name!r} could not be loaded ({_first_line(error)}); fetch its files again."
+        ) from error
+
+
+def _resolve_device(device: str) -> torch.device:
+    try:
+        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    except RuntimeError as error:
+        raise DraftsmithError(f"device {device!r} is unknown; use auto, cpu or cuda.") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise DraftsmithError(f"device {device!r} is not here: PyTorch sees no CUDA device; use cpu or auto.")
+    return where
 
 
 def _first_line(error: BaseException) -> str:

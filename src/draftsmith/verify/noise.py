@@ -35,11 +35,6 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _wrap(x: int) -> int:
-    """Return the signed 64-bit integer that tensor arithmetic would have come to."""
-    return (x + 2**63) % 2**64 - 2**63
-
-
 def _mix(x: Tensor) -> Tensor:
     """Scramble 64 bits one-to-one, so that one flipped bit flips each other one with probability 1/2."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
@@ -49,10 +44,8 @@ def _mix(x: Tensor) -> Tensor:
 
 def uniform(seeds: Tensor, positions: Tensor, stream: Stream, index: int | Tensor) -> Tensor:
     """Return float64 in [0, 1) with 53 random bits; int64 `seeds`, `positions` and `index` (from 0) broadcast."""
-    hashed = _mix(seeds + _GOLDEN)
-    hashed = _mix(hashed ^ (positions * _GOLDEN + _MIX_1))
-    use = index * _STREAMS + int(stream)
-    hashed = _mix(hashed ^ (_wrap(use * _MIX_2 + _GOLDEN) if isinstance(use, int) else use * _MIX_2 + _GOLDEN))
+    # Exclusive or rather than sums: the compiler does the arithmetic of constants in integers that never wrap.
+    hashed = _mix(_mix(_mix(seeds ^ _GOLDEN) ^ positions) ^ (index * _STREAMS + int(stream)))
     return _shift_right(hashed, 11).to(torch.float64) * 2.0**-53
 
 

@@ -1,0 +1,1 @@
+"""Draft families: everything that guesses ahead of a target."""

@@ -1,0 +1,25 @@
+"""The engine with its step recorded: rows padded to powers of two, one graph a shape, the same text."""
+
+import torch
+
+from draftsmith.drafters.mlp import MLPSpeculator
+from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.engine import Engine
+from draftsmith.types import SamplingParams
+from tiny import VOCABULARY, WIDTH, greedy_reference, prompts, tiny_model, tiny_target
+
+
+def test_a_recorded_step_gives_the_same_text():
+    questions = prompts(5)
+    config = MLPSpeculatorConfig(emb_dim=WIDTH, vocab_size=VOCABULARY, inner_dim=16, top_k_tokens_per_head=(3, 2, 2))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drafter = MLPSpeculator(config).eval()
+    engine = Engine(tiny_target("mistral"), drafter, max_batch=3, compile="trace")
+    lengths = (20, 7, 20, 12, 3)
+    found = engine.generate(questions, [SamplingParams(max_tokens=n) for n in lengths])
+    for question, completion, length in zip(questions, found, lengths, strict=True):
+        assert completion.tokens == greedy_reference(tiny_model("mistral"), question, length)
+    params = [SamplingParams(max_tokens=9, temperature=0.9, top_p=0.9, presence_penalty=1, seed=i) for i in range(5)]
+    plain = Engine(tiny_target("mistral")).generate(questions, params)
+    assert [c.tokens for c in engine.generate(questions, params)] == [c.tokens for c in plain]
