@@ -98,12 +98,15 @@ def held_out_loss(model: torch.nn.Module, tokenizer, texts: list[str], length: i
 def save(model: torch.nn.Module, tokenizer, out: Path) -> None:
     """Write the model in bf16, in shards small enough for a repository."""
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
     model.config.dtype = torch.bfloat16
     model.save_pretrained(out, state_dict=state, max_shard_size="14MB")
     tokenizer.save_pretrained(out)
 
 
 def main() -> None:
+    """Train by the clock, logging and saving on the way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with {code,prose,docs,dialogue}.jsonl.xz")
     parser.add_argument("--init", required=True, help="warm start: a model folder with its tokenizer")

@@ -36,29 +36,33 @@ def booking(rng: random.Random) -> str:
     """A table for dinner."""
     city, place, people, hour = rng.choice(CITIES), rng.choice(PLACES), rng.randint(2, 8), rng.randint(5, 9)
     phone = f"415-{rng.randint(200, 999)}-{rng.randint(1000, 9999)}"
-    return "\n".join((
-        f"<|user|>I would like to book a table for {people} people.",
-        "<|assistant|>Which city do you want to dine in, and do you have a restaurant in mind?",
-        f"<|user|>In {city}, please. Try {place}, at {hour} pm.",
-        f"<|assistant|>Please confirm: a table for {people} people at {place} in {city}, today at {hour} pm.",
-        "<|user|>Yes, that is right. What is their phone number?",
-        f"<|assistant|>Your reservation has been made. Their phone number is {phone}.",
-        "<|user|>Thanks, that is all I need.",
-        "<|assistant|>Have a great day!",
-    ))
+    return "\n".join(
+        (
+            f"<|user|>I would like to book a table for {people} people.",
+            "<|assistant|>Which city do you want to dine in, and do you have a restaurant in mind?",
+            f"<|user|>In {city}, please. Try {place}, at {hour} pm.",
+            f"<|assistant|>Please confirm: a table for {people} people at {place} in {city}, today at {hour} pm.",
+            "<|user|>Yes, that is right. What is their phone number?",
+            f"<|assistant|>Your reservation has been made. Their phone number is {phone}.",
+            "<|user|>Thanks, that is all I need.",
+            "<|assistant|>Have a great day!",
+        )
+    )
 
 
 def order(rng: random.Random) -> str:
     """A drink at a counter."""
     dish, size, price = rng.choice(DISHES), rng.choice(("small", "medium", "large")), rng.randint(3, 7)
-    return "\n".join((
-        f"<|user|>Hi, could I get {dish}, please?",
-        "<|assistant|>Of course. What size would you like?",
-        f"<|user|>A {size} one, with oat milk.",
-        f"<|assistant|>So that is {dish}, {size}, with oat milk. Your total is {price} dollars. Is your order correct?",
-        "<|user|>Yes, it is. Thank you.",
-        "<|assistant|>Great, it will be waiting for you at the bar.",
-    ))
+    return "\n".join(
+        (
+            f"<|user|>Hi, could I get {dish}, please?",
+            "<|assistant|>Of course. What size would you like?",
+            f"<|user|>A {size} one, with oat milk.",
+            f"<|assistant|>So that is {dish}, {size}, with oat milk, for {price} dollars. Is your order correct?",
+            "<|user|>Yes, it is. Thank you.",
+            "<|assistant|>Great, it will be waiting for you at the bar.",
+        )
+    )
 
 
 def arithmetic(rng: random.Random) -> str:
@@ -66,13 +70,15 @@ def arithmetic(rng: random.Random) -> str:
     name, friend = rng.sample(NAMES, 2)
     thing, boxes, each, given = rng.choice(THINGS), rng.randint(3, 12), rng.randint(4, 15), rng.randint(2, 10)
     total = boxes * each
-    return "\n".join((
-        f"<|user|>{name} has {boxes} boxes with {each} {thing} in each box. {name} gives {given} {thing} to {friend}. "
-        f"How many {thing} does {name} have left?",
-        f"<|assistant|>{name} starts with {boxes} x {each} = {total} {thing}.",
-        f"After giving {given} away, {name} has {total} - {given} = {total - given} {thing} left.",
-        f"The answer is {total - given}",
-    ))
+    return "\n".join(
+        (
+            f"<|user|>{name} has {boxes} boxes with {each} {thing} in each box and gives {given} {thing} to {friend}. "
+            f"How many {thing} does {name} have left?",
+            f"<|assistant|>{name} starts with {boxes} x {each} = {total} {thing}.",
+            f"After giving {given} away, {name} has {total} - {given} = {total - given} {thing} left.",
+            f"The answer is {total - given}",
+        )
+    )
 
 
 def dialogue_documents(count: int, seed: int, held_out: bool) -> Iterator[tuple[str, str]]:
@@ -134,7 +140,8 @@ def sample(documents: list[tuple[str, str]], count: int, size: int, rng: random.
             start = 0 if turn < len(texts) else text.find("\n", rng.randrange(max(1, len(text) - size))) + 1
             piece = text[start : start + size]
             piece = piece.rsplit("\n" if "\n" in piece[size // 2 :] else " ", 1)[0]
-            if len(piece) > size // 3:
+            piece = piece.strip("\n")
+            if len(piece) > size // 3 and (source, piece) not in pieces:
                 pieces.append((source, piece))
         turn += 1
     return pieces[:count]
@@ -158,6 +165,7 @@ def check_licences(data: Path) -> None:
 
 
 def main() -> None:
+    """Read the sources and write both sets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with code/, prose/ and licences.json")
     parser.add_argument("--out", type=Path, required=True)

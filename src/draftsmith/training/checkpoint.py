@@ -81,7 +81,8 @@ class Checkpoints:
             os.replace(aside, self.run / name)
             storage.sync_folder(self.run)
         except OSError as error:
-            raise DraftsmithError(f"cannot write {self.run / name} ({error.strerror}); free it and run again.") from error
+            reason = error.strerror
+            raise DraftsmithError(f"cannot write {self.run / name} ({reason}); mend that and resume.") from error
 
     def linked(self, name: str) -> int | None:
         """Return the step that a link points at, or None."""

@@ -85,7 +85,7 @@ class ShuffledSource:
             self._begin(state["epoch"], state["drawn"], state["buffer"], state["read"])
         except StopIteration as error:
             raise DraftsmithError(
-                f"{self.source.label} has become shorter since the checkpoint was saved; restore it, or start a new run."
+                f"{self.source.label} is shorter than when the checkpoint was saved; restore it, or start a new run."
             ) from error
 
 

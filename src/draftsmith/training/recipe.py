@@ -87,12 +87,17 @@ class GroundTruthSection(StageSection):
 
 
 class OnPolicySection(StageSection):
-    """Stage 2: text that the target writes after prompts from the data, read `epochs` times."""
+    """Stage 2: text that the target writes after prompts from the data, read `epochs` times.
+
+    The target writes as it will be used: at `temperature` and `top_k` (0 is greedy; the report samples at 1 and 10).
+    """
 
     rate: Rate = 1e-4
     final_rate: Rate = 1e-5
     prompt_tokens: Annotated[int, Field(ge=2)] = 64
     new_tokens: Annotated[int, Field(ge=8)] = 256
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 10
     epochs: Count = 1
     generate_batch: Count = 32
 
@@ -200,7 +205,7 @@ def _put(node: Any, keys: list[str], value: Any, override: str) -> Any:
         return value
     if isinstance(node, list):
         if not keys[0].isdigit() or int(keys[0]) >= len(node):
-            raise DraftsmithError(f"override {override!r} wants item {keys[0]!r} of a list of {len(node)}; count from 0.")
+            raise DraftsmithError(f"override {override!r} wants item {keys[0]!r} of {len(node)}; count from 0.")
         index = int(keys[0])
         return [*node[:index], _put(node[index], keys[1:], value, override), *node[index + 1 :]]
     if node is not None and not isinstance(node, dict):

@@ -10,6 +10,8 @@ import platform
 import shlex
 import sys
 from dataclasses import asdict
+from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ import torch
 import transformers
 import yaml
 
-import draftsmith
 from draftsmith.drafters import storage
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.types import DraftsmithError, TargetFacts
@@ -40,6 +41,11 @@ class RunFolder:
         """The file with a record a line."""
         return self.path / "metrics.jsonl"
 
+    @property
+    def generated(self) -> Path:
+        """The file with what the target wrote for stage 2."""
+        return self.path / "generated.jsonl"
+
     def open(self, resumed_step: int | None) -> None:
         """Make the folder, or take up an old one: records after `resumed_step` are dropped, since they come again.
 
@@ -52,7 +58,8 @@ class RunFolder:
                 self._check_recipe()
                 self._rewind(resumed_step)
             else:
-                self.metrics.unlink(missing_ok=True)
+                for leftover in (self.metrics, self.generated):
+                    leftover.unlink(missing_ok=True)
             storage.write_bytes(self.path / "recipe.yaml", self.recipe.to_yaml().encode())
             self._note_command(resumed_step)
         except OSError as error:
@@ -97,7 +104,7 @@ class RunFolder:
         runs.append({
             "command": shlex.join(sys.argv), "from_step": resumed_step or 0, "target": asdict(self.facts),
             "versions": {
-                "draftsmith": draftsmith.__version__, "python": platform.python_version(), "torch": torch.__version__,
+                "draftsmith": _own_version(), "python": platform.python_version(), "torch": torch.__version__,
                 "transformers": transformers.__version__, "safetensors": safetensors.__version__,
             },
             "threads": torch.get_num_threads(),
@@ -125,11 +132,18 @@ class RunFolder:
             self._board.close()
 
 
+def _own_version() -> str:
+    try:
+        return metadata.version("draftsmith")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def _tensorboard(path: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise DraftsmithError("output.report_to is tensorboard, which is missing; install draftsmith[train].") from error
+        raise DraftsmithError("output.report_to needs tensorboard; install draftsmith[train].") from error
     return SummaryWriter(str(path / "tensorboard"))
 
 
@@ -170,7 +184,7 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     axes[1][0].set(title="τ, tokens per step by decoding (target's own included)", xlabel="step")
     axes[1][1].plot(steps, [record["rate"] for record in training])
     axes[1][1].set(title="learning rate", xlabel="step")
-    for step in [b["step"] for a, b in zip(training, training[1:], strict=False) if a["stage"] != b["stage"]]:
+    for step in [b["step"] for a, b in pairwise(training) if a["stage"] != b["stage"]]:
         for axis in axes.flat:
             axis.axvline(step, color="grey", linewidth=0.8, linestyle=":")
     figure.savefig(path, dpi=110)

@@ -20,8 +20,11 @@ def document_text(record: Mapping[str, Any], where: str) -> str:
     """Return the text of a record: its `text`, or its `messages` as turns that each begin with <|role|>."""
     if isinstance(record.get("text"), str):
         return str(record["text"])
-    if isinstance(record.get("messages"), list):
-        return "\n".join(f"<|{turn['role']}|>{turn['content']}" for turn in record["messages"])
+    turns = record.get("messages")
+    if isinstance(turns, list):
+        if not all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in turns):
+            raise DraftsmithError(f"{where} has a message without `role` or `content`; give each message both.")
+        return "\n".join(f"<|{turn['role']}|>{turn['content']}" for turn in turns)
     raise DraftsmithError(f"{where} has neither `text` nor `messages` (it has {', '.join(record) or 'nothing'}).")
 
 
@@ -69,7 +72,7 @@ def _hub(name: str, split: str) -> Iterator[str]:
     try:
         rows = load_dataset(name, split=split, streaming=True)
     except Exception as error:  # the library raises its own, the hub's and the network's kinds
-        raise DraftsmithError(f"the data set {name!r} could not be opened ({error}); check its name or the network.") from error
+        raise DraftsmithError(f"cannot open the data set {name!r} ({error}); check its name or the network.") from error
     for record in rows:
         yield document_text(record, name)
 
@@ -136,5 +139,5 @@ class Source:
                     yield text[start : start + self.piece_characters]
         if not seen:
             raise DraftsmithError(
-                f"{self.label} has no document to train on ({self.empty} are empty, the rest is held out); add text to it."
+                f"{self.label} has no document to train on ({self.empty} are empty, the rest held out); add text to it."
             )

@@ -6,30 +6,18 @@ weights of one that was not. The engine comes from outside, as two callables.
 
 import copy
 import math
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 from torch import Tensor
 
 from draftsmith.drafters.mlp import MLPSpeculator, load_tensors
-from draftsmith.drafters.storage import read_tensors
+from draftsmith.drafters.storage import read_tensors, verify_folder
 from draftsmith.target import Target
 from draftsmith.training.build import build_loader, build_speculator
 from draftsmith.training.checkpoint import (
@@ -46,22 +34,17 @@ from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.schedule import learning_rate
+from draftsmith.training.terminal import one_gentle_interrupt, progress_bar
 from draftsmith.types import DraftsmithError, resolve_dtype
 
 Evaluate = Callable[[MLPSpeculator], Mapping[str, float]]
 TAU = "tokens_per_step"
 
 
-class _Rate(ProgressColumn):
-    """Items a second."""
-
-    def render(self, task: Task) -> Text:
-        """Return the rate, or nothing before it is known."""
-        return Text(f"{task.speed:.2f}/s" if task.speed else "", style="dim")
-
-
 class TrainingInterrupted(DraftsmithError):
     """The user stopped the run; everything is saved."""
+
+    exit_code = 130
 
 
 @dataclass(frozen=True)
@@ -102,27 +85,8 @@ def train(
     run = _Run(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
     if dry_run:
         return run.plan_only()
-    with _one_gentle_interrupt() as interrupted:
+    with one_gentle_interrupt() as interrupted:
         return run.go(resume, interrupted)
-
-
-@contextmanager
-def _one_gentle_interrupt() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event, so that a step is never cut in two; a second one interrupts at once."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-
-    def note(_: int, __: Any) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class _Run:
@@ -139,6 +103,7 @@ class _Run:
         self.checkpoints = Checkpoints(self.folder.path, recipe.output.keep)
         self.step = 0
         self.best: float | None = None
+        self.best_step: int | None = None
         self.loader: Loader | None = None
         self.generated: GeneratedText | None = None
         self._check_lengths()
@@ -199,14 +164,20 @@ class _Run:
     def _take_up(self, checkpoint: Checkpoint) -> None:
         progress = checkpoint.progress
         self.step, self.best = progress["step"], progress["best"]
-        load_tensors(self.speculator, {
-            name.removeprefix("speculator."): tensor for name, tensor in read_tensors(checkpoint.folder).items()
-        }, checkpoint.folder)
+        self._load_weights(checkpoint.folder)
+        if progress["best_step"] in self.checkpoints.steps():
+            self.best_step = progress["best_step"]
+            self.checkpoints.link(BEST, self.best_step)
         if self._within_stage() and self.step < self.steps:
             load_optimizer_tensors(self.optimizers, checkpoint.optimizer)
             if self.step < self.recipe.stage1.steps:
                 self._stage1_loader().load_state_dict(progress["loader"])
         self.console.print(f"resuming at step {self.step} of {self.steps}")
+
+    def _load_weights(self, folder: Path) -> None:
+        verify_folder(folder)
+        tensors = {name.removeprefix("speculator."): tensor for name, tensor in read_tensors(folder).items()}
+        load_tensors(self.speculator, tensors, folder)
 
     def _within_stage(self) -> bool:
         """Whether the optimizer goes on: each stage begins with a fresh one."""
@@ -234,7 +205,7 @@ class _Run:
 
     def _make_text(self, interrupted: threading.Event) -> None:
         section = self.recipe.stage2
-        self.generated = GeneratedText(self.folder.path / "generated.jsonl", section, noise(self.recipe.seed, "stage2"))
+        self.generated = GeneratedText(self.folder.generated, section, noise(self.recipe.seed, "stage2"))
         if not self.generated.missing:
             return
         if self._within_stage():
@@ -245,8 +216,9 @@ class _Run:
         if self.on_drafter is not None:
             self.on_drafter(self._served())
         prompts = build_loader(self.recipe, self.target, Packing(section.prompt_tokens, one_a_piece=True), "prompts")
-        with self._progress() as progress:
-            bar = progress.add_task("target writes", total=self.generated.count, completed=len(self.generated.sequences))
+        with progress_bar(self.console) as progress:
+            done = len(self.generated.sequences)
+            bar = progress.add_task("target writes", total=self.generated.count, completed=done)
             for made in self.generated.make(prompts, self.generate):
                 progress.update(bar, completed=made)
                 if interrupted.is_set():
@@ -256,7 +228,7 @@ class _Run:
         output, every = self.recipe.output, self.recipe.evaluation.every
         end = first + stage.steps
         name = "stage 1" if stage is self.recipe.stage1 else "stage 2"
-        with self._progress() as progress:
+        with progress_bar(self.console) as progress:
             bar = progress.add_task(name, total=stage.steps, completed=self.step - first)
             while self.step < end:
                 record = self._one_step(stage, self.step - first)
@@ -289,16 +261,18 @@ class _Run:
         rate = learning_rate(local, stage.steps, stage.rate, stage.final_rate)
         set_rate(self.optimizers, rate)
         losses, hits = [], []
-        autocast = torch.autocast(self.target.device.type, torch.bfloat16, enabled=section.precision == "bf16")
+        half = section.precision == "bf16"
         for micro in range(stage.accumulate):
             tokens_BL, first = self._micro_batch(stage, local * stage.accumulate + micro)
-            with autocast:
+            # A target that is bf16 already only loses time under autocast.
+            with self._autocast(half and self.target.dtype == torch.float32):
                 rows = prepare(
                     self.speculator, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
                     distillation=recipe.distillation, seed=(recipe.seed, "positions", self.step, micro),
                 )
+            with self._autocast(half):
                 loss_N, hits_N = self._losses(
-                    self.speculator, rows.features_RF, rows.tokens_RN, rows.labels_RN, rows.targets_RNW,
+                    self.speculator, rows.features_RF, rows.tokens_RN, rows.labels_RN, rows.law,
                     recipe.distillation.weight, recipe.distillation.temperature,
                 )
             (loss_N.sum() / stage.accumulate).backward()
@@ -308,8 +282,8 @@ class _Run:
         norm = torch.nn.utils.clip_grad_norm_(self.speculator.parameters(), section.clip).item()
         if not math.isfinite(loss_N.sum().item()) or not math.isfinite(norm):
             raise DraftsmithError(
-                f"the loss became {loss_N.sum().item()} (gradient norm {norm}) at step {self.step + 1}; the checkpoint of "
-                f"step {self.checkpoints.steps()[-1]} is kept; lower the rate or look at the data."
+                f"the loss became {loss_N.sum().item()} (gradient norm {norm}) at step {self.step + 1}; "
+                f"the checkpoint of step {self.checkpoints.steps()[-1]} is kept; lower the rate or look at the data."
             )
         for optimizer in self.optimizers:
             optimizer.step()
@@ -319,6 +293,9 @@ class _Run:
             "loss": loss_N.sum().item(), "loss_by_head": loss_N.tolist(), "training_accuracy_by_head": hits_N.tolist(),
             "rate": rate, "gradient_norm": norm,
         }
+
+    def _autocast(self, enabled: bool) -> torch.autocast:
+        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
 
     @torch.no_grad()
     def _served(self) -> MLPSpeculator:
@@ -336,17 +313,17 @@ class _Run:
         self.console.print(f"step {self.step}: τ = {scores[TAU]:.3f} tokens per step, by decoding")
         improved = self.best is None or scores[TAU] > self.best
         if improved:
-            self.best = scores[TAU]
+            self.best, self.best_step = scores[TAU], self.step
         return improved
 
     def _save(self, improved: bool = True) -> None:
+        loader = self.loader if self.step < self.recipe.stage1.steps else None
         progress = {
-            "best": self.best, "loader": self.loader.state_dict() if self.loader is not None else None,
-            "seed": self.recipe.seed,
+            "best": self.best, "best_step": self.best_step, "loader": loader.state_dict() if loader else None,
         }
         self.checkpoints.save(
             self.step,
-            lambda aside: self.speculator.write_files(aside, self.target.facts(), {"training_step": self.step}),
+            lambda aside: self.speculator.write_files(aside, self.target.facts(), {"training_step": self.step}, False),
             progress, optimizer_tensors(self.optimizers),
         )
         if improved:
@@ -356,22 +333,15 @@ class _Run:
         folder = self.folder.path / name
         dtype = resolve_dtype(self.recipe.output.dtype, self.target.device)
         drafter = copy.deepcopy(self.speculator).to(dtype)
-        drafter.save_pretrained(folder, self.target.facts(), {"training_step": self.step})
+        drafter.save_pretrained(folder, self.target.facts(), {"training_step": self.step}, repeat_tied=False)
         return folder
 
     def _result(self) -> TrainingResult:
         best = self.checkpoints.linked(BEST)
         last = self.step
         if best is not None and best != self.step:
-            tensors = read_tensors(self.checkpoints.at(best))
-            load_tensors(self.speculator, {n.removeprefix("speculator."): t for n, t in tensors.items()}, self.folder.path)
+            self._load_weights(self.checkpoints.at(best))
             self.step = best
         folder = self._export("drafter")
         evaluations = [record for record in self.folder.records if "evaluation" in record]
         return TrainingResult(self.folder.path, folder, last, self.best, evaluations)
-
-    def _progress(self) -> Progress:
-        return Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn(),
-            console=self.console, transient=True,
-        )

@@ -1,0 +1,1 @@
+"""Training of speculators: data, losses, checkpoints and the two-stage run."""

@@ -1,0 +1,246 @@
+"""Every command, end to end, on a tiny target; and what each kind of mistake says and returns."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from draftsmith.cli import app
+from draftsmith.drafters.mlp import MLPSpeculator
+from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.target import Target
+from draftsmith.types import TargetFacts
+from tiny import save_tiny_target
+
+MODELS = ("--dtype", "fp32")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("models") / "tiny-target")
+
+
+@pytest.fixture(scope="module")
+def drafter(target: Path) -> Path:
+    return save_drafter(target.parent / "tiny-drafter", Target.from_pretrained(target, dtype="fp32").facts())
+
+
+def save_drafter(folder: Path, facts: TargetFacts) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = MLPSpeculatorConfig(facts.hidden_size, facts.vocab_size, n_predict=2, top_k_tokens_per_head=(3, 2))
+        MLPSpeculator(config).save_pretrained(folder, facts)
+    return folder
+
+
+def run(*words: str | Path, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words], input=stdin)
+
+
+def refused(result: Result, *parts: str) -> None:
+    """Exit code 2, one sentence on stderr that names the value, nothing on stdout, no traceback."""
+    assert result.exit_code == 2, result.output
+    sentence = " ".join(result.stderr[max(0, result.stderr.find("Error: ")) :].split())
+    assert sentence.startswith("Error: ") and sentence.endswith((".", "?")) and "Traceback" not in sentence
+    for part in parts:
+        assert part in sentence, sentence
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "generate", "bench"])
+def test_help_teaches_with_an_example(command: str):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"draftsmith {command} " in result.output and "Example" in result.output
+
+
+def test_no_command_shows_the_commands():
+    result = run()
+    assert all(command in result.output for command in ("demo", "train", "generate", "bench"))
+
+
+def test_generate_streams_the_same_text_with_and_without_a_drafter(target: Path, drafter: Path, tmp_path: Path):
+    plain = run("generate", "abc def", "--target", target, "--no-draft", "--max-tokens", "20", *MODELS)
+    path = tmp_path / "r.json"
+    words = ("generate", "abc def", "--target", target, "--drafter", drafter, "--max-tokens", "20", *MODELS)
+    drafted = run(*words, "--stats", "--json", path)
+    assert plain.exit_code == drafted.exit_code == 0
+    assert drafted.stdout == plain.stdout and len(plain.stdout) > 5
+    assert "tokens per step" in drafted.stderr
+    record = json.loads(path.read_text())
+    assert record["prompt"] == "abc def" and record["provenance"]["dtype"] == "float32"
+    assert record["completions"][0]["statistics"]["drafted"] > 0
+    assert str(tmp_path) not in json.dumps(record["provenance"])
+
+
+def test_generate_reads_a_file_or_standard_input(target: Path, tmp_path: Path):
+    (tmp_path / "p.txt").write_text("abc def")
+    words = ("--target", target, "--max-tokens", "5", *MODELS)
+    outputs = {
+        run("generate", "abc def", *words).stdout,
+        run("generate", "--prompt-file", tmp_path / "p.txt", *words).stdout,
+        run("generate", *words, stdin="abc def").stdout,
+    }
+    assert len(outputs) == 1
+
+
+def test_generate_samples_several_repeatably(target: Path, drafter: Path):
+    words = ("generate", "abc", "--target", target, "--drafter", drafter, "--max-tokens", "6", "-n", "2", *MODELS)
+    shape = ("--plan", "2,2", "--candidates", "2", "--temperature", "1", "--top-k", "20", "--seed", "5")
+    first, second = run(*words, *shape), run(*words, *shape)
+    assert first.exit_code == 0 and first.stdout == second.stdout
+    assert "--- 1 ---" in first.stdout and "--- 2 ---" in first.stdout
+
+
+def test_bench_prints_the_table_and_writes_cells(target: Path, drafter: Path, tmp_path: Path):
+    result = run(
+        "bench", "--target", target, "--drafter", drafter, "--task", "code", "--batch", "1,2", "--candidates", "0,1,3",
+        "--prompt-tokens", "16", "--new-tokens", "8", "--trials", "2", "--peer", "transformers",
+        "--plots", tmp_path / "plots", "--json", tmp_path / "b.json", *MODELS,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "prompts of 16" in result.stdout and "τ" in result.stdout
+    record = json.loads((tmp_path / "b.json").read_text())
+    assert len(record["cells"]) == 7 and record["provenance"]["target"] == "tiny-target"
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency-16.png", "acceptance.png"}
+
+
+def test_train_from_a_recipe_leaves_a_drafter_that_generates(target: Path, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    (tmp_path / "recipe.yaml").write_text(
+        f"target: {{name: {target}, dtype: fp32}}\n"
+        "drafter: {n_predict: 2}\n"
+        f"data: {{sources: [{{path: {tmp_path / 'text.txt'}}}]}}\n"
+        "stage1: {steps: 2, batch: 2, length: 32}\n"
+        "stage2: {steps: 2, batch: 2, prompt_tokens: 8, new_tokens: 12, generate_batch: 2}\n"
+        "optimizer: {precision: fp32}\n"
+        f"output: {{folder: {tmp_path / 'run'}}}\n"
+    )
+    few = ("--eval-prompts", "1", "--eval-tokens", "8", "--eval-prompt-tokens", "16")
+    planned = run("train", tmp_path / "recipe.yaml", f"output.folder={tmp_path / 'dry'}", "--dry-run", *few)
+    assert planned.exit_code == 0, planned.output
+    result = run("train", tmp_path / "recipe.yaml", "stage1.steps=1", *few, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["result"]["step"] == 3 and record["result"]["best"] >= 1
+    made = record["result"]["drafter"]
+    assert (
+        run("generate", "the quick", "--target", target, "--drafter", made, "--max-tokens", "4", *MODELS).exit_code == 0
+    )
+    again = run("train", tmp_path / "recipe.yaml", "stage1.steps=1", *few)
+    refused(again, "already holds a run")
+    assert run("train", tmp_path / "recipe.yaml", "stage1.steps=1", *few, "--resume").exit_code == 0
+
+
+def test_demo_measures_trains_races_and_reports(target: Path, drafter: Path, tmp_path: Path):
+    result = run(
+        "demo", "--target", target, "--init-from", drafter, "--minutes", "0.03", "--prompts", "2", "--new-tokens", "12",
+        "--prompt-tokens", "16", "--out", tmp_path / "report", "--json", tmp_path / "d.json", *MODELS,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    for part in (
+        "before",
+        "after",
+        "ratio",
+        "accepted by depth, prose",
+        "identical, code: yes (2 of 2",
+        "confirms 2 of 2",
+        "A sample",
+    ):
+        assert part in " ".join(result.stdout.split()), result.stdout
+    record = json.loads((tmp_path / "d.json").read_text())
+    assert record["races"]["prose"]["new_tokens_plain"] == record["races"]["prose"]["new_tokens_drafted"] == 24
+    report = (tmp_path / "report" / "report.md").read_text()
+    pictures = {path.name for path in (tmp_path / "report").glob("*.png")}
+    assert len(pictures) == 5 and all(f"]({name})" in report for name in pictures)
+    assert (tmp_path / "report" / "report.json").is_file() and str(tmp_path) not in report
+    assert (tmp_path / "report" / "drafter" / "config.json").is_file()
+
+
+def test_missing_checkpoints_are_named(target: Path, tmp_path: Path):
+    refused(run("generate", "x", "--target", tmp_path / "absent"), "absent")
+    (tmp_path / "empty").mkdir()
+    refused(run("generate", "x", "--target", tmp_path / "empty"), "config.json")
+    refused(run("generate", "x", "--target", target, "--drafter", tmp_path / "absent"), "absent")
+
+
+def test_a_half_written_drafter_is_refused(target: Path, drafter: Path, tmp_path: Path):
+    for file in drafter.iterdir():
+        data = file.read_bytes()
+        (tmp_path / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    refused(run("generate", "x", "--target", target, "--drafter", tmp_path, *MODELS))
+
+
+def test_a_speculator_of_another_target_is_refused(target: Path, tmp_path: Path):
+    wide = save_drafter(tmp_path / "wide", TargetFacts(64, 257, None, "another"))
+    refused(run("generate", "x", "--target", target, "--drafter", wide, *MODELS), "64", "32")
+    foreign = save_drafter(tmp_path / "foreign", TargetFacts(32, 257, "0" * 64, "another"))
+    refused(run("generate", "x", "--target", target, "--drafter", foreign, *MODELS), "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["generate", ""], ["prompt is empty"]),
+        (["generate", "x", "--top-p", "3"], ["top_p is 3.0"]),
+        (["generate", "x", "--max-tokens", "0"], ["max_tokens is 0"]),
+        (["generate", "x", "--n", "0"], ["n is 0"]),
+        (["generate", "x", "--logit-bias", "a=b"], ["'a=b'"]),
+        (["generate", "x", "--prompt-file", "absent.txt"], ["give one"]),
+        (["generate", "--prompt-file", "absent.txt"], ["absent.txt"]),
+        (["generate", "x", "--json", "/proc/absent/r.json"], ["/proc/absent"]),
+        (["bench", "--batch", "1,x"], ["--batch", "'1,x'"]),
+        (["bench", "--candidates", "-1"], ["candidates"]),
+        (["bench", "--peer", "other"], ["'other'"]),
+        (["bench", "--data", "absent.jsonl"], ["absent.jsonl"]),
+        (["bench", "--json", "/proc/absent/r.json"], ["/proc/absent"]),
+        (["demo", "--out", "/proc/absent/report"], ["/proc/absent"]),
+        (["demo", "--minutes", "0"], ["--minutes"]),
+        (["train", "absent.yaml"], ["absent.yaml"]),
+        (["train", "a.yaml", "b.yaml"], ["b.yaml"]),
+        (["train", "--json", "/proc/absent/r.json"], ["/proc/absent"]),
+    ],
+)
+def test_mistakes_are_one_sentence_before_anything_is_loaded(words: list[str], parts: list[str]):
+    refused(run(*words), *parts)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(target: Path):
+    refused(run("generate", "x" * 200, "--target", target, "--max-tokens", "5", *MODELS), "200", "128")
+
+
+def test_bad_plans_are_refused(target: Path, drafter: Path):
+    words = ("generate", "x", "--target", target, "--drafter", drafter, *MODELS)
+    refused(run(*words, "--plan", "2,x"), "--plan", "'2,x'")
+    refused(run(*words, "--plan", "2,0"), "(2, 0)")
+    refused(run(*words, "--candidates", "-2"), "-2")
+    refused(
+        run("bench", "--target", target, "--candidates", "0,4", "--prompt-tokens", "9", "--new-tokens", "4"),
+        "--drafter",
+    )
+
+
+def test_an_unknown_recipe_key_gets_the_nearest_right_one(tmp_path: Path):
+    (tmp_path / "recipe.yaml").write_text("stage1: {step: 5}\n")
+    refused(run("train", tmp_path / "recipe.yaml"), "stage1.step", "stage1.steps")
+
+
+def test_ctrl_c_is_one_sentence_and_130(target: Path):
+    # A prompt that never ends keeps the command waiting where the signal finds it.
+    code = "from draftsmith.cli import main; print('ready', flush=True); main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "generate", "--target", str(target)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors.startswith("Interrupted") and errors.count("\n") == 1

@@ -1,0 +1,318 @@
+"""The training run on a tiny target: what it learns, leaves behind, and says when something is wrong."""
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+import training_toy as toy
+from draftsmith.drafters.mlp import MLPSpeculator
+from draftsmith.drafters.registry import load_drafter
+from draftsmith.training.build import build_speculator
+from draftsmith.training.checkpoint import Checkpoints
+from draftsmith.training.data import noise
+from draftsmith.training.generated import GeneratedText
+from draftsmith.training.loss import IGNORED, Law, choose_positions, make_rows, prepare, stage_losses
+from draftsmith.training.recipe import DistillationSection, OnPolicySection, load_recipe
+from draftsmith.training.trainer import TrainingInterrupted, train
+from draftsmith.types import DraftsmithError
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return toy.write_data(tmp_path)
+
+
+def records(folder: Path, key: str) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if key in record]
+
+
+def speculator(tmp_path: Path, data: Path, *overrides: str) -> MLPSpeculator:
+    return build_speculator(toy.recipe(tmp_path / "unused", data, *overrides), toy.target())
+
+
+def test_two_stages_learn_and_leave_a_whole_run(tmp_path: Path, data: Path):
+    overrides = ("stage1.steps=40", "stage2.steps=6", "output.report_to=tensorboard", "evaluation.every=20")
+    result = toy.run(tmp_path / "run", data, *overrides)
+    losses = [record["loss"] for record in records(result.folder, "loss")]
+    assert losses[39] < 0.8 * losses[0]
+    assert result.step == 46 and [r["step"] for r in result.evaluations] == [0, 20, 40, 46]
+    assert result.best == max(r["evaluation"]["tokens_per_step"] for r in result.evaluations)
+    drafter = load_drafter(result.drafter, toy.target())
+    assert isinstance(drafter, MLPSpeculator) and drafter.max_depth == 2
+    assert load_recipe(result.folder / "recipe.yaml") == toy.recipe(tmp_path / "run", data, *overrides)
+    run = json.loads((result.folder / "run.json").read_text())["runs"][0]
+    assert run["versions"]["torch"] == torch.__version__ and run["target"]["name"] == "toy"
+    assert (result.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((result.folder / "tensorboard").iterdir())
+    assert {r["stage"] for r in records(result.folder, "loss")} == {"1", "2"}
+    assert load_drafter(result.folder / "latest", toy.target()) is not None, "a checkpoint is a drafter"
+
+
+def test_rows_are_those_of_forward(tmp_path: Path, data: Path):
+    """One rule for training and decoding: the loss over all rows is that of `forward` on shifted tokens."""
+    drafter = speculator(tmp_path, data).double()
+    tokens_BL = torch.randint(0, 256, (3, 12))
+    features_BLF, _ = toy.target().encode(tokens_BL)
+    rows = make_rows(tokens_BL, features_BLF, None, torch.arange(0, 9).expand(3, -1), drafter)
+    loss_N, _ = stage_losses(drafter, rows.features_RF, rows.tokens_RN, rows.labels_RN, None, 0.0, 1.0)
+    # State t predicted token t + 1: tokens are taken from the second on, states up to the last but one.
+    logits = drafter(tokens_BL[:, 1:], features_BLF[:, :-1])
+    for depth in range(2):
+        expected = F.cross_entropy(logits[depth][:, :9].flatten(0, 1), tokens_BL[:, 2 + depth : 11 + depth].flatten())
+        assert loss_N[depth].item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_stage_two_trains_on_generated_tokens_only(tmp_path: Path, data: Path):
+    drafter, prompt = speculator(tmp_path, data), 6
+    tokens_BL = torch.cat([torch.full((2, prompt), 1), torch.full((2, 10), 2)], dim=1)
+    rows = prepare(
+        drafter, toy.target(), tokens_BL, first=prompt - 2, count=None, distillation=DistillationSection(), seed=()
+    )
+    assert (rows.labels_RN == 2).all()
+    assert (rows.tokens_RN[0] == torch.tensor([1, 2])).all(), "the first root is the prompt's last token"
+    assert len(rows.labels_RN) == 2 * (16 - 1 - 2 - (prompt - 2))
+
+
+def test_positions_are_a_function_of_the_seed():
+    one, same, other = (choose_positions(3, 50, 7, 4, ("a", s)) for s in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert one.shape == (4, 7) and one.min() >= 3 and one.max() < 50
+    assert all(len(row.unique()) == 7 for row in one)
+    assert torch.equal(choose_positions(3, 6, 7, 2, ()), torch.tensor([[3, 4, 5]] * 2))
+
+
+def test_draft_vocabulary_labels(tmp_path: Path, data: Path):
+    drafter = speculator(tmp_path, data, "drafter.draft_vocab_size=20")
+    assert drafter.d2t is not None and (drafter.d2t.diff() > 0).all()
+    known, unknown = int(drafter.d2t[4]), next(t for t in range(256) if t not in drafter.d2t.tolist())
+    tokens_BL = torch.tensor([[1, known, known, unknown]])
+    features_BLF, logits_BLV = toy.target().encode(tokens_BL, logits=True)
+    rows = make_rows(tokens_BL, features_BLF, logits_BLV, torch.tensor([[0]]), drafter)
+    assert rows.labels_RN.tolist() == [[4, IGNORED]]
+    assert rows.law is not None and rows.law.p_SW.shape == (4, 20) and rows.law.index_RN.tolist() == [[1, 2]]
+    result = toy.run(tmp_path / "run", data, "drafter.draft_vocab_size=20", "distillation.weight=0.5")
+    assert load_drafter(result.drafter, toy.target()).d2t.tolist() == drafter.d2t.tolist()
+
+
+def test_distillation_is_least_when_the_drafter_says_what_the_target_says(tmp_path: Path, data: Path):
+    drafter = speculator(tmp_path, data)
+    tokens_BL = torch.randint(0, 256, (2, 9))
+    features_BLF, logits_BLV = toy.target().encode(tokens_BL, logits=True)
+    rows = make_rows(tokens_BL, features_BLF, logits_BLV, torch.arange(6).expand(2, -1), drafter)
+    assert rows.law is not None
+    # The logits after reading token t + 1 + d are the target's word on token t + 2 + d.
+    torch.testing.assert_close(rows.law.p_SW[rows.law.index_RN[0, 1]], logits_BLV[0, 2].softmax(-1))
+    arguments = (drafter, rows.features_RF, rows.tokens_RN, rows.labels_RN)
+    p_SW = torch.stack([logits.detach().softmax(-1) for logits in _row_logits(drafter, rows)], dim=1).flatten(0, 1)
+    own = Law(p_SW, -(p_SW * p_SW.log()).sum(-1), torch.arange(len(p_SW)).view_as(rows.tokens_RN))
+    loss_N, _ = stage_losses(*arguments, own, 1.0, 1.0)
+    assert loss_N.abs().max() < 1e-5
+    assert (stage_losses(*arguments, rows.law, 1.0, 1.0)[0] > 0.01).all()
+
+
+def _row_logits(drafter: MLPSpeculator, rows) -> list[torch.Tensor]:
+    state, logits = drafter.start(rows.features_RF), []
+    for depth in range(2):
+        state = drafter.stage(depth, state, rows.tokens_RN[:, depth])
+        logits.append(drafter.score(depth, state))
+    return logits
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("optimizer.name=muon", "drafter.tie_weights=true", "optimizer.precision=bf16"),
+        ("drafter.inner_dim=32", "drafter.tie_to_target=true", "drafter.scale_input=true"),
+        ("drafter.condition_on_tokens=false", "stage1.accumulate=2", "stage1.positions_per_sequence=5"),
+        ("drafter.inner_dim=32", "drafter.init_from_target=embeddings+head", "stage1.steps=0"),
+    ],
+    ids=["muon", "target's tables", "state-only", "stage 2 alone"],
+)
+def test_options_train_and_resume_alike(tmp_path: Path, data: Path, overrides: tuple[str, ...]):
+    toy.run(tmp_path / "calm", data, *overrides)
+    seen = 0
+
+    def stop_in_the_middle(drafter: MLPSpeculator) -> dict[str, float]:
+        nonlocal seen
+        seen += 1
+        if seen == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return toy.evaluate(drafter)
+
+    arguments = {"target": toy.target(), "generate": toy.generate}
+    recipe = toy.recipe(tmp_path / "twice", data, *overrides, "evaluation.every=3")
+    with pytest.raises(TrainingInterrupted, match=r"stopped at step 3 of \d+; everything is saved in .*with resume"):
+        train(recipe, evaluate=stop_in_the_middle, **arguments)
+    train(recipe, evaluate=toy.evaluate, resume=True, **arguments)
+    for name in ("latest/model.safetensors", "latest/optimizer.safetensors"):
+        assert (tmp_path / "calm" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
+
+
+def test_accumulation_is_one_larger_batch(tmp_path: Path, data: Path):
+    whole = toy.run(tmp_path / "a", data, "stage1.batch=4", "stage2.steps=0")
+    parts = toy.run(tmp_path / "b", data, "stage1.batch=2", "stage1.accumulate=2", "stage2.steps=0")
+    one, other = (load_drafter(r.folder / "latest", toy.target()).state_dict() for r in (whole, parts))
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-4)
+
+
+def test_warm_start_takes_weights_and_nothing_else(tmp_path: Path, data: Path):
+    first = toy.run(tmp_path / "a", data)
+    second = toy.run(tmp_path / "b", data, f"drafter.init_from={first.drafter}", "stage1.steps=0", "stage2.steps=1")
+    assert second.step == 1
+    start = load_drafter(Checkpoints(second.folder, 2).at(0), toy.target()).state_dict()
+    given = load_drafter(first.drafter, toy.target()).state_dict()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in given.items())
+    with pytest.raises(DraftsmithError, match=r"drafter\.n_predict is 3, but drafter\.init_from .* has 2; set"):
+        toy.run(tmp_path / "c", data, f"drafter.init_from={first.drafter}", "drafter.n_predict=3")
+
+
+def test_dry_run_prints_the_plan_and_writes_a_loadable_drafter(tmp_path: Path, data: Path):
+    console = Console(file=io.StringIO(), width=200)
+    recipe = toy.recipe(tmp_path / "run", data)
+    result = train(
+        recipe, target=toy.target(), generate=toy.generate, evaluate=toy.evaluate, dry_run=True, console=console
+    )
+    text = console.file.getvalue()
+    assert "stage 1: 6 steps × 2 sequences, 384 tokens, rate 0.01 → 0.001" in text and "initialised drafter" in text
+    assert load_drafter(result.drafter, toy.target()).max_depth == 2
+    toy.run(tmp_path / "run", data)
+
+
+def test_the_speculator_so_far_is_handed_to_generation(tmp_path: Path, data: Path):
+    given: list[MLPSpeculator] = []
+    train(
+        toy.recipe(tmp_path / "run", data), target=toy.target(), generate=toy.generate, evaluate=toy.evaluate,
+        on_drafter=given.append,
+    )
+    assert len(given) == 1 and not given[0].training
+    assert (given[0].ln[0].bias != 0).any()
+
+
+def test_stopped_while_the_target_writes(tmp_path: Path, data: Path):
+    toy.run(tmp_path / "calm", data)
+    asked = 0
+
+    def stop_while_writing(prompts: list[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
+        nonlocal asked
+        asked += 1
+        os.kill(os.getpid(), signal.SIGINT)
+        return toy.generate(prompts, max_tokens, seed)
+
+    recipe = toy.recipe(tmp_path / "run", data)
+    with pytest.raises(TrainingInterrupted, match="stopped at step 6 of 10"):
+        train(recipe, target=toy.target(), generate=stop_while_writing, evaluate=toy.evaluate)
+    assert asked == 1 and (tmp_path / "run" / "generated.jsonl").read_text().count("\n") == 1
+    toy.run(tmp_path / "run", data, resume=True)
+    assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "calm")
+
+
+def test_not_finite_loss_stops_with_the_step_and_keeps_the_checkpoint(tmp_path: Path, data: Path):
+    class Poisoned(type(toy.target())):
+        calls = 0
+
+        def encode(self, *args, **kwargs):
+            features, logits = super().encode(*args, **kwargs)
+            Poisoned.calls += 1
+            return (features * float("nan") if Poisoned.calls == 4 else features), logits
+
+    poisoned = Poisoned(toy.target().model, toy.target().tokenizer, "toy")
+    recipe = toy.recipe(tmp_path / "run", data)
+    with pytest.raises(DraftsmithError, match=r"loss became nan .* at step 4; the checkpoint of step 2 is kept; lower"):
+        train(recipe, target=poisoned, generate=toy.generate, evaluate=toy.evaluate)
+    assert Checkpoints(tmp_path / "run", 2).load().progress["step"] == 2
+    toy.run(tmp_path / "run", data, resume=True)
+    toy.run(tmp_path / "calm", data)
+    assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "calm")
+
+
+def test_generated_text_is_made_once(tmp_path: Path):
+    section = OnPolicySection(steps=5, batch=2, epochs=2, prompt_tokens=3, new_tokens=8, generate_batch=2)
+    asked: list[int] = []
+
+    class Prompts:
+        def __init__(self) -> None:
+            self.given = 0
+
+        def next_window(self) -> list[int]:
+            self.given += 1
+            return [self.given] * 3
+
+    def generate(prompts: list[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
+        asked.append(seed)
+        return [[prompt[0]] * max_tokens for prompt in prompts]
+
+    path = tmp_path / "generated.jsonl"
+    whole = GeneratedText(path, section, 1)
+    list(whole.make(Prompts(), generate))
+    assert len(whole.sequences) == 5 and len(set(asked)) == 3
+    content = path.read_bytes()
+    for cut in (len(content) - 3, content.index(b"\n") + 4, 0):
+        path.write_bytes(content[:cut])
+        again = GeneratedText(path, section, 1)
+        list(again.make(Prompts(), generate))
+        assert path.read_bytes() == content and again.sequences == whole.sequences
+    asked.clear()
+    again = GeneratedText(path, section, 1)
+    assert not list(again.make(Prompts(), generate)) and not asked
+    read = [again.batch(i)[:, 0].tolist() for i in range(5)]
+    assert sorted(number for batch in read for number in batch) == sorted([1, 2, 3, 4, 5] * 2)
+    with pytest.raises(DraftsmithError, match="did not write 8 tokens after each of 2 prompts"):
+        list(GeneratedText(tmp_path / "x", section, 1).make(Prompts(), lambda p, n, s: [[1]] * len(p)))
+
+
+def mistakes(folder: Path, data: Path) -> list[tuple[tuple[str, ...], str]]:
+    (folder / "file").write_text("")
+    return [
+        (("stage1.steps=0", "stage2.steps=0"), "both 0"),
+        (("stage1.length=4096",), r"stage1\.length is 4096; this target and drafter need 5 to 128 tokens"),
+        (("stage2.new_tokens=500",), r"prompt_tokens \+ stage2\.new_tokens is 506"),
+        ((f"output.folder={folder}/file/x",), r"cannot write the run's folder .*file/x .*another output\.folder"),
+        (("drafter.init_from_target=embeddings",), r"inner_dim is 16, but the target's tables are 32 wide"),
+        ((f"data.sources=[{{path: {data}x}}]",), r"text\.jsonlx does not exist; did you mean .*text\.jsonl"),
+        (("drafter.init_from=/nowhere/else",), "/nowhere/else does not exist"),
+        (("data.sources=[]",), r"data\.sources is empty"),
+    ]
+
+
+def test_mistakes_are_one_clear_sentence(tmp_path: Path, data: Path):
+    for i, (overrides, message) in enumerate(mistakes(tmp_path, data)):
+        with pytest.raises(DraftsmithError, match=message):
+            toy.run(tmp_path / str(i), data, *overrides)
+
+
+def test_a_run_is_neither_overwritten_nor_resumed_as_another(tmp_path: Path, data: Path):
+    folder = tmp_path / "run"
+    with pytest.raises(DraftsmithError, match="no checkpoint to resume from"):
+        toy.run(folder, data, resume=True)
+    toy.run(folder, data)
+    before = toy.outcome(folder)
+    with pytest.raises(DraftsmithError, match="already holds a run, at step 10; resume it, or choose another"):
+        toy.run(folder, data)
+    with pytest.raises(DraftsmithError, match=r"stage1\.rate is 0\.5, but the run in .* has 0\.01; resume with"):
+        toy.run(folder, data, "stage1.rate=0.5", resume=True)
+    assert toy.run(folder, data, "output.keep=1", resume=True).step == 10
+    assert toy.outcome(folder) == before, "resuming a finished run repeats nothing"
+    assert len(json.loads((folder / "run.json").read_text())["runs"]) == 2
+
+
+def test_evaluation_without_tau_is_refused(tmp_path: Path, data: Path):
+    with pytest.raises(DraftsmithError, match="returned loss; it must have tokens_per_step"):
+        train(
+            toy.recipe(tmp_path / "run", data), target=toy.target(), generate=toy.generate,
+            evaluate=lambda _: {"loss": 1.0},
+        )
+
+
+def test_noise_is_stable():
+    """The order of the data rests on these bits: they may never change between versions."""
+    assert noise(0, "piece", 1) == noise(0, "piece", 1) != noise(0, "piece", 2)
+    assert noise(1, "a") == 2461651067226055738
