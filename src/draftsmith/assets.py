@@ -29,7 +29,7 @@ def prompt_file(split: str = "prompts") -> Path:
     """Return the JSONL of the embedded texts: "prompts" (held out, to measure on) or "train"."""
     path = DATA / "prompts" / f"{split}.jsonl"
     if not path.is_file():
-        raise DraftsmithError(f"the embedded prompt set {split!r} is not part of this install; give your own with --data.")
+        raise DraftsmithError(f"the embedded prompt set {split!r} is not in this install; give prompts with --data.")
     return path
 
 

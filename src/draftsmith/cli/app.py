@@ -1,10 +1,10 @@
 """The `draftsmith` application: its commands, and what happens to a mistake or to Ctrl-C."""
 
 import errno
+import os
 import sys
 from typing import Any
 
-import click
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -22,19 +22,25 @@ INTERRUPTED = 130
 class FriendlyGroup(typer.core.TyperGroup):
     """Turns a user's mistake, a full disk or Ctrl-C into one sentence and an exit code, without a traceback."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
         try:
             return super().invoke(ctx)
         except DraftsmithError as error:
             say(f"Error: {error}")
-            raise typer.Exit(USER_MISTAKE) from None
+            raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             say("Interrupted; nothing that was already saved is lost.")
             raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # Whoever read our output has seen enough; nothing is left to be said there.
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            raise typer.Exit(0) from None
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-            say(f"Error: {error.filename or 'a file'} could not be written ({error.strerror}); free some space and try again.")
+            what = error.filename or "a file"
+            say(f"Error: {what} could not be used ({error.strerror}); mend its permissions or free some space.")
             raise typer.Exit(USER_MISTAKE) from None
 
 

@@ -57,7 +57,7 @@ def bench(
         str | None,
         typer.Option(help="Also time `transformers` generate at batch 1, in the same rounds.", rich_help_panel=SPEED),
     ] = None,
-    compile: CompileOption = False,
+    compile: CompileOption = "off",
     seed: Annotated[int, typer.Option(help="Of the order of runs.")] = 0,
     plots: Annotated[Path | None, typer.Option(help="Write PNGs into this folder.", rich_help_panel=OUTPUT)] = None,
     json_path: JsonOption = None,
@@ -69,22 +69,34 @@ def bench(
     check_outputs(json_path, plots)
     if peer is not None and peer not in PEERS:
         raise DraftsmithError(f"--peer is {peer!r}; known is {', '.join(PEERS)}.")
-    from draftsmith.evaluation.bench import BASELINE, Grid, plan_for, run_grid
+    from draftsmith.evaluation.bench import BASELINE, Grid, plan_for, prepare_grid, run_grid
     from draftsmith.evaluation.provenance import provenance
     from draftsmith.evaluation.report import write_json
 
     grid = Grid(
-        batches=numbers(batch, "--batch"), candidates=numbers(candidates, "--candidates"),
-        prompt_tokens=numbers(prompt_tokens, "--prompt-tokens"), new_tokens=new_tokens, trials=trials, warmups=warmups,
-        branching=numbers(plan, "--plan") if plan is not None else None, seed=seed,
+        batches=numbers(batch, "--batch"),
+        candidates=numbers(candidates, "--candidates"),
+        prompt_tokens=numbers(prompt_tokens, "--prompt-tokens"),
+        new_tokens=new_tokens,
+        trials=trials,
+        warmups=warmups,
+        branching=numbers(plan, "--plan") if plan is not None else None,
+        seed=seed,
     )
     prompts = gather_prompts(data, task)
     console = Console()
     drafting = any(count != BASELINE for count in grid.candidates)
     engine = load_engine(
-        Console(stderr=True), target=target, drafter=drafter, dtype=dtype, device=device,
-        trust_remote_code=trust_remote_code, compile=compile, max_batch=max(grid.batches),
-        max_length=max(grid.prompt_tokens) + new_tokens, draft=drafting,
+        Console(stderr=True),
+        target=target,
+        drafter=drafter,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        compile=compile,
+        max_batch=max(grid.batches),
+        max_length=max(grid.prompt_tokens) + new_tokens,
+        draft=drafting,
     )
     if max(grid.prompt_tokens) + new_tokens > engine.target.max_length:
         raise DraftsmithError(
@@ -94,12 +106,20 @@ def bench(
     for count in grid.candidates:
         plan_for(engine.plan, count, grid.branching)
     other = load_peer(target, engine, trust_remote_code) if peer is not None else None
+    if compile != "off":
+        with console.status("Compiling every shape of the grid …"):
+            seconds = prepare_grid(engine, engine.plan, grid)
+        console.print(f"Compiled in {seconds:.1f} s.")
     cells = run_with_progress(engine, grid, lambda report: run_grid(engine, engine.plan, prompts, grid, other, report))
     show(console, cells)
     where = provenance(
-        target=engine.target.name, drafter=Path(drafter).name if drafter else assets.DRAFTER_NAME if drafting else None,
-        dtype=str(engine.target.dtype).removeprefix("torch."), device=str(engine.target.device), compiled=compile,
-        task=task, data=data.name if data is not None else "embedded held-out prompts",
+        target=engine.target.name,
+        drafter=Path(drafter).name if drafter else assets.DRAFTER_NAME if drafting else None,
+        dtype=str(engine.target.dtype).removeprefix("torch."),
+        device=str(engine.target.device),
+        compiled=compile,
+        task=task,
+        data=data.name if data is not None else "embedded held-out prompts",
     )
     if json_path is not None:
         write_json(json_path, {"provenance": where, "cells": cells})
@@ -142,7 +162,8 @@ def show(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
         for name in [*(str(count) for count in counts), *peers]:
             table.add_column(name, justify="right")
         for batch in sorted({cell["batch"] for cell in mine}):
-            row = {(c["candidates"] if c["candidates"] is not None else c["engine"]): c for c in mine if c["batch"] == batch}
+            cells_here = [c for c in mine if c["batch"] == batch]
+            row = {(c["engine"] if c["candidates"] is None else c["candidates"]): c for c in cells_here}
             table.add_row(str(batch), *(entry(row[key]) if key in row else "" for key in [*counts, *peers]))
         table.add_section()
         table.add_row("τ", *(f"{mean_tau(mine, count):.2f}" for count in counts), *("" for _ in peers))
@@ -174,7 +195,10 @@ def write_plots(folder: Path, cells: Sequence[Mapping[str, Any]]) -> None:
     for length in sorted({cell["prompt_tokens"] for cell in cells}):
         write_figure(folder / f"latency-{length}.png", latency_by_candidates(cells, length))
     first = [c for c in cells if c["candidates"] and c["batch"] == cells[0]["batch"]]
-    series = {f"{c['candidates']} candidates": c["accepted_by_depth"] for c in first
-              if c["prompt_tokens"] == cells[0]["prompt_tokens"]}
+    series = {
+        f"{c['candidates']} candidates": c["accepted_by_depth"]
+        for c in first
+        if c["prompt_tokens"] == cells[0]["prompt_tokens"]
+    }
     if series:
         write_figure(folder / "acceptance.png", acceptance_by_depth(series))

@@ -1,7 +1,7 @@
 """What the commands share: options, loading, parsing of lists, checks before the work begins."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -32,10 +32,11 @@ TrustOption = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run code that comes with the model. Off.", rich_help_panel=MODELS),
 ]
+Level = Literal["off", "trace", "full"]
 CompileOption = Annotated[
-    bool,
+    Level,
     typer.Option(
-        help="Compile the step first: faster tokens after a wait, which is kept on disk between runs.",
+        help="How much of the step to compile: trace takes seconds, full a minute or so a shape, kept on disk.",
         rich_help_panel=SPEED,
     ),
 ]
@@ -95,7 +96,7 @@ def load_engine(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
-    compile: bool = False,
+    compile: Level = "off",
     max_batch: int = 8,
     max_length: int | None = None,
     draft: bool = True,
@@ -106,9 +107,9 @@ def load_engine(
 
     if drafter is None and target is None and draft:
         drafter = str(assets.demo_drafter())
-    if drafter is None and draft:
-        console.print(f"[dim]No drafter for {target}: decoding without one; give one with --drafter.[/dim]")
     loaded = load_target(target, dtype, device, trust_remote_code, console)
+    if drafter is None and draft:
+        console.print(f"[dim]No drafter for {loaded.name}: decoding without one; give one with --drafter.[/dim]")
     guesser = load_drafter(drafter, loaded) if drafter is not None and draft else None
     return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length, compile=compile)
 

@@ -76,7 +76,7 @@ def generate(
         int | None, typer.Option(help="Verify only the best K paths of the tree.", rich_help_panel=SPEED)
     ] = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=SPEED)] = False,
-    compile: CompileOption = False,
+    compile: CompileOption = "off",
     stats: Annotated[
         bool, typer.Option("--stats", help="Show what drafting cost and brought.", rich_help_panel=OUTPUT)
     ] = False,
@@ -89,18 +89,36 @@ def generate(
     check_outputs(json_path)
     text = read_prompt(prompt, prompt_file)
     params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=read_bias(logit_bias or []),
-        max_tokens=max_tokens, stop=tuple(stop or ()), stop_token_ids=tuple(stop_token_id or ()),
-        ignore_eos=ignore_eos, seed=seed, n=n, logprobs=logprobs,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=read_bias(logit_bias or []),
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos,
+        seed=seed,
+        n=n,
+        logprobs=logprobs,
     )
     notes = Console(stderr=True)
     engine = load_engine(
-        notes, target=target, drafter=drafter, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
-        compile=compile, max_batch=max(1, min(n, 8)), draft=not no_draft,
+        notes,
+        target=target,
+        drafter=drafter,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        compile=compile,
+        max_batch=max(1, min(n, 8)),
+        draft=not no_draft,
     )
     shape = NO_DRAFT if no_draft else parse_plan(plan, candidates, engine.plan)
-    if compile:
+    if compile != "off":
         with notes.status("Compiling the step …"):
             seconds = engine.prepare(min(n, 8), shape)
         notes.print(f"[dim]Compiled in {seconds:.1f} s.[/dim]")
@@ -112,8 +130,12 @@ def generate(
         from draftsmith.evaluation.report import write_json
 
         used = shape if shape is not None else engine.plan
-        where = provenance(target=engine.target.name, dtype=str(engine.target.dtype).removeprefix("torch."),
-                           compiled=compile, plan=asdict(used))
+        where = provenance(
+            target=engine.target.name,
+            dtype=str(engine.target.dtype).removeprefix("torch."),
+            compiled=compile,
+            plan=asdict(used),
+        )
         write_json(json_path, {"provenance": where, "prompt": text, "completions": [as_json(c) for c in completions]})
 
 
@@ -131,7 +153,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     else:
         text = sys.stdin.read()
     if not text:
-        raise DraftsmithError("the prompt is empty; give some text as argument, with --prompt-file or on standard input.")
+        raise DraftsmithError("the prompt is empty; give some text as argument, in a file or on standard input.")
     return text
 
 
@@ -139,7 +161,7 @@ def read_bias(pairs: list[str]) -> dict[int, float]:
     """Read ["17=-2.5", …]."""
     bias = {}
     for pair in pairs:
-        token, equals, value = pair.partition("=")
+        token, _, value = pair.partition("=")
         try:
             bias[int(token)] = float(value)
         except ValueError as error:
@@ -181,8 +203,9 @@ def show_statistics(console: Console, completions: list[Completion]) -> None:
     ]
     for depth, count in enumerate(total.accepted_by_depth, 1):
         rows.append((f"steps that accepted depth {depth}", f"{count / max(1, total.steps):.0%}"))
-    parts = (("prefill", total.prefill_s), ("target", total.target_s), ("drafter", total.drafter_s), ("rest", total.rest_s))
-    rows += [(f"seconds in {name}", f"{value:.3f} ({value / seconds if seconds else 0:.0%})") for name, value in parts]
+    parts = {"prefill": total.prefill_s, "target": total.target_s, "drafter": total.drafter_s, "rest": total.rest_s}
+    for name, value in parts.items():
+        rows.append((f"seconds in {name}", f"{value:.3f} ({value / seconds if seconds else 0:.0%})"))
     rows.append(("tokens a second", f"{total.new_tokens / seconds:.1f}" if seconds else "-"))
     for row in rows:
         table.add_row(*row)

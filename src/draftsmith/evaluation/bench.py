@@ -14,7 +14,7 @@ from typing import Any
 
 from draftsmith.engine import Engine
 from draftsmith.evaluation.intervals import mean_interval, ratio_interval
-from draftsmith.evaluation.losslessness import first_divergence
+from draftsmith.evaluation.losslessness import first_divergence, is_targets_own
 from draftsmith.evaluation.measure import Measurement, measure
 from draftsmith.evaluation.prompts import Prompt, cut
 from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
@@ -124,9 +124,19 @@ def run_grid(
                         runs[setting].append(run)
                     if on_progress is not None:
                         on_progress(f"prompt {length}, batch {batch}, round {index + 1} of {rounds}", 1)
+            _check_baseline(engine, runs[BASELINE])
             shape = {"batch": batch, "prompt_tokens": length, "new_tokens": grid.new_tokens}
             cells += [cell_of(setting, runs, shape, plans, grid.seed) for setting in settings]
     return cells
+
+
+def prepare_grid(engine: Engine, default: Plan, grid: Grid) -> float:
+    """Compile every shape the grid meets, also those of batches that are part done; return the seconds it took."""
+    sizes, most = [1], max(grid.batches)
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
+    plans = [plan_for(default, k, grid.branching) for k in sorted({BASELINE, *grid.candidates})]
+    return sum(engine.prepare(size, plan) for plan in plans for size in sizes)
 
 
 def run_engine(engine: Engine, prompts: Sequence[Sequence[int]], plan: Plan, new_tokens: int) -> Run:
@@ -197,6 +207,14 @@ def decoding_figures(measured: Sequence[Measurement], new_tokens: int) -> dict[s
         "prefill_ms": 1000 * statistics.prefill_s / len(measured),
         "decode_ms_per_token": 1000 * statistics.decode_s / len(measured) / (new_tokens - 1),
     }
+
+
+def _check_baseline(engine: Engine, runs: Sequence[Run]) -> None:
+    """A ratio to a baseline that decodes nonsense would mean nothing."""
+    texts = [c for run in runs if run.measurement is not None for c in run.measurement.completions]
+    wrong = sum(not is_targets_own(engine.target, text) for text in texts)
+    if wrong:
+        raise RuntimeError(f"{wrong} of {len(texts)} baseline texts are not what one plain forward of the target says")
 
 
 def _check_counts(tokens: list[list[int]], new_tokens: int, who: str) -> None:

@@ -1,4 +1,4 @@
-"""Confidence intervals by the bootstrap, seeded, so that a report can be printed again to the digit. Shapes: T trials."""
+"""Confidence intervals by the bootstrap, seeded, so that a report can be printed again. Shapes: T trials."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

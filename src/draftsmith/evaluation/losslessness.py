@@ -6,7 +6,6 @@ tokens lead, in this order or the other, both in the target's own precision and 
 gap is at most one rounding step there, 0.125 nats at most. Shapes: T tokens, V vocabulary.
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -108,7 +107,7 @@ def compare(expected: Sequence[Completion], got: Sequence[Completion], target: T
 
 def explain(target: Target, expected: Sequence[Completion], divergences: Sequence[Divergence]) -> list[Explained]:
     """Score each divergence in the target's precision and in an fp32 copy of it (memory for both is needed)."""
-    wide = target if target.dtype in (torch.float32, torch.float64) else widened(target)
+    wide = target if target.dtype in (torch.float32, torch.float64) else target.widened()
     results = []
     for item in divergences:
         completion = expected[item.index]
@@ -130,6 +129,23 @@ def judge(item: Divergence, logits_V: Tensor, wide_V: Tensor, dtype: torch.dtype
     return Explained(item, tie, gap, gap_wide, step)
 
 
+def is_targets_own(target: Target, completion: Completion) -> bool:
+    """Check a greedy text against one plain forward over all of it, without cache, tree or drafter.
+
+    Every token has to be the most probable one there, to within the noise of the precision. This guards against the
+    fault that a comparison of two texts cannot see: both being wrong alike.
+    """
+    tokens = completion.prompt_tokens + completion.tokens
+    tokens_1T = torch.tensor([tokens[:-1]], device=target.device)
+    _, logits_1TV = target.encode(tokens_1T, logits=True)
+    assert logits_1TV is not None
+    logits_TV = logits_1TV[0, len(completion.prompt_tokens) - 1 :].double()
+    best_T = logits_TV.max(dim=1).values
+    taken_T = logits_TV.gather(1, torch.tensor(completion.tokens, device=target.device).unsqueeze(1)).squeeze(1)
+    slack = max(4 * rounding_step(float(best_T.abs().max()), target.dtype), 1e-3)
+    return bool(((best_T - taken_T) <= slack).all())
+
+
 def rounding_step(value: float, dtype: torch.dtype) -> float:
     """Return the distance between neighbouring numbers of a dtype around a value."""
     exponent = math.floor(math.log2(abs(value))) if value else 0
@@ -143,8 +159,3 @@ def last_logits(target: Target, tokens: Sequence[int]) -> Tensor:
     assert logits_1TV is not None
     last_V = logits_1TV[0, -1]
     return last_V.double() if last_V.dtype == torch.float64 else last_V.float()
-
-
-def widened(target: Target) -> Target:
-    """Return an fp32 copy of a target."""
-    return Target(copy.deepcopy(target.model).float(), target.tokenizer, target.name)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -13,7 +14,7 @@ from draftsmith.target import Target
 
 def transformers_peer(name_or_path: str | Path, target: Target, trust_remote_code: bool = False) -> Peer:
     """Load the target's weights once more for transformers' own greedy `generate`, in the same dtype and place."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         str(name_or_path), dtype=target.dtype, trust_remote_code=trust_remote_code, use_safetensors=True
     )
     model = model.to(target.device).eval()

@@ -6,6 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from draftsmith.evaluation.intervals import Interval
 
@@ -64,9 +65,8 @@ def latency_by_candidates(cells: Sequence[Mapping[str, Any]], prompt_tokens: int
         colour = SERIES[i % len(SERIES)]
         axes.errorbar(at, values, yerr=[low, high], marker="o", capsize=3, color=colour, label=f"batch {batch}")
     axes.set_xticks(range(len(counts)), [str(count) for count in counts])
-    axes.set_xlabel("candidates verified in a step (0: no speculation)")
+    axes.set_xlabel(f"candidates verified in a step (0: no speculation); prompts of {prompt_tokens} tokens")
     axes.set_ylabel("ms a token")
-    axes.set_title(f"prompts of {prompt_tokens} tokens", fontsize=10, color=INK)
     axes.set_ylim(bottom=0)
     _finish(axes, legend=True)
     return figure
@@ -100,4 +100,45 @@ def _finish(axes: Axes, legend: bool) -> None:
     axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     if legend:
-        axes.legend(frameon=False, fontsize=9)
+        axes.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
+
+
+def training_curve(curve: Sequence[tuple[float, float]]) -> Figure:
+    """A line: mean loss a stage over the seconds of a run, smoothed, over the raw points."""
+    figure, axes = _canvas(5.6, 3.4)
+    seconds, losses = [point[0] for point in curve], [point[1] for point in curve]
+    smooth: list[float] = []
+    for loss in losses:
+        smooth.append(loss if not smooth else 0.9 * smooth[-1] + 0.1 * loss)
+    axes.plot(seconds, losses, color=GRID, linewidth=1)
+    axes.plot(seconds, smooth, color=BLUE, linewidth=1.8)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("loss, nats a stage")
+    _finish(axes, legend=False)
+    return figure
+
+
+def coloured_text(pieces: Sequence[tuple[str, bool]], columns: int = 92) -> Figure:
+    """A monospaced text whose marked pieces stand on green; long lines are folded."""
+    lines: list[list[tuple[str, bool]]] = [[]]
+    for character, marked in ((c, marked) for piece, marked in pieces for c in piece):
+        if character == "\n" or len(lines[-1]) >= columns:
+            lines.append([])
+        if character != "\n":
+            lines[-1].append((character if character.isprintable() else " ", marked))
+    size, height = 9.0, 0.19
+    width = size * 0.602 / 72
+    total = height * (len(lines) + 1)
+    figure = Figure(figsize=(width * (columns + 4), total), dpi=144)
+    FigureCanvasAgg(figure)
+    across, down = width / (width * (columns + 4)), height / total
+    for row, line in enumerate(lines):
+        y = 1 - (row + 1) * down
+        for column, (character, marked) in enumerate(line):
+            style: dict[str, Any] = {"color": INK, "fontsize": size, "family": "DejaVu Sans Mono"}
+            x = (column + 2) * across
+            if marked:
+                style["color"] = "#14633a"
+                figure.add_artist(Rectangle((x, y - 0.3 * down), across, down, color="#d5f0df", linewidth=0))
+            figure.text(x, y, character.replace("$", r"\$"), **style)
+    return figure

@@ -3,9 +3,8 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def ensure_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise DraftsmithError(f"the folder {folder} cannot be written to ({error.strerror}); choose another.") from error
+        raise DraftsmithError(f"the folder {folder} cannot be written to ({error.strerror}); use another.") from error
 
 
 @contextmanager
@@ -47,14 +46,17 @@ def _replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def _unwritten(path: Path, error: OSError) -> DraftsmithError:
+    return DraftsmithError(f"{path} could not be written ({error.strerror}); free some space, or choose another place.")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; DraftsmithError when it cannot be."""
     try:
         with _replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise DraftsmithError(f"{path} could not be written ({error.strerror}); free some space or choose another place.") \
-            from error
+        raise _unwritten(path, error) from error
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
@@ -68,8 +70,7 @@ def write_figure(path: Path, figure: Figure) -> None:
         with _replacing(path) as temporary:
             figure.savefig(temporary, format="png")
     except OSError as error:
-        raise DraftsmithError(f"{path} could not be written ({error.strerror}); free some space or choose another place.") \
-            from error
+        raise _unwritten(path, error) from error
 
 
 def write_report(folder: Path, markdown: str, data: Mapping[str, Any], figures: Mapping[str, Figure]) -> Path:
