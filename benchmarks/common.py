@@ -1,0 +1,322 @@
+"""What the benchmarks share: models, drafters, plans, interleaved rounds, intervals, output.
+
+Run every script from the repository root, with the package installed (or `PYTHONPATH=src`). Shapes: D depth.
+"""
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from draftsmith import assets
+from draftsmith.drafters.mlp import MLPSpeculator
+from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.registry import load_drafter
+from draftsmith.engine import Engine
+from draftsmith.evaluation.bench import Peer, Run, run_engine, run_peer
+from draftsmith.evaluation.intervals import RESAMPLES, Interval
+from draftsmith.evaluation.losslessness import Comparison, compare, judge, last_logits
+from draftsmith.evaluation.prompts import cut, embedded_prompts
+from draftsmith.evaluation.provenance import provenance
+from draftsmith.evaluation.report import ensure_writable, markdown_table, write_json
+from draftsmith.target import Target
+from draftsmith.types import Completion, DraftsmithError, Plan, Statistics
+
+RESULTS = Path(__file__).parent / "results"
+PLAIN = "plain"
+TRANSFORMERS = "transformers"
+
+Setting = Callable[[list[int]], Run]
+"""Decodes one prompt, timed."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a Llama with random weights, for speed alone."""
+
+    name: str
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    vocabulary: int
+    context: int = 2048
+
+    def config(self) -> LlamaConfig:
+        """Return the config, embedding and head untied."""
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.mlp,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=self.context,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+    def build(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> LlamaForCausalLM:
+        """Make the model in place, with N(0, 0.02) weights from the seed."""
+        before = torch.get_default_dtype()
+        torch.manual_seed(seed)
+        try:
+            torch.set_default_dtype(dtype)
+            with torch.device(device):
+                return LlamaForCausalLM(self.config()).eval()
+        finally:
+            torch.set_default_dtype(before)
+
+
+GEOMETRIES = {
+    "134m": Geometry("llama-134m-random", 12, 768, 2048, 12, 32_000),
+    "7b": Geometry("llama-2-7b-random", 32, 4096, 11_008, 32, 32_000, 4096),
+    "tiny": Geometry("llama-tiny-random", 2, 64, 128, 4, 512),
+}
+
+
+def arguments(docstring: str | None, name: str, dtype: str = "bf16") -> argparse.ArgumentParser:
+    """Return a parser with the options that every script has; results go to results/`name`.json."""
+    parser = argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--target", help="folder or hub name; the embedded demo target by default")
+    parser.add_argument("--drafter", help="folder or hub name; the embedded demo drafter by default")
+    parser.add_argument("--dtype", default=dtype, help="bf16, fp32, …")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch; its own choice by default")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts, order of runs and bootstrap")
+    parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json", help="where the results go")
+    return parser
+
+
+def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse, check that the result can be written, and set the number of threads."""
+    transformers_logging.disable_progress_bar()
+    args = parser.parse_args()
+    ensure_writable(args.json)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    return args
+
+
+def main(run: Callable[[], None]) -> None:
+    """Run a script; a user's mistake ends it with one sentence."""
+    try:
+        run()
+    except DraftsmithError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def finish(args: argparse.Namespace, results: Mapping[str, Any], **more: Any) -> None:
+    """Write provenance and results, and say where."""
+    options = {
+        key: value
+        for key, value in vars(args).items()
+        if key not in ("target", "drafter", "drafters", "json") and isinstance(value, (int, float, str, list, bool))
+    }
+    path: Path = args.json
+    write_json(path, {"provenance": provenance(options=options, **more), **results})
+    print(f"\nwritten: {shown(path)}")
+
+
+def shown(path: Path) -> str:
+    """Return a path without the folders above the repository."""
+    root = Path(__file__).resolve().parents[1]
+    full = path.resolve()
+    return str(full.relative_to(root)) if full.is_relative_to(root) else path.name
+
+
+def say(text: str) -> None:
+    """Report progress on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Print a titled Markdown table."""
+    print(f"\n{title}\n\n{markdown_table(header, rows)}", flush=True)
+
+
+def span(value: Interval, digits: int = 2) -> str:
+    """Write an estimate with its interval."""
+    return f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
+
+
+def as_json(value: Interval) -> dict[str, Any]:
+    """Write an estimate with its interval for JSON."""
+    return {"value": value.value, "ci95": value.ends}
+
+
+def split_levels(text: str) -> list[str]:
+    """Turn "off,trace" into a list."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+# Models
+
+
+@contextmanager
+def model_folder(geometry: str, target: str | None, dtype: torch.dtype) -> Iterator[str]:
+    """Give the folder or name of the target: the real one for "demo", or random weights saved for the moment."""
+    if geometry == "demo":
+        yield target or str(assets.demo_target())
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        chosen = GEOMETRIES[geometry]
+        folder = Path(scratch) / chosen.name
+        chosen.build(dtype).save_pretrained(folder)
+        yield str(folder)
+
+
+def open_drafter(path: str | None, target: Target) -> Any:
+    """Load the drafter at the path, "random" for one with random weights, None for the embedded one."""
+    return random_speculator(target) if path == "random" else load_drafter(path or assets.demo_drafter(), target)
+
+
+def random_speculator(
+    target: Target, stages: int = 5, tie_weights: bool = True, draft_vocab: int = 0, seed: int = 0
+) -> MLPSpeculator:
+    """Make an untrained speculator as wide as the target, in its dtype and place."""
+    torch.manual_seed(seed)
+    config = MLPSpeculatorConfig(
+        emb_dim=target.hidden_size,
+        vocab_size=target.vocab_size,
+        n_predict=stages,
+        tie_weights=tie_weights,
+        scale_input=True,
+        draft_vocab_size=draft_vocab,
+    )
+    tokens = torch.randperm(target.vocab_size)[:draft_vocab] if draft_vocab else None
+    return MLPSpeculator(config, tokens).to(device=target.device, dtype=target.dtype).eval()
+
+
+def make_plan(text: str) -> Plan:
+    """Read "3,2,1/4": branching, and behind the slash the number of paths kept; "plain" drafts nothing."""
+    if text == PLAIN:
+        return Plan()
+    branching, _, paths = text.partition("/")
+    try:
+        return Plan(tuple(int(word) for word in branching.split(",")), paths=int(paths) if paths else None)
+    except ValueError:
+        raise DraftsmithError(f"the plan {text!r} cannot be read; write it like 1,1,1 or 3,2,1/4.") from None
+
+
+def plans_within(texts: Sequence[str], drafter: Any) -> dict[str, Plan]:
+    """Return the plans that the drafter is deep enough for, by their text."""
+    plans = {text: make_plan(text) for text in texts}
+    kept = {text: plan for text, plan in plans.items() if plan.depth <= drafter.max_depth}
+    for text in plans.keys() - kept.keys():
+        say(f"plan {text} left out: the drafter reaches {drafter.max_depth} tokens ahead")
+    return kept
+
+
+def make_prompts(target: Target, task: str | None, tokens: int, count: int, seed: int = 0) -> list[list[int]]:
+    """Return held-out prompts of exactly so many tokens; random ids for a target without tokenizer."""
+    if target.tokenizer is None:
+        rng = random.Random(seed)
+        return [[rng.randrange(target.vocab_size) for _ in range(tokens)] for _ in range(count)]
+    prompts = embedded_prompts(task)
+    random.Random(seed).shuffle(prompts)
+    return cut(target, prompts, tokens, count)
+
+
+# Rounds
+
+
+def with_engine(engine: Engine, plan: Plan, new_tokens: int) -> Setting:
+    """Decode through the engine."""
+    return lambda prompt: run_engine(engine, [prompt], plan, new_tokens)
+
+
+def with_peer(peer: Peer, new_tokens: int) -> Setting:
+    """Decode through transformers."""
+    return lambda prompt: run_peer(peer, [prompt], new_tokens)
+
+
+def interleave(
+    settings: Mapping[str, Setting], prompts: Sequence[list[int]], warmups: int, seed: int, label: str = ""
+) -> dict[str, list[Run]]:
+    """Run every setting once a round, in random order, on the same prompt; the first `warmups` rounds are thrown away.
+
+    Each run checks by itself that it generated exactly as many tokens as asked for. Warm-up prompts are repeated later.
+    """
+    rng = random.Random(seed)
+    runs: dict[str, list[Run]] = {name: [] for name in settings}
+    begun = time.perf_counter()
+    for index, prompt in enumerate([*prompts[:warmups], *prompts]):
+        for name in rng.sample(list(settings), len(settings)):
+            run = settings[name](prompt)
+            if index >= warmups:
+                runs[name].append(run)
+        if index + 1 == warmups or (index + 1) % 16 == 0:
+            say(f"{label} round {index + 1} of {len(prompts) + warmups}, {time.perf_counter() - begun:.0f} s")
+    return runs
+
+
+def walls(runs: Sequence[Run]) -> np.ndarray:
+    """Seconds of every run."""
+    return np.array([run.wall_s for run in runs])
+
+
+def tokens_of(runs: Sequence[Run]) -> int:
+    """Generated tokens, counted in the outputs."""
+    return sum(len(row) for run in runs for row in run.tokens)
+
+
+def statistics_of(runs: Sequence[Run]) -> list[Statistics]:
+    """Return the engine's own account of every run."""
+    return [run.measurement.statistics for run in runs if run.measurement is not None]
+
+
+def same_texts(runs: Sequence[Run], others: Sequence[Run], target: Target, wide: Target) -> dict[str, Any]:
+    """Compare the texts of two settings; a divergence counts as a tie only if target and fp32 target both say so."""
+    expected = completions(others)
+    found = compare(expected, completions(runs))
+    explained = []
+    for item in found.divergences:
+        prefix = expected[item.index].prompt_tokens + expected[item.index].tokens[: item.position]
+        explained.append(judge(item, last_logits(target, prefix), last_logits(wide, prefix), target.dtype))
+    return Comparison(found.total, found.divergences, explained).summary()
+
+
+def completions(runs: Sequence[Run]) -> list[Completion]:
+    """Return what the engine completed."""
+    return [c for run in runs if run.measurement is not None for c in run.measurement.completions]
+
+
+# Intervals
+
+
+def bootstrap(
+    count: int, statistic: Callable[[np.ndarray], float], seed: int = 0, resamples: int = RESAMPLES
+) -> Interval:
+    """Return a statistic of rounds with its 95 % percentile interval; it is handed the indices of the rounds taken."""
+    rng = np.random.default_rng(seed)
+    values = [statistic(rng.integers(0, count, count)) for _ in range(resamples)]
+    low, high = np.quantile(values, [0.025, 0.975])
+    return Interval(float(statistic(np.arange(count))), float(low), float(high))
+
+
+def pooled_tau(accepted: np.ndarray, steps: np.ndarray) -> Callable[[np.ndarray], float]:
+    """τ over the rounds taken: 1 + accepted / steps."""
+    return lambda taken: 1 + float(accepted[taken].sum() / steps[taken].sum())
+
+
+@contextmanager
+def cache_folder() -> Iterator[dict[str, str]]:
+    """Give the environment of a child process whose compiler cache starts empty."""
+    with tempfile.TemporaryDirectory() as scratch:
+        yield os.environ | {"TORCHINDUCTOR_CACHE_DIR": scratch}
