@@ -23,7 +23,7 @@ from draftsmith.training.loss import prepare, stage_losses
 from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import DistillationSection, OptimizerSection
 from draftsmith.training.schedule import learning_rate
-from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams
 
 RESOLUTION = 1000
 """The schedule knows steps; the clock is cut into so many."""
@@ -48,7 +48,7 @@ class LiveSettings:
     writing_share: float = 0.4
     prompt_tokens: int = 64
     new_tokens: int = 128
-    write_batch: int = 16
+    write_batch: int = 64
     batch: int = 8
     positions: int = 64
     rate: float = 1e-3
@@ -105,9 +105,10 @@ def write(
     settings: LiveSettings,
     show: Callable[[str, str], None],
 ) -> list[list[int]]:
-    """Let the target continue prompts, greedily as it will be raced, sped up by the speculator; at least one batch."""
+    """Let the target continue prompts, greedily as it will be raced; at least one batch."""
     begun = time.monotonic()
-    engine = Engine(target, drafter, max_batch=settings.write_batch)
+    longest = settings.prompt_tokens + settings.new_tokens
+    engine = Engine(target, drafter, max_batch=settings.write_batch, max_length=longest)
     sequences: list[list[int]] = []
     tokens = 0
 
@@ -128,7 +129,9 @@ def write(
             )
             for i in range(len(chosen))
         ]
-        done = engine.generate(chosen, rules, on_progress=note)
+        # So many rows fill a CPU's arithmetic by themselves; guesses would only be more work.
+        plan = NO_DRAFT if target.device.type == "cpu" else None
+        done = engine.generate(chosen, rules, plan, on_progress=note)
         sequences += [completion.prompt_tokens + completion.tokens for completion in done]
     return sequences
 
