@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
     ("types",),
-    ("assets",),
+    ("assets", "native"),
     ("target", "verify"),
     ("drafters",),
     ("engine",),

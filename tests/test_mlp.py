@@ -327,9 +327,12 @@ def test_start_from_the_target_s_tables():
         torch.testing.assert_close(
             F.cosine_similarity(table.detach(), target.embedding_weight_VF), torch.ones(VOCABULARY, dtype=torch.float64)
         )
-    before = make(inner_dim=12)
-    with pytest.raises(DraftsmithError, match=r"inner_dim is 12, but the target's tables are 32 wide; set inner_dim"):
-        initialise_from_target(before, target, "embeddings")
+    before = make(inner_dim=48)
+    initialise_from_target(before, target, "embeddings+head")
+    own_VD, theirs_VF = before.emb[0].weight.float(), target.embedding_weight_VF.float()
+    torch.testing.assert_close(
+        F.normalize(own_VD) @ F.normalize(own_VD).T, F.normalize(theirs_VF) @ F.normalize(theirs_VF).T
+    )
     with pytest.raises(DraftsmithError, match="init_from_target is 'all'"):
         initialise_from_target(before, target, "all")
 

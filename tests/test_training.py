@@ -276,7 +276,7 @@ def mistakes(folder: Path, data: Path) -> list[tuple[tuple[str, ...], str]]:
         (("stage1.length=4096",), r"stage1\.length is 4096; this target and drafter need 5 to 128 tokens"),
         (("stage2.new_tokens=500",), r"prompt_tokens \+ stage2\.new_tokens is 506"),
         ((f"output.folder={folder}/file/x",), r"cannot write the run's folder .*file/x .*another output\.folder"),
-        (("drafter.init_from_target=embeddings",), r"inner_dim is 16, but the target's tables are 32 wide"),
+        (("drafter.tie_to_target=true",), r"inner_dim is 16, but the target's tables are 32 wide"),
         ((f"data.sources=[{{path: {data}x}}]",), r"text\.jsonlx does not exist; did you mean .*text\.jsonl"),
         (("drafter.init_from=/nowhere/else",), "/nowhere/else does not exist"),
         (("data.sources=[]",), r"data\.sources is empty"),

@@ -6,12 +6,15 @@ padding that makes ragged trees fit one tensor and is never accepted.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 ROOT = -1
 UNUSED = -2
+
+CompileLevel = Literal["off", "trace", "full"]
 
 
 class DraftsmithError(Exception):

@@ -18,12 +18,15 @@ from draftsmith.cli.common import (
     DrafterOption,
     DtypeOption,
     JsonOption,
+    NativeOption,
+    QuantizeOption,
     TargetOption,
     TrustOption,
     check_outputs,
     gather_prompts,
     load_engine,
     numbers,
+    settle_compilation,
 )
 from draftsmith.types import DraftsmithError
 
@@ -57,7 +60,9 @@ def bench(
         str | None,
         typer.Option(help="Also time `transformers` generate at batch 1, in the same rounds.", rich_help_panel=SPEED),
     ] = None,
-    compile: CompileOption = "off",
+    compile: CompileOption = "auto",
+    native: NativeOption = True,
+    quantize: QuantizeOption = "none",
     seed: Annotated[int, typer.Option(help="Of the order of runs.")] = 0,
     plots: Annotated[Path | None, typer.Option(help="Write PNGs into this folder.", rich_help_panel=OUTPUT)] = None,
     json_path: JsonOption = None,
@@ -93,7 +98,8 @@ def bench(
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
-        compile=compile,
+        native=native,
+        quantize=quantize,
         max_batch=max(grid.batches),
         max_length=max(grid.prompt_tokens) + new_tokens,
         draft=drafting,
@@ -106,10 +112,10 @@ def bench(
     for count in grid.candidates:
         plan_for(engine.plan, count, grid.branching)
     other = load_peer(target, engine, trust_remote_code) if peer is not None else None
-    if compile != "off":
-        with console.status("Compiling every shape of the grid …"):
-            seconds = prepare_grid(engine, engine.plan, grid)
-        console.print(f"Compiled in {seconds:.1f} s.")
+    tokens = grid.runs * new_tokens * sum(grid.batches) // len(grid.batches)
+    engine = settle_compilation(
+        console, engine, compile, tokens, lambda compiled: prepare_grid(compiled, compiled.plan, grid)
+    )
     cells = run_with_progress(engine, grid, lambda report: run_grid(engine, engine.plan, prompts, grid, other, report))
     show(console, cells)
     where = provenance(
@@ -117,7 +123,7 @@ def bench(
         drafter=Path(drafter).name if drafter else assets.DRAFTER_NAME if drafting else None,
         dtype=str(engine.target.dtype).removeprefix("torch."),
         device=str(engine.target.device),
-        compiled=compile,
+        compiled=engine.compiled,
         task=task,
         data=data.name if data is not None else "embedded held-out prompts",
     )

@@ -1,5 +1,6 @@
 """What the commands share: options, loading, parsing of lists, checks before the work begins."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,11 +11,17 @@ from draftsmith import assets
 from draftsmith.types import DraftsmithError, Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from draftsmith.engine import Engine
     from draftsmith.evaluation.prompts import Prompt
     from draftsmith.target import Target
 
 MODELS, SPEED, OUTPUT = "Models", "Speed", "Output"
+# What full compilation takes at first, and the share of a step it saves: benchmarks/README.md has both measured.
+FULL_COSTS_S, FULL_SAVES = 120.0, 0.5
+# Below this nobody waits for a compiler, and not even for the measurement that would tell.
+FEWEST_TOKENS = 1000
 
 TargetOption = Annotated[
     str | None,
@@ -32,12 +39,24 @@ TrustOption = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run code that comes with the model. Off.", rich_help_panel=MODELS),
 ]
-Level = Literal["off", "trace", "full"]
+CompileChoice = Literal["auto", "off", "trace", "full"]
 CompileOption = Annotated[
-    Level,
+    CompileChoice,
     typer.Option(
-        help="How much of the step to compile: trace takes seconds, full a minute or so a shape, kept on disk.",
+        help="How much of the step PyTorch compiles: trace takes seconds, full a minute or so a shape, kept on disk; "
+        "auto takes full when the job is long enough to win that back. Native code needs none of it.",
         rich_help_panel=SPEED,
+    ),
+]
+NativeOption = Annotated[
+    bool,
+    typer.Option("--native/--no-native", help="Use the native kernels (bf16 on a CPU).", rich_help_panel=SPEED),
+]
+QuantizeOption = Annotated[
+    Literal["none", "int8"],
+    typer.Option(
+        help="int8 quantises the target's linear layers on a CPU; text is then that of the quantised model.",
+        rich_help_panel=MODELS,
     ),
 ]
 JsonOption = Annotated[
@@ -75,8 +94,16 @@ def parse_plan(shape: str | None, candidates: int | None, default: Plan) -> Plan
     return Plan(branching=branching) if branching is not None else None
 
 
-def load_target(target: str | None, dtype: str, device: str, trust_remote_code: bool, console: Console) -> "Target":
-    """Load a target, the embedded one by default."""
+def load_target(
+    target: str | None,
+    dtype: str,
+    device: str,
+    trust_remote_code: bool,
+    console: Console,
+    native: bool = True,
+    quantize: Literal["none", "int8"] = "none",
+) -> "Target":
+    """Load a target, the embedded one by default, and say what reads it."""
     from transformers.utils import logging
 
     from draftsmith.target import Target
@@ -84,8 +111,18 @@ def load_target(target: str | None, dtype: str, device: str, trust_remote_code: 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     path = target if target is not None else str(assets.demo_target())
+    begun = time.perf_counter()
     with console.status(f"Loading the target {Path(path).name} …"):
-        return Target.from_pretrained(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        loaded = Target.from_pretrained(
+            path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, native=native, quantize=quantize
+        )
+    console.print(
+        f"[dim]{loaded.name}: {loaded.implementation}, loaded in {time.perf_counter() - begun:.1f} s"
+        f"{f' ({loaded.packing_s:.2f} s of it packing)' if loaded.native else ''}.[/dim]"
+    )
+    if native and loaded.why_not_native:
+        console.print(f"[dim]{loaded.why_not_native}.[/dim]")
+    return loaded
 
 
 def load_engine(
@@ -96,22 +133,49 @@ def load_engine(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
-    compile: Level = "off",
+    native: bool = True,
+    quantize: Literal["none", "int8"] = "none",
     max_batch: int = 8,
     max_length: int | None = None,
     draft: bool = True,
 ) -> "Engine":
-    """Load target and drafter: both embedded by default, none where another target came without its own."""
+    """Load target and drafter, nothing compiled yet: both embedded by default, no drafter for another target."""
     from draftsmith.drafters.registry import load_drafter
     from draftsmith.engine import Engine
 
     if drafter is None and target is None and draft:
         drafter = str(assets.demo_drafter())
-    loaded = load_target(target, dtype, device, trust_remote_code, console)
+    loaded = load_target(target, dtype, device, trust_remote_code, console, native, quantize)
     if drafter is None and draft:
         console.print(f"[dim]No drafter for {loaded.name}: decoding without one; give one with --drafter.[/dim]")
     guesser = load_drafter(drafter, loaded) if drafter is not None and draft else None
-    return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length, compile=compile)
+    return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length)
+
+
+def settle_compilation(
+    console: Console, engine: "Engine", choice: CompileChoice, tokens: int, prepare: "Callable[[Engine], float]"
+) -> "Engine":
+    """Return the engine to use for a job of so many tokens, compiled if asked for or if it pays; say cost and gain.
+
+    Args:
+        prepare: compiles every shape of the job and returns the seconds it took.
+    """
+    if engine.is_native or choice == "off" or (choice == "auto" and tokens < FEWEST_TOKENS):
+        return engine
+    before = engine.pace()
+    if choice == "auto":
+        choice = "full" if tokens * before * FULL_SAVES > FULL_COSTS_S else "off"
+    if choice == "off":
+        return engine
+    compiled = engine.at_level(choice)
+    with console.status(f"Compiling the step ({choice}) …"):
+        seconds = prepare(compiled)
+    after = compiled.pace()
+    console.print(
+        f"[dim]Compiled ({choice}) in {seconds:.1f} s: a plain step takes {after * 1e3:.2f} ms instead of "
+        f"{before * 1e3:.2f} ({before / after:.2f}×).[/dim]"
+    )
+    return compiled
 
 
 def gather_prompts(data: Path | None, task: str | None) -> "list[Prompt]":

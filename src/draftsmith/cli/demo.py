@@ -14,12 +14,14 @@ from draftsmith.cli.common import (
     DeviceOption,
     DtypeOption,
     JsonOption,
+    NativeOption,
     TargetOption,
     check_outputs,
     gather_prompts,
     load_target,
+    settle_compilation,
 )
-from draftsmith.types import DraftsmithError
+from draftsmith.types import NO_DRAFT, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.drafters.mlp import MLPSpeculator
@@ -42,7 +44,8 @@ def demo(
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    compile: CompileOption = "off",
+    compile: CompileOption = "auto",
+    native: NativeOption = True,
     seed: Annotated[int, typer.Option(help="Of the training and of the order of runs.")] = 0,
     json_path: JsonOption = None,
 ) -> None:
@@ -58,7 +61,7 @@ def demo(
     console = Console()
     first_stage = Path(init_from) if init_from is not None else assets.demo_first_stage()
     texts = gather_prompts(None, None)
-    loaded = load_target(target, dtype, device, False, console)
+    loaded = load_target(target, dtype, device, False, console, native)
     if prompt_tokens + max(new_tokens, 2) > loaded.max_length:
         raise DraftsmithError(
             f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the context of {loaded.max_length}; "
@@ -96,13 +99,11 @@ def demo(
     # What is raced is what was saved, read back as any user would read it.
     live.speculator.save_pretrained(out / "drafter", loaded.facts(), {"trained_by": "draftsmith demo"})
     drafter = load_drafter(out / "drafter", loaded)
-    engine = Engine(loaded, drafter, max_batch=1, max_length=prompt_tokens + new_tokens, compile=compile)
-    if compile != "off":
-        from draftsmith.types import NO_DRAFT
-
-        with console.status("Compiling the step …"):
-            seconds = engine.prepare(1, NO_DRAFT) + engine.prepare(1)
-        console.print(f"Compiled in {seconds:.1f} s.")
+    engine = Engine(loaded, drafter, max_batch=1, max_length=prompt_tokens + new_tokens)
+    tokens = 2 * len(TASKS) * prompts * new_tokens
+    engine = settle_compilation(
+        console, engine, compile, tokens, lambda compiled: compiled.prepare(1, NO_DRAFT) + compiled.prepare(1)
+    )
     races = {}
     with console.status("Racing plain decoding against drafted decoding …"):
         for task in TASKS:
@@ -114,7 +115,7 @@ def demo(
             drafter=first_stage.name,
             dtype=str(loaded.dtype).removeprefix("torch."),
             device=str(loaded.device),
-            compiled=compile,
+            compiled=engine.compiled,
             prompts="embedded held-out prompts",
         ),
         before,

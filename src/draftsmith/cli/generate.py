@@ -17,11 +17,14 @@ from draftsmith.cli.common import (
     DrafterOption,
     DtypeOption,
     JsonOption,
+    NativeOption,
+    QuantizeOption,
     TargetOption,
     TrustOption,
     check_outputs,
     load_engine,
     parse_plan,
+    settle_compilation,
 )
 from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, SamplingParams, Statistics
 
@@ -76,7 +79,9 @@ def generate(
         int | None, typer.Option(help="Verify only the best K paths of the tree.", rich_help_panel=SPEED)
     ] = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=SPEED)] = False,
-    compile: CompileOption = "off",
+    compile: CompileOption = "auto",
+    native: NativeOption = True,
+    quantize: QuantizeOption = "none",
     stats: Annotated[
         bool, typer.Option("--stats", help="Show what drafting cost and brought.", rich_help_panel=OUTPUT)
     ] = False,
@@ -113,15 +118,15 @@ def generate(
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
-        compile=compile,
+        native=native,
+        quantize=quantize,
         max_batch=max(1, min(n, 8)),
         draft=not no_draft,
     )
     shape = NO_DRAFT if no_draft else parse_plan(plan, candidates, engine.plan)
-    if compile != "off":
-        with notes.status("Compiling the step …"):
-            seconds = engine.prepare(min(n, 8), shape)
-        notes.print(f"[dim]Compiled in {seconds:.1f} s.[/dim]")
+    engine = settle_compilation(
+        notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
+    )
     completions = write_out(engine, text, params, shape)
     if stats:
         show_statistics(notes, completions)
@@ -133,7 +138,7 @@ def generate(
         where = provenance(
             target=engine.target.name,
             dtype=str(engine.target.dtype).removeprefix("torch."),
-            compiled=compile,
+            compiled=engine.compiled,
             plan=asdict(used),
         )
         write_json(json_path, {"provenance": where, "prompt": text, "completions": [as_json(c) for c in completions]})

@@ -30,6 +30,11 @@ class Drafter(ABC):
     def default_plan(self) -> Plan:
         """Return the plan to use when nobody chose one."""
 
+    @property
+    def is_native(self) -> bool:
+        """Whether `propose` is native code, in which a compiler finds nothing to do."""
+        return False
+
     def reset_rows(self, rows: list[int]) -> None:
         """Forget the state of rows whose requests ended; drafters without state do nothing."""
         return

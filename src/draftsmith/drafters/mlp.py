@@ -10,7 +10,7 @@ first stage, D after it), V vocabulary, W drafted vocabulary (V, or the most fre
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from draftsmith.drafters import storage
 from draftsmith.drafters.base import TrainableDrafter, best
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPSpeculatorConfig, check_target
+from draftsmith.native.layers import pack_linears
 from draftsmith.types import Context, Draft, DraftsmithError, Plan, TargetFacts
 
 if TYPE_CHECKING:
@@ -94,10 +95,22 @@ class MLPSpeculator(TrainableDrafter):
         first = nn.Linear(config.emb_dim, width, bias=False)
         rest = stages(lambda: nn.Linear(width, width, bias=False), config.tie_weights)[1:]
         self.proj = nn.ModuleList([first, *rest])
+        self._native: Any = None
         self._set_draft_tokens(draft_tokens)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=width**-0.5)
+
+    def restricted(self, draft_tokens: Tensor) -> "MLPSpeculator":
+        """Return a copy that scores only these tokens (W), with the rows of the heads that stand for them."""
+        config = replace(self.config, draft_vocab_size=len(draft_tokens))
+        copy = MLPSpeculator(config, draft_tokens.to(self.device)).to(self._weight(self.ln, 0))
+        tensors = {
+            name: tensor[draft_tokens] if name.startswith("head.") else tensor
+            for name, tensor in self.state_dict().items()
+        }
+        copy.load_state_dict(tensors | {"d2t": copy.d2t})
+        return copy
 
     def _set_draft_tokens(self, draft_tokens: Tensor | None) -> None:
         size = self.config.draft_vocab_size
@@ -113,7 +126,7 @@ class MLPSpeculator(TrainableDrafter):
 
     def start(self, features: Tensor) -> Tensor:
         """Turn tapped states (…, F) into what the first stage reads, of the same shape."""
-        features = features.to(self.proj[0].weight.dtype)  # type: ignore[arg-type]
+        features = features.to(self._weight(self.ln, 0).dtype)
         return (rms_normalise(features) / math.sqrt(2)).to(features.dtype) if self.config.scale_input else features
 
     def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
@@ -168,7 +181,35 @@ class MLPSpeculator(TrainableDrafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a tree of at most n_predict levels."""
-        return grow(self, context, plan)
+        if self._native is None or plan.sampled or plan.nodes is not None or not 0 < plan.depth <= self.max_depth:
+            return grow(self, context, plan)
+        tokens_BN, parents_BN = self._native.propose(
+            context.tokens_BT, context.features_BTF, context.counts_B, plan.branching, plan.paths or 0,
+            plan.beam or 0, plan.max_nodes,
+        )
+        return Draft(tokens_BN, parents_BN, plan.depth, branching=plan.branching)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether one native operator makes the guesses, so that there is nothing to compile."""
+        return self._native is not None
+
+    def go_native(self) -> None:
+        """Pack the weights for the native kernels, in place; for decoding only (bf16, CPU)."""
+        if self.config.tie_to_target:
+            head = nn.Linear(self.config.width, self.config.scored, bias=False, device="meta")
+            head.weight = nn.Parameter(self._weight(self.head, 0), requires_grad=False)
+            self.head = nn.ModuleList([head] * self.config.n_predict)
+        pack_linears(self)
+        self._native = torch.classes.draftsmith.Speculator(
+            [linear.packed for linear in self.proj],
+            [linear.packed for linear in self.head],
+            [self._weight(self.emb, depth).detach().contiguous() for depth in range(len(self.emb))],
+            [self._weight(self.ln, depth).detach().float() for depth in range(len(self.ln))],
+            [norm.get_parameter("bias").detach().float() for norm in self.ln],
+            torch.empty(0, dtype=torch.long) if self.d2t is None else self.d2t,
+            self.config.emb_dim, self.config.scored, self.ratio, self.config.scale_input,
+        )
 
     def default_plan(self) -> Plan:
         """Return the tree that config.json asks for."""
@@ -184,6 +225,11 @@ class MLPSpeculator(TrainableDrafter):
     def bind(self, target: "Target") -> None:
         """Point a speculator that is tied to its target at the target's embedding and head; others stay as they are."""
         if self.config.tie_to_target:
+            if self.config.width != target.hidden_size:
+                raise DraftsmithError(
+                    f"inner_dim is {self.config.width}, but the target's tables are {target.hidden_size} wide; "
+                    f"set inner_dim to {target.hidden_size}, or tie_to_target to false."
+                )
             embedding_VD, head_WD = target_tables(self, target)
             for module in self.emb:
                 module.weight = embedding_VD
@@ -275,13 +321,8 @@ def load_tensors(speculator: MLPSpeculator, tensors: Mapping[str, Tensor], origi
 
 
 def target_tables(speculator: MLPSpeculator, target: "Target") -> tuple[Tensor, Tensor]:
-    """Return the target's embedding (V, D) and the head rows of the drafted tokens (W, D); widths must match."""
+    """Return the target's embedding (V, F) and the head rows of the drafted tokens (W, F)."""
     config = speculator.config
-    if config.width != target.hidden_size:
-        raise DraftsmithError(
-            f"inner_dim is {config.width}, but the target's tables are {target.hidden_size} wide; "
-            f"set inner_dim to {target.hidden_size}, or use none of the target's tables."
-        )
     like = speculator._weight(speculator.proj, 0)
     embedding_VD = target.embedding_weight_VF.detach().to(like)
     head_VD = target.head_weight_VF.detach().to(like)
@@ -296,13 +337,20 @@ def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: st
         what: "none", "embeddings" or "embeddings+head".
 
     The embedding is scaled to the RMS 1/sqrt(D) that the stage weights w_s and w_e are made for; the head is taken as
-    it is.
+    it is. Where D is not the target's width, both are rotated into D dimensions by one random orthogonal map, which
+    keeps what tokens are near to each other.
     """
     if what not in ("none", "embeddings", "embeddings+head"):
         raise DraftsmithError(f"init_from_target is {what!r}; use none, embeddings or embeddings+head.")
     if what == "none" or speculator.config.tie_to_target:
         return
     embedding_VD, head_WD = target_tables(speculator, target)
+    width = speculator.config.width
+    if width != target.hidden_size:
+        turn_FD = torch.empty(target.hidden_size, width)
+        nn.init.orthogonal_(turn_FD)
+        turn_FD = turn_FD.to(embedding_VD.device)
+        embedding_VD, head_WD = embedding_VD.float() @ turn_FD, head_WD.float() @ turn_FD
     scaled_VD = embedding_VD.float() * (speculator.config.width * embedding_VD.float().square().mean()).rsqrt()
     for module in speculator.emb:
         speculator_weight: Tensor = module.weight  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MODEL_TYPE
-from draftsmith.target.packing import can_pack, pack_linears
+from draftsmith.target.packing import can_prepack, prepack_linears
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ HUB_FILES = ["config.json", "manifest.json", "*.safetensors", "*.safetensors.ind
 def load_mlp(folder: Path, target: "Target") -> Drafter:
     """Load an MLP speculator in the target's dtype, on its device, ready to decode but not to be trained."""
     speculator = MLPSpeculator.from_pretrained(folder, target, dtype=target.dtype).eval().requires_grad_(False)
-    if can_pack(target.device, target.dtype):
-        pack_linears(speculator, lambda: target.packed)
+    if target.native:
+        speculator.go_native()
+    elif can_prepack(target.device, target.dtype):
+        prepack_linears(speculator, lambda: target.packed)
     return speculator
 
 

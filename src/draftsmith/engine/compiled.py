@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from draftsmith.types import DraftsmithError
+from draftsmith.types import CompileLevel, DraftsmithError
 
 SPAN_STEP = 64
 # One entry for every (batch bucket, plan) that a run meets; the default of 8 would silently fall back to eager.
@@ -16,9 +16,7 @@ MOST_SHAPES = 256
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
-Level = Literal["off", "trace", "full"]
-LEVELS: tuple[Level, ...] = get_args(Level)
+LEVELS: tuple[CompileLevel, ...] = get_args(CompileLevel)
 
 
 class Compiler:
@@ -33,9 +31,10 @@ class Compiler:
     the graph in the layout its kernels like best: such an engine keeps the weights it was compiled with.
     """
 
-    def __init__(self, level: Level, device: torch.device) -> None:
+    def __init__(self, level: CompileLevel, device: torch.device) -> None:
         if level not in LEVELS:
             raise DraftsmithError(f"compile is {level!r}; use one of {', '.join(LEVELS)}.")
+        self.level: CompileLevel = level
         self.enabled = level != "off"
         self.packs = level != "full"
         self._backend = "eager" if level == "trace" else "inductor"

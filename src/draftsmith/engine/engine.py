@@ -14,12 +14,12 @@ import torch
 from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine.clock import Clock
-from draftsmith.engine.compiled import Compiler, Level
+from draftsmith.engine.compiled import Compiler
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Rows, join, leave
 from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, Plan, SamplingParams, TokenLogprob
+from draftsmith.types import NO_DRAFT, CompileLevel, Completion, DraftsmithError, Plan, SamplingParams, TokenLogprob
 
 DRAFT_ROOM = 256
 PREFILL_TOKENS = 8192
@@ -49,7 +49,8 @@ class Engine:
         max_batch: most rows at a time; further prompts wait.
         max_length: most tokens a row, prompt and output; None takes the target's context, on a GPU at most 4,096 of
             it, because there the cache is memory from the start.
-        compile: "off", "trace" or "full", see `Compiler`; `prepare` pays and tells the cost beforehand.
+        compile: "off", "trace" or "full", see `Compiler`; `prepare` pays and tells the cost beforehand. Where
+            target and drafter are native there is nothing to compile, and every level is "off".
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Engine:
         plan: Plan | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
-        compile: Level = "off",
+        compile: CompileLevel = "off",
     ) -> None:
         if max_batch < 1:
             raise DraftsmithError(f"max_batch is {max_batch}; use at least 1.")
@@ -72,7 +73,8 @@ class Engine:
             raise DraftsmithError(f"max_length is {max_length}; a prompt and its continuation need at least 2.")
         roomy = target.max_length if target.device.type == "cpu" else min(target.max_length, GPU_LENGTH)
         self.max_length = roomy if max_length is None else min(max_length, target.max_length)
-        self._compiler = Compiler(compile, target.device)
+        self.is_native = target.is_native and self.drafter.is_native
+        self._compiler = Compiler("off" if self.is_native and compile != "off" else compile, target.device)
         self._slots = self._compiler.slots(max_batch)
         self._cache = target.new_cache(self._slots, self.max_length + DRAFT_ROOM)
         self._stepper = Stepper(target, self.drafter, self._cache, self._compiler)
@@ -90,7 +92,7 @@ class Engine:
         plan: Plan | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
-        compile: Level = "off",
+        compile: CompileLevel = "off",
     ) -> "Engine":
         """Load target and drafter by hub name or folder.
 
@@ -147,6 +149,25 @@ class Engine:
         params = SamplingParams(max_tokens=3 * (chosen.depth + 1), ignore_eos=True)
         self.generate([[0]] * batch, params, chosen)
         return clock.stop()["all"]
+
+    def pace(self, batch: int = 1, plan: Plan = NO_DRAFT, steps: int = 8) -> float:
+        """Return the seconds a step takes now, by decoding a few from an arbitrary prompt."""
+        params = SamplingParams(max_tokens=max(2, min(1 + steps, self.max_length - 1)), ignore_eos=True)
+        self.generate([[0]] * batch, params, plan)
+        statistics = [completion.statistics for completion in self.generate([[0]] * batch, params, plan)]
+        return sum(one.decode_s for one in statistics) / max(one.steps for one in statistics)
+
+    def at_level(self, compile: CompileLevel) -> "Engine":
+        """Return an engine of the same parts and sizes at another level of compilation."""
+        return Engine(
+            self.target, self.drafter, plan=self.plan, max_batch=self.max_batch, max_length=self.max_length,
+            compile=compile,
+        )
+
+    @property
+    def compiled(self) -> CompileLevel:
+        """The level of compilation in force."""
+        return self._compiler.level
 
     def _admit(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

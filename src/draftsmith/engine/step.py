@@ -64,12 +64,18 @@ class Drafting:
     """A drafter with what comes behind it, as one piece to compile."""
 
     drafter: Drafter
+    native: bool
 
     def lay_out(self, context: Context, plan: Plan) -> Layout:
         """Let the drafter guess, and put its tree behind the root in the form the target reads."""
         draft = self.drafter.propose(context, plan) if plan.depth else empty_draft(context)
-        visible_BMM, depths_BM = tree_tables(draft.parents_BN, draft.depth)
-        tokens_BM = torch.cat([context.root()[0].unsqueeze(1), draft.tokens_BN], dim=1)
+        if self.native:
+            tokens_BM, depths_BM, visible_BMM = torch.ops.draftsmith.lay_out(
+                context.tokens_BT, context.counts_B, draft.tokens_BN, draft.parents_BN
+            )
+        else:
+            visible_BMM, depths_BM = tree_tables(draft.parents_BN, draft.depth)
+            tokens_BM = torch.cat([context.root()[0].unsqueeze(1), draft.tokens_BN], dim=1)
         return Layout(draft, tokens_BM, depths_BM, visible_BMM)
 
 
@@ -79,9 +85,11 @@ class Stepper:
     def __init__(self, target: Target, drafter: Drafter, cache: KVCache, compiler: Compiler) -> None:
         self.target, self.drafter, self.cache = target, drafter, cache
         self._compiler = compiler
-        self._forward = compiler.wrap(target.forward)
-        self._draft = compiler.wrap(Drafting(drafter).lay_out)
-        self._commit_greedy = compiler.wrap(commit_greedy)
+        # Native operators have nothing in them to compile.
+        self._forward = target.forward if target.is_native else compiler.wrap(target.forward)
+        lay_out = Drafting(drafter, target.native).lay_out
+        self._draft = lay_out if target.native and drafter.is_native else compiler.wrap(lay_out)
+        self._commit_greedy = commit_greedy_natively if target.native else compiler.wrap(commit_greedy)
 
     def step(self, rows: Rows, plan: Plan, clock: Clock) -> StepResult:
         """Advance every row by one to `plan.depth` + 1 tokens and leave `rows` ready for the next step."""
@@ -96,7 +104,9 @@ class Stepper:
                 f"the drafter returned {draft.tokens_BN.shape[1]} nodes in {draft.depth} levels for {plan}; "
                 "a draft has to fit its plan."
             )
-        columns_S = self._compiler.span(rows.longest + plan.max_nodes, self.cache.capacity, self.target.device)
+        columns_S = None
+        if not self.target.is_native:
+            columns_S = self._compiler.span(rows.longest + plan.max_nodes, self.cache.capacity, self.target.device)
         clock.start("target")
         logits_BMV, features_BMF = self._forward(
             self.cache,
@@ -251,6 +261,21 @@ def commit_greedy(
     """Accept the path of argmaxes and commit it; see `commit`."""
     acceptance = accept_greedy(logits_BMV.argmax(dim=-1), layout.draft)
     return commit(tensors, acceptance, logits_BMV, features_BMF, layout, context)
+
+
+def commit_greedy_natively(
+    tensors: list[Tensor], logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
+) -> tuple[Context, Tensor, Tensor]:
+    """Do as `commit_greedy`, in one native operator."""
+    draft = layout.draft
+    tokens_BT, features_BTF, counts_B, lengths_B, table_BX, path_BD = torch.ops.draftsmith.commit_greedy(
+        [] if draft.is_chain else tensors, logits_BMV, features_BMF, layout.tokens_BM, draft.parents_BN,
+        context.lengths_B, draft.depth,
+    )
+    following = replace(
+        context, tokens_BT=tokens_BT, features_BTF=features_BTF, counts_B=counts_B, lengths_B=lengths_B
+    )
+    return following, table_BX, path_BD
 
 
 def commit(

@@ -62,9 +62,11 @@ class TreePass:
 
 @dataclass
 class ShapeProbe:
-    """Learns from one forward the key and value shapes of every layer, and what its attention asks for besides."""
+    """Learns from one forward the shapes and the window of every layer, and what its attention asks for besides."""
 
     shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+    softcaps: set[float | None] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
 
 
@@ -110,6 +112,8 @@ def tree_attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if shape_probe is not None:
         shape_probe.shapes[layer] = (key_heads, key.shape[3], value.shape[1], value.shape[3])
+        shape_probe.windows[layer] = sliding_window
+        shape_probe.softcaps.add(softcap)
         shape_probe.unknown |= {name for name, value in others.items() if value is not None} - HARMLESS
     if tree_pass is None:
         if key.shape[2] != nodes:

@@ -6,18 +6,23 @@ Shapes: B rows, M nodes (root first), T tokens, F feature width, V width of the 
 import copy
 import hashlib
 import json
+import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import AttentionInterface
 
+from draftsmith.native import kernels_in_use, why_missing
+from draftsmith.native.decoder import NativeDecoder, has_native_form
+from draftsmith.native.layers import can_pack, pack_model
 from draftsmith.target.attention import ATTENTION_NAME, ShapeProbe, TreePass, tree_attention
 from draftsmith.target.cache import KVCache
-from draftsmith.target.packing import can_pack, pack_linears
+from draftsmith.target.packing import can_prepack, prepack_linears
 from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
@@ -25,6 +30,13 @@ AttentionInterface.register(ATTENTION_NAME, tree_attention)
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
 )
+# How far the logits of the native forward may be from the model's own, relative to their size; bf16 gives 0.01 or so.
+NATIVE_TOLERANCE = 0.05
+
+log = logging.getLogger(__name__)
+
+Quantization = Literal["none", "int8"]
+
 
 class Target:
     """Wraps a causal LM: logits and tapped hidden states at every node of a draft tree, in one forward.
@@ -33,6 +45,9 @@ class Target:
         model: the loaded transformers model; used as it is, in evaluation mode.
         tokenizer: its tokenizer, or None when prompts are token ids.
         name: what to call it in messages and checkpoints.
+        native: use the native kernels where they serve (bf16 on a CPU): linear layers then hold packed weights in the
+            place of their own, and Llama-shaped models are read by one native operator. It is False for PyTorch alone.
+        quantize: "int8" quantises the linear layers; text is then that of the quantised model.
 
     Raises:
         DraftsmithError: for encoder-decoders, recurrent or hybrid state, and attention outside transformers'
@@ -40,7 +55,12 @@ class Target:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "in-memory"
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "in-memory",
+        native: bool = True,
+        quantize: Quantization = "none",
     ) -> None:
         _refuse_unsupported(model.config, name)
         _use_tree_attention(model, name)
@@ -51,18 +71,37 @@ class Target:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = _head(model, name).weight.shape[0]
+        self._head: nn.Module = _head(model, name)
+        self.vocab_size: int = self._head.weight.shape[0]
         self.layers: int = self.config.num_hidden_layers
         self.max_length: int = self.config.max_position_embeddings
         self.eos_token_ids: frozenset[int] = _end_tokens(model, tokenizer)
         self._captured: dict[int, Tensor] = {}
         self._wanted: set[int] = {-1}
         self._install_taps()
-        self.kv_shapes = self._probe_shapes()
+        probe = self._probe()
+        self.kv_shapes = [probe.shapes[layer] for layer in range(self.layers)]
         self.packed = True
-        """Whether linear layers use their packed weights where they have them; generated code wants the plain ones."""
-        if can_pack(self.device, self.dtype):
-            pack_linears(model, lambda: self.packed)
+        """Whether linear layers use what `prepack_linears` gave them; generated code wants the plain weights."""
+        self._decoder: NativeDecoder | None = None
+        self.implementation = "PyTorch"
+        """What reads the model, in words."""
+        self.packing_s = 0.0
+        self.why_not_native = ""
+        """Why a model that the native kernels are made for goes without them; empty when it does not."""
+        self.native = native and can_pack(self.device, self.dtype)
+        """Whether linear layers, of a drafter too, run on the native kernels."""
+        if self.native:
+            self._go_native(probe, quantize)
+        elif quantize != "none":
+            raise DraftsmithError(
+                f"quantize is {quantize!r}, which needs the native kernels and a bf16 model on a CPU; "
+                f"{why_missing() or f'this is {self.dtype} on {self.device}'}."
+            )
+        elif self.device.type == "cpu" and self.dtype == torch.bfloat16:
+            self.why_not_native = why_missing()
+            if can_prepack(self.device, self.dtype):
+                prepack_linears(model, lambda: self.packed)
 
     @classmethod
     def from_pretrained(
@@ -72,6 +111,8 @@ class Target:
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
         trust_remote_code: bool = False,
+        native: bool = True,
+        quantize: Quantization = "none",
     ) -> "Target":
         """Load a target by hub name or folder; weights from safetensors only.
 
@@ -109,17 +150,24 @@ class Target:
                 f"the weights of {name!r} lack or misfit {len(lost)} tensors, {lost[0]} first; fetch the files again."
             )
         tokenizer = _load_tokenizer(name, trust_remote_code)
-        return cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name)
+        return cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name, native, quantize)
 
     @property
     def embedding_weight_VF(self) -> Tensor:
         """The input embedding (V, hidden)."""
-        return self.model.get_input_embeddings().weight
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
 
     @property
     def head_weight_VF(self) -> Tensor:
         """The output projection (V, hidden)."""
-        return _head(self.model, self.name).weight
+        weight: Tensor = self._head.weight  # type: ignore[assignment]
+        return weight
+
+    @property
+    def is_native(self) -> bool:
+        """Whether one native operator reads the whole model, so that there is nothing to compile."""
+        return self._decoder is not None
 
     def facts(self) -> TargetFacts:
         """Return what a drafter trained for this target has to match."""
@@ -134,7 +182,7 @@ class Target:
         # Built anew: a copy of the modules would keep hooks and packed weights that belong to this target.
         model = type(self.model)(copy.deepcopy(self.model.config)).float()
         model.load_state_dict(self.model.state_dict())
-        return Target(model.to(device=self.device), self.tokenizer, self.name)
+        return Target(model.to(device=self.device), self.tokenizer, self.name, native=False)
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """Allocate keys and values for `slots` rows of `capacity` tokens."""
@@ -163,7 +211,7 @@ class Target:
         depths_BM: Tensor,
         visible_BMM: Tensor,
         cached_B: Tensor,
-        columns_S: Tensor,
+        columns_S: Tensor | None,
         taps: tuple[int, ...] = (-1,),
         first_row: int = 0,
         keep_logits: Tensor | None = None,
@@ -176,7 +224,7 @@ class Target:
             visible_BMM: entry (i, j) says whether node i may see node j: itself and its ancestors.
             cached_B: tokens of every row that the cache already holds; the root goes behind them.
             columns_S: 0, 1, 2 … S - 1: the cached entries to look at; S is at least the largest cached_B + M. A
-                tensor, so that compiled code can leave its length open.
+                tensor, so that compiled code can leave its length open; None where `is_native`, which needs none.
             taps: hidden states to return, see `Drafter.taps`.
             first_row: slot of the first row.
             keep_logits: node indices to compute logits at; None computes all.
@@ -184,6 +232,12 @@ class Target:
         Returns:
             logits (B, M or len(keep_logits), V) and features_BMF.
         """
+        if self._decoder is not None:
+            return self._decoder.forward(
+                tokens_BM, depths_BM, visible_BMM, cached_B, cache.keys_RCHD, cache.values_RCHD, first_row, taps,
+                keep_logits,
+            )
+        assert columns_S is not None
         batch, nodes = tokens_BM.shape
         tree_pass = _lay_out(cache, depths_BM, visible_BMM, cached_B, columns_S, first_row, self.max_length)
         self._wanted = set(taps)
@@ -221,7 +275,7 @@ class Target:
         for index, layer in enumerate(stacks[0]):
             layer.register_forward_hook(catch(index))
 
-    def _probe_shapes(self) -> list[tuple[int, int, int, int]]:
+    def _probe(self) -> ShapeProbe:
         probe = ShapeProbe()
         token_BT = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         with torch.no_grad():
@@ -238,7 +292,45 @@ class Target:
                 "the attention interface; recurrent or hybrid layers, and attention of another kind, are not "
                 "supported yet."
             )
-        return [probe.shapes[layer] for layer in range(self.layers)]
+        return probe
+
+    def _go_native(self, probe: ShapeProbe, quantize: Quantization) -> None:
+        """Pack the linear layers in place, and take the native forward if it says what the model says."""
+        begun = time.perf_counter()
+        self._head = pack_model(self.model, self._head, self.model.get_input_embeddings(), quantize == "int8")
+        self.implementation = f"native {kernels_in_use()} layers"
+        if has_native_form(self.model) and probe.softcaps == {None}:
+            decoder = NativeDecoder(
+                self.model, [probe.windows[layer] for layer in range(self.layers)], self.max_length
+            )
+            distance = self._distance(decoder)
+            if distance < NATIVE_TOLERANCE:
+                self._decoder = decoder
+                self.implementation = f"native {kernels_in_use()} forward"
+            else:
+                log.warning(
+                    "%s: the native forward differs from the model's own by %.3f, so it is not used.",
+                    self.name, distance,
+                )
+        self.packing_s = time.perf_counter() - begun
+        log.info("%s: %s, packed in %.2f s", self.name, self.implementation, self.packing_s)
+
+    @torch.no_grad()
+    def _distance(self, decoder: NativeDecoder) -> float:
+        """Compare the logits of both forwards over a few tokens, relative to their size."""
+        count = min(8, self.max_length)
+        tokens_BM = torch.arange(1, count + 1).unsqueeze(0) * (self.vocab_size // (count + 1))
+        _, own_BMV = self.encode(tokens_BM, logits=True)
+        assert own_BMV is not None
+        cache = self.new_cache(1, count)
+        depths_BM = torch.arange(count).unsqueeze(0)
+        visible_BMM = torch.ones((1, count, count), dtype=torch.bool).tril()
+        native_BMV, _ = decoder.forward(
+            tokens_BM, depths_BM, visible_BMM, torch.zeros(1, dtype=torch.long), cache.keys_RCHD, cache.values_RCHD, 0,
+            (), None,
+        )
+        centred_BMV = own_BMV.float() - own_BMV.float().mean(-1, keepdim=True)
+        return ((native_BMV.float() - own_BMV.float()).norm() / centred_BMV.norm()).item()
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:

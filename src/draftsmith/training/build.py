@@ -56,19 +56,21 @@ def build_speculator(recipe: Recipe, target: Target) -> MLPSpeculator:
         draft_vocab_size=section.draft_vocab_size,
     )
     if section.init_from is not None:
-        return _warm_start(Path(section.init_from), config, target)
+        return _warm_start(Path(section.init_from), config, target, recipe)
     tokens = frequent_tokens(recipe, target, config.draft_vocab_size) if config.draft_vocab_size else None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(noise(recipe.seed, "weights"))
         speculator = MLPSpeculator(config, tokens)
-    initialise_from_target(speculator, target, section.init_from_target)
+        initialise_from_target(speculator, target, section.init_from_target)
     speculator.to(target.device)
     speculator.bind(target)
     return speculator
 
 
-def _warm_start(folder: Path, config: MLPSpeculatorConfig, target: Target) -> MLPSpeculator:
+def _warm_start(folder: Path, config: MLPSpeculatorConfig, target: Target, recipe: Recipe) -> MLPSpeculator:
     speculator = MLPSpeculator.from_pretrained(folder, target, dtype=torch.float32)
+    if config.draft_vocab_size and not speculator.config.draft_vocab_size:
+        speculator = speculator.restricted(frequent_tokens(recipe, target, config.draft_vocab_size))
     free = ("top_k_tokens_per_head", "n_candidates")
     for name in MLPSpeculatorConfig.__dataclass_fields__:
         have, want = getattr(speculator.config, name), getattr(config, name)

@@ -1,0 +1,412 @@
+// A whole forward of a Llama-shaped model over a draft tree, in one parallel region.
+//
+// The model: RMS norms, rotary positions, grouped-query attention, a gated SiLU feed-forward; biases, norms on the
+// heads (Qwen3) and sliding windows where the model has them. Every product and every elementwise step rounds to bf16
+// where transformers does. Attention reads the visible entries of a row in the order of their positions, so a node of
+// a tree computes bit by bit what it would compute as the last token of a text.
+//
+// Words: B rows, M nodes, R = B · M, F width of the model, H query heads, G query heads a key head, D width of a head.
+#include <ATen/Parallel.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <vector>
+
+#include "packed.h"
+
+namespace draftsmith {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+struct Layer {
+  Linear query, key, value, out, gate, up, down;
+  const bf16 *input_norm, *after_norm;
+  const bf16 *query_norm = nullptr, *key_norm = nullptr;
+  int64_t window = 0;  // 0 for none
+};
+
+// Memory of a pass, kept for the next one: fresh pages would cost as much as a layer.
+template <class T>
+struct Scratch {
+  std::vector<T> memory;
+  T* of(int64_t count) {
+    if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+    return memory.data();
+  }
+};
+
+struct Shape {
+  int64_t width, heads, key_heads, head_width, inner, vocabulary, max_length;
+  double epsilon, scale, rotary_scale;
+};
+
+class Decoder : public torch::CustomClassHolder {
+ public:
+  // sizes: width, heads, key_heads, head_width, inner, vocabulary, max_length; factors: epsilon, scale, rotary_scale.
+  // weights: query, key, value, out, gate, up, down of every layer, packed; biases the same in fp32, empty for none.
+  // norms: input and after-attention norm of every layer, then the last; head_norms: query and key of every layer.
+  // embedding: (V, F) dense, or packed.
+  Decoder(at::Tensor embedding, at::Tensor head, Tensors weights, Tensors biases, Tensors norms, Tensors head_norms,
+          at::Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
+          std::vector<int64_t> windows)
+      : embedding_(std::move(embedding)), head_tensor_(std::move(head)), weights_(std::move(weights)),
+        biases_(std::move(biases)), norms_(std::move(norms)), head_norms_(std::move(head_norms)),
+        frequencies_(frequencies.to(at::kFloat).contiguous()) {
+    TORCH_CHECK(sizes.size() == 7 && factors.size() == 3, "draftsmith: a decoder has 7 sizes and 3 factors");
+    shape_ = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], factors[0], factors[1], factors[2]};
+    const Shape& s = shape_;
+    const size_t layers = windows.size();
+    TORCH_CHECK(weights_.size() == 7 * layers && biases_.size() == 7 * layers && norms_.size() == 2 * layers + 1 &&
+                    (head_norms_.empty() || head_norms_.size() == 2 * layers) &&
+                    frequencies_.numel() * 2 == s.head_width && s.heads % s.key_heads == 0 && s.width % 2 == 0 &&
+                    s.inner % 2 == 0 && s.heads * s.head_width % 2 == 0,
+                "draftsmith: the parts of the decoder do not fit together");
+    if (embedding_.dim() == 2) {
+      TORCH_CHECK(embedding_.is_contiguous() && embedding_.scalar_type() == at::kBFloat16 &&
+                      embedding_.size(0) == s.vocabulary && embedding_.size(1) == s.width,
+                  "draftsmith: the embedding has to be bf16 of (", s.vocabulary, ", ", s.width, ")");
+    } else {
+      check_packed(embedding_, s.vocabulary, s.width);
+    }
+    head_ = as_linear(head_tensor_, std::nullopt, s.vocabulary, s.width);
+    const int64_t inside = s.heads * s.head_width, keys = s.key_heads * s.head_width;
+    const int64_t outputs[7] = {inside, keys, keys, s.width, s.inner, s.inner, s.width};
+    const int64_t inputs[7] = {s.width, s.width, s.width, inside, s.width, s.width, s.inner};
+    for (size_t l = 0; l < layers; ++l) {
+      Layer layer;
+      Linear* parts[7] = {&layer.query, &layer.key, &layer.value, &layer.out, &layer.gate, &layer.up, &layer.down};
+      for (int i = 0; i < 7; ++i) {
+        const at::Tensor& bias = biases_[7 * l + i];
+        *parts[i] = as_linear(weights_[7 * l + i], bias.numel() ? std::optional(bias) : std::nullopt, outputs[i],
+                              inputs[i]);
+      }
+      layer.input_norm = norm(norms_[2 * l], s.width);
+      layer.after_norm = norm(norms_[2 * l + 1], s.width);
+      if (!head_norms_.empty()) {
+        layer.query_norm = norm(head_norms_[2 * l], s.head_width);
+        layer.key_norm = norm(head_norms_[2 * l + 1], s.head_width);
+      }
+      layer.window = windows[l];
+      layers_.push_back(layer);
+    }
+    last_norm_ = norm(norms_.back(), s.width);
+  }
+
+  // Reads the nodes (B, M) behind `cached` tokens of every row, and writes their keys and values there.
+  // Returns the logits (B, M or len(columns), V) and the tapped states (B, M, F · taps).
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& tokens, const at::Tensor& depths,
+                                             const at::Tensor& visible, const at::Tensor& cached, const Tensors& keys,
+                                             const Tensors& values, int64_t first_row, std::vector<int64_t> taps,
+                                             const std::optional<at::Tensor>& columns) {
+    const Pass pass = check(tokens, depths, visible, cached, keys, values, first_row, taps, columns);
+    const Shape& s = shape_;
+    at::Tensor logits = at::empty({pass.batch, pass.kept, s.vocabulary}, head_tensor_.options());
+    at::Tensor features =
+        at::empty({pass.batch, pass.nodes, s.width * static_cast<int64_t>(taps.size())}, head_tensor_.options());
+    const int64_t rows = pass.rows(), inside = s.heads * s.head_width, at_keys = s.key_heads * s.head_width;
+    Buffers b;
+    b.hidden = hidden_.of(rows * s.width);
+    b.normed = normed_.of(rows * s.width);
+    b.query = query_.of(rows * inside);
+    b.key = key_.of(rows * at_keys);
+    b.mixed = mixed_.of(rows * inside);
+    b.inner = inner_.of(rows * s.inner);
+    b.cosines = cosines_.of(rows * s.head_width / 2);
+    b.sines = sines_.of(rows * s.head_width / 2);
+    const int64_t groups = s.heads / s.key_heads;
+    b.private_size = groups * (pass.longest + pass.nodes + 2 * s.head_width);
+    b.private_floats = private_floats_.of(b.private_size * at::get_num_threads());
+    b.private_entries = private_entries_.of(pass.nodes * at::get_num_threads());
+    bf16* out_logits = mutable_bits(logits);
+    bf16* out_features = mutable_bits(features);
+    run_team(false, [&](const Team& team) { run(team, pass, b, out_logits, out_features); });
+    return {logits, features};
+  }
+
+ private:
+  struct Pass {
+    int64_t batch, nodes, kept, first_row, capacity, longest;
+    const int64_t *tokens, *depths, *cached, *columns;
+    const bool* visible;
+    std::vector<bf16*> keys, values;
+    std::vector<int64_t> taps;
+    int64_t rows() const { return batch * nodes; }
+  };
+
+  struct Buffers {
+    bf16 *hidden, *normed, *query, *key, *mixed, *inner;
+    float *cosines, *sines, *private_floats;
+    int32_t* private_entries;
+    int64_t private_size;
+  };
+
+  static const bf16* norm(const at::Tensor& weight, int64_t width) {
+    TORCH_CHECK(weight.is_contiguous() && weight.scalar_type() == at::kBFloat16 && weight.numel() == width,
+                "draftsmith: a norm has to be bf16 of ", width, " values");
+    return bits(weight);
+  }
+
+  Pass check(const at::Tensor& tokens, const at::Tensor& depths, const at::Tensor& visible, const at::Tensor& cached,
+             const Tensors& keys, const Tensors& values, int64_t first_row, const std::vector<int64_t>& taps,
+             const std::optional<at::Tensor>& columns) const {
+    const Shape& s = shape_;
+    const auto whole = [](const at::Tensor& t) { return t.scalar_type() == at::kLong && t.is_contiguous(); };
+    TORCH_CHECK(tokens.dim() == 2 && whole(tokens) && whole(depths) && depths.sizes() == tokens.sizes(),
+                "draftsmith: tokens and depths have to be (B, M), int64 and contiguous");
+    Pass pass;
+    pass.batch = tokens.size(0), pass.nodes = tokens.size(1), pass.first_row = first_row, pass.taps = taps;
+    TORCH_CHECK(visible.scalar_type() == at::kBool && visible.is_contiguous() &&
+                    visible.sizes() == at::IntArrayRef({pass.batch, pass.nodes, pass.nodes}) && whole(cached) &&
+                    cached.numel() == pass.batch,
+                "draftsmith: visible has to be bool (B, M, M), and cached int64 (B)");
+    TORCH_CHECK(keys.size() == layers_.size() && values.size() == layers_.size() && !keys.empty(),
+                "draftsmith: the cache has another number of layers");
+    const int64_t slots = keys[0].size(0);
+    pass.capacity = keys[0].size(1);
+    for (const Tensors* side : {&keys, &values})
+      for (const at::Tensor& t : *side)
+        TORCH_CHECK(t.scalar_type() == at::kBFloat16 && t.is_contiguous() &&
+                        t.sizes() == at::IntArrayRef({slots, pass.capacity, s.key_heads, s.head_width}),
+                    "draftsmith: the cache has another shape");
+    for (at::Tensor t : keys) pass.keys.push_back(mutable_bits(t));
+    for (at::Tensor t : values) pass.values.push_back(mutable_bits(t));
+    pass.tokens = tokens.const_data_ptr<int64_t>(), pass.depths = depths.const_data_ptr<int64_t>();
+    pass.cached = cached.const_data_ptr<int64_t>(), pass.visible = visible.const_data_ptr<bool>();
+    pass.columns = nullptr, pass.kept = pass.nodes;
+    if (columns.has_value()) {
+      TORCH_CHECK(whole(*columns) && columns->dim() == 1, "draftsmith: columns have to be int64 of one dimension");
+      pass.columns = columns->const_data_ptr<int64_t>(), pass.kept = columns->numel();
+      for (int64_t i = 0; i < pass.kept; ++i)
+        TORCH_CHECK_INDEX(pass.columns[i] >= 0 && pass.columns[i] < pass.nodes, "draftsmith: no node ", pass.columns[i]);
+    }
+    TORCH_CHECK_INDEX(first_row >= 0 && first_row + pass.batch <= slots, "draftsmith: the cache has ", slots, " slots");
+    pass.longest = 0;
+    for (int64_t r = 0; r < pass.batch; ++r) {
+      TORCH_CHECK_INDEX(pass.cached[r] >= 0 && pass.cached[r] + pass.nodes <= pass.capacity, "draftsmith: ",
+                        pass.cached[r], " cached tokens and ", pass.nodes, " nodes do not fit a slot of ", pass.capacity);
+      pass.longest = std::max(pass.longest, pass.cached[r]);
+    }
+    for (int64_t r = 0; r < pass.rows(); ++r)
+      TORCH_CHECK_INDEX(pass.tokens[r] >= 0 && pass.tokens[r] < s.vocabulary, "draftsmith: there is no token ",
+                        pass.tokens[r]);
+    for (const int64_t tap : taps)
+      TORCH_CHECK_INDEX(tap >= -1 && tap < static_cast<int64_t>(layers_.size()), "draftsmith: there is no tap ", tap);
+    return pass;
+  }
+
+  int64_t position(const Pass& pass, int64_t row) const {
+    return std::min(pass.cached[row / pass.nodes] + pass.depths[row], shape_.max_length - 1);
+  }
+
+  void run(const Team& team, const Pass& pass, const Buffers& b, bf16* logits, bf16* features) const {
+    const Shape& s = shape_;
+    const int64_t rows = pass.rows();
+    const auto [first, last] = team.share(rows);
+    embed(embedding_, s.width, pass.tokens, first, last, b.hidden);
+    const float* frequencies = frequencies_.const_data_ptr<float>();
+    for (int64_t r = first; r < last; ++r)
+      for (int64_t d = 0, half = s.head_width / 2; d < half; ++d) {
+        const float angle = static_cast<float>(position(pass, r)) * frequencies[d];
+        b.cosines[r * half + d] = through_bf16(std::cos(angle) * static_cast<float>(s.rotary_scale));
+        b.sines[r * half + d] = through_bf16(std::sin(angle) * static_cast<float>(s.rotary_scale));
+      }
+    for (size_t l = 0; l < layers_.size(); ++l) {
+      const Layer& layer = layers_[l];
+      norm_rows(team, b.hidden, layer.input_norm, rows, b.normed);
+      team.barrier();
+      project(team, pass, layer, l, b);
+      team.barrier();
+      rotate(team, pass, layer, l, b);
+      team.barrier();
+      attend(team, pass, layer, l, b);
+      team.barrier();
+      add(team, layer.out, b.mixed, rows, b.hidden);
+      team.barrier();
+      norm_rows(team, b.hidden, layer.after_norm, rows, b.normed);
+      team.barrier();
+      gate(team, layer, b, rows);
+      team.barrier();
+      add(team, layer.down, b.inner, rows, b.hidden);
+      team.barrier();
+      tap(team, pass, static_cast<int64_t>(l), b.hidden, features);
+    }
+    norm_rows(team, b.hidden, last_norm_, rows, b.normed);
+    team.barrier();
+    tap(team, pass, -1, b.normed, features);
+    score(team, pass, b, logits);
+  }
+
+  void norm_rows(const Team& team, const bf16* from, const bf16* weight, int64_t rows, bf16* to) const {
+    const auto [first, last] = team.share(rows);
+    for (int64_t r = first; r < last; ++r)
+      kernels().rms_norm(from + r * shape_.width, weight, shape_.width, static_cast<float>(shape_.epsilon),
+                         to + r * shape_.width);
+  }
+
+  // Queries and keys into buffers, values into the cache.
+  void project(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const {
+    const int64_t rows = pass.rows(), width = shape_.width, at_keys = layer.key.outputs;
+    const auto into = [](bf16* out, int64_t stride) {
+      return [=](int64_t r, int64_t n, int64_t count, const float* values) {
+        for (int64_t i = 0; i < count; ++i) out[r * stride + n + i] = narrow(values[i]);
+      };
+    };
+    multiply(team, layer.query, b.normed, width, rows, into(b.query, layer.query.outputs));
+    multiply(team, layer.key, b.normed, width, rows, into(b.key, at_keys));
+    bf16* values = pass.values[index];
+    multiply(team, layer.value, b.normed, width, rows,
+             [&](int64_t r, int64_t n, int64_t count, const float* results) {
+               bf16* entry = values + slot(pass, r) * at_keys + n;
+               for (int64_t i = 0; i < count; ++i) entry[i] = narrow(results[i]);
+             });
+  }
+
+  // The entry of the cache that node r writes.
+  int64_t slot(const Pass& pass, int64_t row) const {
+    const int64_t batch = row / pass.nodes;
+    return (pass.first_row + batch) * pass.capacity + pass.cached[batch] + row % pass.nodes;
+  }
+
+  void rotate(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const {
+    const Shape& s = shape_;
+    const int64_t heads = s.heads + s.key_heads;
+    const auto [first, last] = team.share(pass.rows() * heads);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t r = i / heads, h = i % heads;
+      const bool is_query = h < s.heads;
+      bf16* head = is_query ? b.query + (r * s.heads + h) * s.head_width
+                            : b.key + (r * s.key_heads + h - s.heads) * s.head_width;
+      const bf16* weight = is_query ? layer.query_norm : layer.key_norm;
+      if (weight != nullptr)
+        kernels().rms_norm(head, weight, s.head_width, static_cast<float>(s.epsilon), head);
+      bf16* to = is_query ? head : pass.keys[index] + (slot(pass, r) * s.key_heads + h - s.heads) * s.head_width;
+      const int64_t half = s.head_width / 2;
+      for (int64_t d = 0; d < half; ++d) {
+        const float cosine = b.cosines[r * half + d], sine = b.sines[r * half + d];
+        const float low = widen(head[d]), high = widen(head[d + half]);
+        to[d] = narrow(through_bf16(low * cosine) + through_bf16(-high * sine));
+        to[d + half] = narrow(through_bf16(high * cosine) + through_bf16(low * sine));
+      }
+    }
+  }
+
+  void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const {
+    const Shape& s = shape_;
+    const int64_t groups = s.heads / s.key_heads, at_keys = s.key_heads * s.head_width;
+    float* queries = b.private_floats + team.index * b.private_size;
+    float* out = queries + groups * s.head_width;
+    AttentionTask task;
+    task.queries = queries, task.out = out, task.scores = out + groups * s.head_width;
+    task.groups = groups, task.width = task.value_width = s.head_width;
+    task.key_stride = task.value_stride = at_keys;
+    int32_t* others = b.private_entries + team.index * pass.nodes;
+    task.others = others;
+    const auto [first, last] = team.share(pass.rows() * s.key_heads);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t r = i / s.key_heads, h = i % s.key_heads, batch = r / pass.nodes;
+      const int64_t base = (pass.first_row + batch) * pass.capacity * at_keys + h * s.head_width;
+      task.keys = pass.keys[index] + base, task.values = pass.values[index] + base;
+      task.committed = pass.cached[batch];
+      // The oldest position that the window still shows.
+      const int64_t oldest = layer.window > 0 ? std::max<int64_t>(0, position(pass, r) - layer.window + 1) : 0;
+      task.first = std::min(oldest, task.committed);
+      task.count = 0;
+      const bool* sees = pass.visible + r * pass.nodes;
+      for (int64_t m = 0; m < pass.nodes; ++m)
+        if (sees[m] && position(pass, batch * pass.nodes + m) >= oldest)
+          others[task.count++] = static_cast<int32_t>(task.committed + m);
+      const bf16* query = b.query + (r * s.heads + h * groups) * s.head_width;
+      for (int64_t d = 0; d < groups * s.head_width; ++d) queries[d] = widen(query[d]) * static_cast<float>(s.scale);
+      kernels().attend(task);
+      bf16* mixed = b.mixed + (r * s.heads + h * groups) * s.head_width;
+      for (int64_t d = 0; d < groups * s.head_width; ++d) mixed[d] = narrow(out[d]);
+    }
+  }
+
+  void add(const Team& team, const Linear& layer, const bf16* from, int64_t rows, bf16* hidden) const {
+    const int64_t width = shape_.width;
+    multiply(team, layer, from, layer.inputs, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
+      bf16* to = hidden + r * width + n;
+      for (int64_t i = 0; i < count; ++i) to[i] = narrow(widen(to[i]) + through_bf16(values[i]));
+    });
+  }
+
+  // The two products of the gated feed-forward, stretch by stretch, so that their results never leave the cache.
+  void gate(const Team& team, const Layer& layer, const Buffers& b, int64_t rows) const {
+    alignas(64) float gates[kChunkRows * kChunk];
+    const int64_t inner = shape_.inner, width = shape_.width;
+    const auto [from, to] = team.share(layer.gate.panels);
+    for (int64_t panel = from; panel < to; panel += kChunkPanels) {
+      const int64_t panels = std::min(kChunkPanels, to - panel);
+      for (int64_t row = 0; row < rows; row += kChunkRows) {
+        const int64_t some = std::min(kChunkRows, rows - row);
+        const bf16* x = b.normed + row * width;
+        const auto part = [&](const Linear& whole) {
+          Linear stretch = whole;
+          stretch.data += panel * whole.pairs * 2 * kPanel, stretch.panels = panels;
+          stretch.outputs = std::min(panels * kPanel, inner - panel * kPanel);
+          if (stretch.bias != nullptr) stretch.bias += panel * kPanel;
+          return stretch;
+        };
+        const Team alone{0, 1};
+        multiply(alone, part(layer.gate), x, width, some, [&](int64_t r, int64_t n, int64_t count, const float* values) {
+          std::copy_n(values, count, gates + r * kChunk + n);
+        });
+        multiply(alone, part(layer.up), x, width, some, [&](int64_t r, int64_t n, int64_t count, const float* values) {
+          kernels().silu_times(gates + r * kChunk + n, values, count, b.inner + (row + r) * inner + panel * kPanel + n);
+        });
+      }
+    }
+  }
+
+  void tap(const Team& team, const Pass& pass, int64_t which, const bf16* states, bf16* features) const {
+    const int64_t width = shape_.width, taps = static_cast<int64_t>(pass.taps.size());
+    const auto [first, last] = team.share(pass.rows());
+    for (int64_t t = 0; t < taps; ++t)
+      if (pass.taps[t] == which)
+        for (int64_t r = first; r < last; ++r) std::copy_n(states + r * width, width, features + (r * taps + t) * width);
+  }
+
+  void score(const Team& team, const Pass& pass, const Buffers& b, bf16* logits) const {
+    const int64_t vocabulary = shape_.vocabulary, width = shape_.width;
+    const auto store = [&](int64_t base) {
+      return [=](int64_t r, int64_t n, int64_t count, const float* values) {
+        bf16* to = logits + (base + r) * vocabulary + n;
+        for (int64_t i = 0; i < count; ++i) to[i] = narrow(values[i]);
+      };
+    };
+    if (pass.columns == nullptr) {
+      multiply(team, head_, b.normed, width, pass.rows(), store(0));
+      return;
+    }
+    for (int64_t c = 0; c < pass.kept; ++c)
+      multiply(team, head_, b.normed + pass.columns[c] * width, pass.nodes * width, pass.batch,
+               [&](int64_t r, int64_t n, int64_t count, const float* values) {
+                 store(r * pass.kept + c)(0, n, count, values);
+               });
+  }
+
+  at::Tensor embedding_, head_tensor_;
+  Tensors weights_, biases_, norms_, head_norms_;
+  at::Tensor frequencies_;
+  Shape shape_;
+  Linear head_;
+  const bf16* last_norm_;
+  std::vector<Layer> layers_;
+  Scratch<bf16> hidden_, normed_, query_, key_, mixed_, inner_;
+  Scratch<float> cosines_, sines_, private_floats_;
+  Scratch<int32_t> private_entries_;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
+  library.class_<Decoder>("Decoder")
+      .def(torch::init<at::Tensor, at::Tensor, Tensors, Tensors, Tensors, Tensors, at::Tensor, std::vector<int64_t>,
+                       std::vector<double>, std::vector<int64_t>>())
+      .def("forward", &Decoder::forward);
+}
+
+}  // namespace draftsmith

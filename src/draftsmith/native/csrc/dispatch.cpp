@@ -1,0 +1,34 @@
+// Which table of kernels this processor runs.
+#include <cstring>
+#include <initializer_list>
+
+#include "kernels.h"
+
+namespace draftsmith {
+namespace {
+
+const Kernels* best() {
+  for (const Kernels* table : {avx512bf16_kernels(), avx512_kernels(), avx2_kernels()})
+    if (table != nullptr) return table;
+  return portable_kernels();
+}
+
+const Kernels*& chosen() {
+  static const Kernels* table = best();
+  return table;
+}
+
+}  // namespace
+
+const Kernels& kernels() { return *chosen(); }
+
+bool use_kernels(const char* name) {
+  for (const Kernels* table : {avx512bf16_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()})
+    if (table != nullptr && std::strcmp(table->name, name) == 0) {
+      chosen() = table;
+      return true;
+    }
+  return false;
+}
+
+}  // namespace draftsmith

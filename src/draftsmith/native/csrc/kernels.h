@@ -1,0 +1,77 @@
+// The inner loops of few-row inference: one table of functions for each instruction set. Nothing here knows PyTorch.
+//
+// Words: R rows, N output features, K input features, panel = 16 output features, pair = 2 input features (bf16),
+// quad = 4 input features (int8).
+//
+// One promise holds for every function and every instruction set: what comes out for a row depends on that row alone,
+// bit by bit, and never on how many rows are computed with it. Text decoded one token at a time and text verified
+// eight at a time are therefore the same text, in bf16 too.
+#pragma once
+#include <cstdint>
+
+namespace draftsmith {
+
+using bf16 = uint16_t;           // the bits of a bfloat16
+constexpr int64_t kPanel = 16;   // output features that are computed together
+
+// Grouped queries of one node over the visible keys of one key head.
+struct AttentionTask {
+  const float* queries;      // (groups, width), already scaled
+  int64_t groups, width, value_width;
+  const bf16* keys;          // entry e of the cache row begins at keys + e * key_stride
+  const bf16* values;
+  int64_t key_stride, value_stride;
+  int64_t first, committed;  // the entries first … committed - 1 are visible,
+  const int32_t* others;     // and these behind them, in order
+  int64_t count;
+  float softcap;             // 0 for none
+  float* scores;             // scratch, (groups, committed - first + count)
+  float* out;                // (groups, value_width)
+};
+
+struct Kernels {
+  const char* name;
+  // y[r, n] = Σ_k x[r, k] · w[n, k] for whole panels; packed is (panels, pairs, 16, 2), and x has 2 · pairs columns.
+  void (*gemm)(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
+               float* y, int64_t y_stride);
+  // The same in whole numbers, exact: x is signed, packed is (panels, quads, 16, 4), sums[n] = Σ_k w[n, k].
+  void (*gemm_int8)(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,
+                    int64_t quads, int64_t panels, int32_t* y, int64_t y_stride);
+  void (*attend)(const AttentionTask& task);
+  // out = bf16(bf16(x / rms(x)) · weight)
+  void (*rms_norm)(const bf16* x, const bf16* weight, int64_t width, float epsilon, bf16* out);
+  // out = bf16(bf16(silu(bf16(gate))) · bf16(up))
+  void (*silu_times)(const float* gate, const float* up, int64_t count, bf16* out);
+  // Σ e^(x - highest), highest being at least every x
+  float (*sum_exponentials)(const float* x, int64_t count, float highest);
+  // The index of the largest value, the first of equals; NaN counts as the largest.
+  int64_t (*argmax)(const bf16* x, int64_t count);
+};
+
+// Null where this processor lacks the instructions.
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* avx512bf16_kernels();
+
+// The best table for this processor, or the one that `use_kernels` chose.
+const Kernels& kernels();
+// Returns false where the name is unknown or its instructions are not here.
+bool use_kernels(const char* name);
+
+static inline float widen(bf16 bits) {
+  union { uint32_t u; float f; } value{static_cast<uint32_t>(bits) << 16};
+  return value.f;
+}
+
+// The three below are static: one copy for every file, because each is compiled for other instructions.
+// Round to nearest, ties to even; NaN stays NaN.
+static inline bf16 narrow(float x) {
+  union { float f; uint32_t u; } value{x};
+  const uint32_t rounded = value.u + 0x7fffu + ((value.u >> 16) & 1u);
+  return static_cast<bf16>((x == x ? rounded : (value.u | 0x400000u)) >> 16);
+}
+
+static inline float through_bf16(float x) { return widen(narrow(x)); }
+
+}  // namespace draftsmith

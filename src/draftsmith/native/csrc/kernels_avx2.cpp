@@ -1,0 +1,62 @@
+// AVX2 with FMA: a panel is two registers of eight, weights are widened to fp32 on the way.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma,f16c")
+#include <immintrin.h>
+
+#include "kernels_common.inl"
+
+namespace draftsmith {
+namespace {
+
+inline __m256 lows(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+inline __m256 highs(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+template <int kRows, int kPanels>
+struct Block {
+  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride) {
+    __m256 sum[kRows][2];
+    for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+    for (int64_t k = 0; k < pairs; ++k) {
+      const __m256i w0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k * 2 * kPanel));
+      const __m256i w1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k * 2 * kPanel) + 1);
+      for (int r = 0; r < kRows; ++r) {
+        int pair;
+        __builtin_memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
+        const __m256i xs = _mm256_set1_epi32(pair);
+        sum[r][0] = _mm256_fmadd_ps(lows(xs), lows(w0), sum[r][0]);
+        sum[r][1] = _mm256_fmadd_ps(lows(xs), lows(w1), sum[r][1]);
+        sum[r][0] = _mm256_fmadd_ps(highs(xs), highs(w0), sum[r][0]);
+        sum[r][1] = _mm256_fmadd_ps(highs(xs), highs(w1), sum[r][1]);
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      _mm256_storeu_ps(y + r * y_stride, sum[r][0]);
+      _mm256_storeu_ps(y + r * y_stride + 8, sum[r][1]);
+    }
+  }
+};
+
+void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels, float* y,
+          int64_t y_stride) {
+  walk<Block, 4, 1>(x, x_stride, rows, packed, pairs, panels, y, y_stride);
+}
+
+}  // namespace
+
+const Kernels* avx2_kernels() {
+  static const Kernels table{"avx2", gemm, gemm_int8_plain, attend, rms_norm, silu_times, sum_exponentials,
+                             argmax};
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &table : nullptr;
+}
+
+}  // namespace draftsmith
+
+#else
+namespace draftsmith {
+const Kernels* avx2_kernels() { return nullptr; }
+}  // namespace draftsmith
+#endif

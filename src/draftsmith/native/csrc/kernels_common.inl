@@ -1,0 +1,186 @@
+// Loops over sixteen lanes in plain C++, compiled once for every instruction set by the file that includes this one.
+// Everything is internal to that file: code for one processor must never be linked in the place of another's.
+// No standard header may come in after the instruction set is chosen, for the same reason.
+
+namespace draftsmith {
+namespace {
+
+constexpr int kLanes = 16;
+
+// e^x for x ≤ 0 or small, relative error below 3e-7; 0 far below.
+inline float exponential(float x) {
+  x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+  const float shifted = x * 1.44269504088896341f + 12582912.0f;  // rounds to a whole number in the low bits
+  const float whole = shifted - 12582912.0f;
+  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  float value = 1.9875691500e-4f;
+  value = value * rest + 1.3981999507e-3f;
+  value = value * rest + 8.3334519073e-3f;
+  value = value * rest + 4.1665795894e-2f;
+  value = value * rest + 1.6666665459e-1f;
+  value = value * rest + 5.0000001201e-1f;
+  value = value * rest * rest + rest + 1.0f;
+  union { int32_t i; float f; } power{(static_cast<int32_t>(whole) + 127) << 23};
+  return value * power.f;
+}
+
+inline float sum_of(const float (&lanes)[kLanes]) {
+  float total[8];
+  for (int l = 0; l < 8; ++l) total[l] = lanes[l] + lanes[l + 8];
+  for (int l = 0; l < 4; ++l) total[l] += total[l + 4];
+  return (total[0] + total[2]) + (total[1] + total[3]);
+}
+
+inline float dot(const float* a, const bf16* b, int64_t width) {
+  float lanes[kLanes] = {};
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes)
+    for (int l = 0; l < kLanes; ++l) lanes[l] += a[d + l] * widen(b[d + l]);
+  for (int l = 0; d + l < width; ++l) lanes[l] += a[d + l] * widen(b[d + l]);
+  return sum_of(lanes);
+}
+
+void rms_norm(const bf16* x, const bf16* weight, int64_t width, float epsilon, bf16* out) {
+  float lanes[kLanes] = {};
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes)
+    for (int l = 0; l < kLanes; ++l) lanes[l] += widen(x[d + l]) * widen(x[d + l]);
+  for (int l = 0; d + l < width; ++l) lanes[l] += widen(x[d + l]) * widen(x[d + l]);
+  const float scale = 1.0f / __builtin_sqrtf(sum_of(lanes) / static_cast<float>(width) + epsilon);
+  for (d = 0; d < width; ++d) out[d] = narrow(through_bf16(widen(x[d]) * scale) * widen(weight[d]));
+}
+
+void silu_times(const float* gate, const float* up, int64_t count, bf16* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float g = through_bf16(gate[i]);
+    out[i] = narrow(through_bf16(g / (1.0f + exponential(-g))) * through_bf16(up[i]));
+  }
+}
+
+float sum_exponentials(const float* x, int64_t count, float highest) {
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int l = 0; l < kLanes; ++l) lanes[l] += exponential(x[i + l] - highest);
+  for (int l = 0; i + l < count; ++l) lanes[l] += exponential(x[i + l] - highest);
+  return sum_of(lanes);
+}
+
+int64_t argmax(const bf16* x, int64_t count) {
+  // Ordered like the numbers they stand for: flip all bits of negatives, the sign of the rest; -0 is 0, NaN comes last.
+  constexpr int64_t kBlock = 64;
+  int64_t best_block = 0;
+  uint32_t best = 0;
+  const auto key = [](bf16 bits) -> uint32_t {
+    const uint32_t magnitude = bits & 0x7fffu;
+    const uint32_t ordered = (bits & 0x8000u) ? 0x8000u - magnitude : 0x8000u + magnitude;
+    return magnitude > 0x7f80u ? 0xffffu : ordered;
+  };
+  for (int64_t start = 0; start < count; start += kBlock) {
+    const int64_t stop = start + kBlock < count ? start + kBlock : count;
+    uint32_t most = 0;
+    for (int64_t i = start; i < stop; ++i) most = key(x[i]) > most ? key(x[i]) : most;
+    if (most > best) best = most, best_block = start;
+  }
+  int64_t i = best_block;
+  while (i + 1 < count && key(x[i]) != best) ++i;
+  return i;
+}
+
+// Adds p[s] · values[s] over the visible entries, in their order, for one stretch of at most 64 columns.
+template <int kWidth>
+inline void add_values(const AttentionTask& t, const float* p, int64_t column, float* out) {
+  float sum[kWidth] = {};
+  const int64_t committed = t.committed - t.first;
+  const bf16* value = t.values + t.first * t.value_stride + column;
+  for (int64_t s = 0; s < committed; ++s, value += t.value_stride)
+    for (int d = 0; d < kWidth; ++d) sum[d] += p[s] * widen(value[d]);
+  for (int64_t s = 0; s < t.count; ++s) {
+    value = t.values + t.others[s] * t.value_stride + column;
+    for (int d = 0; d < kWidth; ++d) sum[d] += p[committed + s] * widen(value[d]);
+  }
+  for (int d = 0; d < kWidth; ++d) out[d] = sum[d];
+}
+
+void attend(const AttentionTask& t) {
+  const int64_t committed = t.committed - t.first, seen = committed + t.count;
+  for (int64_t g = 0; g < t.groups; ++g) {
+    const float* query = t.queries + g * t.width;
+    float* p = t.scores + g * seen;
+    const bf16* key = t.keys + t.first * t.key_stride;
+    for (int64_t s = 0; s < committed; ++s, key += t.key_stride) p[s] = dot(query, key, t.width);
+    for (int64_t s = 0; s < t.count; ++s)
+      p[committed + s] = dot(query, t.keys + t.others[s] * t.key_stride, t.width);
+    float most[kLanes], lanes[kLanes] = {};
+    for (int l = 0; l < kLanes; ++l) most[l] = p[0];
+    int64_t s = 0;
+    for (; s + kLanes <= seen; s += kLanes)
+      for (int l = 0; l < kLanes; ++l) most[l] = p[s + l] > most[l] ? p[s + l] : most[l];
+    for (int l = 0; s + l < seen; ++l) most[l] = p[s + l] > most[l] ? p[s + l] : most[l];
+    float highest = most[0];
+    for (int l = 1; l < kLanes; ++l) highest = most[l] > highest ? most[l] : highest;
+    for (s = 0; s + kLanes <= seen; s += kLanes)
+      for (int l = 0; l < kLanes; ++l) lanes[l] += p[s + l] = exponential(p[s + l] - highest);
+    for (int l = 0; s + l < seen; ++l) lanes[l] += p[s + l] = exponential(p[s + l] - highest);
+    const float share = 1.0f / sum_of(lanes);
+    float* out = t.out + g * t.value_width;
+    int64_t d = 0;
+    for (; d + 64 <= t.value_width; d += 64) add_values<64>(t, p, d, out + d);
+    for (; d + 16 <= t.value_width; d += 16) add_values<16>(t, p, d, out + d);
+    for (; d < t.value_width; ++d) add_values<1>(t, p, d, out + d);
+    for (d = 0; d < t.value_width; ++d) out[d] *= share;
+  }
+}
+
+// Whole numbers: any order gives the same sum.
+[[maybe_unused]] void gemm_int8_plain(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t*,
+                     int64_t quads, int64_t panels, int32_t* y, int64_t y_stride) {
+  for (int64_t p = 0; p < panels; ++p, packed += quads * kPanel * 4)
+    for (int64_t r = 0; r < rows; ++r) {
+      int32_t sum[kPanel] = {};
+      for (int64_t q = 0; q < quads; ++q)
+        for (int64_t n = 0; n < kPanel; ++n)
+          for (int64_t j = 0; j < 4; ++j)
+            sum[n] += static_cast<int32_t>(x[r * x_stride + 4 * q + j]) * packed[(q * kPanel + n) * 4 + j];
+      for (int64_t n = 0; n < kPanel; ++n) y[r * y_stride + p * kPanel + n] = sum[n];
+    }
+}
+
+// Splits the work into blocks of rows that fit the registers, and walks over the weights once for each group of
+// panels: the second block of rows finds them in the nearest cache. Block<rows, panels> computes one block.
+template <template <int, int> class Block, int kRows, int kPanels>
+struct Rows {
+  static void run(int64_t rows, const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y,
+                  int64_t y_stride) {
+    if (rows == kRows)
+      Block<kRows, kPanels>::run(x, x_stride, w, pairs, y, y_stride);
+    else
+      Rows<Block, kRows - 1, kPanels>::run(rows, x, x_stride, w, pairs, y, y_stride);
+  }
+};
+
+template <template <int, int> class Block, int kPanels>
+struct Rows<Block, 0, kPanels> {
+  static void run(int64_t, const bf16*, int64_t, const bf16*, int64_t, float*, int64_t) {}
+};
+
+template <template <int, int> class Block, int kRows, int kPanels>
+inline void walk(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
+                 float* y, int64_t y_stride) {
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  int64_t p = 0;
+  for (; p + kPanels <= panels; p += kPanels)
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
+      Rows<Block, kRows, kPanels>::run(to - from, x + from * x_stride, x_stride, packed + p * pairs * 2 * kPanel,
+                                       pairs, y + from * y_stride + p * kPanel, y_stride);
+    }
+  if constexpr (kPanels > 1) {
+    if (p < panels)
+      walk<Block, kRows, 1>(x, x_stride, rows, packed + p * pairs * 2 * kPanel, pairs, panels - p, y + p * kPanel,
+                            y_stride);
+  }
+}
+
+}  // namespace
+}  // namespace draftsmith

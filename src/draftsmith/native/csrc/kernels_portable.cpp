@@ -1,0 +1,37 @@
+// Plain C++ for any processor, ARM included.
+#include "kernels.h"
+#include "kernels_common.inl"
+
+namespace draftsmith {
+namespace {
+
+template <int kRows, int kPanels>
+struct Block {
+  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride) {
+    for (int r = 0; r < kRows; ++r) {
+      float sum[kPanel] = {};
+      const bf16* row = x + r * x_stride;
+      for (int64_t k = 0; k < pairs; ++k) {
+        const float low = widen(row[2 * k]), high = widen(row[2 * k + 1]);
+        const bf16* pair = w + k * 2 * kPanel;
+        for (int n = 0; n < kPanel; ++n) sum[n] += low * widen(pair[2 * n]) + high * widen(pair[2 * n + 1]);
+      }
+      for (int n = 0; n < kPanel; ++n) y[r * y_stride + n] = sum[n];
+    }
+  }
+};
+
+void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels, float* y,
+          int64_t y_stride) {
+  walk<Block, 1, 1>(x, x_stride, rows, packed, pairs, panels, y, y_stride);
+}
+
+}  // namespace
+
+const Kernels* portable_kernels() {
+  static const Kernels table{"portable", gemm, gemm_int8_plain, attend, rms_norm, silu_times, sum_exponentials,
+                             argmax};
+  return &table;
+}
+
+}  // namespace draftsmith

@@ -1,0 +1,337 @@
+// The MLP speculator's guesses for a step, in one parallel region: stages, top-k, and the tree of the best paths.
+//
+// The Python of drafters/mlp.py and drafters/grow.py says what is computed; this computes the same, for plans that take
+// the best children and keep the best paths.
+//
+// Words: B rows, S width of a state, D inner width, W drafted vocabulary, C children of a node, N nodes of the draft.
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "packed.h"
+
+namespace draftsmith {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+constexpr float kEpsilon = 1e-6f;
+
+struct Best {
+  float score;
+  int64_t index;
+};
+
+// Keeps the best few in order, the first of equals first.
+inline void offer(Best* best, int64_t count, float score, int64_t index) {
+  if (!(score > best[count - 1].score)) return;
+  int64_t place = count - 1;
+  for (; place > 0 && score > best[place - 1].score; --place) best[place] = best[place - 1];
+  best[place] = {score, index};
+}
+
+class Speculator : public torch::CustomClassHolder {
+ public:
+  // One entry a stage: projections and heads packed, embeddings (V, D), norm scales and shifts (D) in fp32.
+  // draft_tokens lists the ids behind the W scores, or is empty where they are the vocabulary itself.
+  Speculator(Tensors projections, Tensors heads, Tensors embeddings, Tensors scales, Tensors shifts,
+             at::Tensor draft_tokens, int64_t features, int64_t scored, double ratio, bool scale_input)
+      : projections_(std::move(projections)), heads_(std::move(heads)), embeddings_(std::move(embeddings)),
+        scales_(std::move(scales)), shifts_(std::move(shifts)), draft_tokens_(std::move(draft_tokens)),
+        features_(features), scored_(scored), ratio_(static_cast<float>(ratio)), scale_input_(scale_input) {
+    const size_t stages = projections_.size();
+    TORCH_CHECK(stages > 0 && heads_.size() == stages && scales_.size() == stages && shifts_.size() == stages &&
+                    (embeddings_.empty() || embeddings_.size() == stages),
+                "draftsmith: the stages of the speculator do not fit together");
+    width_ = scales_[0].numel();
+    vocabulary_ = draft_tokens_.numel() ? 0 : scored_;
+    for (size_t i = 0; i < stages; ++i) {
+      stages_.push_back({as_linear(projections_[i], std::nullopt, width_, i == 0 ? features_ : width_),
+                         as_linear(heads_[i], std::nullopt, scored_, width_)});
+      for (const at::Tensor* t : {&scales_[i], &shifts_[i]})
+        TORCH_CHECK(t->is_contiguous() && t->scalar_type() == at::kFloat && t->numel() == width_,
+                    "draftsmith: a norm of the speculator has to be fp32 of ", width_, " values");
+    }
+    for (const at::Tensor& table : embeddings_) {
+      TORCH_CHECK(table.is_contiguous() && table.scalar_type() == at::kBFloat16 && table.dim() == 2 &&
+                      table.size(1) == width_,
+                  "draftsmith: an embedding of the speculator has to be bf16 of width ", width_);
+      vocabulary_ = vocabulary_ ? std::min(vocabulary_, table.size(0)) : table.size(0);
+    }
+    TORCH_CHECK(draft_tokens_.numel() == 0 || (draft_tokens_.numel() == scored_ && draft_tokens_.is_contiguous() &&
+                                               draft_tokens_.scalar_type() == at::kLong),
+                "draftsmith: the draft tokens have to be ", scored_, " ids, int64");
+  }
+
+  // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding.
+  std::tuple<at::Tensor, at::Tensor> propose(const at::Tensor& tokens, const at::Tensor& features,
+                                             const at::Tensor& counts, std::vector<int64_t> branching, int64_t paths,
+                                             int64_t beam, int64_t nodes) {
+    check(tokens, features, counts, branching);
+    const int64_t batch = tokens.size(0), depth = static_cast<int64_t>(branching.size());
+    at::Tensor out_tokens = at::zeros({batch, nodes}, tokens.options());
+    at::Tensor out_parents = at::full({batch, nodes}, -2, tokens.options());
+    const bool ranked = std::any_of(branching.begin(), branching.end(), [](int64_t c) { return c > 1; });
+    Plan plan{branching, ranked, beam, {}};
+    const int64_t widest = plan.prepare() * batch;
+    batch_ = batch;
+    Levels levels(depth);
+    rows_.resize(widest), parents_.resize(widest);
+    projected_.resize(widest * width_), states_.resize(widest * width_);
+    inputs_.resize(batch * ((features_ + 1) / 2 * 2));
+    start(tokens, features, counts);
+    run_team(false, [&](const Team& team) {
+      for (int64_t d = 0; d < depth; ++d) {
+        stage(team, plan, d);
+        if (team.index == 0) choose(plan, d, levels);
+        team.barrier();
+      }
+    });
+    for (int64_t b = 0; b < batch; ++b)
+      place(levels, plan, b, paths, nodes, out_tokens.mutable_data_ptr<int64_t>() + b * nodes,
+            out_parents.mutable_data_ptr<int64_t>() + b * nodes);
+    return {out_tokens, out_parents};
+  }
+
+ private:
+  struct Stage {
+    Linear projection, head;
+  };
+
+  struct Plan {
+    std::vector<int64_t> branching;
+    bool ranked;
+    int64_t beam;                   // 0 for none
+    std::vector<int64_t> expanded;  // nodes a row that stage d starts from
+
+    // Returns the most that are expanded at a depth.
+    int64_t prepare() {
+      int64_t frontier = 1, widest = 1;
+      for (const int64_t children : branching) {
+        expanded.push_back(frontier);
+        widest = std::max(widest, frontier);
+        frontier *= children;
+        if (beam > 0) frontier = std::min(frontier, beam);
+      }
+      return widest;
+    }
+  };
+
+  // The nodes of a depth: B rows of `width` nodes, parents being places in the level above.
+  struct Level {
+    int64_t width = 0;
+    std::vector<int64_t> tokens, parents;
+    std::vector<float> scores;
+  };
+  using Levels = std::vector<Level>;
+
+  void check(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& counts,
+             const std::vector<int64_t>& branching) const {
+    TORCH_CHECK(tokens.dim() == 2 && tokens.is_contiguous() && tokens.scalar_type() == at::kLong &&
+                    counts.is_contiguous() && counts.scalar_type() == at::kLong && counts.numel() == tokens.size(0) &&
+                    features.is_contiguous() && features.scalar_type() == at::kBFloat16 &&
+                    features.sizes() == at::IntArrayRef({tokens.size(0), tokens.size(1), features_}),
+                "draftsmith: the context has to be int64 tokens (B, T), bf16 features (B, T, ", features_,
+                ") and int64 counts (B)");
+    TORCH_CHECK(branching.size() <= stages_.size(), "draftsmith: the speculator has ", stages_.size(), " stages");
+    for (const int64_t children : branching)
+      TORCH_CHECK(children > 0 && children <= scored_, "draftsmith: a node cannot have ", children, " children");
+    const int64_t* count = counts.const_data_ptr<int64_t>();
+    for (int64_t b = 0; b < tokens.size(0); ++b) {
+      TORCH_CHECK_INDEX(count[b] > 0 && count[b] <= tokens.size(1), "draftsmith: a row has ", count[b], " tokens");
+      const int64_t root = tokens.const_data_ptr<int64_t>()[b * tokens.size(1) + count[b] - 1];
+      TORCH_CHECK_INDEX(root >= 0 && (vocabulary_ == 0 || root < vocabulary_), "draftsmith: there is no token ", root);
+    }
+  }
+
+  // The root of every row and the state that predicted it.
+  void start(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& counts) {
+    const int64_t width = tokens.size(1), stride = (features_ + 1) / 2 * 2;
+    for (int64_t b = 0; b < tokens.size(0); ++b) {
+      const int64_t last = b * width + counts.const_data_ptr<int64_t>()[b] - 1;
+      rows_[b] = tokens.const_data_ptr<int64_t>()[last], parents_[b] = b;
+      const bf16* from = bits(features) + last * features_;
+      bf16* to = inputs_.data() + b * stride;
+      std::copy_n(from, features_, to);
+      if (scale_input_) {
+        float squares = 0;
+        for (int64_t i = 0; i < features_; ++i) squares += widen(from[i]) * widen(from[i]);
+        const float scale = 1 / std::sqrt(squares / static_cast<float>(features_) + kEpsilon) / std::sqrt(2.0f);
+        for (int64_t i = 0; i < features_; ++i) to[i] = narrow(widen(from[i]) * scale);
+      }
+    }
+    sources_ = tokens.size(0);
+  }
+
+  // From the states of the level above to the best children of every node that is expanded.
+  void stage(const Team& team, const Plan& plan, int64_t depth) {
+    const Stage& stage = stages_[depth];
+    const int64_t rows = plan.expanded[depth] * batch_, children = plan.branching[depth];
+    const bf16* input = depth == 0 ? inputs_.data() : states_.data();
+    const int64_t stride = depth == 0 ? (features_ + 1) / 2 * 2 : width_;
+    // Siblings share their parent's state, and so its projection.
+    multiply(team, stage.projection, input, stride, sources_,
+             [&](int64_t r, int64_t n, int64_t count, const float* values) {
+               for (int64_t i = 0; i < count; ++i) projected_[r * width_ + n + i] = narrow(values[i]);
+             });
+    if (team.index == 0) {
+      partial_.assign(team.size * rows * children, Best{-std::numeric_limits<float>::infinity(), 0});
+      sums_.assign(team.size * rows * 2, 0);
+    }
+    team.barrier();
+    activate(team, depth, rows);
+    team.barrier();
+    Best* best = partial_.data() + team.index * rows * children;
+    float* sums = sums_.data() + team.index * rows * 2;
+    for (int64_t r = 0; r < rows; ++r) sums[2 * r] = -std::numeric_limits<float>::infinity();
+    multiply(team, stage.head, states_.data(), width_, rows,
+             [&](int64_t r, int64_t n, int64_t count, const float* values) {
+               float rounded[kChunk], most = -std::numeric_limits<float>::infinity();
+               for (int64_t i = 0; i < count; ++i) {
+                 rounded[i] = through_bf16(values[i]);
+                 most = rounded[i] > most ? rounded[i] : most;
+               }
+               Best* mine = best + r * children;
+               if (most > mine[children - 1].score)
+                 for (int64_t i = 0; i < count; ++i) offer(mine, children, rounded[i], n + i);
+               if (!plan.ranked) return;
+               float* running = sums + 2 * r;
+               const float highest = std::max(running[0], most);
+               running[1] *= std::exp(running[0] - highest);
+               running[1] += kernels().sum_exponentials(rounded, count, highest);
+               running[0] = highest;
+             });
+    team.barrier();
+  }
+
+  // state = GELU(norm(projection + ratio · embedding)); every thread computes its columns of every row.
+  void activate(const Team& team, int64_t depth, int64_t rows) {
+    const float *scale = scales_[depth].const_data_ptr<float>(), *shift = shifts_[depth].const_data_ptr<float>();
+    const bf16* table = embeddings_.empty() ? nullptr : bits(embeddings_[depth]);
+    const auto [first, last] = team.share(width_);
+    std::vector<float> mixed(width_);
+    for (int64_t r = 0; r < rows; ++r) {
+      const bf16* projected = projected_.data() + parents_[r] * width_;
+      const bf16* token = table == nullptr ? nullptr : table + rows_[r] * width_;
+      float squares = 0;
+      for (int64_t d = 0; d < width_; ++d) {
+        const float value = widen(projected[d]);
+        mixed[d] = token == nullptr ? value : through_bf16(value + through_bf16(ratio_ * widen(token[d])));
+      }
+      for (int64_t d = 0; d < width_; ++d) squares += mixed[d] * mixed[d];
+      const float inverse = 1 / std::sqrt(squares / static_cast<float>(width_) + kEpsilon);
+      for (int64_t d = first; d < last; ++d) {
+        const float value = through_bf16(mixed[d] * inverse * scale[d] + shift[d]);
+        states_[r * width_ + d] = narrow(0.5f * value * (1 + std::erf(value * 0.70710678118654752f)));
+      }
+    }
+  }
+
+  // Joins what the threads found, and lines up the nodes that the next stage expands.
+  void choose(const Plan& plan, int64_t depth, Levels& levels) {
+    const int64_t each = plan.expanded[depth], rows = each * batch_, children = plan.branching[depth];
+    const int64_t threads = static_cast<int64_t>(partial_.size()) / (rows * children);
+    Level& level = levels[depth];
+    level.width = each * children;
+    for (int64_t r = 0; r < rows; ++r) {
+      std::vector<Best> best(children, Best{-std::numeric_limits<float>::infinity(), 0});
+      float highest = -std::numeric_limits<float>::infinity(), sum = 0;
+      for (int64_t t = 0; t < threads; ++t) {
+        for (int64_t c = 0; c < children; ++c) {
+          const Best& one = partial_[(t * rows + r) * children + c];
+          offer(best.data(), children, one.score, one.index);
+        }
+        highest = std::max(highest, sums_[(t * rows + r) * 2]);
+      }
+      for (int64_t t = 0; plan.ranked && t < threads; ++t)
+        sum += sums_[(t * rows + r) * 2 + 1] * std::exp(sums_[(t * rows + r) * 2] - highest);
+      for (const Best& one : best) {
+        const int64_t token = draft_tokens_.numel() ? draft_tokens_.const_data_ptr<int64_t>()[one.index] : one.index;
+        level.tokens.push_back(token);
+        level.parents.push_back(depth == 0 ? -1 : expanded_[r]);
+        const float above =
+            depth == 0 ? 0 : levels[depth - 1].scores[r / each * levels[depth - 1].width + expanded_[r]];
+        level.scores.push_back(plan.ranked ? above + std::min(0.0f, one.score - highest - std::log(sum)) : 0);
+      }
+    }
+    if (depth + 1 == static_cast<int64_t>(plan.branching.size())) return;
+    const int64_t next = plan.expanded[depth + 1];
+    std::vector<int64_t> order(level.width);
+    expanded_.resize(next * batch_);
+    for (int64_t b = 0; b < batch_; ++b) {
+      std::iota(order.begin(), order.end(), 0);
+      const float* scores = level.scores.data() + b * level.width;
+      if (next < level.width)
+        std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return scores[i] > scores[j]; });
+      for (int64_t i = 0; i < next; ++i) {
+        const int64_t row = b * next + i;
+        expanded_[row] = order[i];
+        rows_[row] = level.tokens[b * level.width + order[i]];
+        parents_[row] = b * each + order[i] / children;
+      }
+    }
+    sources_ = rows;
+  }
+
+  // Stores the common prefixes of the best paths once, in the order in which the paths, best first, meet their nodes.
+  static void place(const Levels& levels, const Plan& plan, int64_t b, int64_t paths, int64_t nodes, int64_t* tokens,
+                    int64_t* parents) {
+    const int64_t depth = static_cast<int64_t>(plan.branching.size());
+    const Level& leaves = levels[depth - 1];
+    std::vector<int64_t> order(leaves.width);
+    std::iota(order.begin(), order.end(), 0);
+    const float* scores = leaves.scores.data() + b * leaves.width;
+    if (plan.ranked)
+      std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return scores[i] > scores[j]; });
+    const int64_t kept = paths > 0 ? std::min(paths, leaves.width) : leaves.width;
+    std::vector<std::vector<int64_t>> slots;
+    for (const Level& level : levels) slots.emplace_back(level.width, -1);
+    int64_t used = 0;
+    std::vector<int64_t> path(depth);
+    for (int64_t k = 0; k < kept; ++k) {
+      int64_t node = order[k];
+      for (int64_t d = depth - 1; d >= 0; --d) {
+        path[d] = node;
+        node = levels[d].parents[b * levels[d].width + node];
+      }
+      int64_t parent = -1;
+      for (int64_t d = 0; d < depth; ++d) {
+        int64_t& slot = slots[d][path[d]];
+        if (slot < 0) {
+          if (used == nodes) return;
+          slot = used++;
+          tokens[slot] = levels[d].tokens[b * levels[d].width + path[d]];
+          parents[slot] = parent;
+        }
+        parent = slot;
+      }
+    }
+  }
+
+  Tensors projections_, heads_, embeddings_, scales_, shifts_;
+  at::Tensor draft_tokens_;
+  int64_t features_, scored_, width_, vocabulary_;
+  float ratio_;
+  bool scale_input_;
+  std::vector<Stage> stages_;
+  // Of the level that is being computed: tokens read, their parents' places among the states above, and the states.
+  std::vector<int64_t> rows_, parents_, expanded_;
+  int64_t batch_ = 0, sources_ = 0;
+  std::vector<bf16> inputs_, projected_, states_;
+  std::vector<Best> partial_;
+  std::vector<float> sums_;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
+  library.class_<Speculator>("Speculator")
+      .def(torch::init<Tensors, Tensors, Tensors, Tensors, Tensors, at::Tensor, int64_t, int64_t, double, bool>())
+      .def("propose", &Speculator::propose);
+}
+
+}  // namespace draftsmith

@@ -1,0 +1,148 @@
+// What surrounds a verification, as one operator each: lay a draft out for the target, and commit what it accepts.
+//
+// verify/tree.py, verify/accept.py and engine/step.py say what is computed. B rows, N guesses, M = N + 1 nodes with the
+// root first, D depth of the plan, T = D + 1, F width of the states, V vocabulary.
+#include <torch/library.h>
+
+#include <vector>
+
+#include "packed.h"
+
+namespace draftsmith {
+namespace {
+
+constexpr int64_t kUnused = -2;
+
+void check_tree(const at::Tensor& tokens_BN, const at::Tensor& parents_BN) {
+  TORCH_CHECK(tokens_BN.dim() == 2 && tokens_BN.sizes() == parents_BN.sizes() && tokens_BN.scalar_type() == at::kLong &&
+                  parents_BN.scalar_type() == at::kLong,
+              "draftsmith: tokens and parents have to be int64 (B, N)");
+}
+
+// Returns tokens (B, M), depths (B, M) and who sees whom (B, M, M).
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out(const at::Tensor& tokens_BT, const at::Tensor& counts_B,
+                                                       const at::Tensor& drafted, const at::Tensor& drafted_parents) {
+  check_tree(drafted, drafted_parents);
+  const at::Tensor draft_BN = drafted.contiguous(), parents_BN = drafted_parents.contiguous();
+  const int64_t batch = draft_BN.size(0), guesses = draft_BN.size(1), nodes = guesses + 1;
+  TORCH_CHECK(tokens_BT.dim() == 2 && tokens_BT.size(0) == batch && tokens_BT.is_contiguous() &&
+                  counts_B.numel() == batch && counts_B.is_contiguous(),
+              "draftsmith: the context does not fit the draft");
+  at::Tensor tokens_BM = at::empty({batch, nodes}, draft_BN.options());
+  at::Tensor depths_BM = at::zeros({batch, nodes}, draft_BN.options());
+  at::Tensor visible_BMM = at::zeros({batch, nodes, nodes}, draft_BN.options().dtype(at::kBool));
+  const int64_t *context = tokens_BT.const_data_ptr<int64_t>(), *counts = counts_B.const_data_ptr<int64_t>();
+  for (int64_t b = 0; b < batch; ++b) {
+    TORCH_CHECK_INDEX(counts[b] > 0 && counts[b] <= tokens_BT.size(1), "draftsmith: a row has ", counts[b], " tokens");
+    int64_t* tokens = tokens_BM.mutable_data_ptr<int64_t>() + b * nodes;
+    int64_t* depths = depths_BM.mutable_data_ptr<int64_t>() + b * nodes;
+    bool* visible = visible_BMM.mutable_data_ptr<bool>() + b * nodes * nodes;
+    tokens[0] = context[b * tokens_BT.size(1) + counts[b] - 1];
+    visible[0] = true;
+    for (int64_t n = 0; n < guesses; ++n) {
+      tokens[n + 1] = draft_BN.const_data_ptr<int64_t>()[b * guesses + n];
+      const int64_t parent = std::max<int64_t>(parents_BN.const_data_ptr<int64_t>()[b * guesses + n] + 1, 0);
+      TORCH_CHECK_INDEX(parent <= n, "draftsmith: the parent of node ", n, " comes behind it");
+      depths[n + 1] = depths[parent] + 1;
+      std::copy_n(visible + parent * nodes, n + 1, visible + (n + 1) * nodes);
+      visible[(n + 1) * nodes + n + 1] = true;
+    }
+  }
+  return {tokens_BM, depths_BM, visible_BMM};
+}
+
+// Accepts the longest path of the target's own choices, and moves its keys and values into place.
+// Returns the tokens (B, T), features (B, T, F), counts (B) and lengths (B) of the next context, the table of
+// engine/step.py (B, T + 2), and the path (B, D).
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> commit_greedy(
+    const std::vector<at::Tensor>& cache, const at::Tensor& logits, const at::Tensor& features,
+    const at::Tensor& tokens_BM, const at::Tensor& parents, const at::Tensor& lengths_B, int64_t depth) {
+  const at::Tensor logits_BMV = logits.contiguous(), features_BMF = features.contiguous();
+  const at::Tensor parents_BN = parents.contiguous();
+  const int64_t batch = tokens_BM.size(0), nodes = tokens_BM.size(1), guesses = nodes - 1;
+  const int64_t vocabulary = logits_BMV.size(2), width = features_BMF.size(2);
+  TORCH_CHECK(tokens_BM.is_contiguous() && tokens_BM.scalar_type() == at::kLong && lengths_B.is_contiguous() &&
+                  lengths_B.scalar_type() == at::kLong && lengths_B.numel() == batch && vocabulary > 0 &&
+                  parents_BN.sizes() == at::IntArrayRef({batch, guesses}) && parents_BN.scalar_type() == at::kLong &&
+                  logits_BMV.sizes() == at::IntArrayRef({batch, nodes, vocabulary}) &&
+                  logits_BMV.scalar_type() == at::kBFloat16 &&
+                  features_BMF.sizes() == at::IntArrayRef({batch, nodes, width}) &&
+                  features_BMF.scalar_type() == at::kBFloat16,
+              "draftsmith: logits, features, tokens and parents do not belong to one draft");
+  for (const at::Tensor& t : cache)
+    TORCH_CHECK(t.dim() == 4 && t.is_contiguous() && t.size(0) >= batch, "draftsmith: the cache has another shape");
+  const int64_t kept = depth + 1;
+  at::Tensor out_tokens = at::empty({batch, kept}, tokens_BM.options());
+  at::Tensor out_features = at::empty({batch, kept, width}, features_BMF.options());
+  at::Tensor counts_B = at::empty({batch}, tokens_BM.options()), longer_B = at::empty({batch}, tokens_BM.options());
+  at::Tensor table_BX = at::empty({batch, kept + 2}, tokens_BM.options());
+  at::Tensor path_BD = at::empty({batch, depth}, tokens_BM.options());
+  std::vector<int64_t> choice(batch * nodes);
+  const bf16* scores = bits(logits_BMV);
+  run_team(batch * nodes < 4, [&](const Team& team) {
+    const auto [first, last] = team.share(batch * nodes);
+    for (int64_t r = first; r < last; ++r) choice[r] = kernels().argmax(scores + r * vocabulary, vocabulary);
+  });
+  std::vector<int64_t> level(nodes), up(nodes);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t* tokens = tokens_BM.const_data_ptr<int64_t>() + b * nodes;
+    const int64_t* parent = parents_BN.const_data_ptr<int64_t>() + b * guesses;
+    int64_t drafted = 0, end = 0;
+    level[0] = 0, up[0] = 0;
+    for (int64_t n = 0; n < guesses; ++n) {
+      const bool used = parent[n] != kUnused;
+      drafted += used;
+      up[n + 1] = std::max<int64_t>(parent[n] + 1, 0);
+      TORCH_CHECK_INDEX(up[n + 1] <= n, "draftsmith: the parent of node ", n, " comes behind it");
+      const bool right = used && level[up[n + 1]] >= 0 && tokens[n + 1] == choice[b * nodes + up[n + 1]];
+      level[n + 1] = right ? level[up[n + 1]] + 1 : -1;
+      if (level[n + 1] > level[end]) end = n + 1;
+    }
+    const int64_t accepted = level[end], next = choice[b * nodes + end];
+    TORCH_CHECK_INDEX(accepted <= depth, "draftsmith: the draft is deeper than its plan");
+    int64_t* path = path_BD.mutable_data_ptr<int64_t>() + b * depth;
+    for (int64_t d = depth; d-- > 0;) path[d] = end;
+    for (int64_t d = accepted, node = end; d-- > 0; node = up[node]) path[d] = node;
+    const bf16* row = scores + (b * nodes + end) * vocabulary;
+    bool finite = true;
+    for (int64_t v = 0; v < vocabulary; ++v) finite &= (row[v] & 0x7f80) != 0x7f80;
+    int64_t* out = out_tokens.mutable_data_ptr<int64_t>() + b * kept;
+    int64_t* table = table_BX.mutable_data_ptr<int64_t>() + b * (kept + 2);
+    for (int64_t d = 0; d < kept; ++d) out[d] = d < accepted ? tokens[path[d]] : next;
+    table[0] = accepted + 1, table[1] = finite ? drafted : -1;
+    std::copy_n(out, kept, table + 2);
+    const bf16* from = bits(features_BMF) + b * nodes * width;
+    bf16* to = mutable_bits(out_features) + b * kept * width;
+    for (int64_t t = 0; t < kept; ++t) std::copy_n(from + (t == 0 ? 0 : path[t - 1]) * width, width, to + t * width);
+    const int64_t length = lengths_B.const_data_ptr<int64_t>()[b];
+    counts_B.mutable_data_ptr<int64_t>()[b] = accepted + 1;
+    longer_B.mutable_data_ptr<int64_t>()[b] = length + accepted + 1;
+    for (int64_t d = 0; d < accepted; ++d) {
+      if (path[d] == d + 1) continue;
+      for (const at::Tensor& t : cache) {
+        const int64_t bytes = t.size(2) * t.size(3) * static_cast<int64_t>(t.element_size());
+        TORCH_CHECK_INDEX(length - 1 + nodes <= t.size(1), "draftsmith: the draft does not fit its slot");
+        char* slot = static_cast<char*>(t.data_ptr()) + (b * t.size(1) + length - 1) * bytes;
+        std::copy_n(slot + path[d] * bytes, bytes, slot + (d + 1) * bytes);
+      }
+    }
+  }
+  return {out_tokens, out_features, counts_B, longer_B, table_BX, path_BD};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
+  library.def("lay_out(Tensor tokens_BT, Tensor counts_B, Tensor tokens_BN, Tensor parents_BN)"
+              " -> (Tensor, Tensor, Tensor)");
+  library.def(
+      "commit_greedy(Tensor(a!)[] cache, Tensor logits_BMV, Tensor features_BMF, Tensor tokens_BM, Tensor parents_BN,"
+      " Tensor lengths_B, int depth) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
+  library.impl("lay_out", lay_out);
+  library.impl("commit_greedy", commit_greedy);
+}
+
+}  // namespace draftsmith

@@ -1,0 +1,92 @@
+"""Builds the native forward of a Llama-shaped model, and makes sure that it says what the model itself says.
+
+Shapes: B rows, M nodes, S slots, C capacity, H key heads, D head width, F width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.native.layers import PackedLinear
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types of this shape. What they have besides (biases, norms on the heads, windows) is read from the model."""
+
+
+class NativeDecoder:
+    """Reads draft trees through the packed weights of a model, whose layers it shares.
+
+    Args:
+        model: after `pack_model`.
+        windows: the sliding window of every layer, None for full attention.
+    """
+
+    def __init__(self, model: PreTrainedModel, windows: list[int | None], max_length: int) -> None:
+        config = model.config.get_text_config(decoder=True)
+        base: Any = model.base_model
+        first = base.layers[0].self_attn
+        linears: list[PackedLinear] = []
+        norms: list[Tensor] = []
+        head_norms: list[Tensor] = []
+        for layer in base.layers:
+            attention, feed_forward = layer.self_attn, layer.mlp
+            linears += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+            linears += [feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj]
+            norms += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+            if config.model_type == "qwen3":
+                head_norms += [attention.q_norm.weight, attention.k_norm.weight]
+        norms.append(base.norm.weight)
+        embedding = base.embed_tokens
+        head = model.get_output_embeddings()
+        rotary = base.rotary_emb
+        empty = torch.empty(0)
+        self._decoder = torch.classes.draftsmith.Decoder(
+            embedding.weight.detach() if isinstance(embedding, nn.Embedding) else head.packed,
+            head.packed,
+            [linear.packed for linear in linears],
+            [empty if linear.bias_N is None else linear.bias_N for linear in linears],
+            [norm.detach() for norm in norms],
+            [norm.detach() for norm in head_norms],
+            rotary.inv_freq,
+            [
+                config.hidden_size, config.num_attention_heads, config.num_key_value_heads, first.head_dim,
+                config.intermediate_size, head.out_features, max_length,
+            ],
+            [config.rms_norm_eps, first.scaling, rotary.attention_scaling],
+            [window or 0 for window in windows],
+        )
+
+    def forward(
+        self,
+        tokens_BM: Tensor,
+        depths_BM: Tensor,
+        visible_BMM: Tensor,
+        cached_B: Tensor,
+        keys_SCHD: list[Tensor],
+        values_SCHD: list[Tensor],
+        first_row: int,
+        taps: tuple[int, ...],
+        columns: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits and tapped states, as `Target.forward` does."""
+        logits_BMV, features_BMF = self._decoder.forward(
+            tokens_BM.contiguous(), depths_BM.contiguous(), visible_BMM.contiguous(), cached_B.contiguous(),
+            keys_SCHD, values_SCHD, first_row, taps, columns,
+        )
+        return logits_BMV, features_BMF
+
+
+def has_native_form(model: PreTrainedModel) -> bool:
+    """Whether the model is one that `NativeDecoder` can read: of a known family, plain in all that it assumes."""
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return False
+    base: Any = model.base_model
+    if base.layers[0].self_attn.head_dim != 2 * base.rotary_emb.inv_freq.numel():
+        return False  # rotary positions on a part of the head
+    head = model.get_output_embeddings()
+    inside = [module for layer in base.layers for module in layer.modules() if not list(module.children())]
+    packed = [module for module in inside if isinstance(module, PackedLinear)]
+    return isinstance(head, PackedLinear) and head.bias_N is None and len(packed) == 7 * len(base.layers)

@@ -1,0 +1,214 @@
+"""Modules that stand in for a model's linear layers and embeddings, and hold their weights packed, once.
+
+Shapes: N outputs, K inputs, V tokens, F width.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.pytorch_utils import Conv1D
+
+from draftsmith.native.library import LIBRARY
+
+KINDS = (nn.Linear, Conv1D)
+
+
+class PackedLinear(nn.Module):
+    """A bf16 linear layer by the native kernels. `state_dict` and `weight` give the original layout.
+
+    Args:
+        weight_NK: the weights, of any strides.
+        transposed: whether the original layer kept them as (K, N), as GPT-2 does.
+    """
+
+    packed: Tensor
+    bias_N: Tensor | None
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight_NK.shape
+        self.transposed = transposed
+        self.register_buffer("packed", torch.ops.draftsmith.pack(weight_NK.detach()), persistent=False)
+        self.register_buffer("bias_N", None if bias_N is None else bias_N.detach().float(), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights in the layout of the original layer; a copy, made at each call."""
+        weight_NK: Tensor = torch.ops.draftsmith.unpack(self.packed, self.out_features, self.in_features)
+        return weight_NK.T.contiguous() if self.transposed else weight_NK
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply rows (…, K) to (…, N)."""
+        product: Tensor = torch.ops.draftsmith.linear(x, self.packed, self.bias_N, self.out_features)
+        return product
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight
+        if self.bias_N is not None:
+            destination[prefix + "bias"] = self.bias_N.bfloat16()
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with int8 weights, a scale for each output, and rows quantised as they come, a scale for each."""
+
+    packed: Tensor
+    scales: Tensor
+    sums: Tensor
+    bias_N: Tensor | None
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight_NK.shape
+        for name, value in zip(
+            ("packed", "scales", "sums"), torch.ops.draftsmith.pack_int8(weight_NK.detach()), strict=True
+        ):
+            self.register_buffer(name, value, persistent=False)
+        self.register_buffer("bias_N", None if bias_N is None else bias_N.detach().float(), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The quantised weights (N, K) as bf16."""
+        whole_NK = self.packed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: self.out_features, : self.in_features]
+        return (whole_NK * self.scales[: self.out_features, None]).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply rows (…, K) to (…, N)."""
+        product: Tensor = torch.ops.draftsmith.linear_int8(
+            x, self.packed, self.scales, self.sums, self.bias_N, self.out_features
+        )
+        return product
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight
+        if self.bias_N is not None:
+            destination[prefix + "bias"] = self.bias_N.bfloat16()
+
+
+class PackedEmbedding(nn.Module):
+    """The embedding of a model whose head is tied to it: reads the head's packed weights."""
+
+    def __init__(self, head: PackedLinear) -> None:
+        super().__init__()
+        self._head = (head,)  # in a tuple, so that it is not a submodule twice
+
+    @property
+    def weight(self) -> Tensor:
+        """The table (V, F); a copy, made at each call."""
+        return self._head[0].weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look tokens (…) up as rows (…, F)."""
+        head = self._head[0]
+        rows: Tensor = torch.ops.draftsmith.embedding(tokens, head.packed, head.in_features, head.out_features)
+        return rows
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight
+
+
+class PackedExperts(nn.Module):
+    """The experts of a mixture (gated SiLU, no biases) by the native kernels, in the place of transformers' module.
+
+    Args:
+        gate_up_EIF: gate and up projections of every expert, gates first, (E, 2 I, F).
+        down_EFI: down projections.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+    def __init__(self, gate_up_EIF: Tensor, down_EFI: Tensor) -> None:
+        super().__init__()
+        self.width, self.inner = down_EFI.shape[1:]
+        pack = torch.ops.draftsmith.pack
+        self.register_buffer("gate_up", torch.stack([pack(one) for one in gate_up_EIF.detach()]), persistent=False)
+        self.register_buffer("down", torch.stack([pack(one) for one in down_EFI.detach()]), persistent=False)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Send rows (R, F) through their experts (R, C) and add up what comes, weighted."""
+        rows = hidden_states.reshape(-1, self.width).contiguous()
+        summed: Tensor = torch.ops.draftsmith.experts(
+            rows, top_k_index, top_k_weights, self.gate_up, self.down, self.inner
+        )
+        return summed.view(hidden_states.shape)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        unpack = torch.ops.draftsmith.unpack
+        destination[prefix + "gate_up_proj"] = torch.stack(
+            [unpack(one, 2 * self.inner, self.width) for one in self.gate_up]
+        )
+        destination[prefix + "down_proj"] = torch.stack([unpack(one, self.width, self.inner) for one in self.down])
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packed layers work here: bf16 on a CPU, with the native kernels built."""
+    return LIBRARY and device.type == "cpu" and dtype == torch.bfloat16
+
+
+def pack_model(model: nn.Module, head: nn.Module, embedding: nn.Module, int8: bool = False) -> nn.Module:
+    """Replace the linear layers of a model by packed ones, in place; return what the head became.
+
+    A head that shares its weights with a plain embedding is packed once, and the embedding reads from it. Tensors are
+    freed as they are packed, so the model is never held twice.
+
+    Args:
+        int8: quantise the weights of every layer but a head tied to the embedding.
+    """
+    tied = isinstance(embedding, nn.Embedding) and embedding.weight is getattr(head, "weight", None)
+    replaced = pack_linears(model, lambda layer: int8 and not (tied and layer is head))
+    new_head = replaced.get(head, head)
+    # Embeddings of other kinds do more than look up (Gemma's scales); they keep the table for themselves.
+    if tied and type(embedding) is nn.Embedding and isinstance(new_head, PackedLinear):
+        _replace(model, {embedding: PackedEmbedding(new_head)})
+        embedding.weight = None  # type: ignore[assignment]
+    return new_head
+
+
+def pack_linears(
+    model: nn.Module, int8: Callable[[nn.Module], bool] = lambda layer: False
+) -> dict[nn.Module, nn.Module]:
+    """Replace the linear layers of a module by packed ones, in place; return what replaced what."""
+    layers = [layer for layer in model.modules() if type(layer) in KINDS]
+    replaced: dict[nn.Module, nn.Module] = {}
+    shared = Counter(id(module.weight) for module in model.modules() if isinstance(module, (*KINDS, nn.Embedding)))
+    for layer in layers:
+        alone = shared[id(layer.weight)] == 1
+        replaced[layer] = _packed(layer, int8(layer))
+        if alone:
+            layer.weight = None  # type: ignore[assignment]
+    _replace(model, replaced | _packed_experts(model))
+    return replaced
+
+
+def _packed_experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Pack the experts of transformers' mixtures that are of the form `PackedExperts` knows."""
+    packed: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        tables: Any = dict(module.named_parameters(recurse=False))
+        if tables.keys() != {"gate_up_proj", "down_proj"} or tables["down_proj"].ndim != 3:
+            continue
+        form: Any = module
+        plain = form.has_gate and form.is_concatenated
+        odd = form.has_bias or form.is_transposed or form.has_post_expert_norm or tables["down_proj"].shape[2] % 2
+        if plain and not odd and isinstance(form.act_fn, (nn.SiLU, SiLUActivation)):
+            packed[module] = PackedExperts(tables["gate_up_proj"], tables["down_proj"])
+            form.gate_up_proj = form.down_proj = None
+    return packed
+
+
+def _packed(layer: nn.Module, int8: bool) -> nn.Module:
+    if isinstance(layer, Conv1D):
+        return Int8Linear(layer.weight.T, layer.bias) if int8 else PackedLinear(layer.weight.T, layer.bias, True)
+    assert isinstance(layer, nn.Linear)
+    return (Int8Linear if int8 else PackedLinear)(layer.weight, layer.bias)
+
+
+def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in replacements:
+                setattr(parent, name, replacements[child])
