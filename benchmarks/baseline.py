@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from common import (
     GEOMETRIES,
+    NATIVE,
     TRANSFORMERS,
     Setting,
     arguments,
     as_json,
     cache_folder,
+    compile_level,
     finish,
     interleave,
     main,
@@ -65,15 +67,17 @@ def compile_seconds(level: str, folder: str, args: argparse.Namespace) -> dict[s
 
 def make_engine(folder: str, level: str, args: argparse.Namespace) -> Engine:
     """Load a target of its own for the level, since packed weights are switched for a whole target."""
-    target = Target.from_pretrained(folder, dtype=args.dtype, device=args.device)
-    return Engine(target, max_batch=1, max_length=args.prompt_tokens + args.new_tokens, compile=level)
+    target = Target.from_pretrained(folder, dtype=args.dtype, device=args.device, native=level == NATIVE)
+    return Engine(
+        target, max_batch=1, max_length=args.prompt_tokens + args.new_tokens, compile=compile_level(level)
+    )
 
 
 def run() -> None:
     """Measure and write."""
     parser = arguments(__doc__, "baseline")
     parser.add_argument("--geometry", default="demo", choices=["demo", *GEOMETRIES])
-    parser.add_argument("--levels", default="off,trace,full")
+    parser.add_argument("--levels", default="native,off,trace,full")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--warmups", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -86,7 +90,7 @@ def run() -> None:
         return
     levels = split_levels(args.levels)
     with model_folder(args.geometry, args.target, resolve_dtype(args.dtype, torch.device("cpu"))) as folder:
-        compiled = [level for level in levels if level != "off"] if args.compile_times else []
+        compiled = [level for level in levels if compile_level(level) != "off"] if args.compile_times else []
         seconds = {level: compile_seconds(level, folder, args) for level in compiled}
         engines = {level: make_engine(folder, level, args) for level in levels}
         for level, engine in engines.items():

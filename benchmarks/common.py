@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,11 +32,13 @@ from draftsmith.evaluation.prompts import cut, embedded_prompts
 from draftsmith.evaluation.provenance import provenance
 from draftsmith.evaluation.report import ensure_writable, markdown_table, write_json
 from draftsmith.target import Target
-from draftsmith.types import Completion, DraftsmithError, Plan, Statistics
+from draftsmith.types import CompileLevel, Completion, DraftsmithError, Plan, Statistics
 
 RESULTS = Path(__file__).parent / "results"
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
+NATIVE = "native"
+"""The level of the native kernels; the others are PyTorch alone, at a level of compilation."""
 
 Setting = Callable[[list[int]], Run]
 """Decodes one prompt, timed."""
@@ -82,6 +84,7 @@ class Geometry:
 
 GEOMETRIES = {
     "134m": Geometry("llama-134m-random", 12, 768, 2048, 12, 32_000),
+    "500m": Geometry("llama-500m-random", 14, 1536, 4096, 24, 32_000),
     "7b": Geometry("llama-2-7b-random", 32, 4096, 11_008, 32, 32_000, 4096),
     "tiny": Geometry("llama-tiny-random", 2, 64, 128, 4, 512),
 }
@@ -160,6 +163,11 @@ def as_json(value: Interval) -> dict[str, Any]:
     return {"value": value.value, "ci95": value.ends}
 
 
+def compile_level(level: str) -> CompileLevel:
+    """Return how much an engine of this level compiles."""
+    return "off" if level == NATIVE else cast(CompileLevel, level)
+
+
 def split_levels(text: str) -> list[str]:
     """Turn "off,trace" into a list."""
     return [word.strip() for word in text.split(",") if word.strip()]
@@ -200,7 +208,7 @@ def random_speculator(
         draft_vocab_size=draft_vocab,
     )
     tokens = torch.randperm(target.vocab_size)[:draft_vocab] if draft_vocab else None
-    return MLPSpeculator(config, tokens).to(device=target.device, dtype=target.dtype).eval()
+    return MLPSpeculator(config, tokens).for_decoding(target)
 
 
 def make_plan(text: str) -> Plan:

@@ -26,10 +26,12 @@ from common import (
     span,
     start,
 )
+from torch import nn
 
 from draftsmith import assets
 from draftsmith.engine import Engine
 from draftsmith.evaluation.measure import measure
+from draftsmith.native.layers import PackedLinear
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
@@ -45,6 +47,12 @@ def named_drafters(words: list[str]) -> dict[str, str]:
             raise DraftsmithError(f"the drafter {word!r} has no name; write NAME=FOLDER.")
         named[name] = path
     return named
+
+
+def weights_of(drafter: nn.Module) -> int:
+    """Count the weights, packed ones too; what stages share counts once."""
+    packed = [layer for layer in drafter.modules() if isinstance(layer, PackedLinear)]
+    return sum(p.numel() for p in drafter.parameters()) + sum(p.in_features * p.out_features for p in packed)
 
 
 def run() -> None:
@@ -81,7 +89,7 @@ def run() -> None:
                 {
                     "task": task,
                     "drafter": name,
-                    "weights": sum(p.numel() for p in drafter.parameters()),
+                    "weights": weights_of(drafter),
                     "tau": as_json(value),
                     "accepted_by_depth": by_depth,
                     "tau_by_prompt": (1 + accepted / steps).tolist(),

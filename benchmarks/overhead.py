@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from common import (
     GEOMETRIES,
+    NATIVE,
     PLAIN,
     Setting,
     arguments,
     as_json,
     bootstrap,
+    compile_level,
     finish,
     interleave,
     main,
@@ -78,14 +80,18 @@ def measure_geometry(
     settings: dict[str, Setting] = {}
     with model_folder(geometry, args.target, resolve_dtype(args.dtype, torch.device(args.device))) as folder:
         for level in split_levels(args.levels):
-            target = Target.from_pretrained(folder, dtype=args.dtype, device=args.device)
+            target = Target.from_pretrained(folder, dtype=args.dtype, device=args.device, native=level == NATIVE)
             if geometry == "demo":
                 drafter = open_drafter(args.drafter, target)
             else:
                 drafter = random_speculator(target, args.stages, args.tie, min(args.draft_vocab, target.vocab_size))
             plans = plans_within([PLAIN, *args.plans], drafter)
             engine = Engine(
-                target, drafter, max_batch=1, max_length=args.prompt_tokens + args.new_tokens, compile=level
+                target,
+                drafter,
+                max_batch=1,
+                max_length=args.prompt_tokens + args.new_tokens,
+                compile=compile_level(level),
             )
             engines[level] = engine
             for text, plan in plans.items():
@@ -111,7 +117,7 @@ def run() -> None:
     """Measure and write."""
     parser = arguments(__doc__, "overhead")
     parser.add_argument("--geometries", nargs="+", default=["demo", "134m"], choices=["demo", *GEOMETRIES])
-    parser.add_argument("--levels", default="off,trace,full")
+    parser.add_argument("--levels", default="native,off,trace,full")
     parser.add_argument("--plans", nargs="+", default=["1,1,1,1", "3,2,1/4"], help="besides plain decoding")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--warmups", type=int, default=2)

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 from common import (
+    NATIVE,
     PLAIN,
     TRANSFORMERS,
     Setting,
     arguments,
     as_json,
     bootstrap,
+    compile_level,
     finish,
     interleave,
     main,
@@ -46,7 +48,7 @@ from draftsmith.evaluation.intervals import ratio_interval
 from draftsmith.evaluation.peers import transformers_peer
 from draftsmith.target import Target
 
-PLANS = ("1,1,1", "1,1,1,1", "1,1,1,1,1", "2,1,1/2", "3,2,1/4", "4,2,1,1/4")
+PLANS = ("1", "1,1", "1,1,1", "1,1,1,1", "1,1,1,1,1", "2,1", "3,1/3", "2,1,1")
 
 
 def key(level: str, plan: str) -> str:
@@ -101,7 +103,7 @@ def run() -> None:
     """Tune, measure and write."""
     parser = arguments(__doc__, "speedup")
     parser.add_argument("--tasks", default="code,prose,dialogue")
-    parser.add_argument("--levels", default="off,trace,full")
+    parser.add_argument("--levels", default="native,off")
     parser.add_argument("--plans", nargs="+", default=list(PLANS))
     parser.add_argument("--tuning", type=int, default=8, help="prompts a task to choose the plan on")
     parser.add_argument("--prompts", type=int, default=32, help="prompts a task to report on")
@@ -114,10 +116,10 @@ def run() -> None:
     levels, engines, drafter = split_levels(args.levels), {}, None
     for level in levels:
         # A target of its own: packed weights are switched for a whole target.
-        target = Target.from_pretrained(name, dtype=args.dtype, device=args.device)
+        target = Target.from_pretrained(name, dtype=args.dtype, device=args.device, native=level == NATIVE)
         drafter = open_drafter(args.drafter, target)
         length = args.prompt_tokens + args.new_tokens
-        engines[level] = Engine(target, drafter, max_batch=1, max_length=length, compile=level)
+        engines[level] = Engine(target, drafter, max_batch=1, max_length=length, compile=compile_level(level))
     plans = plans_within([PLAIN, *args.plans], drafter)
     drafting = [text for text in plans if text != PLAIN]
     peer = transformers_peer(name, target)

@@ -5,7 +5,7 @@ import torch
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.engine import Engine
-from draftsmith.types import SamplingParams
+from draftsmith.types import NO_DRAFT, Plan, SamplingParams
 from tiny import VOCABULARY, WIDTH, greedy_reference, prompts, tiny_model, tiny_target
 
 
@@ -23,3 +23,18 @@ def test_a_recorded_step_gives_the_same_text():
     params = [SamplingParams(max_tokens=9, temperature=0.9, top_p=0.9, presence_penalty=1, seed=i) for i in range(5)]
     plain = Engine(tiny_target("mistral")).generate(questions, params)
     assert [c.tokens for c in engine.generate(questions, params)] == [c.tokens for c in plain]
+
+
+def test_generated_code_gives_the_same_text():
+    """Level full, plainly and with a chain, at the one batch size that keeps this test short."""
+    config = MLPSpeculatorConfig(emb_dim=WIDTH, vocab_size=VOCABULARY, n_predict=2, inner_dim=16)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drafter = MLPSpeculator(config).eval()
+    engine = Engine(tiny_target(), drafter, max_batch=1, compile="full")
+    assert engine.compiled == "full"
+    [question] = prompts(1)
+    expected = greedy_reference(tiny_model(), question, 16)
+    for plan in (NO_DRAFT, Plan((1, 1))):
+        [found] = engine.generate([question], SamplingParams(max_tokens=16), plan)
+        assert found.tokens == expected

@@ -71,7 +71,7 @@ def demo(
     import torch
 
     from draftsmith.cli.demo_report import DemoResult, coloured_sample, print_race, print_training, write_demo_report
-    from draftsmith.cli.demo_training import LiveSettings, served, train_live
+    from draftsmith.cli.demo_training import LiveSettings, train_live
     from draftsmith.drafters.mlp import MLPSpeculator
     from draftsmith.drafters.registry import load_drafter
     from draftsmith.engine import Engine
@@ -83,12 +83,12 @@ def demo(
     speculator = MLPSpeculator.from_pretrained(first_stage, loaded, dtype=torch.float32)
     held_out = {task: cut(loaded, [p for p in texts if p.task == task], prompt_tokens, prompts) for task in TASKS}
     console.print(
-        f"Target {loaded.name}: {sum(p.numel() for p in loaded.model.parameters()) / 1e6:.1f} M parameters, "
+        f"Target {loaded.name}: {loaded.weights / 1e6:.1f} M parameters, "
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}. Speculator {first_stage.name}: "
         f"{speculator.config.n_predict} stages, {sum(p.numel() for p in speculator.parameters()) / 1e6:.1f} M."
     )
     with console.status("Measuring tokens per step on held-out text, before training …"):
-        before = tokens_per_step(loaded, served(speculator, loaded), held_out, new_tokens)
+        before = tokens_per_step(loaded, speculator, held_out, new_tokens)
     settings = LiveSettings(minutes=minutes, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)
     pieces = cut(loaded, embedded_prompts(split="train"), prompt_tokens, 4000)
     live = train_live(loaded, speculator, pieces, settings, console)
@@ -97,7 +97,7 @@ def demo(
     print_training(console, before, after, live)
 
     # What is raced is what was saved, read back as any user would read it.
-    live.speculator.save_pretrained(out / "drafter", loaded.facts(), {"trained_by": "draftsmith demo"})
+    live.speculator.to(loaded.dtype).save_pretrained(out / "drafter", loaded.facts(), {"trained_by": "draftsmith demo"})
     drafter = load_drafter(out / "drafter", loaded)
     engine = Engine(loaded, drafter, max_batch=1, max_length=prompt_tokens + new_tokens)
     tokens = 2 * len(TASKS) * prompts * new_tokens
@@ -140,6 +140,6 @@ def tokens_per_step(
     from draftsmith.evaluation.measure import measure
     from draftsmith.types import SamplingParams
 
-    engine = Engine(target, drafter, max_batch=ROWS)
+    engine = Engine(target, drafter.for_decoding(target), max_batch=ROWS)
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     return {task: measure(engine, prompts, params) for task, prompts in held_out.items()}

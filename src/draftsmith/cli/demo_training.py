@@ -4,7 +4,6 @@ This is stage 2 of the report (section 3.2) by the clock instead of by steps, so
 on any machine. Shapes: B sequences, L tokens, N stages.
 """
 
-import copy
 import math
 import random
 import time
@@ -59,7 +58,7 @@ class LiveSettings:
 
 @dataclass(frozen=True)
 class LiveResult:
-    """The trained speculator, as served, and what was done; `curve` holds (seconds, loss)."""
+    """The trained speculator and what was done; `curve` holds (seconds, loss)."""
 
     speculator: MLPSpeculator
     sequences: int
@@ -93,9 +92,9 @@ def train_live(
         def show(description: str, rate: str) -> None:
             progress.update(bar, description=description, rate=rate, completed=min(total, time.monotonic() - begun))
 
-        sequences = write(target, served(speculator, target), prompts, settings, show)
+        sequences = write(target, speculator.for_decoding(target), prompts, settings, show)
         curve = learn(target, speculator, sequences, settings, begun, show)
-    return LiveResult(served(speculator, target), len(sequences), len(curve), curve, time.monotonic() - begun)
+    return LiveResult(speculator, len(sequences), len(curve), curve, time.monotonic() - begun)
 
 
 def write(
@@ -190,11 +189,3 @@ def learn(
         show("The speculator learns", f"step {len(curve)}, {speed:.1f} steps/s, loss {mean:.3f} a stage")
     speculator.eval()
     return curve
-
-
-@torch.no_grad()
-def served(speculator: MLPSpeculator, target: Target) -> MLPSpeculator:
-    """Return a copy as it is decoded with: in the target's dtype, without gradients."""
-    copied = copy.deepcopy(speculator).to(target.dtype).eval().requires_grad_(False)
-    copied.bind(target)
-    return copied

@@ -127,7 +127,7 @@ class EngineBridge:
 
     def use(self, drafter: "MLPSpeculator") -> None:
         """Write the coming text with this drafter, for speed; the text's law does not depend on it."""
-        self.drafter = drafter
+        self.drafter = drafter.for_decoding(self.target)
 
     def generate(self, prompts: list[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
         """Let the target write exactly `max_tokens` behind every prompt."""
@@ -150,7 +150,7 @@ class EngineBridge:
         from draftsmith.types import Statistics
 
         longest = max(len(prompt) for prompts in self.prompts.values() for prompt in prompts) + self.new_tokens
-        engine = Engine(self.target, drafter, max_batch=EVALUATION_ROWS, max_length=longest)
+        engine = Engine(self.target, drafter.for_decoding(self.target), max_batch=EVALUATION_ROWS, max_length=longest)
         params = SamplingParams(max_tokens=self.new_tokens, ignore_eos=True)
         total, scores = Statistics(), {}
         for task, prompts in self.prompts.items():

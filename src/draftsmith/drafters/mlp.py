@@ -8,6 +8,7 @@ Shapes: B rows, T positions, R rows of any origin, N stages, F target width, D i
 first stage, D after it), V vocabulary, W drafted vocabulary (V, or the most frequent few tokens), k children.
 """
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -104,13 +105,13 @@ class MLPSpeculator(TrainableDrafter):
     def restricted(self, draft_tokens: Tensor) -> "MLPSpeculator":
         """Return a copy that scores only these tokens (W), with the rows of the heads that stand for them."""
         config = replace(self.config, draft_vocab_size=len(draft_tokens))
-        copy = MLPSpeculator(config, draft_tokens.to(self.device)).to(self._weight(self.ln, 0))
+        fewer = MLPSpeculator(config, draft_tokens.to(self.device)).to(self._weight(self.ln, 0))
         tensors = {
             name: tensor[draft_tokens] if name.startswith("head.") else tensor
             for name, tensor in self.state_dict().items()
         }
-        copy.load_state_dict(tensors | {"d2t": copy.d2t})
-        return copy
+        fewer.load_state_dict(tensors | {"d2t": fewer.d2t})
+        return fewer
 
     def _set_draft_tokens(self, draft_tokens: Tensor | None) -> None:
         size = self.config.draft_vocab_size
@@ -181,7 +182,9 @@ class MLPSpeculator(TrainableDrafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a tree of at most n_predict levels."""
-        if self._native is None or plan.sampled or plan.nodes is not None or not 0 < plan.depth <= self.max_depth:
+        # What a beam leaves unexpanded is kept only where whole paths are not asked for, which is left to `grow`.
+        general = plan.sampled or plan.nodes is not None or (plan.beam is not None and plan.paths is None)
+        if self._native is None or general or not 0 < plan.depth <= self.max_depth:
             return grow(self, context, plan)
         tokens_BN, parents_BN = self._native.propose(
             context.tokens_BT, context.features_BTF, context.counts_B, plan.branching, plan.paths or 0,
@@ -193,6 +196,18 @@ class MLPSpeculator(TrainableDrafter):
     def is_native(self) -> bool:
         """Whether one native operator makes the guesses, so that there is nothing to compile."""
         return self._native is not None
+
+    @torch.no_grad()
+    def for_decoding(self, target: "Target") -> "MLPSpeculator":
+        """Return a copy as it decodes: in the target's dtype and place, without gradients, native where the target is.
+
+        The copy guesses; only the original can be trained or saved.
+        """
+        copied = copy.deepcopy(self).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        copied.bind(target)
+        if target.native:
+            copied.go_native()
+        return copied
 
     def go_native(self) -> None:
         """Pack the weights for the native kernels, in place; for decoding only (bf16, CPU)."""
@@ -213,7 +228,7 @@ class MLPSpeculator(TrainableDrafter):
 
     def default_plan(self) -> Plan:
         """Return the tree that config.json asks for."""
-        branching = self.config.branching
+        branching = self.config.default_branching or self.config.branching
         return Plan(branching, paths=None if math.prod(branching) == 1 else self.config.n_candidates)
 
     @property

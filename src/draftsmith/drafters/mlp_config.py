@@ -26,6 +26,8 @@ class MLPSpeculatorConfig:
         condition_on_tokens: read the drafted tokens; False leaves the embedding term out (state-only heads).
         tie_to_target: use the target's own frozen embedding and head, which are then not saved (section 5).
         draft_vocab_size: score only this many tokens, listed in the tensor d2t; 0 scores all.
+        default_branching: children a node of the draft to make when nobody chose a plan, as measured to pay best; ()
+            takes top_k_tokens_per_head at all depths.
     """
 
     emb_dim: int
@@ -39,6 +41,7 @@ class MLPSpeculatorConfig:
     condition_on_tokens: bool = True
     tie_to_target: bool = False
     draft_vocab_size: int = 0
+    default_branching: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
@@ -53,6 +56,10 @@ class MLPSpeculatorConfig:
         need(
             len(self.top_k_tokens_per_head) <= self.n_predict and all(k >= 1 for k in self.top_k_tokens_per_head),
             "top_k_tokens_per_head", f"at most n_predict = {self.n_predict} positive numbers",
+        )
+        need(
+            len(self.default_branching) <= self.n_predict and all(k >= 1 for k in self.default_branching),
+            "default_branching", f"at most n_predict = {self.n_predict} positive numbers",
         )
         need(self.n_candidates >= 1, "n_candidates", "at least 1")
         need(0 <= self.draft_vocab_size <= self.vocab_size, "draft_vocab_size", "between 0 (all) and vocab_size")
@@ -70,7 +77,7 @@ class MLPSpeculatorConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the published keys, and ours only where they differ from their defaults."""
         values = asdict(self) | {"top_k_tokens_per_head": list(self.branching)}
-        for name in ("condition_on_tokens", "tie_to_target", "draft_vocab_size"):
+        for name in ("condition_on_tokens", "tie_to_target", "draft_vocab_size", "default_branching"):
             if values[name] == getattr(type(self), name):
                 del values[name]
         return values
@@ -79,8 +86,9 @@ class MLPSpeculatorConfig:
     def from_json(cls, values: Mapping[str, Any], origin: Path) -> "MLPSpeculatorConfig":
         """Read a config.json's object, published or ours; keys of other programs are passed over."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        if "top_k_tokens_per_head" in known:
-            known["top_k_tokens_per_head"] = tuple(known["top_k_tokens_per_head"])
+        for name in ("top_k_tokens_per_head", "default_branching"):
+            if name in known:
+                known[name] = tuple(known[name])
         missing = {"emb_dim", "vocab_size", "n_predict"} - known.keys()
         if missing:
             raise DraftsmithError(f"{origin} lacks {', '.join(sorted(missing))}; use a whole mlp_speculator config.")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.native.layers import PackedLinear
+from draftsmith.native.layers import Int8Linear, PackedLinear
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types of this shape. What they have besides (biases, norms on the heads, windows) is read from the model."""
@@ -27,7 +27,7 @@ class NativeDecoder:
         config = model.config.get_text_config(decoder=True)
         base: Any = model.base_model
         first = base.layers[0].self_attn
-        linears: list[PackedLinear] = []
+        linears: list[Any] = []
         norms: list[Tensor] = []
         head_norms: list[Tensor] = []
         for layer in base.layers:
@@ -41,11 +41,14 @@ class NativeDecoder:
         embedding = base.embed_tokens
         head = model.get_output_embeddings()
         rotary = base.rotary_emb
+        linears.append(head)
         empty = torch.empty(0)
+        whole = [isinstance(linear, Int8Linear) for linear in linears]
         self._decoder = torch.classes.draftsmith.Decoder(
             embedding.weight.detach() if isinstance(embedding, nn.Embedding) else head.packed,
-            head.packed,
             [linear.packed for linear in linears],
+            [linear.scales if int8 else empty for linear, int8 in zip(linears, whole, strict=True)],
+            [linear.sums if int8 else empty for linear, int8 in zip(linears, whole, strict=True)],
             [empty if linear.bias_N is None else linear.bias_N for linear in linears],
             [norm.detach() for norm in norms],
             [norm.detach() for norm in head_norms],
@@ -84,9 +87,12 @@ def has_native_form(model: PreTrainedModel) -> bool:
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return False
     base: Any = model.base_model
-    if base.layers[0].self_attn.head_dim != 2 * base.rotary_emb.inv_freq.numel():
+    first = base.layers[0].self_attn
+    if first.head_dim != 2 * base.rotary_emb.inv_freq.numel():
         return False  # rotary positions on a part of the head
+    if any(width % 2 for width in (config.hidden_size, config.intermediate_size, first.head_dim)):
+        return False
     head = model.get_output_embeddings()
-    inside = [module for layer in base.layers for module in layer.modules() if not list(module.children())]
-    packed = [module for module in inside if isinstance(module, PackedLinear)]
-    return isinstance(head, PackedLinear) and head.bias_N is None and len(packed) == 7 * len(base.layers)
+    kinds = (PackedLinear, Int8Linear)
+    inside = [module for layer in base.layers for module in layer.modules() if isinstance(module, kinds)]
+    return isinstance(head, kinds) and head.bias_N is None and len(inside) == 7 * len(base.layers)

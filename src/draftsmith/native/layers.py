@@ -17,6 +17,12 @@ from draftsmith.native.library import LIBRARY
 KINDS = (nn.Linear, Conv1D)
 
 
+def _check_width(x: Tensor, width: int) -> None:
+    # The operators cannot: packed weights are padded.
+    if x.shape[-1] != width:
+        raise RuntimeError(f"rows of {x.shape[-1]} features cannot go through a layer that reads {width}")
+
+
 class PackedLinear(nn.Module):
     """A bf16 linear layer by the native kernels. `state_dict` and `weight` give the original layout.
 
@@ -43,6 +49,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply rows (…, K) to (…, N)."""
+        _check_width(x, self.in_features)
         product: Tensor = torch.ops.draftsmith.linear(x, self.packed, self.bias_N, self.out_features)
         return product
 
@@ -60,9 +67,10 @@ class Int8Linear(nn.Module):
     sums: Tensor
     bias_N: Tensor | None
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_NK.shape
+        self.transposed = transposed
         for name, value in zip(
             ("packed", "scales", "sums"), torch.ops.draftsmith.pack_int8(weight_NK.detach()), strict=True
         ):
@@ -71,12 +79,14 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The quantised weights (N, K) as bf16."""
+        """The quantised weights as bf16, in the layout of the original layer; a copy, made at each call."""
         whole_NK = self.packed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: self.out_features, : self.in_features]
-        return (whole_NK * self.scales[: self.out_features, None]).bfloat16()
+        weight_NK = (whole_NK * self.scales[: self.out_features, None]).bfloat16()
+        return weight_NK.T.contiguous() if self.transposed else weight_NK
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply rows (…, K) to (…, N)."""
+        _check_width(x, self.in_features)
         product: Tensor = torch.ops.draftsmith.linear_int8(
             x, self.packed, self.scales, self.sums, self.bias_N, self.out_features
         )
@@ -193,8 +203,9 @@ def _packed_experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
             continue
         form: Any = module
         plain = form.has_gate and form.is_concatenated
-        odd = form.has_bias or form.is_transposed or form.has_post_expert_norm or tables["down_proj"].shape[2] % 2
-        if plain and not odd and isinstance(form.act_fn, (nn.SiLU, SiLUActivation)):
+        special = form.has_bias or form.is_transposed or form.has_post_expert_norm
+        odd = any(size % 2 for size in tables["down_proj"].shape[1:])
+        if plain and not special and not odd and isinstance(form.act_fn, (nn.SiLU, SiLUActivation)):
             packed[module] = PackedExperts(tables["gate_up_proj"], tables["down_proj"])
             form.gate_up_proj = form.down_proj = None
     return packed
@@ -202,7 +213,7 @@ def _packed_experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 def _packed(layer: nn.Module, int8: bool) -> nn.Module:
     if isinstance(layer, Conv1D):
-        return Int8Linear(layer.weight.T, layer.bias) if int8 else PackedLinear(layer.weight.T, layer.bias, True)
+        return (Int8Linear if int8 else PackedLinear)(layer.weight.T, layer.bias, transposed=True)
     assert isinstance(layer, nn.Linear)
     return (Int8Linear if int8 else PackedLinear)(layer.weight, layer.bias)
 

@@ -76,6 +76,8 @@ class Target:
         self.layers: int = self.config.num_hidden_layers
         self.max_length: int = self.config.max_position_embeddings
         self.eos_token_ids: frozenset[int] = _end_tokens(model, tokenizer)
+        self.weights = sum(parameter.numel() for parameter in model.parameters())
+        """How many there are; packing turns parameters into buffers, so it is counted before."""
         self._captured: dict[int, Tensor] = {}
         self._wanted: set[int] = {-1}
         self._install_taps()

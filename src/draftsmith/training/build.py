@@ -53,7 +53,7 @@ def build_speculator(recipe: Recipe, target: Target) -> MLPSpeculator:
         n_predict=section.n_predict, tie_weights=section.tie_weights, scale_input=section.scale_input,
         top_k_tokens_per_head=section.top_k_tokens_per_head, n_candidates=section.n_candidates,
         condition_on_tokens=section.condition_on_tokens, tie_to_target=section.tie_to_target,
-        draft_vocab_size=section.draft_vocab_size,
+        draft_vocab_size=section.draft_vocab_size, default_branching=section.default_branching,
     )
     if section.init_from is not None:
         return _warm_start(Path(section.init_from), config, target, recipe)
@@ -71,7 +71,7 @@ def _warm_start(folder: Path, config: MLPSpeculatorConfig, target: Target, recip
     speculator = MLPSpeculator.from_pretrained(folder, target, dtype=torch.float32)
     if config.draft_vocab_size and not speculator.config.draft_vocab_size:
         speculator = speculator.restricted(frequent_tokens(recipe, target, config.draft_vocab_size))
-    free = ("top_k_tokens_per_head", "n_candidates")
+    free = ("top_k_tokens_per_head", "n_candidates", "default_branching")
     for name in MLPSpeculatorConfig.__dataclass_fields__:
         have, want = getattr(speculator.config, name), getattr(config, name)
         if name == "inner_dim":

@@ -37,6 +37,7 @@ class DrafterSection(Section):
     scale_input: bool = False
     top_k_tokens_per_head: tuple[Count, ...] = ()
     n_candidates: Count = 5
+    default_branching: tuple[Count, ...] = ()
     condition_on_tokens: bool = True
     draft_vocab_size: Annotated[int, Field(ge=0)] = 0
     tie_to_target: bool = False

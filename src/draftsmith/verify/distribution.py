@@ -16,8 +16,6 @@ class SamplingBatch:
     `bias_BV` (fp32) exists only where a request has a bias. `largest_top_k` is 0 when no sampled row has a top-k.
     """
 
-    params: tuple[SamplingParams, ...]
-    vocab_size: int
     temperature_B: Tensor
     top_k_B: Tensor
     top_p_B: Tensor
@@ -56,8 +54,6 @@ class SamplingBatch:
         # A k beyond the vocabulary keeps everything, and so do 0 and a greedy row's k, which nobody reads.
         kept = [p.top_k if p.temperature > 0 and 0 < p.top_k < vocab_size else 0 for p in params]
         return SamplingBatch(
-            params=tuple(params),
-            vocab_size=vocab_size,
             temperature_B=temperature_B,
             top_k_B=torch.tensor(kept, dtype=torch.int64, device=device),
             top_p_B=top_p_B,
@@ -75,10 +71,6 @@ class SamplingBatch:
             has_top_p=any(p.top_p < 1 for p in sampled),
             has_min_p=any(p.min_p > 0 for p in sampled),
         )
-
-    def select(self, rows: Sequence[int]) -> "SamplingBatch":
-        """Return the batch of these rows, with flags of its own."""
-        return SamplingBatch.build([self.params[row] for row in rows], self.vocab_size, self.temperature_B.device)
 
 
 def _bias(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> Tensor | None:
@@ -122,10 +114,6 @@ class History:
             seen_BV[row, torch.tensor([t for t in prompt if t < vocab_size], dtype=torch.int64)] = True
             counts_BV[row] = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=vocab_size)
         return History(seen_BV.to(device), counts_BV.to(device))
-
-    def select(self, rows_B: Tensor) -> "History":
-        """Return a copy of these rows."""
-        return History(self.prompt_seen_BV[rows_B], self.output_counts_BV[rows_B])
 
     def commit(self, tokens_BT: Tensor, counts_B: Tensor) -> None:
         """Count the first `counts_B[b]` tokens of every row as output, in place; the rest may be anything."""

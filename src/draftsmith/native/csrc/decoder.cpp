@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <mutex>
 #include <vector>
 
 #include "packed.h"
@@ -45,20 +46,22 @@ struct Shape {
 class Decoder : public torch::CustomClassHolder {
  public:
   // sizes: width, heads, key_heads, head_width, inner, vocabulary, max_length; factors: epsilon, scale, rotary_scale.
-  // weights: query, key, value, out, gate, up, down of every layer, packed; biases the same in fp32, empty for none.
+  // weights: query, key, value, out, gate, up, down of every layer, then the head, packed as bf16 or int8; scales and
+  // sums of the int8 ones, empty for bf16; biases in fp32, empty for none.
   // norms: input and after-attention norm of every layer, then the last; head_norms: query and key of every layer.
   // embedding: (V, F) dense, or packed.
-  Decoder(at::Tensor embedding, at::Tensor head, Tensors weights, Tensors biases, Tensors norms, Tensors head_norms,
-          at::Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
+  Decoder(at::Tensor embedding, Tensors weights, Tensors scales, Tensors sums, Tensors biases, Tensors norms,
+          Tensors head_norms, at::Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
           std::vector<int64_t> windows)
-      : embedding_(std::move(embedding)), head_tensor_(std::move(head)), weights_(std::move(weights)),
-        biases_(std::move(biases)), norms_(std::move(norms)), head_norms_(std::move(head_norms)),
+      : embedding_(std::move(embedding)), weights_(std::move(weights)), scales_(std::move(scales)),
+        sums_(std::move(sums)), biases_(std::move(biases)), norms_(std::move(norms)), head_norms_(std::move(head_norms)),
         frequencies_(frequencies.to(at::kFloat).contiguous()) {
     TORCH_CHECK(sizes.size() == 7 && factors.size() == 3, "draftsmith: a decoder has 7 sizes and 3 factors");
     shape_ = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], factors[0], factors[1], factors[2]};
     const Shape& s = shape_;
     const size_t layers = windows.size();
-    TORCH_CHECK(weights_.size() == 7 * layers && biases_.size() == 7 * layers && norms_.size() == 2 * layers + 1 &&
+    TORCH_CHECK(weights_.size() == 7 * layers + 1 && scales_.size() == weights_.size() &&
+                    sums_.size() == weights_.size() && biases_.size() == weights_.size() && norms_.size() == 2 * layers + 1 &&
                     (head_norms_.empty() || head_norms_.size() == 2 * layers) &&
                     frequencies_.numel() * 2 == s.head_width && s.heads % s.key_heads == 0 && s.width % 2 == 0 &&
                     s.inner % 2 == 0 && s.heads * s.head_width % 2 == 0,
@@ -70,18 +73,14 @@ class Decoder : public torch::CustomClassHolder {
     } else {
       check_packed(embedding_, s.vocabulary, s.width);
     }
-    head_ = as_linear(head_tensor_, std::nullopt, s.vocabulary, s.width);
+    head_ = linear(7 * layers, s.vocabulary, s.width);
     const int64_t inside = s.heads * s.head_width, keys = s.key_heads * s.head_width;
     const int64_t outputs[7] = {inside, keys, keys, s.width, s.inner, s.inner, s.width};
     const int64_t inputs[7] = {s.width, s.width, s.width, inside, s.width, s.width, s.inner};
     for (size_t l = 0; l < layers; ++l) {
       Layer layer;
       Linear* parts[7] = {&layer.query, &layer.key, &layer.value, &layer.out, &layer.gate, &layer.up, &layer.down};
-      for (int i = 0; i < 7; ++i) {
-        const at::Tensor& bias = biases_[7 * l + i];
-        *parts[i] = as_linear(weights_[7 * l + i], bias.numel() ? std::optional(bias) : std::nullopt, outputs[i],
-                              inputs[i]);
-      }
+      for (int i = 0; i < 7; ++i) *parts[i] = linear(7 * l + i, outputs[i], inputs[i]);
       layer.input_norm = norm(norms_[2 * l], s.width);
       layer.after_norm = norm(norms_[2 * l + 1], s.width);
       if (!head_norms_.empty()) {
@@ -101,10 +100,11 @@ class Decoder : public torch::CustomClassHolder {
                                              const Tensors& values, int64_t first_row, std::vector<int64_t> taps,
                                              const std::optional<at::Tensor>& columns) {
     const Pass pass = check(tokens, depths, visible, cached, keys, values, first_row, taps, columns);
+    const std::lock_guard<std::mutex> alone(busy_);
     const Shape& s = shape_;
-    at::Tensor logits = at::empty({pass.batch, pass.kept, s.vocabulary}, head_tensor_.options());
+    at::Tensor logits = at::empty({pass.batch, pass.kept, s.vocabulary}, norms_.back().options());
     at::Tensor features =
-        at::empty({pass.batch, pass.nodes, s.width * static_cast<int64_t>(taps.size())}, head_tensor_.options());
+        at::empty({pass.batch, pass.nodes, s.width * static_cast<int64_t>(taps.size())}, norms_.back().options());
     const int64_t rows = pass.rows(), inside = s.heads * s.head_width, at_keys = s.key_heads * s.head_width;
     Buffers b;
     b.hidden = hidden_.of(rows * s.width);
@@ -141,6 +141,14 @@ class Decoder : public torch::CustomClassHolder {
     int32_t* private_entries;
     int64_t private_size;
   };
+
+  Linear linear(size_t index, int64_t outputs, int64_t inputs) const {
+    const std::optional<at::Tensor> bias =
+        biases_[index].numel() ? std::optional(biases_[index]) : std::optional<at::Tensor>();
+    return weights_[index].scalar_type() == at::kChar
+               ? as_linear_int8(weights_[index], scales_[index], sums_[index], bias, outputs, inputs)
+               : as_linear(weights_[index], bias, outputs, inputs);
+  }
 
   static const bf16* norm(const at::Tensor& weight, int64_t width) {
     TORCH_CHECK(weight.is_contiguous() && weight.scalar_type() == at::kBFloat16 && weight.numel() == width,
@@ -343,20 +351,16 @@ class Decoder : public torch::CustomClassHolder {
       for (int64_t row = 0; row < rows; row += kChunkRows) {
         const int64_t some = std::min(kChunkRows, rows - row);
         const bf16* x = b.normed + row * width;
-        const auto part = [&](const Linear& whole) {
-          Linear stretch = whole;
-          stretch.data += panel * whole.pairs * 2 * kPanel, stretch.panels = panels;
-          stretch.outputs = std::min(panels * kPanel, inner - panel * kPanel);
-          if (stretch.bias != nullptr) stretch.bias += panel * kPanel;
-          return stretch;
-        };
         const Team alone{0, 1};
-        multiply(alone, part(layer.gate), x, width, some, [&](int64_t r, int64_t n, int64_t count, const float* values) {
-          std::copy_n(values, count, gates + r * kChunk + n);
-        });
-        multiply(alone, part(layer.up), x, width, some, [&](int64_t r, int64_t n, int64_t count, const float* values) {
-          kernels().silu_times(gates + r * kChunk + n, values, count, b.inner + (row + r) * inner + panel * kPanel + n);
-        });
+        multiply(alone, layer.gate.stretch(panel, panels), x, width, some,
+                 [&](int64_t r, int64_t n, int64_t count, const float* values) {
+                   std::copy_n(values, count, gates + r * kChunk + n);
+                 });
+        bf16* mixed = b.inner + row * inner + panel * kPanel;
+        multiply(alone, layer.up.stretch(panel, panels), x, width, some,
+                 [&](int64_t r, int64_t n, int64_t count, const float* values) {
+                   kernels().silu_times(gates + r * kChunk + n, values, count, mixed + r * inner + n);
+                 });
       }
     }
   }
@@ -388,13 +392,14 @@ class Decoder : public torch::CustomClassHolder {
                });
   }
 
-  at::Tensor embedding_, head_tensor_;
-  Tensors weights_, biases_, norms_, head_norms_;
+  at::Tensor embedding_;
+  Tensors weights_, scales_, sums_, biases_, norms_, head_norms_;
   at::Tensor frequencies_;
   Shape shape_;
   Linear head_;
   const bf16* last_norm_;
   std::vector<Layer> layers_;
+  std::mutex busy_;  // the memory below serves one pass at a time
   Scratch<bf16> hidden_, normed_, query_, key_, mixed_, inner_;
   Scratch<float> cosines_, sines_, private_floats_;
   Scratch<int32_t> private_entries_;
@@ -404,8 +409,8 @@ class Decoder : public torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
   library.class_<Decoder>("Decoder")
-      .def(torch::init<at::Tensor, at::Tensor, Tensors, Tensors, Tensors, Tensors, at::Tensor, std::vector<int64_t>,
-                       std::vector<double>, std::vector<int64_t>>())
+      .def(torch::init<at::Tensor, Tensors, Tensors, Tensors, Tensors, Tensors, Tensors, at::Tensor,
+                       std::vector<int64_t>, std::vector<double>, std::vector<int64_t>>())
       .def("forward", &Decoder::forward);
 }
 

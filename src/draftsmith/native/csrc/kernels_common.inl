@@ -10,8 +10,8 @@ constexpr int kLanes = 16;
 // e^x for x ≤ 0 or small, relative error below 3e-7; 0 far below.
 inline float exponential(float x) {
   x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
-  const float shifted = x * 1.44269504088896341f + 12582912.0f;  // rounds to a whole number in the low bits
-  const float whole = shifted - 12582912.0f;
+  union { float f; uint32_t u; } shifted{x * 1.44269504088896341f + 12582912.0f};  // the low bits: a whole number
+  const float whole = shifted.f - 12582912.0f;
   const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
   float value = 1.9875691500e-4f;
   value = value * rest + 1.3981999507e-3f;
@@ -20,7 +20,7 @@ inline float exponential(float x) {
   value = value * rest + 1.6666665459e-1f;
   value = value * rest + 5.0000001201e-1f;
   value = value * rest * rest + rest + 1.0f;
-  union { int32_t i; float f; } power{(static_cast<int32_t>(whole) + 127) << 23};
+  union { uint32_t u; float f; } power{(shifted.u - 0x4b400000u + 127u) << 23};
   return value * power.f;
 }
 

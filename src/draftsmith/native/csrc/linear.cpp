@@ -16,16 +16,56 @@ void check_packed(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
               " to ", outputs, " features");
 }
 
+namespace {
+
+const float* bias_of(const std::optional<at::Tensor>& bias, int64_t outputs) {
+  if (!bias.has_value()) return nullptr;
+  TORCH_CHECK(bias->is_contiguous() && bias->is_cpu() && bias->scalar_type() == at::kFloat && bias->numel() == outputs,
+              "draftsmith: the bias has to be fp32, contiguous, and of ", outputs, " values");
+  return bias->const_data_ptr<float>();
+}
+
+}  // namespace
+
 Linear as_linear(const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs) {
   check_packed(packed, outputs, inputs);
-  Linear layer{bits(packed), nullptr, outputs, inputs, packed.size(0), packed.size(1)};
-  if (bias.has_value()) {
-    TORCH_CHECK(bias->is_contiguous() && bias->is_cpu() && bias->scalar_type() == at::kFloat &&
-                    bias->numel() == outputs,
-                "draftsmith: the bias has to be fp32, contiguous, and of ", outputs, " values");
-    layer.bias = bias->const_data_ptr<float>();
-  }
+  Linear layer;
+  layer.data = bits(packed), layer.bias = bias_of(bias, outputs);
+  layer.outputs = outputs, layer.inputs = inputs, layer.panels = packed.size(0);
   return layer;
+}
+
+Linear as_linear_int8(const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
+                      const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs) {
+  Linear layer;
+  layer.outputs = outputs, layer.inputs = inputs, layer.panels = (outputs + kPanel - 1) / kPanel;
+  const int64_t padded = layer.panels * kPanel;
+  TORCH_CHECK(packed.is_contiguous() && packed.is_cpu() && packed.scalar_type() == at::kChar &&
+                  packed.sizes() == at::IntArrayRef({layer.panels, layer.quads(), kPanel, 4}) &&
+                  scales.is_contiguous() && scales.numel() == padded && scales.scalar_type() == at::kFloat &&
+                  sums.is_contiguous() && sums.numel() == padded && sums.scalar_type() == at::kInt,
+              "draftsmith: these int8 weights are not those of a layer from ", inputs, " to ", outputs, " features");
+  layer.quantised = packed.const_data_ptr<int8_t>(), layer.scales = scales.const_data_ptr<float>();
+  layer.sums = sums.const_data_ptr<int32_t>(), layer.bias = bias_of(bias, outputs);
+  return layer;
+}
+
+void Quantised::take(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t quads) {
+  values.assign(rows * quads * 4, 0);
+  scales.resize(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    const bf16* row = x + r * x_stride;
+    bf16 largest = 0;  // magnitudes of bf16 are ordered like their bits, NaN last
+    for (int64_t k = 0; k < inputs; ++k) largest = std::max<bf16>(largest, row[k] & 0x7fffu);
+    const float most = widen(largest), inverse = most > 0 ? 127 / most : 0;
+    scales[r] = largest < 0x7f80u ? most / 127 : std::nanf("");
+    if (largest == 0 || largest >= 0x7f80u) continue;
+    int8_t* to = values.data() + r * quads * 4;
+    if (std::isfinite(inverse))
+      for (int64_t k = 0; k < inputs; ++k) to[k] = static_cast<int8_t>(std::nearbyint(widen(row[k]) * inverse));
+    else  // the row is so small that its inverse has no number
+      for (int64_t k = 0; k < inputs; ++k) to[k] = static_cast<int8_t>(std::nearbyint(widen(row[k]) / most * 127));
+  }
 }
 
 namespace {
@@ -41,13 +81,16 @@ at::Tensor pack(const at::Tensor& weight) {
   const int64_t row = weight.stride(0), column = weight.stride(1);
   run_team(false, [&](const Team& team) {
     const auto [first, last] = team.share(panels);
-    for (int64_t p = first; p < last; ++p)
-      for (int64_t n = 0; n < kPanel; ++n) {
-        const int64_t output = p * kPanel + n;
-        bf16* lane = to + p * pairs * 2 * kPanel + 2 * n;
-        for (int64_t k = 0; k < 2 * pairs; ++k)
-          lane[k / 2 * 2 * kPanel + k % 2] = output < outputs && k < inputs ? from[output * row + k * column] : 0;
-      }
+    for (int64_t p = first; p < last; ++p) {
+      // Line after line, so that memory is written in order; sixteen rows are read side by side.
+      bf16* line = to + p * pairs * 2 * kPanel;
+      for (int64_t k = 0; k < pairs; ++k, line += 2 * kPanel)
+        for (int64_t n = 0; n < kPanel; ++n) {
+          const int64_t output = p * kPanel + n, at = output * row + 2 * k * column;
+          line[2 * n] = output < outputs ? from[at] : 0;
+          line[2 * n + 1] = output < outputs && 2 * k + 1 < inputs ? from[at + column] : 0;
+        }
+    }
   });
   return packed;
 }
@@ -68,10 +111,14 @@ at::Tensor unpack(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
   return weight;
 }
 
+// Products of fewer multiplications than this are not worth waking the other threads.
+constexpr int64_t kSmall = 32768;
+
 // Rows of x as the kernels read them: of even length, each contiguous.
 at::Tensor as_rows(const at::Tensor& x, int64_t inputs) {
   TORCH_CHECK(x.is_cpu() && x.scalar_type() == at::kBFloat16 && x.dim() >= 1 && x.size(-1) == inputs,
-              "draftsmith: the layer reads bf16 rows of ", inputs, " features on a CPU, not ", x.sizes());
+              "draftsmith: the layer reads bf16 rows of ", inputs, " features on a CPU, not ", x.scalar_type(), " of ",
+              x.sizes());
   at::Tensor rows = x.reshape({-1, inputs});
   if (inputs % 2 != 0) return at::constant_pad_nd(rows, {0, 1});
   return rows.stride(1) == 1 || inputs == 1 ? rows : rows.contiguous();
@@ -83,23 +130,25 @@ std::vector<int64_t> with_last(const at::Tensor& x, int64_t size) {
   return sizes;
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                  int64_t outputs) {
-  const int64_t inputs = x.dim() ? x.size(-1) : 0;
-  const Linear layer = as_linear(packed, bias, outputs, inputs);
-  const at::Tensor rows_RK = as_rows(x, inputs);
-  at::Tensor out = at::empty(with_last(x, outputs), x.options());
+at::Tensor apply(const at::Tensor& x, const Linear& layer) {
+  const at::Tensor rows_RK = as_rows(x, layer.inputs);
+  at::Tensor out = at::empty(with_last(x, layer.outputs), x.options());
   bf16* to = mutable_bits(out);
-  const int64_t rows = rows_RK.size(0);
+  const int64_t rows = rows_RK.size(0), outputs = layer.outputs;
   if (rows == 0) return out;
   const bf16* from = bits(rows_RK);
   const int64_t stride = rows_RK.stride(0);
-  run_team(rows * outputs * inputs < 32768, [&](const Team& team) {
+  run_team(rows * outputs * layer.inputs < kSmall, [&](const Team& team) {
     multiply(team, layer, from, stride, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
       for (int64_t i = 0; i < count; ++i) to[r * outputs + n + i] = narrow(values[i]);
     });
   });
   return out;
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                  int64_t outputs) {
+  return apply(x, as_linear(packed, bias, outputs, x.dim() ? x.size(-1) : 0));
 }
 
 at::Tensor embedding(const at::Tensor& tokens, const at::Tensor& packed, int64_t width, int64_t entries) {
@@ -131,10 +180,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pack_int8(const at::Tensor& weigh
     const auto [first, last] = team.share(outputs);
     for (int64_t n = first; n < last; ++n) {
       float most = 0;
-      for (int64_t k = 0; k < inputs; ++k) most = std::max(most, std::abs(from[n * inputs + k]));
-      scale[n] = most / 127;
+      for (int64_t k = 0; k < inputs; ++k) most = std::abs(from[n * inputs + k]) <= most ? most : std::abs(from[n * inputs + k]);
+      scale[n] = std::isfinite(most) ? most / 127 : std::nanf("");
       int8_t* lane = to + n / kPanel * quads * 4 * kPanel + n % kPanel * 4;
-      for (int64_t k = 0; k < inputs && most > 0; ++k) {
+      for (int64_t k = 0; k < inputs && scale[n] > 0; ++k) {
         const int value = static_cast<int>(std::nearbyint(from[n * inputs + k] / scale[n]));
         lane[k / 4 * 4 * kPanel + k % 4] = static_cast<int8_t>(value);
         sum[n] += value;
@@ -147,57 +196,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pack_int8(const at::Tensor& weigh
 // y = (scale of the row · scale of the output) · Σ of whole numbers; the row's scale is its largest value over 127.
 at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
                        const std::optional<at::Tensor>& bias, int64_t outputs) {
-  const int64_t inputs = x.dim() ? x.size(-1) : 0, quads = (inputs + 3) / 4;
-  const int64_t panels = (outputs + kPanel - 1) / kPanel;
-  TORCH_CHECK(packed.dim() == 4 && packed.is_contiguous() && packed.scalar_type() == at::kChar &&
-                  packed.size(0) == panels && packed.size(1) == quads && packed.size(2) == kPanel &&
-                  packed.size(3) == 4 && scales.numel() == panels * kPanel && scales.scalar_type() == at::kFloat &&
-                  sums.numel() == panels * kPanel && sums.scalar_type() == at::kInt,
-              "draftsmith: these int8 weights are not those of a layer from ", inputs, " to ", outputs, " features");
-  TORCH_CHECK(!bias.has_value() || (bias->scalar_type() == at::kFloat && bias->numel() == outputs),
-              "draftsmith: the bias has to be fp32 and of ", outputs, " values");
-  const at::Tensor rows_RK = as_rows(x, inputs);
-  const int64_t rows = rows_RK.size(0);
-  at::Tensor out = at::empty(with_last(x, outputs), x.options());
-  if (rows == 0) return out;
-  const bf16* from = bits(rows_RK);
-  const int64_t stride = rows_RK.stride(0);
-  std::vector<int8_t> quantised(rows * quads * 4);
-  std::vector<float> row_scales(rows);
-  const int8_t* weights = packed.const_data_ptr<int8_t>();
-  const float* scale = scales.const_data_ptr<float>();
-  const int32_t* sum = sums.const_data_ptr<int32_t>();
-  const float* add = bias.has_value() ? bias->const_data_ptr<float>() : nullptr;
-  bf16* to = mutable_bits(out);
-  run_team(rows * outputs * inputs < 32768, [&](const Team& team) {
-    const auto [first_row, last_row] = team.share(rows);
-    for (int64_t r = first_row; r < last_row; ++r) {
-      float most = 0;
-      for (int64_t k = 0; k < inputs; ++k) most = std::max(most, std::abs(widen(from[r * stride + k])));
-      row_scales[r] = most / 127;
-      const float inverse = most > 0 ? 127 / most : 0;
-      for (int64_t k = 0; k < inputs; ++k)
-        quantised[r * quads * 4 + k] = static_cast<int8_t>(std::nearbyint(widen(from[r * stride + k]) * inverse));
-    }
-    team.barrier();
-    alignas(64) int32_t results[kChunkRows * kChunk];
-    const auto [begin, end] = team.share(panels);
-    for (int64_t panel = begin; panel < end; panel += kChunkPanels) {
-      const int64_t some = std::min(kChunkPanels, end - panel);
-      const int64_t n0 = panel * kPanel, count = std::min(some * kPanel, outputs - n0);
-      for (int64_t row = 0; row < rows; row += kChunkRows) {
-        const int64_t block = std::min(kChunkRows, rows - row);
-        kernels().gemm_int8(quantised.data() + row * quads * 4, quads * 4, block, weights + panel * quads * 4 * kPanel,
-                            sum + n0, quads, some, results, kChunk);
-        for (int64_t r = 0; r < block; ++r)
-          for (int64_t n = 0; n < count; ++n) {
-            const float value = static_cast<float>(results[r * kChunk + n]) * (row_scales[row + r] * scale[n0 + n]);
-            to[(row + r) * outputs + n0 + n] = narrow(add != nullptr ? value + add[n0 + n] : value);
-          }
-      }
-    }
-  });
-  return out;
+  const int64_t inputs = x.dim() ? x.size(-1) : 0;
+  return apply(x, as_linear_int8(packed, scales, sums, bias, outputs, inputs));
 }
 
 bool choose_kernels(const std::string& name) { return use_kernels(name.c_str()); }

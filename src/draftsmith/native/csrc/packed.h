@@ -7,6 +7,7 @@
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "kernels.h"
 #include "team.h"
@@ -22,15 +23,36 @@ inline bf16* mutable_bits(at::Tensor& tensor) {
 
 void check_packed(const at::Tensor& packed, int64_t outputs, int64_t inputs);
 
-// One linear layer, without its PyTorch tensors (whose owner outlives it).
+// One linear layer, without its PyTorch tensors (whose owner outlives it). Its weights are bf16, or int8 with a scale
+// for each output; then rows are quantised as they come, with a scale each.
 struct Linear {
   const bf16* data = nullptr;
-  const float* bias = nullptr;  // null for none
-  int64_t outputs = 0, inputs = 0, panels = 0, pairs = 0;
+  const int8_t* quantised = nullptr;  // in the place of data
+  const float* scales = nullptr;
+  const int32_t* sums = nullptr;  // Σ of the quantised weights of each output
+  const float* bias = nullptr;    // null for none
+  int64_t outputs = 0, inputs = 0, panels = 0;
+
+  int64_t pairs() const { return (inputs + 1) / 2; }
+  int64_t quads() const { return (inputs + 3) / 4; }
+
+  // The same layer, of some of its panels only.
+  Linear stretch(int64_t panel, int64_t count) const {
+    Linear part = *this;
+    if (data != nullptr) part.data += panel * pairs() * 2 * kPanel;
+    if (quantised != nullptr)
+      part.quantised += panel * quads() * 4 * kPanel, part.scales += panel * kPanel, part.sums += panel * kPanel;
+    if (bias != nullptr) part.bias += panel * kPanel;
+    part.panels = count;
+    part.outputs = std::min(count * kPanel, outputs - panel * kPanel);
+    return part;
+  }
 };
 
 // The bias, if any, has to be fp32.
 Linear as_linear(const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs);
+Linear as_linear_int8(const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
+                      const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs);
 
 void embed(const at::Tensor& table, int64_t width, const int64_t* tokens, int64_t first, int64_t last, bf16* out);
 
@@ -38,25 +60,45 @@ constexpr int64_t kChunkPanels = 8;
 constexpr int64_t kChunk = kChunkPanels * kPanel;
 constexpr int64_t kChunkRows = 56;
 
+// Rows in whole numbers, of 4 · quads columns, and the scale of each; a row with NaN or infinity has the scale NaN.
+struct Quantised {
+  std::vector<int8_t> values;
+  std::vector<float> scales;
+
+  void take(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t quads);
+};
+
 // Multiplies rows of x by this thread's share of the panels, and hands stretches of the result to
 // store(row, first output, count, values); results carry the bias.
 template <class Store>
 void multiply(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
               const Store& store) {
   alignas(64) float results[kChunkRows * kChunk];
+  alignas(64) int32_t sums[kChunkRows * kChunk];
+  // Every thread quantises all rows for itself: they are few, and a barrier would cost as much.
+  thread_local Quantised whole;
+  if (layer.quantised != nullptr) whole.take(x, x_stride, rows, layer.inputs, layer.quads());
   const auto [from, to] = team.share(layer.panels);
   for (int64_t panel = from; panel < to; panel += kChunkPanels) {
-    const int64_t panels = std::min(kChunkPanels, to - panel);
-    const int64_t first = panel * kPanel, count = std::min(panels * kPanel, layer.outputs - first);
+    const int64_t panels = std::min(kChunkPanels, to - panel), first = panel * kPanel;
+    const Linear part = layer.stretch(panel, panels);
     for (int64_t row = 0; row < rows; row += kChunkRows) {
       const int64_t some = std::min(kChunkRows, rows - row);
-      kernels().gemm(x + row * x_stride, x_stride, some, layer.data + panel * layer.pairs * 2 * kPanel, layer.pairs,
-                     panels, results, kChunk);
+      if (layer.quantised == nullptr) {
+        kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, results, kChunk);
+      } else {
+        kernels().gemm_int8(whole.values.data() + row * layer.quads() * 4, layer.quads() * 4, some, part.quantised,
+                            part.sums, layer.quads(), panels, sums, kChunk);
+        for (int64_t r = 0; r < some; ++r)
+          for (int64_t n = 0; n < panels * kPanel; ++n)
+            results[r * kChunk + n] =
+                static_cast<float>(sums[r * kChunk + n]) * (whole.scales[row + r] * part.scales[n]);
+      }
       for (int64_t r = 0; r < some; ++r) {
         float* values = results + r * kChunk;
-        if (layer.bias != nullptr)
-          for (int64_t n = 0; n < count; ++n) values[n] += layer.bias[first + n];
-        store(row + r, first, count, values);
+        if (part.bias != nullptr)
+          for (int64_t n = 0; n < part.outputs; ++n) values[n] += part.bias[n];
+        store(row + r, first, part.outputs, values);
       }
     }
   }

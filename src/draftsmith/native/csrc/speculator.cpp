@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <limits>
+#include <mutex>
 #include <numeric>
 #include <vector>
 
@@ -20,6 +21,8 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 constexpr float kEpsilon = 1e-6f;
+
+inline int64_t even(int64_t width) { return (width + 1) / 2 * 2; }
 
 struct Best {
   float score;
@@ -72,6 +75,7 @@ class Speculator : public torch::CustomClassHolder {
                                              const at::Tensor& counts, std::vector<int64_t> branching, int64_t paths,
                                              int64_t beam, int64_t nodes) {
     check(tokens, features, counts, branching);
+    const std::lock_guard<std::mutex> alone(busy_);
     const int64_t batch = tokens.size(0), depth = static_cast<int64_t>(branching.size());
     at::Tensor out_tokens = at::zeros({batch, nodes}, tokens.options());
     at::Tensor out_parents = at::full({batch, nodes}, -2, tokens.options());
@@ -81,8 +85,9 @@ class Speculator : public torch::CustomClassHolder {
     batch_ = batch;
     Levels levels(depth);
     rows_.resize(widest), parents_.resize(widest);
-    projected_.resize(widest * width_), states_.resize(widest * width_);
-    inputs_.resize(batch * ((features_ + 1) / 2 * 2));
+    projected_.resize(widest * width_);
+    // Rows of even length, zero behind an odd one: the kernels read two inputs at a time.
+    states_.assign(widest * even(width_), 0), inputs_.assign(batch * even(features_), 0);
     start(tokens, features, counts);
     run_team(false, [&](const Team& team) {
       for (int64_t d = 0; d < depth; ++d) {
@@ -150,7 +155,7 @@ class Speculator : public torch::CustomClassHolder {
 
   // The root of every row and the state that predicted it.
   void start(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& counts) {
-    const int64_t width = tokens.size(1), stride = (features_ + 1) / 2 * 2;
+    const int64_t width = tokens.size(1), stride = even(features_);
     for (int64_t b = 0; b < tokens.size(0); ++b) {
       const int64_t last = b * width + counts.const_data_ptr<int64_t>()[b] - 1;
       rows_[b] = tokens.const_data_ptr<int64_t>()[last], parents_[b] = b;
@@ -172,7 +177,7 @@ class Speculator : public torch::CustomClassHolder {
     const Stage& stage = stages_[depth];
     const int64_t rows = plan.expanded[depth] * batch_, children = plan.branching[depth];
     const bf16* input = depth == 0 ? inputs_.data() : states_.data();
-    const int64_t stride = depth == 0 ? (features_ + 1) / 2 * 2 : width_;
+    const int64_t stride = even(depth == 0 ? features_ : width_);
     // Siblings share their parent's state, and so its projection.
     multiply(team, stage.projection, input, stride, sources_,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
@@ -188,7 +193,7 @@ class Speculator : public torch::CustomClassHolder {
     Best* best = partial_.data() + team.index * rows * children;
     float* sums = sums_.data() + team.index * rows * 2;
     for (int64_t r = 0; r < rows; ++r) sums[2 * r] = -std::numeric_limits<float>::infinity();
-    multiply(team, stage.head, states_.data(), width_, rows,
+    multiply(team, stage.head, states_.data(), even(width_), rows,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                float rounded[kChunk], most = -std::numeric_limits<float>::infinity();
                for (int64_t i = 0; i < count; ++i) {
@@ -226,7 +231,7 @@ class Speculator : public torch::CustomClassHolder {
       const float inverse = 1 / std::sqrt(squares / static_cast<float>(width_) + kEpsilon);
       for (int64_t d = first; d < last; ++d) {
         const float value = through_bf16(mixed[d] * inverse * scale[d] + shift[d]);
-        states_[r * width_ + d] = narrow(0.5f * value * (1 + std::erf(value * 0.70710678118654752f)));
+        states_[r * even(width_) + d] = narrow(0.5f * value * (1 + std::erf(value * 0.70710678118654752f)));
       }
     }
   }
@@ -318,6 +323,7 @@ class Speculator : public torch::CustomClassHolder {
   float ratio_;
   bool scale_input_;
   std::vector<Stage> stages_;
+  std::mutex busy_;  // what follows serves one draft at a time
   // Of the level that is being computed: tokens read, their parents' places among the states above, and the states.
   std::vector<int64_t> rows_, parents_, expanded_;
   int64_t batch_ = 0, sources_ = 0;

@@ -1,0 +1,235 @@
+// Calls every kernel of every instruction set on heap buffers of exactly the size that it may touch, and compares with
+// plain loops in double. Built with sanitizers, so that one byte read or written beside a buffer ends it.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+using namespace draftsmith;
+
+namespace {
+
+int failures = 0;
+
+void expect(bool ok, const char* table, const std::string& what) {
+  if (ok) return;
+  ++failures;
+  std::printf("%s: %s\n", table, what.c_str());
+}
+
+// A buffer of exactly `count` values: std::vector may own more.
+template <class T>
+struct Exact {
+  std::unique_ptr<T[]> memory;
+  int64_t count;
+  explicit Exact(int64_t n) : memory(new T[n]), count(n) {}
+  T* data() { return memory.get(); }
+  T& operator[](int64_t i) { return memory[i]; }
+};
+
+std::mt19937 generator(1);
+float drawn() { return std::normal_distribution<float>()(generator); }
+int64_t below(int64_t n) { return std::uniform_int_distribution<int64_t>(0, n - 1)(generator); }
+
+std::string sizes(std::initializer_list<int64_t> values) {
+  std::string text;
+  for (const int64_t value : values) text += " " + std::to_string(value);
+  return text;
+}
+
+void products(const Kernels& k, int64_t rows, int64_t pairs, int64_t panels, int64_t gap) {
+  const int64_t x_stride = 2 * pairs + gap, y_stride = panels * kPanel + gap;
+  Exact<bf16> x(rows ? (rows - 1) * x_stride + 2 * pairs : 0), w(panels * pairs * 2 * kPanel);
+  Exact<float> y(rows ? (rows - 1) * y_stride + panels * kPanel : 0), one(panels * kPanel);
+  for (int64_t i = 0; i < x.count; ++i) x[i] = narrow(drawn());
+  for (int64_t i = 0; i < w.count; ++i) w[i] = narrow(drawn());
+  for (int64_t i = 0; i < y.count; ++i) y[i] = 77.0f;
+  k.gemm(x.data(), x_stride, rows, w.data(), pairs, panels, y.data(), y_stride);
+  for (int64_t r = 0; r < rows; ++r) {
+    // The row alone, in a buffer of its own, has the same bits.
+    Exact<bf16> alone(2 * pairs);
+    for (int64_t i = 0; i < 2 * pairs; ++i) alone[i] = x[r * x_stride + i];
+    k.gemm(alone.data(), 2 * pairs, 1, w.data(), pairs, panels, one.data(), panels * kPanel);
+    for (int64_t n = 0; n < panels * kPanel; ++n) {
+      double sum = 0, size = 0;
+      for (int64_t i = 0; i < 2 * pairs; ++i) {
+        const double product = static_cast<double>(widen(alone[i])) *
+                               widen(w[((n / kPanel * pairs + i / 2) * kPanel + n % kPanel) * 2 + i % 2]);
+        sum += product, size += std::abs(product);
+      }
+      const float found = y[r * y_stride + n];
+      expect(std::abs(found - sum) <= static_cast<double>(2 * pairs) * 0x1p-23 * size, k.name,
+             "gemm" + sizes({rows, pairs, panels, r, n}));
+      expect(found == one[n], k.name, "gemm alone" + sizes({rows, pairs, panels, r, n}));
+    }
+    for (int64_t i = 0; i < gap && r + 1 < rows; ++i)
+      expect(y[r * y_stride + panels * kPanel + i] == 77.0f, k.name, "gemm writes beside its rows");
+  }
+}
+
+void whole_products(const Kernels& k, int64_t rows, int64_t quads, int64_t panels) {
+  const int64_t x_stride = 4 * quads, y_stride = panels * kPanel;
+  Exact<int8_t> x(rows * x_stride), w(panels * quads * 4 * kPanel);
+  Exact<int32_t> y(rows * y_stride), sums(panels * kPanel);
+  for (int64_t i = 0; i < x.count; ++i) x[i] = static_cast<int8_t>(below(255) - 127);
+  for (int64_t i = 0; i < w.count; ++i) w[i] = static_cast<int8_t>(below(255) - 127);
+  const auto weight = [&](int64_t n, int64_t i) {
+    return static_cast<int32_t>(w[((n / kPanel * quads + i / 4) * kPanel + n % kPanel) * 4 + i % 4]);
+  };
+  for (int64_t n = 0; n < panels * kPanel; ++n) {
+    sums[n] = 0;
+    for (int64_t i = 0; i < 4 * quads; ++i) sums[n] += weight(n, i);
+  }
+  k.gemm_int8(x.data(), x_stride, rows, w.data(), sums.data(), quads, panels, y.data(), y_stride);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = 0; n < panels * kPanel; ++n) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < 4 * quads; ++i) sum += x[r * x_stride + i] * weight(n, i);
+      expect(sum == y[r * y_stride + n], k.name, "gemm_int8" + sizes({rows, quads, panels, r, n}));
+    }
+}
+
+void attention(const Kernels& k, int64_t groups, int64_t width, int64_t value_width, int64_t first, int64_t committed,
+               int64_t count, int64_t heads) {
+  const int64_t entries = committed + 3 * count, seen = committed - first + count;
+  const int64_t key_stride = heads * width, value_stride = heads * value_width;
+  // The last head of the last entry ends the buffer, so its rows cannot be overrun unnoticed.
+  Exact<bf16> keys(entries * key_stride), values(entries * value_stride);
+  Exact<float> queries(groups * width), scores(groups * seen), out(groups * value_width);
+  Exact<int32_t> others(count);
+  for (int64_t i = 0; i < keys.count; ++i) keys[i] = narrow(drawn());
+  for (int64_t i = 0; i < values.count; ++i) values[i] = narrow(drawn());
+  for (int64_t i = 0; i < queries.count; ++i) queries[i] = drawn();
+  for (int64_t i = 0; i < count; ++i) others[i] = static_cast<int32_t>(committed + 3 * i + (i + 1 == count ? 2 : 0));
+  AttentionTask task{};
+  task.queries = queries.data(), task.groups = groups, task.width = width, task.value_width = value_width;
+  task.keys = keys.data() + (heads - 1) * width, task.values = values.data() + (heads - 1) * value_width;
+  task.key_stride = key_stride, task.value_stride = value_stride;
+  task.first = first, task.committed = committed, task.others = others.data(), task.count = count;
+  task.scores = scores.data(), task.out = out.data();
+  k.attend(task);
+  std::vector<int64_t> visible;
+  for (int64_t e = first; e < committed; ++e) visible.push_back(e);
+  for (int64_t i = 0; i < count; ++i) visible.push_back(others[i]);
+  for (int64_t g = 0; g < groups; ++g) {
+    std::vector<double> p;
+    double highest = -std::numeric_limits<double>::infinity(), total = 0;
+    for (const int64_t e : visible) {
+      double score = 0;
+      for (int64_t d = 0; d < width; ++d)
+        score += static_cast<double>(queries[g * width + d]) * widen(task.keys[e * key_stride + d]);
+      p.push_back(score), highest = std::max(highest, score);
+    }
+    for (double& value : p) total += value = std::exp(value - highest);
+    for (int64_t d = 0; d < value_width; ++d) {
+      double sum = 0, size = 0;
+      for (size_t i = 0; i < visible.size(); ++i) {
+        const double part = p[i] / total * widen(task.values[visible[i] * value_stride + d]);
+        sum += part, size += std::abs(part);
+      }
+      // Scores of this size are off by some 1e-5, and so are their exponentials.
+      expect(std::abs(out[g * value_width + d] - sum) <= 1e-4 * size, k.name,
+             "attend" + sizes({groups, width, value_width, first, committed, count, g, d}));
+    }
+  }
+}
+
+void elementwise(const Kernels& k, int64_t count) {
+  Exact<bf16> x(count), weight(count), out(count);
+  Exact<float> gate(count), up(count);
+  double squares = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    x[i] = narrow(drawn()), weight[i] = narrow(drawn()), gate[i] = 8 * drawn(), up[i] = drawn();
+    squares += static_cast<double>(widen(x[i])) * widen(x[i]);
+  }
+  k.rms_norm(x.data(), weight.data(), count, 1e-6f, out.data());
+  const double scale = 1 / std::sqrt(squares / static_cast<double>(count) + 1e-6);
+  for (int64_t i = 0; i < count; ++i) {
+    const double right = widen(x[i]) * scale * widen(weight[i]);
+    expect(std::abs(widen(out[i]) - right) <= 0x1p-7 * std::abs(right), k.name, "rms_norm" + sizes({count, i}));
+  }
+  Exact<bf16> same(count);
+  for (int64_t i = 0; i < count; ++i) same[i] = x[i];
+  k.rms_norm(same.data(), weight.data(), count, 1e-6f, same.data());  // in place, as heads are
+  for (int64_t i = 0; i < count; ++i) expect(same[i] == out[i], k.name, "rms_norm in place" + sizes({count, i}));
+  k.silu_times(gate.data(), up.data(), count, out.data());
+  for (int64_t i = 0; i < count; ++i) {
+    const double g = through_bf16(gate[i]), right = g / (1 + std::exp(-g)) * through_bf16(up[i]);
+    expect(std::abs(widen(out[i]) - right) <= 0x1p-7 * std::abs(right), k.name, "silu_times" + sizes({count, i}));
+  }
+  double highest = gate[0], sum = 0;
+  for (int64_t i = 0; i < count; ++i) highest = std::max(highest, static_cast<double>(gate[i]));
+  for (int64_t i = 0; i < count; ++i) sum += std::exp(gate[i] - highest);
+  const float found = k.sum_exponentials(gate.data(), count, static_cast<float>(highest));
+  expect(std::abs(found - sum) <= 1e-5 * sum, k.name, "sum_exponentials" + sizes({count}));
+}
+
+void largest(const Kernels& k, int64_t count) {
+  constexpr bf16 kInfinity = 0x7f80, kNan = 0x7fc0;
+  for (int style = 0; style < 6; ++style) {
+    Exact<bf16> x(count);
+    for (int64_t i = 0; i < count; ++i) {
+      x[i] = style == 0 ? static_cast<bf16>(kInfinity | 0x8000) : narrow(static_cast<float>(below(7)) - 3.0f);
+      if (style == 1) x[i] = static_cast<bf16>(below(2) << 15);  // 0 and -0 are equal
+    }
+    if (style == 3) x[below(count)] = kInfinity;
+    if (style == 4) x[below(count)] = kNan, x[below(count)] = static_cast<bf16>(kNan | 0x8000);
+    if (style == 5) x[count - 1] = narrow(9.0f);
+    int64_t right = 0;
+    for (int64_t i = 1; i < count; ++i) {
+      const float value = widen(x[i]), best = widen(x[right]);
+      if (best == best && (value != value || value > best)) right = i;
+    }
+    expect(k.argmax(x.data(), count) == right, k.name, "argmax" + sizes({count, style}));
+  }
+}
+
+// Every bf16 survives the way to fp32 and back, and halves go to even.
+void roundings() {
+  for (uint32_t bits = 0; bits < 0x10000u; ++bits) {
+    const bf16 value = static_cast<bf16>(bits), back = narrow(widen(value));
+    const bool nan = widen(value) != widen(value);
+    expect(nan ? widen(back) != widen(back) : back == value, "narrow", "bits" + sizes({bits}));
+  }
+  expect(narrow(1.0f + 0x1p-8f) == 0x3f80 && narrow(1.0f + 0x3p-8f) == 0x3f82, "narrow", "halves");
+  expect(narrow(std::numeric_limits<float>::max()) == 0x7f80, "narrow", "overflow");
+}
+
+}  // namespace
+
+int main() {
+  int tables = 0;
+  roundings();
+  const char* before = kernels().name;
+  for (const char* name : {"portable", "avx2", "avx512", "avx512bf16"}) {
+    if (!use_kernels(name)) continue;
+    ++tables;
+    const Kernels& k = kernels();
+    expect(std::string(k.name) == name, name, "is not what was chosen");
+    for (const int64_t rows : {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 14, 15, 16, 28, 29, 56})
+      for (const int64_t panels : {1, 2, 3, 4, 5, 8})
+        for (const int64_t pairs : {1, 2, 5, 16}) products(k, rows, pairs, panels, (rows + pairs) % 3);
+    for (const int64_t rows : {0, 1, 2, 3, 7, 8, 9, 10, 17})
+      for (const int64_t panels : {1, 2, 3})
+        for (const int64_t quads : {1, 2, 9}) whole_products(k, rows, quads, panels);
+    for (const int64_t groups : {1, 2, 3})
+      for (const int64_t width : {1, 8, 12, 15, 16, 33, 64, 80, 128})
+        for (const int64_t committed : {0, 1, 5, 16, 37})
+          for (const int64_t count : {1, 2, 16, 19})
+            attention(k, groups, width, width + (groups == 3 ? 5 : 0), committed / 2, committed, count, 2);
+    for (const int64_t count : {1, 2, 15, 16, 17, 31, 32, 48, 63, 64, 65, 127, 128, 129, 1000}) {
+      elementwise(k, count);
+      largest(k, count);
+    }
+  }
+  expect(!use_kernels("nothing"), "nothing", "was found");
+  expect(use_kernels(before), before, "is gone");
+  std::printf("%d instruction sets, %d failures\n", tables, failures);
+  return failures == 0 && tables > 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
