@@ -10,8 +10,9 @@ from pathlib import Path
 from setuptools import setup
 
 FOLDER = Path("src/draftsmith/native/csrc")
-# Nothing here may let the compiler reorder sums: what comes out for a row must not depend on the rows beside it.
-FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math"]
+BUILT = FOLDER.parent / "_kernels.so"
+# What comes out for a row must not depend on the rows beside it, so nothing may reorder or fuse what it likes.
+FLAGS = ["-O3", "-g0", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 # Apple's compiler has no OpenMP; one thread then does the work.
 THREADS = [] if sys.platform == "darwin" else ["-fopenmp"]
 
@@ -21,19 +22,18 @@ def extensions() -> dict[str, object]:
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:
-        _say("PyTorch is not installed in the building environment; install it first and build without isolation")
+        _give_up("PyTorch is not installed in the building environment; install it first and build without isolation")
         return {}
 
     class OptionalBuild(BuildExtension):
         """Goes on without the kernels when they cannot be compiled."""
 
         def run(self) -> None:
+            BUILT.unlink(missing_ok=True)  # an older one would be loaded in the place of one that fails
             try:
                 super().run()
             except Exception as error:  # compilers fail in many ways, and none of them may stop an installation
-                if os.environ.get("DRAFTSMITH_REQUIRE_NATIVE") == "1":
-                    raise
-                _say((str(error).strip().splitlines() or [type(error).__name__])[-1])
+                _give_up((str(error).strip().splitlines() or [type(error).__name__])[-1])
                 self.extensions = []
 
     sources = sorted(str(path) for path in FOLDER.glob("*.cpp"))
@@ -51,8 +51,11 @@ def extensions() -> dict[str, object]:
     }
 
 
-def _say(reason: str) -> None:
-    print(f"draftsmith: native kernels not built ({reason}); everything will run on PyTorch, slower.", file=sys.stderr)
+def _give_up(reason: str) -> None:
+    message = f"draftsmith: native kernels not built ({reason})"
+    if os.environ.get("DRAFTSMITH_REQUIRE_NATIVE") == "1":
+        raise SystemExit(message)
+    print(f"{message}; everything will run on PyTorch, slower.", file=sys.stderr)
 
 
 setup(**extensions())

@@ -1,10 +1,12 @@
 """The engine with its step recorded: rows padded to powers of two, one graph a shape, the same text."""
 
+import pytest
 import torch
 
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.engine import Engine
+from draftsmith.target import Target
 from draftsmith.types import NO_DRAFT, Plan, SamplingParams
 from tiny import VOCABULARY, WIDTH, greedy_reference, prompts, tiny_model, tiny_target
 
@@ -25,6 +27,7 @@ def test_a_recorded_step_gives_the_same_text():
     assert [c.tokens for c in engine.generate(questions, params)] == [c.tokens for c in plain]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's compiler uses what PyTorch deprecates
 def test_generated_code_gives_the_same_text():
     """Level full, plainly and with a chain, at the one batch size that keeps this test short."""
     config = MLPSpeculatorConfig(emb_dim=WIDTH, vocab_size=VOCABULARY, n_predict=2, inner_dim=16)
@@ -38,3 +41,18 @@ def test_generated_code_gives_the_same_text():
     for plan in (NO_DRAFT, Plan((1, 1))):
         [found] = engine.generate([question], SamplingParams(max_tokens=16), plan)
         assert found.tokens == expected
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("drafting", [False, True], ids=["plain", "drafted"])
+def test_native_targets_take_every_level(architecture: str, drafting: bool):
+    """Native code has nothing to compile, and what is around it is still compiled."""
+    target = Target(tiny_model(architecture, dtype=torch.bfloat16))
+    config = MLPSpeculatorConfig(emb_dim=WIDTH, vocab_size=VOCABULARY, n_predict=2, inner_dim=16)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drafter = MLPSpeculator(config).bfloat16().eval() if drafting else None
+    questions = prompts(3)
+    expected = [c.tokens for c in Engine(target).generate(questions, SamplingParams(max_tokens=9))]
+    engine = Engine(target, drafter, compile="trace", plan=Plan((2, 1)) if drafting else None)
+    assert [c.tokens for c in engine.generate(questions, SamplingParams(max_tokens=9))] == expected

@@ -317,7 +317,7 @@ def test_what_does_not_fit_the_cache_is_refused():
         verify(target, cache, [[VOCABULARY]], guesses_1N, chain)
     with pytest.raises(IndexError, match="draftsmith: there is no tap 2"):
         verify(target, cache, [[1]], guesses_1N, chain, (2,))
-    with pytest.raises(IndexError, match="draftsmith: no node 3"):
+    with pytest.raises(IndexError, match="draftsmith: there is no node 3"):
         read(target, cache, [[1, 2, 3]], (), torch.tensor([3]))
 
 

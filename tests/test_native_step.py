@@ -399,7 +399,7 @@ def test_a_context_that_does_not_fit_is_refused():
         with pytest.raises(error, match=f"draftsmith: {message}"):
             native.propose(replace(context, **changes), plan)
 
-    refused(RuntimeError, "the context has to be", features_BTF=context.features_BTF.float())
+    refused(RuntimeError, "the context has to be", features_BTF=context.features_BTF[:, :, 1:])
     refused(RuntimeError, "the context has to be", features_BTF=context.features_BTF[:, :, 1:].contiguous())
     refused(RuntimeError, "the context has to be", tokens_BT=context.tokens_BT.int())
     refused(RuntimeError, "the context has to be", counts_B=context.counts_B[:1])

@@ -101,14 +101,15 @@ void attention(const Kernels& k, int64_t groups, int64_t width, int64_t value_wi
   const int64_t key_stride = heads * width, value_stride = heads * value_width;
   // The last head of the last entry ends the buffer, so its rows cannot be overrun unnoticed.
   Exact<bf16> keys(entries * key_stride), values(entries * value_stride);
-  Exact<float> queries(groups * width), scores(groups * seen), out(groups * value_width);
+  Exact<bf16> queries(groups * width);
+  Exact<float> scores(groups * seen), out(groups * value_width);
   Exact<int32_t> others(count);
   for (int64_t i = 0; i < keys.count; ++i) keys[i] = narrow(drawn());
   for (int64_t i = 0; i < values.count; ++i) values[i] = narrow(drawn());
-  for (int64_t i = 0; i < queries.count; ++i) queries[i] = drawn();
+  for (int64_t i = 0; i < queries.count; ++i) queries[i] = narrow(drawn());
   for (int64_t i = 0; i < count; ++i) others[i] = static_cast<int32_t>(committed + 3 * i + (i + 1 == count ? 2 : 0));
   AttentionTask task{};
-  task.queries = queries.data(), task.groups = groups, task.width = width, task.value_width = value_width;
+  task.queries = queries.data(), task.scale = 0.75f, task.groups = groups, task.width = width, task.value_width = value_width;
   task.keys = keys.data() + (heads - 1) * width, task.values = values.data() + (heads - 1) * value_width;
   task.key_stride = key_stride, task.value_stride = value_stride;
   task.first = first, task.committed = committed, task.others = others.data(), task.count = count;
@@ -123,7 +124,7 @@ void attention(const Kernels& k, int64_t groups, int64_t width, int64_t value_wi
     for (const int64_t e : visible) {
       double score = 0;
       for (int64_t d = 0; d < width; ++d)
-        score += static_cast<double>(queries[g * width + d]) * widen(task.keys[e * key_stride + d]);
+        score += 0.75 * widen(queries[g * width + d]) * widen(task.keys[e * key_stride + d]);
       p.push_back(score), highest = std::max(highest, score);
     }
     for (double& value : p) total += value = std::exp(value - highest);
@@ -162,6 +163,22 @@ void elementwise(const Kernels& k, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const double g = through_bf16(gate[i]), right = g / (1 + std::exp(-g)) * through_bf16(up[i]);
     expect(std::abs(widen(out[i]) - right) <= 0x1p-7 * std::abs(right), k.name, "silu_times" + sizes({count, i}));
+  }
+  k.narrow_row(gate.data(), count, out.data());
+  for (int64_t i = 0; i < count; ++i) expect(out[i] == narrow(gate[i]), k.name, "narrow_row" + sizes({count, i}));
+  k.add_row(up.data(), count, out.data());
+  for (int64_t i = 0; i < count; ++i)
+    expect(out[i] == narrow(widen(narrow(gate[i])) + through_bf16(up[i])), k.name, "add_row" + sizes({count, i}));
+  const int64_t half = count / 2;
+  k.rotate(x.data(), gate.data(), up.data(), half, out.data());
+  for (int64_t i = 0; i < count; ++i) same[i] = x[i];
+  k.rotate(same.data(), gate.data(), up.data(), half, same.data());
+  for (int64_t i = 0; i < half; ++i) {
+    const float low = widen(x[i]), high = widen(x[i + half]);
+    const float first = through_bf16(low * gate[i]) + through_bf16(-high * up[i]);
+    const float second = through_bf16(high * gate[i]) + through_bf16(low * up[i]);
+    expect(out[i] == narrow(first) && out[i + half] == narrow(second), k.name, "rotate" + sizes({count, i}));
+    expect(same[i] == out[i] && same[i + half] == out[i + half], k.name, "rotate in place" + sizes({count, i}));
   }
   double highest = gate[0], sum = 0;
   for (int64_t i = 0; i < count; ++i) highest = std::max(highest, static_cast<double>(gate[i]));
@@ -218,8 +235,8 @@ int main() {
     for (const int64_t rows : {0, 1, 2, 3, 7, 8, 9, 10, 17})
       for (const int64_t panels : {1, 2, 3})
         for (const int64_t quads : {1, 2, 9}) whole_products(k, rows, quads, panels);
-    for (const int64_t groups : {1, 2, 3})
-      for (const int64_t width : {1, 8, 12, 15, 16, 33, 64, 80, 128})
+    for (const int64_t groups : {1, 2, 3, 4, 7})
+      for (const int64_t width : {1, 8, 12, 15, 16, 32, 33, 64, 80, 128})
         for (const int64_t committed : {0, 1, 5, 16, 37})
           for (const int64_t count : {1, 2, 16, 19})
             attention(k, groups, width, width + (groups == 3 ? 5 : 0), committed / 2, committed, count, 2);

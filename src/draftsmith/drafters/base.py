@@ -53,6 +53,11 @@ class NoDrafter(Drafter):
     def default_plan(self) -> Plan:
         return Plan()
 
+    @property
+    def is_native(self) -> bool:
+        """There is nothing to compile in nothing."""
+        return True
+
 
 class StagewiseDrafter(Drafter):
     """A drafter that goes one depth at a time; `draftsmith.drafters.grow` turns its steps into trees."""

@@ -23,7 +23,7 @@ from draftsmith.drafters import storage
 from draftsmith.drafters.base import TrainableDrafter, best
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPSpeculatorConfig, check_target
-from draftsmith.native.layers import pack_linears
+from draftsmith.native.layers import pack_linears, packed_parts
 from draftsmith.types import Context, Draft, DraftsmithError, Plan, TargetFacts
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ class MLPSpeculator(TrainableDrafter):
 
     def restricted(self, draft_tokens: Tensor) -> "MLPSpeculator":
         """Return a copy that scores only these tokens (W), with the rows of the heads that stand for them."""
+        if self.d2t is not None:
+            raise DraftsmithError(f"this speculator scores {len(self.d2t)} tokens only; start from a whole one.")
         config = replace(self.config, draft_vocab_size=len(draft_tokens))
         fewer = MLPSpeculator(config, draft_tokens.to(self.device)).to(self._weight(self.ln, 0))
         tensors = {
@@ -118,8 +120,14 @@ class MLPSpeculator(TrainableDrafter):
         if (draft_tokens is None) != (size == 0) or (draft_tokens is not None and draft_tokens.shape != (size,)):
             raise DraftsmithError(f"draft_vocab_size is {size}, so exactly that many draft tokens have to be given.")
         self.register_buffer("d2t", None if draft_tokens is None else draft_tokens.to(torch.int64).clone())
-        if draft_tokens is not None and len(draft_tokens.unique()) != size:
+        if draft_tokens is None:
+            return
+        if len(draft_tokens.unique()) != size:
             raise DraftsmithError("the draft vocabulary lists a token twice; list each once.")
+        if not 0 <= int(draft_tokens.min()) <= int(draft_tokens.max()) < self.config.vocab_size:
+            raise DraftsmithError(
+                f"the draft vocabulary names a token outside the {self.config.vocab_size} of the target; mend its d2t."
+            )
 
     def _weight(self, modules: nn.ModuleList, depth: int) -> Tensor:
         weight: Tensor = modules[depth].weight  # type: ignore[assignment]
@@ -187,8 +195,8 @@ class MLPSpeculator(TrainableDrafter):
         if self._native is None or general or not 0 < plan.depth <= self.max_depth:
             return grow(self, context, plan)
         tokens_BN, parents_BN = self._native.propose(
-            context.tokens_BT, context.features_BTF, context.counts_B, plan.branching, plan.paths or 0,
-            plan.beam or 0, plan.max_nodes,
+            context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, plan.branching,
+            plan.paths or 0, plan.beam or 0, plan.max_nodes,
         )
         return Draft(tokens_BN, parents_BN, plan.depth, branching=plan.branching)
 
@@ -203,22 +211,27 @@ class MLPSpeculator(TrainableDrafter):
 
         The copy guesses; only the original can be trained or saved.
         """
+        if self._native is not None:
+            raise DraftsmithError("this speculator is packed for decoding already; use it, or load it anew.")
         copied = copy.deepcopy(self).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         copied.bind(target)
         if target.native:
-            copied.go_native()
+            copied.go_native(int8=True)
         return copied
 
-    def go_native(self) -> None:
-        """Pack the weights for the native kernels, in place; for decoding only (bf16, CPU)."""
+    def go_native(self, int8: bool = False) -> None:
+        """Pack the weights for the native kernels, in place; for decoding only (bf16, CPU).
+
+        Guesses need not be exact, so `int8` weights, half as many bytes to read, cost nothing but a few of them.
+        """
         if self.config.tie_to_target:
             head = nn.Linear(self.config.width, self.config.scored, bias=False, device="meta")
             head.weight = nn.Parameter(self._weight(self.head, 0), requires_grad=False)
             self.head = nn.ModuleList([head] * self.config.n_predict)
-        pack_linears(self)
+        pack_linears(self, lambda _: int8)
+        weights, scales, sums, _ = packed_parts([*self.proj, *self.head])
         self._native = torch.classes.draftsmith.Speculator(
-            [linear.packed for linear in self.proj],
-            [linear.packed for linear in self.head],
+            weights, scales, sums,
             [self._weight(self.emb, depth).detach().contiguous() for depth in range(len(self.emb))],
             [self._weight(self.ln, depth).detach().float() for depth in range(len(self.ln))],
             [norm.get_parameter("bias").detach().float() for norm in self.ln],
@@ -260,6 +273,8 @@ class MLPSpeculator(TrainableDrafter):
         text-generation-inference reads stage 0 (and proj 1) only; vLLM ignores names it does not look for, but its
         newer versions keep one head a stage and look for each.
         """
+        if self._native is not None:
+            raise DraftsmithError("this speculator is packed for decoding; save the one it was made from.")
         config = {
             "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": MODEL_TYPE, **self.config.to_json(),
             "torch_dtype": str(self.proj[0].weight.dtype).removeprefix("torch."),

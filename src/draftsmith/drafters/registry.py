@@ -28,7 +28,7 @@ def load_mlp(folder: Path, target: "Target") -> Drafter:
     """Load an MLP speculator in the target's dtype, on its device, ready to decode but not to be trained."""
     speculator = MLPSpeculator.from_pretrained(folder, target, dtype=target.dtype).eval().requires_grad_(False)
     if target.native:
-        speculator.go_native()
+        speculator.go_native(int8=True)
     elif can_prepack(target.device, target.dtype):
         prepack_linears(speculator, lambda: target.packed)
     return speculator

@@ -31,9 +31,11 @@ class Compiler:
     the graph in the layout its kernels like best: such an engine keeps the weights it was compiled with.
     """
 
-    def __init__(self, level: CompileLevel, device: torch.device) -> None:
+    def __init__(self, level: CompileLevel, device: torch.device, native: bool = False) -> None:
         if level not in LEVELS:
             raise DraftsmithError(f"compile is {level!r}; use one of {', '.join(LEVELS)}.")
+        if native:  # there is nothing to compile, and rows need no padding
+            level = "off"
         self.level: CompileLevel = level
         self.enabled = level != "off"
         self.packs = level != "full"

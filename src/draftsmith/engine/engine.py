@@ -74,7 +74,7 @@ class Engine:
         roomy = target.max_length if target.device.type == "cpu" else min(target.max_length, GPU_LENGTH)
         self.max_length = roomy if max_length is None else min(max_length, target.max_length)
         self.is_native = target.is_native and self.drafter.is_native
-        self._compiler = Compiler("off" if self.is_native and compile != "off" else compile, target.device)
+        self._compiler = Compiler(compile, target.device, self.is_native)
         self._slots = self._compiler.slots(max_batch)
         self._cache = target.new_cache(self._slots, self.max_length + DRAFT_ROOM)
         self._stepper = Stepper(target, self.drafter, self._cache, self._compiler)

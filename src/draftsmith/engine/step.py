@@ -87,8 +87,10 @@ class Stepper:
         self._compiler = compiler
         # Native operators have nothing in them to compile.
         self._forward = target.forward if target.is_native else compiler.wrap(target.forward)
-        lay_out = Drafting(drafter, target.native).lay_out
-        self._draft = lay_out if target.native and drafter.is_native else compiler.wrap(lay_out)
+        if target.native and (drafter.is_native or not compiler.enabled):
+            self._draft = Drafting(drafter, native=True).lay_out
+        else:
+            self._draft = compiler.wrap(Drafting(drafter, native=False).lay_out)
         self._commit_greedy = commit_greedy_natively if target.native else compiler.wrap(commit_greedy)
 
     def step(self, rows: Rows, plan: Plan, clock: Clock) -> StepResult:
@@ -266,7 +268,9 @@ def commit_greedy(
 def commit_greedy_natively(
     tensors: list[Tensor], logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
 ) -> tuple[Context, Tensor, Tensor]:
-    """Do as `commit_greedy`, in one native operator."""
+    """Do as `commit_greedy`, in one native operator where logits and states are bf16."""
+    if logits_BMV.dtype != torch.bfloat16 or features_BMF.dtype != torch.bfloat16:
+        return commit_greedy(tensors, logits_BMV, features_BMF, layout, context)
     draft = layout.draft
     tokens_BT, features_BTF, counts_B, lengths_B, table_BX, path_BD = torch.ops.draftsmith.commit_greedy(
         [] if draft.is_chain else tensors, logits_BMV, features_BMF, layout.tokens_BM, draft.parents_BN,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.native.layers import Int8Linear, PackedLinear
+from draftsmith.native.layers import Int8Linear, PackedLinear, packed_parts
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types of this shape. What they have besides (biases, norms on the heads, windows) is read from the model."""
@@ -27,7 +27,7 @@ class NativeDecoder:
         config = model.config.get_text_config(decoder=True)
         base: Any = model.base_model
         first = base.layers[0].self_attn
-        linears: list[Any] = []
+        linears: list[nn.Module] = []
         norms: list[Tensor] = []
         head_norms: list[Tensor] = []
         for layer in base.layers:
@@ -42,14 +42,9 @@ class NativeDecoder:
         head = model.get_output_embeddings()
         rotary = base.rotary_emb
         linears.append(head)
-        empty = torch.empty(0)
-        whole = [isinstance(linear, Int8Linear) for linear in linears]
         self._decoder = torch.classes.draftsmith.Decoder(
             embedding.weight.detach() if isinstance(embedding, nn.Embedding) else head.packed,
-            [linear.packed for linear in linears],
-            [linear.scales if int8 else empty for linear, int8 in zip(linears, whole, strict=True)],
-            [linear.sums if int8 else empty for linear, int8 in zip(linears, whole, strict=True)],
-            [empty if linear.bias_N is None else linear.bias_N for linear in linears],
+            *packed_parts(linears),
             [norm.detach() for norm in norms],
             [norm.detach() for norm in head_norms],
             rotary.inv_freq,
@@ -91,6 +86,8 @@ def has_native_form(model: PreTrainedModel) -> bool:
     if first.head_dim != 2 * base.rotary_emb.inv_freq.numel():
         return False  # rotary positions on a part of the head
     if any(width % 2 for width in (config.hidden_size, config.intermediate_size, first.head_dim)):
+        return False
+    if any(parameter.dtype != torch.bfloat16 for parameter in model.parameters()):
         return False
     head = model.get_output_embeddings()
     kinds = (PackedLinear, Int8Linear)

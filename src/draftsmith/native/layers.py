@@ -4,7 +4,7 @@ Shapes: N outputs, K inputs, V tokens, F width.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -154,6 +154,19 @@ class PackedExperts(nn.Module):
         destination[prefix + "down_proj"] = torch.stack([unpack(one, self.width, self.inner) for one in self.down])
 
 
+def packed_parts(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Return what native code reads of packed layers: weights, scales, sums and biases, empty where there are none."""
+    weights, scales, sums, biases = [], [], [], []
+    empty = torch.empty(0)
+    for layer in layers:
+        assert isinstance(layer, (PackedLinear, Int8Linear))
+        weights.append(layer.packed)
+        scales.append(layer.scales if isinstance(layer, Int8Linear) else empty)
+        sums.append(layer.sums if isinstance(layer, Int8Linear) else empty)
+        biases.append(empty if layer.bias_N is None else layer.bias_N)
+    return weights, scales, sums, biases
+
+
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed layers work here: bf16 on a CPU, with the native kernels built."""
     return LIBRARY and device.type == "cpu" and dtype == torch.bfloat16
@@ -182,16 +195,21 @@ def pack_linears(
     model: nn.Module, int8: Callable[[nn.Module], bool] = lambda layer: False
 ) -> dict[nn.Module, nn.Module]:
     """Replace the linear layers of a module by packed ones, in place; return what replaced what."""
-    layers = [layer for layer in model.modules() if type(layer) in KINDS]
+    layers: list[Any] = [layer for layer in model.modules() if type(layer) in KINDS]
+    layers = [layer for layer in layers if _is_packable(layer.weight)]
     replaced: dict[nn.Module, nn.Module] = {}
     shared = Counter(id(module.weight) for module in model.modules() if isinstance(module, (*KINDS, nn.Embedding)))
     for layer in layers:
         alone = shared[id(layer.weight)] == 1
         replaced[layer] = _packed(layer, int8(layer))
         if alone:
-            layer.weight = None  # type: ignore[assignment]
+            layer.weight = None
     _replace(model, replaced | _packed_experts(model))
     return replaced
+
+
+def _is_packable(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
 
 
 def _packed_experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
@@ -201,13 +219,15 @@ def _packed_experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
         tables: Any = dict(module.named_parameters(recurse=False))
         if tables.keys() != {"gate_up_proj", "down_proj"} or tables["down_proj"].ndim != 3:
             continue
-        form: Any = module
-        plain = form.has_gate and form.is_concatenated
-        special = form.has_bias or form.is_transposed or form.has_post_expert_norm
+        # transformers says in attributes how its experts are laid out; modules without them are of another make.
+        form = vars(module)
+        plain = form.get("has_gate") and form.get("is_concatenated")
+        special = form.get("has_bias") or form.get("is_transposed") or form.get("has_post_expert_norm")
         odd = any(size % 2 for size in tables["down_proj"].shape[1:])
-        if plain and not special and not odd and isinstance(form.act_fn, (nn.SiLU, SiLUActivation)):
+        gated = isinstance(module._modules.get("act_fn"), (nn.SiLU, SiLUActivation))
+        if plain and gated and not special and not odd and all(_is_packable(table) for table in tables.values()):
             packed[module] = PackedExperts(tables["gate_up_proj"], tables["down_proj"])
-            form.gate_up_proj = form.down_proj = None
+            module.gate_up_proj = module.down_proj = None  # type: ignore[assignment]
     return packed
 
 

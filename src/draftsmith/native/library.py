@@ -13,14 +13,18 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def _load() -> tuple[bool, str]:
-    built = sorted(FOLDER.glob("_kernels*.so"))
-    if not built:
+    built = FOLDER / "_kernels.so"
+    if not built.exists():
         return False, "the native kernels were not built (no C++ compiler, or no PyTorch, at installation)"
     try:
-        torch.ops.load_library(str(built[0]))
-    except (OSError, RuntimeError) as error:
+        torch.ops.load_library(str(built))
+        version: str = torch.ops.draftsmith.built_for()
+    except (AttributeError, OSError, RuntimeError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return False, f"the native kernels do not fit this PyTorch ({first}); install the package again"
+    here = torch.__version__.partition("+")[0]
+    if version.partition("+")[0] != here:
+        return False, f"the native kernels are for PyTorch {version}, and this is {here}; install the package again"
     return True, ""
 
 
@@ -34,13 +38,13 @@ def why_missing() -> str:
 
 
 def kernels_in_use() -> str:
-    """Name the instruction set that the kernels use: avx512bf16, avx512, avx2 or portable."""
+    """Name the instruction set that the kernels use: avx512bf16, avx512, avx2 or portable; needs `LIBRARY`."""
     name: str = torch.ops.draftsmith.kernels_in_use()
     return name
 
 
 def use_kernels(name: str) -> bool:
-    """Make the whole process use one instruction set; False when this processor does not have it."""
+    """Make the whole process use one instruction set; False when this processor lacks it. Needs `LIBRARY`."""
     found: bool = torch.ops.draftsmith.use_kernels(name)
     return found
 

@@ -6,7 +6,6 @@
 // a tree computes bit by bit what it would compute as the last token of a text.
 //
 // Words: B rows, M nodes, R = B · M, F width of the model, H query heads, G query heads a key head, D width of a head.
-#include <ATen/Parallel.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -54,20 +53,22 @@ class Decoder : public torch::CustomClassHolder {
           Tensors head_norms, at::Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
           std::vector<int64_t> windows)
       : embedding_(std::move(embedding)), weights_(std::move(weights)), scales_(std::move(scales)),
-        sums_(std::move(sums)), biases_(std::move(biases)), norms_(std::move(norms)), head_norms_(std::move(head_norms)),
+        sums_(std::move(sums)), biases_(std::move(biases)), norms_(std::move(norms)),
+        head_norms_(std::move(head_norms)),
         frequencies_(frequencies.to(at::kFloat).contiguous()) {
     TORCH_CHECK(sizes.size() == 7 && factors.size() == 3, "draftsmith: a decoder has 7 sizes and 3 factors");
     shape_ = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], factors[0], factors[1], factors[2]};
     const Shape& s = shape_;
     const size_t layers = windows.size();
     TORCH_CHECK(weights_.size() == 7 * layers + 1 && scales_.size() == weights_.size() &&
-                    sums_.size() == weights_.size() && biases_.size() == weights_.size() && norms_.size() == 2 * layers + 1 &&
+                    sums_.size() == weights_.size() && biases_.size() == weights_.size() &&
+                    norms_.size() == 2 * layers + 1 &&
                     (head_norms_.empty() || head_norms_.size() == 2 * layers) &&
                     frequencies_.numel() * 2 == s.head_width && s.heads % s.key_heads == 0 && s.width % 2 == 0 &&
                     s.inner % 2 == 0 && s.heads * s.head_width % 2 == 0,
                 "draftsmith: the parts of the decoder do not fit together");
     if (embedding_.dim() == 2) {
-      TORCH_CHECK(embedding_.is_contiguous() && embedding_.scalar_type() == at::kBFloat16 &&
+      TORCH_CHECK(embedding_.is_cpu() && embedding_.is_contiguous() && embedding_.scalar_type() == at::kBFloat16 &&
                       embedding_.size(0) == s.vocabulary && embedding_.size(1) == s.width,
                   "draftsmith: the embedding has to be bf16 of (", s.vocabulary, ", ", s.width, ")");
     } else {
@@ -113,15 +114,17 @@ class Decoder : public torch::CustomClassHolder {
     b.key = key_.of(rows * at_keys);
     b.mixed = mixed_.of(rows * inside);
     b.inner = inner_.of(rows * s.inner);
+    b.wanted = wanted_.of(columns.has_value() ? pass.batch * pass.kept * s.width : 0);
     b.cosines = cosines_.of(rows * s.head_width / 2);
     b.sines = sines_.of(rows * s.head_width / 2);
     const int64_t groups = s.heads / s.key_heads;
-    b.private_size = groups * (pass.longest + pass.nodes + 2 * s.head_width);
-    b.private_floats = private_floats_.of(b.private_size * at::get_num_threads());
-    b.private_entries = private_entries_.of(pass.nodes * at::get_num_threads());
+    b.private_size = groups * (pass.longest + pass.nodes + s.head_width);
+    const int64_t threads = at::get_num_threads();
+    b.private_floats = private_floats_.of(b.private_size * threads);
+    b.private_entries = private_entries_.of(pass.nodes * threads);
     bf16* out_logits = mutable_bits(logits);
     bf16* out_features = mutable_bits(features);
-    run_team(false, [&](const Team& team) { run(team, pass, b, out_logits, out_features); });
+    run_team(threads, [&](const Team& team) { run(team, pass, b, out_logits, out_features); });
     return {logits, features};
   }
 
@@ -136,22 +139,18 @@ class Decoder : public torch::CustomClassHolder {
   };
 
   struct Buffers {
-    bf16 *hidden, *normed, *query, *key, *mixed, *inner;
+    bf16 *hidden, *normed, *query, *key, *mixed, *inner, *wanted;
     float *cosines, *sines, *private_floats;
     int32_t* private_entries;
     int64_t private_size;
   };
 
   Linear linear(size_t index, int64_t outputs, int64_t inputs) const {
-    const std::optional<at::Tensor> bias =
-        biases_[index].numel() ? std::optional(biases_[index]) : std::optional<at::Tensor>();
-    return weights_[index].scalar_type() == at::kChar
-               ? as_linear_int8(weights_[index], scales_[index], sums_[index], bias, outputs, inputs)
-               : as_linear(weights_[index], bias, outputs, inputs);
+    return as_any_linear(weights_[index], scales_[index], sums_[index], biases_[index], outputs, inputs);
   }
 
   static const bf16* norm(const at::Tensor& weight, int64_t width) {
-    TORCH_CHECK(weight.is_contiguous() && weight.scalar_type() == at::kBFloat16 && weight.numel() == width,
+    TORCH_CHECK(weight.is_cpu() && weight.is_contiguous() && weight.scalar_type() == at::kBFloat16 && weight.numel() == width,
                 "draftsmith: a norm has to be bf16 of ", width, " values");
     return bits(weight);
   }
@@ -160,12 +159,14 @@ class Decoder : public torch::CustomClassHolder {
              const Tensors& keys, const Tensors& values, int64_t first_row, const std::vector<int64_t>& taps,
              const std::optional<at::Tensor>& columns) const {
     const Shape& s = shape_;
-    const auto whole = [](const at::Tensor& t) { return t.scalar_type() == at::kLong && t.is_contiguous(); };
+    const auto whole = [](const at::Tensor& t) {
+      return t.is_cpu() && t.scalar_type() == at::kLong && t.is_contiguous();
+    };
     TORCH_CHECK(tokens.dim() == 2 && whole(tokens) && whole(depths) && depths.sizes() == tokens.sizes(),
                 "draftsmith: tokens and depths have to be (B, M), int64 and contiguous");
     Pass pass;
     pass.batch = tokens.size(0), pass.nodes = tokens.size(1), pass.first_row = first_row, pass.taps = taps;
-    TORCH_CHECK(visible.scalar_type() == at::kBool && visible.is_contiguous() &&
+    TORCH_CHECK(visible.is_cpu() && visible.scalar_type() == at::kBool && visible.is_contiguous() &&
                     visible.sizes() == at::IntArrayRef({pass.batch, pass.nodes, pass.nodes}) && whole(cached) &&
                     cached.numel() == pass.batch,
                 "draftsmith: visible has to be bool (B, M, M), and cached int64 (B)");
@@ -175,7 +176,7 @@ class Decoder : public torch::CustomClassHolder {
     pass.capacity = keys[0].size(1);
     for (const Tensors* side : {&keys, &values})
       for (const at::Tensor& t : *side)
-        TORCH_CHECK(t.scalar_type() == at::kBFloat16 && t.is_contiguous() &&
+        TORCH_CHECK(t.is_cpu() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() &&
                         t.sizes() == at::IntArrayRef({slots, pass.capacity, s.key_heads, s.head_width}),
                     "draftsmith: the cache has another shape");
     for (at::Tensor t : keys) pass.keys.push_back(mutable_bits(t));
@@ -187,13 +188,15 @@ class Decoder : public torch::CustomClassHolder {
       TORCH_CHECK(whole(*columns) && columns->dim() == 1, "draftsmith: columns have to be int64 of one dimension");
       pass.columns = columns->const_data_ptr<int64_t>(), pass.kept = columns->numel();
       for (int64_t i = 0; i < pass.kept; ++i)
-        TORCH_CHECK_INDEX(pass.columns[i] >= 0 && pass.columns[i] < pass.nodes, "draftsmith: no node ", pass.columns[i]);
+        TORCH_CHECK_INDEX(pass.columns[i] >= 0 && pass.columns[i] < pass.nodes, "draftsmith: there is no node ",
+                          pass.columns[i]);
     }
     TORCH_CHECK_INDEX(first_row >= 0 && first_row + pass.batch <= slots, "draftsmith: the cache has ", slots, " slots");
     pass.longest = 0;
     for (int64_t r = 0; r < pass.batch; ++r) {
       TORCH_CHECK_INDEX(pass.cached[r] >= 0 && pass.cached[r] + pass.nodes <= pass.capacity, "draftsmith: ",
-                        pass.cached[r], " cached tokens and ", pass.nodes, " nodes do not fit a slot of ", pass.capacity);
+                        pass.cached[r], " cached tokens and ", pass.nodes, " nodes do not fit a slot of ",
+                        pass.capacity);
       pass.longest = std::max(pass.longest, pass.cached[r]);
     }
     for (int64_t r = 0; r < pass.rows(); ++r)
@@ -258,7 +261,7 @@ class Decoder : public torch::CustomClassHolder {
     const int64_t rows = pass.rows(), width = shape_.width, at_keys = layer.key.outputs;
     const auto into = [](bf16* out, int64_t stride) {
       return [=](int64_t r, int64_t n, int64_t count, const float* values) {
-        for (int64_t i = 0; i < count; ++i) out[r * stride + n + i] = narrow(values[i]);
+        kernels().narrow_row(values, count, out + r * stride + n);
       };
     };
     multiply(team, layer.query, b.normed, width, rows, into(b.query, layer.query.outputs));
@@ -266,8 +269,7 @@ class Decoder : public torch::CustomClassHolder {
     bf16* values = pass.values[index];
     multiply(team, layer.value, b.normed, width, rows,
              [&](int64_t r, int64_t n, int64_t count, const float* results) {
-               bf16* entry = values + slot(pass, r) * at_keys + n;
-               for (int64_t i = 0; i < count; ++i) entry[i] = narrow(results[i]);
+               kernels().narrow_row(results, count, values + slot(pass, r) * at_keys + n);
              });
   }
 
@@ -291,28 +293,22 @@ class Decoder : public torch::CustomClassHolder {
         kernels().rms_norm(head, weight, s.head_width, static_cast<float>(s.epsilon), head);
       bf16* to = is_query ? head : pass.keys[index] + (slot(pass, r) * s.key_heads + h - s.heads) * s.head_width;
       const int64_t half = s.head_width / 2;
-      for (int64_t d = 0; d < half; ++d) {
-        const float cosine = b.cosines[r * half + d], sine = b.sines[r * half + d];
-        const float low = widen(head[d]), high = widen(head[d + half]);
-        to[d] = narrow(through_bf16(low * cosine) + through_bf16(-high * sine));
-        to[d + half] = narrow(through_bf16(high * cosine) + through_bf16(low * sine));
-      }
+      kernels().rotate(head, b.cosines + r * half, b.sines + r * half, half, to);
     }
   }
 
   void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const {
     const Shape& s = shape_;
     const int64_t groups = s.heads / s.key_heads, at_keys = s.key_heads * s.head_width;
-    float* queries = b.private_floats + team.index * b.private_size;
-    float* out = queries + groups * s.head_width;
-    AttentionTask task;
-    task.queries = queries, task.out = out, task.scores = out + groups * s.head_width;
+    float* out = b.private_floats + team.index * b.private_size;
+    AttentionTask task{};
+    task.out = out, task.scores = out + groups * s.head_width, task.scale = static_cast<float>(s.scale);
     task.groups = groups, task.width = task.value_width = s.head_width;
     task.key_stride = task.value_stride = at_keys;
     int32_t* others = b.private_entries + team.index * pass.nodes;
     task.others = others;
-    const auto [first, last] = team.share(pass.rows() * s.key_heads);
-    for (int64_t i = first; i < last; ++i) {
+    // In turns: the later nodes of a prompt see more than the earlier ones.
+    for (int64_t i = team.index; i < pass.rows() * s.key_heads; i += team.size) {
       const int64_t r = i / s.key_heads, h = i % s.key_heads, batch = r / pass.nodes;
       const int64_t base = (pass.first_row + batch) * pass.capacity * at_keys + h * s.head_width;
       task.keys = pass.keys[index] + base, task.values = pass.values[index] + base;
@@ -325,19 +321,16 @@ class Decoder : public torch::CustomClassHolder {
       for (int64_t m = 0; m < pass.nodes; ++m)
         if (sees[m] && position(pass, batch * pass.nodes + m) >= oldest)
           others[task.count++] = static_cast<int32_t>(task.committed + m);
-      const bf16* query = b.query + (r * s.heads + h * groups) * s.head_width;
-      for (int64_t d = 0; d < groups * s.head_width; ++d) queries[d] = widen(query[d]) * static_cast<float>(s.scale);
+      task.queries = b.query + (r * s.heads + h * groups) * s.head_width;
       kernels().attend(task);
-      bf16* mixed = b.mixed + (r * s.heads + h * groups) * s.head_width;
-      for (int64_t d = 0; d < groups * s.head_width; ++d) mixed[d] = narrow(out[d]);
+      kernels().narrow_row(out, groups * s.head_width, b.mixed + (r * s.heads + h * groups) * s.head_width);
     }
   }
 
   void add(const Team& team, const Linear& layer, const bf16* from, int64_t rows, bf16* hidden) const {
     const int64_t width = shape_.width;
     multiply(team, layer, from, layer.inputs, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
-      bf16* to = hidden + r * width + n;
-      for (int64_t i = 0; i < count; ++i) to[i] = narrow(widen(to[i]) + through_bf16(values[i]));
+      kernels().add_row(values, count, hidden + r * width + n);
     });
   }
 
@@ -346,21 +339,28 @@ class Decoder : public torch::CustomClassHolder {
     alignas(64) float gates[kChunkRows * kChunk];
     const int64_t inner = shape_.inner, width = shape_.width;
     const auto [from, to] = team.share(layer.gate.panels);
+    Quantised* ready = nullptr;
+    if (layer.gate.quantised != nullptr && layer.up.quantised != nullptr) {
+      ready = &quantised_here();
+      ready->take(b.normed, width, rows, width, layer.gate.quads());
+    }
     for (int64_t panel = from; panel < to; panel += kChunkPanels) {
       const int64_t panels = std::min(kChunkPanels, to - panel);
       for (int64_t row = 0; row < rows; row += kChunkRows) {
         const int64_t some = std::min(kChunkRows, rows - row);
         const bf16* x = b.normed + row * width;
-        const Team alone{0, 1};
+        const Team alone{0, 1, nullptr};
         multiply(alone, layer.gate.stretch(panel, panels), x, width, some,
                  [&](int64_t r, int64_t n, int64_t count, const float* values) {
                    std::copy_n(values, count, gates + r * kChunk + n);
-                 });
+                 },
+                 ready, row);
         bf16* mixed = b.inner + row * inner + panel * kPanel;
         multiply(alone, layer.up.stretch(panel, panels), x, width, some,
                  [&](int64_t r, int64_t n, int64_t count, const float* values) {
                    kernels().silu_times(gates + r * kChunk + n, values, count, mixed + r * inner + n);
-                 });
+                 },
+                 ready, row);
       }
     }
   }
@@ -370,26 +370,25 @@ class Decoder : public torch::CustomClassHolder {
     const auto [first, last] = team.share(pass.rows());
     for (int64_t t = 0; t < taps; ++t)
       if (pass.taps[t] == which)
-        for (int64_t r = first; r < last; ++r) std::copy_n(states + r * width, width, features + (r * taps + t) * width);
+        for (int64_t r = first; r < last; ++r)
+          std::copy_n(states + r * width, width, features + (r * taps + t) * width);
   }
 
+  // Logits of the nodes that are wanted: all, or some columns of every row, gathered so that the head is read once.
   void score(const Team& team, const Pass& pass, const Buffers& b, bf16* logits) const {
-    const int64_t vocabulary = shape_.vocabulary, width = shape_.width;
-    const auto store = [&](int64_t base) {
-      return [=](int64_t r, int64_t n, int64_t count, const float* values) {
-        bf16* to = logits + (base + r) * vocabulary + n;
-        for (int64_t i = 0; i < count; ++i) to[i] = narrow(values[i]);
-      };
-    };
-    if (pass.columns == nullptr) {
-      multiply(team, head_, b.normed, width, pass.rows(), store(0));
-      return;
+    const int64_t vocabulary = shape_.vocabulary, width = shape_.width, rows = pass.batch * pass.kept;
+    const bf16* states = b.normed;
+    if (pass.columns != nullptr) {
+      const auto [first, last] = team.share(rows);
+      for (int64_t r = first; r < last; ++r)
+        std::copy_n(b.normed + (r / pass.kept * pass.nodes + pass.columns[r % pass.kept]) * width, width,
+                    b.wanted + r * width);
+      team.barrier();
+      states = b.wanted;
     }
-    for (int64_t c = 0; c < pass.kept; ++c)
-      multiply(team, head_, b.normed + pass.columns[c] * width, pass.nodes * width, pass.batch,
-               [&](int64_t r, int64_t n, int64_t count, const float* values) {
-                 store(r * pass.kept + c)(0, n, count, values);
-               });
+    multiply(team, head_, states, width, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
+      kernels().narrow_row(values, count, logits + r * vocabulary + n);
+    });
   }
 
   at::Tensor embedding_;
@@ -400,7 +399,7 @@ class Decoder : public torch::CustomClassHolder {
   const bf16* last_norm_;
   std::vector<Layer> layers_;
   std::mutex busy_;  // the memory below serves one pass at a time
-  Scratch<bf16> hidden_, normed_, query_, key_, mixed_, inner_;
+  Scratch<bf16> hidden_, normed_, query_, key_, mixed_, inner_, wanted_;
   Scratch<float> cosines_, sines_, private_floats_;
   Scratch<int32_t> private_entries_;
 };

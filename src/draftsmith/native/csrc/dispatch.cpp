@@ -1,4 +1,5 @@
 // Which table of kernels this processor runs.
+#include <atomic>
 #include <cstring>
 #include <initializer_list>
 
@@ -13,14 +14,14 @@ const Kernels* best() {
   return portable_kernels();
 }
 
-const Kernels*& chosen() {
-  static const Kernels* table = best();
+std::atomic<const Kernels*>& chosen() {
+  static std::atomic<const Kernels*> table{best()};
   return table;
 }
 
 }  // namespace
 
-const Kernels& kernels() { return *chosen(); }
+const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
 
 bool use_kernels(const char* name) {
   for (const Kernels* table : {avx512bf16_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()})

@@ -1,6 +1,7 @@
 // The experts of a mixture: a gated SiLU feed-forward for each, every token through a few of them.
 //
 // Words: R rows (tokens), E experts, C experts a row, F width of the model, I inner width.
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include <vector>
@@ -10,7 +11,8 @@
 namespace draftsmith {
 namespace {
 
-// gate_up is (E, panels, pairs, 16, 2) of 2 · I outputs, gates first; down the same of F outputs. An index E means none.
+// gate_up is (E, panels, pairs, 16, 2) of 2 · I outputs, gates first; down the same of F outputs. An index of E means
+// none.
 // A row's experts are summed in the order of their numbers, in bf16, as transformers does.
 at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::Tensor& weights,
                    const at::Tensor& gate_up, const at::Tensor& down, int64_t inner) {
@@ -39,9 +41,9 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
     const Linear up = as_linear(gate_up[e], std::nullopt, 2 * inner, width);
     const Linear back = as_linear(down[e], std::nullopt, width, inner);
     for (int64_t i = 0; i < some; ++i) std::copy_n(from + mine[i].first * width, width, gathered.data() + i * width);
-    run_team(false, [&](const Team& team) {
+    run_team(at::get_num_threads(), [&](const Team& team) {
       multiply(team, up, gathered.data(), width, some, [&](int64_t r, int64_t n, int64_t size, const float* values) {
-        for (int64_t i = 0; i < size; ++i) gates[r * 2 * inner + n + i] = narrow(values[i]);
+        kernels().narrow_row(values, size, gates.data() + r * 2 * inner + n);
       });
       team.barrier();
       const auto [first, last] = team.share(some);
@@ -66,6 +68,10 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
 TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
   library.def(
       "experts(Tensor hidden, Tensor index, Tensor weights, Tensor gate_up, Tensor down, int inner) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(draftsmith, Autograd, library) {
+  library.impl("experts", torch::autograd::autogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(draftsmith, CPU, library) { library.impl("experts", experts); }

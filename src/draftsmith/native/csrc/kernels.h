@@ -16,7 +16,8 @@ constexpr int64_t kPanel = 16;   // output features that are computed together
 
 // Grouped queries of one node over the visible keys of one key head.
 struct AttentionTask {
-  const float* queries;      // (groups, width), already scaled
+  const bf16* queries;       // (groups, width)
+  float scale;               // of the products
   int64_t groups, width, value_width;
   const bf16* keys;          // entry e of the cache row begins at keys + e * key_stride
   const bf16* values;
@@ -24,10 +25,15 @@ struct AttentionTask {
   int64_t first, committed;  // the entries first … committed - 1 are visible,
   const int32_t* others;     // and these behind them, in order
   int64_t count;
-  float softcap;             // 0 for none
   float* scores;             // scratch, (groups, committed - first + count)
   float* out;                // (groups, value_width)
 };
+
+// The entry of the cache that is seen at place s.
+static inline int64_t entry(const AttentionTask& t, int64_t s) {
+  const int64_t committed = t.committed - t.first;
+  return s < committed ? t.first + s : t.others[s - committed];
+}
 
 struct Kernels {
   const char* name;
@@ -42,6 +48,16 @@ struct Kernels {
   void (*rms_norm)(const bf16* x, const bf16* weight, int64_t width, float epsilon, bf16* out);
   // out = bf16(bf16(silu(bf16(gate))) · bf16(up))
   void (*silu_times)(const float* gate, const float* up, int64_t count, bf16* out);
+  // to = bf16(values)
+  void (*narrow_row)(const float* values, int64_t count, bf16* to);
+  // to = bf16(to + bf16(values))
+  void (*add_row)(const float* values, int64_t count, bf16* to);
+  // Rotary positions: pairs (d, d + half) of a head turned by their angles, every product and the sum rounded to bf16.
+  void (*rotate)(const bf16* head, const float* cosines, const float* sines, int64_t half, bf16* to);
+  // The columns first … last - 1 of out = bf16(GELU(bf16(norm(x) · scale + shift))), x = bf16(projected + ratio · token);
+  // the norm is over all of x, of which mixed is left, and token may be null.
+  void (*activate)(const bf16* projected, const bf16* token, float ratio, const float* scale, const float* shift,
+                   int64_t width, float epsilon, int64_t first, int64_t last, float* mixed, bf16* out);
   // Σ e^(x - highest), highest being at least every x
   float (*sum_exponentials)(const float* x, int64_t count, float highest);
   // The index of the largest value, the first of equals; NaN counts as the largest.

@@ -48,8 +48,9 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
 }  // namespace
 
 const Kernels* avx2_kernels() {
-  static const Kernels table{"avx2", gemm, gemm_int8_plain, attend, rms_norm, silu_times, sum_exponentials,
-                             argmax};
+  static const Kernels table{"avx2", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, rms_norm,
+                             silu_times, narrow_row, add_row, rotate, activate,
+                             sum_exponentials, argmax};
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &table : nullptr;
 }
 

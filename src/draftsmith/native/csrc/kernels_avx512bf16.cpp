@@ -40,9 +40,11 @@ struct Block {
 
 void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels, float* y,
           int64_t y_stride) {
-  // Thirty-two registers: rows × panels of sums, and one for each panel of weights.
+  // Thirty-two registers: rows × panels of sums, one for each panel of weights, and one for the row.
   if (rows <= 6)
     walk<Block, 6, 4>(x, x_stride, rows, packed, pairs, panels, y, y_stride);
+  else if (rows <= 9)
+    walk<Block, 9, 3>(x, x_stride, rows, packed, pairs, panels, y, y_stride);
   else
     walk<Block, 14, 2>(x, x_stride, rows, packed, pairs, panels, y, y_stride);
 }
@@ -80,11 +82,87 @@ void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* pa
   }
 }
 
+// Sixteen sums of sixteen lanes each, in the order of the registers.
+inline __m512 sums_of(const __m512 (&a)[16]) {
+  __m512 b[8], c[4], d[2];
+  for (int i = 0; i < 8; ++i)
+    b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+  for (int i = 0; i < 4; ++i) {
+    const __m512d low = _mm512_castps_pd(b[2 * i]), high = _mm512_castps_pd(b[2 * i + 1]);
+    c[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
+                         _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+  }
+  for (int i = 0; i < 2; ++i)
+    d[i] = _mm512_add_ps(_mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(d[0], d[1], 0x88), _mm512_shuffle_f32x4(d[0], d[1], 0xdd));
+}
+
+// As `score_keys`, sixteen entries at a time; past the last one, the last is read again and its score thrown away.
+void score_keys_by_pairs(const AttentionTask& t, int64_t seen) {
+  if (t.width % 32 != 0) return score_keys(t, seen);
+  const __m512 scale = _mm512_set1_ps(t.scale);
+  for (int64_t s = 0; s < seen; s += 16) {
+    const bf16* keys[16];
+    for (int64_t i = 0; i < 16; ++i) keys[i] = t.keys + entry(t, s + i < seen ? s + i : seen - 1) * t.key_stride;
+    const __mmask16 inside = static_cast<__mmask16>(seen - s >= 16 ? 0xffff : (1 << (seen - s)) - 1);
+    for (int64_t g = 0; g < t.groups; ++g) {
+      __m512 lanes[16];
+      for (int i = 0; i < 16; ++i) lanes[i] = _mm512_setzero_ps();
+      for (int64_t d = 0; d < t.width; d += 32) {
+        const __m512bh query = reinterpret_cast<__m512bh>(_mm512_loadu_si512(t.queries + g * t.width + d));
+        for (int i = 0; i < 16; ++i)
+          lanes[i] = _mm512_dpbf16_ps(lanes[i], reinterpret_cast<__m512bh>(_mm512_loadu_si512(keys[i] + d)), query);
+      }
+      _mm512_mask_storeu_ps(t.scores + g * seen + s, inside, _mm512_mul_ps(scale, sums_of(lanes)));
+    }
+  }
+}
+
+// As `mix_values` for some of the queries and a stretch of columns: values are widened once for all of these queries.
+template <int kGroups, int kLines>
+inline void mix(const AttentionTask& t, int64_t seen, int64_t group, int64_t column) {
+  __m512 sum[kGroups][kLines];
+  for (int g = 0; g < kGroups; ++g)
+    for (int l = 0; l < kLines; ++l) sum[g][l] = _mm512_setzero_ps();
+  for (int64_t s = 0; s < seen; ++s) {
+    const bf16* value = t.values + entry(t, s) * t.value_stride + column;
+    __m512 wide[kLines];
+    for (int l = 0; l < kLines; ++l)
+      wide[l] = _mm512_castsi512_ps(_mm512_slli_epi32(
+          _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value) + l)), 16));
+    for (int g = 0; g < kGroups; ++g) {
+      const __m512 p = _mm512_set1_ps(t.scores[(group + g) * seen + s]);
+      for (int l = 0; l < kLines; ++l) sum[g][l] = _mm512_fmadd_ps(p, wide[l], sum[g][l]);
+    }
+  }
+  for (int g = 0; g < kGroups; ++g)
+    for (int l = 0; l < kLines; ++l)
+      _mm512_storeu_ps(t.out + (group + g) * t.value_width + column + 16 * l, sum[g][l]);
+}
+
+template <int kLines>
+inline void mix_stretch(const AttentionTask& t, int64_t seen, int64_t column) {
+  int64_t g = 0;
+  for (; g + 4 <= t.groups; g += 4) mix<4, kLines>(t, seen, g, column);
+  if (t.groups - g == 3) mix<3, kLines>(t, seen, g, column);
+  if (t.groups - g == 2) mix<2, kLines>(t, seen, g, column);
+  if (t.groups - g == 1) mix<1, kLines>(t, seen, g, column);
+}
+
+void mix_values_by_lines(const AttentionTask& t, int64_t seen) {
+  if (t.value_width % 16 != 0) return mix_values(t, seen);
+  int64_t column = 0;
+  for (; column + 64 <= t.value_width; column += 64) mix_stretch<4>(t, seen, column);
+  for (; column < t.value_width; column += 16) mix_stretch<1>(t, seen, column);
+}
+
 }  // namespace
 
 const Kernels* avx512bf16_kernels() {
-  static const Kernels table{"avx512bf16", gemm, gemm_int8, attend, rms_norm, silu_times, sum_exponentials,
-                             argmax};
+  static const Kernels table{"avx512bf16", gemm, gemm_int8, attend_by<score_keys_by_pairs, mix_values_by_lines>,
+                             rms_norm, silu_times, narrow_row, add_row, rotate, activate,
+                             sum_exponentials, argmax};
   return avx512_kernels() != nullptr && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")
              ? &table
              : nullptr;

@@ -31,13 +31,31 @@ inline float sum_of(const float (&lanes)[kLanes]) {
   return (total[0] + total[2]) + (total[1] + total[3]);
 }
 
-inline float dot(const float* a, const bf16* b, int64_t width) {
+inline float dot(const bf16* a, const bf16* b, int64_t width) {
   float lanes[kLanes] = {};
   int64_t d = 0;
   for (; d + kLanes <= width; d += kLanes)
-    for (int l = 0; l < kLanes; ++l) lanes[l] += a[d + l] * widen(b[d + l]);
-  for (int l = 0; d + l < width; ++l) lanes[l] += a[d + l] * widen(b[d + l]);
+    for (int l = 0; l < kLanes; ++l) lanes[l] += widen(a[d + l]) * widen(b[d + l]);
+  for (int l = 0; d + l < width; ++l) lanes[l] += widen(a[d + l]) * widen(b[d + l]);
   return sum_of(lanes);
+}
+
+void narrow_row(const float* values, int64_t count, bf16* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = narrow(values[i]);
+}
+
+void add_row(const float* values, int64_t count, bf16* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = narrow(widen(to[i]) + through_bf16(values[i]));
+}
+
+void rotate(const bf16* head, const float* cosines, const float* sines, int64_t half, bf16* to) {
+  // `to` may be `head` itself: a turn reads and writes the same two places.
+#pragma GCC ivdep
+  for (int64_t d = 0; d < half; ++d) {
+    const float low = widen(head[d]), high = widen(head[d + half]);
+    to[d] = narrow(through_bf16(low * cosines[d]) + through_bf16(-high * sines[d]));
+    to[d + half] = narrow(through_bf16(high * cosines[d]) + through_bf16(low * sines[d]));
+  }
 }
 
 void rms_norm(const bf16* x, const bf16* weight, int64_t width, float epsilon, bf16* out) {
@@ -55,6 +73,30 @@ void silu_times(const float* gate, const float* up, int64_t count, bf16* out) {
     const float g = through_bf16(gate[i]);
     out[i] = narrow(through_bf16(g / (1.0f + exponential(-g))) * through_bf16(up[i]));
   }
+}
+
+// x · Φ(x), by a formula for erf with an absolute error below 2e-7 (Abramowitz and Stegun, 7.1.26).
+inline float gelu(float x) {
+  const float z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+  const float series = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+  const float tail = 0.5f * series * exponential(-z * z);
+  return x * (x < 0 ? tail : 1.0f - tail);
+}
+
+void activate(const bf16* projected, const bf16* token, float ratio, const float* scale, const float* shift,
+              int64_t width, float epsilon, int64_t first, int64_t last, float* mixed, bf16* out) {
+  if (token == nullptr)
+    for (int64_t d = 0; d < width; ++d) mixed[d] = widen(projected[d]);
+  else
+    for (int64_t d = 0; d < width; ++d)
+      mixed[d] = through_bf16(widen(projected[d]) + through_bf16(ratio * widen(token[d])));
+  float lanes[kLanes] = {};
+  int64_t d = 0;
+  for (; d + kLanes <= width; d += kLanes)
+    for (int l = 0; l < kLanes; ++l) lanes[l] += mixed[d + l] * mixed[d + l];
+  for (int l = 0; d + l < width; ++l) lanes[l] += mixed[d + l] * mixed[d + l];
+  const float inverse = 1.0f / __builtin_sqrtf(sum_of(lanes) / static_cast<float>(width) + epsilon);
+  for (d = first; d < last; ++d) out[d] = narrow(gelu(through_bf16(mixed[d] * inverse * scale[d] + shift[d])));
 }
 
 float sum_exponentials(const float* x, int64_t count, float highest) {
@@ -87,48 +129,56 @@ int64_t argmax(const bf16* x, int64_t count) {
   return i;
 }
 
-// Adds p[s] · values[s] over the visible entries, in their order, for one stretch of at most 64 columns.
-template <int kWidth>
-inline void add_values(const AttentionTask& t, const float* p, int64_t column, float* out) {
-  float sum[kWidth] = {};
-  const int64_t committed = t.committed - t.first;
-  const bf16* value = t.values + t.first * t.value_stride + column;
-  for (int64_t s = 0; s < committed; ++s, value += t.value_stride)
-    for (int d = 0; d < kWidth; ++d) sum[d] += p[s] * widen(value[d]);
-  for (int64_t s = 0; s < t.count; ++s) {
-    value = t.values + t.others[s] * t.value_stride + column;
-    for (int d = 0; d < kWidth; ++d) sum[d] += p[committed + s] * widen(value[d]);
-  }
-  for (int d = 0; d < kWidth; ++d) out[d] = sum[d];
+// scores[g, s] = scale · query g · key s, over the visible entries in their order.
+[[maybe_unused]] void score_keys(const AttentionTask& t, int64_t seen) {
+  for (int64_t g = 0; g < t.groups; ++g)
+    for (int64_t s = 0; s < seen; ++s)
+      t.scores[g * seen + s] = t.scale * dot(t.queries + g * t.width, t.keys + entry(t, s) * t.key_stride, t.width);
 }
 
-void attend(const AttentionTask& t) {
-  const int64_t committed = t.committed - t.first, seen = committed + t.count;
+// out[g] = Σ scores[g, s] · value s, one visible entry after the other.
+[[maybe_unused]] void mix_values(const AttentionTask& t, int64_t seen) {
   for (int64_t g = 0; g < t.groups; ++g) {
-    const float* query = t.queries + g * t.width;
-    float* p = t.scores + g * seen;
-    const bf16* key = t.keys + t.first * t.key_stride;
-    for (int64_t s = 0; s < committed; ++s, key += t.key_stride) p[s] = dot(query, key, t.width);
-    for (int64_t s = 0; s < t.count; ++s)
-      p[committed + s] = dot(query, t.keys + t.others[s] * t.key_stride, t.width);
-    float most[kLanes], lanes[kLanes] = {};
-    for (int l = 0; l < kLanes; ++l) most[l] = p[0];
-    int64_t s = 0;
-    for (; s + kLanes <= seen; s += kLanes)
-      for (int l = 0; l < kLanes; ++l) most[l] = p[s + l] > most[l] ? p[s + l] : most[l];
-    for (int l = 0; s + l < seen; ++l) most[l] = p[s + l] > most[l] ? p[s + l] : most[l];
-    float highest = most[0];
-    for (int l = 1; l < kLanes; ++l) highest = most[l] > highest ? most[l] : highest;
-    for (s = 0; s + kLanes <= seen; s += kLanes)
-      for (int l = 0; l < kLanes; ++l) lanes[l] += p[s + l] = exponential(p[s + l] - highest);
-    for (int l = 0; s + l < seen; ++l) lanes[l] += p[s + l] = exponential(p[s + l] - highest);
-    const float share = 1.0f / sum_of(lanes);
     float* out = t.out + g * t.value_width;
-    int64_t d = 0;
-    for (; d + 64 <= t.value_width; d += 64) add_values<64>(t, p, d, out + d);
-    for (; d + 16 <= t.value_width; d += 16) add_values<16>(t, p, d, out + d);
-    for (; d < t.value_width; ++d) add_values<1>(t, p, d, out + d);
-    for (d = 0; d < t.value_width; ++d) out[d] *= share;
+    for (int64_t d = 0; d < t.value_width; ++d) out[d] = 0;
+    for (int64_t s = 0; s < seen; ++s) {
+      const bf16* value = t.values + entry(t, s) * t.value_stride;
+      const float p = t.scores[g * seen + s];
+      for (int64_t d = 0; d < t.value_width; ++d) out[d] += p * widen(value[d]);
+    }
+  }
+}
+
+// Turns the scores of one query into e^(score - highest), and returns one over their sum.
+inline float soften(float* p, int64_t seen) {
+  float most[kLanes], lanes[kLanes] = {};
+  for (int l = 0; l < kLanes; ++l) most[l] = p[0];
+  int64_t s = 0;
+  for (; s + kLanes <= seen; s += kLanes)
+    for (int l = 0; l < kLanes; ++l) most[l] = p[s + l] > most[l] ? p[s + l] : most[l];
+  for (int l = 0; s + l < seen; ++l) most[l] = p[s + l] > most[l] ? p[s + l] : most[l];
+  float highest = most[0];
+  for (int l = 1; l < kLanes; ++l) highest = most[l] > highest ? most[l] : highest;
+  for (s = 0; s + kLanes <= seen; s += kLanes)
+    for (int l = 0; l < kLanes; ++l) lanes[l] += p[s + l] = exponential(p[s + l] - highest);
+  for (int l = 0; s + l < seen; ++l) lanes[l] += p[s + l] = exponential(p[s + l] - highest);
+  return 1.0f / sum_of(lanes);
+}
+
+template <void (*kScore)(const AttentionTask&, int64_t), void (*kMix)(const AttentionTask&, int64_t)>
+void attend_by(const AttentionTask& t) {
+  const int64_t seen = t.committed - t.first + t.count;
+  kScore(t, seen);
+  constexpr int64_t kMany = 64;
+  for (int64_t from = 0; from < t.groups; from += kMany) {
+    AttentionTask some = t;
+    some.groups = t.groups - from < kMany ? t.groups - from : kMany;
+    some.scores += from * seen, some.out += from * t.value_width;
+    float share[kMany];
+    for (int64_t g = 0; g < some.groups; ++g) share[g] = soften(some.scores + g * seen, seen);
+    kMix(some, seen);
+    for (int64_t g = 0; g < some.groups; ++g)
+      for (int64_t d = 0; d < t.value_width; ++d) some.out[g * t.value_width + d] *= share[g];
   }
 }
 

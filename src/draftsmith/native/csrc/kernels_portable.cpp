@@ -29,8 +29,9 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
 }  // namespace
 
 const Kernels* portable_kernels() {
-  static const Kernels table{"portable", gemm, gemm_int8_plain, attend, rms_norm, silu_times, sum_exponentials,
-                             argmax};
+  static const Kernels table{"portable", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, rms_norm,
+                             silu_times, narrow_row, add_row, rotate, activate,
+                             sum_exponentials, argmax};
   return &table;
 }
 

@@ -1,5 +1,7 @@
 // Linear layers for few rows, as PyTorch operators.
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <cmath>
 #include <vector>
@@ -12,7 +14,8 @@ void check_packed(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
   TORCH_CHECK(packed.dim() == 4 && packed.is_contiguous() && packed.is_cpu() && packed.scalar_type() == at::kBFloat16 &&
                   packed.size(0) == (outputs + kPanel - 1) / kPanel && packed.size(1) == (inputs + 1) / 2 &&
                   packed.size(2) == kPanel && packed.size(3) == 2,
-              "draftsmith: packed weights of shape ", packed.sizes(), " are not those of a layer from ", inputs,
+              "draftsmith: packed weights of ", packed.scalar_type(), " on ", packed.device(), " and shape ",
+              packed.sizes(), " are not the bf16 ones of a layer from ", inputs,
               " to ", outputs, " features");
 }
 
@@ -40,6 +43,7 @@ Linear as_linear_int8(const at::Tensor& packed, const at::Tensor& scales, const 
   Linear layer;
   layer.outputs = outputs, layer.inputs = inputs, layer.panels = (outputs + kPanel - 1) / kPanel;
   const int64_t padded = layer.panels * kPanel;
+  TORCH_CHECK(inputs <= 1 << 16, "draftsmith: the sum of ", inputs, " int8 products would overflow");
   TORCH_CHECK(packed.is_contiguous() && packed.is_cpu() && packed.scalar_type() == at::kChar &&
                   packed.sizes() == at::IntArrayRef({layer.panels, layer.quads(), kPanel, 4}) &&
                   scales.is_contiguous() && scales.numel() == padded && scales.scalar_type() == at::kFloat &&
@@ -48,6 +52,18 @@ Linear as_linear_int8(const at::Tensor& packed, const at::Tensor& scales, const 
   layer.quantised = packed.const_data_ptr<int8_t>(), layer.scales = scales.const_data_ptr<float>();
   layer.sums = sums.const_data_ptr<int32_t>(), layer.bias = bias_of(bias, outputs);
   return layer;
+}
+
+Linear as_any_linear(const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
+                     const at::Tensor& bias, int64_t outputs, int64_t inputs) {
+  const std::optional<at::Tensor> given = bias.numel() ? std::optional(bias) : std::optional<at::Tensor>();
+  return packed.scalar_type() == at::kChar ? as_linear_int8(packed, scales, sums, given, outputs, inputs)
+                                           : as_linear(packed, given, outputs, inputs);
+}
+
+Quantised& quantised_here() {
+  thread_local Quantised here;
+  return here;
 }
 
 void Quantised::take(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t quads) {
@@ -79,7 +95,7 @@ at::Tensor pack(const at::Tensor& weight) {
   const bf16* from = bits(weight);
   bf16* to = mutable_bits(packed);
   const int64_t row = weight.stride(0), column = weight.stride(1);
-  run_team(false, [&](const Team& team) {
+  run_team(at::get_num_threads(), [&](const Team& team) {
     const auto [first, last] = team.share(panels);
     for (int64_t p = first; p < last; ++p) {
       // Line after line, so that memory is written in order; sixteen rows are read side by side.
@@ -101,7 +117,7 @@ at::Tensor unpack(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
   const bf16* from = bits(packed);
   bf16* to = mutable_bits(weight);
   const int64_t pairs = packed.size(1);
-  run_team(false, [&](const Team& team) {
+  run_team(at::get_num_threads(), [&](const Team& team) {
     const auto [first, last] = team.share(outputs);
     for (int64_t n = first; n < last; ++n) {
       const bf16* lane = from + n / kPanel * pairs * 2 * kPanel + n % kPanel * 2;
@@ -138,9 +154,9 @@ at::Tensor apply(const at::Tensor& x, const Linear& layer) {
   if (rows == 0) return out;
   const bf16* from = bits(rows_RK);
   const int64_t stride = rows_RK.stride(0);
-  run_team(rows * outputs * layer.inputs < kSmall, [&](const Team& team) {
+  run_team(rows * outputs * layer.inputs < kSmall ? 1 : at::get_num_threads(), [&](const Team& team) {
     multiply(team, layer, from, stride, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
-      for (int64_t i = 0; i < count; ++i) to[r * outputs + n + i] = narrow(values[i]);
+      kernels().narrow_row(values, count, to + r * outputs + n);
     });
   });
   return out;
@@ -176,11 +192,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pack_int8(const at::Tensor& weigh
   int8_t* to = packed.mutable_data_ptr<int8_t>();
   float* scale = scales.mutable_data_ptr<float>();
   int32_t* sum = sums.mutable_data_ptr<int32_t>();
-  run_team(false, [&](const Team& team) {
+  run_team(at::get_num_threads(), [&](const Team& team) {
     const auto [first, last] = team.share(outputs);
     for (int64_t n = first; n < last; ++n) {
       float most = 0;
-      for (int64_t k = 0; k < inputs; ++k) most = std::abs(from[n * inputs + k]) <= most ? most : std::abs(from[n * inputs + k]);
+      for (int64_t k = 0; k < inputs; ++k) {
+        const float size = std::abs(from[n * inputs + k]);
+        most = size <= most ? most : size;  // NaN stays
+      }
       scale[n] = std::isfinite(most) ? most / 127 : std::nanf("");
       int8_t* lane = to + n / kPanel * quads * 4 * kPanel + n % kPanel * 4;
       for (int64_t k = 0; k < inputs && scale[n] > 0; ++k) {
@@ -201,6 +220,7 @@ at::Tensor linear_int8(const at::Tensor& x, const at::Tensor& packed, const at::
 }
 
 bool choose_kernels(const std::string& name) { return use_kernels(name.c_str()); }
+std::string built_for() { return TORCH_VERSION; }
 std::string kernels_in_use() { return kernels().name; }
 
 }  // namespace
@@ -229,6 +249,13 @@ TORCH_LIBRARY(draftsmith, library) {
       "linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor sums, Tensor? bias, int outputs) -> Tensor");
   library.def("use_kernels(str name) -> bool", choose_kernels);
   library.def("kernels_in_use() -> str", kernels_in_use);
+  library.def("built_for() -> str", built_for);
+}
+
+// Nothing here has a gradient; asking for one is an error and not silence.
+TORCH_LIBRARY_IMPL(draftsmith, Autograd, library) {
+  for (const char* name : {"linear", "linear_int8", "embedding"})
+    library.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {

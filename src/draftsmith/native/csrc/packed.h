@@ -4,6 +4,7 @@
 // and one line of 64 bytes holds two inputs of each. What lies past N or K is zero.
 #pragma once
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>
@@ -51,6 +52,9 @@ struct Linear {
 
 // The bias, if any, has to be fp32.
 Linear as_linear(const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs);
+// Either of them, by the dtype of the weights; scales and sums are looked at for int8 only, and an empty bias is none.
+Linear as_any_linear(const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
+                     const at::Tensor& bias, int64_t outputs, int64_t inputs);
 Linear as_linear_int8(const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
                       const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs);
 
@@ -68,16 +72,22 @@ struct Quantised {
   void take(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t quads);
 };
 
+// This thread's own, to be used until its next use.
+Quantised& quantised_here();
+
 // Multiplies rows of x by this thread's share of the panels, and hands stretches of the result to
-// store(row, first output, count, values); results carry the bias.
+// store(row, first output, count, values); results carry the bias. For an int8 layer the rows may be quantised before,
+// as those of `ready` from `ready_row` on; otherwise every thread does it for itself.
 template <class Store>
 void multiply(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
-              const Store& store) {
+              const Store& store, const Quantised* ready = nullptr, int64_t ready_row = 0) {
   alignas(64) float results[kChunkRows * kChunk];
   alignas(64) int32_t sums[kChunkRows * kChunk];
-  // Every thread quantises all rows for itself: they are few, and a barrier would cost as much.
-  thread_local Quantised whole;
-  if (layer.quantised != nullptr) whole.take(x, x_stride, rows, layer.inputs, layer.quads());
+  if (layer.quantised != nullptr && ready == nullptr) {
+    Quantised& here = quantised_here();
+    here.take(x, x_stride, rows, layer.inputs, layer.quads());
+    ready = &here;
+  }
   const auto [from, to] = team.share(layer.panels);
   for (int64_t panel = from; panel < to; panel += kChunkPanels) {
     const int64_t panels = std::min(kChunkPanels, to - panel), first = panel * kPanel;
@@ -87,12 +97,12 @@ void multiply(const Team& team, const Linear& layer, const bf16* x, int64_t x_st
       if (layer.quantised == nullptr) {
         kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, results, kChunk);
       } else {
-        kernels().gemm_int8(whole.values.data() + row * layer.quads() * 4, layer.quads() * 4, some, part.quantised,
+        kernels().gemm_int8(ready->values.data() + (ready_row + row) * layer.quads() * 4, layer.quads() * 4, some, part.quantised,
                             part.sums, layer.quads(), panels, sums, kChunk);
         for (int64_t r = 0; r < some; ++r)
           for (int64_t n = 0; n < panels * kPanel; ++n)
             results[r * kChunk + n] =
-                static_cast<float>(sums[r * kChunk + n]) * (whole.scales[row + r] * part.scales[n]);
+                static_cast<float>(sums[r * kChunk + n]) * (ready->scales[ready_row + row + r] * part.scales[n]);
       }
       for (int64_t r = 0; r < some; ++r) {
         float* values = results + r * kChunk;

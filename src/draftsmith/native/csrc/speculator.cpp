@@ -39,22 +39,28 @@ inline void offer(Best* best, int64_t count, float score, int64_t index) {
 
 class Speculator : public torch::CustomClassHolder {
  public:
-  // One entry a stage: projections and heads packed, embeddings (V, D), norm scales and shifts (D) in fp32.
+  // projections, then heads, of every stage: packed as bf16 or int8, with the scales and sums of the int8 ones, empty
+  // for bf16. One entry a stage: embeddings (V, D), norm scales and shifts (D) in fp32.
   // draft_tokens lists the ids behind the W scores, or is empty where they are the vocabulary itself.
-  Speculator(Tensors projections, Tensors heads, Tensors embeddings, Tensors scales, Tensors shifts,
-             at::Tensor draft_tokens, int64_t features, int64_t scored, double ratio, bool scale_input)
-      : projections_(std::move(projections)), heads_(std::move(heads)), embeddings_(std::move(embeddings)),
-        scales_(std::move(scales)), shifts_(std::move(shifts)), draft_tokens_(std::move(draft_tokens)),
+  Speculator(Tensors weights, Tensors weight_scales, Tensors sums, Tensors embeddings, Tensors scales,
+             Tensors shifts, at::Tensor draft_tokens, int64_t features, int64_t scored, double ratio, bool scale_input)
+      : weights_(std::move(weights)), weight_scales_(std::move(weight_scales)), weight_sums_(std::move(sums)),
+        embeddings_(std::move(embeddings)), scales_(std::move(scales)), shifts_(std::move(shifts)),
+        draft_tokens_(std::move(draft_tokens)),
         features_(features), scored_(scored), ratio_(static_cast<float>(ratio)), scale_input_(scale_input) {
-    const size_t stages = projections_.size();
-    TORCH_CHECK(stages > 0 && heads_.size() == stages && scales_.size() == stages && shifts_.size() == stages &&
+    const size_t stages = scales_.size();
+    TORCH_CHECK(stages > 0 && weights_.size() == 2 * stages && weight_scales_.size() == 2 * stages &&
+                    weight_sums_.size() == 2 * stages && shifts_.size() == stages &&
                     (embeddings_.empty() || embeddings_.size() == stages),
                 "draftsmith: the stages of the speculator do not fit together");
     width_ = scales_[0].numel();
     vocabulary_ = draft_tokens_.numel() ? 0 : scored_;
     for (size_t i = 0; i < stages; ++i) {
-      stages_.push_back({as_linear(projections_[i], std::nullopt, width_, i == 0 ? features_ : width_),
-                         as_linear(heads_[i], std::nullopt, scored_, width_)});
+      const auto linear = [&](size_t at, int64_t outputs, int64_t inputs) {
+        return as_any_linear(weights_[at], weight_scales_[at], weight_sums_[at], at::empty(0), outputs, inputs);
+      };
+      stages_.push_back(
+          {linear(i, width_, i == 0 ? features_ : width_), linear(stages + i, scored_, width_)});
       for (const at::Tensor* t : {&scales_[i], &shifts_[i]})
         TORCH_CHECK(t->is_contiguous() && t->scalar_type() == at::kFloat && t->numel() == width_,
                     "draftsmith: a norm of the speculator has to be fp32 of ", width_, " values");
@@ -68,6 +74,11 @@ class Speculator : public torch::CustomClassHolder {
     TORCH_CHECK(draft_tokens_.numel() == 0 || (draft_tokens_.numel() == scored_ && draft_tokens_.is_contiguous() &&
                                                draft_tokens_.scalar_type() == at::kLong),
                 "draftsmith: the draft tokens have to be ", scored_, " ids, int64");
+    for (int64_t i = 0; i < draft_tokens_.numel(); ++i) {
+      const int64_t token = draft_tokens_.const_data_ptr<int64_t>()[i];
+      TORCH_CHECK_INDEX(token >= 0 && (vocabulary_ == 0 || token < vocabulary_), "draftsmith: there is no token ",
+                        token, " to draft");
+    }
   }
 
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding.
@@ -89,7 +100,7 @@ class Speculator : public torch::CustomClassHolder {
     // Rows of even length, zero behind an odd one: the kernels read two inputs at a time.
     states_.assign(widest * even(width_), 0), inputs_.assign(batch * even(features_), 0);
     start(tokens, features, counts);
-    run_team(false, [&](const Team& team) {
+    run_team(at::get_num_threads(), [&](const Team& team) {
       for (int64_t d = 0; d < depth; ++d) {
         stage(team, plan, d);
         if (team.index == 0) choose(plan, d, levels);
@@ -181,7 +192,7 @@ class Speculator : public torch::CustomClassHolder {
     // Siblings share their parent's state, and so its projection.
     multiply(team, stage.projection, input, stride, sources_,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
-               for (int64_t i = 0; i < count; ++i) projected_[r * width_ + n + i] = narrow(values[i]);
+               kernels().narrow_row(values, count, projected_.data() + r * width_ + n);
              });
     if (team.index == 0) {
       partial_.assign(team.size * rows * children, Best{-std::numeric_limits<float>::infinity(), 0});
@@ -218,22 +229,12 @@ class Speculator : public torch::CustomClassHolder {
     const float *scale = scales_[depth].const_data_ptr<float>(), *shift = shifts_[depth].const_data_ptr<float>();
     const bf16* table = embeddings_.empty() ? nullptr : bits(embeddings_[depth]);
     const auto [first, last] = team.share(width_);
-    std::vector<float> mixed(width_);
-    for (int64_t r = 0; r < rows; ++r) {
-      const bf16* projected = projected_.data() + parents_[r] * width_;
-      const bf16* token = table == nullptr ? nullptr : table + rows_[r] * width_;
-      float squares = 0;
-      for (int64_t d = 0; d < width_; ++d) {
-        const float value = widen(projected[d]);
-        mixed[d] = token == nullptr ? value : through_bf16(value + through_bf16(ratio_ * widen(token[d])));
-      }
-      for (int64_t d = 0; d < width_; ++d) squares += mixed[d] * mixed[d];
-      const float inverse = 1 / std::sqrt(squares / static_cast<float>(width_) + kEpsilon);
-      for (int64_t d = first; d < last; ++d) {
-        const float value = through_bf16(mixed[d] * inverse * scale[d] + shift[d]);
-        states_[r * even(width_) + d] = narrow(0.5f * value * (1 + std::erf(value * 0.70710678118654752f)));
-      }
-    }
+    thread_local std::vector<float> mixed;
+    mixed.resize(width_);
+    for (int64_t r = 0; r < rows; ++r)
+      kernels().activate(projected_.data() + parents_[r] * width_,
+                         table == nullptr ? nullptr : table + rows_[r] * width_, ratio_, scale, shift, width_, kEpsilon, first, last, mixed.data(),
+                         states_.data() + r * even(width_));
   }
 
   // Joins what the threads found, and lines up the nodes that the next stage expands.
@@ -317,7 +318,7 @@ class Speculator : public torch::CustomClassHolder {
     }
   }
 
-  Tensors projections_, heads_, embeddings_, scales_, shifts_;
+  Tensors weights_, weight_scales_, weight_sums_, embeddings_, scales_, shifts_;
   at::Tensor draft_tokens_;
   int64_t features_, scored_, width_, vocabulary_;
   float ratio_;
@@ -336,7 +337,8 @@ class Speculator : public torch::CustomClassHolder {
 
 TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
   library.class_<Speculator>("Speculator")
-      .def(torch::init<Tensors, Tensors, Tensors, Tensors, Tensors, at::Tensor, int64_t, int64_t, double, bool>())
+      .def(torch::init<Tensors, Tensors, Tensors, Tensors, Tensors, Tensors, at::Tensor, int64_t, int64_t, double,
+                       bool>())
       .def("propose", &Speculator::propose);
 }
 

@@ -79,7 +79,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   at::Tensor path_BD = at::empty({batch, depth}, tokens_BM.options());
   std::vector<int64_t> choice(batch * nodes);
   const bf16* scores = bits(logits_BMV);
-  run_team(batch * nodes < 4, [&](const Team& team) {
+  run_team(batch * nodes < 4 ? 1 : at::get_num_threads(), [&](const Team& team) {
     const auto [first, last] = team.share(batch * nodes);
     for (int64_t r = first; r < last; ++r) choice[r] = kernels().argmax(scores + r * vocabulary, vocabulary);
   });

@@ -1,5 +1,6 @@
 // The threads that share one piece of work; as many as torch.get_num_threads() says.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <utility>
 
@@ -9,8 +10,43 @@
 
 namespace draftsmith {
 
+// Where all threads of a team wait for each other. A forward has some seventy such places, and OpenMP's own barrier
+// costs about a microsecond; these threads spin, and sleep only when one of them seems to have lost its processor.
+class Meeting {
+ public:
+  void wait(int64_t size) {
+    const int64_t round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+      arrived_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      round_.notify_all();
+      return;
+    }
+    for (int64_t spins = 0; spins < kPatience; ++spins) {
+      if (round_.load(std::memory_order_acquire) != round) return;
+      pause();
+    }
+    while (round_.load(std::memory_order_acquire) == round) round_.wait(round, std::memory_order_acquire);
+  }
+
+ private:
+  static constexpr int64_t kPatience = 20000;  // pauses, some tens of microseconds
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
+#endif
+  }
+
+  alignas(64) std::atomic<int64_t> arrived_{0};
+  alignas(64) std::atomic<int64_t> round_{0};
+};
+
 struct Team {
   int64_t index, size;
+  Meeting* meeting;
 
   // The part of 0 … count - 1 that is this thread's.
   std::pair<int64_t, int64_t> share(int64_t count) const {
@@ -18,28 +54,24 @@ struct Team {
   }
 
   void barrier() const {
-#ifdef _OPENMP
-    if (size > 1) {
-#pragma omp barrier
-    }
-#endif
+    if (size > 1) meeting->wait(size);
   }
 };
 
-// Runs work(team) on every thread, or on this one alone; the work must not throw.
+// Runs work(team) on so many threads, at most; the work must not throw.
 template <class Work>
-void run_team(bool alone, const Work& work) {
+void run_team(int64_t threads, const Work& work) {
 #ifdef _OPENMP
-  if (!alone) {
-    // PyTorch sets the number of threads of its OpenMP, which is this one's too: both are one library in a process.
-#pragma omp parallel
-    work(Team{omp_get_thread_num(), omp_get_num_threads()});
+  if (threads > 1) {
+    Meeting meeting;
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    work(Team{omp_get_thread_num(), omp_get_num_threads(), &meeting});
     return;
   }
 #else
-  (void)alone;
+  (void)threads;
 #endif
-  work(Team{0, 1});
+  work(Team{0, 1, nullptr});
 }
 
 }  // namespace draftsmith
