@@ -1,6 +1,7 @@
 """Every command, end to end, on a tiny target; and what each kind of mistake says and returns."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -77,6 +78,19 @@ def test_generate_streams_the_same_text_with_and_without_a_drafter(target: Path,
     assert record["prompt"] == "abc def" and record["provenance"]["dtype"] == "float32"
     assert record["completions"][0]["statistics"]["drafted"] > 0
     assert str(tmp_path) not in json.dumps(record["provenance"])
+
+
+def test_generate_tells_what_compiling_cost_and_gained(target: Path):
+    words = ("generate", "abc def", "--target", target, "--max-tokens", "12", *MODELS)
+    plain, compiled = run(*words), run(*words, "--compile", "trace")
+    assert compiled.exit_code == 0 and compiled.stdout == plain.stdout
+    assert re.search(r"Compiled \(trace\) in [\d.]+ s: a plain step takes [\d.]+ ms instead of", compiled.stderr)
+    assert "PyTorch, loaded in" in plain.stderr and "Compiled" not in plain.stderr
+
+
+def test_generate_with_int8_is_said_to_need_native_code(target: Path):
+    result = run("generate", "abc", "--target", target, "--max-tokens", "3", "--quantize", "int8", *MODELS)
+    assert result.exit_code == 2 and "needs the native kernels and a bf16 model on a CPU" in result.stderr
 
 
 def test_generate_reads_a_file_or_standard_input(target: Path, tmp_path: Path):
