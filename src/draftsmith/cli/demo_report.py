@@ -69,10 +69,14 @@ def pieces_of(completion: Completion, target: Target, limit: int | None = None) 
     return pieces
 
 
+def most_varied(race: Race) -> Completion:
+    """Return the text with the most different tokens: small models repeat themselves, which is easy to guess."""
+    return max(race.completions(), key=lambda completion: len(set(completion.tokens)))
+
+
 def coloured_sample(console: Console, engine: Engine, race: Race) -> None:
-    """Print one text, drafted-and-accepted tokens in colour: the one with the middling τ."""
-    ranked = sorted(race.completions(), key=lambda c: c.statistics.tokens_per_step)
-    chosen = ranked[len(ranked) // 2]
+    """Print one text, the most varied, drafted-and-accepted tokens in colour."""
+    chosen = most_varied(race)
     assert engine.target.tokenizer is not None
     text = Text(str(engine.target.tokenizer.decode(chosen.prompt_tokens[-24:])), style="dim")
     for piece, drafted in pieces_of(chosen, engine.target, SAMPLE_TOKENS):
@@ -124,8 +128,7 @@ def print_race(console: Console, races: Mapping[str, Race]) -> None:
 
 def write_demo_report(folder: Path, result: DemoResult, target: Target) -> Path:
     """Write report.md, report.json and the pictures; return the path of report.md."""
-    ranked = sorted(result.races["code"].completions(), key=lambda c: c.statistics.tokens_per_step)
-    sample = pieces_of(ranked[len(ranked) // 2], target, SAMPLE_TOKENS)
+    sample = pieces_of(most_varied(result.races["code"]), target, SAMPLE_TOKENS)
     figures = {
         "speed.png": speed_bars(
             {task: {"plain": r.plain_speed, "drafted": r.drafted_speed} for task, r in result.races.items()}
