@@ -15,6 +15,7 @@ ROOT = -1
 UNUSED = -2
 
 CompileLevel = Literal["off", "trace", "full"]
+Quantization = Literal["none", "int8"]
 
 
 class DraftsmithError(Exception):

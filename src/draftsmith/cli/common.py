@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from draftsmith import assets
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.types import DraftsmithError, Plan, Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ NativeOption = Annotated[
     typer.Option("--native/--no-native", help="Use the native kernels (bf16 on a CPU).", rich_help_panel=SPEED),
 ]
 QuantizeOption = Annotated[
-    Literal["none", "int8"],
+    Quantization,
     typer.Option(
         help="int8 quantises the target's linear layers on a CPU; text is then that of the quantised model.",
         rich_help_panel=MODELS,
@@ -101,7 +101,7 @@ def load_target(
     trust_remote_code: bool,
     console: Console,
     native: bool = True,
-    quantize: Literal["none", "int8"] = "none",
+    quantize: Quantization = "none",
 ) -> "Target":
     """Load a target, the embedded one by default, and say what reads it."""
     from transformers.utils import logging
@@ -134,7 +134,7 @@ def load_engine(
     device: str = "auto",
     trust_remote_code: bool = False,
     native: bool = True,
-    quantize: Literal["none", "int8"] = "none",
+    quantize: Quantization = "none",
     max_batch: int = 8,
     max_length: int | None = None,
     draft: bool = True,

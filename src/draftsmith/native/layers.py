@@ -17,41 +17,38 @@ from draftsmith.native.library import LIBRARY
 KINDS = (nn.Linear, Conv1D)
 
 
-def _check_width(x: Tensor, width: int) -> None:
-    # The operators cannot: packed weights are padded.
-    if x.shape[-1] != width:
-        raise RuntimeError(f"rows of {x.shape[-1]} features cannot go through a layer that reads {width}")
-
-
-class PackedLinear(nn.Module):
-    """A bf16 linear layer by the native kernels. `state_dict` and `weight` give the original layout.
+class _Packed(nn.Module):
+    """What packed layers share: sizes, an fp32 bias, and the original layout in `state_dict`.
 
     Args:
         weight_NK: the weights, of any strides.
         transposed: whether the original layer kept them as (K, N), as GPT-2 does.
     """
 
-    packed: Tensor
     bias_N: Tensor | None
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_NK.shape
         self.transposed = transposed
-        self.register_buffer("packed", torch.ops.draftsmith.pack(weight_NK.detach()), persistent=False)
         self.register_buffer("bias_N", None if bias_N is None else bias_N.detach().float(), persistent=False)
+
+    def unpacked(self) -> Tensor:
+        """Return the weights as bf16 (N, K)."""
+        raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:
-        """The weights in the layout of the original layer; a copy, made at each call."""
-        weight_NK: Tensor = torch.ops.draftsmith.unpack(self.packed, self.out_features, self.in_features)
+        """The weights as bf16, in the layout of the original layer; a copy, made at each call."""
+        weight_NK = self.unpacked()
         return weight_NK.T.contiguous() if self.transposed else weight_NK
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply rows (…, K) to (…, N)."""
-        _check_width(x, self.in_features)
-        product: Tensor = torch.ops.draftsmith.linear(x, self.packed, self.bias_N, self.out_features)
-        return product
+    def check_width(self, x: Tensor) -> None:
+        """Refuse rows of another width; the operators cannot, because packed weights are padded."""
+        if x.shape[-1] != self.in_features:
+            raise RuntimeError(
+                f"rows of {x.shape[-1]} features cannot go through a layer that reads {self.in_features}"
+            )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight
@@ -59,43 +56,52 @@ class PackedLinear(nn.Module):
             destination[prefix + "bias"] = self.bias_N.bfloat16()
 
 
-class Int8Linear(nn.Module):
+class PackedLinear(_Packed):
+    """A bf16 linear layer by the native kernels."""
+
+    packed: Tensor
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False) -> None:
+        super().__init__(weight_NK, bias_N, transposed)
+        self.register_buffer("packed", torch.ops.draftsmith.pack(weight_NK.detach()), persistent=False)
+
+    def unpacked(self) -> Tensor:
+        """Return the weights (N, K)."""
+        weight_NK: Tensor = torch.ops.draftsmith.unpack(self.packed, self.out_features, self.in_features)
+        return weight_NK
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply rows (…, K) to (…, N)."""
+        self.check_width(x)
+        product: Tensor = torch.ops.draftsmith.linear(x, self.packed, self.bias_N, self.out_features)
+        return product
+
+
+class Int8Linear(_Packed):
     """A linear layer with int8 weights, a scale for each output, and rows quantised as they come, a scale for each."""
 
     packed: Tensor
     scales: Tensor
     sums: Tensor
-    bias_N: Tensor | None
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight_NK.shape
-        self.transposed = transposed
-        for name, value in zip(
-            ("packed", "scales", "sums"), torch.ops.draftsmith.pack_int8(weight_NK.detach()), strict=True
-        ):
+        super().__init__(weight_NK, bias_N, transposed)
+        parts = torch.ops.draftsmith.pack_int8(weight_NK.detach())
+        for name, value in zip(("packed", "scales", "sums"), parts, strict=True):
             self.register_buffer(name, value, persistent=False)
-        self.register_buffer("bias_N", None if bias_N is None else bias_N.detach().float(), persistent=False)
 
-    @property
-    def weight(self) -> Tensor:
-        """The quantised weights as bf16, in the layout of the original layer; a copy, made at each call."""
+    def unpacked(self) -> Tensor:
+        """Return the quantised weights as bf16 (N, K)."""
         whole_NK = self.packed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: self.out_features, : self.in_features]
-        weight_NK = (whole_NK * self.scales[: self.out_features, None]).bfloat16()
-        return weight_NK.T.contiguous() if self.transposed else weight_NK
+        return (whole_NK * self.scales[: self.out_features, None]).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply rows (…, K) to (…, N)."""
-        _check_width(x, self.in_features)
+        self.check_width(x)
         product: Tensor = torch.ops.draftsmith.linear_int8(
             x, self.packed, self.scales, self.sums, self.bias_N, self.out_features
         )
         return product
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.weight
-        if self.bias_N is not None:
-            destination[prefix + "bias"] = self.bias_N.bfloat16()
 
 
 class PackedEmbedding(nn.Module):

@@ -131,3 +131,29 @@ def tree_attention(
     folded_BHMD = query.reshape(batch, key_heads, groups * nodes, width)
     out_BHMD = _masked_attention(folded_BHMD, keys_BHSD, values_BHSD, mask, scale, softcap)
     return out_BHMD.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
+
+
+def lay_out_pass(
+    cache: KVCache,
+    depths_BM: Tensor,
+    visible_BMM: Tensor,
+    cached_B: Tensor,
+    columns_S: Tensor,
+    first_row: int,
+    max_length: int,
+) -> TreePass:
+    """Say where every node is written, at which position it stands and what it may see."""
+    batch, nodes = depths_BM.shape
+    device = depths_BM.device
+    cached_B1 = cached_B.unsqueeze(1)
+    # Guesses past the context can never be committed; clamping keeps learned position tables from overflowing.
+    positions_BM = (cached_B1 + depths_BM).clamp(max=max_length - 1)
+    slot_B1 = (first_row + torch.arange(batch, device=device)).unsqueeze(1) * cache.capacity
+    slots_K = (slot_B1 + cached_B1 + torch.arange(nodes, device=device)).flatten()
+    node_BS = columns_S - cached_B1
+    inside_BS = (node_BS >= 0) & (node_BS < nodes)
+    node_BS = node_BS.clamp(0, nodes - 1)
+    key_positions_BS = torch.where(inside_BS, positions_BM.gather(1, node_BS), columns_S)
+    tree_BMS = visible_BMM.gather(2, node_BS.unsqueeze(1).expand(-1, nodes, -1))
+    allowed_BMS = (columns_S < cached_B1).unsqueeze(1) | (tree_BMS & inside_BS.unsqueeze(1))
+    return TreePass(cache, first_row, slots_K, positions_BM, key_positions_BS, allowed_BMS, columns_S.shape[0])

@@ -37,12 +37,9 @@ class KVCache:
         # One tensor a layer and side: compiled code mutates each in place, which aliases of one tensor would prevent.
         self.keys_RCHD = [_lazy_zeros((slots, capacity, h, d), dtype, device) for h, d, _, _ in shapes]
         self.values_RCHD = [_lazy_zeros((slots, capacity, h, d), dtype, device) for _, _, h, d in shapes]
-        self.rows = 0
-
-    @property
-    def tensors(self) -> list[Tensor]:
+        self.tensors = self.keys_RCHD + self.values_RCHD
         """All storage, keys of every layer and then values."""
-        return self.keys_RCHD + self.values_RCHD
+        self.rows = 0
 
     def admit(self, count: int) -> int:
         """Take `count` slots behind the active rows and return the first."""

@@ -10,22 +10,20 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_utils import AttentionInterface
 
 from draftsmith.native import kernels_in_use, why_missing
 from draftsmith.native.decoder import NativeDecoder, has_native_form
 from draftsmith.native.layers import can_pack, pack_model
-from draftsmith.target.attention import ATTENTION_NAME, ShapeProbe, TreePass, tree_attention
+from draftsmith.target.attention import ShapeProbe, lay_out_pass
 from draftsmith.target.cache import KVCache
 from draftsmith.target.packing import can_prepack, prepack_linears
-from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
-
-AttentionInterface.register(ATTENTION_NAME, tree_attention)
+from draftsmith.target.support import refuse_unsupported, use_tree_attention
+from draftsmith.types import DraftsmithError, Quantization, TargetFacts, resolve_dtype
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -34,8 +32,6 @@ TOKENIZER_FILES = (
 NATIVE_TOLERANCE = 0.05
 
 log = logging.getLogger(__name__)
-
-Quantization = Literal["none", "int8"]
 
 
 class Target:
@@ -62,8 +58,8 @@ class Target:
         native: bool = True,
         quantize: Quantization = "none",
     ) -> None:
-        _refuse_unsupported(model.config, name)
-        _use_tree_attention(model, name)
+        refuse_unsupported(model.config, name)
+        use_tree_attention(model, name)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -132,7 +128,7 @@ class Target:
         except (OSError, ValueError) as error:
             raise DraftsmithError(f"the target {name!r} could not be read ({_first_line(error)}); "
                                   "give the folder of a saved model or the name of one on the hub.") from error
-        _refuse_unsupported(config, name)
+        refuse_unsupported(config, name)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 name,
@@ -241,7 +237,7 @@ class Target:
             )
         assert columns_S is not None
         batch, nodes = tokens_BM.shape
-        tree_pass = _lay_out(cache, depths_BM, visible_BMM, cached_B, columns_S, first_row, self.max_length)
+        tree_pass = lay_out_pass(cache, depths_BM, visible_BMM, cached_B, columns_S, first_row, self.max_length)
         self._wanted = set(taps)
         out = self.model(
             input_ids=tokens_BM,
@@ -341,72 +337,6 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
         return None
     pairs = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs, ensure_ascii=True).encode()).hexdigest()
-
-
-def _lay_out(
-    cache: KVCache,
-    depths_BM: Tensor,
-    visible_BMM: Tensor,
-    cached_B: Tensor,
-    columns_S: Tensor,
-    first_row: int,
-    max_length: int,
-) -> TreePass:
-    """Say where every node is written, at which position it stands and what it may see."""
-    batch, nodes = depths_BM.shape
-    device = depths_BM.device
-    cached_B1 = cached_B.unsqueeze(1)
-    # Guesses past the context can never be committed; clamping keeps learned position tables from overflowing.
-    positions_BM = (cached_B1 + depths_BM).clamp(max=max_length - 1)
-    slot_B1 = (first_row + torch.arange(batch, device=device)).unsqueeze(1) * cache.capacity
-    slots_K = (slot_B1 + cached_B1 + torch.arange(nodes, device=device)).flatten()
-    node_BS = columns_S - cached_B1
-    inside_BS = (node_BS >= 0) & (node_BS < nodes)
-    node_BS = node_BS.clamp(0, nodes - 1)
-    key_positions_BS = torch.where(inside_BS, positions_BM.gather(1, node_BS), columns_S)
-    tree_BMS = visible_BMM.gather(2, node_BS.unsqueeze(1).expand(-1, nodes, -1))
-    allowed_BMS = (columns_S < cached_B1).unsqueeze(1) | (tree_BMS & inside_BS.unsqueeze(1))
-    return TreePass(cache, first_row, slots_K, positions_BM, key_positions_BS, allowed_BMS, columns_S.shape[0])
-
-
-def _refuse_unsupported(config: Any, name: str) -> None:
-    if config.is_encoder_decoder:
-        raise DraftsmithError(
-            f"{name} ({config.model_type}) is an encoder-decoder; only decoder-only language models can be targets."
-        )
-    text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    moving = {str(value.get("rope_type")) for value in settings} & {"dynamic", "longrope"}
-    if moving:
-        raise DraftsmithError(
-            f"{name} ({config.model_type}) has rotary positions of type {', '.join(sorted(moving))}, which change with "
-            "the longest row of a batch; text would depend on its neighbours, so they are not supported yet."
-        )
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise DraftsmithError(
-            f"{name} ({config.model_type}) has layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled "
-            "back after a rejected guess yet; only full and sliding-window attention are supported."
-        )
-
-
-def _use_tree_attention(model: PreTrainedModel, name: str) -> None:
-    if model._is_stateful:
-        raise DraftsmithError(
-            f"{name} ({model.config.model_type}) keeps recurrent state, which cannot be rolled back after a rejected "
-            "guess yet; only attention models are supported."
-        )
-    supported = model._supports_attention_backend
-    if supported:
-        model.set_attn_implementation(ATTENTION_NAME)
-        # Models that ignore the request only log a warning.
-        supported = model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME
-    if not supported:
-        raise DraftsmithError(
-            f"{name} ({model.config.model_type}) does not attend through transformers' attention interface; "
-            "it is not supported yet."
-        )
 
 
 def _head(model: PreTrainedModel, name: str) -> nn.Linear:
