@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
-from draftsmith.target import Target
+from draftsmith.target import KVCache, Target
 from draftsmith.types import NO_DRAFT, ROOT, UNUSED, Context, Draft, Plan, SamplingParams
 from tiny import greedy_reference, prompts
 
@@ -20,11 +20,15 @@ class CheckedDrafter(Drafter):
     def __init__(self, inner: Drafter, target: Target) -> None:
         self.inner, self.target = inner, target
         self.taps, self.reads_prompt = inner.taps, inner.reads_prompt
+        self.can_sample = inner.can_sample
         self.rows_seen: set[int] = set()
         self.rows_reset: set[int] = set()
 
     def default_plan(self) -> Plan:
         return self.inner.default_plan()
+
+    def attach(self, cache: KVCache) -> None:
+        self.inner.attach(cache)
 
     def reset_rows(self, rows: list[int]) -> None:
         self.rows_reset.update(rows)
@@ -37,17 +41,18 @@ class CheckedDrafter(Drafter):
         assert bool((context.counts_B <= context.lengths_B).all())
         self.rows_seen.update(context.rows_B.tolist())
         draft = self.inner.propose(context, plan)
-        check_draft(draft, plan, batch, self.target.vocab_size)
+        check_draft(draft, plan, batch, self.target.vocab_size, self.can_sample)
         return draft
 
 
-def check_draft(draft: Draft, plan: Plan, batch: int, vocabulary: int) -> None:
+def check_draft(draft: Draft, plan: Plan, batch: int, vocabulary: int, can_sample: bool = True) -> None:
     """Assert the shapes and the order that the engine relies on."""
-    assert draft.tokens_BN.shape == draft.parents_BN.shape == (batch, plan.max_nodes)
+    nodes = draft.tokens_BN.shape[1]
+    assert draft.tokens_BN.shape == draft.parents_BN.shape == (batch, nodes) and nodes <= plan.max_nodes
     assert draft.depth <= plan.depth
     assert draft.tokens_BN.dtype == draft.parents_BN.dtype == torch.int64
     assert bool((draft.tokens_BN >= 0).all()) and bool((draft.tokens_BN < vocabulary).all())
-    assert (draft.q_BMV is not None) == (plan.sampled and plan.depth > 0)
+    assert (draft.q_BMV is not None) == (plan.sampled and plan.depth > 0 and can_sample)
     for tokens, parents in zip(draft.tokens_BN.tolist(), draft.parents_BN.tolist(), strict=True):
         depths: list[int] = []
         siblings = set()

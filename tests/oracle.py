@@ -29,6 +29,8 @@ class OracleDrafter(Drafter):
         plan: the default plan.
     """
 
+    can_sample = True
+
     taps = ()
     reads_prompt = True
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from draftsmith.drafters.base import NoDrafter
 from draftsmith.drafters.mlp import MLPSpeculator, initialise_from_target
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
-from draftsmith.drafters.registry import load_drafter
+from draftsmith.drafters.registry import families, load_drafter
 from draftsmith.target import Target
 from draftsmith.types import Context, DraftsmithError, Plan, TargetFacts
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
@@ -288,7 +288,7 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path: Path):
         return folder
 
     refused(rewritten("a", auto_map={"AutoModel": "x.Y"}), r"its own code \(auto_map\)")
-    refused(rewritten("b", model_type="medusa"), "drafter family 'medusa', which is unknown; known are mlp_speculator")
+    refused(rewritten("b", model_type="foreign"), "drafter family 'foreign', which is unknown; known are mlp")
     refused(rewritten("c", inner_dim=7), r"tensor speculator\..* has shape .* but its config\.json says")
     refused(rewritten("d", n_predict=5, top_k_tokens_per_head=[1]), r"lacks the tensor speculator\..*\.4\.")
     refused(rewritten("e", n_predict=2, top_k_tokens_per_head=[1]), "that is not in its config.json")
@@ -302,14 +302,29 @@ def test_other_packages_add_families(tmp_path: Path, monkeypatch: pytest.MonkeyP
     package = tmp_path / "site"
     (package / "theirs-1.0.dist-info").mkdir(parents=True)
     (package / "theirs-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (package / "theirs-1.0.dist-info" / "entry_points.txt").write_text("[draftsmith.drafters]\nghost = theirs:load\n")
+    (package / "theirs-1.0.dist-info" / "entry_points.txt").write_text("[draftsmith.drafters]\nghost = theirs:FAMILY\n")
     (package / "theirs.py").write_text(
-        "from draftsmith.drafters.base import NoDrafter\n\ndef load(folder, target):\n    return NoDrafter()\n"
+        "from draftsmith.drafters.base import NoDrafter\n"
+        "from draftsmith.drafters.family import Family, Options\n\n"
+        "class GhostOptions(Options):\n    mood: str = 'pale'\n\n"
+        "FAMILY = Family('ghost', 'drafts nothing', GhostOptions, lambda options, target, tokens: NoDrafter(),\n"
+        "    lambda folder, target: NoDrafter(), lambda config: config.get('model_type') == 'ghost')\n"
     )
     monkeypatch.syspath_prepend(str(package))
+    families.cache_clear()
     (tmp_path / "ghost").mkdir()
     (tmp_path / "ghost" / "config.json").write_text('{"model_type": "ghost"}')
-    assert isinstance(load_drafter(tmp_path / "ghost", tiny_target()), NoDrafter)
+    try:
+        assert isinstance(load_drafter(tmp_path / "ghost", tiny_target()), NoDrafter)
+        assert isinstance(load_drafter("ghost:mood=blue", tiny_target()), NoDrafter)
+        with pytest.raises(DraftsmithError, match=r"ghost:mod is unknown; did you mean ghost:mood\?"):
+            load_drafter("ghost:mod=blue", tiny_target())
+        with pytest.raises(DraftsmithError, match="has 'mood' where key=value is needed"):
+            load_drafter("ghost:mood", tiny_target())
+        with pytest.raises(DraftsmithError, match="'mlp' has to be trained"):
+            load_drafter("mlp", tiny_target())
+    finally:
+        families.cache_clear()
 
 
 def test_hub_names_fail_clearly_without_a_network():

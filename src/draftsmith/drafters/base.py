@@ -3,12 +3,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.types import Context, Draft, Plan, TargetFacts
+
+if TYPE_CHECKING:
+    from draftsmith.target import KVCache
 
 
 class Drafter(ABC):
@@ -21,6 +24,11 @@ class Drafter(ABC):
     taps: tuple[int, ...] = (-1,)
     reads_prompt: bool = False
     """Whether the first context must hold the whole prompt, for drafters with a memory of their own."""
+    can_sample: bool = False
+    """Whether a sampled plan makes it draw its guesses from a q it hands over; the others guess deterministically
+    whatever the plan, which leaves the text exact all the same."""
+    can_compile: bool = False
+    """Whether `propose` is made of tensor operations alone, so that a compiler can take it in whole."""
 
     @abstractmethod
     def propose(self, context: Context, plan: Plan) -> Draft:
@@ -35,6 +43,13 @@ class Drafter(ABC):
         """Whether `propose` is native code, in which a compiler finds nothing to do."""
         return False
 
+    def attach(self, cache: "KVCache") -> None:
+        """Take note of the engine's storage before it decodes: how many rows and tokens it holds, and the target's K/V.
+
+        Called at the start of every call to the engine, when no row is active. Drafters without state do nothing.
+        """
+        return
+
     def reset_rows(self, rows: list[int]) -> None:
         """Forget the state of rows whose requests ended; drafters without state do nothing."""
         return
@@ -44,6 +59,7 @@ class NoDrafter(Drafter):
     """Drafts nothing: the plain baseline, through the same engine."""
 
     taps = ()
+    can_sample = can_compile = True
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         batch = context.tokens_BT.shape[0]
@@ -61,6 +77,8 @@ class NoDrafter(Drafter):
 
 class StagewiseDrafter(Drafter):
     """A drafter that goes one depth at a time; `draftsmith.drafters.grow` turns its steps into trees."""
+
+    can_sample = True
 
     @abstractmethod
     def begin(self, context: Context) -> tuple[Tensor, Any]:

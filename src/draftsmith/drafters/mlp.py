@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import TrainableDrafter, best
+from draftsmith.drafters.family import Family
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPSpeculatorConfig, check_target
+from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPOptions, MLPSpeculatorConfig, check_target
 from draftsmith.native.layers import pack_linears, packed_parts
+from draftsmith.target.packing import can_prepack, prepack_linears
 from draftsmith.types import Context, Draft, DraftsmithError, Plan, TargetFacts
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class MLPSpeculator(TrainableDrafter):
     """The speculator itself. Weights start as N(0, 1/sqrt(D)), norms at scale 1 and shift 0."""
 
     taps = (-1,)
+    can_compile = True
     d2t: Tensor | None
 
     def __init__(self, config: MLPSpeculatorConfig, draft_tokens: Tensor | None = None) -> None:
@@ -389,3 +392,28 @@ def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: st
         for module in speculator.head:
             head_weight: Tensor = module.weight  # type: ignore[assignment]
             head_weight.copy_(head_WD)
+
+
+def load_mlp(folder: Path, target: "Target") -> MLPSpeculator:
+    """Load an MLP speculator in the target's dtype, on its device, ready to decode but not to be trained."""
+    speculator = MLPSpeculator.from_pretrained(folder, target, dtype=target.dtype).eval().requires_grad_(False)
+    if target.native:
+        speculator.go_native(int8=True)
+    elif can_prepack(target.device, target.dtype):
+        prepack_linears(speculator, lambda: target.packed)
+    return speculator
+
+
+def make_mlp(options: MLPOptions, target: "Target", draft_tokens: Tensor | None) -> MLPSpeculator:
+    """Make an untrained speculator, its tables those of the target where the options say so."""
+    sizes = options.model_dump(exclude={"init_from_target"})
+    config = MLPSpeculatorConfig(emb_dim=target.hidden_size, vocab_size=target.vocab_size, **sizes)
+    speculator = MLPSpeculator(config, draft_tokens)
+    initialise_from_target(speculator, target, options.init_from_target)
+    return speculator
+
+
+FAMILY = Family(
+    "mlp", "MLP speculator: one small stage a token, fed the target's state and each guess (arXiv:2404.19124)",
+    MLPOptions, make_mlp, load_mlp, lambda config: config.get("model_type") == MODEL_TYPE, trainable=True,
+)

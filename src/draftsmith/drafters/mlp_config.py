@@ -3,11 +3,33 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from draftsmith.drafters.family import Options
 from draftsmith.types import DraftsmithError, TargetFacts
 
 MODEL_TYPE = "mlp_speculator"
+
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class MLPOptions(Options):
+    """What a recipe may set of a new MLP speculator; see `MLPSpeculatorConfig` and `initialise_from_target`."""
+
+    inner_dim: Annotated[int, Field(ge=0)] = 0
+    n_predict: Count = 3
+    tie_weights: bool = False
+    scale_input: bool = False
+    top_k_tokens_per_head: tuple[Count, ...] = ()
+    n_candidates: Count = 5
+    default_branching: tuple[Count, ...] = ()
+    condition_on_tokens: bool = True
+    draft_vocab_size: Annotated[int, Field(ge=0)] = 0
+    tie_to_target: bool = False
+    init_from_target: Literal["none", "embeddings", "embeddings+head"] = "none"
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,50 @@
-"""From a folder or a hub name to a drafter, by the `model_type` in its config.json.
+"""From a folder, a hub name or a word such as `ngram:max_length=4` to a drafter.
 
-Other packages add families through the entry-point group `draftsmith.drafters`: name = model_type, value = a `Loader`.
+A folder's family is told by its config.json. Other packages add families through the entry-point group
+`draftsmith.drafters`: the value is a `Family`.
 """
 
-from collections.abc import Callable
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MODEL_TYPE
-from draftsmith.target.packing import can_prepack, prepack_linears
+from draftsmith.drafters.family import Family, read_spec
+from draftsmith.drafters.mlp import FAMILY as MLP
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
 
-Loader = Callable[[Path, "Target"], Drafter]
-
 ENTRY_POINTS = "draftsmith.drafters"
 HUB_FILES = ["config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json"]
 
-
-def load_mlp(folder: Path, target: "Target") -> Drafter:
-    """Load an MLP speculator in the target's dtype, on its device, ready to decode but not to be trained."""
-    speculator = MLPSpeculator.from_pretrained(folder, target, dtype=target.dtype).eval().requires_grad_(False)
-    if target.native:
-        speculator.go_native(int8=True)
-    elif can_prepack(target.device, target.dtype):
-        prepack_linears(speculator, lambda: target.packed)
-    return speculator
+BUILT_IN: tuple[Family, ...] = (MLP,)
 
 
-BUILT_IN: dict[str, Loader] = {MODEL_TYPE: load_mlp}
+@cache
+def families() -> dict[str, Family]:
+    """Return all families by name, our own first; those of other packages cannot take a name of ours."""
+    known = {family.name: family for family in BUILT_IN}
+    for point in entry_points(group=ENTRY_POINTS):
+        family = point.load()
+        if not isinstance(family, Family):
+            raise DraftsmithError(
+                f"the entry point {point.name!r} ({point.value}) is a {type(family).__name__}, not a drafter Family; "
+                "mend or remove that package."
+            )
+        known.setdefault(family.name, family)
+    return known
 
 
-def loader_for(family: object, origin: Path) -> Loader:
-    """Return the loader of a family, our own first; DraftsmithError lists the families that exist."""
-    if isinstance(family, str) and family in BUILT_IN:
-        return BUILT_IN[family]
-    others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if isinstance(family, str) and family in others:
-        loader: Loader = others[family].load()
-        return loader
-    known = ", ".join(sorted({*BUILT_IN, *others}))
-    raise DraftsmithError(f"{origin} is of the drafter family {family!r}, which is unknown; known are {known}.")
+def family_named(name: str) -> Family:
+    """Return a family; DraftsmithError lists those that exist."""
+    known = families()
+    if name not in known:
+        raise DraftsmithError(f"there is no drafter family {name!r}; known are {', '.join(sorted(known))}.")
+    return known[name]
 
 
 def fetch(name: str) -> Path:
@@ -70,16 +68,31 @@ def is_local(name: str | Path) -> bool:
     return isinstance(name, Path) or path.exists() or str(name)[:1] in "/.~" or len(path.parts) != 2
 
 
-def load_drafter(name_or_path: str | Path, target: "Target") -> Drafter:
-    """Load the drafter at a local folder or hub name, checked against the target.
+def load_drafter(name: str | Path, target: "Target") -> Drafter:
+    """Load the drafter at a local folder or hub name, checked against the target, or make one from a word.
+
+    A word is the name of a family that needs no training, with its options: `ngram`, `ngram:max_length=4`.
 
     Raises:
         DraftsmithError: nothing there, damaged, of an unknown family, or made for another target.
     """
-    if is_local(name_or_path):
-        folder = Path(name_or_path).expanduser()
+    if isinstance(name, str) and not Path(name).exists():
+        word, values = read_spec(name) if ":" in name else (name, {})
+        family = families().get(word)
+        if family is not None:
+            if family.trainable:
+                raise DraftsmithError(f"a drafter of the family {word!r} has to be trained; give the folder of one.")
+            return family.make(family.read_options(values, f"{word}:"), target, None)
+    if is_local(name):
+        folder = Path(name).expanduser()
         storage.require_folder(folder)
     else:
-        folder = fetch(str(name_or_path))
+        folder = fetch(str(name))
     config = storage.read_json(folder / "config.json")
-    return loader_for(config.get("model_type"), folder)(folder, target)
+    for family in families().values():
+        if family.load is not None and family.recognises(config):
+            return family.load(folder, target)
+    known = ", ".join(sorted(family.name for family in families().values() if family.load is not None))
+    raise DraftsmithError(
+        f"{folder} is of the drafter family {config.get('model_type')!r}, which is unknown; known are {known}."
+    )

@@ -247,6 +247,7 @@ class Engine:
         if self._running:
             raise DraftsmithError("this engine is still streaming; finish or close that stream before the next call.")
         self._running = True
+        self.drafter.attach(self._cache)
         waiting = deque(requests)
         rows: Rows | None = None
         clock = Clock(self.target.device)

@@ -87,8 +87,8 @@ class Stepper:
         self._compiler = compiler
         # Native operators have nothing in them to compile.
         self._forward = target.forward if target.is_native else compiler.wrap(target.forward)
-        if target.native and (drafter.is_native or not compiler.enabled):
-            self._draft = Drafting(drafter, native=True).lay_out
+        if drafter.is_native or not drafter.can_compile or not compiler.enabled:
+            self._draft = Drafting(drafter, native=target.native).lay_out
         else:
             self._draft = compiler.wrap(Drafting(drafter, native=False).lay_out)
         self._commit_greedy = commit_greedy_natively if target.native else compiler.wrap(commit_greedy)
