@@ -6,6 +6,7 @@ padding that makes ragged trees fit one tensor and is never accepted.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -60,7 +61,7 @@ class Plan:
         """The longest chain of guesses, and so the most tokens a step can accept."""
         return len(self.branching)
 
-    @property
+    @cached_property
     def max_nodes(self) -> int:
         """The number of node slots (N) that a draft of this plan has."""
         full, frontier = 0, 1
@@ -99,7 +100,7 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Whether node n is the child of node n - 1 throughout, as all ones in `branching` promise."""
-        return self.branching is not None and all(children == 1 for children in self.branching)
+        return self.branching is not None and max(self.branching, default=1) == 1
 
 
 @dataclass
@@ -123,6 +124,12 @@ class Context:
     rows_B: Tensor
     temperature_B: Tensor
     seeds_B: Tensor
+
+    def after(self, tokens_BT: Tensor, features_BTF: Tensor, counts_B: Tensor, lengths_B: Tensor) -> "Context":
+        """Return the context of the same rows after a step that committed these tokens."""
+        return Context(
+            tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B
+        )
 
     def root(self) -> tuple[Tensor, Tensor]:
         """Return the root's token (B) and the state that predicted it (B, F)."""
