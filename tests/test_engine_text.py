@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftsmith.engine import Engine
+from draftsmith.engine.text import TextStream
 from draftsmith.target import Target
 from draftsmith.types import NO_DRAFT, Plan, SamplingParams
 from oracle import OracleDrafter
@@ -71,18 +72,33 @@ def test_the_earlier_of_two_stop_strings_wins(drafted: Engine):
     assert cut == whole[: min(whole.index(stop) for stop in stops)]
 
 
+@pytest.mark.parametrize("stop", [(), ("ééééééé",)])
 @pytest.mark.parametrize("seed", range(4))
-def test_streamed_text_adds_up_and_never_ends_inside_a_character(target: Target, seed: int):
+def test_streamed_text_adds_up_and_never_ends_inside_a_character(target: Target, seed: int, stop: tuple[str, ...]):
     # Two-byte characters only: half of all places are inside one.
     lead, tail = target.tokenizer("é")["input_ids"]
     params = SamplingParams(
-        max_tokens=30, temperature=1.0, seed=seed, logit_bias={lead: 40.0, tail: 40.0}, stop=("ééééééé",)
+        max_tokens=30, temperature=1.0, seed=seed, logit_bias={lead: 40.0, tail: 40.0}, stop=stop
     )
     completion = Engine(target).generate(["é"], params)[0]
     pieces = [chunk.text for chunk in Engine(target).stream(["é"], params)]
     assert "".join(pieces) == completion.text
     if completion.finish_reason == "length":
         assert completion.text == target.tokenizer.decode(completion.tokens)
+
+
+def test_a_step_that_ends_inside_a_character_shows_what_comes_before_it(target: Target):
+    stream = TextStream(target.tokenizer, ())
+    tokens = target.tokenizer("ab€")["input_ids"]
+    for token in tokens[:-1]:
+        stream.push(token)
+    assert stream.take() == "ab"
+    stream.push(tokens[-1])
+    assert (stream.take(), stream.take()) == ("€", "")
+    stream.push(tokens[-2])
+    assert stream.take() == ""
+    stream.finish()
+    assert (stream.take(), stream.text) == ("\ufffd", "ab€\ufffd")
 
 
 def test_an_end_token_is_not_shown(target: Target):

@@ -166,6 +166,12 @@ void elementwise(const Kernels& k, int64_t count) {
   }
   k.narrow_row(gate.data(), count, out.data());
   for (int64_t i = 0; i < count; ++i) expect(out[i] == narrow(gate[i]), k.name, "narrow_row" + sizes({count, i}));
+  Exact<float> rounded(count);
+  float most = -std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, through_bf16(gate[i]));
+  expect(k.round_row(gate.data(), count, rounded.data()) == most, k.name, "round_row" + sizes({count}));
+  for (int64_t i = 0; i < count; ++i)
+    expect(rounded[i] == through_bf16(gate[i]), k.name, "round_row" + sizes({count, i}));
   k.add_row(up.data(), count, out.data());
   for (int64_t i = 0; i < count; ++i)
     expect(out[i] == narrow(widen(narrow(gate[i])) + through_bf16(up[i])), k.name, "add_row" + sizes({count, i}));
@@ -207,6 +213,32 @@ void largest(const Kernels& k, int64_t count) {
   }
 }
 
+void whole_numbers(const Kernels& k, int64_t count) {
+  Exact<bf16> x(count);
+  Exact<int8_t> whole(count);
+  // The smallest factor makes the inverse of the largest value infinite.
+  for (const float factor : {1.0f, 1e30f, 0x1p-133f, 0.0f}) {
+    float most = 0;
+    for (int64_t i = 0; i < count; ++i) x[i] = narrow(factor * drawn()), most = std::max(most, std::abs(widen(x[i])));
+    const float scale = k.quantise(x.data(), count, whole.data());
+    expect(scale == most / 127, k.name, "quantise, scale" + sizes({count}));
+    expect(k.all_finite(x.data(), count), k.name, "all_finite" + sizes({count}));
+    for (int64_t i = 0; i < count; ++i) {
+      const double right = most > 0 ? 127.0 * widen(x[i]) / most : 0;
+      expect(std::abs(whole[i] - right) <= 0.5001 && std::abs(whole[i]) <= 127, k.name, "quantise" + sizes({count, i}));
+    }
+  }
+  for (const bf16 odd : {0x7f80, 0xff80, 0x7fc0, 0xffff}) {
+    const int64_t at = below(count);
+    const bf16 before = x[at];
+    x[at] = odd;
+    const float scale = k.quantise(x.data(), count, whole.data());
+    expect(scale != scale, k.name, "quantise, not finite" + sizes({count}));
+    expect(!k.all_finite(x.data(), count), k.name, "all_finite, not" + sizes({count}));
+    x[at] = before;
+  }
+}
+
 // Every bf16 survives the way to fp32 and back, and halves go to even.
 void roundings() {
   for (uint32_t bits = 0; bits < 0x10000u; ++bits) {
@@ -232,17 +264,18 @@ int main() {
     for (const int64_t rows : {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 14, 15, 16, 28, 29, 56})
       for (const int64_t panels : {1, 2, 3, 4, 5, 8})
         for (const int64_t pairs : {1, 2, 5, 16}) products(k, rows, pairs, panels, (rows + pairs) % 3);
-    for (const int64_t rows : {0, 1, 2, 3, 7, 8, 9, 10, 17})
-      for (const int64_t panels : {1, 2, 3})
+    for (const int64_t rows : {0, 1, 2, 3, 6, 7, 8, 9, 10, 17})
+      for (const int64_t panels : {1, 2, 3, 4, 6})
         for (const int64_t quads : {1, 2, 9}) whole_products(k, rows, quads, panels);
     for (const int64_t groups : {1, 2, 3, 4, 7})
       for (const int64_t width : {1, 8, 12, 15, 16, 32, 33, 64, 80, 128})
         for (const int64_t committed : {0, 1, 5, 16, 37})
           for (const int64_t count : {1, 2, 16, 19})
             attention(k, groups, width, width + (groups == 3 ? 5 : 0), committed / 2, committed, count, 2);
-    for (const int64_t count : {1, 2, 15, 16, 17, 31, 32, 48, 63, 64, 65, 127, 128, 129, 1000}) {
+    for (const int64_t count : {1, 2, 15, 16, 17, 31, 32, 48, 63, 64, 65, 127, 128, 129, 513, 1100}) {
       elementwise(k, count);
       largest(k, count);
+      whole_numbers(k, count);
     }
   }
   expect(!use_kernels("nothing"), "nothing", "was found");

@@ -15,6 +15,7 @@ struct Pairs {
   using X = bf16;
   using Y = float;
   using Sum = __m512;
+  static constexpr bool kAsksAhead = true;
   static Sum zero() { return _mm512_setzero_ps(); }
   static Sum add(Sum sum, __m512i weights, int xs) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights),
@@ -27,6 +28,8 @@ struct Quads {
   using X = int8_t;
   using Y = int32_t;
   using Sum = __m512i;
+  // A speculator's weights stay in the second cache from stage to stage, and asking for what is there costs more.
+  static constexpr bool kAsksAhead = false;
   static Sum zero() { return _mm512_setzero_si512(); }
   static Sum add(Sum sum, __m512i weights, int xs) {
     return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(xs ^ static_cast<int>(0x80808080)), weights);
@@ -52,7 +55,7 @@ struct Of {
       for (int64_t k = 0; k < lines; ++k) {
         __m512i weights[kPanels];
         for (int p = 0; p < kPanels; ++p) weights[p] = _mm512_loadu_si512(w + (p * lines + k) * kLine);
-        if (turn == 0) {
+        if (Kind::kAsksAhead && turn == 0) {
           for (int p = 0; p < kPanels; ++p)
             _mm_prefetch(reinterpret_cast<const char*>(w + ((kPanels + p) * lines + k) * kLine), _MM_HINT_T1);
           turn = blocks;
