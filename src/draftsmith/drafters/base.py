@@ -27,6 +27,9 @@ class Drafter(ABC):
     can_compile: bool = False
     """Whether `propose` is made of tensor operations alone, so that a compiler can take it in whole."""
 
+    observes: bool = False
+    """Whether `observe` is to be called; it costs an argmax over the vocabulary at every node."""
+
     @abstractmethod
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Guess ahead of every row's root, in the shape the plan asks for."""
@@ -44,6 +47,14 @@ class Drafter(ABC):
         """Take note of the engine's storage before it decodes: how many rows and tokens it holds, and the target's K/V.
 
         Called at the start of every call to the engine, when no row is active. Drafters without state do nothing.
+        """
+        return
+
+    def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
+        """See the target's likeliest token after the root (entry 0) and after every node n (entry n + 1) of a draft.
+
+        Called between the forward that verified the draft and the next `propose`, if the family `observes`; `context`
+        is the one that the draft was made from. The tokens are the argmax of the plain logits, whatever the sampling.
         """
         return
 

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.family import Family, read_spec
+from draftsmith.drafters.lookahead import FAMILY as LOOKAHEAD
 from draftsmith.drafters.mlp import FAMILY as MLP
+from draftsmith.drafters.ngram import FAMILY as NGRAM
+from draftsmith.drafters.suffix import FAMILY as SUFFIX
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "draftsmith.drafters"
 HUB_FILES = ["config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json"]
 
-BUILT_IN: tuple[Family, ...] = (MLP,)
+BUILT_IN: tuple[Family, ...] = (MLP, NGRAM, SUFFIX, LOOKAHEAD)
 
 
 @cache
