@@ -163,11 +163,14 @@ class SuffixTrie:
 
 
 class SuffixRow:
-    """A request: its text from the second token on, where its output begins, and the trie of both."""
+    """A request: its text from the second token on, where its output begins, and the trie of both.
+
+    `reach` bounds how long a match with earlier outputs can be: as long as the last one and what came since.
+    """
 
     def __init__(self, depth: int) -> None:
         self.text: list[int] = []
-        self.output = 0
+        self.output = self.reach = 0
         self._trie = SuffixTrie(depth)
         self._repeated = [self._trie.root]
 
@@ -177,6 +180,7 @@ class SuffixRow:
         if not start:
             self.output = len(tokens) - 1
         self.text += tokens
+        self.reach += len(tokens)
         self._repeated = self._trie.extend(self.text, start, self._repeated)
 
     def matches(self) -> Iterator[Match]:
@@ -251,7 +255,7 @@ class SuffixDrafter(HostDrafter):
         best, most = Tree(branching, 0), 0.0
         sources = [row.matches()]
         if self.memory.tokens:
-            sources.append(self.memory.trie.matches(row.text[-self.options.max_length :]))
+            sources.append(self._remembered(row))
         for source in sources:
             for match in source:
                 limit = min(room, max(1, int(self.options.factor * match.length)))
@@ -261,6 +265,14 @@ class SuffixDrafter(HostDrafter):
                 if score > most:
                     best, most = tree, score
         return best
+
+    def _remembered(self, row: SuffixRow) -> Iterator[Match]:
+        """Yield matches with earlier outputs."""
+        newest = row.text[-min(row.reach, self.options.max_length) :]
+        row.reach = 0
+        for match in self.memory.trie.matches(newest):
+            row.reach = max(row.reach, match.length)
+            yield match
 
     def _grow(self, match: Match, branching: tuple[int, ...], limit: int) -> tuple[Tree, float]:
         """Return up to `limit` nodes, the most probable first, and the sum of their probabilities."""
