@@ -1,10 +1,11 @@
 """Suffix drafting: what followed the newest tokens earlier, in this request or in earlier outputs, by how often.
 
 Oliaro et al., "SuffixDecoding" (arXiv:2411.04975, section 4). Every row has a trie of the suffixes of its prompt and
-output, the engine one of earlier outputs. A match of p tokens is worth factor × p guesses; the tree is grown from the
-most probable node on, where a node's probability is how often its path followed the match; of several matches the one
-with the largest sum of probabilities, the guesses expected to be right, is drafted. The paper weighs matches of every
-length; here matches with the same occurrences count as one, and only the longest few are weighed.
+output, the drafter one of earlier outputs if it is to remember them. A match of p tokens is worth factor × p guesses;
+the tree is grown from the most probable node on, where a node's probability is how often its path followed the match;
+of several matches the one with the largest sum of probabilities, the guesses expected to be right, is drafted. The
+paper weighs matches of every length; here matches with the same occurrences count as one, and only the longest few
+are weighed.
 """
 
 from collections import deque
@@ -39,7 +40,8 @@ class SuffixOptions(Options):
         nodes: the most guesses of a draft.
         depth: the longest chain of guesses.
         branches: the most alternatives after the same tokens.
-        remember: look into earlier outputs of the same engine too, so that what is drafted depends on them.
+        remember: look into earlier outputs of the same drafter too. Speed then tells of other requests, and a prompt
+            that is decoded twice is no measurement.
         memory_tokens: forget the oldest outputs when more than this many tokens are remembered; a token takes about
             a kilobyte.
     """
@@ -50,7 +52,7 @@ class SuffixOptions(Options):
     nodes: Count = 12
     depth: Count = 12
     branches: Count = 2
-    remember: bool = True
+    remember: bool = False
     memory_tokens: Count = 50_000
 
 

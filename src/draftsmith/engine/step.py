@@ -131,7 +131,8 @@ class Stepper:
         )
         if self.drafter.observes and plan.depth:
             clock.start("drafter")
-            self.drafter.observe(context, draft, logits_BMV.argmax(dim=-1))
+            # On a CPU a maximum is found several times faster than an argmax.
+            self.drafter.observe(context, draft, logits_BMV.max(dim=-1).indices)
         clock.start("rest")
         tensors = self.cache.tensors
         if rows.sampling.all_greedy and not rows.sampling.needs_shaping:
