@@ -40,6 +40,14 @@ class Drafter(ABC):
         """Whether `propose` is native code, in which a compiler finds nothing to do."""
         return False
 
+    def parameter_count(self) -> int:
+        """Return how many weights it has beside the target's."""
+        return 0
+
+    def memory_bytes(self) -> int:
+        """Return the memory its weights take beside the target's."""
+        return 0
+
     def attach(self, cache: "KVCache") -> None:
         """Take note of the engine's storage before it decodes: how many rows and tokens it holds, and the target's K/V.
 
