@@ -80,9 +80,7 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
         word, values = read_spec(name) if ":" in name else (name, {})
         family = families().get(word)
         if family is not None:
-            if family.trainable:
-                raise DraftsmithError(f"a drafter of the family {word!r} has to be trained; give the folder of one.")
-            return family.make(family.read_options(values, f"{word}:"), target, None)
+            return family.ready(family.read_options(values, f"{word}:"), target)
     if is_local(name):
         folder = Path(name).expanduser()
         storage.require_folder(folder)
