@@ -86,7 +86,7 @@ class Plan:
     @property
     def lossless(self) -> bool:
         """Whether every request gets the target's own text or, sampling, text distributed as the target's own."""
-        return self.acceptance != "typical"
+        return self.acceptance != "typical" or not self.branching
 
     @property
     def max_nodes(self) -> int:
@@ -224,8 +224,8 @@ class Statistics:
 
     `steps` counts verifications (of one row), `drafted` verified nodes, `accepted` drafted tokens that stayed, and
     `accepted_by_depth[d]` those at depth d + 1. `new_tokens` includes the token of the prefill. Seconds are wall-clock;
-    a batch's seconds are shared evenly by its rows. `lossless` says whether the text is the target's own, or distributed
-    as its own; a sum is lossless if all its parts are.
+    a batch's seconds are shared evenly by its rows. `lossless` says whether the text is the target's own or
+    distributed as its own; a sum is lossless if all its parts are.
     """
 
     steps: int = 0
