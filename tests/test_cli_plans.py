@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from draftsmith.drafters.base import Drafter
 from draftsmith.cli.plans import check_drafter, parse_plan
+from draftsmith.drafters.base import Drafter
 from draftsmith.types import NO_DRAFT, Context, Draft, DraftsmithError, Plan
 
 RANKED = Plan((3, 2), paths=4)

@@ -98,7 +98,7 @@ class KnowingDrafter(StagewiseDrafter):
         return grow(self, context, plan)
 
 
-DRAWS, TOP_K, LENGTH = 20_000, 3, 4
+DRAWS, TOP_K, LENGTH = 10_000, 3, 4
 
 
 def law_after(target: Target, prompt: list[int]) -> tuple[dict[tuple[int, ...], float], Tensor, Tensor]:
@@ -129,8 +129,7 @@ def law_after(target: Target, prompt: list[int]) -> tuple[dict[tuple[int, ...], 
     return law, torch.cat(log_p), children_XV
 
 
-@pytest.mark.parametrize("name", ["sampled chain", "block"])
-def test_the_engine_samples_the_targets_law(name: str) -> None:
+def test_the_engine_samples_the_targets_law_in_blocks() -> None:
     """The joint law of four tokens behind one prompt, prefill included, in as many steps as each row needs."""
     [question] = contract_prompts()[:1]
     target = tiny_target()
@@ -139,19 +138,8 @@ def test_the_engine_samples_the_targets_law(name: str) -> None:
     drafter = KnowingDrafter((log_p_XV.clamp(min=-6.0) + errors_XV).log_softmax(-1).float(), children_XV)
     rules = SamplingParams(max_tokens=LENGTH, temperature=1.0, top_k=TOP_K, seed=5, n=DRAWS)
     engine = Engine(target, drafter, max_batch=2_500, max_length=40)
-    found = engine.generate([question], rules, PLANS[name])
+    found = engine.generate([question], rules, PLANS["block"])
     cells = {text: i for i, text in enumerate(law)}
     counts = torch.bincount(torch.tensor([cells[tuple(c.tokens)] for c in found]), minlength=len(cells))
     assert {c.statistics.steps for c in found} == {1, 2, 3}
     assert chi_square_p_value(counts, torch.tensor(list(law.values())) * DRAWS) > ALPHA
-
-
-@pytest.mark.filterwarnings("ignore")  # what PyTorch's compiler says to itself
-def test_a_confidence_tree_compiles() -> None:
-    """The plan, thresholds and all, is an argument of what is compiled."""
-    questions = contract_prompts()[:2]
-    params = SamplingParams(max_tokens=8)
-    engine = Engine(tiny_target(), mlp_speculator(), max_batch=2)
-    expected = engine.generate(questions, params, PLANS["confidence tree"])
-    compiled = engine.at_level("trace").generate(questions, params, PLANS["confidence tree"])
-    assert [c.tokens for c in compiled] == [c.tokens for c in expected]
