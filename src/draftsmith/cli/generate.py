@@ -11,6 +11,7 @@ from rich.table import Table
 
 from draftsmith.cli.common import (
     OUTPUT,
+    SPEED,
     CompileOption,
     DeviceOption,
     DrafterOption,
@@ -94,6 +95,10 @@ def generate(
     epsilon: EpsilonOption = None,
     delta: DeltaOption = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=DRAFTS)] = False,
+    draft_rows: Annotated[
+        int | None,
+        typer.Option(help="With --n: draft only while at most so many continuations run.", rich_help_panel=SPEED),
+    ] = None,
     compile: CompileOption = "auto",
     native: NativeOption = True,
     quantize: QuantizeOption = "none",
@@ -137,6 +142,7 @@ def generate(
         native=native,
         quantize=quantize,
         max_batch=max(1, min(n, 8)),
+        draft_rows=draft_rows,
         draft=not no_draft,
     )
     if not no_draft:
