@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
@@ -23,6 +23,12 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class TrainedOptions(Options):
+    """What all families that are trained share: how many tokens, the most frequent ones, are scored; 0 means all."""
+
+    draft_vocab_size: Annotated[int, Field(ge=0)] = 0
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of drafter.
@@ -30,13 +36,14 @@ class Family:
     Args:
         name: the word for it in recipes, tables and on the command line.
         summary: one line for lists.
-        options: the settings of a new drafter, a subclass of `Options`.
+        options: the settings of a new drafter, a subclass of `Options`; of `TrainedOptions` if it is trained.
         make: (options, target, draft_tokens) to a new drafter. One that is to be trained comes untrained, in fp32, its
             weights drawn from PyTorch's global generator; `draft_tokens` (W) lists the only tokens it should score, or
             is None for all. Families without training return a drafter that is ready, and ignore `draft_tokens`.
         load: (folder, target) to a drafter that is ready to decode; None where there is nothing to load.
         recognises: whether a config.json's object belongs to this family.
         trainable: whether `make` returns a `TrainableDrafter` that a recipe can train.
+        rate: the learning rate that a small new one starts with, where nobody chose one.
     """
 
     name: str
@@ -46,6 +53,7 @@ class Family:
     load: Callable[[Path, "Target"], Drafter] | None = None
     recognises: Callable[[Mapping[str, Any]], bool] = lambda config: False
     trainable: bool = False
+    rate: float = 1e-3
 
     def read_options(self, values: Mapping[str, Any], where: str) -> Options:
         """Check plain values; DraftsmithError names the key, after `where`, and the nearest right one."""
