@@ -69,24 +69,38 @@ def test_a_draft_model_equal_to_the_target_is_accepted_whole(draft: str, plan: P
         assert completion.accepted_lengths == [depth] * whole + ([rest - 1] if rest else [])
 
 
+class BestLast(DraftModel):
+    """Hands over the best children last, so that the path which the cache holds in the end is the worst."""
+
+    def top_k(self, depth, state, tokens_R, k, scores):
+        log_q_Rk, tokens_Rk, state = super().top_k(depth, state, tokens_R, k, scores)
+        return log_q_Rk.flip(1) if scores else None, tokens_Rk.flip(1), state
+
+
+@pytest.mark.parametrize("plan", [Plan((2, 2, 1)), Plan((2, 1, 1, 1)), Plan((1, 1, 3))])
+def test_guesses_that_were_read_but_refused_are_forgotten(plan: Plan):
+    engine = Engine(tiny_target(), BestLast(tiny_target(), VOCABULARY, 4))
+    for completion in engine.generate(prompts(3), SamplingParams(max_tokens=1 + 6 * (plan.depth + 1)), plan):
+        assert completion.accepted_lengths == [plan.depth] * 6
+
+
 class Misled(DraftModel):
-    """Replaces the second guess of some drafts, so that what it read of its guesses is refused from there on."""
+    """Errs at its second guess in every other draft."""
 
     turns = 0
 
     def top_k(self, depth, state, tokens_R, k, scores):
-        log_q, tokens_Rk, state = super().top_k(depth, state, tokens_R, k, scores)
+        log_q_Rk, tokens_Rk, state = super().top_k(depth, state, tokens_R, k, scores)
         self.turns += depth == 0
         if depth == 1 and self.turns % 2:
             tokens_Rk = (tokens_Rk + 1) % VOCABULARY
-        return log_q, tokens_Rk, state
+        return log_q_Rk, tokens_Rk, state
 
 
-def test_what_was_read_of_refused_guesses_is_forgotten():
-    drafter = Misled(tiny_target(), VOCABULARY, 4)
-    engine = Engine(tiny_target(), drafter)
-    for completion in engine.generate(prompts(3), SamplingParams(max_tokens=40)):
-        assert completion.accepted_lengths[:-1] == [(1, 4)[step % 2] for step in range(completion.statistics.steps - 1)]
+def test_a_chain_that_was_accepted_in_part_leaves_no_trace():
+    engine = Engine(tiny_target(), Misled(tiny_target(), VOCABULARY, 4))
+    for completion in engine.generate(prompts(3), SamplingParams(max_tokens=1 + 3 * (2 + 5))):
+        assert completion.accepted_lengths == [1, 4] * 3
 
 
 @pytest.mark.parametrize(
@@ -144,6 +158,11 @@ def test_chunks_and_paths_read_what_one_sequence_says():
     for logits_V, text, path in zip(again, texts, paths[:, kept].tolist(), strict=True):
         whole = torch.tensor([[*text, *path, *more[:2]]])
         torch.testing.assert_close(logits_V, model(whole).logits[0, -1], rtol=0, atol=1e-10)
+    texts = prompts(2, shortest=30, longest=30)
+    reader.read([0, 0], [texts[0], texts[1][:1]])
+    fresh = [[1, 2], texts[1][1:]]
+    for logits_V, text in zip(reader.read([30, 1], fresh), [texts[0] + [1, 2], texts[1]], strict=True):
+        torch.testing.assert_close(logits_V, model(torch.tensor([text])).logits[0, -1], rtol=0, atol=1e-10)
 
 
 def test_rows_move_to_any_order():

@@ -160,14 +160,16 @@ class TranslatedText(RowText):
         self._window: list[int] = []
         self._at_start = True
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append newly committed tokens of the target."""
+    def extend(self, tokens: Sequence[int]) -> int:
+        """Append newly committed tokens of the target; settled tokens stay, those of the window may change."""
+        stay = self._settled
         self._window += tokens
         own = self._encode()
         # A text of which the draft can read nothing yet needs something to go on from.
         self.tokens[self._settled :] = own if own or self._settled else [0]
         if len(self._window) > 2 * WINDOW:
             self._settle(own)
+        return stay
 
     def _encode(self) -> list[int]:
         """Encode the window, special tokens by themselves."""

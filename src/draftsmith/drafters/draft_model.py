@@ -4,7 +4,7 @@ Where its tokenizer is the target's, ids pass through; otherwise they are transl
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -34,7 +34,7 @@ class DraftModelOptions(Options):
     """
 
     path: str
-    guesses: int = Field(default=4, ge=1, le=MAX_DEPTH)
+    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = 4
     quantize: Literal["none", "int8"] = "none"
 
 

@@ -8,7 +8,7 @@ What it writes for the root and its guesses lies behind the committed tokens, wh
 root and the draft's nodes anew, and nobody looks further back.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 from torch import Tensor
@@ -30,8 +30,8 @@ class EarlyExitOptions(Options):
         guesses: length of the drafted chain.
     """
 
-    layers: int = Field(default=0, ge=0)
-    guesses: int = Field(default=4, ge=1, le=MAX_DEPTH)
+    layers: Annotated[int, Field(ge=0)] = 0
+    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = 4
 
 
 class EarlyExit(ModelDrafter):

@@ -4,7 +4,7 @@ Half the bytes to read of a bf16 target, and nearly its choices. Worth it where 
 and verification reads several tokens for little more than one.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from pydantic import Field
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Int8SelfOptions(Options):
     """Settings of the int8 copy: `guesses` is the length of the drafted chain."""
 
-    guesses: int = Field(default=4, ge=1, le=MAX_DEPTH)
+    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = 4
 
 
 def make_int8_self(options: Int8SelfOptions, target: "Target", draft_tokens: Tensor | None) -> DraftModel:

@@ -118,9 +118,11 @@ class RowText:
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append newly committed tokens, given in ids of the target."""
+    def extend(self, tokens: Sequence[int]) -> int:
+        """Append newly committed tokens, given in ids of the target; return how many of those before surely stay."""
+        before = len(self.tokens)
         self.tokens += tokens
+        return before
 
 
 class DraftModel(ModelDrafter):
@@ -180,11 +182,12 @@ class DraftModel(ModelDrafter):
         for row, count, *tokens in table:
             firsts = tokens[: len(head_BX) - 2]
             new = tokens[len(firsts) : len(firsts) + count]
+            stay = 0
             if row != SCRATCH and row not in self._too_long:
                 if row not in self._texts:
                     self._texts[row] = self.new_text()
                     new = firsts + new
-                self._texts[row].extend(new)
+                stay = self._texts[row].extend(new)
                 if len(self._texts[row].tokens) > self._limit:
                     self._too_long.add(row)
             if row == SCRATCH or row in self._too_long:
@@ -193,7 +196,9 @@ class DraftModel(ModelDrafter):
                 continue
             text = self._texts[row].tokens
             # The root is read even if it is there, for the logits after it.
-            same = shared_prefix(in_cache.get(row, []), text[:-1])
+            there = in_cache.get(row, [])
+            stay = min(stay, len(there), len(text) - 1)
+            same = stay + shared_prefix(there[stay:], text[stay:-1])
             held.append(same)
             fresh.append(self._readable(text[same:]))
         self._order = order
