@@ -55,6 +55,14 @@ class Drafter(ABC):
         """
         return
 
+    def follow(self, context: Context) -> None:
+        """Take note of what was committed before a step that drafts nothing.
+
+        Drafters with a memory of their own read it as they do for a draft.
+        """
+        if self.reads_prompt:
+            self.propose(context, Plan((1,)))
+
     def reset_rows(self, rows: list[int]) -> None:
         """Forget the state of rows whose requests ended; drafters without state do nothing."""
         return
