@@ -179,7 +179,7 @@ def test_rows_move_to_any_order():
 
 def test_the_joint_law_of_three_tokens():
     """A draft of another kind, sampled chains and trees: texts come as often as the target says."""
-    width, draws = 5, 6_000
+    width, draws = 5, 4_000
     target = Target(tiny_model("llama", vocabulary=width))
     drafter = draft_with(Target(tiny_model("gpt2", vocabulary=width)), target)
     every = torch.tensor([[1, 2, *text] for text in product(range(width), repeat=3)])
@@ -187,7 +187,7 @@ def test_the_joint_law_of_three_tokens():
     assert logits_BTV is not None
     p_BTV = (logits_BTV / 1.5).softmax(-1)[:, 1:4]
     joint = p_BTV.gather(2, every[:, 2:].unsqueeze(2)).squeeze(2).prod(1)
-    engine = Engine(target, drafter, max_batch=1000, max_length=12)
+    engine = Engine(target, drafter, max_batch=2000, max_length=12)
     for plan in (Plan((1, 1), sampled=True), Plan((2, 1), sampled=True)):
         params = [SamplingParams(max_tokens=3, temperature=1.5, seed=seed) for seed in range(draws)]
         texts = torch.tensor([c.tokens for c in engine.generate([[1, 2]] * draws, params, plan)])
@@ -288,7 +288,7 @@ def test_a_draft_model_with_another_tokenizer(kind: str):
     assert isinstance(drafter, CrossVocabularyDraftModel)
     # Every byte, and the end token by its role; in the other tokenizer bytes that are letters go by the letters.
     assert drafter.coverage == 1
-    plans = [None, TREE, CHAIN] if kind == "bytes" else [SAMPLED_TREE]
+    plans = [None, CHAIN] if kind == "bytes" else [SAMPLED_TREE]
     check_drafter(lambda: drafter, target, tiny_model(vocabulary=TOKENIZER_SIZE), plans)
 
 
