@@ -142,6 +142,8 @@ class Context:
         rows_B: a stable number for each row, for drafters that keep state between steps.
         temperature_B: sampling temperature of each row, 0 for greedy.
         seeds_B: seed of each row's noise.
+        first_B: the very first token of every row, which no state predicted and so no context holds; None when the
+            maker of the context does not know it.
     """
 
     tokens_BT: Tensor
@@ -151,6 +153,7 @@ class Context:
     rows_B: Tensor
     temperature_B: Tensor
     seeds_B: Tensor
+    first_B: Tensor | None = None
 
     def root(self) -> tuple[Tensor, Tensor]:
         """Return the root's token (B) and the state that predicted it (B, F)."""

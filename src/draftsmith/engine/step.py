@@ -165,6 +165,7 @@ class Stepper:
             rows_B=torch.tensor([r.index for r in requests], device=device),
             temperature_B=torch.tensor([p.temperature for p in params], device=device),
             seeds_B=seeds_B,
+            first_B=tokens_BM[:, 0].clone(),
         )
         rows = first_rows(requests, context, params, self.target.vocab_size)
         no_draft = empty_draft(context)
