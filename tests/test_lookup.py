@@ -371,6 +371,14 @@ def test_a_drafter_that_observes_sees_the_choice_at_every_node():
     assert auditor.audited > 50
 
 
+@pytest.mark.parametrize("make", [ngram, suffix])
+def test_rows_are_read_while_nothing_is_drafted(make):
+    drafter = make()
+    drafter.follow(context_of({0: [1, 2, 3, 4], -1: [1]}))
+    drafter.follow(context_of({0: [1], -1: [1]}))
+    assert chain(propose(drafter, {0: [2]}, Plan((1, 1)))) == [3, 4]
+
+
 # How much it brings
 
 

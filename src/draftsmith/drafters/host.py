@@ -1,26 +1,16 @@
-"""What drafters in plain Python share: contexts to lists, trees in lists, lists to a draft.
+"""What drafters in plain Python share: rows found again, contexts to lists, trees in lists, lists to a draft.
 
 Shapes: B rows, N drafted nodes, T context tokens.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.types import UNUSED, Context, Draft, Plan
-
-
-class HostDrafter(Drafter):
-    """A drafter that works on lists of tokens in plain Python: it needs the prompt, and no states of the target."""
-
-    taps = ()
-    reads_prompt = True
-
-    @property
-    def is_native(self) -> bool:
-        """Its tensors are one transfer each way; a compiler finds nothing to do."""
-        return True
 
 
 class Tree:
@@ -88,3 +78,64 @@ def pack(trees: Sequence[Tree], context: Context, plan: Plan) -> Draft:
     parents = [tree.parents + [UNUSED] * gap for tree, gap in zip(trees, gaps, strict=True)]
     tokens_BN, parents_BN = torch.tensor([tokens, parents], dtype=torch.int64, device=device).unbind(0)
     return Draft(tokens_BN, parents_BN, max(tree.depth for tree in trees), branching=plan.branching)
+
+
+class Row(Protocol):
+    """What a drafter keeps of one request."""
+
+    def extend(self, tokens: list[int]) -> None:
+        """Add committed tokens: at first the prompt from its second token on and one of the output."""
+
+
+R = TypeVar("R", bound=Row)
+
+
+class HostDrafter(Drafter, Generic[R]):
+    """A drafter that works on lists of tokens in plain Python: it needs the prompt, and no states of the target."""
+
+    taps = ()
+    reads_prompt = True
+
+    def __init__(self) -> None:
+        self._rows: dict[int, R] = {}
+
+    @abstractmethod
+    def new_row(self) -> R:
+        """Return the state of a request of which nothing is known yet."""
+
+    @abstractmethod
+    def draft_row(self, row: R, plan: Plan, room: int) -> Tree:
+        """Guess ahead of a row's newest token, `room` being the plan's nodes."""
+
+    @property
+    def is_native(self) -> bool:
+        """Its tensors are one transfer each way; a compiler finds nothing to do."""
+        return True
+
+    def reset_rows(self, rows: list[int]) -> None:
+        for number in rows:
+            self._rows.pop(number, None)
+
+    def follow(self, context: Context) -> None:
+        self._read(context)
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        room = plan.max_nodes
+        return pack(
+            [Tree((), 0) if row is None else self.draft_row(row, plan, room) for row in self._read(context)],
+            context,
+            plan,
+        )
+
+    def _read(self, context: Context) -> list[R | None]:
+        """Tell every row its new tokens; None stands for padding."""
+        rows: list[R | None] = []
+        for number, tokens in read_context(context):
+            row = None
+            if number >= 0:
+                row = self._rows.get(number)
+                if row is None:
+                    row = self._rows[number] = self.new_row()
+                row.extend(tokens)
+            rows.append(row)
+        return rows

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from draftsmith.drafters.family import Family, Options
-from draftsmith.drafters.host import HostDrafter, Tree, pack, read_context
+from draftsmith.drafters.host import HostDrafter, Tree
 from draftsmith.types import ROOT, Context, Draft, Plan
 
 if TYPE_CHECKING:
@@ -115,14 +115,14 @@ class LookaheadRow:
         return tree
 
 
-class LookaheadDrafter(HostDrafter):
+class LookaheadDrafter(HostDrafter[LookaheadRow]):
     """Drafts n-grams that the target made at later positions of the same text, and has it make more of them."""
 
     observes = True
 
     def __init__(self, options: LookaheadOptions) -> None:
+        super().__init__()
         self.options = options
-        self._rows: dict[int, LookaheadRow] = {}
         self._observed: tuple[Tensor, Tensor] | None = None
 
     def default_plan(self) -> Plan:
@@ -136,9 +136,8 @@ class LookaheadDrafter(HostDrafter):
     def attach(self, cache: "KVCache") -> None:
         self._observed = None
 
-    def reset_rows(self, rows: list[int]) -> None:
-        for row in rows:
-            self._rows.pop(row, None)
+    def new_row(self) -> LookaheadRow:
+        return LookaheadRow(self.options)
 
     def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
         # Read with the next context, when the device has finished anyway.
@@ -151,18 +150,10 @@ class LookaheadDrafter(HostDrafter):
             for number, choices in zip(rows_B.tolist(), choice_BM.tolist(), strict=True):
                 if number in self._rows:
                     self._rows[number].advance(choices)
-        room = plan.max_nodes
-        trees = []
-        for number, tokens in read_context(context):
-            if number < 0:
-                trees.append(Tree(plan.branching, 0))
-                continue
-            row = self._rows.get(number)
-            if row is None:
-                row = self._rows[number] = LookaheadRow(self.options)
-            row.extend(tokens)
-            trees.append(row.draft(plan.branching, room))
-        return pack(trees, context, plan)
+        return super().propose(context, plan)
+
+    def draft_row(self, row: LookaheadRow, plan: Plan, room: int) -> Tree:
+        return row.draft(plan.branching, room)
 
 
 def make_lookahead(options: LookaheadOptions, target: "Target", draft_tokens: Tensor | None) -> LookaheadDrafter:

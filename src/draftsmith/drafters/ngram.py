@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from draftsmith.drafters.family import Family, Options
-from draftsmith.drafters.host import HostDrafter, Tree, pack, read_context
-from draftsmith.types import ROOT, Context, Draft, DraftsmithError, Plan
+from draftsmith.drafters.host import HostDrafter, Tree
+from draftsmith.types import ROOT, DraftsmithError, Plan
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
@@ -95,7 +95,7 @@ class NgramIndex:
         return piece if len(piece) == count else (piece * (count // len(piece) + 1))[:count]
 
 
-class NgramDrafter(HostDrafter):
+class NgramDrafter(HostDrafter[NgramIndex]):
     """Drafts the continuation of an earlier occurrence of the newest tokens, and nothing when there is none."""
 
     def __init__(self, options: NgramOptions) -> None:
@@ -103,31 +103,20 @@ class NgramDrafter(HostDrafter):
             raise DraftsmithError(
                 f"min_length is {options.min_length}, above max_length {options.max_length}; lower it, or raise that."
             )
+        super().__init__()
         self.options = options
-        self._rows: dict[int, NgramIndex] = {}
 
     def default_plan(self) -> Plan:
         return Plan((self.options.branches,) + (1,) * (self.options.guesses - 1))
 
-    def reset_rows(self, rows: list[int]) -> None:
-        for row in rows:
-            self._rows.pop(row, None)
+    def new_row(self) -> NgramIndex:
+        return NgramIndex(self.options.min_length, self.options.max_length)
 
-    def propose(self, context: Context, plan: Plan) -> Draft:
-        options, room = self.options, plan.max_nodes
-        count, wanted = min(options.guesses, plan.depth), min(options.branches, plan.branching[0])
-        trees = []
-        for row, tokens in read_context(context):
-            tree = Tree(plan.branching, room)
-            if row >= 0:
-                index = self._rows.get(row)
-                if index is None:
-                    index = self._rows[row] = NgramIndex(options.min_length, options.max_length)
-                index.extend(tokens)
-                for place in index.places(options.match, wanted):
-                    tree.add_path(ROOT, index.copy(place, count))
-            trees.append(tree)
-        return pack(trees, context, plan)
+    def draft_row(self, row: NgramIndex, plan: Plan, room: int) -> Tree:
+        options, tree = self.options, Tree(plan.branching, room)
+        for place in row.places(options.match, min(options.branches, plan.branching[0])):
+            tree.add_path(ROOT, row.copy(place, min(options.guesses, plan.depth)))
+        return tree
 
 
 def make_ngram(options: NgramOptions, target: "Target", draft_tokens: Tensor | None) -> NgramDrafter:

@@ -18,8 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from draftsmith.drafters.family import Family, Options
-from draftsmith.drafters.host import HostDrafter, Tree, pack, read_context
-from draftsmith.types import ROOT, Context, Draft, Plan
+from draftsmith.drafters.host import HostDrafter, Tree
+from draftsmith.types import ROOT, Plan
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
@@ -218,43 +218,34 @@ class Memory:
         self.trie.extend(text, 0, [self.trie.root])
 
 
-class SuffixDrafter(HostDrafter):
+class SuffixDrafter(HostDrafter[SuffixRow]):
     """Drafts a tree of the likeliest continuations of the longest match, and nothing when there is none."""
 
     def __init__(self, options: SuffixOptions) -> None:
+        super().__init__()
         self.options = options
         # One deeper than a match can be, so that the longest match still has counts behind it.
         self._depth = options.max_length + 1
-        self._rows: dict[int, SuffixRow] = {}
         self.memory = Memory(self._depth, options.memory_tokens)
 
     def default_plan(self) -> Plan:
         return Plan((self.options.branches,) * self.options.depth, nodes=self.options.nodes)
 
+    def new_row(self) -> SuffixRow:
+        return SuffixRow(self._depth)
+
     def reset_rows(self, rows: list[int]) -> None:
         for number in rows:
-            row = self._rows.pop(number, None)
-            if row is not None and self.options.remember:
+            if self.options.remember and number in self._rows:
+                row = self._rows[number]
                 # With the end of the prompt in front, so that the first guesses have something to match.
                 self.memory.add(row.text[max(0, row.output - self.options.max_length) :])
+        super().reset_rows(rows)
 
-    def propose(self, context: Context, plan: Plan) -> Draft:
-        room = min(plan.max_nodes, self.options.nodes)
-        trees = []
-        for number, tokens in read_context(context):
-            if number < 0:
-                trees.append(Tree(plan.branching, 0))
-                continue
-            row = self._rows.get(number)
-            if row is None:
-                row = self._rows[number] = SuffixRow(self._depth)
-            row.extend(tokens)
-            trees.append(self._draft(row, plan.branching, room))
-        return pack(trees, context, plan)
-
-    def _draft(self, row: SuffixRow, branching: tuple[int, ...], room: int) -> Tree:
+    def draft_row(self, row: SuffixRow, plan: Plan, room: int) -> Tree:
         """Return the tree with the largest sum of probabilities."""
-        best, most = Tree(branching, 0), 0.0
+        room = min(room, self.options.nodes)
+        best, most = Tree((), 0), 0.0
         sources = [row.matches()]
         if self.memory.tokens:
             sources.append(self._remembered(row))
@@ -263,7 +254,7 @@ class SuffixDrafter(HostDrafter):
                 limit = min(room, max(1, int(self.options.factor * match.length)))
                 if most >= limit:  # a shorter match is worth fewer guesses still
                     break
-                tree, score = self._grow(match, branching, limit)
+                tree, score = self._grow(match, plan.branching, limit)
                 if score > most:
                     best, most = tree, score
         return best
