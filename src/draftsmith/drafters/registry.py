@@ -13,6 +13,7 @@ from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.mlp import FAMILY as MLP
+from draftsmith.drafters.recurrent import FAMILY as RECURRENT
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "draftsmith.drafters"
 HUB_FILES = ["config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json"]
 
-BUILT_IN: tuple[Family, ...] = (MLP,)
+BUILT_IN: tuple[Family, ...] = (MLP, RECURRENT)
 
 
 @cache
