@@ -35,7 +35,9 @@ HUB_FILES = [
     "*.model",
 ]
 
-BUILT_IN: tuple[Family, ...] = (MLP, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF)
+BUILT_IN: tuple[Family, ...] = (
+    MLP, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
+)
 
 
 @cache
