@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.family import Family, read_spec
+from draftsmith.drafters.hydra import FAMILY as HYDRA
+from draftsmith.drafters.medusa import FAMILY as MEDUSA
 from draftsmith.drafters.mlp import FAMILY as MLP
 from draftsmith.types import DraftsmithError
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "draftsmith.drafters"
 HUB_FILES = ["config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json"]
 
-BUILT_IN: tuple[Family, ...] = (MLP,)
+BUILT_IN: tuple[Family, ...] = (MLP, MEDUSA, HYDRA)
 
 
 @cache
