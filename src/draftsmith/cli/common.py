@@ -137,6 +137,7 @@ def load_engine(
     quantize: Quantization = "none",
     max_batch: int = 8,
     max_length: int | None = None,
+    draft_rows: int | None = None,
     draft: bool = True,
 ) -> "Engine":
     """Load target and drafter, nothing compiled yet: both embedded by default, no drafter for another target."""
@@ -149,7 +150,7 @@ def load_engine(
     if drafter is None and draft:
         console.print(f"[dim]No drafter for {loaded.name}: decoding without one; give one with --drafter.[/dim]")
     guesser = load_drafter(drafter, loaded) if drafter is not None and draft else None
-    return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length)
+    return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows)
 
 
 def settle_compilation(

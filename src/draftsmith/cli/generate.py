@@ -79,6 +79,10 @@ def generate(
         int | None, typer.Option(help="Verify only the best K paths of the tree.", rich_help_panel=SPEED)
     ] = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=SPEED)] = False,
+    draft_rows: Annotated[
+        int | None,
+        typer.Option(help="With --n: draft only while at most so many continuations run.", rich_help_panel=SPEED),
+    ] = None,
     compile: CompileOption = "auto",
     native: NativeOption = True,
     quantize: QuantizeOption = "none",
@@ -121,6 +125,7 @@ def generate(
         native=native,
         quantize=quantize,
         max_batch=max(1, min(n, 8)),
+        draft_rows=draft_rows,
         draft=not no_draft,
     )
     shape = NO_DRAFT if no_draft else parse_plan(plan, candidates, engine.plan)

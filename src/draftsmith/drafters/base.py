@@ -40,12 +40,28 @@ class Drafter(ABC):
         """Whether `propose` is native code, in which a compiler finds nothing to do."""
         return False
 
+    def parameter_count(self) -> int:
+        """Return how many weights it has beside the target's."""
+        return 0
+
+    def memory_bytes(self) -> int:
+        """Return the memory its weights take beside the target's."""
+        return 0
+
     def attach(self, cache: "KVCache") -> None:
         """Take note of the engine's storage before it decodes: how many rows and tokens it holds, and the target's K/V.
 
         Called at the start of every call to the engine, when no row is active. Drafters without state do nothing.
         """
         return
+
+    def follow(self, context: Context) -> None:
+        """Take note of what was committed before a step that drafts nothing.
+
+        Drafters with a memory of their own read it as they do for a draft.
+        """
+        if self.reads_prompt:
+            self.propose(context, Plan((1,)))
 
     def reset_rows(self, rows: list[int]) -> None:
         """Forget the state of rows whose requests ended; drafters without state do nothing."""

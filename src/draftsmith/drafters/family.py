@@ -43,6 +43,7 @@ class Family:
         load: (folder, target) to a drafter that is ready to decode; None where there is nothing to load.
         recognises: whether a config.json's object belongs to this family.
         trainable: whether `make` returns a `TrainableDrafter` that a recipe can train.
+        rate: the learning rate that a small new one starts with, where nobody chose one.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Family:
     load: Callable[[Path, "Target"], Drafter] | None = None
     recognises: Callable[[Mapping[str, Any]], bool] = lambda config: False
     trainable: bool = False
+    rate: float = 1e-3
 
     def read_options(self, values: Mapping[str, Any], where: str) -> Options:
         """Check plain values; DraftsmithError names the key, after `where`, and the nearest right one."""

@@ -289,5 +289,5 @@ def make_mlp(options: MLPOptions, target: "Target", draft_tokens: Tensor | None)
 
 FAMILY = Family(
     "mlp", "MLP speculator: one small stage a token, fed the target's state and each guess (arXiv:2404.19124)",
-    MLPOptions, make_mlp, MLPSpeculator.load, MLPSpeculator.recognises, trainable=True,
+    MLPOptions, make_mlp, MLPSpeculator.load, MLPSpeculator.recognises, trainable=True, rate=3e-3,
 )

@@ -78,6 +78,16 @@ class TrainableDrafter(StagewiseDrafter, nn.Module):
         config that lacks something, or a drafter that does not fit the target.
         """
 
+    def parameter_count(self) -> int:
+        """Count what is trained; packing turns parameters into buffers, so only before that."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def memory_bytes(self) -> int:
+        """Add up parameters and buffers, tied ones once, without what is borrowed from the target."""
+        kept = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
+        borrowed = {id(module.weight) for module in self.modules() if isinstance(module, FrozenTable)}
+        return sum(tensor.nbytes for key, tensor in kept.items() if key not in borrowed)
+
     def hidden_matrices(self) -> list[nn.Parameter]:
         """Return the matrices between hidden states, which some optimizers treat apart from tables and norms."""
         return []

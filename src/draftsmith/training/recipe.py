@@ -115,6 +115,7 @@ class OnPolicySection(StageSection):
     """Stage 2: text that the target writes after prompts from the data, read `epochs` times.
 
     The target writes as it will be used: at `temperature` and `top_k` (0 is greedy; the report samples at 1 and 10).
+    `texts` is a file of such texts, generated.jsonl of another run of the same lengths, to be read instead.
     """
 
     rate: Rate = 1e-4
@@ -125,6 +126,7 @@ class OnPolicySection(StageSection):
     top_k: Annotated[int, Field(ge=0)] = 10
     epochs: Count = 1
     generate_batch: Count = 32
+    texts: str | None = None
 
 
 class OptimizerSection(Section):

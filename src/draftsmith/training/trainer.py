@@ -207,7 +207,11 @@ class _Run:
 
     def _make_text(self, interrupted: threading.Event) -> None:
         section = self.recipe.stage2
-        self.generated = GeneratedText(self.folder.generated, section, noise(self.recipe.seed, "stage2"))
+        seed = noise(self.recipe.seed, "stage2")
+        if section.texts is not None:
+            self.generated = GeneratedText.of(Path(section.texts), section, seed)
+            return
+        self.generated = GeneratedText(self.folder.generated, section, seed)
         if not self.generated.missing:
             return
         if self._within_stage():
