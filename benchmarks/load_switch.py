@@ -10,7 +10,19 @@ the better of the two others at every batch.
 import random
 from typing import Any
 
-from common import arguments, as_json, finish, main, make_plan, make_prompts, open_drafter, print_table, say, span, start
+from common import (
+    arguments,
+    as_json,
+    finish,
+    main,
+    make_plan,
+    make_prompts,
+    open_drafter,
+    print_table,
+    say,
+    span,
+    start,
+)
 
 from draftsmith import assets
 from draftsmith.engine import Engine
@@ -69,7 +81,7 @@ def run() -> None:
         )
         say(f"batch {batch}: always {span(ratios['always'])}, switched {span(ratios['switched'])}")
     print_table(
-        f"Speed over plain decoding, {target.name}, {args.dtype}, chain of {plan.depth}, switch at {args.draft_rows} rows",
+        f"Speed over plain decoding, {target.name}, {args.dtype}, chain of {plan.depth}, switch at {args.draft_rows}",
         ["batch", "τ", "always drafting", "drafting up to the switch", "texts equal"],
         rows,
     )
