@@ -28,6 +28,8 @@ from draftsmith.types import DraftsmithError, Quantization, TargetFacts, resolve
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
 )
+LABEL = "draftsmith"
+"""The key of config.json under which a target that was changed together with its drafter says so."""
 # How far the logits of the native forward may be from the model's own, relative to their size; bf16 gives 0.01 or so.
 NATIVE_TOLERANCE = 0.05
 
@@ -169,7 +171,10 @@ class Target:
 
     def facts(self) -> TargetFacts:
         """Return what a drafter trained for this target has to match."""
-        return TargetFacts(self.hidden_size, self.vocab_size, tokenizer_hash(self.tokenizer), self.name)
+        label = getattr(self.model.config, LABEL, None) or {}
+        return TargetFacts(
+            self.hidden_size, self.vocab_size, tokenizer_hash(self.tokenizer), self.name, label.get("fingerprint")
+        )
 
     def feature_size(self, taps: tuple[int, ...]) -> int:
         """Width (F) of the concatenated tapped states."""
@@ -187,16 +192,16 @@ class Target:
         return KVCache(self.kv_shapes, slots, capacity, self.dtype, self.device)
 
     def encode(
-        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False
+        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Read whole sequences without a cache, for training.
+        """Read whole sequences without a cache, for training; with `gradients`, for training the target too.
 
         Returns:
             features_BTF, where entry t is the state after reading token t (so it predicts token t + 1), and
             logits_BTV if asked for.
         """
         self._wanted = set(taps)
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             out = self.model(
                 input_ids=tokens_BT, use_cache=False, logits_to_keep=0 if logits else 1, return_dict=True
             )
