@@ -14,7 +14,8 @@ from pydantic import Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from draftsmith.drafters.family import TrainedOptions, explain
-from draftsmith.drafters.trainable import RowwiseDrafter, check_target
+from draftsmith.drafters.learner import check_target
+from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.types import DraftsmithError, Plan
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from draftsmith.drafters.lesson import Lesson
+from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.storage import verify_folder
-from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.target import Target
 from draftsmith.training.build import build_drafter, build_loader
 from draftsmith.training.checkpoint import (
@@ -40,7 +39,7 @@ from draftsmith.training.schedule import learning_rate
 from draftsmith.training.terminal import one_gentle_interrupt, progress_bar
 from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
 
-Evaluate = Callable[[TrainableDrafter], Mapping[str, float]]
+Evaluate = Callable[[Learner], Mapping[str, float]]
 TAU = "tokens_per_step"
 
 
@@ -74,7 +73,7 @@ def train(
     resume: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
-    on_drafter: Callable[[TrainableDrafter], None] | None = None,
+    on_drafter: Callable[[Learner], None] | None = None,
 ) -> TrainingResult:
     """Train the recipe's drafter for a frozen target.
 
@@ -106,7 +105,7 @@ class Run:
 
     def __init__(
         self, recipe: Recipe, target: Target, generate: Generate, evaluate: Evaluate, console: Console,
-        on_drafter: Callable[[TrainableDrafter], None] | None,
+        on_drafter: Callable[[Learner], None] | None,
     ) -> None:
         self.recipe, self.target, self.console = recipe, target, console
         self.generate, self.evaluate, self.on_drafter = generate, evaluate, on_drafter
@@ -316,16 +315,13 @@ class Run:
         half = self.recipe.optimizer.precision == "bf16"
         # A target that is bf16 already only loses time under autocast.
         with self._autocast(half and self.target.dtype == torch.float32):
-            lesson = self._prepare(stage, tokens_BL, first, micro)
+            lesson = prepare(
+                self.drafter, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
+                distillation=self.recipe.distillation, seed=self._positions_seed(micro),
+            )
         with self._autocast(half):
             loss_N, hits_N = self._losses(lesson)
         return loss_N.sum(), loss_N, hits_N
-
-    def _prepare(self, stage: StageSection, tokens_BL: Tensor, first: int, micro: int) -> Lesson:
-        return prepare(
-            self.drafter, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
-            distillation=self.recipe.distillation, seed=self._positions_seed(micro),
-        )
 
     def _positions_seed(self, micro: int) -> tuple[object, ...]:
         return self.recipe.seed, "positions", self.step, micro
@@ -346,7 +342,7 @@ class Run:
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
 
     @torch.no_grad()
-    def _served(self) -> TrainableDrafter:
+    def _served(self) -> Learner:
         """Return a copy as it would be served: in the target's dtype."""
         served = copy.deepcopy(self.drafter).to(self.target.dtype).eval().requires_grad_(False)
         served.bind(self.target)
