@@ -303,12 +303,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a checkpoint must match: recorded when a drafter is saved, compared when it is loaded."""
+    """What a checkpoint must match: recorded when a drafter is saved, compared when it is loaded.
+
+    `fingerprint` tells a target that was changed together with its drafter from the one it was; None for all others.
+    """
 
     hidden_size: int
     vocab_size: int
     tokenizer_hash: str | None
     name: str
+    fingerprint: str | None = None
 
 
 def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:

@@ -51,13 +51,18 @@ def train(
 ) -> None:
     """Train a speculator for a frozen target: on text, then on what the target itself writes.
 
+    A recipe with a section `joint` trains the target as well, which makes another model of it.
+
     Example: `draftsmith train recipes/demo-mlp.yaml stage1.steps=500 output.folder=runs/mine`
     """
     check_outputs(json_path)
     console = Console(stderr=True)
     recipe = read_recipe(words or [], init_from)
     prompts = gather_prompts(eval_data, None)
-    target = load_target(recipe.target.name, recipe.target.dtype, recipe.target.device, trust_remote_code, console)
+    frozen, dtype = recipe.joint is None, recipe.target.dtype
+    if not frozen and dtype == "auto":
+        dtype = "fp32"
+    target = load_target(recipe.target.name, dtype, recipe.target.device, trust_remote_code, console, native=frozen)
     from draftsmith.training.trainer import train as run
 
     bridge = EngineBridge(target, prompts, eval_prompts, eval_tokens, eval_prompt_tokens)
@@ -78,7 +83,8 @@ def train(
         from draftsmith.evaluation.provenance import provenance
         from draftsmith.evaluation.report import write_json
 
-        record = asdict(result) | {"folder": str(result.folder), "drafter": str(result.drafter)}
+        paths = {name: str(path) for name, path in vars(result).items() if isinstance(path, Path)}
+        record = asdict(result) | paths
         write_json(json_path, {"provenance": provenance(target=target.name), "result": record})
 
 
@@ -165,3 +171,5 @@ def tell(result: "TrainingResult") -> None:
     """Say what came out and how to use it."""
     best = f", τ = {result.best:.3f}" if result.best is not None else ""
     typer.echo(f"Trained {result.step} steps{best}. The drafter is in {result.drafter}; use it with --drafter.")
+    if result.target is not None:
+        typer.echo(f"The target was changed and is in {result.target}: use both together, with --target too.")

@@ -242,7 +242,7 @@ def check_target(origin: Path, made_for: Mapping[str, Any], facts: TargetFacts) 
     """Refuse a target that differs in width, vocabulary or tokenizer from the one the checkpoint was made for.
 
     Args:
-        made_for: `hidden_size`, `vocab_size`, `tokenizer_hash` and `name` as far as they are known.
+        made_for: `hidden_size`, `vocab_size`, `tokenizer_hash`, `name` and `fingerprint` as far as they are known.
     """
     drafts = f"{origin} drafts for {made_for['name']!r}" if made_for.get("name") else f"{origin} drafts for a target"
     for word, key, theirs in (
@@ -256,3 +256,14 @@ def check_target(origin: Path, made_for: Mapping[str, Any], facts: TargetFacts) 
                 f"{drafts} with {word} {own}, but {facts.name!r} has {theirs}; load the target it was trained for, or "
                 "train a drafter for this one."
             )
+    # Unlike the others, none is a statement here: the weights are as their makers left them.
+    own = made_for.get("fingerprint", facts.fingerprint)
+    if own != facts.fingerprint:
+        raise DraftsmithError(
+            f"{drafts} with {_weights(own)}, but {facts.name!r} has {_weights(facts.fingerprint)}; load the target it "
+            "was trained with, or train a drafter for this one."
+        )
+
+
+def _weights(fingerprint: str | None) -> str:
+    return "unchanged weights" if fingerprint is None else f"weights changed in training ({fingerprint[:12]})"

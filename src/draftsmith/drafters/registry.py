@@ -15,8 +15,10 @@ from draftsmith.drafters.draft_model import FAMILY as DRAFT_MODEL
 from draftsmith.drafters.early_exit import FAMILY as EARLY_EXIT
 from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.firp import FAMILY as FIRP
+from draftsmith.drafters.hydra import FAMILY as HYDRA
 from draftsmith.drafters.int8_self import FAMILY as INT8_SELF
 from draftsmith.drafters.lookahead import FAMILY as LOOKAHEAD
+from draftsmith.drafters.medusa import FAMILY as MEDUSA
 from draftsmith.drafters.mlp import FAMILY as MLP
 from draftsmith.drafters.ngram import FAMILY as NGRAM
 from draftsmith.drafters.recurrent import FAMILY as RECURRENT
@@ -35,8 +37,9 @@ HUB_FILES = [
     "*.model",
 ]
 
+
 BUILT_IN: tuple[Family, ...] = (
-    MLP, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
+    MLP, MEDUSA, HYDRA, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
 )
 
 

@@ -69,7 +69,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         fill(aside)
-        write_json(aside / MANIFEST, {path.name: sha256(path) for path in sorted(aside.iterdir())})
+        write_json(aside / MANIFEST, {path.name: sha256(path) for path in sorted(aside.iterdir()) if path.is_file()})
         sync_folder(aside)
         replace_folder(aside, folder)
     except OSError as error:

@@ -23,7 +23,7 @@ from draftsmith.target.attention import ShapeProbe, lay_out_pass
 from draftsmith.target.cache import KVCache
 from draftsmith.target.layers import layer_stack, shortened
 from draftsmith.target.packing import can_prepack, prepack_linears
-from draftsmith.target.support import refuse_unsupported, use_tree_attention
+from draftsmith.target.support import fingerprint, refuse_unsupported, use_tree_attention
 from draftsmith.types import DraftsmithError, Quantization, TargetFacts, resolve_dtype
 
 TOKENIZER_FILES = (
@@ -172,7 +172,8 @@ class Target:
 
     def facts(self) -> TargetFacts:
         """Return what a drafter trained for this target has to match."""
-        return TargetFacts(self.hidden_size, self.vocab_size, tokenizer_hash(self.tokenizer), self.name)
+        vocabulary, changed = tokenizer_hash(self.tokenizer), fingerprint(self.model.config)
+        return TargetFacts(self.hidden_size, self.vocab_size, vocabulary, self.name, changed)
 
     def feature_size(self, taps: tuple[int, ...]) -> int:
         """Width (F) of the concatenated tapped states."""
@@ -209,9 +210,9 @@ class Target:
         return KVCache(self.kv_shapes, slots, capacity, self.dtype, self.device)
 
     def encode(
-        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False
+        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Read whole sequences without a cache, for training.
+        """Read whole sequences without a cache, for training; with `gradients`, for training the target too.
 
         Returns:
             features_BTF, where entry t is the state after reading token t (so it predicts token t + 1), and
@@ -221,7 +222,7 @@ class Target:
         if not taps and not logits:
             return nothing_BT0, None
         self._wanted = set(taps)
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             out = self.model(
                 input_ids=tokens_BT, use_cache=False, logits_to_keep=0 if logits else 1, return_dict=True
             )

@@ -27,12 +27,22 @@ def prepare(
     drafter: Learner, target: Target, tokens_BL: Tensor, *, first: int, count: int | None,
     distillation: DistillationSection, seed: tuple[object, ...],
 ) -> Lesson:
-    """Let the frozen target read the sequences and draw positions; the first to be trained on is `first`.
+    """Let the frozen target read the sequences and draw positions; the first to be trained on is `first`."""
+    tokens_BL = tokens_BL.to(target.device)
+    features_BLF, logits_BLV = target.encode(tokens_BL, drafter.taps, logits=distillation.weight > 0)
+    return as_lesson(
+        drafter, tokens_BL, features_BLF, logits_BLV, first=first, count=count, distillation=distillation, seed=seed
+    )
+
+
+def as_lesson(
+    drafter: Learner, tokens_BL: Tensor, features_BLF: Tensor, logits_BLV: Tensor | None, *, first: int,
+    count: int | None, distillation: DistillationSection, seed: tuple[object, ...],
+) -> Lesson:
+    """Align what the target made of the sequences and draw positions; the first to be trained on is `first`.
 
     The state behind token t predicted token t + 1, so the lesson's tokens begin with the second.
     """
-    tokens_BL = tokens_BL.to(target.device)
-    features_BLF, logits_BLV = target.encode(tokens_BL, drafter.taps, logits=distillation.weight > 0)
     last = tokens_BL.shape[1] - 1 - drafter.max_depth
     if last <= first:
         raise DraftsmithError(

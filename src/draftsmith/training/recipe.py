@@ -23,7 +23,10 @@ class Section(BaseModel):
 
 
 class TargetSection(Section):
-    """The frozen model to draft for; `name` is a folder or hub name, null the embedded demo target."""
+    """The model to draft for, frozen unless there is a section `joint`.
+
+    `name` is a folder or hub name, null the embedded demo target.
+    """
 
     name: str | None = None
     dtype: str = "auto"
@@ -147,6 +150,21 @@ class DistillationSection(Section):
     temperature: Rate = 1.0
 
 
+class JointSection(Section):
+    """Train the target together with its heads (Medusa-2, arXiv:2401.10774, section 2.2.2); it becomes another model.
+
+    The heads learn at the stage's rate, the target at `heads_rate_factor` times less. The loss is the target's own plus
+    `weight` times the heads', head k (from 1) counting `decay` to the power of k. In the first `warmup_steps` of the
+    run the target stands still; in the `ramp_steps` after them the weight rises to its full value as a sine does.
+    """
+
+    heads_rate_factor: Rate = 4.0
+    weight: Rate = 0.2
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    ramp_steps: Annotated[int, Field(ge=0)] = 0
+
+
 class OutputSection(Section):
     """Where the run is kept; `keep` checkpoints stay beside the best one, and the drafter is exported in `dtype`."""
 
@@ -176,6 +194,7 @@ class Recipe(Section):
     distillation: DistillationSection = DistillationSection()
     output: OutputSection = OutputSection()
     evaluation: EvaluationSection = EvaluationSection()
+    joint: JointSection | None = None
     seed: Annotated[int, Field(ge=0)] = 0
 
     def to_yaml(self) -> str:
@@ -249,6 +268,8 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
             model = model.model_fields[key].annotation
         else:
             model = next(item for item in get_args(model) if item is not Ellipsis)
+        # An optional section stands beside None.
+        model = next(iter(get_args(model)), model) if type(None) in get_args(model) else model
     return list(model.model_fields)
 
 

@@ -1,5 +1,7 @@
 """The training run: stage 1 on ground truth, stage 2 on what the target itself writes; the target stays frozen.
 
+A recipe with a section `joint` changes the target as well: see `draftsmith.training.joint`.
+
 Everything random is a function of the recipe's seed and the step, so a run that was killed and resumed ends with the
 weights of one that was not. The engine comes from outside, as two callables.
 """
@@ -35,7 +37,7 @@ from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.schedule import learning_rate
 from draftsmith.training.terminal import one_gentle_interrupt, progress_bar
-from draftsmith.types import DraftsmithError, resolve_dtype
+from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
 
 Evaluate = Callable[[Learner], Mapping[str, float]]
 TAU = "tokens_per_step"
@@ -49,13 +51,17 @@ class TrainingInterrupted(DraftsmithError):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run brought: its folder, the exported drafter (the best by τ), and the measurements."""
+    """What a run brought: its folder, the exported drafter (the best by τ), and the measurements.
+
+    `target` is the folder of the changed target where the recipe changes it.
+    """
 
     folder: Path
     drafter: Path
     step: int
     best: float | None
     evaluations: list[dict[str, Any]]
+    target: Path | None = None
 
 
 def train(
@@ -82,14 +88,21 @@ def train(
     Raises:
         DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
     """
-    run = _Run(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
+    kind: type[Run] = Run
+    if recipe.joint is not None:
+        from draftsmith.training.joint import JointRun
+
+        kind = JointRun
+    run = kind(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
     if dry_run:
         return run.plan_only()
     with one_gentle_interrupt() as interrupted:
         return run.go(resume, interrupted)
 
 
-class _Run:
+class Run:
+    """One run; what changes when more than the drafter is trained is in methods of its own."""
+
     def __init__(
         self, recipe: Recipe, target: Target, generate: Generate, evaluate: Evaluate, console: Console,
         on_drafter: Callable[[Learner], None] | None,
@@ -106,6 +119,8 @@ class _Run:
         self.best_step: int | None = None
         self.loader: Loader | None = None
         self.generated: GeneratedText | None = None
+        self.noted: dict[str, float] = {}
+        """What else the record of a step says."""
 
     def _build(self) -> None:
         self.drafter = build_drafter(self.recipe, self.target)
@@ -121,6 +136,7 @@ class _Run:
                 )
 
     def plan_only(self) -> TrainingResult:
+        """Print the plan and write an untrained drafter."""
         self._build()
         for name, stage in (("stage 1", self.recipe.stage1), ("stage 2", self.recipe.stage2)):
             tokens = self._tokens_a_step(stage)
@@ -146,6 +162,7 @@ class _Run:
         return stage.batch * stage.accumulate * length
 
     def go(self, resume: bool, interrupted: threading.Event) -> TrainingResult:
+        """Train from the start, or from the last good checkpoint."""
         checkpoint = self.checkpoints.load() if resume else None
         if checkpoint is None and self.checkpoints.steps():
             raise DraftsmithError(
@@ -154,7 +171,7 @@ class _Run:
             )
         self.folder.open(checkpoint.progress["step"] if checkpoint else None)
         self._build()
-        self.optimizers = build_optimizers(self.drafter, self.recipe.optimizer)
+        self.optimizers = self._fresh_optimizers()
         if checkpoint is not None:
             self._take_up(checkpoint)
         self._losses = torch.compile(self.drafter.losses) if self.recipe.optimizer.compile else self.drafter.losses
@@ -177,7 +194,11 @@ class _Run:
                 self._stage1_loader().load_state_dict(progress["loader"])
         self.console.print(f"resuming at step {self.step} of {self.steps}")
 
+    def _fresh_optimizers(self) -> list[torch.optim.Optimizer]:
+        return build_optimizers(self.drafter, self.recipe.optimizer)
+
     def _load_weights(self, folder: Path) -> None:
+        """Take the weights of a checkpoint."""
         verify_folder(folder)
         self.drafter.load_published(self.drafter.read_tensors(folder), folder)
 
@@ -201,7 +222,7 @@ class _Run:
         if self.step >= self.steps:
             return
         if not self._within_stage():
-            self.optimizers = build_optimizers(self.drafter, self.recipe.optimizer)
+            self.optimizers = self._fresh_optimizers()
         self._make_text(interrupted)
         self._steps(self.recipe.stage2, first, interrupted)
 
@@ -263,40 +284,59 @@ class _Run:
         return self.generated.batch(number), self.recipe.stage2.prompt_tokens - 2
 
     def _one_step(self, stage: StageSection, local: int) -> dict[str, Any]:
-        recipe, section = self.recipe, self.recipe.optimizer
+        self.noted = {}
         rate = learning_rate(local, stage.steps, stage.rate, stage.final_rate)
-        set_rate(self.optimizers, rate)
+        self._set_rate(rate)
         losses, hits = [], []
-        half = section.precision == "bf16"
         for micro in range(stage.accumulate):
             tokens_BL, first = self._micro_batch(stage, local * stage.accumulate + micro)
-            # A target that is bf16 already only loses time under autocast.
-            with self._autocast(half and self.target.dtype == torch.float32):
-                lesson = prepare(
-                    self.drafter, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
-                    distillation=recipe.distillation,
-                    seed=(recipe.seed, "positions", self.step, micro),
-                )
-            with self._autocast(half):
-                loss_N, hits_N = self._losses(lesson)
-            (loss_N.sum() / stage.accumulate).backward()
+            objective, loss_N, hits_N = self._judge(stage, tokens_BL, first, micro)
+            (objective / stage.accumulate).backward()
             losses.append(loss_N.detach())
             hits.append(hits_N)
         loss_N, hits_N = torch.stack(losses).mean(0), torch.stack(hits).mean(0)
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), section.clip).item()
+        norm = self._clip()
         if not math.isfinite(loss_N.sum().item()) or not math.isfinite(norm):
             raise DraftsmithError(
                 f"the loss became {loss_N.sum().item()} (gradient norm {norm}) at step {self.step + 1}; "
                 f"the checkpoint of step {self.checkpoints.steps()[-1]} is kept; lower the rate or look at the data."
             )
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self._apply()
         self.step += 1
         return {
             "loss": loss_N.sum().item(), "loss_by_head": loss_N.tolist(), "training_accuracy_by_head": hits_N.tolist(),
-            "rate": rate, "gradient_norm": norm,
+            "rate": rate, "gradient_norm": norm, **self.noted,
         }
+
+    def _judge(
+        self, stage: StageSection, tokens_BL: Tensor, first: int, micro: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what a micro-batch minimises, the losses of the depths and their right first guesses."""
+        half = self.recipe.optimizer.precision == "bf16"
+        # A target that is bf16 already only loses time under autocast.
+        with self._autocast(half and self.target.dtype == torch.float32):
+            lesson = prepare(
+                self.drafter, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
+                distillation=self.recipe.distillation, seed=self._positions_seed(micro),
+            )
+        with self._autocast(half):
+            loss_N, hits_N = self._losses(lesson)
+        return loss_N.sum(), loss_N, hits_N
+
+    def _positions_seed(self, micro: int) -> tuple[object, ...]:
+        return self.recipe.seed, "positions", self.step, micro
+
+    def _set_rate(self, rate: float) -> None:
+        set_rate(self.optimizers, rate)
+
+    def _clip(self) -> float:
+        """Limit the gradients and return their norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.optimizer.clip).item()
+
+    def _apply(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def _autocast(self, enabled: bool) -> torch.autocast:
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
@@ -325,20 +365,27 @@ class _Run:
         progress = {
             "best": self.best, "best_step": self.best_step, "loader": loader.state_dict() if loader else None,
         }
-        self.checkpoints.save(
-            self.step,
-            lambda aside: self.drafter.write_files(aside, self.target.facts(), {"training_step": self.step}, False),
-            progress, optimizer_tensors(self.optimizers),
-        )
+        self.checkpoints.save(self.step, self._write_weights, progress, optimizer_tensors(self.optimizers))
         if improved:
             self.checkpoints.link(BEST, self.step)
+
+    def _write_weights(self, folder: Path) -> None:
+        """Write what `_load_weights` reads."""
+        self.drafter.write_files(folder, self._facts(), {"training_step": self.step}, False)
+
+    def _facts(self) -> TargetFacts:
+        """Return what the drafter has to find in a target."""
+        return self.target.facts()
 
     def _export(self, name: str) -> Path:
         folder = self.folder.path / name
         dtype = resolve_dtype(self.recipe.output.dtype, self.target.device)
         drafter = copy.deepcopy(self.drafter).to(dtype)
-        drafter.save_pretrained(folder, self.target.facts(), {"training_step": self.step}, repeat_tied=False)
+        drafter.save_pretrained(folder, self._facts(), {"training_step": self.step}, repeat_tied=False)
         return folder
+
+    def _export_best(self) -> Path:
+        return self._export("drafter")
 
     def _result(self) -> TrainingResult:
         best = self.checkpoints.linked(BEST)
@@ -346,6 +393,6 @@ class _Run:
         if best is not None and best != self.step:
             self._load_weights(self.checkpoints.at(best))
             self.step = best
-        folder = self._export("drafter")
+        folder = self._export_best()
         evaluations = [record for record in self.folder.records if "evaluation" in record]
         return TrainingResult(self.folder.path, folder, last, self.best, evaluations)
