@@ -23,6 +23,7 @@ from draftsmith.verify import (
     accept_deterministic,
     accept_greedy,
     accept_sampled,
+    narrow,
     probabilities,
     shape_logits,
     tree_tables,
@@ -124,7 +125,7 @@ class Stepper:
         if rows.sampling.all_greedy and not rows.sampling.needs_shaping:
             rows.context, table_BX, path_BD = self._commit_greedy(tensors, logits_BMV, features_BMF, layout, context)
         else:
-            acceptance = choose(rows, logits_BMV, draft, layout.visible_BMM)
+            acceptance = self.choose(rows, logits_BMV, draft, layout.visible_BMM)
             rows.context, table_BX, path_BD = commit(
                 tensors, acceptance, logits_BMV, features_BMF, layout, context
             )
@@ -135,6 +136,10 @@ class Stepper:
             index_BT = torch.cat([torch.zeros_like(context.counts_B).unsqueeze(1), path_BD], dim=1)
             raw_BTV = logits_BMV.gather(1, index_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
         return StepResult(table_BX, draft.depth, raw_BTV)
+
+    def choose(self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor) -> Acceptance:
+        """Apply the rules of acceptance; a method, so that a proof can put a broken rule in their place."""
+        return choose(rows, logits_BMV, draft, visible_BMM)
 
     def prefill(self, requests: list[Request], width: int) -> tuple[Rows, StepResult]:
         """Read the prompts of new requests into the slots behind the running rows; choose their first token each.
@@ -168,7 +173,7 @@ class Stepper:
         no_draft = empty_draft(context)
         visible_BMM, _ = tree_tables(no_draft.parents_BN, 0)
         logits_B1V = last_logits_BV.unsqueeze(1)
-        first_B = choose(rows, logits_B1V, no_draft, visible_BMM).next_B
+        first_B = self.choose(rows, logits_B1V, no_draft, visible_BMM).next_B
         if self.drafter.reads_prompt:
             # Entry t of the context is the token that state t predicted: the prompt from its second on, then ours.
             shifted_BM = torch.cat([tokens_BM[:, 1:], tokens_BM.new_zeros((len(requests), 1))], dim=1)
@@ -252,9 +257,12 @@ def choose(rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor) ->
         shaped_BMV = shape_logits(logits_BMV, rows.sampling, rows.history, draft.tokens_BN, visible_BMM)
     if rows.sampling.all_greedy:
         return accept_greedy(shaped_BMV.argmax(dim=-1), draft)
-    p_BMV = probabilities(shaped_BMV, rows.sampling)
     accept = accept_deterministic if draft.q_BMV is None else accept_sampled
-    return accept(p_BMV, draft, rows.context.seeds_B, rows.context.lengths_B)
+    seeds_B, lengths_B = rows.context.seeds_B, rows.context.lengths_B
+    narrowed = narrow(shaped_BMV, rows.sampling, draft)
+    if narrowed is not None:
+        return narrowed.restore(accept(narrowed.p_BMU, narrowed.draft, seeds_B, lengths_B))
+    return accept(probabilities(shaped_BMV, rows.sampling), draft, seeds_B, lengths_B)
 
 
 def commit_greedy(

@@ -2,12 +2,14 @@
 
 from draftsmith.verify.accept import Acceptance, accept_deterministic, accept_greedy, accept_sampled
 from draftsmith.verify.distribution import History, SamplingBatch, probabilities, shape_logits
+from draftsmith.verify.narrow import Narrowed, narrow
 from draftsmith.verify.noise import Stream, categorical, uniform
 from draftsmith.verify.tree import ancestor_table, tree_tables
 
 __all__ = [
     "Acceptance",
     "History",
+    "Narrowed",
     "SamplingBatch",
     "Stream",
     "accept_deterministic",
@@ -15,6 +17,7 @@ __all__ = [
     "accept_sampled",
     "ancestor_table",
     "categorical",
+    "narrow",
     "probabilities",
     "shape_logits",
     "tree_tables",
