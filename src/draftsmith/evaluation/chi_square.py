@@ -85,7 +85,7 @@ def variation_of_perfect(p_C: NDArray[np.float64], count: int, seed: int, trials
     return float(found.mean()), float(found.mean() + 3.09 * found.std())
 
 
-def detectable(p_C: NDArray[np.float64], count: int, alpha: float, seed: int, trials: int = 200) -> float:
+def detectable(p_C: NDArray[np.float64], count: int, alpha: float, seed: int, trials: int = 100) -> float:
     """Return the smallest total variation that the test finds nine times out of ten.
 
     The shift raises a random half of the outcomes and lowers the others, each in proportion to its probability.
@@ -96,7 +96,7 @@ def detectable(p_C: NDArray[np.float64], count: int, alpha: float, seed: int, tr
     limit = critical(len(expected_J) - 1, alpha)
     sign_C = np.where(rng.permutation(len(p_C)) % 2 == 0, 1.0, -1.0)
     low, high = 0.0, 0.4
-    for _ in range(12):
+    for _ in range(11):
         size = (low + high) / 2
         shifted_C = p_C * (1 + 2 * size * sign_C)
         drawn = rng.multinomial(count, shifted_C / shifted_C.sum(), size=trials)
