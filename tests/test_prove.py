@@ -1,9 +1,17 @@
 """`prove` has teeth: a healthy pair is lossless, and every planted fault is a defect, in the part that must find it."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from draftsmith.cli import app
+from draftsmith.drafters.mlp import MLPSpeculator
+from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.registry import families
 from draftsmith.evaluation.chi_square import detectable, fit, variation_of_perfect
 from draftsmith.evaluation.drawing import draw
 from draftsmith.evaluation.law import enumerate_law, read_by_decoding, read_plainly
@@ -13,11 +21,10 @@ from draftsmith.evaluation.rounding import judge_by_movement, logits_by_shape, m
 from draftsmith.evaluation.sampling_proof import ALPHA
 from draftsmith.evaluation.shared_rows import SharedRows
 from draftsmith.evaluation.small_world import PROMPT, STAND_IN, TableDrafter, small_drafter, small_target
-from draftsmith.drafters.registry import families
 from draftsmith.target import Target
 from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
 from planted import PLANTED, LeakyMask, Planted
-from tiny import prompts, tiny_target
+from tiny import prompts, save_tiny_target, tiny_target
 
 PLAN = Plan((2, 1, 1))
 HEALTHY = Planted("nowhere", plan=Plan((2, 1), sampled=True))
@@ -85,7 +92,9 @@ def test_a_row_with_a_stale_cache_is_not_taken_for_a_sound_one():
 
 def test_both_readers_give_one_law_and_the_penalties_of_the_text_matter():
     target, prompt = tiny_target(), [3, 9, 9, 4]
-    params = SamplingParams(temperature=0.8, top_k=4, repetition_penalty=1.3, frequency_penalty=0.8, presence_penalty=0.2)
+    params = SamplingParams(
+        temperature=0.8, top_k=4, repetition_penalty=1.3, frequency_penalty=0.8, presence_penalty=0.2
+    )
     plain = enumerate_law(read_plainly(target), target, prompt, params, 2)
     assert plain.p_C.sum() == pytest.approx(1) and len(plain.p_C) == 16
     assert plain.distance(enumerate_law(read_by_decoding(target), target, prompt, params, 2)) < 1e-9
@@ -145,3 +154,43 @@ def test_nothing_to_prove_is_refused():
         prove(tiny_target(), TableDrafter(tiny_target()), NO_DRAFT, [[1]], None, Workload())  # type: ignore[arg-type]
     with pytest.raises(DraftsmithError, match="top_k is 1"):
         Workload(top_k=1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_target(folder / "target")
+    facts = Target.from_pretrained(folder / "target", dtype="fp32").facts()
+    torch.manual_seed(1)
+    config = MLPSpeculatorConfig(facts.hidden_size, facts.vocab_size, n_predict=2, top_k_tokens_per_head=(2, 1))
+    MLPSpeculator(config).save_pretrained(folder / "drafter", facts)
+    return folder
+
+
+def run(models: Path, *words: str) -> tuple[int, str]:
+    pair = ("--target", str(models / "target"), "--drafter", str(models / "drafter"), "--dtype", "fp32")
+    size = ("--prompts", "4", "--new-tokens", "6", "--batch", "3", "--rows", "1000")
+    found = CliRunner().invoke(app, ["prove", *pair, *size, *words])
+    return found.exit_code, found.output
+
+
+def test_the_command_proves_a_pair_and_writes_json(models: Path):
+    code, output = run(models, "--draws", "2000", "--quick", "--json", str(models / "proof.json"))
+    assert code == 0, output
+    assert "Lossless" in output and "untrained drafter of the family mlp" in " ".join(output.split())
+    written = json.loads((models / "proof.json").read_text())
+    assert written["verdict"] == "lossless" and written["greedy"]["identical"] == written["greedy"]["compared"] == 24
+    assert {"draws", "p_value", "tv", "tv_noise", "smallest_shift", "cells"} <= written["sampling"].keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--draws", "10"), "--draws is 10"),
+        (("--prompts", "0"), "--prompts is 0"),
+        (("--top-k", "40"), "too many to enumerate"),
+    ],
+)
+def test_what_cannot_be_proven_is_refused(models: Path, words: tuple[str, ...], sentence: str):
+    code, output = run(models, *words)
+    assert code == 2 and sentence in " ".join(output.split())

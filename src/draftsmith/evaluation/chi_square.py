@@ -55,8 +55,9 @@ def pool(p_C: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 
 def pooled(values: NDArray[Any], cells_C: NDArray[np.int64]) -> NDArray[np.float64]:
     """Add up values (…, C) by cell (…, J)."""
-    summed = np.zeros((*values.shape[:-1], int(cells_C.max()) + 1))
-    np.add.at(summed, (..., cells_C), values)
+    order_C = np.argsort(cells_C, kind="stable")
+    starts_J = np.searchsorted(cells_C[order_C], np.arange(int(cells_C.max()) + 1))
+    summed: NDArray[np.float64] = np.add.reduceat(values[..., order_C].astype(np.float64), starts_J, axis=-1)
     return summed
 
 

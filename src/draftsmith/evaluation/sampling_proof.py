@@ -26,7 +26,7 @@ CANDIDATES = 12
 CONTROL = 128
 # The decoding forward and the model's own round differently; beyond this total variation it is no rounding.
 MOST_APART = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 1e-3, torch.float64: 1e-5}
-PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 1.5}
+REPETITION, FREQUENCY = 1.2, 1.5
 SMALL_ROWS = 8192
 SMALL_PLANS = (Plan((2, 1)), Plan((1, 1), sampled=True), Plan((2, 1), sampled=True))
 
@@ -105,6 +105,11 @@ def describe(plan: Plan) -> str:
     return f"{'sampled' if plan.sampled else 'deterministic'} {form} {shape}{kept}" if plan.branching else "no draft"
 
 
+def with_penalties(params: SamplingParams) -> SamplingParams:
+    """Return the parameters with penalties strong enough that one forgotten on a path is seen."""
+    return replace(params, repetition_penalty=REPETITION, frequency_penalty=FREQUENCY)
+
+
 def shorten(plan: Plan, depth: int) -> Plan:
     """Cut a plan to what a continuation of `depth` more tokens can use."""
     return replace(plan, branching=plan.branching[:depth])
@@ -152,7 +157,7 @@ def prove_sampling_here(
         raise DraftsmithError(f"--draws is {draws}; a law of {top_k**length} continuations needs at least 1000.")
     open_law = SamplingParams(temperature=1.0, top_k=top_k, max_tokens=length, ignore_eos=True)
     check_size(target, open_law, length)
-    punished = replace(open_law, **PENALTIES)
+    punished = with_penalties(open_law)
     reader = read_plainly(target) if target.dtype in (torch.float32, torch.float64) else read_by_decoding(target)
     prompt = _middling(target, reader, prompts, open_law, length)
     repetitive = _repetitive(target, reader, prompts, punished, length)
@@ -214,7 +219,7 @@ def prove_sampling_small(
     """Draw from the small target without any top-k, with every kind of plan and a tenth as often with penalties."""
     whole = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)
     runs = [(describe(plan), plan, whole, draws) for plan in plans]
-    runs.append((f"{describe(plans[-1])}, penalties", plans[-1], replace(whole, **PENALTIES), max(1000, draws // 10)))
+    runs.append((f"{describe(plans[-1])}, penalties", plans[-1], with_penalties(whole), max(1000, draws // 10)))
     cells, done, total = [], 0, sum(count for *_, count in runs)
     for number, (name, plan, params, count) in enumerate(runs):
 

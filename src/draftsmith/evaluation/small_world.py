@@ -36,7 +36,7 @@ def small_target(alphabet: int = ALPHABET, seed: int = 0) -> Target:
             for parameter in model.parameters():
                 if parameter.dim() >= 2:
                     parameter.normal_(0.0, 0.5)
-    model = model.to(torch.float64).eval()
+    model = model.double().eval()
     target = Target(model, name=f"random Llama of {alphabet} tokens", native=False)
     _, logits_BTV = target.encode(torch.arange(alphabet).unsqueeze(1), logits=True)
     assert logits_BTV is not None
