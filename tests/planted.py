@@ -19,7 +19,7 @@ from draftsmith.evaluation.small_world import TableDrafter
 from draftsmith.target import KVCache, Target
 from draftsmith.types import Context, Draft, Plan
 from draftsmith.verify import Acceptance, Stream, probabilities
-from mutants import best_as_sample, chain_rule, drawn_in_bf16, one_token_too_many
+from mutants import CHAIN, best_as_sample, chain_rule, drawn_in_bf16, one_token_too_many
 from toy import Accept
 
 
@@ -30,9 +30,11 @@ class BrokenRule(Stepper):
         super().__init__(*parts)  # type: ignore[arg-type]
         self.rule = rule
 
-    def choose(self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor) -> Acceptance:
+    def choose(
+        self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, plan: Plan
+    ) -> Acceptance:
         if draft.q_BMV is None or not draft.is_chain or rows.sampling.needs_shaping:
-            return super().choose(rows, logits_BMV, draft, visible_BMM)
+            return super().choose(rows, logits_BMV, draft, visible_BMM, plan)
         p_BMV = probabilities(logits_BMV, rows.sampling)
         return self.rule(p_BMV, draft, rows.context.seeds_B, rows.context.lengths_B)
 
@@ -40,10 +42,12 @@ class BrokenRule(Stepper):
 class ForgetsPenalties(Stepper):
     """Lets the penalties of a node count no drafted token."""
 
-    def choose(self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor) -> Acceptance:
+    def choose(
+        self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, plan: Plan
+    ) -> Acceptance:
         root_alone_BMM = visible_BMM.clone()
         root_alone_BMM[:, :, 1:] = False
-        return super().choose(rows, logits_BMV, draft, root_alone_BMM)
+        return super().choose(rows, logits_BMV, draft, root_alone_BMM, plan)
 
 
 class BrokenDraft(TableDrafter):
@@ -123,7 +127,7 @@ class Planted:
     wrap: Callable[[Target], Target] = lambda target: target
     make_drafter: Callable[[Target], Drafter] = TableDrafter
     make_stepper: MakeStepper = Stepper
-    plan: Plan = Plan((1, 1), sampled=True)
+    plan: Plan = CHAIN
     alphabet: int = 8
     tokens: int = 3
     draws: int = 10_000

@@ -30,12 +30,12 @@ PLAN = Plan((2, 1, 1))
 HEALTHY = Planted("nowhere", plan=Plan((2, 1), sampled=True))
 
 
-def proof_of(fault: Planted) -> Proof:
+def proof_of(fault: Planted, plan: Plan = PLAN) -> Proof:
     target, toy = fault.wrap(tiny_target()), small_target(fault.alphabet)
     return prove(
         target,
         fault.make_drafter(target),
-        PLAN,
+        plan,
         prompts(5, seed=4),
         SmallWorld(toy, fault.make_drafter(toy), STAND_IN),
         Workload(
@@ -65,6 +65,14 @@ def test_a_planted_fault_is_a_defect(name: str):
     parts = {"greedy": proof.greedy.defects, "sampling": proof.sampling.defects}
     assert parts[PLANTED[name].found_in] > 0
     assert proof.sentence().startswith("DEFECT: ")
+
+
+def test_typical_acceptance_is_lossy_by_choice_and_hides_no_defect():
+    typical = Plan((2, 1), acceptance="typical", epsilon=0.02)
+    proof = proof_of(HEALTHY, typical)
+    assert proof.verdict == "lossy by choice" and proof.sampling.defects == 0
+    assert [cell.plan for cell in proof.sampling.cells if not cell.lossless] == ["deterministic tree 2,1, typical"]
+    assert proof_of(PLANTED["off-by-one acceptance"], typical).verdict == "defect"
 
 
 def test_rows_with_equal_inputs_are_read_once_and_get_the_same_texts():

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from draftsmith.cli.bench import bench
 from draftsmith.cli.check import check
+from draftsmith.cli.compare import compare
 from draftsmith.cli.demo import demo
 from draftsmith.cli.generate import generate
 from draftsmith.cli.prove import prove
@@ -61,7 +62,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, generate, bench, check, prove):
+for command in (demo, train, generate, bench, compare, check, prove):
     app.command()(command)
 
 

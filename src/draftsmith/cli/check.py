@@ -32,12 +32,16 @@ SHORTEST, LONGEST = 8, 160
 
 
 def check(
-    draft: Annotated[Path | None, typer.Argument(help="Folder of a trained drafter; the embedded one by default.")] = None,
+    draft: Annotated[
+        Path | None, typer.Argument(help="Folder of a trained drafter; the embedded one by default.")
+    ] = None,
     target: TargetOption = None,
     dtype: Annotated[
         str, typer.Option(help="Precision of the comparison with training: fp32 or fp64 for parity to the last guess.")
     ] = "fp32",
-    serving_dtype: Annotated[str, typer.Option(help="Precision of the copy that decodes; auto as in generate.")] = "auto",
+    serving_dtype: Annotated[
+        str, typer.Option(help="Precision of the copy that decodes; auto as in generate.")
+    ] = "auto",
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
     data: Annotated[
@@ -98,7 +102,7 @@ def check_folder(
     say: "Callable[[str], None]",
 ) -> "tuple[Report, str]":
     """Run every check on a folder; what a failure makes impossible is not run. Returns the target's name too."""
-    from draftsmith.drafters.base import TrainableDrafter
+    from draftsmith.drafters.trainable import TrainableDrafter
     from draftsmith.evaluation.check import Check, Report, check_drafter, check_files, check_packing, load_pair
     from draftsmith.evaluation.prompts import cut
 

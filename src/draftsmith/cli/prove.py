@@ -24,7 +24,18 @@ from draftsmith.cli.common import (
     check_outputs,
     gather_prompts,
     load_engine,
+)
+from draftsmith.cli.plans import (
+    AcceptanceOption,
+    BeamOption,
+    DeltaOption,
+    EpsilonOption,
+    NodesOption,
+    SampledOption,
+    ShapeOption,
+    check_drafter,
     parse_plan,
+    read_rules,
 )
 from draftsmith.types import DraftsmithError
 
@@ -59,14 +70,15 @@ def prove(
     quick: Annotated[
         bool, typer.Option("--quick", help="A tenth of the prompts and draws; it says how much less that can see.")
     ] = False,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            help="Tree of the greedy part, such as 4,2,1; the drafter's own by default.", rich_help_panel=SPEED
-        ),
-    ] = None,
+    plan: ShapeOption = None,
+    sampled: SampledOption = False,
+    beam: BeamOption = None,
+    nodes: NodesOption = None,
+    acceptance: AcceptanceOption = "exact",
+    epsilon: EpsilonOption = None,
+    delta: DeltaOption = None,
     candidates: Annotated[
-        int | None, typer.Option(help="Verify only the best K paths of it.", rich_help_panel=SPEED)
+        int | None, typer.Option(help="Verify only the best K paths of the tree.", rich_help_panel=SPEED)
     ] = None,
     rows: Annotated[int, typer.Option(help="Draws made together.", rich_help_panel=SPEED)] = 1024,
     native: NativeOption = True,
@@ -102,13 +114,16 @@ def prove(
         new_tokens=new_tokens, batch=batch, draws=draws, small_draws=10 * draws, law_tokens=law_tokens, top_k=top_k,
         rows=rows, seed=seed,
     )
+    # Plans are for sampled text as well as greedy here.
+    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, 1.0)
     texts = gather_prompts(data, task)
     notes, console = Console(stderr=True), Console()
     engine = load_engine(
         notes, target=target, drafter=drafter, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
         native=native, quantize=quantize, max_batch=1, max_length=LONGEST + new_tokens,
     )
-    shape = parse_plan(plan, candidates, engine.plan) or engine.plan
+    check_drafter(engine.drafter, rules)
+    shape = parse_plan(plan, candidates, engine.plan, rules) or engine.plan
     longest = min(LONGEST, engine.target.max_length - new_tokens)
     windows = cut(engine.target, texts, max(1, longest), prompts)
     # Of different lengths, so that the batch is ragged.
@@ -187,6 +202,13 @@ def show(console: Console, proof: "Proof", small_drafter: str, quick: bool) -> N
     console.print(proof.sentence(), style="red" if proof.verdict == "defect" else "green", markup=False)
 
 
+def law_of(cell: "Cell") -> str:
+    """Say whether a cell's draws follow the law."""
+    if not cell.lossless:
+        return "[yellow]lossy by choice[/yellow]"
+    return "[red]REFUSED[/red]" if cell.refused else "fits"
+
+
 def law_table(where: str, cells: "Sequence[Cell]") -> Table:
     """Lay out the cells of one target."""
     table = Table(
@@ -200,6 +222,6 @@ def law_table(where: str, cells: "Sequence[Cell]") -> Table:
     for cell in cells:
         table.add_row(
             cell.plan, f"{cell.draws:,}", f"{cell.p_value:.2g}", f"{cell.tv:.4f}", f"{cell.tv_noise:.4f}",
-            f"{cell.smallest_shift:.4f}", "[red]REFUSED[/red]" if cell.refused else "fits",
+            f"{cell.smallest_shift:.4f}", law_of(cell),
         )
     return table

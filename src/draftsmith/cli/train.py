@@ -15,7 +15,8 @@ from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from draftsmith.drafters.mlp import MLPSpeculator
+    from draftsmith.drafters.base import Drafter
+    from draftsmith.drafters.learner import Learner
     from draftsmith.evaluation.prompts import Prompt
     from draftsmith.target import Target
     from draftsmith.training.recipe import Recipe
@@ -98,9 +99,9 @@ def embedded_recipe() -> dict[str, Any]:
     """Return the run to do without a recipe: stage 2 of the embedded speculator, on the embedded training texts."""
     folder = assets.demo_first_stage()
     config = json.loads((folder / "config.json").read_text())
-    from draftsmith.training.recipe import DrafterSection
+    from draftsmith.drafters.mlp_config import MLPOptions
 
-    known = {name: config[name] for name in DrafterSection.model_fields if name in config}
+    known = {name: config[name] for name in MLPOptions.model_fields if name in config}
     return {
         "drafter": {**known, "init_from": str(folder)},
         "data": {"sources": [{"path": str(assets.prompt_file("train"))}], "held_out_every": 1_000_000},
@@ -119,13 +120,13 @@ class EngineBridge:
 
         self.target, self.new_tokens = target, new_tokens
         self.sampling: dict[str, Any] = {}
-        self.drafter: MLPSpeculator | None = None
+        self.drafter: Drafter | None = None
         tasks = sorted({prompt.task for prompt in prompts})
         self.prompts = {
             task: cut(target, [p for p in prompts if p.task == task], prompt_tokens, prompts_a_task) for task in tasks
         }
 
-    def use(self, drafter: "MLPSpeculator") -> None:
+    def use(self, drafter: "Learner") -> None:
         """Write the coming text with this drafter, for speed; the text's law does not depend on it."""
         self.drafter = drafter.for_decoding(self.target)
 
@@ -143,7 +144,7 @@ class EngineBridge:
         crowded = self.target.device.type == "cpu" and len(prompts) > MOST_DRAFTED_ROWS
         return [completion.tokens for completion in engine.generate(prompts, rules, NO_DRAFT if crowded else None)]
 
-    def evaluate(self, drafter: "MLPSpeculator") -> "Mapping[str, float]":
+    def evaluate(self, drafter: "Learner") -> "Mapping[str, float]":
         """Measure τ, greedy, over all tasks and for each."""
         from draftsmith.engine import Engine
         from draftsmith.evaluation.measure import measure

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters import storage
-from draftsmith.drafters.base import Drafter, TrainableDrafter
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.registry import load_drafter
+from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.losslessness import first_divergence
 from draftsmith.evaluation.measure import Measurement

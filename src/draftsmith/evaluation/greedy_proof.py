@@ -80,7 +80,7 @@ class GreedyProof:
 
     @property
     def defects(self) -> int:
-        """Differing texts that it does not explain, texts that are not the model's, and a forward that shape changes."""
+        """Texts that differ without a tie or are not the model's own, and a forward that its shape changes."""
         return len(self.partings) - self.ties + len(self.foreign) + (not self.movement.plausible)
 
     def summary(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import TrainableDrafter
+from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.target import Target
 from draftsmith.types import Completion, Plan, SamplingParams

@@ -22,7 +22,7 @@ from draftsmith.evaluation.sampling_proof import (
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError, Plan
 
-Verdict = Literal["lossless", "lossless up to ties", "defect"]
+Verdict = Literal["lossless", "lossless up to ties", "lossy by choice", "defect"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class Proof:
         """Return "defect" for anything that rounding or chance does not explain."""
         if self.greedy.defects or self.sampling.defects:
             return "defect"
+        if not all(cell.lossless for cell in self.sampling.cells):
+            return "lossy by choice"
         return "lossless up to ties" if self.greedy.ties else "lossless"
 
     def sentence(self) -> str:
@@ -86,17 +88,22 @@ class Proof:
             found = [parting.sentence() for parting in greedy.partings if not parting.tie][:1]
             found += [f"the plain text of prompt {index} is not the model's own" for index in greedy.foreign[:1]]
             if not greedy.movement.plausible:
-                found.append(
-                    f"logits move by {greedy.movement.largest:.3g} between shapes of the forward, which no rounding does"
-                )
+                moved = f"{greedy.movement.largest:.3g}"
+                found.append(f"logits move by {moved} between shapes of the forward, which no rounding does")
             if self.sampling.apart > self.sampling.most_apart:
                 found.append(f"decoding has a law {self.sampling.apart:.3g} away from the model's own")
             found += [
                 f"{cell.plan} on {cell.where} does not follow the target's law (p = {cell.p_value:.2g}, total "
                 f"variation {cell.tv:.4f}, a perfect sampler shows {cell.tv_noise:.4f})"
-                for cell in cells if cell.refused
+                for cell in cells if cell.refused and cell.lossless
             ]
             return f"DEFECT: {'; '.join(found)}."
+        if self.verdict == "lossy by choice":
+            cell = next(cell for cell in cells if not cell.lossless)
+            return (
+                f"Lossy by choice: typical acceptance ({cell.plan}) moves the law of sampled text by {cell.tv:.4f} in "
+                f"total variation (a perfect sampler shows {cell.tv_noise:.4f}); everything else is lossless."
+            )
         least = {where: max(c.smallest_shift for c in cells if c.where == where) for where in {c.where for c in cells}}
         ties = f", {greedy.ties} parting at a tie of the rounding" if greedy.ties else ""
         return (

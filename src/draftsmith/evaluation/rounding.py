@@ -49,7 +49,7 @@ def logits_by_shape(target: Target, prefix: Sequence[int]) -> dict[str, Tensor]:
     and of the prefix's last token as the second guess of a draft.
     """
     if len(prefix) < 3:
-        raise DraftsmithError(f"a prefix of {len(prefix)} tokens is too short to be read in every shape; give 3 or more.")
+        raise DraftsmithError(f"a prefix of {len(prefix)} tokens cannot be read in every shape; give 3 or more.")
     filler = list(prefix[:2]) * 2
     guess = [filler[0], prefix[-1], filler[1], filler[0]]
     found = {
@@ -66,7 +66,7 @@ def logits_by_shape(target: Target, prefix: Sequence[int]) -> dict[str, Tensor]:
 def _read(
     target: Target, cached: Sequence[int], nodes: Sequence[int], parents: Sequence[int] | None, batch: int
 ) -> Tensor:
-    """Put `cached` into a fresh cache, read the nodes behind it (a chain without parents), return the last row (M, V)."""
+    """Cache some tokens, read the nodes behind them (a chain without parents), and return the last row (M, V)."""
     device = target.device
     cache = target.new_cache(batch, len(cached) + len(nodes))
     cache.admit(batch)

@@ -28,7 +28,12 @@ CONTROL = 128
 MOST_APART = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 1e-3, torch.float64: 1e-5}
 REPETITION, FREQUENCY = 1.2, 1.5
 SMALL_ROWS = 8192
-SMALL_PLANS = (Plan((2, 1)), Plan((1, 1), sampled=True), Plan((2, 1), sampled=True))
+SMALL_PLANS = (
+    Plan((2, 1)),
+    Plan((1, 1), sampled=True),
+    Plan((1, 1), sampled=True, acceptance="block"),
+    Plan((2, 1), sampled=True),
+)
 
 Report = Callable[[str, int, int], None]
 
@@ -45,6 +50,7 @@ class Cell:
         smallest_shift: the total variation that the test finds nine times out of ten.
         rounding: total variation that the rounding of the target's forward may cause by itself.
         refused: whether the draws do not follow the law.
+        lossless: whether the plan claims that they do; typical acceptance does not.
     """
 
     where: str
@@ -64,6 +70,7 @@ class Cell:
     accepted_per_step: float
     seconds: float
     refused: bool
+    lossless: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class SamplingProof:
     @property
     def defects(self) -> int:
         """Refused cells, and a decoding forward with another law."""
-        return sum(cell.refused for cell in self.cells) + (self.apart > self.most_apart)
+        return sum(cell.refused and cell.lossless for cell in self.cells) + (self.apart > self.most_apart)
 
     def summary(self) -> dict[str, Any]:
         """Return the figures for JSON: those of the cell that fits worst, then all."""
@@ -102,7 +109,8 @@ def describe(plan: Plan) -> str:
     shape = ",".join(map(str, plan.branching))
     form = "chain" if all(children == 1 for children in plan.branching) else "tree"
     kept = "".join(f", best {value} {name}" for name, value in (("paths", plan.paths), ("nodes", plan.nodes)) if value)
-    return f"{'sampled' if plan.sampled else 'deterministic'} {form} {shape}{kept}" if plan.branching else "no draft"
+    rule = f", {plan.acceptance}" if plan.acceptance != "exact" else ""
+    return f"{'sampled' if plan.sampled else 'deterministic'} {form} {shape}{kept}{rule}"
 
 
 def with_penalties(params: SamplingParams) -> SamplingParams:
@@ -117,7 +125,7 @@ def shorten(plan: Plan, depth: int) -> Plan:
 
 def judge(
     where: str, plan: str, drafter: str, law: Law, texts: Sequence[Sequence[int]], seed: int, seconds: float,
-    accepted: float, rounding: float = 0.0,
+    accepted: float, rounding: float = 0.0, lossless: bool = True,
 ) -> Cell:
     """Test draws against a law. A misfit no larger than noise and rounding together is not refused."""
     counts_C, impossible = law.count(texts)
@@ -128,6 +136,7 @@ def judge(
     return Cell(
         where, plan, drafter, len(texts), len(law.p_C), found.statistic, found.freedom, found.p_value, impossible, tv,
         noise, most, detectable(law.p_C, len(texts), ALPHA, seed), rounding, accepted, seconds, refused,
+        lossless,
     )
 
 
@@ -150,7 +159,8 @@ def prove_sampling_here(
 
     Args:
         plan: the user's; cut to the length.
-        draws: of each plan; a sampled tree and penalties, which cost the most, get a quarter.
+        draws: of each plan; a sampled tree and penalties, which cost the most, get a quarter, and so does a plan
+            that is judged by another rule than the exact one.
         exact_shapes: whether logits are the same bits in every shape of the forward, so that rounding excuses nothing.
     """
     if draws < 1000:
@@ -169,7 +179,8 @@ def prove_sampling_here(
 
     depth = length - 1
     own = shorten(plan, depth)
-    tree = own if not own.sampled and any(children > 1 for children in own.branching) else Plan((2, *(1,) * (depth - 1)))
+    is_tree = not own.sampled and any(children > 1 for children in own.branching)
+    tree = replace(own, acceptance="exact") if is_tree else Plan((2, *(1,) * (depth - 1)))
     runs: list[tuple[str, Plan, SamplingParams, list[int], int]] = [
         (describe(tree), tree, open_law, prompt, draws),
         (f"{describe(tree)}, penalties", tree, punished, repetitive, max(1000, draws // 4)),
@@ -180,6 +191,8 @@ def prove_sampling_here(
             (describe(chain), chain, open_law, prompt, draws),
             (describe(wide), wide, open_law, prompt, max(1000, draws // 4)),
         ]
+    if own.acceptance != "exact":
+        runs.append((describe(own), own, open_law, prompt, max(1000, draws // 4)))
     shares = _sharing_is_exact(target, drafter, prompt, open_law, tree, seed, make_stepper)
     source = SharedRows(target) if shares else target
     cells, done, total = [], 0, sum(count for *_, count in runs)
@@ -199,6 +212,7 @@ def prove_sampling_here(
             judge(
                 "this target", name, "the drafter itself", laws[id(params)], found.texts, seed,
                 time.perf_counter() - begun, found.accepted_per_step, 0.0 if exact_shapes else 2 * apart,
+                shape.lossless,
             )
         )
     return SamplingProof(cells, apart, MOST_APART[target.dtype], shares)

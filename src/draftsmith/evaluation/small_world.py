@@ -5,12 +5,13 @@ a shift of half a percent in total variation. Shapes: V alphabet, R rows.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.drafters.family import Family
 from draftsmith.drafters.grow import grow
+from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.target import Target
 from draftsmith.types import Context, Draft, DraftsmithError, Plan
 
@@ -90,11 +91,11 @@ def small_drafter(target: Target, family: Family | None, least_depth: int = 2) -
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(2)
-                made = family.make(family.options(), target, None)
+                made = family.make(family.read_options({}, family.name), target, None)
         except DraftsmithError:
             made = None
+        if isinstance(made, TrainableDrafter):
+            made = made.make_ready(target)
         if isinstance(made, StagewiseDrafter) and made.can_sample and made.max_depth >= least_depth:
-            if isinstance(made, nn.Module):
-                made.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
             return made, f"an untrained drafter of the family {family.name}"
     return TableDrafter(target), STAND_IN

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from draftsmith.drafters.family import Family, TrainedOptions
+from draftsmith.drafters.registry import family_named
 from draftsmith.training.split import HELD_OUT_EVERY
 from draftsmith.types import DraftsmithError
 
@@ -28,21 +30,43 @@ class TargetSection(Section):
     device: str = "auto"
 
 
-class DrafterSection(Section):
-    """The speculator to train; `init_from` is the folder of one to start from (a warm start, not a resume)."""
+class DrafterSection(BaseModel):
+    """The drafter to train: its `family`, and beside it the options of that family.
 
-    inner_dim: Annotated[int, Field(ge=0)] = 0
-    n_predict: Count = 3
-    tie_weights: bool = False
-    scale_input: bool = False
-    top_k_tokens_per_head: tuple[Count, ...] = ()
-    n_candidates: Count = 5
-    default_branching: tuple[Count, ...] = ()
-    condition_on_tokens: bool = True
-    draft_vocab_size: Annotated[int, Field(ge=0)] = 0
-    tie_to_target: bool = False
-    init_from_target: Literal["none", "embeddings", "embeddings+head"] = "none"
+    `init_from` is the folder of one to start from (a warm start, not a resume).
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    family: str = "mlp"
     init_from: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        """Check the family's options and write out their defaults, so that the effective recipe names them all."""
+        if not isinstance(values, dict):
+            return values
+        own = {key: values[key] for key in cls.model_fields if key in values}
+        rest = {key: value for key, value in values.items() if key not in own}
+        family = own.get("family", cls.model_fields["family"].default)
+        if not isinstance(family, str):
+            return own
+        return own | _trainable(family).read_options(rest, "recipe key drafter.").model_dump()
+
+    @property
+    def options(self) -> TrainedOptions:
+        """The options of the family."""
+        options = _trainable(self.family).read_options(self.model_extra or {}, "recipe key drafter.")
+        assert isinstance(options, TrainedOptions)
+        return options
+
+
+def _trainable(name: str) -> Family:
+    family = family_named(name)
+    if not family.trainable:
+        raise DraftsmithError(f"recipe key drafter.family is {name!r}, which needs no training; use it as it is.")
+    return family
 
 
 class SourceSection(Section):
@@ -91,6 +115,7 @@ class OnPolicySection(StageSection):
     """Stage 2: text that the target writes after prompts from the data, read `epochs` times.
 
     The target writes as it will be used: at `temperature` and `top_k` (0 is greedy; the report samples at 1 and 10).
+    `texts` is a file of such texts, generated.jsonl of another run of the same lengths, to be read instead.
     """
 
     rate: Rate = 1e-4
@@ -101,6 +126,7 @@ class OnPolicySection(StageSection):
     top_k: Annotated[int, Field(ge=0)] = 10
     epochs: Count = 1
     generate_batch: Count = 32
+    texts: str | None = None
 
 
 class OptimizerSection(Section):
@@ -142,7 +168,7 @@ class Recipe(Section):
     """A whole run."""
 
     target: TargetSection = TargetSection()
-    drafter: DrafterSection = DrafterSection()
+    drafter: DrafterSection = DrafterSection.model_validate({})
     data: DataSection = DataSection()
     stage1: GroundTruthSection = GroundTruthSection()
     stage2: OnPolicySection = OnPolicySection()

@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from draftsmith.drafters.mlp import MLPSpeculator, load_tensors
-from draftsmith.drafters.storage import read_tensors, verify_folder
+from draftsmith.drafters.learner import Learner
+from draftsmith.drafters.storage import verify_folder
 from draftsmith.target import Target
-from draftsmith.training.build import build_loader, build_speculator
+from draftsmith.training.build import build_drafter, build_loader
 from draftsmith.training.checkpoint import (
     BEST,
     Checkpoint,
@@ -29,7 +29,7 @@ from draftsmith.training.checkpoint import (
 )
 from draftsmith.training.data import Loader, Packing, noise
 from draftsmith.training.generated import Generate, GeneratedText
-from draftsmith.training.loss import prepare, stage_losses
+from draftsmith.training.loss import prepare
 from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
@@ -37,7 +37,7 @@ from draftsmith.training.schedule import learning_rate
 from draftsmith.training.terminal import one_gentle_interrupt, progress_bar
 from draftsmith.types import DraftsmithError, resolve_dtype
 
-Evaluate = Callable[[MLPSpeculator], Mapping[str, float]]
+Evaluate = Callable[[Learner], Mapping[str, float]]
 TAU = "tokens_per_step"
 
 
@@ -67,9 +67,9 @@ def train(
     resume: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
-    on_drafter: Callable[[MLPSpeculator], None] | None = None,
+    on_drafter: Callable[[Learner], None] | None = None,
 ) -> TrainingResult:
-    """Train the recipe's speculator for a frozen target.
+    """Train the recipe's drafter for a frozen target.
 
     Args:
         generate: (prompts, max_tokens, seed) to as many continuations of exactly max_tokens; a function of its inputs.
@@ -92,7 +92,7 @@ def train(
 class _Run:
     def __init__(
         self, recipe: Recipe, target: Target, generate: Generate, evaluate: Evaluate, console: Console,
-        on_drafter: Callable[[MLPSpeculator], None] | None,
+        on_drafter: Callable[[Learner], None] | None,
     ) -> None:
         self.recipe, self.target, self.console = recipe, target, console
         self.generate, self.evaluate, self.on_drafter = generate, evaluate, on_drafter
@@ -106,11 +106,11 @@ class _Run:
         self.best_step: int | None = None
         self.loader: Loader | None = None
         self.generated: GeneratedText | None = None
-        self._check_lengths()
 
-    def _check_lengths(self) -> None:
+    def _build(self) -> None:
+        self.drafter = build_drafter(self.recipe, self.target)
         first, second = self.recipe.stage1, self.recipe.stage2
-        shortest = self.recipe.drafter.n_predict + 3
+        shortest = self.drafter.max_depth + 3
         for name, length, steps in (
             ("stage1.length", first.length, first.steps),
             ("stage2.prompt_tokens + stage2.new_tokens", second.prompt_tokens + second.new_tokens, second.steps),
@@ -121,15 +121,18 @@ class _Run:
                 )
 
     def plan_only(self) -> TrainingResult:
-        self.speculator = build_speculator(self.recipe, self.target)
+        self._build()
         for name, stage in (("stage 1", self.recipe.stage1), ("stage 2", self.recipe.stage2)):
             tokens = self._tokens_a_step(stage)
             self.console.print(
                 f"{name}: {stage.steps} steps × {stage.batch * stage.accumulate} sequences, "
                 f"{tokens * stage.steps:,} tokens, rate {stage.rate:g} → {stage.final_rate:g}"
             )
-        count = sum(p.numel() for p in self.speculator.parameters())
-        self.console.print(f"drafter: {count / 1e6:.2f} M parameters in {self.speculator.config.n_predict} stages")
+        count = sum(p.numel() for p in self.drafter.parameters())
+        self.console.print(
+            f"drafter: {self.recipe.drafter.family}, {count / 1e6:.2f} M parameters, {self.drafter.max_depth} tokens "
+            "deep"
+        )
         if self.recipe.stage1.steps:
             loader = build_loader(self.recipe, self.target, Packing(self.recipe.stage1.length), "stage1")
             self.console.print("data: " + ", ".join(source.source.label for source in loader.sources))
@@ -150,11 +153,11 @@ class _Run:
                 "resume it, or choose another output.folder."
             )
         self.folder.open(checkpoint.progress["step"] if checkpoint else None)
-        self.speculator = build_speculator(self.recipe, self.target)
-        self.optimizers = build_optimizers(self.speculator, self.recipe.optimizer)
+        self._build()
+        self.optimizers = build_optimizers(self.drafter, self.recipe.optimizer)
         if checkpoint is not None:
             self._take_up(checkpoint)
-        self._losses = torch.compile(stage_losses) if self.recipe.optimizer.compile else stage_losses
+        self._losses = torch.compile(self.drafter.losses) if self.recipe.optimizer.compile else self.drafter.losses
         try:
             self._stages(interrupted, fresh=checkpoint is None)
         finally:
@@ -176,8 +179,7 @@ class _Run:
 
     def _load_weights(self, folder: Path) -> None:
         verify_folder(folder)
-        tensors = {name.removeprefix("speculator."): tensor for name, tensor in read_tensors(folder).items()}
-        load_tensors(self.speculator, tensors, folder)
+        self.drafter.load_published(self.drafter.read_tensors(folder), folder)
 
     def _within_stage(self) -> bool:
         """Whether the optimizer goes on: each stage begins with a fresh one."""
@@ -199,13 +201,17 @@ class _Run:
         if self.step >= self.steps:
             return
         if not self._within_stage():
-            self.optimizers = build_optimizers(self.speculator, self.recipe.optimizer)
+            self.optimizers = build_optimizers(self.drafter, self.recipe.optimizer)
         self._make_text(interrupted)
         self._steps(self.recipe.stage2, first, interrupted)
 
     def _make_text(self, interrupted: threading.Event) -> None:
         section = self.recipe.stage2
-        self.generated = GeneratedText(self.folder.generated, section, noise(self.recipe.seed, "stage2"))
+        seed = noise(self.recipe.seed, "stage2")
+        if section.texts is not None:
+            self.generated = GeneratedText.of(Path(section.texts), section, seed)
+            return
+        self.generated = GeneratedText(self.folder.generated, section, seed)
         if not self.generated.missing:
             return
         if self._within_stage():
@@ -266,20 +272,18 @@ class _Run:
             tokens_BL, first = self._micro_batch(stage, local * stage.accumulate + micro)
             # A target that is bf16 already only loses time under autocast.
             with self._autocast(half and self.target.dtype == torch.float32):
-                rows = prepare(
-                    self.speculator, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
-                    distillation=recipe.distillation, seed=(recipe.seed, "positions", self.step, micro),
+                lesson = prepare(
+                    self.drafter, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
+                    distillation=recipe.distillation,
+                    seed=(recipe.seed, "positions", self.step, micro),
                 )
             with self._autocast(half):
-                loss_N, hits_N = self._losses(
-                    self.speculator, rows.features_RF, rows.tokens_RN, rows.labels_RN, rows.law,
-                    recipe.distillation.weight, recipe.distillation.temperature,
-                )
+                loss_N, hits_N = self._losses(lesson)
             (loss_N.sum() / stage.accumulate).backward()
             losses.append(loss_N.detach())
             hits.append(hits_N)
         loss_N, hits_N = torch.stack(losses).mean(0), torch.stack(hits).mean(0)
-        norm = torch.nn.utils.clip_grad_norm_(self.speculator.parameters(), section.clip).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), section.clip).item()
         if not math.isfinite(loss_N.sum().item()) or not math.isfinite(norm):
             raise DraftsmithError(
                 f"the loss became {loss_N.sum().item()} (gradient norm {norm}) at step {self.step + 1}; "
@@ -298,9 +302,9 @@ class _Run:
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
 
     @torch.no_grad()
-    def _served(self) -> MLPSpeculator:
+    def _served(self) -> Learner:
         """Return a copy as it would be served: in the target's dtype."""
-        served = copy.deepcopy(self.speculator).to(self.target.dtype).eval().requires_grad_(False)
+        served = copy.deepcopy(self.drafter).to(self.target.dtype).eval().requires_grad_(False)
         served.bind(self.target)
         return served
 
@@ -323,7 +327,7 @@ class _Run:
         }
         self.checkpoints.save(
             self.step,
-            lambda aside: self.speculator.write_files(aside, self.target.facts(), {"training_step": self.step}, False),
+            lambda aside: self.drafter.write_files(aside, self.target.facts(), {"training_step": self.step}, False),
             progress, optimizer_tensors(self.optimizers),
         )
         if improved:
@@ -332,7 +336,7 @@ class _Run:
     def _export(self, name: str) -> Path:
         folder = self.folder.path / name
         dtype = resolve_dtype(self.recipe.output.dtype, self.target.device)
-        drafter = copy.deepcopy(self.speculator).to(dtype)
+        drafter = copy.deepcopy(self.drafter).to(dtype)
         drafter.save_pretrained(folder, self.target.facts(), {"training_step": self.step}, repeat_tied=False)
         return folder
 

@@ -1,4 +1,4 @@
-"""Top-k sampling without walking the vocabulary: the law restricted to the few tokens that can be drawn or were guessed.
+"""Top-k sampling without walking the vocabulary: the law over the few tokens that can be drawn or were guessed.
 
 Shapes: B rows, N drafted, M = N + 1 verified nodes (root first), V vocabulary, K tokens kept at a node and a few more,
 U tokens of a row's own alphabet.
