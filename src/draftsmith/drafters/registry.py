@@ -35,7 +35,6 @@ HUB_FILES = [
     "*.model",
 ]
 
-
 BUILT_IN: tuple[Family, ...] = (
     MLP, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
 )
