@@ -115,3 +115,14 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
     raise DraftsmithError(
         f"{folder} is of the drafter family {config.get('model_type')!r}, which is unknown; known are {known}."
     )
+
+
+def family_of(name: str | Path) -> Family | None:
+    """Return the family of a word or of a folder's config.json, None where there is no telling without a download."""
+    if isinstance(name, str) and not Path(name).exists() and name.partition(":")[0] in families():
+        return families()[name.partition(":")[0]]
+    config = Path(name).expanduser() / "config.json"
+    if not config.is_file():
+        return None
+    values = storage.read_json(config)
+    return next((family for family in families().values() if family.recognises(values)), None)
