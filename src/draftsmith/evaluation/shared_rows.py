@@ -18,10 +18,10 @@ class WrappedTarget(Target):
         self.inner = inner
 
     def encode(
-        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False
+        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Let the inner target read whole sequences."""
-        return self.inner.encode(tokens_BT, taps, logits)
+        return self.inner.encode(tokens_BT, taps, logits, gradients)
 
     def forward(
         self,
