@@ -225,7 +225,7 @@ def test_training(tmp_path: Path, options: dict, overrides: tuple[str, ...]):
 
 @pytest.mark.parametrize("limit", [0, 512])
 def test_packed_for_the_demo_target(limit: int):
-    """Native layers and int8 maps guess as fp32 ones do, over a cache that native code filled; and gradients pass."""
+    """Native layers and int8 maps guess as plain ones do, over a cache that native code filled; and gradients pass."""
     target = Target.from_pretrained(assets.demo_target())
     options = FAMILY.read_options({"draft_vocab_size": limit, "branching": (2,)}, "")
     drafter = FAMILY.make(options, target, torch.arange(limit) if limit else None)

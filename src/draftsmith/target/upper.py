@@ -6,17 +6,15 @@ Shapes: B rows, T tokens of a text, M nodes, F width.
 import copy
 from collections import OrderedDict
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.target.attention import TreePass, lay_out_pass
 from draftsmith.target.cache import KVCache
+from draftsmith.target.target import Target
 from draftsmith.types import DraftsmithError
-
-if TYPE_CHECKING:
-    from draftsmith.target.target import Target
 
 # How far the states may be from the target's own, relative to their size; bf16 gives less than 0.01.
 TOLERANCE = 0.05
@@ -39,7 +37,7 @@ class UpperLayers:
         DraftsmithError: no layer is left, or the model hands more than one state from layer to layer.
     """
 
-    def __init__(self, target: "Target", layer: int) -> None:
+    def __init__(self, target: Target, layer: int) -> None:
         if not 0 <= layer < target.layers - 1:
             raise DraftsmithError(
                 f"layer is {layer}, but {target.name} has {target.layers} layers, of which at least one has to follow; "
@@ -71,13 +69,18 @@ class UpperLayers:
 
     @cached_property
     def differentiable(self) -> "UpperLayers":
-        """The same layers with products that gradients pass through: an fp32 copy where those of the target are packed.
+        """The same layers with products that gradients pass through: a plain copy where those of the target are packed.
 
         The copy is of the whole target, made once, for training on a CPU in bf16 only.
         """
-        if self.target.device.type == "cpu" and self.target.dtype == torch.bfloat16:
-            return UpperLayers(self.target.widened(), self.layer)
-        return self
+        target = self.target
+        if target.device.type != "cpu" or target.dtype != torch.bfloat16:
+            return self
+        model = type(target.model)(copy.deepcopy(target.model.config)).to(target.dtype)
+        model.load_state_dict(target.model.state_dict())
+        plain = Target(model, target.tokenizer, target.name, native=False)
+        plain.packed = False
+        return UpperLayers(plain, self.layer)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate keys and values of these layers alone, for `rows` texts."""
