@@ -92,7 +92,7 @@ def check_drafter(
             found = engine.generate(questions[:size], greedy, plan=plan)
             assert [c.tokens for c in found] == answers[:size]
         shape = plan if plan is not None else engine.plan
-        if not shape.sampled:
+        if not shape.sampled and shape.lossless:
             assert [c.tokens for c in engine.generate(questions, sampled, plan=plan)] == plain
         narrow = Engine(target, CheckedDrafter(make_drafter(), target), max_batch=3)
         lengths = [1 + 5 * i % NEW_TOKENS for i in range(len(questions))]

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from draftsmith import assets
-from draftsmith.types import DraftsmithError, Plan, Quantization
+from draftsmith.types import DraftsmithError, Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,18 +80,6 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.replace(" ", "").split(",") if part)
     except ValueError as error:
         raise DraftsmithError(f"{option} is {text!r}; give whole numbers with commas, such as 1,2,4.") from error
-
-
-def parse_plan(shape: str | None, candidates: int | None, default: Plan) -> Plan | None:
-    """Build a plan from --plan "4,2,1" and --candidates K; None leaves the drafter's own."""
-    from draftsmith.evaluation.bench import plan_for
-
-    if candidates is not None and candidates < 0:
-        raise DraftsmithError(f"--candidates is {candidates}; give 0 (no drafting) or a positive number.")
-    branching = numbers(shape, "--plan") if shape is not None else None
-    if candidates is not None:
-        return plan_for(default, candidates, branching)
-    return Plan(branching=branching) if branching is not None else None
 
 
 def load_target(

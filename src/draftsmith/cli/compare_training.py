@@ -241,7 +241,7 @@ def enlist(
     for entry in entries:
         if not entry.family.trainable:
             options = entry.family.read_options(entry.options, f"{entry.name}:")
-            add(entry.name, entry.family.make(options, target, None), entry.family.summary)
+            add(entry.name, entry.family.ready(options, target), entry.family.summary)
     for name, folder in given.items():
         add(name, load_drafter(folder, target), f"trained before: {Path(folder).name}")
     if not contenders:

@@ -15,7 +15,8 @@ from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from draftsmith.drafters.trainable import TrainableDrafter
+    from draftsmith.drafters.base import Drafter
+    from draftsmith.drafters.learner import Learner
     from draftsmith.evaluation.prompts import Prompt
     from draftsmith.target import Target
     from draftsmith.training.recipe import Recipe
@@ -119,13 +120,13 @@ class EngineBridge:
 
         self.target, self.new_tokens = target, new_tokens
         self.sampling: dict[str, Any] = {}
-        self.drafter: TrainableDrafter | None = None
+        self.drafter: Drafter | None = None
         tasks = sorted({prompt.task for prompt in prompts})
         self.prompts = {
             task: cut(target, [p for p in prompts if p.task == task], prompt_tokens, prompts_a_task) for task in tasks
         }
 
-    def use(self, drafter: "TrainableDrafter") -> None:
+    def use(self, drafter: "Learner") -> None:
         """Write the coming text with this drafter, for speed; the text's law does not depend on it."""
         self.drafter = drafter.for_decoding(self.target)
 
@@ -143,7 +144,7 @@ class EngineBridge:
         crowded = self.target.device.type == "cpu" and len(prompts) > MOST_DRAFTED_ROWS
         return [completion.tokens for completion in engine.generate(prompts, rules, NO_DRAFT if crowded else None)]
 
-    def evaluate(self, drafter: "TrainableDrafter") -> "Mapping[str, float]":
+    def evaluate(self, drafter: "Learner") -> "Mapping[str, float]":
         """Measure τ, greedy, over all tasks and for each."""
         from draftsmith.engine import Engine
         from draftsmith.evaluation.measure import measure

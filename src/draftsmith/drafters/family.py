@@ -14,6 +14,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
+    from draftsmith.drafters.learner import Learner
     from draftsmith.target import Target
 
 
@@ -42,18 +43,25 @@ class Family:
             is None for all. Families without training return a drafter that is ready, and ignore `draft_tokens`.
         load: (folder, target) to a drafter that is ready to decode; None where there is nothing to load.
         recognises: whether a config.json's object belongs to this family.
-        trainable: whether `make` returns a `TrainableDrafter` that a recipe can train.
+        trainable: whether `make` returns a `Learner` that a recipe can train.
         rate: the learning rate that a small new one starts with, where nobody chose one.
     """
 
     name: str
     summary: str
     options: type[Options]
-    make: Callable[[Any, "Target", Tensor | None], Drafter]
+    make: Callable[[Any, "Target", Tensor | None], "Drafter | Learner"]
     load: Callable[[Path, "Target"], Drafter] | None = None
     recognises: Callable[[Mapping[str, Any]], bool] = lambda config: False
     trainable: bool = False
     rate: float = 1e-3
+
+    def ready(self, options: Options, target: "Target") -> Drafter:
+        """Make a drafter that needs no training; DraftsmithError for a family that does."""
+        made = None if self.trainable else self.make(options, target, None)
+        if not isinstance(made, Drafter):
+            raise DraftsmithError(f"a drafter of the family {self.name!r} has to be trained; give the folder of one.")
+        return made
 
     def read_options(self, values: Mapping[str, Any], where: str) -> Options:
         """Check plain values; DraftsmithError names the key, after `where`, and the nearest right one."""

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.draft_model import FAMILY as DRAFT_MODEL
+from draftsmith.drafters.early_exit import FAMILY as EARLY_EXIT
 from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.firp import FAMILY as FIRP
+from draftsmith.drafters.int8_self import FAMILY as INT8_SELF
 from draftsmith.drafters.mlp import FAMILY as MLP
 from draftsmith.drafters.recurrent import FAMILY as RECURRENT
 from draftsmith.types import DraftsmithError
@@ -21,9 +24,15 @@ if TYPE_CHECKING:
     from draftsmith.target import Target
 
 ENTRY_POINTS = "draftsmith.drafters"
-HUB_FILES = ["config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json"]
+HUB_FILES = [
+    "config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json",
+    # A draft model's end tokens and tokenizer.
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.model",
+]
 
-BUILT_IN: tuple[Family, ...] = (MLP, RECURRENT, FIRP)
+# Folders of draft models come last: checkpoints of other families may look like language models.
+BUILT_IN: tuple[Family, ...] = (MLP, RECURRENT, FIRP, EARLY_EXIT, INT8_SELF, DRAFT_MODEL)
 
 
 @cache
@@ -82,9 +91,7 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
         word, values = read_spec(name) if ":" in name else (name, {})
         family = families().get(word)
         if family is not None:
-            if family.trainable:
-                raise DraftsmithError(f"a drafter of the family {word!r} has to be trained; give the folder of one.")
-            return family.make(family.read_options(values, f"{word}:"), target, None)
+            return family.ready(family.read_options(values, f"{word}:"), target)
     if is_local(name):
         folder = Path(name).expanduser()
         storage.require_folder(folder)

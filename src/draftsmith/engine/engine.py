@@ -40,7 +40,7 @@ class Chunk:
 
 
 class Engine:
-    """Decodes with a drafter, or plainly; the text is the target's own either way.
+    """Decodes with a drafter, or plainly; the text is the target's own either way, unless a plan asks for less.
 
     Args:
         target: the model.
@@ -257,6 +257,8 @@ class Engine:
         if self._running:
             raise DraftsmithError("this engine is still streaming; finish or close that stream before the next call.")
         self._running = True
+        for request in requests:
+            request.statistics.lossless = chosen.lossless or request.params.temperature == 0
         self.drafter.attach(self._cache)
         waiting = deque(requests)
         rows: Rows | None = None

@@ -15,14 +15,16 @@ from draftsmith.engine.compiled import Compiler
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Rows
 from draftsmith.target import KVCache, Target, keep_path
-from draftsmith.types import UNUSED, Context, Draft, Plan, SamplingParams
+from draftsmith.types import NO_DRAFT, UNUSED, Context, Draft, Plan, SamplingParams
 from draftsmith.verify import (
     Acceptance,
     History,
     SamplingBatch,
+    accept_block,
     accept_deterministic,
     accept_greedy,
     accept_sampled,
+    accept_typical,
     probabilities,
     shape_logits,
     tree_tables,
@@ -124,7 +126,7 @@ class Stepper:
         if rows.sampling.all_greedy and not rows.sampling.needs_shaping:
             rows.context, table_BX, path_BD = self._commit_greedy(tensors, logits_BMV, features_BMF, layout, context)
         else:
-            acceptance = choose(rows, logits_BMV, draft, layout.visible_BMM)
+            acceptance = choose(rows, logits_BMV, draft, layout.visible_BMM, plan)
             rows.context, table_BX, path_BD = commit(
                 tensors, acceptance, logits_BMV, features_BMF, layout, context
             )
@@ -163,12 +165,13 @@ class Stepper:
             rows_B=torch.tensor([r.index for r in requests], device=device),
             temperature_B=torch.tensor([p.temperature for p in params], device=device),
             seeds_B=seeds_B,
+            first_B=tokens_BM[:, 0].clone(),
         )
         rows = first_rows(requests, context, params, self.target.vocab_size)
         no_draft = empty_draft(context)
         visible_BMM, _ = tree_tables(no_draft.parents_BN, 0)
         logits_B1V = last_logits_BV.unsqueeze(1)
-        first_B = choose(rows, logits_B1V, no_draft, visible_BMM).next_B
+        first_B = choose(rows, logits_B1V, no_draft, visible_BMM, NO_DRAFT).next_B
         if self.drafter.reads_prompt:
             # Entry t of the context is the token that state t predicted: the prompt from its second on, then ours.
             shifted_BM = torch.cat([tokens_BM[:, 1:], tokens_BM.new_zeros((len(requests), 1))], dim=1)
@@ -245,16 +248,21 @@ def first_rows(requests: list[Request], context: Context, params: list[SamplingP
     return Rows(requests, context, sampling, history)
 
 
-def choose(rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor) -> Acceptance:
-    """Apply every row's sampling rules at every node and accept a path."""
+def choose(rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, plan: Plan) -> Acceptance:
+    """Apply every row's sampling rules at every node and accept a path by the plan's rule."""
     shaped_BMV = logits_BMV
     if rows.sampling.needs_shaping:
         shaped_BMV = shape_logits(logits_BMV, rows.sampling, rows.history, draft.tokens_BN, visible_BMM)
     if rows.sampling.all_greedy:
         return accept_greedy(shaped_BMV.argmax(dim=-1), draft)
     p_BMV = probabilities(shaped_BMV, rows.sampling)
-    accept = accept_deterministic if draft.q_BMV is None else accept_sampled
-    return accept(p_BMV, draft, rows.context.seeds_B, rows.context.lengths_B)
+    seeds_B, positions_B = rows.context.seeds_B, rows.context.lengths_B
+    if plan.acceptance == "typical":
+        return accept_typical(p_BMV, draft, seeds_B, positions_B, plan.epsilon, plan.delta)
+    if draft.q_BMV is None:
+        return accept_deterministic(p_BMV, draft, seeds_B, positions_B)
+    accept = accept_block if plan.acceptance == "block" else accept_sampled
+    return accept(p_BMV, draft, seeds_B, positions_B)
 
 
 def commit_greedy(

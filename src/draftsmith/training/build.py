@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.registry import family_named
-from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.target import Target
 from draftsmith.training.data import Loader, Packing, noise
 from draftsmith.training.recipe import Recipe
@@ -41,7 +41,7 @@ def frequent_tokens(recipe: Recipe, target: Target, size: int) -> Tensor:
     return torch.tensor(sorted(ranked[:size]))
 
 
-def build_drafter(recipe: Recipe, target: Target) -> TrainableDrafter:
+def build_drafter(recipe: Recipe, target: Target) -> Learner:
     """Return a drafter in fp32 on the target's device, its weights a function of the recipe alone.
 
     Raises:
@@ -54,7 +54,7 @@ def build_drafter(recipe: Recipe, target: Target) -> TrainableDrafter:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(noise(recipe.seed, "weights"))
         drafter = family.make(options, target, tokens)
-    assert isinstance(drafter, TrainableDrafter)
+    assert isinstance(drafter, Learner)
     if section.init_from is not None:
         drafter.start_from(Path(section.init_from), target)
     drafter.to(target.device)

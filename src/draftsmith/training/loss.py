@@ -6,8 +6,8 @@ Shapes: B sequences, L tokens a sequence, P positions trained on a sequence, F f
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.lesson import Lesson
-from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.target import Target
 from draftsmith.training.data import noise
 from draftsmith.training.recipe import DistillationSection
@@ -24,7 +24,7 @@ def choose_positions(first: int, last: int, count: int | None, batch: int, seed:
 
 
 def prepare(
-    drafter: TrainableDrafter, target: Target, tokens_BL: Tensor, *, first: int, count: int | None,
+    drafter: Learner, target: Target, tokens_BL: Tensor, *, first: int, count: int | None,
     distillation: DistillationSection, seed: tuple[object, ...],
 ) -> Lesson:
     """Let the frozen target read the sequences and draw positions; the first to be trained on is `first`.

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.storage import verify_folder
-from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.target import Target
 from draftsmith.training.build import build_drafter, build_loader
 from draftsmith.training.checkpoint import (
@@ -37,7 +37,7 @@ from draftsmith.training.schedule import learning_rate
 from draftsmith.training.terminal import one_gentle_interrupt, progress_bar
 from draftsmith.types import DraftsmithError, resolve_dtype
 
-Evaluate = Callable[[TrainableDrafter], Mapping[str, float]]
+Evaluate = Callable[[Learner], Mapping[str, float]]
 TAU = "tokens_per_step"
 
 
@@ -67,7 +67,7 @@ def train(
     resume: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
-    on_drafter: Callable[[TrainableDrafter], None] | None = None,
+    on_drafter: Callable[[Learner], None] | None = None,
 ) -> TrainingResult:
     """Train the recipe's drafter for a frozen target.
 
@@ -92,7 +92,7 @@ def train(
 class _Run:
     def __init__(
         self, recipe: Recipe, target: Target, generate: Generate, evaluate: Evaluate, console: Console,
-        on_drafter: Callable[[TrainableDrafter], None] | None,
+        on_drafter: Callable[[Learner], None] | None,
     ) -> None:
         self.recipe, self.target, self.console = recipe, target, console
         self.generate, self.evaluate, self.on_drafter = generate, evaluate, on_drafter
@@ -302,7 +302,7 @@ class _Run:
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
 
     @torch.no_grad()
-    def _served(self) -> TrainableDrafter:
+    def _served(self) -> Learner:
         """Return a copy as it would be served: in the target's dtype."""
         served = copy.deepcopy(self.drafter).to(self.target.dtype).eval().requires_grad_(False)
         served.bind(self.target)
