@@ -21,7 +21,8 @@ class CheckedDrafter(Drafter):
     def __init__(self, inner: Drafter, target: Target) -> None:
         self.inner, self.target = inner, target
         self.taps, self.reads_prompt = inner.taps, inner.reads_prompt
-        self.can_sample = inner.can_sample
+        self.can_sample, self.observes = inner.can_sample, inner.observes
+        self.proposed: tuple[Context, Draft] | None = None
         self.rows_seen: set[int] = set()
         self.rows_reset: set[int] = set()
 
@@ -35,6 +36,16 @@ class CheckedDrafter(Drafter):
         self.rows_reset.update(rows)
         self.inner.reset_rows(rows)
 
+    def follow(self, context: Context) -> None:
+        self.inner.follow(context)
+
+    def observe(self, context: Context, draft: Draft, choice_BM: torch.Tensor) -> None:
+        assert self.observes and self.proposed is not None
+        assert context is self.proposed[0] and draft is self.proposed[1]
+        self.proposed = None
+        assert choice_BM.shape == (draft.tokens_BN.shape[0], draft.tokens_BN.shape[1] + 1)
+        self.inner.observe(context, draft, choice_BM)
+
     def propose(self, context: Context, plan: Plan) -> Draft:
         batch, width = context.tokens_BT.shape
         assert context.features_BTF.shape == (batch, width, self.target.feature_size(self.taps))
@@ -43,6 +54,8 @@ class CheckedDrafter(Drafter):
         self.rows_seen.update(context.rows_B.tolist())
         draft = self.inner.propose(context, plan)
         check_draft(draft, plan, batch, self.target.vocab_size, self.can_sample)
+        assert not self.observes or self.proposed is None, "what was drafted last was not shown to it"
+        self.proposed = context, draft
         return draft
 
 

@@ -38,6 +38,7 @@ DEFAULT_POSITIONS = 200_000
 # What a family is compared with where its defaults are those of a large target.
 COMPARED: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"n_predict": 4, "tie_weights": True, "init_from_target": "embeddings+head"},
+    "small-lm": {"draft_vocab_size": 0},
 }
 # EAGLE-2 is EAGLE with another tree: one training serves both.
 OTHER_TREE = {"eagle": "eagle2"}

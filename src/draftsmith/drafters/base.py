@@ -27,6 +27,9 @@ class Drafter(ABC):
     can_compile: bool = False
     """Whether `propose` is made of tensor operations alone, so that a compiler can take it in whole."""
 
+    observes: bool = False
+    """Whether `observe` is to be called; it costs an argmax over the vocabulary at every node."""
+
     @abstractmethod
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Guess ahead of every row's root, in the shape the plan asks for."""
@@ -62,6 +65,14 @@ class Drafter(ABC):
         """
         if self.reads_prompt:
             self.propose(context, Plan((1,)))
+
+    def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
+        """See the target's likeliest token after the root (entry 0) and after every node n (entry n + 1) of a draft.
+
+        Called between the forward that verified the draft and the next `propose`, if the family `observes`; `context`
+        is the one that the draft was made from. The tokens are the argmax of the plain logits, whatever the sampling.
+        """
+        return
 
     def reset_rows(self, rows: list[int]) -> None:
         """Forget the state of rows whose requests ended; drafters without state do nothing."""

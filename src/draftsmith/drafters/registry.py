@@ -16,8 +16,12 @@ from draftsmith.drafters.early_exit import FAMILY as EARLY_EXIT
 from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.firp import FAMILY as FIRP
 from draftsmith.drafters.int8_self import FAMILY as INT8_SELF
+from draftsmith.drafters.lookahead import FAMILY as LOOKAHEAD
 from draftsmith.drafters.mlp import FAMILY as MLP
+from draftsmith.drafters.ngram import FAMILY as NGRAM
 from draftsmith.drafters.recurrent import FAMILY as RECURRENT
+from draftsmith.drafters.small_lm import FAMILY as SMALL_LM
+from draftsmith.drafters.suffix import FAMILY as SUFFIX
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -32,7 +36,9 @@ HUB_FILES = [
 ]
 
 # Folders of draft models come last: checkpoints of other families may look like language models.
-BUILT_IN: tuple[Family, ...] = (MLP, RECURRENT, FIRP, EARLY_EXIT, INT8_SELF, DRAFT_MODEL)
+BUILT_IN: tuple[Family, ...] = (
+    MLP, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF, DRAFT_MODEL,
+)
 
 
 @cache
@@ -47,6 +53,8 @@ def families() -> dict[str, Family]:
                 "mend or remove that package."
             )
         known.setdefault(family.name, family)
+    # Folders of draft models come last: checkpoints of other families may look like language models.
+    known[DRAFT_MODEL.name] = DRAFT_MODEL
     return known
 
 

@@ -63,14 +63,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter with what comes behind it, as one piece to compile."""
+    """A drafter with what comes behind it, as one piece to compile.
+
+    Args:
+        drafter: guesses.
+        native: lay out by the native operator.
+        static: give every draft the plan's full size, because what reads it is compiled for fixed shapes; drafts
+            that are compiled themselves have it anyway.
+    """
 
     drafter: Drafter
     native: bool
+    static: bool
 
     def lay_out(self, context: Context, plan: Plan) -> Layout:
         """Let the drafter guess, and put its tree behind the root in the form the target reads."""
         draft = self.drafter.propose(context, plan) if plan.depth else empty_draft(context)
+        if self.static:
+            draft = filled(draft, plan)
         if self.native:
             tokens_BM, depths_BM, visible_BMM = torch.ops.draftsmith.lay_out(
                 context.tokens_BT, context.counts_B, draft.tokens_BN, draft.parents_BN
@@ -90,9 +100,9 @@ class Stepper:
         # Native operators have nothing in them to compile.
         self._forward = target.forward if target.is_native else compiler.wrap(target.forward)
         if drafter.is_native or not drafter.can_compile or not compiler.enabled:
-            self._draft = Drafting(drafter, native=target.native).lay_out
+            self._draft = Drafting(drafter, native=target.native, static=compiler.enabled).lay_out
         else:
-            self._draft = compiler.wrap(Drafting(drafter, native=False).lay_out)
+            self._draft = compiler.wrap(Drafting(drafter, native=False, static=False).lay_out)
         self._commit_greedy = commit_greedy_natively if target.native else compiler.wrap(commit_greedy)
 
     def step(self, rows: Rows, plan: Plan, clock: Clock) -> StepResult:
@@ -121,6 +131,10 @@ class Stepper:
             columns_S,
             self.drafter.taps,
         )
+        if self.drafter.observes and plan.depth:
+            clock.start("drafter")
+            # On a CPU a maximum is found several times faster than an argmax.
+            self.drafter.observe(context, draft, logits_BMV.max(dim=-1).indices)
         clock.start("rest")
         tensors = self.cache.tensors
         if rows.sampling.all_greedy and not rows.sampling.needs_shaping:
@@ -230,6 +244,19 @@ def empty_draft(context: Context) -> Draft:
     """Return the draft without guesses: plain decoding."""
     none_BN = context.tokens_BT.new_empty((context.tokens_BT.shape[0], 0))
     return Draft(tokens_BN=none_BN, parents_BN=none_BN, depth=0)
+
+
+def filled(draft: Draft, plan: Plan) -> Draft:
+    """Pad a draft to the nodes and the depth of its plan; one without guesses stays empty, which is a shape too."""
+    missing = plan.max_nodes - draft.tokens_BN.shape[1]
+    if draft.depth == 0 or draft.q_BMV is not None or missing < 0:
+        return draft
+    return replace(
+        draft,
+        tokens_BN=torch.nn.functional.pad(draft.tokens_BN, (0, missing)),
+        parents_BN=torch.nn.functional.pad(draft.parents_BN, (0, missing), value=UNUSED),
+        depth=plan.depth,
+    )
 
 
 def guesses_or_flag(draft: Draft, logits_BMV: Tensor, node_B1: Tensor) -> Tensor:

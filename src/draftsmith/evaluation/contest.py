@@ -205,8 +205,13 @@ def words(plan: Plan) -> str:
     """Say a plan in a few characters."""
     if not plan.branching:
         return "none"
-    ones = all(children == 1 for children in plan.branching)
-    shape = f"chain {plan.depth}" if ones else "tree " + ",".join(map(str, plan.branching))
+    widths = set(plan.branching)
+    if widths == {1}:
+        shape = f"chain {plan.depth}"
+    elif len(widths) == 1 and plan.depth > 2:
+        shape = f"tree {widths.pop()}^{plan.depth}"
+    else:
+        shape = "tree " + ",".join(map(str, plan.branching))
     limits = [f"{name} {value}" for name, value in (("paths", plan.paths), ("nodes", plan.nodes)) if value is not None]
     return " ".join([shape, *limits, *(["sampled"] if plan.sampled else [])])
 

@@ -217,12 +217,15 @@ class Target:
             features_BTF, where entry t is the state after reading token t (so it predicts token t + 1), and
             logits_BTV if asked for.
         """
+        nothing_BT0 = torch.empty((*tokens_BT.shape, 0), dtype=self.dtype, device=self.device)
+        if not taps and not logits:
+            return nothing_BT0, None
         self._wanted = set(taps)
         with torch.no_grad():
             out = self.model(
                 input_ids=tokens_BT, use_cache=False, logits_to_keep=0 if logits else 1, return_dict=True
             )
-        return self._features(taps), out.logits if logits else None
+        return self._features(taps) if taps else nothing_BT0, out.logits if logits else None
 
     def forward(
         self,
