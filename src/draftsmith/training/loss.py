@@ -46,4 +46,5 @@ def prepare(
         None if logits_BLV is None else logits_BLV[:, 1:],
         distillation.weight,
         distillation.temperature,
+        noise(*seed, "lesson"),
     )
