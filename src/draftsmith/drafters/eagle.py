@@ -154,7 +154,9 @@ class Eagle(FeatureDrafter):
         if named & set(ARCHITECTURES):
             return True
         llama = config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1
-        return llama and "bias" in config and not any("eagle3" in name.lower() for name in named)
+        return llama and "bias" in config and "draft_vocab_size" not in config and not any(
+            "eagle3" in name.lower() for name in named
+        )
 
     @classmethod
     def from_config(

@@ -194,3 +194,36 @@ def sizes_from_json(values: Mapping[str, Any], origin: Path) -> LayerSizes:
         attention_bias=bool(values.get("attention_bias", values.get("qkv_bias", False))),
         rope_parameters={"rope_type": "default", **rotary, "rope_theta": theta},
     )
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Return the low, middle and high layer that the authors read: the inputs of layers 2, L / 2 and L - 3.
+
+    A tap counts outputs, so each is one less. Targets too shallow for that give their first, middle and last layer.
+    """
+    published = (1, layers // 2 - 1, layers - 4)
+    if published[0] < published[1] < published[2]:
+        return published
+    return tuple(sorted({0, (layers - 1) // 2, layers - 1}))
+
+
+def read_taps(config: Mapping[str, Any], origin: Path, layers: int) -> tuple[int, ...]:
+    """Return the taps that a config names, or the default ones.
+
+    `eagle_config.eagle_aux_hidden_state_layer_ids` counts layers by their outputs, as SGLang reads it and as we do; the
+    same key outside counts them by their inputs, as vLLM and speculators read it.
+    """
+    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    outer = config.get("eagle_aux_hidden_state_layer_ids")
+    taps = tuple(inner) if inner else tuple(index - 1 for index in outer or ()) or default_taps(layers)
+    if not all(0 <= tap < layers for tap in taps):
+        raise DraftsmithError(f"{origin} reads the outputs of layers {taps}, but the target's are 0 to {layers - 1}.")
+    return taps
+
+
+def taps_to_json(taps: tuple[int, ...]) -> dict[str, Any]:
+    """Return the keys that name the taps, for both kinds of readers."""
+    return {
+        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(taps)},
+    }

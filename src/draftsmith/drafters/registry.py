@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.eagle import FAMILY as EAGLE
+from draftsmith.drafters.eagle3 import FAMILY as EAGLE3
 from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.mlp import FAMILY as MLP
 from draftsmith.types import DraftsmithError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "draftsmith.drafters"
 HUB_FILES = ["config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json"]
 
-BUILT_IN: tuple[Family, ...] = (MLP, EAGLE)
+BUILT_IN: tuple[Family, ...] = (MLP, EAGLE, EAGLE3)
 
 
 @cache
