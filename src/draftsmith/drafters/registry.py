@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.draft_model import FAMILY as DRAFT_MODEL
+from draftsmith.drafters.eagle import FAMILY as EAGLE
+from draftsmith.drafters.eagle3 import FAMILY as EAGLE3
 from draftsmith.drafters.early_exit import FAMILY as EARLY_EXIT
+from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.firp import FAMILY as FIRP
 from draftsmith.drafters.hydra import FAMILY as HYDRA
 from draftsmith.drafters.int8_self import FAMILY as INT8_SELF
@@ -23,7 +26,6 @@ from draftsmith.drafters.ngram import FAMILY as NGRAM
 from draftsmith.drafters.recurrent import FAMILY as RECURRENT
 from draftsmith.drafters.small_lm import FAMILY as SMALL_LM
 from draftsmith.drafters.suffix import FAMILY as SUFFIX
-from draftsmith.drafters.family import Family, read_spec
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -38,11 +40,8 @@ HUB_FILES = [
 ]
 
 
-
-    MLP, MEDUSA, HYDRA, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
-
 BUILT_IN: tuple[Family, ...] = (
-    MLP, MEDUSA, HYDRA, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
+    MLP, MEDUSA, HYDRA, EAGLE, EAGLE3, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
 )
 
 
