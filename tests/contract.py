@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from draftsmith.drafters.base import Drafter
@@ -122,43 +121,6 @@ def check_drafter(
     assert [c.tokens for c in found] == [answers[0], answers[1][:5], answers[2][:9]]
     assert all(c.statistics.drafted == 0 for c in found[1:]), "two of the rows never ran alone"
     assert drafter.rows_seen - {-1} <= drafter.rows_reset
-
-
-class _Recorder(CheckedDrafter):
-    """Notes what was drafted behind how much of which row's text."""
-
-    def __init__(self, inner: Drafter, target: Target) -> None:
-        super().__init__(inner, target)
-        self.notes: list[tuple[int, int, list[int]]] = []
-
-    def propose(self, context: Context, plan: Plan) -> Draft:
-        draft = super().propose(context, plan)
-        self.notes += zip(
-            context.rows_B.tolist(), context.lengths_B.tolist(), draft.tokens_BN.tolist(), strict=True
-        )
-        return draft
-
-
-@torch.no_grad()
-def check_forward_law(drafter: TrainableDrafter, target: Target) -> None:
-    """Assert that every greedy chain is what `forward` predicts of the text so far when fed its own output.
-
-    Rows differ in length, join and leave; use float64, so that nothing but the law decides between two tokens.
-    """
-    depth, questions = drafter.max_depth, prompts(5, seed=5)
-    recorder = _Recorder(drafter, target)
-    engine = Engine(target, recorder, plan=Plan((1,) * depth), max_batch=2)
-    rules = [SamplingParams(max_tokens=n) for n in (14, 3, 9, 12, 6)]
-    texts = [
-        question + answer.tokens for question, answer in zip(questions, engine.generate(questions, rules), strict=True)
-    ]
-    for row, length, guesses in recorder.notes:
-        read = torch.tensor([texts[row][:length]])
-        features_BTF, _ = target.encode(read[:, :-1], drafter.taps)
-        tokens_BT = torch.cat([read[:, 1:], torch.tensor([guesses])], dim=1)
-        logits = drafter(tokens_BT, F.pad(features_BTF, (0, 0, 0, depth)))
-        assert [int(logits[d][0, length - 2].argmax()) for d in range(depth)] == guesses
-    assert len({row for row, _, _ in recorder.notes}) == 5 and len(recorder.notes) > 30
 
 
 def contract_prompts() -> list[list[int]]:
