@@ -54,7 +54,7 @@ def refused(result: Result, *parts: str) -> None:
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "generate", "bench"])
+@pytest.mark.parametrize("command", ["demo", "train", "generate", "bench", "check", "prove"])
 def test_help_teaches_with_an_example(command: str):
     result = run(command, "--help")
     assert result.exit_code == 0

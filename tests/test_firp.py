@@ -178,6 +178,26 @@ def test_round_trip(tmp_path: Path, options: dict):
     assert all(torch.equal(tensor, state[name]) for name, tensor in drafter.state_dict().items())
 
 
+def test_a_whole_drafter_may_become_limited(tmp_path: Path):
+    whole = make().float()
+    whole.save_pretrained(tmp_path / "x", tiny_target("llama").facts())
+    fewer = make(draft_vocab_size=40).float()
+    fewer.start_from(tmp_path / "x", tiny_target("llama"))
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(fewer.maps, whole.maps, strict=True))
+    assert len(fewer.d2t) == 40
+
+
+def test_compiled_engines_write_the_same():
+    """Recorded operations of the target, and rows padded to a bucket, beside a drafter that is not recorded."""
+    target, questions = tiny_target(), prompts(3, seed=2)
+    rules = [SamplingParams(max_tokens=n) for n in (6, 9, 14)]
+    texts = []
+    for level in ("off", "trace"):
+        engine = Engine(target, make().for_decoding(target), plan=Plan((2, 1)), max_batch=3, compile=level)
+        texts.append([c.tokens for c in engine.generate(questions, rules)])
+    assert texts[0] == texts[1]
+
+
 def test_bad_checkpoints_and_options_are_refused(tmp_path: Path):
     make().save_pretrained(tmp_path / "x", FACTS)
     with pytest.raises(DraftsmithError, match="borrows its target's last layers; load it with that target"):
@@ -225,7 +245,7 @@ def test_training(tmp_path: Path, options: dict, overrides: tuple[str, ...]):
 
 @pytest.mark.parametrize("limit", [0, 512])
 def test_packed_for_the_demo_target(limit: int):
-    """Native layers and int8 maps guess as fp32 ones do, over a cache that native code filled; and gradients pass."""
+    """Native layers and int8 maps guess as plain ones do, over a cache that native code filled; and gradients pass."""
     target = Target.from_pretrained(assets.demo_target())
     options = FAMILY.read_options({"draft_vocab_size": limit, "branching": (2,)}, "")
     drafter = FAMILY.make(options, target, torch.arange(limit) if limit else None)

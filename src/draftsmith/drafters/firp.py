@@ -26,11 +26,11 @@ There is no published checkpoint; config.json has `model_type` firp and the fiel
 maps.{d}.weight, and d2t with a drafted vocabulary.
 
 Shapes: B rows, T positions of a text, P positions that are drafted from, D depths (N in all), R rows of any origin,
-M = P × D guessed states, S keys, F target width, V vocabulary, W drafted vocabulary.
+M = P × D guessed states, F target width, V vocabulary, W drafted vocabulary.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +41,6 @@ from torch import Tensor, nn
 from draftsmith.drafters.family import Family, TrainedOptions
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter, check_target
-from draftsmith.target.attention import TreePass
 from draftsmith.target.upper import UpperLayers
 from draftsmith.types import Context, DraftsmithError, Plan
 
@@ -151,10 +150,8 @@ class FIRPDrafter(TrainableDrafter):
         """Borrow the target's last layers and head; DraftsmithError for a target without layers behind `layer`."""
         self._upper = UpperLayers(target, self.config.layer)
         if isinstance(self.head, FrozenTable):
-            self.head.weight = target.head_weight_VF.detach().to(self._like())[self.d2t]
-
-    def _like(self) -> Tensor:
-        return self.maps[0].get_parameter("weight")
+            # In the target's dtype, as what comes out of its layers.
+            self.head.weight = target.head_weight_VF.detach()[self.d2t]
 
     def pack(self, target: "Target") -> None:
         """Pack the maps, and the rows of the head that a drafted vocabulary needs."""
@@ -218,29 +215,16 @@ class FIRPDrafter(TrainableDrafter):
         Returns:
             guessed states and refined ones, both (B, P, D, F).
         """
-        upper, depths = self.upper.differentiable, self.config.n_predict
+        upper = self.upper.differentiable
         batch, length, width = features_BTF.shape
-        count = positions_BP.shape[1] * depths
-        device = features_BTF.device
-        cache = upper.new_cache(batch, length + count)
+        cache = upper.new_cache(batch, length + positions_BP.shape[1] * self.max_depth)
         upper.read_text(features_BTF, cache)
         index_BPF = positions_BP.unsqueeze(2).expand(-1, -1, width)
-        guessed_BPDF = self.guess_states(features_BTF.gather(1, index_BPF).to(self._like()))
-
-        depth_M = torch.arange(depths, device=device).repeat(positions_BP.shape[1])
-        origin_M = torch.arange(positions_BP.shape[1], device=device).repeat_interleave(depths)
-        origins_BM = positions_BP.repeat_interleave(depths, dim=1)
-        positions_BM = (origins_BM + 1 + depth_M).clamp(max=upper.target.max_length - 1)
-        text_T = torch.arange(length, device=device)
-        own_MM = (origin_M.unsqueeze(1) == origin_M) & (depth_M.unsqueeze(1) >= depth_M)
-        slots_BM = torch.arange(batch, device=device).unsqueeze(1) * cache.capacity + length
-        tree_pass = TreePass(
-            cache, 0, (slots_BM + torch.arange(count, device=device)).flatten(), positions_BM,
-            torch.cat([text_T.expand(batch, -1), positions_BM], dim=1),
-            torch.cat([text_T <= origins_BM.unsqueeze(2), own_MM.expand(batch, -1, -1)], dim=2), length + count,
-        )
-        final_BMF = upper.refine(guessed_BPDF.flatten(1, 2), tree_pass)
-        return guessed_BPDF, final_BMF.unflatten(1, (-1, depths))
+        roots_BPF = features_BTF.gather(1, index_BPF).to(self.maps[0].get_parameter("weight"))
+        guessed_BPDF = self.guess_states(roots_BPF)
+        branches = upper.branches(cache, length, positions_BP, self.max_depth)
+        final_BMF = upper.refine(guessed_BPDF.flatten(1, 2), branches)
+        return guessed_BPDF, final_BMF.unflatten(1, (-1, self.max_depth))
 
     def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
         """Predict at every depth, see `TrainableDrafter.forward`; the features have to begin with the text."""
@@ -294,6 +278,14 @@ class FIRPDrafter(TrainableDrafter):
         """Return the config without what shapes only the drafts or the loss."""
         free = ("branching", "n_candidates", "state_weight")
         return {name: value for name, value in asdict(self.config).items() if name not in free}
+
+    def restricted(self, draft_tokens: Tensor) -> "FIRPDrafter":
+        """Return a copy that scores only these tokens (W); the maps know nothing of the vocabulary."""
+        if self.d2t is not None:
+            raise DraftsmithError(f"this drafter scores {len(self.d2t)} tokens only; start from a whole one.")
+        fewer = FIRPDrafter(replace(self.config, draft_vocab_size=len(draft_tokens)), draft_tokens)
+        fewer.load_state_dict(self.state_dict() | {"d2t": fewer.d2t})
+        return fewer
 
     def describe(self) -> dict[str, Any]:
         """Return the object of config.json."""

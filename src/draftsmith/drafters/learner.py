@@ -142,13 +142,17 @@ class Learner(ABC, nn.Module):
             self.published_name(name): tensor
             for name, tensor in self.state_dict().items() if repeat_tied or name in unique
         }
-        storage.write_tensors(folder / self.weights_file, tensors)
+        storage.write_tensors(folder / self.weights_file, self.to_published(tensors))
 
     def save_pretrained(
         self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None, repeat_tied: bool = True
     ) -> None:
         """Write the checkpoint folder at once or not at all, with a manifest; see `write_files`."""
         storage.write_folder(Path(folder), lambda aside: self.write_files(aside, facts, extra, repeat_tied))
+
+    def to_published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the checkpoint holds of these tensors, by their published names; `load_published` undoes it."""
+        return tensors
 
     @torch.no_grad()
     def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:

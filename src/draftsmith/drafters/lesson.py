@@ -37,6 +37,7 @@ class Lesson:
         logits_BTV: the target's logits behind `tokens_BT[:, t]` (they predict token t + 1); None without distillation.
         weight: share of the loss that is the divergence from the target's own distribution.
         temperature: of both distributions in that divergence.
+        seed: of what a family draws while it learns, another one for every micro-batch of a run.
     """
 
     tokens_BT: Tensor
@@ -45,6 +46,7 @@ class Lesson:
     logits_BTV: Tensor | None = None
     weight: float = 0.0
     temperature: float = 1.0
+    seed: int = 0
 
     def reads_BPN(self, depths: int) -> tuple[Tensor, Tensor]:
         """Return the batch index (B, 1, 1) and, for every position and depth, the index of the last token read."""

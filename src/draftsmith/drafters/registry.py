@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.draft_model import FAMILY as DRAFT_MODEL
+from draftsmith.drafters.eagle import FAMILY as EAGLE
+from draftsmith.drafters.eagle3 import FAMILY as EAGLE3
 from draftsmith.drafters.early_exit import FAMILY as EARLY_EXIT
 from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.firp import FAMILY as FIRP
@@ -37,8 +39,9 @@ HUB_FILES = [
     "*.model",
 ]
 
+
 BUILT_IN: tuple[Family, ...] = (
-    MLP, MEDUSA, HYDRA, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
+    MLP, MEDUSA, HYDRA, EAGLE, EAGLE3, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
 )
 
 
@@ -114,3 +117,14 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
     raise DraftsmithError(
         f"{folder} is of the drafter family {config.get('model_type')!r}, which is unknown; known are {known}."
     )
+
+
+def family_of(name: str | Path) -> Family | None:
+    """Return the family of a word or of a folder's config.json, None where there is no telling without a download."""
+    if isinstance(name, str) and not Path(name).exists() and name.partition(":")[0] in families():
+        return families()[name.partition(":")[0]]
+    config = Path(name).expanduser() / "config.json"
+    if not config.is_file():
+        return None
+    values = storage.read_json(config)
+    return next((family for family in families().values() if family.recognises(values)), None)

@@ -25,6 +25,7 @@ from draftsmith.verify import (
     accept_greedy,
     accept_sampled,
     accept_typical,
+    narrow,
     probabilities,
     shape_logits,
     tree_tables,
@@ -140,7 +141,7 @@ class Stepper:
         if rows.sampling.all_greedy and not rows.sampling.needs_shaping:
             rows.context, table_BX, path_BD = self._commit_greedy(tensors, logits_BMV, features_BMF, layout, context)
         else:
-            acceptance = choose(rows, logits_BMV, draft, layout.visible_BMM, plan)
+            acceptance = self.choose(rows, logits_BMV, draft, layout.visible_BMM, plan)
             rows.context, table_BX, path_BD = commit(
                 tensors, acceptance, logits_BMV, features_BMF, layout, context
             )
@@ -151,6 +152,12 @@ class Stepper:
             index_BT = torch.cat([torch.zeros_like(context.counts_B).unsqueeze(1), path_BD], dim=1)
             raw_BTV = logits_BMV.gather(1, index_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
         return StepResult(table_BX, draft.depth, raw_BTV)
+
+    def choose(
+        self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, plan: Plan
+    ) -> Acceptance:
+        """Apply the rules of acceptance; a method, so that a proof can put a broken rule in their place."""
+        return choose(rows, logits_BMV, draft, visible_BMM, plan)
 
     def prefill(self, requests: list[Request], width: int) -> tuple[Rows, StepResult]:
         """Read the prompts of new requests into the slots behind the running rows; choose their first token each.
@@ -185,7 +192,7 @@ class Stepper:
         no_draft = empty_draft(context)
         visible_BMM, _ = tree_tables(no_draft.parents_BN, 0)
         logits_B1V = last_logits_BV.unsqueeze(1)
-        first_B = choose(rows, logits_B1V, no_draft, visible_BMM, NO_DRAFT).next_B
+        first_B = self.choose(rows, logits_B1V, no_draft, visible_BMM, NO_DRAFT).next_B
         if self.drafter.reads_prompt:
             # Entry t of the context is the token that state t predicted: the prompt from its second on, then ours.
             shifted_BM = torch.cat([tokens_BM[:, 1:], tokens_BM.new_zeros((len(requests), 1))], dim=1)
@@ -282,7 +289,14 @@ def choose(rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, pl
         shaped_BMV = shape_logits(logits_BMV, rows.sampling, rows.history, draft.tokens_BN, visible_BMM)
     if rows.sampling.all_greedy:
         return accept_greedy(shaped_BMV.argmax(dim=-1), draft)
-    p_BMV = probabilities(shaped_BMV, rows.sampling)
+    narrowed = narrow(shaped_BMV, rows.sampling, draft)
+    if narrowed is not None:
+        return narrowed.restore(judge(narrowed.p_BMU, narrowed.draft, rows, plan))
+    return judge(probabilities(shaped_BMV, rows.sampling), draft, rows, plan)
+
+
+def judge(p_BMV: Tensor, draft: Draft, rows: Rows, plan: Plan) -> Acceptance:
+    """Accept a path of a draft, with the target's distribution at every node, by the plan's rule."""
     seeds_B, positions_B = rows.context.seeds_B, rows.context.lengths_B
     if plan.acceptance == "typical":
         return accept_typical(p_BMV, draft, seeds_B, positions_B, plan.epsilon, plan.delta)

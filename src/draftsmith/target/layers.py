@@ -31,13 +31,13 @@ def shortened(model: PreTrainedModel, layers: int, kept: int) -> PreTrainedModel
     """
     key, stack = layer_stack(model, layers, type(model).__name__)
     base: nn.Module = model.base_model
-    short_base, short = _twin(base), _twin(model)
+    short_base, short = twin(base), twin(model)
     short_base._modules[key] = nn.ModuleList(list(stack)[:kept])
     short._modules[model.base_model_prefix] = short_base
     return short
 
 
-def _twin(module: M) -> M:
+def twin(module: M) -> M:
     """Copy one module, but neither its children nor its hooks."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)

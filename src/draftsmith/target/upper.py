@@ -1,10 +1,8 @@
 """The last layers of a target, applied to hidden states that somebody hands in between two of its layers.
 
-Shapes: B rows, T tokens of a text, M nodes, F width.
+Shapes: B rows, T tokens of a text, P positions in it, M nodes, S keys, F width.
 """
 
-import copy
-from collections import OrderedDict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from draftsmith.target.attention import TreePass, lay_out_pass
 from draftsmith.target.cache import KVCache
+from draftsmith.target.layers import layer_stack, twin
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -46,17 +45,12 @@ class UpperLayers:
                 f"use 0 to {target.layers - 2}."
             )
         self.target, self.layer = target, layer
-        base = target.model.base_model
-        name, stack = next(
-            (name, child) for name, child in base.named_children()
-            if isinstance(child, nn.ModuleList) and len(child) == target.layers
-        )
+        key, stack = layer_stack(target.model, target.layers, target.name)
         # The layers keep their places, because some models look up by place what they hand to a layer.
         entrances = [_Entrance() for _ in range(layer + 1)]
-        self._base = copy.copy(base)
-        self._base._modules = {**base._modules, name: nn.ModuleList([*entrances, *stack[layer + 1 :]])}
-        # The target listens to its own outputs, not to these.
-        self._base._forward_hooks = OrderedDict()
+        base: nn.Module = target.model.base_model
+        self._base = twin(base)
+        self._base._modules[key] = nn.ModuleList([*entrances, *stack[layer + 1 :]])
         self._check()
 
     def __deepcopy__(self, _: Any) -> "UpperLayers":
@@ -71,13 +65,16 @@ class UpperLayers:
 
     @cached_property
     def differentiable(self) -> "UpperLayers":
-        """The same layers with products that gradients pass through: an fp32 copy where those of the target are packed.
+        """The same layers with products that gradients pass through: a plain copy where those of the target are packed.
 
         The copy is of the whole target, made once, for training on a CPU in bf16 only.
         """
-        if self.target.device.type == "cpu" and self.target.dtype == torch.bfloat16:
-            return UpperLayers(self.target.widened(), self.layer)
-        return self
+        target = self.target
+        if target.device.type != "cpu" or target.dtype != torch.bfloat16:
+            return self
+        plain = target.copied(target.dtype)
+        plain.packed = False
+        return UpperLayers(plain, self.layer)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate keys and values of these layers alone, for `rows` texts."""
@@ -98,6 +95,29 @@ class UpperLayers:
         visible_BMM = torch.ones((length, length), dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
         columns_S = torch.arange(span, device=device)
         return lay_out_pass(cache, depths_BM, visible_BMM, cached_B, columns_S, 0, self.target.max_length)
+
+    def branches(self, cache: KVCache, length: int, positions_BP: Tensor, depths: int) -> TreePass:
+        """Lay out a chain of `depths` states behind every one of these positions of texts that the cache holds.
+
+        A chain sees the text up to its position and itself; its first state stands one position further on. Nodes are
+        numbered chain by chain.
+
+        Args:
+            length: T, the tokens that the cache holds of every row.
+        """
+        batch, chains = positions_BP.shape
+        device = positions_BP.device
+        depth_M = torch.arange(depths, device=device).repeat(chains)
+        chain_M = torch.arange(chains, device=device).repeat_interleave(depths)
+        origins_BM = positions_BP.repeat_interleave(depths, dim=1)
+        positions_BM = (origins_BM + 1 + depth_M).clamp(max=self.target.max_length - 1)
+        text_T, node_M = torch.arange(length, device=device), torch.arange(len(depth_M), device=device)
+        own_MM = (chain_M.unsqueeze(1) == chain_M) & (depth_M.unsqueeze(1) >= depth_M)
+        allowed_BMS = torch.cat([text_T <= origins_BM.unsqueeze(2), own_MM.expand(batch, -1, -1)], dim=2)
+        slots_BM = torch.arange(batch, device=device).unsqueeze(1) * cache.capacity + length + node_M
+        key_positions_BS = torch.cat([text_T.expand(batch, -1), positions_BM], dim=1)
+        span = length + len(node_M)
+        return TreePass(cache, 0, slots_BM.flatten(), positions_BM, key_positions_BS, allowed_BMS, span)
 
     def refine(self, states_BMF: Tensor, tree_pass: TreePass) -> Tensor:
         """Take outputs of layer `layer` through the rest; return the states after the final norm (B, M, F).

@@ -56,4 +56,5 @@ def as_lesson(
         None if logits_BLV is None else logits_BLV[:, 1:],
         distillation.weight,
         distillation.temperature,
+        noise(*seed, "lesson"),
     )
