@@ -37,7 +37,7 @@ def compare(
         Path | None, typer.Option(help="Text whose beginnings the target continues to train on; embedded by default.")
     ] = None,
     positions: Annotated[
-        int | None, typer.Option(help="Positions that every family is trained on; 200,000 by default.")
+        int | None, typer.Option(help="Positions that every family is trained on; 100,000 by default.")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Minutes that every family is trained for, in place of --positions.")

@@ -32,8 +32,8 @@ PROMPT_TOKENS, BATCH, POSITIONS = 64, 16, 48
 SCORED = 2048
 EVALUATION_PROMPTS, EVALUATION_TOKENS = 2, 48
 PROBED_STEPS = 3
-# What the default budget trains on: with the decoding it fits in three quarters of an hour on two cores.
-DEFAULT_POSITIONS = 200_000
+# What the default budget trains on: with the decoding, all families take half an hour or so on two cores.
+DEFAULT_POSITIONS = 100_000
 
 # What a family is compared with where its defaults are those of a large target.
 COMPARED: Mapping[str, Mapping[str, Any]] = {
