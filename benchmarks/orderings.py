@@ -64,6 +64,7 @@ def run() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=100)
     parser.add_argument("--plan", help="for all; by default a chain as deep as the shallowest drafter")
+    parser.add_argument("--own-depth", action="store_true", help="a chain of every drafter's own depth instead")
     parser.add_argument("--batch", type=int, default=8)
     args = start(parser)
     target = Target.from_pretrained(args.target or assets.demo_target(), dtype=args.dtype, device=args.device)
@@ -79,7 +80,8 @@ def run() -> None:
         taus = {}
         for name, drafter in drafters.items():
             length = args.prompt_tokens + args.new_tokens
-            measured = measure(Engine(target, drafter, max_batch=args.batch, max_length=length), prompts, params, plan)
+            own = make_plan(",".join(["1"] * drafter.max_depth)) if args.own_depth else plan
+            measured = measure(Engine(target, drafter, max_batch=args.batch, max_length=length), prompts, params, own)
             accepted = np.array([c.statistics.accepted for c in measured.completions])
             steps = np.array([c.statistics.steps for c in measured.completions])
             taus[name] = pooled_tau(accepted, steps)
@@ -106,7 +108,8 @@ def run() -> None:
             clear = "yes" if value.low > 0 or value.high < 0 else "no"
             pairs.append([task, f"{left} − {right}", span(value, 3), clear])
     print_table(
-        f"Tokens a step, greedy, {target.name}, {args.dtype}, plan {','.join(map(str, plan.branching))}, "
+        f"Tokens a step, greedy, {target.name}, {args.dtype}, "
+        f"{'chains of own depth' if args.own_depth else 'plan ' + ','.join(map(str, plan.branching))}, "
         f"{args.prompts} prompts a task (95 % intervals over prompts)",
         ["task", "drafter", "τ", "accepted by depth"],
         rows,

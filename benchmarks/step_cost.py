@@ -26,15 +26,17 @@ so this leans high and may pass 1. The share is therefore given a second time wi
 128 × 256 take, whose weights never leave the cache; that leans low. "GB/s" is the bytes of the packed weights over the
 time.
 
-Loading is compared for whole targets from disk, just written and so in the page cache: with native packing, and without
-any packing (oneDNN's left out as well), again in turns. Both run one forward, which touches the weights; the native one
-also checks itself against the model.
+Loading is compared for whole targets from disk: with native packing, and without any packing (oneDNN's left out as
+well), again in turns. Both run one forward, which touches the weights; the native one also checks itself against the
+model. "Warm" is with the files in the page cache, where the plain load maps them and copies nothing; "cold" is after
+the system was asked to drop them from it, as after a restart.
 
 Shapes: M tokens of a step, L tokens in all, S cached entries looked at, V vocabulary, N outputs, K inputs.
 """
 
 import argparse
 import gc
+import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +64,7 @@ from draftsmith.types import DraftsmithError
 
 NATIVE, EAGER, INDUCTOR, PREPACKED, LLAMA_CPP = "native", "eager", "inductor", "prepacked", "llama.cpp"
 PRODUCTS, CALLS = "products", "calls"
+LOADS = ("warm", "cold")
 # How far apart the logits of two contestants may be, relative to their size; bf16 gives 0.01 to 0.03.
 TOLERANCE = 0.1
 FILE_WIDTH = 200
@@ -202,13 +205,23 @@ def distances(steps: Mapping[str, Step], context: int, nodes: int, label: str) -
     return found
 
 
-def load_times(folder: str, loads: int, seed: int) -> dict[str, list[float]]:
+def forget(folder: str) -> None:
+    """Ask the system to drop a model's weights from the page cache."""
+    for path in Path(folder).glob("*.safetensors"):
+        with path.open("rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load_times(folder: str, loads: int, seed: int, cold: bool = False) -> dict[str, list[float]]:
     """Seconds to load the target with native packing and without any, in turns; the first turn is thrown away."""
     rng = random.Random(seed)
     seconds: dict[str, list[float]] = {"packed": [], "unpacked": []}
     for index in range(loads + 1):
         for kind in rng.sample(list(seconds), len(seconds)):
             gc.collect()
+            if cold:
+                forget(folder)
             with patch.object(target_module, "can_prepack", lambda *_: False):
                 begun = time.perf_counter()
                 Target.from_pretrained(folder, dtype="bf16", device="cpu", native=kind == "packed")
@@ -340,7 +353,7 @@ def measure_model(name: str, names: Sequence[str], args: Any) -> dict[str, Any]:
     sizes = sorted(set(args.tokens))
     with model_folder(name, args.target, torch.bfloat16) as folder, ExitStack() as stack:
         label = Path(folder).name
-        loads = load_times(folder, args.loads, args.seed) if args.loads else None
+        loads = {kind: load_times(folder, args.loads, args.seed, kind == "cold") for kind in LOADS if args.loads}
         say(f"{label}: loading is measured" if loads else label)
         vocabulary = GEOMETRIES[name].vocabulary if name in GEOMETRIES else vocabulary_of(folder)
         # Whole spans, so that compiled code never meets an odd one at the end of the cache.
@@ -369,9 +382,16 @@ def measure_model(name: str, names: Sequence[str], args: Any) -> dict[str, Any]:
         "load": None,
         "products": None,
     }
-    if loads is not None:
-        ratio = ratio_of([[s] for s in loads["packed"]], [[s] for s in loads["unpacked"]], args.seed)
-        result["load"] = {"seconds": loads, "packed_over_unpacked": ratio}
+    if loads:
+        result["load"] = {
+            kind: {
+                "seconds": found,
+                "packed_over_unpacked": ratio_of(
+                    [[s] for s in found["packed"]], [[s] for s in found["unpacked"]], args.seed
+                ),
+            }
+            for kind, found in loads.items()
+        }
     if NATIVE in names and 1 in sizes:
         share = products_share(timings, packed_bytes, args.seed)
         result["products"] = share | {"ms_rounds": {key: timings[key, 1] for key in (PRODUCTS, CALLS)}}
@@ -396,10 +416,9 @@ def report(results: Sequence[Mapping[str, Any]], names: Sequence[str], args: Any
             if own is not None:
                 single = span(own["times_own_single"]) if own["times_own_single"] else ""
                 ratios.append(head + [span(cell["times_native"]) if cell else "" for cell in mine[1:]] + [single])
-        if result["load"]:
-            seconds = result["load"]["seconds"]
-            medians = [f"{float(np.median(seconds[kind])):.2f}" for kind in ("packed", "unpacked")]
-            loads.append([result["name"], *medians, span(result["load"]["packed_over_unpacked"])])
+        for kind, found in (result["load"] or {}).items():
+            medians = [f"{float(np.median(found['seconds'][way])):.2f}" for way in ("packed", "unpacked")]
+            loads.append([result["name"], kind, *medians, span(found["packed_over_unpacked"])])
         if result["products"]:
             found = result["products"]
             rates = [f"{found[key]:.1f}" for key in ("products_gb_per_s", "step_gb_per_s")]
@@ -414,7 +433,7 @@ def report(results: Sequence[Mapping[str, Any]], names: Sequence[str], args: Any
         header = ["model", "products / step", "without calls", "products, GB/s", "step, GB/s"]
         show_table("Reading weights in the native step, M = 1", header, shares)
     if loads:
-        header = ["model", "packed, s", "unpacked, s", "packed / unpacked"]
+        header = ["model", "files", "packed, s", "unpacked, s", "packed / unpacked"]
         show_table("Loading the target (medians)", header, loads)
 
 
@@ -463,8 +482,9 @@ def run() -> None:
     report(results, names, args)
     for result in results:
         result["cells"] = [written(cell) for cell in result["cells"]]
-        for part in ("load", "products"):
-            result[part] = written(result[part]) if result[part] else None
+        result["products"] = written(result["products"]) if result["products"] else None
+        if result["load"]:
+            result["load"] = {kind: written(found) for kind, found in result["load"].items()}
     finish(args, {"models": results}, peers=more, dtype=args.dtype)
 
 

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.target import KVCache, Target
 from draftsmith.types import NO_DRAFT, ROOT, UNUSED, Context, Draft, Plan, SamplingParams
@@ -20,7 +21,8 @@ class CheckedDrafter(Drafter):
     def __init__(self, inner: Drafter, target: Target) -> None:
         self.inner, self.target = inner, target
         self.taps, self.reads_prompt = inner.taps, inner.reads_prompt
-        self.can_sample = inner.can_sample
+        self.can_sample, self.observes = inner.can_sample, inner.observes
+        self.proposed: tuple[Context, Draft] | None = None
         self.rows_seen: set[int] = set()
         self.rows_reset: set[int] = set()
 
@@ -34,6 +36,16 @@ class CheckedDrafter(Drafter):
         self.rows_reset.update(rows)
         self.inner.reset_rows(rows)
 
+    def follow(self, context: Context) -> None:
+        self.inner.follow(context)
+
+    def observe(self, context: Context, draft: Draft, choice_BM: torch.Tensor) -> None:
+        assert self.observes and self.proposed is not None
+        assert context is self.proposed[0] and draft is self.proposed[1]
+        self.proposed = None
+        assert choice_BM.shape == (draft.tokens_BN.shape[0], draft.tokens_BN.shape[1] + 1)
+        self.inner.observe(context, draft, choice_BM)
+
     def propose(self, context: Context, plan: Plan) -> Draft:
         batch, width = context.tokens_BT.shape
         assert context.features_BTF.shape == (batch, width, self.target.feature_size(self.taps))
@@ -42,6 +54,8 @@ class CheckedDrafter(Drafter):
         self.rows_seen.update(context.rows_B.tolist())
         draft = self.inner.propose(context, plan)
         check_draft(draft, plan, batch, self.target.vocab_size, self.can_sample)
+        assert not self.observes or self.proposed is None, "what was drafted last was not shown to it"
+        self.proposed = context, draft
         return draft
 
 
@@ -91,7 +105,7 @@ def check_drafter(
             found = engine.generate(questions[:size], greedy, plan=plan)
             assert [c.tokens for c in found] == answers[:size]
         shape = plan if plan is not None else engine.plan
-        if not shape.sampled:
+        if not shape.sampled and shape.lossless:
             assert [c.tokens for c in engine.generate(questions, sampled, plan=plan)] == plain
         narrow = Engine(target, CheckedDrafter(make_drafter(), target), max_batch=3)
         lengths = [1 + 5 * i % NEW_TOKENS for i in range(len(questions))]
@@ -101,9 +115,52 @@ def check_drafter(
         assert [c.accepted_lengths for c in again] == [
             c.accepted_lengths for c in engine.generate(questions[:3], greedy, plan=plan)
         ], "a drafter that remembers nothing of ended rows drafts the same twice"
+    # Where drafting stops above a load, a drafter must not lose track of what is written meanwhile.
+    switching = Engine(target, CheckedDrafter(make_drafter(), target), max_batch=3, draft_rows=1)
+    found = switching.generate(questions[:3], [SamplingParams(max_tokens=n) for n in (NEW_TOKENS, 5, 9)])
+    assert [c.tokens for c in found] == [answers[0], answers[1][:5], answers[2][:9]]
+    assert all(c.statistics.drafted == 0 for c in found[1:]), "two of the rows never ran alone"
     assert drafter.rows_seen - {-1} <= drafter.rows_reset
 
 
 def contract_prompts() -> list[list[int]]:
     """Return the eight ragged prompts of `check_drafter`, for drafters that want to know them."""
     return prompts(8, seed=11)
+
+
+class _Recorder(CheckedDrafter):
+    """Keeps what was drafted for which row at which length."""
+
+    def __init__(self, inner: Drafter, target: Target) -> None:
+        super().__init__(inner, target)
+        self.records: list[tuple[int, int, list[int]]] = []
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        draft = super().propose(context, plan)
+        self.records += zip(
+            context.rows_B.tolist(), context.lengths_B.tolist(), draft.tokens_BN.tolist(), strict=True
+        )
+        return draft
+
+
+@torch.no_grad()
+def check_forward_law(drafter: TrainableDrafter, target: Target) -> None:
+    """Assert that what a float64 drafter drafts while the engine decodes is what its `forward` predicts.
+
+    Rows differ in length, wait for a free slot, join and leave, so that each kind of step occurs; `forward` reads the
+    whole text anew, with the drafter's own guesses behind it.
+    """
+    depth = drafter.max_depth
+    recorder = _Recorder(drafter.for_decoding(target), target)
+    engine = Engine(target, recorder, max_batch=3)
+    questions = contract_prompts()[:5]
+    rules = [SamplingParams(max_tokens=3 + 4 * i) for i in range(len(questions))]
+    answers = engine.generate(questions, rules, plan=Plan((1,) * depth))
+    assert len(recorder.records) > 3 * len(questions)
+    for row, length, guesses in recorder.records:
+        text = (questions[row] + answers[row].tokens)[:length]
+        features_1TF, _ = target.encode(torch.tensor([text[:-1]]), drafter.taps)
+        unknown_1DF = features_1TF.new_zeros((1, depth, features_1TF.shape[2]))
+        tokens_1T = torch.tensor([text[1:] + guesses])
+        logits = drafter(tokens_1T, torch.cat([features_1TF, unknown_1DF], dim=1))
+        assert [logits[d][0, length - 2].argmax().item() for d in range(depth)] == guesses

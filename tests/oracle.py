@@ -1,6 +1,6 @@
 """A drafter that knows the text beforehand and errs on purpose, so that tests meet every accepted length.
 
-B rows, N drafted nodes, M = N + 1, V vocabulary.
+B rows, R = B × frontier nodes, N drafted nodes, M = N + 1, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.drafters.grow import grow
 from draftsmith.types import ROOT, UNUSED, Context, Draft, Plan
 from tiny import greedy_reference
 
@@ -122,8 +123,50 @@ class OracleDrafter(Drafter):
 
 
 def oracle_for(
-    model: PreTrainedModel, questions: Sequence[list[int]], new_tokens: int = 60, **options: Any
+    model: PreTrainedModel,
+    questions: Sequence[list[int]],
+    new_tokens: int = 60,
+    kind: type[OracleDrafter] = OracleDrafter,
+    **options: Any,
 ) -> OracleDrafter:
     """Return an oracle that knows the greedy continuation of each prompt, as transformers decodes it."""
     texts = [question + greedy_reference(model, question, new_tokens) for question in questions]
-    return OracleDrafter(texts, model.config.vocab_size, **options)
+    return kind(texts, model.config.vocab_size, **options)
+
+
+class StagewiseOracle(OracleDrafter, StagewiseDrafter):
+    """The same as a family that goes stage by stage, so that it drafts in every shape that `grow` knows.
+
+    Its q is uneven and most often likes the true token best. The state of a node says whose text it is in, at which
+    place, and whether all guesses so far were right.
+    """
+
+    @property
+    def max_depth(self) -> int:
+        return 6
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        rows, counts, lengths = context.rows_B.tolist(), context.counts_B.tolist(), context.lengths_B.tolist()
+        for row, count, length, newest in zip(rows, counts, lengths, context.tokens_BT.tolist(), strict=True):
+            if row not in self.text_of_row:
+                self.text_of_row[row] = self._recognise(newest[:count], length)
+        return grow(self, context, plan)
+
+    def begin(self, context: Context) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        return context.root()[0], (context.rows_B, context.lengths_B, torch.ones_like(context.rows_B))
+
+    def step(
+        self, depth: int, state: tuple[Tensor, Tensor, Tensor], tokens_R: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        rows_R, place_R, _ = state
+        log_q, still_right = [], []
+        for row, place, right, token in zip(*(t.tolist() for t in (*state, tokens_R)), strict=True):
+            text = self.text_of_row[row]
+            right = right and (depth == 0 or (place - 1 < len(text) and text[place - 1] == token))
+            generator = torch.Generator().manual_seed(hash((self.seed, place, *text[:4])) % 2**31)
+            scores_V = torch.randn(self.vocabulary, generator=generator)
+            if right and place < len(text):
+                scores_V[text[place]] += 6.0 * float(torch.rand((), generator=generator) >= self.error_rate)
+            log_q.append(scores_V.log_softmax(0))
+            still_right.append(int(right))
+        return torch.stack(log_q), (rows_R, place_R + 1, torch.tensor(still_right))

@@ -54,7 +54,7 @@ def refused(result: Result, *parts: str) -> None:
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "generate", "bench"])
+@pytest.mark.parametrize("command", ["demo", "train", "generate", "bench", "check", "prove"])
 def test_help_teaches_with_an_example(command: str):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -112,6 +112,31 @@ def test_generate_samples_several_repeatably(target: Path, drafter: Path):
     assert "--- 1 ---" in first.stdout and "--- 2 ---" in first.stdout
 
 
+def test_generate_with_typical_acceptance_says_that_it_is_lossy(target: Path, drafter: Path, tmp_path: Path):
+    words = ("generate", "abc", "--target", target, "--drafter", drafter, "--max-tokens", "12", "--seed", "4", *MODELS)
+    shape = ("--plan", "4,4", "--beam", "3", "--nodes", "6", "--temperature", "1")
+    rule = ("--acceptance", "typical", "--epsilon", "1e-4")
+    typical = run(*words, *shape, *rule, "--stats", "--json", tmp_path / "t.json")
+    exact = run(*words, *shape, "--stats", "--json", tmp_path / "e.json")
+    assert typical.exit_code == exact.exit_code == 0, typical.output
+    assert typical.stderr.count("lossy (typical acceptance)") == 2 and "lossy" not in exact.stderr
+    assert "lossless" in exact.stderr and typical.stdout != exact.stdout
+    records = [json.loads((tmp_path / name).read_text()) for name in ("t.json", "e.json")]
+    assert [r["completions"][0]["statistics"]["lossless"] for r in records] == [False, True]
+    plan = records[0]["provenance"]["plan"]
+    assert (plan["nodes"], plan["beam"], plan["acceptance"], plan["epsilon"]) == (6, 3, "typical", 1e-4)
+
+
+def test_generate_judges_a_sampled_chain_as_a_block(target: Path, drafter: Path, tmp_path: Path):
+    words = ("generate", "abc", "--target", target, "--drafter", drafter, "--max-tokens", "12", "--seed", "4", *MODELS)
+    result = run(*words, "--sampled", "--acceptance", "block", "--temperature", "1", "--json", tmp_path / "b.json")
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "b.json").read_text())
+    plan = record["provenance"]["plan"]
+    assert (plan["branching"], plan["sampled"], plan["acceptance"]) == ([1, 1], True, "block")
+    assert record["completions"][0]["statistics"]["lossless"]
+
+
 def test_bench_prints_the_table_and_writes_cells(target: Path, drafter: Path, tmp_path: Path):
     result = run(
         "bench", "--target", target, "--drafter", drafter, "--task", "code", "--batch", "1,2", "--candidates", "0,1,3",
@@ -123,6 +148,31 @@ def test_bench_prints_the_table_and_writes_cells(target: Path, drafter: Path, tm
     record = json.loads((tmp_path / "b.json").read_text())
     assert len(record["cells"]) == 7 and record["provenance"]["target"] == "tiny-target"
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency-16.png", "acceptance.png"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ((), "Texts equal to the baseline's, token for token: 1 of 1"),
+        (("--sampled", "--acceptance", "block"), "Texts are lossless: distributed as the baseline's"),
+        (("--acceptance", "typical"), "Texts are lossy (typical acceptance)"),
+    ],
+)
+def test_bench_says_how_its_texts_relate_to_the_baselines(
+    target: Path, drafter: Path, tmp_path: Path, rule: tuple[str, ...], said: str
+):
+    result = run(
+        "bench", "--target", target, "--drafter", drafter, "--task", "code", "--batch", "1", "--candidates", "0,1",
+        "--prompt-tokens", "8", "--new-tokens", "6", "--trials", "1", "--warmups", "0", "--temperature", "0.8", *rule,
+        "--json", tmp_path / "b.json", "--plots", tmp_path / "plots", *MODELS,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    printed = " ".join(result.stdout.split())
+    assert said in printed and ("; lossy (typical acceptance)" in printed) == ("typical" in rule)
+    baseline, drafted = json.loads((tmp_path / "b.json").read_text())["cells"]
+    assert baseline["lossless"] and drafted["lossless"] == ("typical" not in rule)
+    assert drafted["acceptance"] == (rule[-1] if rule else "exact") and drafted["temperature"] == 0.8
+    assert drafted["sampled"] == ("--sampled" in rule)
 
 
 def test_train_from_a_recipe_leaves_a_drafter_that_generates(target: Path, tmp_path: Path):
@@ -209,6 +259,17 @@ def test_a_speculator_of_another_target_is_refused(target: Path, tmp_path: Path)
         (["generate", "x", "--prompt-file", "absent.txt"], ["give one"]),
         (["generate", "--prompt-file", "absent.txt"], ["absent.txt"]),
         (["generate", "x", "--json", "/proc/absent/r.json"], ["/proc/absent"]),
+        (["generate", "x", "--epsilon", "0.1"], ["--epsilon is 0.1", "--acceptance typical"]),
+        (["generate", "x", "--delta", "0.1", "--acceptance", "block"], ["--delta is 0.1", "--acceptance typical"]),
+        (["generate", "x", "--acceptance", "block", "--temperature", "1"], ["block", "add --sampled"]),
+        (["generate", "x", "--acceptance", "typical"], ["typical changes nothing at temperature 0"]),
+        (["generate", "x", "--acceptance", "block", "--sampled"], ["block changes nothing at temperature 0"]),
+        (["generate", "x", "--acceptance", "typical", "--temperature", "1", "--epsilon", "2"], ["epsilon is 2.0"]),
+        (["generate", "x", "--sampled", "--nodes", "4"], ["cannot be pruned"]),
+        (["generate", "x", "--beam", "0"], ["beam is 0"]),
+        (["bench", "--acceptance", "typical"], ["typical changes nothing at temperature 0"]),
+        (["bench", "--temperature", "1", "--peer", "transformers"], ["--peer", "1.0"]),
+        (["bench", "--temperature", "-1"], ["temperature is -1.0"]),
         (["bench", "--batch", "1,x"], ["--batch", "'1,x'"]),
         (["bench", "--candidates", "-1"], ["candidates"]),
         (["bench", "--peer", "other"], ["'other'"]),
@@ -234,6 +295,8 @@ def test_bad_plans_are_refused(target: Path, drafter: Path):
     refused(run(*words, "--plan", "2,x"), "--plan", "'2,x'")
     refused(run(*words, "--plan", "2,0"), "(2, 0)")
     refused(run(*words, "--candidates", "-2"), "-2")
+    block = ("--sampled", "--acceptance", "block", "--temperature", "1")
+    refused(run(*words, *block, "--plan", "2,1"), "(2, 1), sampled")
     refused(
         run("bench", "--target", target, "--candidates", "0,4", "--prompt-tokens", "9", "--new-tokens", "4"),
         "--drafter",

@@ -9,7 +9,7 @@ import torch
 from contract import CheckedDrafter
 from draftsmith.engine import Engine
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, Completion, Plan, SamplingParams
+from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, Plan, SamplingParams
 from oracle import OracleDrafter, oracle_for
 from tiny import ARCHITECTURES, CONTEXT, VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 
@@ -305,3 +305,18 @@ def test_plain_decoding_has_one_token_a_step():
     completion = Engine(tiny_target()).generate(prompts(1), SamplingParams(max_tokens=10))[0]
     assert completion.accepted_lengths == [0] * 9
     assert (completion.statistics.drafted, completion.statistics.tokens_per_step) == (0, 1.0)
+
+
+def test_drafting_stops_above_a_load_and_comes_back():
+    model, questions = tiny_model(), prompts(3)
+    answers = [greedy_reference(model, question, 12) for question in questions]
+    oracle = oracle_for(model, questions)
+    engine = Engine(tiny_target(), oracle, plan=Plan((1, 1)), max_batch=3, draft_rows=2)
+    params = [SamplingParams(max_tokens=n) for n in (12, 12, 3)]
+    found = engine.generate(questions, params)
+    assert [c.tokens for c in found] == [answers[0], answers[1], answers[2][:3]]
+    # Three rows: the first token and two steps without a draft; then two rows, three tokens a step.
+    assert found[2].accepted_lengths == [0, 0]
+    assert found[0].accepted_lengths == [0, 0, 2, 2, 2]
+    with pytest.raises(DraftsmithError, match="draft_rows is -1; use 0"):
+        Engine(tiny_target(), oracle, draft_rows=-1)

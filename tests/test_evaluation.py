@@ -145,6 +145,17 @@ def test_candidates_prune_the_drafters_tree_and_widen_it_where_it_has_too_few_pa
         plan_for(NO_DRAFT, 1)
 
 
+def test_candidates_keep_to_the_rules_and_of_sampled_guesses_are_chains():
+    default = Plan((3, 2, 1), paths=5)
+    typical = Plan(nodes=7, acceptance="typical", epsilon=0.2)
+    assert plan_for(default, 4, None, typical) == Plan((3, 2, 1), paths=4, nodes=7, acceptance="typical", epsilon=0.2)
+    assert plan_for(default, 3, None, Plan(sampled=True)) == Plan((3, 1, 1), sampled=True)
+    block = Plan(sampled=True, acceptance="block")
+    assert plan_for(default, 1, (6, 2), block) == Plan((1, 1), sampled=True, acceptance="block")
+    with pytest.raises(DraftsmithError, match="one child"):
+        plan_for(default, 2, None, block)
+
+
 def test_a_cell_has_every_figure_and_both_sides_counted_exactly(engine: Engine, folder: Path):
     grid = Grid(batches=(1, 2), candidates=(0, 1, 4), prompt_tokens=(12,), new_tokens=NEW_TOKENS, trials=3, warmups=1)
     seen: list[int] = []

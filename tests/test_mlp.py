@@ -288,7 +288,7 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path: Path):
         return folder
 
     refused(rewritten("a", auto_map={"AutoModel": "x.Y"}), r"its own code \(auto_map\)")
-    refused(rewritten("b", model_type="foreign"), "drafter family 'foreign', which is unknown; known are mlp")
+    refused(rewritten("b", model_type="foreign"), "drafter family 'foreign', which is unknown; known are .*mlp")
     refused(rewritten("c", inner_dim=7), r"tensor speculator\..* has shape .* but its config\.json says")
     refused(rewritten("d", n_predict=5, top_k_tokens_per_head=[1]), r"lacks the tensor speculator\..*\.4\.")
     refused(rewritten("e", n_predict=2, top_k_tokens_per_head=[1]), "that is not in its config.json")

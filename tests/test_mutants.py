@@ -3,24 +3,34 @@
 import pytest
 import torch
 
-from draftsmith.verify import accept_sampled
+from block_mutants import BLOCK, BLOCK_MUTANTS, block_rule
+from draftsmith.types import Plan
+from draftsmith.verify import accept_block, accept_sampled
 from mutants import CHAIN, MUTANTS, chain_rule
-from toy import LENGTH, decode, law_p_value, world
+from toy import LENGTH, Accept, decode, law_p_value, world
 
 ALPHA = 1e-6
 DRAWS = 1_000_000
 """The most that a mutant may need; most show in a tenth, which is tried first."""
 
 
-def test_the_written_out_rule_is_ours_token_for_token() -> None:
+ALL_MUTANTS = MUTANTS | BLOCK_MUTANTS
+
+
+@pytest.mark.parametrize(
+    ("plan", "rule", "written_out"), [(CHAIN, accept_sampled, chain_rule), (BLOCK, accept_block, block_rule)]
+)
+def test_the_written_out_rule_is_ours_token_for_token(plan: Plan, rule: Accept, written_out: Accept) -> None:
     seeds_B = torch.arange(20_000)
-    ours = decode(world(0), CHAIN, accept_sampled, seeds_B)
+    ours = decode(world(0), plan, rule, seeds_B)
     assert ours.shape == (20_000, LENGTH)
-    assert torch.equal(ours, decode(world(0), CHAIN, chain_rule, seeds_B))
+    assert torch.equal(ours, decode(world(0), plan, written_out, seeds_B))
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", ALL_MUTANTS)
 def test_a_broken_rule_fails(name: str) -> None:
-    mutant = MUTANTS[name]
-    quick = law_p_value(world(0), mutant.plan, mutant.accept, DRAWS // 10, mutant.grow)
-    assert quick < ALPHA or law_p_value(world(0), mutant.plan, mutant.accept, DRAWS, mutant.grow) < ALPHA
+    mutant = ALL_MUTANTS[name]
+    # Mistakes between two steps show where chains are often cut.
+    toy = world(3, spread=1.5, error=1.5) if name in BLOCK_MUTANTS else world(0)
+    quick = law_p_value(toy, mutant.plan, mutant.accept, DRAWS // 10, mutant.grow)
+    assert quick < ALPHA or law_p_value(toy, mutant.plan, mutant.accept, DRAWS, mutant.grow) < ALPHA

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from rich.console import Console
 
 import training_toy as toy
+from draftsmith.drafters.lesson import IGNORED, Lesson
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.registry import load_drafter
-from draftsmith.training.build import build_speculator
+from draftsmith.training.build import build_drafter
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data import noise
 from draftsmith.training.generated import GeneratedText
-from draftsmith.training.loss import IGNORED, Law, choose_positions, make_rows, prepare, stage_losses
+from draftsmith.training.loss import choose_positions, prepare
 from draftsmith.training.recipe import DistillationSection, OnPolicySection, load_recipe
 from draftsmith.training.trainer import TrainingInterrupted, train
 from draftsmith.types import DraftsmithError
@@ -35,7 +36,7 @@ def records(folder: Path, key: str) -> list[dict]:
 
 
 def speculator(tmp_path: Path, data: Path, *overrides: str) -> MLPSpeculator:
-    return build_speculator(toy.recipe(tmp_path / "unused", data, *overrides), toy.target())
+    return build_drafter(toy.recipe(tmp_path / "unused", data, *overrides), toy.target())
 
 
 def test_two_stages_learn_and_leave_a_whole_run(tmp_path: Path, data: Path):
@@ -56,15 +57,21 @@ def test_two_stages_learn_and_leave_a_whole_run(tmp_path: Path, data: Path):
     assert load_drafter(result.folder / "latest", toy.target()) is not None, "a checkpoint is a drafter"
 
 
-def test_rows_are_those_of_forward(tmp_path: Path, data: Path):
-    """One rule for training and decoding: the loss over all rows is that of `forward` on shifted tokens."""
+def lesson(tokens_BL: torch.Tensor, last: int, distil: bool = False) -> Lesson:
+    """Return the lesson at the first positions of a text: state t predicted token t + 1, so tokens begin there."""
+    features_BLF, logits_BLV = toy.target().encode(tokens_BL, logits=True)
+    positions_BP = torch.arange(last).expand(len(tokens_BL), -1)
+    logits_BTV = logits_BLV[:, 1:] if distil else None
+    return Lesson(tokens_BL[:, 1:], features_BLF[:, :-1], positions_BP, logits_BTV, float(distil))
+
+
+def test_losses_are_those_of_forward(tmp_path: Path, data: Path):
+    """One rule for training and decoding: the loss over all positions is that of `forward`."""
     drafter = speculator(tmp_path, data).double()
     tokens_BL = torch.randint(0, 256, (3, 12))
-    features_BLF, _ = toy.target().encode(tokens_BL)
-    rows = make_rows(tokens_BL, features_BLF, None, torch.arange(0, 9).expand(3, -1), drafter)
-    loss_N, _ = stage_losses(drafter, rows.features_RF, rows.tokens_RN, rows.labels_RN, None, 0.0, 1.0)
-    # State t predicted token t + 1: tokens are taken from the second on, states up to the last but one.
-    logits = drafter(tokens_BL[:, 1:], features_BLF[:, :-1])
+    work = lesson(tokens_BL, 9)
+    loss_N, _ = drafter.losses(work)
+    logits = drafter(work.tokens_BT, work.features_BTF)
     for depth in range(2):
         expected = F.cross_entropy(logits[depth][:, :9].flatten(0, 1), tokens_BL[:, 2 + depth : 11 + depth].flatten())
         assert loss_N[depth].item() == pytest.approx(expected.item(), rel=1e-6)
@@ -73,12 +80,13 @@ def test_rows_are_those_of_forward(tmp_path: Path, data: Path):
 def test_stage_two_trains_on_generated_tokens_only(tmp_path: Path, data: Path):
     drafter, prompt = speculator(tmp_path, data), 6
     tokens_BL = torch.cat([torch.full((2, prompt), 1), torch.full((2, 10), 2)], dim=1)
-    rows = prepare(
+    work = prepare(
         drafter, toy.target(), tokens_BL, first=prompt - 2, count=None, distillation=DistillationSection(), seed=()
     )
-    assert (rows.labels_RN == 2).all()
-    assert (rows.tokens_RN[0] == torch.tensor([1, 2])).all(), "the first root is the prompt's last token"
-    assert len(rows.labels_RN) == 2 * (16 - 1 - 2 - (prompt - 2))
+    labels_RN, tokens_RN = work.labels_RN(2, None, 256), work.tokens_RN(2)
+    assert (labels_RN == 2).all()
+    assert (tokens_RN[0] == torch.tensor([1, 2])).all(), "the first root is the prompt's last token"
+    assert len(labels_RN) == 2 * (16 - 1 - 2 - (prompt - 2))
 
 
 def test_positions_are_a_function_of_the_seed():
@@ -93,11 +101,10 @@ def test_draft_vocabulary_labels(tmp_path: Path, data: Path):
     drafter = speculator(tmp_path, data, "drafter.draft_vocab_size=20")
     assert drafter.d2t is not None and (drafter.d2t.diff() > 0).all()
     known, unknown = int(drafter.d2t[4]), next(t for t in range(256) if t not in drafter.d2t.tolist())
-    tokens_BL = torch.tensor([[1, known, known, unknown]])
-    features_BLF, logits_BLV = toy.target().encode(tokens_BL, logits=True)
-    rows = make_rows(tokens_BL, features_BLF, logits_BLV, torch.tensor([[0]]), drafter)
-    assert rows.labels_RN.tolist() == [[4, IGNORED]]
-    assert rows.law is not None and rows.law.p_SW.shape == (4, 20) and rows.law.index_RN.tolist() == [[1, 2]]
+    work = lesson(torch.tensor([[1, known, known, unknown]]), 1, distil=True)
+    assert work.labels_RN(2, drafter.d2t, drafter.vocab_size).tolist() == [[4, IGNORED]]
+    law = work.law(2, drafter.d2t)
+    assert law is not None and law.p_SW.shape == (3, 20) and law.index_RN.tolist() == [[0, 1]]
     result = toy.run(tmp_path / "run", data, "drafter.draft_vocab_size=20", "distillation.weight=0.5")
     assert load_drafter(result.drafter, toy.target()).d2t.tolist() == drafter.d2t.tolist()
 
@@ -105,25 +112,16 @@ def test_draft_vocabulary_labels(tmp_path: Path, data: Path):
 def test_distillation_is_least_when_the_drafter_says_what_the_target_says(tmp_path: Path, data: Path):
     drafter = speculator(tmp_path, data)
     tokens_BL = torch.randint(0, 256, (2, 9))
-    features_BLF, logits_BLV = toy.target().encode(tokens_BL, logits=True)
-    rows = make_rows(tokens_BL, features_BLF, logits_BLV, torch.arange(6).expand(2, -1), drafter)
-    assert rows.law is not None
-    # The logits after reading token t + 1 + d are the target's word on token t + 2 + d.
-    torch.testing.assert_close(rows.law.p_SW[rows.law.index_RN[0, 1]], logits_BLV[0, 2].softmax(-1))
-    arguments = (drafter, rows.features_RF, rows.tokens_RN, rows.labels_RN)
-    p_SW = torch.stack([logits.detach().softmax(-1) for logits in _row_logits(drafter, rows)], dim=1).flatten(0, 1)
-    own = Law(p_SW, -(p_SW * p_SW.log()).sum(-1), torch.arange(len(p_SW)).view_as(rows.tokens_RN))
-    loss_N, _ = stage_losses(*arguments, own, 1.0, 1.0)
-    assert loss_N.abs().max() < 1e-5
-    assert (stage_losses(*arguments, rows.law, 1.0, 1.0)[0] > 0.01).all()
-
-
-def _row_logits(drafter: MLPSpeculator, rows) -> list[torch.Tensor]:
-    state, logits = drafter.start(rows.features_RF), []
+    work = lesson(tokens_BL, 6, distil=True)
+    law, labels_RN = work.law(2, None), work.labels_RN(2, None, 257)
+    assert law is not None
+    # The logits behind token t + 1 + d are the target's word on token t + 2 + d.
+    _, logits_BLV = toy.target().encode(tokens_BL, logits=True)
+    torch.testing.assert_close(law.p_SW[law.index_RN[0, 1]], logits_BLV[0, 2].softmax(-1))
     for depth in range(2):
-        state = drafter.stage(depth, state, rows.tokens_RN[:, depth])
-        logits.append(drafter.score(depth, state))
-    return logits
+        own_RV = law.p_SW[law.index_RN[:, depth]].log()
+        assert work.judge(depth, own_RV, labels_RN, law)[0].abs() < 1e-5
+    assert (drafter.losses(work)[0] > 0.01).all()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 
-from draftsmith.drafters.mlp import MLPSpeculator
+from draftsmith.drafters.learner import Learner
 from draftsmith.target import Target
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.training.trainer import TrainingResult, train
@@ -55,8 +55,8 @@ def generate(prompts: list[list[int]], max_tokens: int, seed: int) -> list[list[
     return torch.randint(0, 256, (len(prompts), max_tokens), generator=generator).tolist()
 
 
-def evaluate(speculator: MLPSpeculator) -> dict[str, float]:
-    return {"tokens_per_step": 1.0 + float(speculator.ln[0].bias.float().abs().sum())}
+def evaluate(learner: Learner) -> dict[str, float]:
+    return {"tokens_per_step": 1.0 + float(sum(p.float().abs().sum() for p in learner.parameters() if p.ndim == 1))}
 
 
 def run(folder: Path, data: Path, *overrides: str, resume: bool = False) -> TrainingResult:

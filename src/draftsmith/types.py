@@ -6,8 +6,7 @@ padding that makes ragged trees fit one tensor and is never accepted.
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,8 +14,11 @@ from torch import Tensor
 ROOT = -1
 UNUSED = -2
 
+LOSSY = "lossy (typical acceptance)"
+
 CompileLevel = Literal["off", "trace", "full"]
 Quantization = Literal["none", "int8"]
+AcceptanceRule = Literal["exact", "block", "typical"]
 
 
 class DraftsmithError(Exception):
@@ -27,7 +29,7 @@ class DraftsmithError(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """The shape of the next draft.
+    """The shape of the next draft, and the rule that judges it (docs/verification.md).
 
     Args:
         branching: children of every node, depth by depth; () drafts nothing.
@@ -35,6 +37,10 @@ class Plan:
         nodes: keep at most this many nodes of those paths, best summed log-probability first; None keeps all.
         beam: expand only this many nodes a depth, best summed log-probability first; None expands all.
         sampled: draw children from the drafter's distribution (without replacement) instead of taking its best.
+        acceptance: "exact" judges guess by guess; "block" judges a sampled chain as a whole, which is exact too;
+            "typical" keeps what is likely enough, which changes what a sampling request gets: it is lossy.
+        epsilon: of typical acceptance: a guess this probable always stays.
+        delta: of typical acceptance: so does one of delta × exp(-entropy).
     """
 
     branching: tuple[int, ...] = ()
@@ -42,6 +48,9 @@ class Plan:
     nodes: int | None = None
     beam: int | None = None
     sampled: bool = False
+    acceptance: AcceptanceRule = "exact"
+    epsilon: float = 0.09
+    delta: float = 0.3
 
     def __post_init__(self) -> None:
         if any(b < 1 for b in self.branching):
@@ -55,13 +64,31 @@ class Plan:
                 "a sampled draft cannot be pruned by rank, because the survivors would no longer be samples; "
                 "leave out paths, nodes and beam, or sampled."
             )
+        if self.acceptance not in get_args(AcceptanceRule):
+            raise DraftsmithError(
+                f"acceptance is {self.acceptance!r}; use one of {', '.join(get_args(AcceptanceRule))}."
+            )
+        if self.acceptance == "block" and not (self.sampled and all(children == 1 for children in self.branching)):
+            raise DraftsmithError(
+                f"block verification judges a sampled chain as a whole, but the plan is {self.branching}, "
+                f"{'sampled' if self.sampled else 'not sampled'}; give every depth one child, and sample it."
+            )
+        if not 0 < self.epsilon < 1:
+            raise DraftsmithError(f"epsilon is {self.epsilon}; it must be above 0 and below 1.")
+        if not 0 < self.delta <= 1:
+            raise DraftsmithError(f"delta is {self.delta}; it must be above 0 and at most 1.")
 
     @property
     def depth(self) -> int:
         """The longest chain of guesses, and so the most tokens a step can accept."""
         return len(self.branching)
 
-    @cached_property
+    @property
+    def lossless(self) -> bool:
+        """Whether every request gets the target's own text or, sampling, text distributed as the target's own."""
+        return self.acceptance != "typical" or not self.branching
+
+    @property
     def max_nodes(self) -> int:
         """The number of node slots (N) that a draft of this plan has."""
         full, frontier = 0, 1
@@ -115,6 +142,8 @@ class Context:
         rows_B: a stable number for each row, for drafters that keep state between steps.
         temperature_B: sampling temperature of each row, 0 for greedy.
         seeds_B: seed of each row's noise.
+        first_B: the very first token of every row, which no state predicted and so no context holds; None when the
+            maker of the context does not know it.
     """
 
     tokens_BT: Tensor
@@ -124,11 +153,12 @@ class Context:
     rows_B: Tensor
     temperature_B: Tensor
     seeds_B: Tensor
+    first_B: Tensor | None = None
 
     def after(self, tokens_BT: Tensor, features_BTF: Tensor, counts_B: Tensor, lengths_B: Tensor) -> "Context":
         """Return the context of the same rows after a step that committed these tokens."""
         return Context(
-            tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B
+            tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B, self.first_B
         )
 
     def root(self) -> tuple[Tensor, Tensor]:
@@ -203,7 +233,8 @@ class Statistics:
 
     `steps` counts verifications (of one row), `drafted` verified nodes, `accepted` drafted tokens that stayed, and
     `accepted_by_depth[d]` those at depth d + 1. `new_tokens` includes the token of the prefill. Seconds are wall-clock;
-    a batch's seconds are shared evenly by its rows.
+    a batch's seconds are shared evenly by its rows. `lossless` says whether the text is the target's own or
+    distributed as its own; a sum is lossless if all its parts are.
     """
 
     steps: int = 0
@@ -216,6 +247,12 @@ class Statistics:
     drafter_s: float = 0.0
     rest_s: float = 0.0
     prefill_s: float = 0.0
+    lossless: bool = True
+
+    @property
+    def fidelity(self) -> str:
+        """What a report says about the text: "lossless", or what took that away."""
+        return "lossless" if self.lossless else LOSSY
 
     @property
     def tokens_per_step(self) -> float:
@@ -238,6 +275,7 @@ class Statistics:
             "target_s", "drafter_s", "rest_s", "prefill_s",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.lossless = self.lossless and other.lossless
         return self
 
 
@@ -271,12 +309,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a checkpoint must match: recorded when a drafter is saved, compared when it is loaded."""
+    """What a checkpoint must match: recorded when a drafter is saved, compared when it is loaded.
+
+    `fingerprint` tells a target that was changed together with its drafter from the one it was; None for all others.
+    """
 
     hidden_size: int
     vocab_size: int
     tokenizer_hash: str | None
     name: str
+    fingerprint: str | None = None
 
 
 def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:

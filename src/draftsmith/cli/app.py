@@ -10,8 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.cli.bench import bench
+from draftsmith.cli.check import check
+from draftsmith.cli.compare import compare
 from draftsmith.cli.demo import demo
 from draftsmith.cli.generate import generate
+from draftsmith.cli.prove import prove
 from draftsmith.cli.train import train
 from draftsmith.types import DraftsmithError
 
@@ -59,7 +62,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, generate, bench):
+for command in (demo, train, generate, bench, compare, check, prove):
     app.command()(command)
 
 

@@ -28,7 +28,18 @@ from draftsmith.cli.common import (
     numbers,
     settle_compilation,
 )
-from draftsmith.types import DraftsmithError
+from draftsmith.cli.plans import (
+    AcceptanceOption,
+    BeamOption,
+    DeltaOption,
+    EpsilonOption,
+    NodesOption,
+    SampledOption,
+    ShapeOption,
+    check_drafter,
+    read_rules,
+)
+from draftsmith.types import LOSSY, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.engine import Engine
@@ -53,9 +64,14 @@ def bench(
     new_tokens: Annotated[int, typer.Option(help="Generate exactly so many tokens a trial.")] = 100,
     trials: Annotated[int, typer.Option(help="Timed rounds.")] = 16,
     warmups: Annotated[int, typer.Option(help="Untimed rounds before them.")] = 1,
-    plan: Annotated[
-        str | None, typer.Option(help="Tree before pruning, such as 6,3,2; the drafter's own by default.")
-    ] = None,
+    plan: ShapeOption = None,
+    sampled: SampledOption = False,
+    beam: BeamOption = None,
+    nodes: NodesOption = None,
+    acceptance: AcceptanceOption = "exact",
+    epsilon: EpsilonOption = None,
+    delta: DeltaOption = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; otherwise every setting samples.")] = 0.0,
     peer: Annotated[
         str | None,
         typer.Option(help="Also time `transformers` generate at batch 1, in the same rounds.", rich_help_panel=SPEED),
@@ -74,6 +90,9 @@ def bench(
     check_outputs(json_path, plots)
     if peer is not None and peer not in PEERS:
         raise DraftsmithError(f"--peer is {peer!r}; known is {', '.join(PEERS)}.")
+    if peer is not None and temperature != 0:
+        raise DraftsmithError(f"--peer decodes greedily, but --temperature is {temperature}; leave one of them out.")
+    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
     from draftsmith.evaluation.bench import BASELINE, Grid, plan_for, prepare_grid, run_grid
     from draftsmith.evaluation.provenance import provenance
     from draftsmith.evaluation.report import write_json
@@ -87,6 +106,8 @@ def bench(
         warmups=warmups,
         branching=numbers(plan, "--plan") if plan is not None else None,
         seed=seed,
+        rules=rules,
+        temperature=temperature,
     )
     prompts = gather_prompts(data, task)
     console = Console()
@@ -109,8 +130,10 @@ def bench(
             f"{max(grid.prompt_tokens)} prompt tokens and {new_tokens} new ones do not fit the context of "
             f"{engine.target.max_length}; shorten one of them."
         )
+    if drafting:
+        check_drafter(engine.drafter, rules)
     for count in grid.candidates:
-        plan_for(engine.plan, count, grid.branching)
+        plan_for(engine.plan, count, grid.branching, rules)
     other = load_peer(target, engine, trust_remote_code) if peer is not None else None
     tokens = grid.runs * new_tokens * sum(grid.batches) // len(grid.batches)
     engine = settle_compilation(
@@ -124,6 +147,7 @@ def bench(
         dtype=str(engine.target.dtype).removeprefix("torch."),
         device=str(engine.target.device),
         compiled=engine.compiled,
+        temperature=temperature,
         task=task,
         data=data.name if data is not None else "embedded held-out prompts",
     )
@@ -161,7 +185,7 @@ def show(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
         peers = sorted({cell["engine"] for cell in mine if cell["candidates"] is None})
         table = Table(
             title=f"ms a token, prompts of {length}, {mine[0]['new_tokens']} new tokens, {mine[0]['trials']} trials "
-            "(95 % interval; × against candidates 0)",
+            f"(95 % interval; × against candidates 0){'' if lossless(mine) else f'; {LOSSY}'}",
             title_justify="left",
         )
         table.add_column("batch", justify="right")
@@ -174,10 +198,24 @@ def show(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
         table.add_section()
         table.add_row("τ", *(f"{mean_tau(mine, count):.2f}" for count in counts), *("" for _ in peers))
         console.print(table)
-        differing = sum(c["texts"] - c["identical_texts"] for c in mine if c["candidates"] not in (None, 0))
-        texts = sum(c["texts"] for c in mine if c["candidates"] not in (None, 0))
-        if texts:
-            console.print(f"Texts equal to the baseline's, token for token: {texts - differing} of {texts}.")
+        if any(cell["candidates"] for cell in mine):
+            console.print(verdict(mine))
+
+
+def lossless(cells: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether nothing but exact rules decoded these cells."""
+    return all(cell.get("lossless", True) for cell in cells)
+
+
+def verdict(cells: Sequence[Mapping[str, Any]]) -> str:
+    """Say how the texts relate to the baseline's."""
+    drafted = [cell for cell in cells if cell["candidates"]]
+    if not lossless(cells):
+        return f"Texts are {LOSSY}: they are not distributed as the baseline's."
+    if any(cell["sampled"] for cell in drafted) and any(cell["temperature"] for cell in drafted):
+        return "Texts are lossless: distributed as the baseline's, and not equal to them, because guesses are drawn."
+    texts, equal = (sum(cell[key] for cell in drafted) for key in ("texts", "identical_texts"))
+    return f"Texts equal to the baseline's, token for token: {equal} of {texts}."
 
 
 def entry(cell: Mapping[str, Any]) -> str:
@@ -198,8 +236,10 @@ def write_plots(folder: Path, cells: Sequence[Mapping[str, Any]]) -> None:
     from draftsmith.evaluation.plots import acceptance_by_depth, latency_by_candidates
     from draftsmith.evaluation.report import write_figure
 
-    for length in sorted({cell["prompt_tokens"] for cell in cells}):
-        write_figure(folder / f"latency-{length}.png", latency_by_candidates(cells, length))
+    pictures = {
+        f"latency-{length}.png": latency_by_candidates(cells, length)
+        for length in sorted({cell["prompt_tokens"] for cell in cells})
+    }
     first = [c for c in cells if c["candidates"] and c["batch"] == cells[0]["batch"]]
     series = {
         f"{c['candidates']} candidates": c["accepted_by_depth"]
@@ -207,4 +247,8 @@ def write_plots(folder: Path, cells: Sequence[Mapping[str, Any]]) -> None:
         if c["prompt_tokens"] == cells[0]["prompt_tokens"]
     }
     if series:
-        write_figure(folder / "acceptance.png", acceptance_by_depth(series))
+        pictures["acceptance.png"] = acceptance_by_depth(series)
+    for name, picture in pictures.items():
+        if not lossless(cells):
+            picture.suptitle(LOSSY)
+        write_figure(folder / name, picture)

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from draftsmith import assets
-from draftsmith.types import DraftsmithError, Plan, Quantization
+from draftsmith.types import DraftsmithError, Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,18 +82,6 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
         raise DraftsmithError(f"{option} is {text!r}; give whole numbers with commas, such as 1,2,4.") from error
 
 
-def parse_plan(shape: str | None, candidates: int | None, default: Plan) -> Plan | None:
-    """Build a plan from --plan "4,2,1" and --candidates K; None leaves the drafter's own."""
-    from draftsmith.evaluation.bench import plan_for
-
-    if candidates is not None and candidates < 0:
-        raise DraftsmithError(f"--candidates is {candidates}; give 0 (no drafting) or a positive number.")
-    branching = numbers(shape, "--plan") if shape is not None else None
-    if candidates is not None:
-        return plan_for(default, candidates, branching)
-    return Plan(branching=branching) if branching is not None else None
-
-
 def load_target(
     target: str | None,
     dtype: str,
@@ -137,6 +125,7 @@ def load_engine(
     quantize: Quantization = "none",
     max_batch: int = 8,
     max_length: int | None = None,
+    draft_rows: int | None = None,
     draft: bool = True,
 ) -> "Engine":
     """Load target and drafter, nothing compiled yet: both embedded by default, no drafter for another target."""
@@ -149,7 +138,7 @@ def load_engine(
     if drafter is None and draft:
         console.print(f"[dim]No drafter for {loaded.name}: decoding without one; give one with --drafter.[/dim]")
     guesser = load_drafter(drafter, loaded) if drafter is not None and draft else None
-    return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length)
+    return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows)
 
 
 def settle_compilation(

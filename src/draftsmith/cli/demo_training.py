@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.engine import Engine
 from draftsmith.target import Target
-from draftsmith.training.loss import prepare, stage_losses
+from draftsmith.training.loss import prepare
 from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import DistillationSection, OptimizerSection
 from draftsmith.training.schedule import learning_rate
@@ -157,7 +157,7 @@ def learn(
         set_rate(optimizers, learning_rate(local, RESOLUTION, settings.rate, settings.final_rate))
         tokens_BL = torch.tensor(rng.sample(sequences, min(settings.batch, len(sequences))))
         with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
-            rows = prepare(
+            lesson = prepare(
                 speculator,
                 target,
                 tokens_BL,
@@ -166,15 +166,7 @@ def learn(
                 distillation=distillation,
                 seed=(settings.seed, len(curve)),
             )
-            loss_N, _ = stage_losses(
-                speculator,
-                rows.features_RF,
-                rows.tokens_RN,
-                rows.labels_RN,
-                rows.law,
-                distillation.weight,
-                distillation.temperature,
-            )
+            loss_N, _ = speculator.losses(lesson)
         loss_N.sum().backward()
         torch.nn.utils.clip_grad_norm_(speculator.parameters(), section.clip)
         for optimizer in optimizers:

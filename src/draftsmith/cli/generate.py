@@ -23,10 +23,22 @@ from draftsmith.cli.common import (
     TrustOption,
     check_outputs,
     load_engine,
-    parse_plan,
     settle_compilation,
 )
-from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, SamplingParams, Statistics
+from draftsmith.cli.plans import (
+    DRAFTS,
+    AcceptanceOption,
+    BeamOption,
+    DeltaOption,
+    EpsilonOption,
+    NodesOption,
+    SampledOption,
+    ShapeOption,
+    check_drafter,
+    parse_plan,
+    read_rules,
+)
+from draftsmith.types import LOSSY, NO_DRAFT, Completion, DraftsmithError, SamplingParams, Statistics
 
 if TYPE_CHECKING:
     from draftsmith.engine import Engine
@@ -72,13 +84,21 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="Put log-probabilities of so many alternatives into --json.")
     ] = None,
-    plan: Annotated[
-        str | None, typer.Option(help="Children of every node, depth by depth: 4,2,1,1,1.", rich_help_panel=SPEED)
-    ] = None,
+    plan: ShapeOption = None,
     candidates: Annotated[
-        int | None, typer.Option(help="Verify only the best K paths of the tree.", rich_help_panel=SPEED)
+        int | None, typer.Option(help="Verify only the best K paths of the tree.", rich_help_panel=DRAFTS)
     ] = None,
-    no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=SPEED)] = False,
+    sampled: SampledOption = False,
+    beam: BeamOption = None,
+    nodes: NodesOption = None,
+    acceptance: AcceptanceOption = "exact",
+    epsilon: EpsilonOption = None,
+    delta: DeltaOption = None,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=DRAFTS)] = False,
+    draft_rows: Annotated[
+        int | None,
+        typer.Option(help="With --n: draft only while at most so many continuations run.", rich_help_panel=SPEED),
+    ] = None,
     compile: CompileOption = "auto",
     native: NativeOption = True,
     quantize: QuantizeOption = "none",
@@ -87,12 +107,13 @@ def generate(
     ] = False,
     json_path: JsonOption = None,
 ) -> None:
-    """Continue a text; what is written is the target's own, only sooner.
+    """Continue a text; what is written is the target's own, only sooner (unless --acceptance typical is asked for).
 
     Example: `draftsmith generate "def fibonacci(n):" --max-tokens 100 --stats`
     """
     check_outputs(json_path)
     text = read_prompt(prompt, prompt_file)
+    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -121,13 +142,18 @@ def generate(
         native=native,
         quantize=quantize,
         max_batch=max(1, min(n, 8)),
+        draft_rows=draft_rows,
         draft=not no_draft,
     )
-    shape = NO_DRAFT if no_draft else parse_plan(plan, candidates, engine.plan)
+    if not no_draft:
+        check_drafter(engine.drafter, rules)
+    shape = NO_DRAFT if no_draft else parse_plan(plan, candidates, engine.plan, rules)
     engine = settle_compilation(
         notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
     )
     completions = write_out(engine, text, params, shape)
+    if not all(completion.statistics.lossless for completion in completions):
+        notes.print(f"[dim]This text is {LOSSY}: it is not distributed as the target's own.[/dim]")
     if stats:
         show_statistics(notes, completions)
     if json_path is not None:
@@ -205,6 +231,7 @@ def show_statistics(console: Console, completions: list[Completion]) -> None:
         ("steps", str(total.steps)),
         ("tokens per step, τ = 1 + accepted / steps", f"{total.tokens_per_step:.2f}"),
         ("accepted / drafted", f"{total.accepted} / {total.drafted}"),
+        ("text", total.fidelity),
     ]
     for depth, count in enumerate(total.accepted_by_depth, 1):
         rows.append((f"steps that accepted depth {depth}", f"{count / max(1, total.steps):.0%}"))

@@ -15,7 +15,8 @@ from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from draftsmith.drafters.mlp import MLPSpeculator
+    from draftsmith.drafters.base import Drafter
+    from draftsmith.drafters.learner import Learner
     from draftsmith.evaluation.prompts import Prompt
     from draftsmith.target import Target
     from draftsmith.training.recipe import Recipe
@@ -50,13 +51,18 @@ def train(
 ) -> None:
     """Train a speculator for a frozen target: on text, then on what the target itself writes.
 
+    A recipe with a section `joint` trains the target as well, which makes another model of it.
+
     Example: `draftsmith train recipes/demo-mlp.yaml stage1.steps=500 output.folder=runs/mine`
     """
     check_outputs(json_path)
     console = Console(stderr=True)
     recipe = read_recipe(words or [], init_from)
     prompts = gather_prompts(eval_data, None)
-    target = load_target(recipe.target.name, recipe.target.dtype, recipe.target.device, trust_remote_code, console)
+    frozen, dtype = recipe.joint is None, recipe.target.dtype
+    if not frozen and dtype == "auto":
+        dtype = "fp32"
+    target = load_target(recipe.target.name, dtype, recipe.target.device, trust_remote_code, console, native=frozen)
     from draftsmith.training.trainer import train as run
 
     bridge = EngineBridge(target, prompts, eval_prompts, eval_tokens, eval_prompt_tokens)
@@ -77,7 +83,8 @@ def train(
         from draftsmith.evaluation.provenance import provenance
         from draftsmith.evaluation.report import write_json
 
-        record = asdict(result) | {"folder": str(result.folder), "drafter": str(result.drafter)}
+        paths = {name: str(path) for name, path in vars(result).items() if isinstance(path, Path)}
+        record = asdict(result) | paths
         write_json(json_path, {"provenance": provenance(target=target.name), "result": record})
 
 
@@ -98,9 +105,9 @@ def embedded_recipe() -> dict[str, Any]:
     """Return the run to do without a recipe: stage 2 of the embedded speculator, on the embedded training texts."""
     folder = assets.demo_first_stage()
     config = json.loads((folder / "config.json").read_text())
-    from draftsmith.training.recipe import DrafterSection
+    from draftsmith.drafters.mlp_config import MLPOptions
 
-    known = {name: config[name] for name in DrafterSection.model_fields if name in config}
+    known = {name: config[name] for name in MLPOptions.model_fields if name in config}
     return {
         "drafter": {**known, "init_from": str(folder)},
         "data": {"sources": [{"path": str(assets.prompt_file("train"))}], "held_out_every": 1_000_000},
@@ -119,13 +126,13 @@ class EngineBridge:
 
         self.target, self.new_tokens = target, new_tokens
         self.sampling: dict[str, Any] = {}
-        self.drafter: MLPSpeculator | None = None
+        self.drafter: Drafter | None = None
         tasks = sorted({prompt.task for prompt in prompts})
         self.prompts = {
             task: cut(target, [p for p in prompts if p.task == task], prompt_tokens, prompts_a_task) for task in tasks
         }
 
-    def use(self, drafter: "MLPSpeculator") -> None:
+    def use(self, drafter: "Learner") -> None:
         """Write the coming text with this drafter, for speed; the text's law does not depend on it."""
         self.drafter = drafter.for_decoding(self.target)
 
@@ -143,7 +150,7 @@ class EngineBridge:
         crowded = self.target.device.type == "cpu" and len(prompts) > MOST_DRAFTED_ROWS
         return [completion.tokens for completion in engine.generate(prompts, rules, NO_DRAFT if crowded else None)]
 
-    def evaluate(self, drafter: "MLPSpeculator") -> "Mapping[str, float]":
+    def evaluate(self, drafter: "Learner") -> "Mapping[str, float]":
         """Measure τ, greedy, over all tasks and for each."""
         from draftsmith.engine import Engine
         from draftsmith.evaluation.measure import measure
@@ -164,3 +171,5 @@ def tell(result: "TrainingResult") -> None:
     """Say what came out and how to use it."""
     best = f", τ = {result.best:.3f}" if result.best is not None else ""
     typer.echo(f"Trained {result.step} steps{best}. The drafter is in {result.drafter}; use it with --drafter.")
+    if result.target is not None:
+        typer.echo(f"The target was changed and is in {result.target}: use both together, with --target too.")

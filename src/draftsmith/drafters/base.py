@@ -1,14 +1,11 @@
 """The contract of a drafter. Shapes: B rows, R = B × frontier nodes, S state width, F feature width, V vocabulary."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from draftsmith.types import Context, Draft, Plan, TargetFacts
+from draftsmith.types import Context, Draft, Plan
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache
@@ -30,6 +27,9 @@ class Drafter(ABC):
     can_compile: bool = False
     """Whether `propose` is made of tensor operations alone, so that a compiler can take it in whole."""
 
+    observes: bool = False
+    """Whether `observe` is to be called; it costs an argmax over the vocabulary at every node."""
+
     @abstractmethod
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Guess ahead of every row's root, in the shape the plan asks for."""
@@ -43,10 +43,34 @@ class Drafter(ABC):
         """Whether `propose` is native code, in which a compiler finds nothing to do."""
         return False
 
+    def parameter_count(self) -> int:
+        """Return how many weights it has beside the target's."""
+        return 0
+
+    def memory_bytes(self) -> int:
+        """Return the memory its weights take beside the target's."""
+        return 0
+
     def attach(self, cache: "KVCache") -> None:
         """Take note of the engine's storage before it decodes: how many rows and tokens it holds, and the target's K/V.
 
         Called at the start of every call to the engine, when no row is active. Drafters without state do nothing.
+        """
+        return
+
+    def follow(self, context: Context) -> None:
+        """Take note of what was committed before a step that drafts nothing.
+
+        Drafters with a memory of their own read it as they do for a draft.
+        """
+        if self.reads_prompt:
+            self.propose(context, Plan((1,)))
+
+    def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
+        """See the target's likeliest token after the root (entry 0) and after every node n (entry n + 1) of a draft.
+
+        Called between the forward that verified the draft and the next `propose`, if the family `observes`; `context`
+        is the one that the draft was made from. The tokens are the argmax of the plain logits, whatever the sampling.
         """
         return
 
@@ -115,27 +139,3 @@ def best(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values_R1, indices_R1
     values_Rk, indices_Rk = scores_RV.topk(k, dim=-1)
     return values_Rk, indices_Rk
-
-
-class TrainableDrafter(StagewiseDrafter, nn.Module):
-    """A drafter with weights: one `forward` for training and decoding, one folder for a checkpoint.
-
-    Law, tested for every family: what `propose` drafts greedily is what `forward` predicts when fed its own output.
-    """
-
-    @abstractmethod
-    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
-        """Predict, at every depth d, the token d + 1 after `tokens_BT[:, t]`.
-
-        `features_BTF[:, t]` predicted `tokens_BT[:, t]`. Entry d of the result is (B, T - d, V): at position t it has
-        read features[t] and tokens[t .. t + d], and predicts tokens[t + d + 1].
-        """
-
-    @abstractmethod
-    def save_pretrained(self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None) -> None:
-        """Write config.json and safetensors, atomically, with what is needed to refuse another target."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.parameters()).device

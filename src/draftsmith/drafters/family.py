@@ -4,16 +4,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
+    from draftsmith.drafters.learner import Learner
     from draftsmith.target import Target
 
 
@@ -23,6 +24,12 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class TrainedOptions(Options):
+    """What all families that are trained share: how many tokens, the most frequent ones, are scored; 0 means all."""
+
+    draft_vocab_size: Annotated[int, Field(ge=0)] = 0
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of drafter.
@@ -30,22 +37,31 @@ class Family:
     Args:
         name: the word for it in recipes, tables and on the command line.
         summary: one line for lists.
-        options: the settings of a new drafter, a subclass of `Options`.
+        options: the settings of a new drafter, a subclass of `Options`; of `TrainedOptions` if it is trained.
         make: (options, target, draft_tokens) to a new drafter. One that is to be trained comes untrained, in fp32, its
             weights drawn from PyTorch's global generator; `draft_tokens` (W) lists the only tokens it should score, or
             is None for all. Families without training return a drafter that is ready, and ignore `draft_tokens`.
         load: (folder, target) to a drafter that is ready to decode; None where there is nothing to load.
         recognises: whether a config.json's object belongs to this family.
-        trainable: whether `make` returns a `TrainableDrafter` that a recipe can train.
+        trainable: whether `make` returns a `Learner` that a recipe can train.
+        rate: the learning rate that a small new one starts with, where nobody chose one.
     """
 
     name: str
     summary: str
     options: type[Options]
-    make: Callable[[Any, "Target", Tensor | None], Drafter]
+    make: Callable[[Any, "Target", Tensor | None], "Drafter | Learner"]
     load: Callable[[Path, "Target"], Drafter] | None = None
     recognises: Callable[[Mapping[str, Any]], bool] = lambda config: False
     trainable: bool = False
+    rate: float = 1e-3
+
+    def ready(self, options: Options, target: "Target") -> Drafter:
+        """Make a drafter that needs no training; DraftsmithError for a family that does."""
+        made = None if self.trainable else self.make(options, target, None)
+        if not isinstance(made, Drafter):
+            raise DraftsmithError(f"a drafter of the family {self.name!r} has to be trained; give the folder of one.")
+        return made
 
     def read_options(self, values: Mapping[str, Any], where: str) -> Options:
         """Check plain values; DraftsmithError names the key, after `where`, and the nearest right one."""

@@ -208,6 +208,8 @@ def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
         q_BFV = (log_q_RV.float().view(batch, frontier, -1) / temperature_B11).softmax(-1).to(torch.float64)
         q_BFV = q_BFV / q_BFV.sum(-1, keepdim=True)
         q.append(q_BFV)
+        # A later step draws for the same position anew. The slot beside it keeps the two apart: block verification has
+        # looked at all of these guesses when it throws some away.
         slots_FC = torch.arange(start, start + frontier * children, device=tokens_R.device).view(frontier, children)
         u_BFC = uniform(
             seeds_B1, (context.lengths_B + depth).unsqueeze(1), Stream.DRAFT, slots_FC.reshape(-1)

@@ -8,7 +8,6 @@ Shapes: B rows, T positions, R rows of any origin, N stages, F target width, D i
 first stage, D after it), V vocabulary, W drafted vocabulary (V, or the most frequent few tokens), k children.
 """
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -19,14 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters import storage
-from draftsmith.drafters.base import TrainableDrafter, best
 from draftsmith.drafters.family import Family
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPOptions, MLPSpeculatorConfig, check_target
+from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPOptions, MLPSpeculatorConfig
+from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter, check_target
 from draftsmith.native.layers import pack_linears, packed_parts
-from draftsmith.target.packing import can_prepack, prepack_linears
-from draftsmith.types import Context, Draft, DraftsmithError, Plan, TargetFacts
+from draftsmith.types import Context, Draft, DraftsmithError, Plan
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
@@ -53,26 +50,13 @@ class ScaleShiftNorm(nn.Module):
         return (rms_normalise(x) * self.weight + self.bias).to(x.dtype)
 
 
-class FrozenTable(nn.Module):
-    """The target's embedding or head: a buffer that is never trained or saved, so `.to()` cannot alter the target."""
-
-    weight: Tensor
-
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.zeros(rows, width), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Score as a head; an embedding is looked up in `weight`."""
-        return F.linear(x, self.weight)
-
-
-class MLPSpeculator(TrainableDrafter):
+class MLPSpeculator(RowwiseDrafter):
     """The speculator itself. Weights start as N(0, 1/sqrt(D)), norms at scale 1 and shift 0."""
 
     taps = (-1,)
     can_compile = True
-    d2t: Tensor | None
+    family_name = "an MLP speculator"
+    tensor_prefix = "speculator."
 
     def __init__(self, config: MLPSpeculatorConfig, draft_tokens: Tensor | None = None) -> None:
         """Build an untrained one; `draft_tokens` (W) lists the tokens to score where the config limits them."""
@@ -100,7 +84,7 @@ class MLPSpeculator(TrainableDrafter):
         rest = stages(lambda: nn.Linear(width, width, bias=False), config.tie_weights)[1:]
         self.proj = nn.ModuleList([first, *rest])
         self._native: Any = None
-        self._set_draft_tokens(draft_tokens)
+        self.limit_vocabulary(draft_tokens, config.draft_vocab_size)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=width**-0.5)
@@ -117,20 +101,6 @@ class MLPSpeculator(TrainableDrafter):
         }
         fewer.load_state_dict(tensors | {"d2t": fewer.d2t})
         return fewer
-
-    def _set_draft_tokens(self, draft_tokens: Tensor | None) -> None:
-        size = self.config.draft_vocab_size
-        if (draft_tokens is None) != (size == 0) or (draft_tokens is not None and draft_tokens.shape != (size,)):
-            raise DraftsmithError(f"draft_vocab_size is {size}, so exactly that many draft tokens have to be given.")
-        self.register_buffer("d2t", None if draft_tokens is None else draft_tokens.to(torch.int64).clone())
-        if draft_tokens is None:
-            return
-        if len(draft_tokens.unique()) != size:
-            raise DraftsmithError("the draft vocabulary lists a token twice; list each once.")
-        if not 0 <= int(draft_tokens.min()) <= int(draft_tokens.max()) < self.config.vocab_size:
-            raise DraftsmithError(
-                f"the draft vocabulary names a token outside the {self.config.vocab_size} of the target; mend its d2t."
-            )
 
     def _weight(self, modules: nn.ModuleList, depth: int) -> Tensor:
         weight: Tensor = modules[depth].weight  # type: ignore[assignment]
@@ -154,43 +124,6 @@ class MLPSpeculator(TrainableDrafter):
         scores: Tensor = self.head[depth](state)
         return scores
 
-    def to_vocabulary(self, scores: Tensor) -> Tensor:
-        """Spread scores (…, W) over the whole vocabulary (…, V); tokens that are never drafted get -inf."""
-        if self.d2t is None:
-            return scores
-        whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), -torch.inf)
-        return whole.index_copy(-1, self.d2t, scores)
-
-    def begin(self, context: Context) -> tuple[Tensor, Tensor]:
-        """Start from the root and the state that predicted it."""
-        root_B, feature_BF = context.root()
-        return root_B, self.start(feature_BF)
-
-    def step(self, depth: int, state: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log q (R, V) in fp32 and the state after stage `depth` (R, D)."""
-        state_RD = self.stage(depth, state, tokens_R)
-        log_q_RW = torch.log_softmax(self.score(depth, state_RD).float(), dim=-1)
-        return self.to_vocabulary(log_q_RW), state_RD
-
-    def top_k(
-        self, depth: int, state: Tensor, tokens_R: Tensor, k: int, scores: bool
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Find the best k in the drafted vocabulary, without a softmax unless scores are wanted."""
-        state_RD = self.stage(depth, state, tokens_R)
-        logits_RW = self.score(depth, state_RD)
-        logits_Rk, indices_Rk = best(logits_RW, k)
-        log_q_Rk = logits_Rk.float() - logits_RW.float().logsumexp(-1, keepdim=True) if scores else None
-        return log_q_Rk, indices_Rk if self.d2t is None else self.d2t[indices_Rk], state_RD
-
-    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
-        """Predict at every depth, see `TrainableDrafter.forward`."""
-        length = tokens_BT.shape[1]
-        state, logits = self.start(features_BTF), []
-        for depth in range(min(self.config.n_predict, length)):
-            state = self.stage(depth, state[:, : length - depth], tokens_BT[:, depth:])
-            logits.append(self.to_vocabulary(self.score(depth, state)))
-        return logits
-
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a tree of at most n_predict levels."""
         # What a beam leaves unexpanded is kept only where whole paths are not asked for, which is left to `grow`.
@@ -208,19 +141,12 @@ class MLPSpeculator(TrainableDrafter):
         """Whether one native operator makes the guesses, so that there is nothing to compile."""
         return self._native is not None
 
-    @torch.no_grad()
-    def for_decoding(self, target: "Target") -> "MLPSpeculator":
-        """Return a copy as it decodes: in the target's dtype and place, without gradients, native where the target is.
-
-        The copy guesses; only the original can be trained or saved.
-        """
-        if self._native is not None:
-            raise DraftsmithError("this speculator is packed for decoding already; use it, or load it anew.")
-        copied = copy.deepcopy(self).to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-        copied.bind(target)
+    def pack(self, target: "Target") -> None:
+        """Pack for decoding; drafting is one native operator where the target is native."""
         if target.native:
-            copied.go_native(int8=True)
-        return copied
+            self.go_native(int8=True)
+        else:
+            super().pack(target)
 
     def go_native(self, int8: bool = False) -> None:
         """Pack the weights for the native kernels, in place; for decoding only (bf16, CPU).
@@ -267,90 +193,48 @@ class MLPSpeculator(TrainableDrafter):
             for module in self.head:
                 module.weight = head_WD
 
-    def write_files(
-        self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None, repeat_tied: bool = True
-    ) -> None:
-        """Write config.json and model.safetensors in the published hub layout; ours goes under the key `draftsmith`.
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the projections between states."""
+        return list(dict.fromkeys(self.proj.parameters()))
 
-        With `repeat_tied`, a tied tensor is written under every stage's name, else once. Readers differ:
-        text-generation-inference reads stage 0 (and proj 1) only; vLLM ignores names it does not look for, but its
-        newer versions keep one head a stage and look for each.
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the config without what only shapes the drafts."""
+        free = ("top_k_tokens_per_head", "n_candidates", "default_branching")
+        sizes = {name: value for name, value in asdict(self.config).items() if name not in free}
+        return sizes | {"inner_dim": self.config.width}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the published config.json.
+
+        Readers of tied checkpoints differ: text-generation-inference reads stage 0 (and proj 1) only; vLLM ignores
+        names it does not look for, but its newer versions keep one head a stage and look for each.
         """
-        if self._native is not None:
-            raise DraftsmithError("this speculator is packed for decoding; save the one it was made from.")
-        config = {
+        return {
             "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": MODEL_TYPE, **self.config.to_json(),
-            "torch_dtype": str(self.proj[0].weight.dtype).removeprefix("torch."),
-            "draftsmith": {"target": asdict(facts), **(extra or {})},
         }
-        storage.write_json(folder / "config.json", config)
-        unique = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
-        tensors = {
-            f"speculator.{name}": tensor for name, tensor in self.state_dict().items() if repeat_tied or name in unique
-        }
-        storage.write_tensors(folder / "model.safetensors", tensors)
-
-    def save_pretrained(
-        self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None, repeat_tied: bool = True
-    ) -> None:
-        """Write the checkpoint folder at once or not at all, with a manifest; see `write_files`."""
-        storage.write_folder(Path(folder), lambda aside: self.write_files(aside, facts, extra, repeat_tied))
 
     @classmethod
-    def from_pretrained(
-        cls, folder: Path, target: "Target | None" = None, dtype: torch.dtype | None = None
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by the model_type."""
+        return config.get("model_type") == MODEL_TYPE
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
     ) -> "MLPSpeculator":
-        """Read a published or own checkpoint; `target` is compared with it, and lends its tables to a tied one.
-
-        Args:
-            dtype: of the weights; None keeps the file's.
-        Raises:
-            DraftsmithError: missing, damaged or foreign files, pickles, own code, or another target.
-        """
-        folder = Path(folder)
-        storage.require_folder(folder)
-        values = storage.read_json(folder / "config.json")
-        if values.get("model_type") != MODEL_TYPE:
-            raise DraftsmithError(f"{folder} holds a {values.get('model_type')!r}, not an {MODEL_TYPE}; give one.")
-        if "auto_map" in values:
-            raise DraftsmithError(f"{folder / 'config.json'} asks to run its own code (auto_map); remove that key.")
-        config = MLPSpeculatorConfig.from_json(values, folder / "config.json")
+        """Build what config.json describes."""
+        sizes = MLPSpeculatorConfig.from_json(config, origin)
         if target is not None:
-            recorded = values.get("draftsmith", {}).get("target", {})
-            check_target(folder, config, recorded, target.facts())
-        elif config.tie_to_target:
-            raise DraftsmithError(f"{folder} borrows its target's embedding and head; load it with that target.")
-        storage.verify_folder(folder)
-        tensors = {name.removeprefix("speculator."): t for name, t in storage.read_tensors(folder).items()}
-        speculator = cls(config, tensors.get("d2t"))
-        speculator.to(dtype or next(t.dtype for name, t in tensors.items() if name != "d2t"))
-        load_tensors(speculator, tensors, folder)
-        if target is not None:
-            speculator.to(target.device)
-            speculator.bind(target)
-        return speculator
-
-
-def load_tensors(speculator: MLPSpeculator, tensors: Mapping[str, Tensor], origin: Path) -> None:
-    """Copy checkpoint tensors in; a tied tensor may stand under one stage's name or under all of them."""
-    wanted = speculator.state_dict()
-    firsts = speculator.state_dict(keep_vars=True)
-    twins: dict[int, list[str]] = {}
-    for name, tensor in firsts.items():
-        twins.setdefault(id(tensor), []).append(name)
-    unknown = tensors.keys() - wanted.keys()
-    if unknown:
-        raise DraftsmithError(f"{origin} has a tensor {min(unknown)!r} that is not in its config.json; mend that.")
-    for names in twins.values():
-        given = next((name for name in names if name in tensors), None)
-        if given is None:
-            raise DraftsmithError(f"{origin} lacks the tensor speculator.{names[0]}; restore it from a good copy.")
-        if tensors[given].shape != wanted[given].shape:
-            raise DraftsmithError(
-                f"tensor speculator.{given} in {origin} has shape {tuple(tensors[given].shape)}, but its config.json "
-                f"says {tuple(wanted[given].shape)}; restore the folder from a good copy."
-            )
-        wanted[given].copy_(tensors[given])
+            made_for = {"hidden_size": sizes.emb_dim, "vocab_size": sizes.vocab_size}
+            check_target(origin.parent, made_for, target.facts())
+        elif sizes.tie_to_target:
+            raise DraftsmithError(f"{origin.parent} borrows its target's embedding and head; load it with that target.")
+        return cls(sizes, tensors.get("speculator.d2t"))
 
 
 def target_tables(speculator: MLPSpeculator, target: "Target") -> tuple[Tensor, Tensor]:
@@ -394,16 +278,6 @@ def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: st
             head_weight.copy_(head_WD)
 
 
-def load_mlp(folder: Path, target: "Target") -> MLPSpeculator:
-    """Load an MLP speculator in the target's dtype, on its device, ready to decode but not to be trained."""
-    speculator = MLPSpeculator.from_pretrained(folder, target, dtype=target.dtype).eval().requires_grad_(False)
-    if target.native:
-        speculator.go_native(int8=True)
-    elif can_prepack(target.device, target.dtype):
-        prepack_linears(speculator, lambda: target.packed)
-    return speculator
-
-
 def make_mlp(options: MLPOptions, target: "Target", draft_tokens: Tensor | None) -> MLPSpeculator:
     """Make an untrained speculator, its tables those of the target where the options say so."""
     sizes = options.model_dump(exclude={"init_from_target"})
@@ -415,5 +289,5 @@ def make_mlp(options: MLPOptions, target: "Target", draft_tokens: Tensor | None)
 
 FAMILY = Family(
     "mlp", "MLP speculator: one small stage a token, fed the target's state and each guess (arXiv:2404.19124)",
-    MLPOptions, make_mlp, load_mlp, lambda config: config.get("model_type") == MODEL_TYPE, trainable=True,
+    MLPOptions, make_mlp, MLPSpeculator.load, MLPSpeculator.recognises, trainable=True, rate=3e-3,
 )

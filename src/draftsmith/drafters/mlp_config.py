@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from draftsmith.drafters.family import Options
-from draftsmith.types import DraftsmithError, TargetFacts
+from draftsmith.drafters.family import TrainedOptions
+from draftsmith.types import DraftsmithError
 
 MODEL_TYPE = "mlp_speculator"
 
@@ -16,7 +16,7 @@ MODEL_TYPE = "mlp_speculator"
 Count = Annotated[int, Field(ge=1)]
 
 
-class MLPOptions(Options):
+class MLPOptions(TrainedOptions):
     """What a recipe may set of a new MLP speculator; see `MLPSpeculatorConfig` and `initialise_from_target`."""
 
     inner_dim: Annotated[int, Field(ge=0)] = 0
@@ -27,7 +27,6 @@ class MLPOptions(Options):
     n_candidates: Count = 5
     default_branching: tuple[Count, ...] = ()
     condition_on_tokens: bool = True
-    draft_vocab_size: Annotated[int, Field(ge=0)] = 0
     tie_to_target: bool = False
     init_from_target: Literal["none", "embeddings", "embeddings+head"] = "none"
 
@@ -121,18 +120,3 @@ class MLPSpeculatorConfig:
         """Children a node for all depths."""
         given = self.top_k_tokens_per_head
         return given + (1,) * (self.n_predict - len(given))
-
-
-def check_target(
-    origin: Path, config: MLPSpeculatorConfig, recorded: Mapping[str, Any], facts: TargetFacts
-) -> None:
-    """Refuse a target that differs in width, vocabulary or tokenizer from the one the checkpoint was made for."""
-    made_for = f"{origin} drafts for {recorded['name']!r}" if recorded.get("name") else f"{origin} drafts for a target"
-    mend = "load the target it was trained for, or train a drafter for this one."
-    for word, own, theirs in (
-        ("hidden size", config.emb_dim, facts.hidden_size),
-        ("a vocabulary of", config.vocab_size, facts.vocab_size),
-        ("tokenizer hash", recorded.get("tokenizer_hash"), facts.tokenizer_hash),
-    ):
-        if own is not None and theirs is not None and own != theirs:
-            raise DraftsmithError(f"{made_for} with {word} {own}, but {facts.name!r} has {theirs}; {mend}")

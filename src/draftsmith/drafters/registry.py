@@ -11,17 +11,38 @@ from typing import TYPE_CHECKING
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.draft_model import FAMILY as DRAFT_MODEL
+from draftsmith.drafters.eagle import FAMILY as EAGLE
+from draftsmith.drafters.eagle3 import FAMILY as EAGLE3
+from draftsmith.drafters.early_exit import FAMILY as EARLY_EXIT
 from draftsmith.drafters.family import Family, read_spec
+from draftsmith.drafters.firp import FAMILY as FIRP
+from draftsmith.drafters.hydra import FAMILY as HYDRA
+from draftsmith.drafters.int8_self import FAMILY as INT8_SELF
+from draftsmith.drafters.lookahead import FAMILY as LOOKAHEAD
+from draftsmith.drafters.medusa import FAMILY as MEDUSA
 from draftsmith.drafters.mlp import FAMILY as MLP
+from draftsmith.drafters.ngram import FAMILY as NGRAM
+from draftsmith.drafters.recurrent import FAMILY as RECURRENT
+from draftsmith.drafters.small_lm import FAMILY as SMALL_LM
+from draftsmith.drafters.suffix import FAMILY as SUFFIX
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
 
 ENTRY_POINTS = "draftsmith.drafters"
-HUB_FILES = ["config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json"]
+HUB_FILES = [
+    "config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json",
+    # A draft model's end tokens and tokenizer.
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.model",
+]
 
-BUILT_IN: tuple[Family, ...] = (MLP,)
+
+BUILT_IN: tuple[Family, ...] = (
+    MLP, MEDUSA, HYDRA, EAGLE, EAGLE3, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
+)
 
 
 @cache
@@ -36,6 +57,8 @@ def families() -> dict[str, Family]:
                 "mend or remove that package."
             )
         known.setdefault(family.name, family)
+    # Folders of draft models come last: checkpoints of other families may look like language models.
+    known[DRAFT_MODEL.name] = DRAFT_MODEL
     return known
 
 
@@ -80,9 +103,7 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
         word, values = read_spec(name) if ":" in name else (name, {})
         family = families().get(word)
         if family is not None:
-            if family.trainable:
-                raise DraftsmithError(f"a drafter of the family {word!r} has to be trained; give the folder of one.")
-            return family.make(family.read_options(values, f"{word}:"), target, None)
+            return family.ready(family.read_options(values, f"{word}:"), target)
     if is_local(name):
         folder = Path(name).expanduser()
         storage.require_folder(folder)
@@ -96,3 +117,14 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
     raise DraftsmithError(
         f"{folder} is of the drafter family {config.get('model_type')!r}, which is unknown; known are {known}."
     )
+
+
+def family_of(name: str | Path) -> Family | None:
+    """Return the family of a word or of a folder's config.json, None where there is no telling without a download."""
+    if isinstance(name, str) and not Path(name).exists() and name.partition(":")[0] in families():
+        return families()[name.partition(":")[0]]
+    config = Path(name).expanduser() / "config.json"
+    if not config.is_file():
+        return None
+    values = storage.read_json(config)
+    return next((family for family in families().values() if family.recognises(values)), None)

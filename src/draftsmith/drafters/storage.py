@@ -69,7 +69,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         fill(aside)
-        write_json(aside / MANIFEST, {path.name: sha256(path) for path in sorted(aside.iterdir())})
+        write_json(aside / MANIFEST, {path.name: sha256(path) for path in sorted(aside.iterdir()) if path.is_file()})
         sync_folder(aside)
         replace_folder(aside, folder)
     except OSError as error:
@@ -139,9 +139,9 @@ def read_tensor_file(path: Path) -> dict[str, Tensor]:
         raise DraftsmithError(f"{path} is cut short or broken ({error}); restore it from a good copy.") from error
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read model.safetensors, or the shards that model.safetensors.index.json lists; pickles are refused."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+def read_tensors(folder: Path, name: str = "model.safetensors") -> dict[str, Tensor]:
+    """Read the file `name`, or the shards that `name`.index.json lists; pickles are refused."""
+    whole, index = folder / name, folder / f"{name}.index.json"
     if whole.exists():
         return read_tensor_file(whole)
     if index.exists():
@@ -155,7 +155,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in sorted(folder.glob(pattern))]
     if pickles:
         raise DraftsmithError(
-            f"{folder / pickles[0]} is a pickle, which can run code when read; convert it to model.safetensors."
+            f"{folder / pickles[0]} is a pickle, which can run code when read; convert it to {name}."
         )
     raise DraftsmithError(f"{whole} is missing, so {folder} is no whole checkpoint; save it again.")
 

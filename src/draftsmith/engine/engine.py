@@ -40,7 +40,7 @@ class Chunk:
 
 
 class Engine:
-    """Decodes with a drafter, or plainly; the text is the target's own either way.
+    """Decodes with a drafter, or plainly; the text is the target's own either way, unless a plan asks for less.
 
     Args:
         target: the model.
@@ -49,6 +49,8 @@ class Engine:
         max_batch: most rows at a time; further prompts wait.
         max_length: most tokens a row, prompt and output; None takes the target's context, on a GPU at most 4,096 of
             it, because there the cache is memory from the start.
+        draft_rows: most rows at a time with which it still drafts; a busier engine decodes plainly, because then the
+            hardware has no idle arithmetic to check guesses with. None always drafts.
         compile: "off", "trace" or "full", see `Compiler`; `prepare` pays and tells the cost beforehand. Where
             target and drafter are native there is nothing to compile, and every level is "off".
     """
@@ -61,6 +63,7 @@ class Engine:
         plan: Plan | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
+        draft_rows: int | None = None,
         compile: CompileLevel = "off",
     ) -> None:
         if max_batch < 1:
@@ -68,7 +71,10 @@ class Engine:
         self.target = target
         self.drafter = drafter if drafter is not None else NoDrafter()
         self.plan = plan if plan is not None else self.drafter.default_plan()
+        if draft_rows is not None and draft_rows < 0:
+            raise DraftsmithError(f"draft_rows is {draft_rows}; use 0 (never draft) or a positive number.")
         self.max_batch = max_batch
+        self.draft_rows = draft_rows
         if max_length is not None and max_length < 2:
             raise DraftsmithError(f"max_length is {max_length}; a prompt and its continuation need at least 2.")
         roomy = target.max_length if target.device.type == "cpu" else min(target.max_length, GPU_LENGTH)
@@ -92,6 +98,7 @@ class Engine:
         plan: Plan | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
+        draft_rows: int | None = None,
         compile: CompileLevel = "off",
     ) -> "Engine":
         """Load target and drafter by hub name or folder.
@@ -101,7 +108,10 @@ class Engine:
         """
         loaded = Target.from_pretrained(target, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         guesser = load_drafter(drafter, loaded) if drafter is not None else None
-        return cls(loaded, guesser, plan=plan, max_batch=max_batch, max_length=max_length, compile=compile)
+        return cls(
+            loaded, guesser, plan=plan, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows,
+            compile=compile,
+        )
 
     def generate(
         self,
@@ -161,7 +171,7 @@ class Engine:
         """Return an engine of the same parts and sizes at another level of compilation."""
         return Engine(
             self.target, self.drafter, plan=self.plan, max_batch=self.max_batch, max_length=self.max_length,
-            compile=compile,
+            draft_rows=self.draft_rows, compile=compile,
         )
 
     @property
@@ -247,6 +257,8 @@ class Engine:
         if self._running:
             raise DraftsmithError("this engine is still streaming; finish or close that stream before the next call.")
         self._running = True
+        for request in requests:
+            request.statistics.lossless = chosen.lossless or request.params.temperature == 0
         self.drafter.attach(self._cache)
         waiting = deque(requests)
         rows: Rows | None = None
@@ -263,7 +275,10 @@ class Engine:
                     rows = join(rows, arrivals, self.target.vocab_size, self.target.device, bucket)
                 else:
                     assert rows is not None
-                    result = self._stepper.step(rows, chosen, clock)
+                    busy = self.draft_rows is not None and rows.count > self.draft_rows
+                    if busy and chosen.depth:
+                        self.drafter.follow(rows.context)
+                    result = self._stepper.step(rows, NO_DRAFT if busy else chosen, clock)
                     yield self._commit(rows, result, clock, is_step=True)
                 rows = self._dismiss(rows)
         finally:

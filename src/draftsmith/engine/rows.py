@@ -89,6 +89,7 @@ def _assemble(
         rows_B=gather("rows_B", -1),
         temperature_B=gather("temperature_B", 0.0),
         seeds_B=gather("seeds_B", 0),
+        first_B=gather("first_B", 0),
     )
     params = [r.params for r in requests]
     sampling = SamplingBatch.build([*params, *params[:1] * padding], vocab_size, device)

@@ -15,14 +15,17 @@ from draftsmith.engine.compiled import Compiler
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Rows
 from draftsmith.target import KVCache, Target, keep_path
-from draftsmith.types import UNUSED, Context, Draft, Plan, SamplingParams
+from draftsmith.types import NO_DRAFT, UNUSED, Context, Draft, Plan, SamplingParams
 from draftsmith.verify import (
     Acceptance,
     History,
     SamplingBatch,
+    accept_block,
     accept_deterministic,
     accept_greedy,
     accept_sampled,
+    accept_typical,
+    narrow,
     probabilities,
     shape_logits,
     tree_tables,
@@ -61,14 +64,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter with what comes behind it, as one piece to compile."""
+    """A drafter with what comes behind it, as one piece to compile.
+
+    Args:
+        drafter: guesses.
+        native: lay out by the native operator.
+        static: give every draft the plan's full size, because what reads it is compiled for fixed shapes; drafts
+            that are compiled themselves have it anyway.
+    """
 
     drafter: Drafter
     native: bool
+    static: bool
 
     def lay_out(self, context: Context, plan: Plan) -> Layout:
         """Let the drafter guess, and put its tree behind the root in the form the target reads."""
         draft = self.drafter.propose(context, plan) if plan.depth else empty_draft(context)
+        if self.static:
+            draft = filled(draft, plan)
         if self.native:
             tokens_BM, depths_BM, visible_BMM = torch.ops.draftsmith.lay_out(
                 context.tokens_BT, context.counts_B, draft.tokens_BN, draft.parents_BN
@@ -88,9 +101,9 @@ class Stepper:
         # Native operators have nothing in them to compile.
         self._forward = target.forward if target.is_native else compiler.wrap(target.forward)
         if drafter.is_native or not drafter.can_compile or not compiler.enabled:
-            self._draft = Drafting(drafter, native=target.native).lay_out
+            self._draft = Drafting(drafter, native=target.native, static=compiler.enabled).lay_out
         else:
-            self._draft = compiler.wrap(Drafting(drafter, native=False).lay_out)
+            self._draft = compiler.wrap(Drafting(drafter, native=False, static=False).lay_out)
         self._commit_greedy = commit_greedy_natively if target.native else compiler.wrap(commit_greedy)
 
     def step(self, rows: Rows, plan: Plan, clock: Clock) -> StepResult:
@@ -119,12 +132,16 @@ class Stepper:
             columns_S,
             self.drafter.taps,
         )
+        if self.drafter.observes and plan.depth:
+            clock.start("drafter")
+            # On a CPU a maximum is found several times faster than an argmax.
+            self.drafter.observe(context, draft, logits_BMV.max(dim=-1).indices)
         clock.start("rest")
         tensors = self.cache.tensors
         if rows.sampling.all_greedy and not rows.sampling.needs_shaping:
             rows.context, table_BX, path_BD = self._commit_greedy(tensors, logits_BMV, features_BMF, layout, context)
         else:
-            acceptance = choose(rows, logits_BMV, draft, layout.visible_BMM)
+            acceptance = self.choose(rows, logits_BMV, draft, layout.visible_BMM, plan)
             rows.context, table_BX, path_BD = commit(
                 tensors, acceptance, logits_BMV, features_BMF, layout, context
             )
@@ -135,6 +152,12 @@ class Stepper:
             index_BT = torch.cat([torch.zeros_like(context.counts_B).unsqueeze(1), path_BD], dim=1)
             raw_BTV = logits_BMV.gather(1, index_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
         return StepResult(table_BX, draft.depth, raw_BTV)
+
+    def choose(
+        self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, plan: Plan
+    ) -> Acceptance:
+        """Apply the rules of acceptance; a method, so that a proof can put a broken rule in their place."""
+        return choose(rows, logits_BMV, draft, visible_BMM, plan)
 
     def prefill(self, requests: list[Request], width: int) -> tuple[Rows, StepResult]:
         """Read the prompts of new requests into the slots behind the running rows; choose their first token each.
@@ -163,12 +186,13 @@ class Stepper:
             rows_B=torch.tensor([r.index for r in requests], device=device),
             temperature_B=torch.tensor([p.temperature for p in params], device=device),
             seeds_B=seeds_B,
+            first_B=tokens_BM[:, 0].clone(),
         )
         rows = first_rows(requests, context, params, self.target.vocab_size)
         no_draft = empty_draft(context)
         visible_BMM, _ = tree_tables(no_draft.parents_BN, 0)
         logits_B1V = last_logits_BV.unsqueeze(1)
-        first_B = choose(rows, logits_B1V, no_draft, visible_BMM).next_B
+        first_B = self.choose(rows, logits_B1V, no_draft, visible_BMM, NO_DRAFT).next_B
         if self.drafter.reads_prompt:
             # Entry t of the context is the token that state t predicted: the prompt from its second on, then ours.
             shifted_BM = torch.cat([tokens_BM[:, 1:], tokens_BM.new_zeros((len(requests), 1))], dim=1)
@@ -229,6 +253,19 @@ def empty_draft(context: Context) -> Draft:
     return Draft(tokens_BN=none_BN, parents_BN=none_BN, depth=0)
 
 
+def filled(draft: Draft, plan: Plan) -> Draft:
+    """Pad a draft to the nodes and the depth of its plan; one without guesses stays empty, which is a shape too."""
+    missing = plan.max_nodes - draft.tokens_BN.shape[1]
+    if draft.depth == 0 or draft.q_BMV is not None or missing < 0:
+        return draft
+    return replace(
+        draft,
+        tokens_BN=torch.nn.functional.pad(draft.tokens_BN, (0, missing)),
+        parents_BN=torch.nn.functional.pad(draft.parents_BN, (0, missing), value=UNUSED),
+        depth=plan.depth,
+    )
+
+
 def guesses_or_flag(draft: Draft, logits_BMV: Tensor, node_B1: Tensor) -> Tensor:
     """Count the guesses of every row, or flag it when a logit that chose its last token is not finite."""
     row_BV = logits_BMV.gather(1, node_B1.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2])).squeeze(1)
@@ -245,16 +282,28 @@ def first_rows(requests: list[Request], context: Context, params: list[SamplingP
     return Rows(requests, context, sampling, history)
 
 
-def choose(rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor) -> Acceptance:
-    """Apply every row's sampling rules at every node and accept a path."""
+def choose(rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, plan: Plan) -> Acceptance:
+    """Apply every row's sampling rules at every node and accept a path by the plan's rule."""
     shaped_BMV = logits_BMV
     if rows.sampling.needs_shaping:
         shaped_BMV = shape_logits(logits_BMV, rows.sampling, rows.history, draft.tokens_BN, visible_BMM)
     if rows.sampling.all_greedy:
         return accept_greedy(shaped_BMV.argmax(dim=-1), draft)
-    p_BMV = probabilities(shaped_BMV, rows.sampling)
-    accept = accept_deterministic if draft.q_BMV is None else accept_sampled
-    return accept(p_BMV, draft, rows.context.seeds_B, rows.context.lengths_B)
+    narrowed = narrow(shaped_BMV, rows.sampling, draft)
+    if narrowed is not None:
+        return narrowed.restore(judge(narrowed.p_BMU, narrowed.draft, rows, plan))
+    return judge(probabilities(shaped_BMV, rows.sampling), draft, rows, plan)
+
+
+def judge(p_BMV: Tensor, draft: Draft, rows: Rows, plan: Plan) -> Acceptance:
+    """Accept a path of a draft, with the target's distribution at every node, by the plan's rule."""
+    seeds_B, positions_B = rows.context.seeds_B, rows.context.lengths_B
+    if plan.acceptance == "typical":
+        return accept_typical(p_BMV, draft, seeds_B, positions_B, plan.epsilon, plan.delta)
+    if draft.q_BMV is None:
+        return accept_deterministic(p_BMV, draft, seeds_B, positions_B)
+    accept = accept_block if plan.acceptance == "block" else accept_sampled
+    return accept(p_BMV, draft, seeds_B, positions_B)
 
 
 def commit_greedy(

@@ -3,12 +3,13 @@
 "Accelerating Production LLMs with Combined Token/Embedding Speculators" (arXiv:2404.19124), section 4. In every round
 each number of candidates, the baseline without speculation (0) and a peer, if asked for, runs once on the same prompts
 and in random order, so that a drifting clock meets all of them alike. Latency is the wall-clock of the whole call,
-prefill included, over N; the prefill is also reported by itself. Shapes: B rows (batch), K candidates, T trials.
+prefill included, over N; the prefill is also reported by itself. The report decodes greedily; at a temperature above 0
+every setting samples with the same seeds. Shapes: B rows (batch), K candidates, T trials.
 """
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
@@ -39,7 +40,9 @@ class Grid:
         trials: timed rounds of each (batch, prompt length).
         warmups: untimed rounds before them.
         branching: of the tree before pruning to the candidates; None takes the drafter's own.
-        seed: of the order of runs and of the bootstrap.
+        seed: of the order of runs, of sampling and of the bootstrap.
+        rules: a plan without branching; the drafts take everything else from it.
+        temperature: 0 is greedy.
     """
 
     batches: tuple[int, ...] = (1, 2, 4)
@@ -50,6 +53,8 @@ class Grid:
     warmups: int = 1
     branching: tuple[int, ...] | None = None
     seed: int = 0
+    rules: Plan = NO_DRAFT
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("batches", 1), ("candidates", 0), ("prompt_tokens", 1)):
@@ -59,6 +64,7 @@ class Grid:
         for name, least in (("new_tokens", 2), ("trials", 1), ("warmups", 0)):
             if getattr(self, name) < least:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+        SamplingParams(temperature=self.temperature)  # refuses what cannot be sampled at
 
     @property
     def runs(self) -> int:
@@ -76,10 +82,13 @@ class Run:
     measurement: Measurement | None
 
 
-def plan_for(default: Plan, candidates: int, branching: tuple[int, ...] | None = None) -> Plan:
+def plan_for(
+    default: Plan, candidates: int, branching: tuple[int, ...] | None = None, rules: Plan = NO_DRAFT
+) -> Plan:
     """Return the plan that verifies K candidates: the drafter's tree (or `branching`) pruned to the best K paths.
 
-    A tree that has fewer leaves than K gets more children at the root, so that K candidates exist.
+    A tree that has fewer leaves than K gets more children at the root, so that K candidates exist. Sampled guesses
+    cannot be pruned: there the K candidates are K chains as deep as the tree. All else comes from `rules`.
     """
     if candidates == BASELINE:
         return NO_DRAFT
@@ -89,9 +98,11 @@ def plan_for(default: Plan, candidates: int, branching: tuple[int, ...] | None =
             f"{candidates} candidates need a drafter that drafts; give one with --drafter, or measure the baseline "
             "alone with --candidates 0."
         )
+    if rules.sampled:
+        return replace(rules, branching=(candidates, *(1,) * (len(shape) - 1)))
     if prod(shape) < candidates:
         shape = (ceil(candidates / prod(shape[1:])), *shape[1:])
-    return Plan(branching=shape, paths=candidates)
+    return replace(rules, branching=shape, paths=candidates)
 
 
 def run_grid(
@@ -104,7 +115,7 @@ def run_grid(
 ) -> list[dict[str, Any]]:
     """Measure every cell; `on_progress` gets a label and the number of runs done since the last call."""
     rng = random.Random(grid.seed)
-    plans = {k: plan_for(default, k, grid.branching) for k in sorted({BASELINE, *grid.candidates})}
+    plans = {k: plan_for(default, k, grid.branching, grid.rules) for k in sorted({BASELINE, *grid.candidates})}
     cells: list[dict[str, Any]] = []
     for length in grid.prompt_tokens:
         for batch in grid.batches:
@@ -116,7 +127,9 @@ def run_grid(
                 chosen = pieces[index * batch : (index + 1) * batch]
                 for setting in rng.sample(settings, len(settings)):
                     if isinstance(setting, int):
-                        run = run_engine(engine, chosen, plans[setting], grid.new_tokens)
+                        run = run_engine(
+                            engine, chosen, plans[setting], grid.new_tokens, grid.temperature, grid.seed + index * batch
+                        )
                     else:
                         assert peer is not None
                         run = run_peer(peer, chosen, grid.new_tokens)
@@ -124,9 +137,11 @@ def run_grid(
                         runs[setting].append(run)
                     if on_progress is not None:
                         on_progress(f"prompt {length}, batch {batch}, round {index + 1} of {rounds}", 1)
-            _check_baseline(engine, runs[BASELINE])
+            if grid.temperature == 0:
+                _check_baseline(engine, runs[BASELINE])
             shape = {"batch": batch, "prompt_tokens": length, "new_tokens": grid.new_tokens}
-            cells += [cell_of(setting, runs, shape, plans, grid.seed) for setting in settings]
+            for setting in settings:
+                cells.append(cell_of(setting, runs, shape, plans, grid.seed) | {"temperature": grid.temperature})
     return cells
 
 
@@ -135,13 +150,23 @@ def prepare_grid(engine: Engine, default: Plan, grid: Grid) -> float:
     sizes, most = [1], max(grid.batches)
     while sizes[-1] < most:
         sizes.append(min(2 * sizes[-1], most))
-    plans = [plan_for(default, k, grid.branching) for k in sorted({BASELINE, *grid.candidates})]
+    plans = [plan_for(default, k, grid.branching, grid.rules) for k in sorted({BASELINE, *grid.candidates})]
     return sum(engine.prepare(size, plan) for plan in plans for size in sizes)
 
 
-def run_engine(engine: Engine, prompts: Sequence[Sequence[int]], plan: Plan, new_tokens: int) -> Run:
-    """Decode one batch greedily, exactly `new_tokens` each."""
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+def run_engine(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    plan: Plan,
+    new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Run:
+    """Decode one batch, exactly `new_tokens` each; greedily, or each row with the seed after the one before it."""
+    params = [
+        SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=seed + row)
+        for row in range(len(prompts))
+    ]
     result = measure(engine, prompts, params, plan=plan)
     tokens = [completion.tokens for completion in result.completions]
     _check_counts(tokens, new_tokens, "the engine")
@@ -185,7 +210,9 @@ def cell_of(
     measured = [run.measurement for run in mine if run.measurement is not None]
     if isinstance(setting, int):
         cell |= decoding_figures(measured, new_tokens)
-        cell |= {"branching": list(plans[setting].branching), "nodes": plans[setting].max_nodes}
+        plan = plans[setting]
+        cell |= {"branching": list(plan.branching), "nodes": plan.max_nodes}
+        cell |= {"sampled": plan.sampled, "acceptance": plan.acceptance}
         cell["realised"] = ratio.value / cell["tokens_per_step"]
     return cell
 
@@ -200,6 +227,7 @@ def decoding_figures(measured: Sequence[Measurement], new_tokens: int) -> dict[s
     statistics = total.statistics
     batch_steps = sum(max(c.statistics.steps for c in result.completions) for result in measured)
     return {
+        "lossless": statistics.lossless,
         "tokens_per_step": total.tokens_per_step,
         "accepted_by_depth": total.accepted_by_depth(),
         "step_ms": 1000 * statistics.decode_s / max(1, batch_steps),

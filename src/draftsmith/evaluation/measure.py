@@ -73,6 +73,7 @@ class Measurement:
             "accepted": total.accepted,
             "acceptance_rate": total.accepted / total.drafted if total.drafted else 0.0,
             "tokens_per_second": self.tokens_per_second,
+            "lossless": total.lossless,
             "wall_s": self.wall_s,
             "prefill_s": total.prefill_s,
             "share": self.shares(),

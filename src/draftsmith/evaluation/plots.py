@@ -14,10 +14,12 @@ INK, GRID, GREY, BLUE, ORANGE = "#2b2b2b", "#d9d9d9", "#9aa5b1", "#2f6db3", "#d9
 SERIES = (BLUE, ORANGE, "#3c9d6d", "#8e5ea2", "#b5483a", "#5f7d95")
 
 
-def speed_bars(groups: Mapping[str, Mapping[str, Interval]], unit: str = "tokens per second") -> Figure:
+def speed_bars(
+    groups: Mapping[str, Mapping[str, Interval]], unit: str = "tokens per second", form: str = "{:.0f}"
+) -> Figure:
     """Bars with intervals: one group a task, one bar a way of decoding; the first way is the grey baseline."""
-    figure, axes = _canvas(6.4, 3.8)
     ways = list(next(iter(groups.values())))
+    figure, axes = canvas(max(6.4, 0.75 * len(ways) * len(groups)), 3.8)
     width = 0.8 / len(ways)
     for i, way in enumerate(ways):
         at = [g + (i - (len(ways) - 1) / 2) * width for g in range(len(groups))]
@@ -28,18 +30,18 @@ def speed_bars(groups: Mapping[str, Mapping[str, Interval]], unit: str = "tokens
         axes.errorbar(at, [s.value for s in shown], yerr=spread, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
         for x, s in zip(at, shown, strict=True):
             axes.annotate(
-                f"{s.value:.0f}", (x, s.high), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9
+                form.format(s.value), (x, s.high), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9
             )
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_ylabel(unit)
     axes.margins(y=0.14)
-    _finish(axes, legend=True)
+    finish(axes, legend=True)
     return figure
 
 
 def acceptance_by_depth(series: Mapping[str, Sequence[float]]) -> Figure:
     """Lines: the share of steps whose accepted path reached each depth, one line a task or drafter."""
-    figure, axes = _canvas(5.6, 3.6)
+    figure, axes = canvas(5.6, 3.6)
     for i, (name, shares) in enumerate(series.items()):
         axes.plot(range(1, len(shares) + 1), shares, marker="o", color=SERIES[i % len(SERIES)], label=name)
     deepest = max((len(shares) for shares in series.values()), default=1)
@@ -47,13 +49,13 @@ def acceptance_by_depth(series: Mapping[str, Sequence[float]]) -> Figure:
     axes.set_xlabel("depth of the drafted token")
     axes.set_ylabel("share of steps that accepted it")
     axes.set_ylim(0, 1)
-    _finish(axes, legend=True)
+    finish(axes, legend=True)
     return figure
 
 
 def latency_by_candidates(cells: Sequence[Mapping[str, Any]], prompt_tokens: int) -> Figure:
     """Lines with intervals: ms a token over the number of candidates, one line a batch size; 0 is the baseline."""
-    figure, axes = _canvas(6.4, 3.8)
+    figure, axes = canvas(6.4, 3.8)
     mine = [c for c in cells if c["prompt_tokens"] == prompt_tokens and c["candidates"] is not None]
     counts = sorted({c["candidates"] for c in mine})
     for i, batch in enumerate(sorted({c["batch"] for c in mine})):
@@ -68,13 +70,13 @@ def latency_by_candidates(cells: Sequence[Mapping[str, Any]], prompt_tokens: int
     axes.set_xlabel(f"candidates verified in a step (0: no speculation); prompts of {prompt_tokens} tokens")
     axes.set_ylabel("ms a token")
     axes.set_ylim(bottom=0)
-    _finish(axes, legend=True)
+    finish(axes, legend=True)
     return figure
 
 
 def before_and_after(before: Mapping[str, float], after: Mapping[str, float]) -> Figure:
     """Bars: tokens per step of each task before and after training."""
-    figure, axes = _canvas(5.2, 3.6)
+    figure, axes = canvas(5.2, 3.6)
     for i, (label, values) in enumerate((("before training", before), ("after training", after))):
         at = [g + (i - 0.5) * 0.38 for g in range(len(values))]
         bars = axes.bar(at, list(values.values()), 0.35, color=(GREY, BLUE)[i], label=label)
@@ -83,17 +85,19 @@ def before_and_after(before: Mapping[str, float], after: Mapping[str, float]) ->
     axes.set_xticks(range(len(before)), list(before))
     axes.set_ylabel("tokens per step, τ")
     axes.margins(y=0.14)
-    _finish(axes, legend=True)
+    finish(axes, legend=True)
     return figure
 
 
-def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return an empty figure of so many inches."""
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots()
 
 
-def _finish(axes: Axes, legend: bool) -> None:
+def finish(axes: Axes, legend: bool) -> None:
+    """Give the axes the look that all pictures share."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(colors=INK, labelsize=9)
@@ -105,7 +109,7 @@ def _finish(axes: Axes, legend: bool) -> None:
 
 def training_curve(curve: Sequence[tuple[float, float]]) -> Figure:
     """A line: mean loss a stage over the seconds of a run, smoothed, over the raw points."""
-    figure, axes = _canvas(5.6, 3.4)
+    figure, axes = canvas(5.6, 3.4)
     seconds, losses = [point[0] for point in curve], [point[1] for point in curve]
     smooth: list[float] = []
     for loss in losses:
@@ -114,7 +118,7 @@ def training_curve(curve: Sequence[tuple[float, float]]) -> Figure:
     axes.plot(seconds, smooth, color=BLUE, linewidth=1.8)
     axes.set_xlabel("seconds")
     axes.set_ylabel("loss, nats a stage")
-    _finish(axes, legend=False)
+    finish(axes, legend=False)
     return figure
 
 

@@ -2,5 +2,6 @@
 
 from draftsmith.target.cache import KVCache, keep_path
 from draftsmith.target.target import Target
+from draftsmith.target.upper import UpperLayers
 
-__all__ = ["KVCache", "Target", "keep_path"]
+__all__ = ["KVCache", "Target", "UpperLayers", "keep_path"]

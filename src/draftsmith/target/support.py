@@ -1,4 +1,4 @@
-"""Which models can be targets; the others are refused by name, with the reason."""
+"""Which models can be targets, the others being refused by name with the reason; and which were changed by us."""
 
 from typing import Any
 
@@ -7,6 +7,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from draftsmith.target.attention import ATTENTION_NAME, tree_attention
 from draftsmith.types import DraftsmithError
+
+LABEL = "draftsmith"
+"""The key of config.json under which a target that was changed together with its drafter says so."""
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
 
@@ -32,6 +35,13 @@ def refuse_unsupported(config: Any, name: str) -> None:
             f"{name} ({config.model_type}) has layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled "
             "back after a rejected guess yet; only full and sliding-window attention are supported."
         )
+
+
+def fingerprint(config: Any) -> str | None:
+    """Return what tells a target that was changed together with its drafter from all others; None for these."""
+    label = getattr(config, LABEL, None) or {}
+    found: str | None = label.get("fingerprint")
+    return found
 
 
 def use_tree_attention(model: PreTrainedModel, name: str) -> None:

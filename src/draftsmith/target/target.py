@@ -21,8 +21,9 @@ from draftsmith.native.decoder import NativeDecoder, has_native_form
 from draftsmith.native.layers import can_pack, pack_model
 from draftsmith.target.attention import ShapeProbe, lay_out_pass
 from draftsmith.target.cache import KVCache
+from draftsmith.target.layers import layer_stack, shortened
 from draftsmith.target.packing import can_prepack, prepack_linears
-from draftsmith.target.support import refuse_unsupported, use_tree_attention
+from draftsmith.target.support import fingerprint, refuse_unsupported, use_tree_attention
 from draftsmith.types import DraftsmithError, Quantization, TargetFacts, resolve_dtype
 
 TOKENIZER_FILES = (
@@ -79,6 +80,8 @@ class Target:
         self._install_taps()
         probe = self._probe()
         self.kv_shapes = [probe.shapes[layer] for layer in range(self.layers)]
+        self.windows = [probe.windows[layer] for layer in range(self.layers)]
+        """The sliding window of every layer, None for full attention."""
         self.packed = True
         """Whether linear layers use what `prepack_linears` gave them; generated code wants the plain weights."""
         self._decoder: NativeDecoder | None = None
@@ -169,7 +172,8 @@ class Target:
 
     def facts(self) -> TargetFacts:
         """Return what a drafter trained for this target has to match."""
-        return TargetFacts(self.hidden_size, self.vocab_size, tokenizer_hash(self.tokenizer), self.name)
+        vocabulary, changed = tokenizer_hash(self.tokenizer), fingerprint(self.model.config)
+        return TargetFacts(self.hidden_size, self.vocab_size, vocabulary, self.name, changed)
 
     def feature_size(self, taps: tuple[int, ...]) -> int:
         """Width (F) of the concatenated tapped states."""
@@ -177,30 +181,52 @@ class Target:
 
     def widened(self) -> "Target":
         """Return an fp32 copy, to tell ties of the rounding from faults."""
+        return self.copied(torch.float32)
+
+    def copied(self, dtype: torch.dtype, native: bool = False, quantize: Quantization = "none") -> "Target":
+        """Return a copy with weights of its own, in another precision."""
         # Built anew: a copy of the modules would keep hooks and packed weights that belong to this target.
-        model = type(self.model)(copy.deepcopy(self.model.config)).float()
+        model = type(self.model)(copy.deepcopy(self.model.config)).to(dtype)
         model.load_state_dict(self.model.state_dict())
-        return Target(model.to(device=self.device), self.tokenizer, self.name, native=False)
+        return Target(model.to(device=self.device), self.tokenizer, self.name, native, quantize)
+
+    def truncated(self, layers: int) -> "Target":
+        """Return a view of the first `layers` layers under the same norm and head, without taps.
+
+        It shares the weights, and reads and writes the first layers of a cache that this target reads and writes.
+        """
+        if not 1 <= layers <= self.layers:
+            raise DraftsmithError(f"{self.name} has {self.layers} layers, so {layers} of them cannot be taken.")
+        view = copy.copy(self)
+        view.model = shortened(self.model, self.layers, layers)
+        view.layers, view.kv_shapes, view.windows = layers, self.kv_shapes[:layers], self.windows[:layers]
+        view._captured, view._wanted = {}, set()
+        if self._decoder is not None:
+            view._decoder = NativeDecoder(view.model, view.windows, self.max_length)
+        return view
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         """Allocate keys and values for `slots` rows of `capacity` tokens."""
         return KVCache(self.kv_shapes, slots, capacity, self.dtype, self.device)
 
     def encode(
-        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False
+        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False, gradients: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Read whole sequences without a cache, for training.
+        """Read whole sequences without a cache, for training; with `gradients`, for training the target too.
 
         Returns:
             features_BTF, where entry t is the state after reading token t (so it predicts token t + 1), and
             logits_BTV if asked for.
         """
+        nothing_BT0 = torch.empty((*tokens_BT.shape, 0), dtype=self.dtype, device=self.device)
+        if not taps and not logits:
+            return nothing_BT0, None
         self._wanted = set(taps)
-        with torch.no_grad():
+        with torch.set_grad_enabled(gradients):
             out = self.model(
                 input_ids=tokens_BT, use_cache=False, logits_to_keep=0 if logits else 1, return_dict=True
             )
-        return self._features(taps), out.logits if logits else None
+        return self._features(taps) if taps else nothing_BT0, out.logits if logits else None
 
     def forward(
         self,
@@ -232,8 +258,8 @@ class Target:
         """
         if self._decoder is not None:
             return self._decoder.forward(
-                tokens_BM, depths_BM, visible_BMM, cached_B, cache.keys_RCHD, cache.values_RCHD, first_row, taps,
-                keep_logits,
+                tokens_BM, depths_BM, visible_BMM, cached_B, cache.keys_RCHD[: self.layers],
+                cache.values_RCHD[: self.layers], first_row, taps, keep_logits,
             )
         assert columns_S is not None
         batch, nodes = tokens_BM.shape
@@ -263,14 +289,9 @@ class Target:
             return hook
 
         base = self.model.base_model
-        stacks = [m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
-        if len(stacks) != 1:
-            raise DraftsmithError(
-                f"{self.name} has {len(stacks)} stacks of {self.layers} layers where one is needed to tap states; "
-                f"its kind ({self.config.model_type}) is not supported yet."
-            )
+        _, stack = layer_stack(self.model, self.layers, self.name)
         base.register_forward_hook(catch(-1))
-        for index, layer in enumerate(stacks[0]):
+        for index, layer in enumerate(stack):
             layer.register_forward_hook(catch(index))
 
     def _probe(self) -> ShapeProbe:
@@ -298,9 +319,7 @@ class Target:
         self._head = pack_model(self.model, self._head, self.model.get_input_embeddings(), quantize == "int8")
         self.implementation = f"native {kernels_in_use()} layers"
         if has_native_form(self.model) and probe.softcaps == {None}:
-            decoder = NativeDecoder(
-                self.model, [probe.windows[layer] for layer in range(self.layers)], self.max_length
-            )
+            decoder = NativeDecoder(self.model, self.windows, self.max_length)
             distance = self._distance(decoder)
             if distance < NATIVE_TOLERANCE:
                 self._decoder = decoder

@@ -30,6 +30,30 @@ class GeneratedText:
         self._orders: dict[int, list[int]] = {}
         self._read()
 
+    @classmethod
+    def of(cls, path: Path, section: OnPolicySection, seed: int) -> "GeneratedText":
+        """Take up a file that another run wrote.
+
+        Raises:
+            DraftsmithError: it is not there, or holds too few sequences, or sequences of another length.
+        """
+        if not path.is_file():
+            raise DraftsmithError(f"stage2.texts {path} does not exist; give the generated.jsonl of a run.")
+        found = cls(path, section, seed)
+        if found.missing:
+            raise DraftsmithError(
+                f"stage2.texts {path} holds {len(found.sequences)} sequences, but {found.count} are needed; lower "
+                "stage2.steps, or raise stage2.epochs."
+            )
+        length = section.prompt_tokens + section.new_tokens
+        other = next((len(tokens) for tokens in found.sequences if len(tokens) != length), length)
+        if other != length:
+            raise DraftsmithError(
+                f"stage2.texts {path} has sequences of {other} tokens, but stage2.prompt_tokens + stage2.new_tokens is "
+                f"{length}; make them agree."
+            )
+        return found
+
     @property
     def missing(self) -> int:
         """Sequences still to be made."""

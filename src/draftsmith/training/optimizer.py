@@ -1,17 +1,17 @@
-"""The optimizers of a speculator: AdamW on everything, or Muon on the hidden matrices and AdamW on the rest."""
+"""The optimizers of a drafter: AdamW on everything, or Muon on the hidden matrices and AdamW on the rest."""
 
 import torch
 
-from draftsmith.drafters.mlp import MLPSpeculator
+from draftsmith.drafters.learner import Learner
 from draftsmith.training.recipe import OptimizerSection
 
 
-def build_optimizers(speculator: MLPSpeculator, section: OptimizerSection) -> list[torch.optim.Optimizer]:
+def build_optimizers(drafter: Learner, section: OptimizerSection) -> list[torch.optim.Optimizer]:
     """Return fresh optimizers; their learning rate is set before every step."""
-    parameters = [parameter for parameter in speculator.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     matrices: list[torch.nn.Parameter] = []
     if section.name == "muon":
-        matrices = list(dict.fromkeys(parameter for parameter in speculator.proj.parameters()))
+        matrices = drafter.hidden_matrices()
     chosen = {id(parameter) for parameter in matrices}
     rest = [parameter for parameter in parameters if id(parameter) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [

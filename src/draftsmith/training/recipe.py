@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from draftsmith.drafters.family import Family, TrainedOptions
+from draftsmith.drafters.registry import family_named
 from draftsmith.training.split import HELD_OUT_EVERY
 from draftsmith.types import DraftsmithError
 
@@ -21,28 +23,53 @@ class Section(BaseModel):
 
 
 class TargetSection(Section):
-    """The frozen model to draft for; `name` is a folder or hub name, null the embedded demo target."""
+    """The model to draft for, frozen unless there is a section `joint`.
+
+    `name` is a folder or hub name, null the embedded demo target.
+    """
 
     name: str | None = None
     dtype: str = "auto"
     device: str = "auto"
 
 
-class DrafterSection(Section):
-    """The speculator to train; `init_from` is the folder of one to start from (a warm start, not a resume)."""
+class DrafterSection(BaseModel):
+    """The drafter to train: its `family`, and beside it the options of that family.
 
-    inner_dim: Annotated[int, Field(ge=0)] = 0
-    n_predict: Count = 3
-    tie_weights: bool = False
-    scale_input: bool = False
-    top_k_tokens_per_head: tuple[Count, ...] = ()
-    n_candidates: Count = 5
-    default_branching: tuple[Count, ...] = ()
-    condition_on_tokens: bool = True
-    draft_vocab_size: Annotated[int, Field(ge=0)] = 0
-    tie_to_target: bool = False
-    init_from_target: Literal["none", "embeddings", "embeddings+head"] = "none"
+    `init_from` is the folder of one to start from (a warm start, not a resume).
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    family: str = "mlp"
     init_from: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        """Check the family's options and write out their defaults, so that the effective recipe names them all."""
+        if not isinstance(values, dict):
+            return values
+        own = {key: values[key] for key in cls.model_fields if key in values}
+        rest = {key: value for key, value in values.items() if key not in own}
+        family = own.get("family", cls.model_fields["family"].default)
+        if not isinstance(family, str):
+            return own
+        return own | _trainable(family).read_options(rest, "recipe key drafter.").model_dump()
+
+    @property
+    def options(self) -> TrainedOptions:
+        """The options of the family."""
+        options = _trainable(self.family).read_options(self.model_extra or {}, "recipe key drafter.")
+        assert isinstance(options, TrainedOptions)
+        return options
+
+
+def _trainable(name: str) -> Family:
+    family = family_named(name)
+    if not family.trainable:
+        raise DraftsmithError(f"recipe key drafter.family is {name!r}, which needs no training; use it as it is.")
+    return family
 
 
 class SourceSection(Section):
@@ -91,6 +118,7 @@ class OnPolicySection(StageSection):
     """Stage 2: text that the target writes after prompts from the data, read `epochs` times.
 
     The target writes as it will be used: at `temperature` and `top_k` (0 is greedy; the report samples at 1 and 10).
+    `texts` is a file of such texts, generated.jsonl of another run of the same lengths, to be read instead.
     """
 
     rate: Rate = 1e-4
@@ -101,6 +129,7 @@ class OnPolicySection(StageSection):
     top_k: Annotated[int, Field(ge=0)] = 10
     epochs: Count = 1
     generate_batch: Count = 32
+    texts: str | None = None
 
 
 class OptimizerSection(Section):
@@ -119,6 +148,21 @@ class DistillationSection(Section):
 
     weight: Annotated[float, Field(ge=0, le=1)] = 0.0
     temperature: Rate = 1.0
+
+
+class JointSection(Section):
+    """Train the target together with its heads (Medusa-2, arXiv:2401.10774, section 2.2.2); it becomes another model.
+
+    The heads learn at the stage's rate, the target at `heads_rate_factor` times less. The loss is the target's own plus
+    `weight` times the heads', head k (from 1) counting `decay` to the power of k. In the first `warmup_steps` of the
+    run the target stands still; in the `ramp_steps` after them the weight rises to its full value as a sine does.
+    """
+
+    heads_rate_factor: Rate = 4.0
+    weight: Rate = 0.2
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    ramp_steps: Annotated[int, Field(ge=0)] = 0
 
 
 class OutputSection(Section):
@@ -142,7 +186,7 @@ class Recipe(Section):
     """A whole run."""
 
     target: TargetSection = TargetSection()
-    drafter: DrafterSection = DrafterSection()
+    drafter: DrafterSection = DrafterSection.model_validate({})
     data: DataSection = DataSection()
     stage1: GroundTruthSection = GroundTruthSection()
     stage2: OnPolicySection = OnPolicySection()
@@ -150,6 +194,7 @@ class Recipe(Section):
     distillation: DistillationSection = DistillationSection()
     output: OutputSection = OutputSection()
     evaluation: EvaluationSection = EvaluationSection()
+    joint: JointSection | None = None
     seed: Annotated[int, Field(ge=0)] = 0
 
     def to_yaml(self) -> str:
@@ -223,6 +268,8 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
             model = model.model_fields[key].annotation
         else:
             model = next(item for item in get_args(model) if item is not Ellipsis)
+        # An optional section stands beside None.
+        model = next(iter(get_args(model)), model) if type(None) in get_args(model) else model
     return list(model.model_fields)
 
 

@@ -78,7 +78,7 @@ class RunFolder:
         for section, value in new.items():
             if section in FREE_TO_CHANGE or old[section] == value:
                 continue
-            if not isinstance(value, dict):
+            if not isinstance(value, dict) or not isinstance(old[section], dict):
                 changed = [(section, old[section], value)]
             else:
                 changed = [(f"{section}.{k}", old[section][k], v) for k, v in value.items() if old[section][k] != v]

@@ -1,5 +1,7 @@
 """The training run: stage 1 on ground truth, stage 2 on what the target itself writes; the target stays frozen.
 
+A recipe with a section `joint` changes the target as well: see `draftsmith.training.joint`.
+
 Everything random is a function of the recipe's seed and the step, so a run that was killed and resumed ends with the
 weights of one that was not. The engine comes from outside, as two callables.
 """
@@ -16,10 +18,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from draftsmith.drafters.mlp import MLPSpeculator, load_tensors
-from draftsmith.drafters.storage import read_tensors, verify_folder
+from draftsmith.drafters.learner import Learner
+from draftsmith.drafters.storage import verify_folder
 from draftsmith.target import Target
-from draftsmith.training.build import build_loader, build_speculator
+from draftsmith.training.build import build_drafter, build_loader
 from draftsmith.training.checkpoint import (
     BEST,
     Checkpoint,
@@ -29,15 +31,15 @@ from draftsmith.training.checkpoint import (
 )
 from draftsmith.training.data import Loader, Packing, noise
 from draftsmith.training.generated import Generate, GeneratedText
-from draftsmith.training.loss import prepare, stage_losses
+from draftsmith.training.loss import prepare
 from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.schedule import learning_rate
 from draftsmith.training.terminal import one_gentle_interrupt, progress_bar
-from draftsmith.types import DraftsmithError, resolve_dtype
+from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
 
-Evaluate = Callable[[MLPSpeculator], Mapping[str, float]]
+Evaluate = Callable[[Learner], Mapping[str, float]]
 TAU = "tokens_per_step"
 
 
@@ -49,13 +51,17 @@ class TrainingInterrupted(DraftsmithError):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run brought: its folder, the exported drafter (the best by τ), and the measurements."""
+    """What a run brought: its folder, the exported drafter (the best by τ), and the measurements.
+
+    `target` is the folder of the changed target where the recipe changes it.
+    """
 
     folder: Path
     drafter: Path
     step: int
     best: float | None
     evaluations: list[dict[str, Any]]
+    target: Path | None = None
 
 
 def train(
@@ -67,9 +73,9 @@ def train(
     resume: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
-    on_drafter: Callable[[MLPSpeculator], None] | None = None,
+    on_drafter: Callable[[Learner], None] | None = None,
 ) -> TrainingResult:
-    """Train the recipe's speculator for a frozen target.
+    """Train the recipe's drafter for a frozen target.
 
     Args:
         generate: (prompts, max_tokens, seed) to as many continuations of exactly max_tokens; a function of its inputs.
@@ -82,17 +88,24 @@ def train(
     Raises:
         DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
     """
-    run = _Run(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
+    kind: type[Run] = Run
+    if recipe.joint is not None:
+        from draftsmith.training.joint import JointRun
+
+        kind = JointRun
+    run = kind(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
     if dry_run:
         return run.plan_only()
     with one_gentle_interrupt() as interrupted:
         return run.go(resume, interrupted)
 
 
-class _Run:
+class Run:
+    """One run; what changes when more than the drafter is trained is in methods of its own."""
+
     def __init__(
         self, recipe: Recipe, target: Target, generate: Generate, evaluate: Evaluate, console: Console,
-        on_drafter: Callable[[MLPSpeculator], None] | None,
+        on_drafter: Callable[[Learner], None] | None,
     ) -> None:
         self.recipe, self.target, self.console = recipe, target, console
         self.generate, self.evaluate, self.on_drafter = generate, evaluate, on_drafter
@@ -106,11 +119,13 @@ class _Run:
         self.best_step: int | None = None
         self.loader: Loader | None = None
         self.generated: GeneratedText | None = None
-        self._check_lengths()
+        self.noted: dict[str, float] = {}
+        """What else the record of a step says."""
 
-    def _check_lengths(self) -> None:
+    def _build(self) -> None:
+        self.drafter = build_drafter(self.recipe, self.target)
         first, second = self.recipe.stage1, self.recipe.stage2
-        shortest = self.recipe.drafter.n_predict + 3
+        shortest = self.drafter.max_depth + 3
         for name, length, steps in (
             ("stage1.length", first.length, first.steps),
             ("stage2.prompt_tokens + stage2.new_tokens", second.prompt_tokens + second.new_tokens, second.steps),
@@ -121,15 +136,19 @@ class _Run:
                 )
 
     def plan_only(self) -> TrainingResult:
-        self.speculator = build_speculator(self.recipe, self.target)
+        """Print the plan and write an untrained drafter."""
+        self._build()
         for name, stage in (("stage 1", self.recipe.stage1), ("stage 2", self.recipe.stage2)):
             tokens = self._tokens_a_step(stage)
             self.console.print(
                 f"{name}: {stage.steps} steps × {stage.batch * stage.accumulate} sequences, "
                 f"{tokens * stage.steps:,} tokens, rate {stage.rate:g} → {stage.final_rate:g}"
             )
-        count = sum(p.numel() for p in self.speculator.parameters())
-        self.console.print(f"drafter: {count / 1e6:.2f} M parameters in {self.speculator.config.n_predict} stages")
+        count = sum(p.numel() for p in self.drafter.parameters())
+        self.console.print(
+            f"drafter: {self.recipe.drafter.family}, {count / 1e6:.2f} M parameters, {self.drafter.max_depth} tokens "
+            "deep"
+        )
         if self.recipe.stage1.steps:
             loader = build_loader(self.recipe, self.target, Packing(self.recipe.stage1.length), "stage1")
             self.console.print("data: " + ", ".join(source.source.label for source in loader.sources))
@@ -143,6 +162,7 @@ class _Run:
         return stage.batch * stage.accumulate * length
 
     def go(self, resume: bool, interrupted: threading.Event) -> TrainingResult:
+        """Train from the start, or from the last good checkpoint."""
         checkpoint = self.checkpoints.load() if resume else None
         if checkpoint is None and self.checkpoints.steps():
             raise DraftsmithError(
@@ -150,11 +170,11 @@ class _Run:
                 "resume it, or choose another output.folder."
             )
         self.folder.open(checkpoint.progress["step"] if checkpoint else None)
-        self.speculator = build_speculator(self.recipe, self.target)
-        self.optimizers = build_optimizers(self.speculator, self.recipe.optimizer)
+        self._build()
+        self.optimizers = self._fresh_optimizers()
         if checkpoint is not None:
             self._take_up(checkpoint)
-        self._losses = torch.compile(stage_losses) if self.recipe.optimizer.compile else stage_losses
+        self._losses = torch.compile(self.drafter.losses) if self.recipe.optimizer.compile else self.drafter.losses
         try:
             self._stages(interrupted, fresh=checkpoint is None)
         finally:
@@ -174,10 +194,13 @@ class _Run:
                 self._stage1_loader().load_state_dict(progress["loader"])
         self.console.print(f"resuming at step {self.step} of {self.steps}")
 
+    def _fresh_optimizers(self) -> list[torch.optim.Optimizer]:
+        return build_optimizers(self.drafter, self.recipe.optimizer)
+
     def _load_weights(self, folder: Path) -> None:
+        """Take the weights of a checkpoint."""
         verify_folder(folder)
-        tensors = {name.removeprefix("speculator."): tensor for name, tensor in read_tensors(folder).items()}
-        load_tensors(self.speculator, tensors, folder)
+        self.drafter.load_published(self.drafter.read_tensors(folder), folder)
 
     def _within_stage(self) -> bool:
         """Whether the optimizer goes on: each stage begins with a fresh one."""
@@ -199,13 +222,17 @@ class _Run:
         if self.step >= self.steps:
             return
         if not self._within_stage():
-            self.optimizers = build_optimizers(self.speculator, self.recipe.optimizer)
+            self.optimizers = self._fresh_optimizers()
         self._make_text(interrupted)
         self._steps(self.recipe.stage2, first, interrupted)
 
     def _make_text(self, interrupted: threading.Event) -> None:
         section = self.recipe.stage2
-        self.generated = GeneratedText(self.folder.generated, section, noise(self.recipe.seed, "stage2"))
+        seed = noise(self.recipe.seed, "stage2")
+        if section.texts is not None:
+            self.generated = GeneratedText.of(Path(section.texts), section, seed)
+            return
+        self.generated = GeneratedText(self.folder.generated, section, seed)
         if not self.generated.missing:
             return
         if self._within_stage():
@@ -257,50 +284,67 @@ class _Run:
         return self.generated.batch(number), self.recipe.stage2.prompt_tokens - 2
 
     def _one_step(self, stage: StageSection, local: int) -> dict[str, Any]:
-        recipe, section = self.recipe, self.recipe.optimizer
+        self.noted = {}
         rate = learning_rate(local, stage.steps, stage.rate, stage.final_rate)
-        set_rate(self.optimizers, rate)
+        self._set_rate(rate)
         losses, hits = [], []
-        half = section.precision == "bf16"
         for micro in range(stage.accumulate):
             tokens_BL, first = self._micro_batch(stage, local * stage.accumulate + micro)
-            # A target that is bf16 already only loses time under autocast.
-            with self._autocast(half and self.target.dtype == torch.float32):
-                rows = prepare(
-                    self.speculator, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
-                    distillation=recipe.distillation, seed=(recipe.seed, "positions", self.step, micro),
-                )
-            with self._autocast(half):
-                loss_N, hits_N = self._losses(
-                    self.speculator, rows.features_RF, rows.tokens_RN, rows.labels_RN, rows.law,
-                    recipe.distillation.weight, recipe.distillation.temperature,
-                )
-            (loss_N.sum() / stage.accumulate).backward()
+            objective, loss_N, hits_N = self._judge(stage, tokens_BL, first, micro)
+            (objective / stage.accumulate).backward()
             losses.append(loss_N.detach())
             hits.append(hits_N)
         loss_N, hits_N = torch.stack(losses).mean(0), torch.stack(hits).mean(0)
-        norm = torch.nn.utils.clip_grad_norm_(self.speculator.parameters(), section.clip).item()
+        norm = self._clip()
         if not math.isfinite(loss_N.sum().item()) or not math.isfinite(norm):
             raise DraftsmithError(
                 f"the loss became {loss_N.sum().item()} (gradient norm {norm}) at step {self.step + 1}; "
                 f"the checkpoint of step {self.checkpoints.steps()[-1]} is kept; lower the rate or look at the data."
             )
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self._apply()
         self.step += 1
         return {
             "loss": loss_N.sum().item(), "loss_by_head": loss_N.tolist(), "training_accuracy_by_head": hits_N.tolist(),
-            "rate": rate, "gradient_norm": norm,
+            "rate": rate, "gradient_norm": norm, **self.noted,
         }
+
+    def _judge(
+        self, stage: StageSection, tokens_BL: Tensor, first: int, micro: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what a micro-batch minimises, the losses of the depths and their right first guesses."""
+        half = self.recipe.optimizer.precision == "bf16"
+        # A target that is bf16 already only loses time under autocast.
+        with self._autocast(half and self.target.dtype == torch.float32):
+            lesson = prepare(
+                self.drafter, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
+                distillation=self.recipe.distillation, seed=self._positions_seed(micro),
+            )
+        with self._autocast(half):
+            loss_N, hits_N = self._losses(lesson)
+        return loss_N.sum(), loss_N, hits_N
+
+    def _positions_seed(self, micro: int) -> tuple[object, ...]:
+        return self.recipe.seed, "positions", self.step, micro
+
+    def _set_rate(self, rate: float) -> None:
+        set_rate(self.optimizers, rate)
+
+    def _clip(self) -> float:
+        """Limit the gradients and return their norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.optimizer.clip).item()
+
+    def _apply(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def _autocast(self, enabled: bool) -> torch.autocast:
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
 
     @torch.no_grad()
-    def _served(self) -> MLPSpeculator:
+    def _served(self) -> Learner:
         """Return a copy as it would be served: in the target's dtype."""
-        served = copy.deepcopy(self.speculator).to(self.target.dtype).eval().requires_grad_(False)
+        served = copy.deepcopy(self.drafter).to(self.target.dtype).eval().requires_grad_(False)
         served.bind(self.target)
         return served
 
@@ -321,20 +365,27 @@ class _Run:
         progress = {
             "best": self.best, "best_step": self.best_step, "loader": loader.state_dict() if loader else None,
         }
-        self.checkpoints.save(
-            self.step,
-            lambda aside: self.speculator.write_files(aside, self.target.facts(), {"training_step": self.step}, False),
-            progress, optimizer_tensors(self.optimizers),
-        )
+        self.checkpoints.save(self.step, self._write_weights, progress, optimizer_tensors(self.optimizers))
         if improved:
             self.checkpoints.link(BEST, self.step)
+
+    def _write_weights(self, folder: Path) -> None:
+        """Write what `_load_weights` reads."""
+        self.drafter.write_files(folder, self._facts(), {"training_step": self.step}, False)
+
+    def _facts(self) -> TargetFacts:
+        """Return what the drafter has to find in a target."""
+        return self.target.facts()
 
     def _export(self, name: str) -> Path:
         folder = self.folder.path / name
         dtype = resolve_dtype(self.recipe.output.dtype, self.target.device)
-        drafter = copy.deepcopy(self.speculator).to(dtype)
-        drafter.save_pretrained(folder, self.target.facts(), {"training_step": self.step}, repeat_tied=False)
+        drafter = copy.deepcopy(self.drafter).to(dtype)
+        drafter.save_pretrained(folder, self._facts(), {"training_step": self.step}, repeat_tied=False)
         return folder
+
+    def _export_best(self) -> Path:
+        return self._export("drafter")
 
     def _result(self) -> TrainingResult:
         best = self.checkpoints.linked(BEST)
@@ -342,6 +393,6 @@ class _Run:
         if best is not None and best != self.step:
             self._load_weights(self.checkpoints.at(best))
             self.step = best
-        folder = self._export("drafter")
+        folder = self._export_best()
         evaluations = [record for record in self.folder.records if "evaluation" in record]
         return TrainingResult(self.folder.path, folder, last, self.best, evaluations)

@@ -1,20 +1,27 @@
 """Trees, noise, distributions and acceptance: pure functions of tensors."""
 
 from draftsmith.verify.accept import Acceptance, accept_deterministic, accept_greedy, accept_sampled
+from draftsmith.verify.block import accept_block
 from draftsmith.verify.distribution import History, SamplingBatch, probabilities, shape_logits
+from draftsmith.verify.narrow import Narrowed, narrow
 from draftsmith.verify.noise import Stream, categorical, uniform
 from draftsmith.verify.tree import ancestor_table, tree_tables
+from draftsmith.verify.typical import accept_typical
 
 __all__ = [
     "Acceptance",
     "History",
+    "Narrowed",
     "SamplingBatch",
     "Stream",
+    "accept_block",
     "accept_deterministic",
     "accept_greedy",
     "accept_sampled",
+    "accept_typical",
     "ancestor_table",
     "categorical",
+    "narrow",
     "probabilities",
     "shape_logits",
     "tree_tables",

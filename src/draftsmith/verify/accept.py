@@ -55,17 +55,23 @@ def accept_deterministic(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions
 
 
 def _follow(choice_BM: Tensor, draft: Draft, ancestors_BMA: Tensor) -> Acceptance:
-    parents_BN, depth = draft.parents_BN, draft.depth
+    parents_BN = draft.parents_BN
     right_BN = (draft.tokens_BN == choice_BM.gather(1, (parents_BN + 1).clamp(min=0))) & (parents_BN != UNUSED)
-    right_BM = torch.nn.functional.pad(right_BN, (1, 0), value=True)
-    batch, nodes = choice_BM.shape
-    all_right_BM = right_BM.gather(1, ancestors_BMA.reshape(batch, -1)).view(batch, nodes, depth + 1).all(2)
-    length_BM = (ancestors_BMA != 0).sum(2).masked_fill(~all_right_BM, -1)
-    counts_B, last_B = length_BM.max(1)
-    upward_BA = ancestors_BMA.gather(1, last_B[:, None, None].expand(-1, 1, depth + 1)).squeeze(1)
-    steps_D = torch.arange(1, depth + 1, device=choice_BM.device)
-    path_BD = upward_BA.gather(1, (counts_B.unsqueeze(1) - steps_D).clamp(min=0))
+    path_BD, counts_B, last_B = longest_path(right_BN, ancestors_BMA)
     return Acceptance(path_BD, counts_B, choice_BM.gather(1, last_B.unsqueeze(1)).squeeze(1))
+
+
+def longest_path(stays_BN: Tensor, ancestors_BMA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the longest path whose nodes all stay, the first of several: path_BD, counts_B and its last node (B)."""
+    batch, nodes, levels = ancestors_BMA.shape
+    stays_BM = torch.nn.functional.pad(stays_BN, (1, 0), value=True)
+    all_stay_BM = stays_BM.gather(1, ancestors_BMA.reshape(batch, -1)).view(batch, nodes, levels).all(2)
+    length_BM = (ancestors_BMA != 0).sum(2).masked_fill(~all_stay_BM, -1)
+    counts_B, last_B = length_BM.max(1)
+    upward_BA = ancestors_BMA.gather(1, last_B[:, None, None].expand(-1, 1, levels)).squeeze(1)
+    steps_D = torch.arange(1, levels, device=stays_BN.device)
+    path_BD = upward_BA.gather(1, (counts_B.unsqueeze(1) - steps_D).clamp(min=0))
+    return path_BD, counts_B, last_B
 
 
 def accept_sampled(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor) -> Acceptance:

@@ -13,7 +13,8 @@ from draftsmith.types import DraftsmithError, SamplingParams
 class SamplingBatch:
     """The parameters of B requests as tensors (float64, top_k int64), with flags that let a step skip what nobody uses.
 
-    `bias_BV` (fp32) exists only where a request has a bias. `largest_top_k` is 0 when no sampled row has a top-k.
+    `bias_BV` (fp32) exists only where a request has a bias. `largest_top_k` is 0 when no sampled row has a top-k, and
+    `all_top_k` says whether every row is sampled with one.
     """
 
     temperature_B: Tensor
@@ -28,6 +29,7 @@ class SamplingBatch:
     any_greedy: bool
     needs_history: bool
     largest_top_k: int
+    all_top_k: bool
     has_top_p: bool
     has_min_p: bool
 
@@ -68,6 +70,7 @@ class SamplingBatch:
                 p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params
             ),
             largest_top_k=max(kept, default=0),
+            all_top_k=all(kept),
             has_top_p=any(p.top_p < 1 for p in sampled),
             has_min_p=any(p.min_p > 0 for p in sampled),
         )
@@ -174,15 +177,24 @@ def probabilities(logits_BMV: Tensor, batch: SamplingBatch) -> Tensor:
         scores_BMV = _keep_top_k(scores_BMV, batch)
     if batch.has_top_p:
         scores_BMV = _keep_top_p(scores_BMV, batch)
-    p_BMV = scores_BMV.softmax(-1)
     if batch.has_min_p:
+        p_BMV = scores_BMV.softmax(-1)
         least_BM1 = batch.min_p_B.to(exact)[:, None, None] * p_BMV.amax(-1, keepdim=True)
-        p_BMV = p_BMV.masked_fill(p_BMV < least_BM1, 0.0)
-    p_BMV = p_BMV.to(torch.float64)
-    p_BMV = p_BMV / p_BMV.sum(-1, keepdim=True)
+        scores_BMV = scores_BMV.masked_fill(p_BMV < least_BM1, float("-inf"))
+    p_BMV = normalised_exponentials(scores_BMV)
     if batch.any_greedy:
         p_BMV = torch.where(batch.temperature_B[:, None, None] > 0, p_BMV, _one_hot_argmax(logits_BMV))
     return p_BMV
+
+
+def normalised_exponentials(scores_BMV: Tensor) -> Tensor:
+    """Return the softmax in float64 of exponentials in the scores' own precision.
+
+    The sum of a few fp32 numbers is exact in float64, so entries of minus infinity change not even the last bit: a law
+    over the kept tokens alone is that over the vocabulary.
+    """
+    weights_BMV = (scores_BMV - scores_BMV.amax(-1, keepdim=True)).exp().to(torch.float64)
+    return weights_BMV / weights_BMV.sum(-1, keepdim=True)
 
 
 def _one_hot_argmax(logits_BMV: Tensor) -> Tensor:

@@ -1,0 +1,141 @@
+"""`draftsmith compare`: which draft family pays, for which task, on this machine."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from draftsmith.cli.common import (
+    OUTPUT,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    NativeOption,
+    TargetOption,
+    TrustOption,
+    check_outputs,
+    gather_prompts,
+    load_target,
+)
+from draftsmith.types import DraftsmithError
+
+
+def compare(
+    target: TargetOption = None,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A family, with options or without: mlp, mlp:n_predict=7, ngram. Repeat it; all families by default."
+        ),
+    ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help="Also a drafter that is trained already, as NAME=FOLDER. Repeat it for more."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Text whose beginnings the target continues to train on; embedded by default.")
+    ] = None,
+    positions: Annotated[
+        int | None, typer.Option(help="Positions that every family is trained on; 100,000 by default.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Minutes that every family is trained for, in place of --positions.")
+    ] = None,
+    texts: Annotated[int, typer.Option(help="Texts that the target writes for all to learn from.")] = 2048,
+    text_tokens: Annotated[int, typer.Option(help="Tokens of each of them.")] = 128,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Held-out prompts of your own: JSONL with `text` and `task` a line.")
+    ] = None,
+    tasks: Annotated[str, typer.Option(help="Tasks to decode; `edit` repeats a file.")] = "code,prose,dialogue,edit",
+    prompt_count: Annotated[int, typer.Option(help="Prompts a task.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Generate exactly so many tokens for each.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Timed rounds a task, one prompt each.")] = 12,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    trust_remote_code: TrustOption = False,
+    native: NativeOption = True,
+    seed: Annotated[int, typer.Option(help="Of weights, texts and the order of runs.")] = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder of runs and report; the same command goes on there.", rich_help_panel=OUTPUT)
+    ] = Path("comparison"),
+    json_path: JsonOption = None,
+) -> None:
+    """Train draft families on one budget, decode with each, and say which to use for which task.
+
+    Every family is trained by the same trainer on the same texts, which the target itself writes; families without
+    training take part as they are. A run that was cut goes on where it was when the same command is given again.
+
+    Example: `draftsmith compare --family mlp --family medusa --family ngram --minutes 1`
+    """
+    check_outputs(json_path, out)
+    from draftsmith.cli.compare_training import Budget, enlist, read_entries
+    from draftsmith.evaluation.contest import Settings, gather, run_contest
+    from draftsmith.evaluation.contest_report import figures, orderings, to_markdown, verdict
+    from draftsmith.evaluation.ledger import Ledger
+    from draftsmith.evaluation.provenance import provenance
+    from draftsmith.evaluation.report import write_json, write_report
+
+    budget = Budget(out, positions, minutes, data, texts, text_tokens, seed)
+    entries = [] if drafter and not family else read_entries(family or [])
+    wanted = tuple(task for task in tasks.replace(" ", "").split(",") if task)
+    settings = Settings(wanted, prompt_count, prompt_tokens, new_tokens, rounds, seed)
+    given = dict(named_folder(item) for item in drafter or [])
+    console, notes = Console(), Console(stderr=True)
+    loaded = load_target(target, dtype, device, trust_remote_code, notes, native)
+    questions = gather(loaded, gather_prompts(prompts, None), settings)
+    ledger = Ledger(out / "measurements.jsonl")
+    terms = {
+        "target": loaded.name, "dtype": str(loaded.dtype), "data": data and str(data), "positions": positions,
+        "minutes": minutes, "texts": [texts, text_tokens], "seed": seed,
+        "prompts": [prompt_count, prompt_tokens, new_tokens],
+    }
+    if ledger.once("terms", lambda: terms) != terms:
+        raise DraftsmithError(f"{out} holds a comparison on other terms; choose another --out, or delete it.")
+    contenders, weighed = enlist(loaded, entries, given, budget, ledger, notes)
+    with notes.status("") as status:
+        cells = run_contest(
+            loaded, contenders, questions, settings, ledger, lambda label: status.update(f"decoding, {label}")
+        )
+    result = {
+        "provenance": provenance(target=loaded.name, dtype=str(loaded.dtype)),
+        "target": loaded.name,
+        "budget": budget.sentence(),
+        "tasks": list(questions),
+        "families": weighed,
+        "cells": cells,
+        "orderings": orderings(cells, list(questions)),
+        "verdict": verdict(cells, list(questions)),
+    }
+    show(console, result)
+    console.print(f"\nReport: {write_report(out, to_markdown(result), result, figures(cells, list(questions)))}")
+    if json_path is not None:
+        write_json(json_path, result)
+
+
+def named_folder(item: str) -> tuple[str, str]:
+    """Read NAME=FOLDER."""
+    name, _, folder = item.partition("=")
+    if not name or not folder:
+        raise DraftsmithError(f"--drafter {item!r} is not of the form NAME=FOLDER.")
+    return name, folder
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    """Print the tables and the verdict."""
+    from draftsmith.evaluation import contest_report as report
+    from draftsmith.evaluation.contest import MODES
+
+    weights = [row[:-1] for row in report.family_rows(result["families"])]
+    report.print_table(console, "Contenders", report.FAMILY_HEADER[:-1], weights)
+    for task in result["tasks"]:
+        for mode in MODES:
+            rows = report.short_rows(result["cells"], task, mode)
+            report.print_table(console, f"{task}, {mode}", report.SHORT_HEADER, rows)
+    if result["orderings"]:
+        header = ["ordering", "task", "difference in τ", "holds here"]
+        report.print_table(console, "Orderings", header, report.ordering_rows(result["orderings"]))
+    console.print("[bold]Verdict[/bold]")
+    for sentence in result["verdict"]:
+        console.print(f"· {sentence}")

@@ -1,0 +1,236 @@
+"""EAGLE-3: one decoder layer over tokens and fused states of several layers, with a head of its own, trained as used.
+
+"EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (arXiv:2503.01840),
+section 3:
+
+    g_t = fc(cat(low_t, middle_t, high_t))            the target's states, where there are any
+    a_t = g_t, or at drafted positions the layer's own output at the position before
+    state_t = layer(cat(norm_e(emb[token_t]), norm_h(a_t)))_{<= t}       logits_t = lm_head(norm(state_t))
+
+Attention reads both halves, the residual stream starts from a_t (from norm_h(a_t) with `norm_before_residual`), and no
+feature is regressed: every depth is trained on its tokens, fed what the depths above put out.
+
+Layout: config.json with `architectures: ["LlamaForCausalLMEagle3"]` and `draft_vocab_size`; tensors `fc.weight`,
+`midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight`, `midlayer.self_attn.{q,k,v,o}_proj.weight`,
+`midlayer.mlp.{gate,up,down}_proj.weight`, `norm.weight`, `lm_head.weight`, `d2t` (target id minus drafted id) and `t2d`
+(which target ids are drafted). The speculators layout (`speculators_model_type: eagle3`, `layers.0.` for `midlayer.`)
+is read too. Copies of the target's `embed_tokens.weight` are passed over; the keys that shape the draft are ours.
+
+Shapes: B sequences, T tokens, P positions trained on, R = B × P, N depths, F target width, W drafted vocabulary.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafters.decoder_layer import DecoderLayer, LayerSizes, RMSNorm
+from draftsmith.drafters.eagle import ARCHITECTURES as EAGLE_ARCHITECTURES
+from draftsmith.drafters.eagle_config import (
+    Eagle3Options,
+    Tree,
+    read_taps,
+    sizes_from_json,
+    sizes_to_json,
+    taps_to_json,
+)
+from draftsmith.drafters.family import Family
+from draftsmith.drafters.feature_drafter import FeatureDrafter
+from draftsmith.drafters.lesson import Lesson
+from draftsmith.drafters.trainable import check_target
+from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.target import Target
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+class Eagle3Layer(DecoderLayer):
+    """The layer with a norm for each half of its input."""
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__(sizes, 2 * sizes.hidden_size)
+        self.input_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.hidden_norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+
+
+class Eagle3(FeatureDrafter):
+    """EAGLE-3. Weights start as PyTorch's linear layers do.
+
+    Args:
+        taps: the layers of the target whose outputs are fused, in order.
+        norm_before_residual: whether the residual stream starts from the normalised state.
+        draft_tokens: the tokens to score (W), or None for all.
+        decay: every depth counts this much of the one before in the loss; only training reads it.
+    """
+
+    family_name = "an EAGLE-3 drafter"
+
+    def __init__(
+        self, sizes: LayerSizes, vocab_size: int, tree: Tree, taps: tuple[int, ...],
+        norm_before_residual: bool = False, draft_tokens: Tensor | None = None, decay: float = 0.8,
+    ) -> None:
+        super().__init__(sizes, vocab_size, tree)
+        self.taps, self.norm_before_residual, self.decay = taps, norm_before_residual, decay
+        width = sizes.hidden_size
+        self.fc = nn.Linear(len(taps) * width, width, bias=False)
+        self.midlayer = Eagle3Layer(sizes)
+        self.norm = RMSNorm(width, sizes.rms_norm_eps)
+        self.limit_vocabulary(draft_tokens, 0 if draft_tokens is None else len(draft_tokens))
+        self.lm_head = nn.Linear(width, vocab_size if draft_tokens is None else len(draft_tokens), bias=False)
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        """The only one."""
+        return self.midlayer
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Project the tapped states to one."""
+        fused: Tensor = self.fc(features.to(self.embedding.weight.dtype))
+        return fused
+
+    def read(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Put both halves side by side, each normalised; the residual stream starts from the state."""
+        normal = self.midlayer.hidden_norm(states)
+        joined = torch.cat([self.midlayer.input_layernorm(embedded), normal], dim=-1)
+        return joined, normal if self.norm_before_residual else states
+
+    def score(self, states: Tensor) -> Tensor:
+        """Apply the head; what is fed back is the state before this norm."""
+        scores: Tensor = self.lm_head(self.norm(states))
+        return scores
+
+    def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for.
+
+        The training-time test (section 3.2): depths below the first read the layer's own outputs.
+        """
+        depths = self.max_depth
+        law = lesson.law(depths, self.d2t)
+        labels_RN = lesson.labels_RN(depths, self.d2t, self.vocab_size)
+        losses, hits = [], []
+        states = self.unroll(lesson.tokens_BT, lesson.features_BTF, depths, lesson.positions_BP)
+        for depth, state_BPF in enumerate(states):
+            loss, hit = lesson.judge(depth, self.score(state_BPF).flatten(0, 1), labels_RN, law)
+            losses.append(loss * self.decay**depth)
+            hits.append(hit)
+        return torch.stack(losses), torch.stack(hits)
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the matrices of the layer and the one that fuses states."""
+        return [self.fc.get_parameter("weight"), *super().hidden_matrices()]
+
+    def restricted(self, draft_tokens: Tensor) -> "Eagle3":
+        """Return a copy that scores only these tokens (W), with the rows of the head that stand for them."""
+        if self.d2t is not None:
+            raise DraftsmithError(f"this drafter scores {len(self.d2t)} tokens only; start from a whole one.")
+        fewer = Eagle3(
+            self.layer_sizes, self.vocab_size, self.tree, self.taps, self.norm_before_residual, draft_tokens, self.decay
+        ).to(self.fc.weight)
+        head_WF = self.lm_head.weight[draft_tokens.to(self.device)]
+        fewer.load_state_dict(self.state_dict() | {"lm_head.weight": head_WF, "d2t": fewer.d2t})
+        return fewer
+
+    def describe(self) -> dict[str, Any]:
+        """Return the published keys and ours."""
+        return {
+            "architectures": [ARCHITECTURE], **sizes_to_json(self.layer_sizes), "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.vocab_size if self.d2t is None else len(self.d2t),
+            "target_hidden_size": self.layer_sizes.hidden_size, "norm_before_residual": self.norm_before_residual,
+            **taps_to_json(self.taps), **self.tree.to_json(),
+        }
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by the architecture, or by a Llama of one layer with a drafted vocabulary, as the authors' files are."""
+        named = config.get("architectures") or ()
+        if config.get("speculators_model_type") == "eagle3" or any("eagle3" in name.lower() for name in named):
+            return True
+        llama = config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1
+        return llama and "draft_vocab_size" in config and not set(named) & set(EAGLE_ARCHITECTURES)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
+    ) -> "Eagle3":
+        """Build what config.json describes; taps that it does not name are those that the authors' code reads."""
+        # The speculators layout has the layer's sizes in an object of their own, and another default.
+        nested = config.get("transformer_layer_config")
+        flat = config if nested is None else {**nested, **config}
+        sizes = sizes_from_json(flat, origin)
+        width = flat.get("target_hidden_size") or sizes.hidden_size
+        if width != sizes.hidden_size:
+            raise DraftsmithError(
+                f"{origin} has states {sizes.hidden_size} wide for a target of {width}; use a drafter as wide as its "
+                "target."
+            )
+        if flat.get("norm_before_fc") or flat.get("eagle_config", {}).get("use_aux_hidden_state") is False:
+            raise DraftsmithError(f"{origin} fuses states in another way than EAGLE-3 published; retrain the drafter.")
+        if target is None:
+            raise DraftsmithError(f"{origin.parent} borrows its target's embedding; load it with that target.")
+        check_target(origin.parent, {"hidden_size": width, "vocab_size": flat["vocab_size"]}, target.facts())
+        taps = read_taps(flat, origin, target.layers)
+        return cls(
+            sizes, flat["vocab_size"], Tree.from_json(config, "dynamic"), taps,
+            bool(flat.get("norm_before_residual", nested is not None)), draft_tokens(flat, tensors, origin),
+        )
+
+    def to_published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tell the drafted vocabulary as offsets and as a mask."""
+        if self.d2t is None:
+            return tensors
+        mask_V = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.d2t.device)
+        mask_V[self.d2t] = True
+        return tensors | {"d2t": self.d2t - torch.arange(len(self.d2t), device=self.d2t.device), "t2d": mask_V}
+
+    @torch.no_grad()
+    def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:
+        """Copy checkpoint tensors in, those of the speculators layout too; the target's embedding is passed over."""
+        own = {
+            name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
+            for name, tensor in tensors.items() if name not in ("embed_tokens.weight", "d2t", "t2d")
+        }
+        if self.d2t is not None and "d2t" in tensors:
+            own["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        super().load_published(own, origin)
+
+
+def draft_tokens(config: Mapping[str, Any], tensors: Mapping[str, Tensor], origin: Path) -> Tensor | None:
+    """Return the token ids that a checkpoint scores (W), or None for all; its mask has to say the same."""
+    size = config.get("draft_vocab_size") or config["vocab_size"]
+    offsets_W = tensors.get("d2t")
+    if offsets_W is None or (size == config["vocab_size"] and not offsets_W.any()):
+        if size != config["vocab_size"]:
+            raise DraftsmithError(f"{origin.parent} scores {size} tokens but lacks the tensor d2t; restore it.")
+        return None
+    tokens_W = offsets_W.to(torch.int64) + torch.arange(len(offsets_W))
+    mask_V = tensors.get("t2d")
+    if mask_V is not None:
+        listed_W = mask_V.nonzero().squeeze(1)
+        if len(listed_W) != len(tokens_W) or not torch.equal(listed_W, tokens_W.sort().values):
+            raise DraftsmithError(f"d2t and t2d in {origin.parent} name different tokens; restore both.")
+    return tokens_W
+
+
+def make_eagle3(options: Eagle3Options, target: "Target", draft_tokens: Tensor | None) -> Eagle3:
+    """Make an untrained drafter that borrows the target's embedding."""
+    taps = read_taps({"eagle_config": {"eagle_aux_hidden_state_layer_ids": options.taps}}, Path("taps"), target.layers)
+    drafter = Eagle3(
+        options.layer_sizes(target), target.vocab_size, options.default_tree(), taps, options.norm_before_residual,
+        draft_tokens, options.decay,
+    )
+    if options.init_head_from_target:
+        head_VF = target.head_weight_VF.detach().float().cpu()
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(head_VF if draft_tokens is None else head_VF[draft_tokens])
+    drafter.bind(target)
+    return drafter
+
+
+FAMILY = Family(
+    "eagle3", "EAGLE-3: one decoder layer over states of several layers, trained on its own outputs (arXiv:2503.01840)",
+    Eagle3Options, make_eagle3, Eagle3.load, Eagle3.recognises, trainable=True,
+)

@@ -1,0 +1,63 @@
+"""Self-speculation: the first layers of the target, under its own norm and head, draft for the whole.
+
+"Draft & Verify" (arXiv:2309.08168), section 3, and "LayerSkip" (arXiv:2404.16710), section 4.3. A target that was not
+trained to exit early guesses poorly from few layers.
+
+The first layers share the target's cache. The text is there already, but for the root, which the drafter reads first.
+What it writes for the root and its guesses lies behind the committed tokens, where the verification writes the same
+root and the draft's nodes anew, and nobody looks further back.
+"""
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from draftsmith.drafters.family import Family, Options
+from draftsmith.drafters.model_drafter import MAX_DEPTH, ModelDrafter
+from draftsmith.drafters.reading import SCRATCH, PathReader
+from draftsmith.types import Context
+
+if TYPE_CHECKING:
+    from draftsmith.target import KVCache, Target
+
+
+class EarlyExitOptions(Options):
+    """Settings of early exit.
+
+    Args:
+        layers: how many layers draft; 0 takes a quarter of the target's.
+        guesses: length of the drafted chain.
+    """
+
+    layers: Annotated[int, Field(ge=0)] = 0
+    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = 4
+
+
+class EarlyExit(ModelDrafter):
+    """Drafts with the first layers of the target (B rows)."""
+
+    def __init__(self, target: "Target", layers: int, guesses: int) -> None:
+        """Take the first `layers` layers; DraftsmithError where the target has fewer."""
+        super().__init__(target.truncated(layers), target.vocab_size, guesses)
+
+    def attach(self, cache: "KVCache") -> None:
+        """Read and write the target's own cache."""
+        self._reader = PathReader(self.model, cache)
+
+    def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:
+        """Find all but the root in the cache; padding rows read over whatever they hold."""
+        roots, lengths, rows = context.root()[0].tolist(), context.lengths_B.tolist(), context.rows_B.tolist()
+        held = [0 if row == SCRATCH else length - 1 for length, row in zip(lengths, rows, strict=True)]
+        return held, [[root] for root in roots]
+
+
+def make_early_exit(options: EarlyExitOptions, target: "Target", draft_tokens: Tensor | None) -> EarlyExit:
+    """Make the drafter of these options."""
+    return EarlyExit(target, options.layers or max(1, target.layers // 4), options.guesses)
+
+
+FAMILY = Family(
+    "early-exit", "the target's own first layers, sharing its cache (arXiv:2309.08168, arXiv:2404.16710)",
+    EarlyExitOptions, make_early_exit,
+)

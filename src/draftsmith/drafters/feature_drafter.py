@@ -1,0 +1,260 @@
+"""Autoregression on features: one decoder layer whose own output takes the place of the target's next state.
+
+What EAGLE (arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840) share. The entry at position t is the pair (token t, state
+that predicted it). Entries of committed tokens are made from the target's true states, those of drafted tokens from the
+layer's own outputs: the root's output predicts the first guess, and together with that guess it is the next entry.
+
+Because there is one layer, the key and value of an entry depend on nothing but that entry. So reading a prompt, or what
+a step committed, projects the new entries and runs the rest of the layer at the root alone.
+
+Shapes: B rows, T positions, P positions asked for, Q nodes of a frontier, R = B × Q, N new entries, S committed
+entries, d drafted entries on a path, F target width, G key/value heads, W head width, V vocabulary.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.drafters.decoder_layer import DecoderLayer, LayerSizes, Rotary, attend_committed, attend_with_path
+from draftsmith.drafters.eagle_config import Tree
+from draftsmith.drafters.row_cache import RowCache
+from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter
+from draftsmith.types import Context, DraftsmithError, Plan
+
+if TYPE_CHECKING:
+    from draftsmith.target import KVCache, Target
+
+DraftedPath = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What all nodes of a draft share: entries of their rows (B, S, G, W), and the angles of the depths to come.
+
+    Args:
+        mask_B1S: which entries a row has; None where all are.
+        cos_BDW, sin_BDW: of the position of the root and those after it.
+    """
+
+    keys_BSGW: Tensor
+    values_BSGW: Tensor
+    mask_B1S: Tensor | None
+    cos_BDW: Tensor
+    sin_BDW: Tensor
+
+
+State = tuple[Tensor, Tensor | None, Tensor | None, Committed]
+"""The layer's output at every node (R, F), keys and values of its path (R, d, G, W), and what is committed."""
+
+
+class FeatureDrafter(TrainableDrafter):
+    """A drafter of one decoder layer with a cache of its own; families say what goes into the layer, and what scores.
+
+    Args:
+        sizes: of the layer; `hidden_size` is the target's.
+        inputs: width of what queries, keys and values are made from.
+        vocab_size: V.
+        tree: the draft to make when nobody chose a plan, and the deepest one.
+    """
+
+    reads_prompt = True
+
+    def __init__(self, sizes: LayerSizes, vocab_size: int, tree: Tree) -> None:
+        super().__init__()
+        self.layer_sizes, self.tree = sizes, tree
+        self._vocab_size = vocab_size
+        self._rotary = Rotary(sizes)
+        self._memory: RowCache | None = None
+        self.embedding = FrozenTable(vocab_size, sizes.hidden_size)
+
+    @property
+    @abstractmethod
+    def layer(self) -> DecoderLayer:
+        """The layer."""
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """Turn tapped states (…) into states (…, F) such as the layer itself puts out."""
+
+    @abstractmethod
+    def read(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Join embedded tokens and states, both (…, F): what is projected, and the start of the residual stream."""
+
+    @abstractmethod
+    def score(self, states: Tensor) -> Tensor:
+        """Return the logits (…, W) over the drafted vocabulary."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._vocab_size
+
+    @property
+    def max_depth(self) -> int:
+        """As configured: the layer itself could go on for ever."""
+        return self.tree.depth
+
+    def default_plan(self) -> Plan:
+        """Return the tree that config.json asks for."""
+        return self.tree.plan(self.vocab_size if self.d2t is None else len(self.d2t))
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the matrices of the layer."""
+        return [parameter for parameter in self.layer.parameters() if parameter.ndim == 2]
+
+    @torch.no_grad()
+    def bind(self, target: "Target") -> None:
+        """Point the embedding at the target's."""
+        self.embedding.weight = target.embedding_weight_VF.detach().to(self.layer.mlp.down_proj.weight)
+
+    def pack(self, target: "Target") -> None:
+        """Merge products that read the same input, and pack."""
+        self.layer.merge()
+        super().pack(target)
+
+    def attach(self, cache: "KVCache") -> None:
+        """Begin with empty storage of the same slots and capacity."""
+        self._memory = None
+        weight = self.embedding.weight
+        # A CPU multiplies these small matrices twice as fast in fp32 as in bf16.
+        slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+        self._memory = RowCache(
+            self.layer_sizes.num_key_value_heads, self.layer_sizes.head_dim, cache,
+            torch.float32 if slow else weight.dtype, weight.device,
+        )
+
+    def reset_rows(self, rows: list[int]) -> None:
+        """Forget rows that ended."""
+        if self._memory is not None:
+            self._memory.forget(rows)
+
+    def _enter(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.read(F.embedding(tokens, self.embedding.weight), states)
+
+    def begin(self, context: Context) -> tuple[Tensor, State]:
+        """Store what was committed, and run the layer at the roots."""
+        if self._memory is None:
+            raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache) first.")
+        attention = self.layer.self_attn
+        reading = self._memory.lay_out(context)
+        inputs_NE, residual_NF = self._enter(reading.tokens_N, self.fuse(reading.features_NF))
+        heads = attention.project(inputs_NE).to(self._memory.dtype)
+        cos_PW, sin_PW = self._rotary.tables(reading.span + self.max_depth, heads.dtype, heads.device)
+        places = reading.places
+        q_NHW, k_NGW, v_NGW = attention.turn(heads, cos_PW[places].unsqueeze(1), sin_PW[places].unsqueeze(1))
+        keys_BSGW, values_BSGW = self._memory.store(reading, k_NGW, v_NGW)
+        ahead: Tensor | slice
+        if isinstance(reading.places, slice):
+            ahead = slice(reading.span - 1, reading.span - 1 + self.max_depth)
+            cos_BDW, sin_BDW = cos_PW[ahead].unsqueeze(0), sin_PW[ahead].unsqueeze(0)
+        else:
+            # The positions of padding rows mean nothing.
+            ahead = (reading.last_B1 + torch.arange(self.max_depth, device=heads.device)).clamp(max=len(cos_PW) - 1)
+            cos_BDW, sin_BDW = cos_PW[ahead], sin_PW[ahead]
+        committed = Committed(keys_BSGW, values_BSGW, reading.mask_B1S, cos_BDW, sin_BDW)
+        roots = reading.roots
+        attended_B1A = attend_committed(q_NHW[roots].unsqueeze(1), keys_BSGW, values_BSGW, reading.mask_B1S)
+        state_BF = self.layer.finish(attended_B1A.squeeze(1).to(residual_NF.dtype), residual_NF[roots])
+        return reading.tokens_N[roots], (state_BF, None, None, committed)
+
+    def _deeper(
+        self, tokens_BQ: Tensor, states_BQF: Tensor, path: DraftedPath | None, committed: Committed,
+        mask_BQS: Tensor | None, cos: Tensor, sin: Tensor,
+    ) -> tuple[Tensor, DraftedPath]:
+        """Read one drafted token a node: return the layer's outputs (B, Q, F), and the paths, one entry longer.
+
+        `cos` and `sin` broadcast to (B, Q, heads, W).
+        """
+        attention = self.layer.self_attn
+        inputs_BQE, residual_BQF = self._enter(tokens_BQ, states_BQF)
+        heads = attention.project(inputs_BQE).to(committed.keys_BSGW.dtype)
+        q_BQHW, k_BQGW, v_BQGW = attention.turn(heads, cos, sin)
+        keys_BQdGW, values_BQdGW = k_BQGW.unsqueeze(2), v_BQGW.unsqueeze(2)
+        if path is not None:
+            keys_BQdGW, values_BQdGW = torch.cat([path[0], keys_BQdGW], 2), torch.cat([path[1], values_BQdGW], 2)
+        attended_BQA = attend_with_path(
+            q_BQHW, committed.keys_BSGW, committed.values_BSGW, mask_BQS, keys_BQdGW, values_BQdGW
+        )
+        # The cache may be wider than the weights.
+        attended_BQA = attended_BQA.to(inputs_BQE.dtype)
+        return self.layer.finish(attended_BQA, residual_BQF), (keys_BQdGW, values_BQdGW)
+
+    def _advance(self, depth: int, state: State, tokens_R: Tensor) -> State:
+        # The roots were read along with all that is committed.
+        if depth == 0:
+            return state
+        states_RF, path_keys, path_values, committed = state
+        batch = len(committed.keys_BSGW)
+        path = None
+        if path_keys is not None and path_values is not None:
+            path = (path_keys.unflatten(0, (batch, -1)), path_values.unflatten(0, (batch, -1)))
+        cos, sin = committed.cos_BDW[:, depth, None, None], committed.sin_BDW[:, depth, None, None]
+        states_BQF, path = self._deeper(
+            tokens_R.view(batch, -1), states_RF.unflatten(0, (batch, -1)), path, committed, committed.mask_B1S, cos, sin
+        )
+        return states_BQF.flatten(0, 1), path[0].flatten(0, 1), path[1].flatten(0, 1), committed
+
+    def step(self, depth: int, state: State, tokens_R: Tensor) -> tuple[Tensor, State]:
+        """Return log q (R, V) and the state after this depth."""
+        state = self._advance(depth, state, tokens_R)
+        log_q_RW = torch.log_softmax(self.score(state[0]).float(), dim=-1)
+        return self.to_vocabulary(log_q_RW), state
+
+    def top_k(
+        self, depth: int, state: State, tokens_R: Tensor, k: int, scores: bool
+    ) -> tuple[Tensor | None, Tensor, State]:
+        """Find the best k in the drafted vocabulary, without a softmax unless scores are wanted."""
+        state = self._advance(depth, state, tokens_R)
+        return *self.best_tokens(self.score(state[0]), k, scores), state
+
+    def unroll(
+        self, tokens_BT: Tensor, features_BTF: Tensor, depths: int, positions_BP: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return the layer's outputs at every depth, (B, P, F), fed true tokens and, below the first, its own outputs.
+
+        At depth d, position t attends to the true entries up to t and to its own d entries behind them, which is what
+        decoding does from root t: the "training-time test" of EAGLE-3 (section 3.2). Keys and values are made at all
+        positions, everything else at `positions_BP` only; without them at all, of which T - d have a token to read.
+        """
+        attention, length = self.layer.self_attn, tokens_BT.shape[1]
+        inputs_BTE, residual_BTF = self._enter(tokens_BT, self.fuse(features_BTF))
+        heads = attention.project(inputs_BTE)
+        cos_PW, sin_PW = self._rotary.tables(length + depths, heads.dtype, heads.device)
+        q_BPHW, k_BTGW, v_BTGW = attention.turn(heads, cos_PW[:length].unsqueeze(1), sin_PW[:length].unsqueeze(1))
+        columns_T = torch.arange(length, device=tokens_BT.device)
+        batch_B1 = torch.arange(len(tokens_BT), device=tokens_BT.device).unsqueeze(1)
+        residual_BPF, given = residual_BTF, positions_BP is not None
+        if positions_BP is not None:
+            q_BPHW, residual_BPF = q_BPHW[batch_B1, positions_BP], residual_BTF[batch_B1, positions_BP]
+            roots_P = positions_BP
+        else:
+            roots_P = columns_T.unsqueeze(0)
+        mask_BPT = columns_T <= roots_P.unsqueeze(2)
+        committed = Committed(k_BTGW, v_BTGW, None, cos_PW, sin_PW)
+        state_BPF = self.layer.finish(attend_committed(q_BPHW, k_BTGW, v_BTGW, mask_BPT), residual_BPF)
+        states, path = [state_BPF], None
+        for depth in range(1, min(depths, length)):
+            if not given:
+                keep = length - depth
+                roots_P, mask_BPT, state_BPF = roots_P[:, :keep], mask_BPT[:, :keep], state_BPF[:, :keep]
+                path = None if path is None else (path[0][:, :keep], path[1][:, :keep])
+            reads_BP = roots_P + depth
+            cos, sin = cos_PW[reads_BP].unsqueeze(2), sin_PW[reads_BP].unsqueeze(2)
+            tokens_BP = tokens_BT[batch_B1, reads_BP]
+            state_BPF, path = self._deeper(tokens_BP, state_BPF, path, committed, mask_BPT, cos, sin)
+            states.append(state_BPF)
+        return states
+
+    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
+        """Predict at every depth, see `TrainableDrafter.forward`."""
+        return [self.to_vocabulary(self.score(state)) for state in self.unroll(tokens_BT, features_BTF, self.max_depth)]
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the config without what only shapes the drafts."""
+        free = self.tree.to_json()
+        return {name: value for name, value in self.describe().items() if name not in free}
+

@@ -1,0 +1,322 @@
+"""FIRP: linear maps guess the intermediate states of future tokens, and the target's own last layers refine them.
+
+"FIRP: Faster LLM inference via future intermediate representation prediction" (arXiv:2410.20488). Let h be the output
+of layer l at the position that predicted the root. For every depth d from 0,
+
+    x_d = M_d h                                     a guess at the output of layer l, d + 1 positions further on
+    y_0 … y_{N-1} = layers l+1 … L (x_0 … x_{N-1})  each attends to the keys and values of the text and of x_0 … x_d
+    logits_d = head(norm(y_d))                      guesses the token d + 1 after the root
+
+The layers, the norm, the head and the keys and values of the text are the target's own, shared and frozen; the maps are
+all that is trained. Guesses depend on the text up to the root's predecessor and on no drafted token, so a tree is a
+product of what each depth guesses.
+
+As the paper's abstract says: states of tokens to come are predicted by linear transformations at a middle layer, and go
+through all layers behind it, in the context of the text and of each other. Different, or not known to be the same,
+because no more of the paper than abstract and introduction was at hand:
+- The paper predicts them in the forward that yields the next token. Here they go through the last layers in a pass of
+  their own right after it, behind the path that was accepted: from the same state, over the same keys and values, for
+  the price of reading the last layers once more a step.
+- Loss: cross-entropy, or with distillation the divergence from the target's distribution, plus `state_weight` times
+  |x - h|² / |h|², h being the true state there.
+- One map a depth, all at one layer, without bias, beginning as the identity.
+- A final scaling or soft cap of the logits, which some models have, is left out: it changes no ranking.
+
+There is no published checkpoint; config.json has `model_type` firp and the fields of `FIRPConfig`, tensors are
+maps.{d}.weight, and d2t with a drafted vocabulary.
+
+Shapes: B rows, T positions of a text, P positions that are drafted from, D depths (N in all), R rows of any origin,
+M = P × D guessed states, F target width, V vocabulary, W drafted vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from draftsmith.drafters.family import Family, TrainedOptions
+from draftsmith.drafters.lesson import Lesson
+from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter, check_target
+from draftsmith.target.upper import UpperLayers
+from draftsmith.types import Context, DraftsmithError, Plan
+
+if TYPE_CHECKING:
+    from draftsmith.target import KVCache, Target
+
+MODEL_TYPE = "firp"
+MOST_DEPTHS = 32
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class FIRPOptions(TrainedOptions):
+    """What a recipe may set of a new FIRP drafter; see `FIRPConfig`. A null `layer` is the one in the middle."""
+
+    layer: Annotated[int, Field(ge=0)] | None = None
+    n_predict: Annotated[int, Field(ge=1, le=MOST_DEPTHS)] = 3
+    branching: tuple[Count, ...] = ()
+    n_candidates: Count = 5
+    state_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+
+
+@dataclass(frozen=True)
+class FIRPConfig:
+    """The sizes and options of a FIRP drafter, as its config.json holds them.
+
+    Args:
+        hidden_size: width F of the target's states.
+        vocab_size: width V of the target's logits.
+        layer: l, the layer whose output is mapped; at least one has to follow.
+        n_predict: depths N.
+        branching: children a node of the default draft, depth by depth; missing depths have one.
+        n_candidates: how many root-to-leaf paths of it are verified.
+        state_weight: of the distance between guessed and true states in the loss.
+        draft_vocab_size: score only this many tokens, listed in the tensor d2t; 0 scores all.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    layer: int
+    n_predict: int = 3
+    branching: tuple[int, ...] = ()
+    n_candidates: int = 5
+    state_weight: float = 0.1
+    draft_vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise DraftsmithError(f"{name} is {getattr(self, name)!r}; it must be {rule}.")
+
+        need(self.layer >= 0, "layer", "0 or a positive number")
+        need(1 <= self.n_predict <= MOST_DEPTHS, "n_predict", f"between 1 and {MOST_DEPTHS}")
+        need(
+            len(self.branching) <= self.n_predict and all(k >= 1 for k in self.branching),
+            "branching", f"at most n_predict = {self.n_predict} positive numbers",
+        )
+        need(self.n_candidates >= 1, "n_candidates", "at least 1")
+        need(self.state_weight >= 0, "state_weight", "0 or a positive number")
+        need(0 <= self.draft_vocab_size <= self.vocab_size, "draft_vocab_size", "between 0 (all) and vocab_size")
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], origin: Path) -> "FIRPConfig":
+        """Read a config.json's object; keys of other programs are passed over."""
+        missing = {"hidden_size", "vocab_size", "layer", "n_predict"} - values.keys()
+        if missing:
+            raise DraftsmithError(f"{origin} lacks {', '.join(sorted(missing))}; use a whole {MODEL_TYPE} config.")
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**known | {"branching": tuple(known.get("branching", ()))})
+
+
+@dataclass(frozen=True)
+class _Guesses:
+    """Logits of all depths (B, D, W). Nodes know their row, so that the grower does not gather whole vocabularies."""
+
+    logits_BDW: Tensor
+
+
+class FIRPDrafter(TrainableDrafter):
+    """The drafter itself: one map a depth, and layers borrowed from the target. A stage's state is (row_R, guesses)."""
+
+    family_name = "a FIRP drafter"
+
+    def __init__(self, config: FIRPConfig, draft_tokens: Tensor | None = None) -> None:
+        """Build an untrained one, of no use before `bind`; `draft_tokens` (W) lists the tokens to score if limited."""
+        super().__init__()
+        self.config = config
+        self.taps = (config.layer,)
+        width = config.hidden_size
+        self.maps = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(config.n_predict))
+        for one in self.maps:
+            nn.init.eye_(one.get_parameter("weight"))
+        self.limit_vocabulary(draft_tokens, config.draft_vocab_size)
+        self.head: nn.Module | None = None if self.d2t is None else FrozenTable(len(self.d2t), width)
+        self._upper: UpperLayers | None = None
+        self._cache: KVCache | None = None
+
+    @property
+    def upper(self) -> UpperLayers:
+        """The borrowed layers."""
+        if self._upper is None:
+            raise DraftsmithError("a FIRP drafter works with its target's last layers only; bind it to that target.")
+        return self._upper
+
+    @torch.no_grad()
+    def bind(self, target: "Target") -> None:
+        """Borrow the target's last layers and head; DraftsmithError for a target without layers behind `layer`."""
+        self._upper = UpperLayers(target, self.config.layer)
+        if isinstance(self.head, FrozenTable):
+            # In the target's dtype, as what comes out of its layers.
+            self.head.weight = target.head_weight_VF.detach()[self.d2t]
+
+    def pack(self, target: "Target") -> None:
+        """Pack the maps, and the rows of the head that a drafted vocabulary needs."""
+        if isinstance(self.head, FrozenTable):
+            rows_WF = self.head.weight
+            self.head = nn.Linear(rows_WF.shape[1], rows_WF.shape[0], bias=False, device="meta")
+            self.head.weight = nn.Parameter(rows_WF, requires_grad=False)
+        super().pack(target)
+
+    def guess_states(self, roots: Tensor) -> Tensor:
+        """Map outputs of the layer (…, F) to those of the next positions (…, D, F)."""
+        return torch.stack([one(roots) for one in self.maps], dim=-2)
+
+    def score(self, final: Tensor, upper: UpperLayers) -> Tensor:
+        """Return the logits (…, W) of refined states (…, F)."""
+        logits: Tensor = (upper.head if self.head is None else self.head)(final)
+        return logits
+
+    def attach(self, cache: "KVCache") -> None:
+        """Keep the target's cache: guesses attend to its keys and values, and write theirs where the draft will be."""
+        self._cache = cache
+
+    def begin(self, context: Context) -> tuple[Tensor, tuple[Tensor, _Guesses]]:
+        """Guess and refine the states of all depths in one pass behind the committed text.
+
+        The cache has all committed tokens but the root, whose position is that of the first guessed state. What is
+        written behind them is free until the next verification.
+        """
+        if self._cache is None:
+            raise RuntimeError("a FIRP drafter drafts within an engine, which attaches its cache first.")
+        root_B, feature_BF = context.root()
+        cached_B, depths = context.lengths_B - 1, self.config.n_predict
+        span = int(cached_B.max()) + depths
+        states_BDF = self.guess_states(feature_BF.to(self.upper.target.dtype))
+        final_BDF = self.upper.refine(states_BDF, self.upper.chain(self._cache, cached_B, depths, span))
+        rows_B = torch.arange(len(root_B), device=root_B.device)
+        return root_B, (rows_B, _Guesses(self.score(final_BDF, self.upper)))
+
+    def step(
+        self, depth: int, state: tuple[Tensor, _Guesses], tokens_R: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, _Guesses]]:
+        """Return log q (R, V) in fp32; it is the same for all nodes of a row and depth."""
+        rows_R, guesses = state
+        log_q_BW = torch.log_softmax(guesses.logits_BDW[:, depth].float(), dim=-1)
+        return self.to_vocabulary(log_q_BW)[rows_R], state
+
+    def top_k(
+        self, depth: int, state: tuple[Tensor, _Guesses], tokens_R: Tensor, k: int, scores: bool
+    ) -> tuple[Tensor | None, Tensor, tuple[Tensor, _Guesses]]:
+        """Find the best k once a row, without a softmax unless scores are wanted."""
+        rows_R, guesses = state
+        log_q_Bk, tokens_Bk = self.best_tokens(guesses.logits_BDW[:, depth], k, scores)
+        return None if log_q_Bk is None else log_q_Bk[rows_R], tokens_Bk[rows_R], state
+
+    def _refined(self, features_BTF: Tensor, positions_BP: Tensor) -> tuple[Tensor, Tensor]:
+        """Guess and refine behind every one of these positions of whole texts, each as decoding would do it there.
+
+        The text is read into a scratch cache first, as the target read it; entry t of the features stands at position
+        t, and the guesses behind it at t + 1, t + 2 …, out of sight of all others.
+
+        Returns:
+            guessed states and refined ones, both (B, P, D, F).
+        """
+        upper = self.upper.differentiable
+        batch, length, width = features_BTF.shape
+        cache = upper.new_cache(batch, length + positions_BP.shape[1] * self.max_depth)
+        upper.read_text(features_BTF, cache)
+        index_BPF = positions_BP.unsqueeze(2).expand(-1, -1, width)
+        roots_BPF = features_BTF.gather(1, index_BPF).to(self.maps[0].get_parameter("weight"))
+        guessed_BPDF = self.guess_states(roots_BPF)
+        branches = upper.branches(cache, length, positions_BP, self.max_depth)
+        final_BMF = upper.refine(guessed_BPDF.flatten(1, 2), branches)
+        return guessed_BPDF, final_BMF.unflatten(1, (-1, self.max_depth))
+
+    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
+        """Predict at every depth, see `TrainableDrafter.forward`; the features have to begin with the text."""
+        batch, length = tokens_BT.shape
+        positions_BP = torch.arange(length, device=tokens_BT.device).expand(batch, -1)
+        _, final_BPDF = self._refined(features_BTF, positions_BP)
+        logits_BPDW = self.score(final_BPDF, self.upper.differentiable)
+        return [
+            self.to_vocabulary(logits_BPDW[:, : length - depth, depth])
+            for depth in range(min(self.max_depth, length))
+        ]
+
+    def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """Return the loss of every depth: what its guess says, and how far its state is from the true one."""
+        depths = self.max_depth
+        law, labels_RN = lesson.law(depths, self.d2t), lesson.labels_RN(depths, self.d2t, self.vocab_size)
+        guessed_BPDF, final_BPDF = self._refined(lesson.features_BTF, lesson.positions_BP)
+        logits_RDW = self.score(final_BPDF, self.upper.differentiable).flatten(0, 1)
+        batch, reads_BPN = lesson.reads_BPN(depths)
+        true_BPDF = lesson.features_BTF[batch, reads_BPN + 1].float()
+        error_BPD = (guessed_BPDF.float() - true_BPDF).square().sum(-1) / true_BPDF.square().sum(-1)
+        error_D = self.config.state_weight * error_BPD.flatten(0, 1).mean(0)
+        losses, hits = [], []
+        for depth in range(depths):
+            loss, hit = lesson.judge(depth, logits_RDW[:, depth], labels_RN, law)
+            losses.append(loss + error_D[depth])
+            hits.append(hit)
+        return torch.stack(losses), torch.stack(hits)
+
+    def default_plan(self) -> Plan:
+        """Return the tree that config.json asks for; a chain by default."""
+        given = self.config.branching
+        branching = given + (1,) * (self.max_depth - len(given))
+        return Plan(branching, paths=None if set(branching) == {1} else self.config.n_candidates)
+
+    @property
+    def max_depth(self) -> int:
+        """The number of maps."""
+        return self.config.n_predict
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.config.vocab_size
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the maps."""
+        return list(self.maps.parameters())
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the config without what shapes only the drafts or the loss."""
+        free = ("branching", "n_candidates", "state_weight")
+        return {name: value for name, value in asdict(self.config).items() if name not in free}
+
+    def restricted(self, draft_tokens: Tensor) -> "FIRPDrafter":
+        """Return a copy that scores only these tokens (W); the maps know nothing of the vocabulary."""
+        if self.d2t is not None:
+            raise DraftsmithError(f"this drafter scores {len(self.d2t)} tokens only; start from a whole one.")
+        fewer = FIRPDrafter(replace(self.config, draft_vocab_size=len(draft_tokens)), draft_tokens)
+        fewer.load_state_dict(self.state_dict() | {"d2t": fewer.d2t})
+        return fewer
+
+    def describe(self) -> dict[str, Any]:
+        """Return the object of config.json."""
+        return {"architectures": ["FIRPDrafter"], "model_type": MODEL_TYPE, **asdict(self.config)}
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by the model_type."""
+        return config.get("model_type") == MODEL_TYPE
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
+    ) -> "FIRPDrafter":
+        """Build what config.json describes."""
+        sizes = FIRPConfig.from_json(config, origin)
+        if target is None:
+            raise DraftsmithError(f"{origin.parent} borrows its target's last layers; load it with that target.")
+        made_for = {"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size}
+        check_target(origin.parent, made_for, target.facts())
+        return cls(sizes, tensors.get("d2t"))
+
+
+def make_firp(options: FIRPOptions, target: "Target", draft_tokens: Tensor | None) -> FIRPDrafter:
+    """Make an untrained drafter."""
+    values = options.model_dump(exclude={"layer"})
+    layer = (target.layers - 1) // 2 if options.layer is None else options.layer
+    return FIRPDrafter(FIRPConfig(target.hidden_size, target.vocab_size, layer, **values), draft_tokens)
+
+
+FAMILY = Family(
+    "firp", "FIRP: guessed intermediate states of future tokens, through the target's last layers (arXiv:2410.20488)",
+    FIRPOptions, make_firp, FIRPDrafter.load, FIRPDrafter.recognises, trainable=True,
+)

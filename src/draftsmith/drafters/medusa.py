@@ -1,0 +1,179 @@
+"""Medusa: heads that each guess one token further ahead from one state of the target, and read no tokens.
+
+"Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (arXiv:2401.10774), section 2.1.1:
+
+    state_d = block_d(… block_d(state))        logits_d = head_d state_d        block(x) = x + SiLU(linear x)
+
+The root is what the target's own head said of the state; head d guesses the (d + 1)-th token after it. With
+`tie_to_target` the heads have blocks only and share the target's own projection, read once for all of them.
+
+The folder is the published one: config.json with medusa_num_heads, medusa_num_layers, base_model_name_or_path, and
+medusa_lm_head.safetensors with `{head}.{layer}.linear.{weight,bias}` and `{head}.{layers}.weight`, in some files behind
+`medusa_head.`. Tied heads are what text-generation-inference calls version 2, which lacks the last kind of tensor.
+
+Shapes: B rows, R rows of any origin, N heads, F width of the target's states, W drafted vocabulary, k children.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafters import storage
+from draftsmith.drafters.family import Family
+from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock
+from draftsmith.drafters.trainable import FrozenTable
+from draftsmith.types import Context, DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.target import Target
+
+PREFIX = "medusa_head."
+
+
+class MedusaOptions(HeadOptions):
+    """What a recipe may set of new Medusa heads; with `tie_to_target` they share the target's projection."""
+
+    tie_to_target: bool = False
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the heads say of every row. No tensor of the grower's: all nodes of a row share it.
+
+    Either the scores of all heads or the states (B, F) that each head has yet to read.
+    """
+
+    state_BF: Tensor
+    scores_NBW: Tensor | None
+
+
+class MedusaDrafter(HeadDrafter):
+    """The heads. They read no tokens, so each is asked once a row, however many nodes its guesses go under."""
+
+    family_name = "a set of Medusa heads"
+    weights_file = "medusa_lm_head.safetensors"
+    options_class = MedusaOptions
+    options: MedusaOptions
+
+    def build(self) -> None:
+        """Make the heads; the projection of tied ones comes with `bind`."""
+        tied = self.options.tie_to_target
+        self.shared: nn.Module | None = FrozenTable(self.scored, self.hidden_size) if tied else None
+        self.heads = nn.ModuleList(self._head() for _ in range(self.options.num_heads))
+
+    def _head(self) -> nn.Sequential:
+        layers: list[nn.Module] = [ResidualBlock(self.hidden_size) for _ in range(self.options.num_layers)]
+        if not self.options.tie_to_target:
+            layers.append(nn.Linear(self.hidden_size, self.scored, bias=False))
+        return nn.Sequential(*layers)
+
+    def projections(self) -> list[nn.Linear]:
+        """Return the heads' own layers to the vocabulary; tied heads have none."""
+        last = [head[-1] for head in self.heads if isinstance(head, nn.Sequential)]
+        return [layer for layer in last if isinstance(layer, nn.Linear)]
+
+    def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
+        """Return the state as it is: no head reads a token or another head."""
+        return state
+
+    def score(self, depth: int, state: Tensor) -> Tensor:
+        """Return the logits (…, W) of one head."""
+        read: Tensor = self.heads[depth](state)
+        return read if self.shared is None else self.shared(read)
+
+    def begin(self, context: Context) -> tuple[Tensor, Any]:
+        """Start from the root and the state that predicted it."""
+        root_B, feature_BF = context.root()
+        state_BF, scores_NBW = self.start(feature_BF), None
+        if self.shared is not None:
+            # One pass over the projection, whose weights are most of what is read, for all heads.
+            scores_NBW = self.shared(torch.stack([head(state_BF) for head in self.heads]))
+        return root_B, (Said(state_BF, scores_NBW), torch.arange(len(root_B), device=root_B.device))
+
+    def _scores_BW(self, depth: int, said: Said) -> Tensor:
+        return self.score(depth, said.state_BF) if said.scores_NBW is None else said.scores_NBW[depth]
+
+    def step(self, depth: int, state: Any, tokens_R: Tensor) -> tuple[Tensor, Any]:
+        """Return log q (R, V) in fp32, the same for all nodes of a row."""
+        said, rows_R = state
+        log_q_BW = torch.log_softmax(self._scores_BW(depth, said).float(), dim=-1)
+        return self.to_vocabulary(log_q_BW)[rows_R], state
+
+    def top_k(
+        self, depth: int, state: Any, tokens_R: Tensor, k: int, scores: bool
+    ) -> tuple[Tensor | None, Tensor, Any]:
+        """Return the best k of one head, the same for all nodes of a row."""
+        said, rows_R = state
+        log_q_Bk, tokens_Bk = self.best_tokens(self._scores_BW(depth, said), k, scores)
+        if len(rows_R) == len(tokens_Bk):
+            return log_q_Bk, tokens_Bk, state
+        return (None if log_q_Bk is None else log_q_Bk[rows_R]), tokens_Bk[rows_R], state
+
+    @torch.no_grad()
+    def bind(self, target: "Target") -> None:
+        """Point tied heads at the target's own projection."""
+        if isinstance(self.shared, FrozenTable):
+            self.shared.weight = self.head_rows_WF(target)
+
+    def pack(self, target: "Target") -> None:
+        """Pack for decoding; the shared projection too, as a layer of its own."""
+        if isinstance(self.shared, FrozenTable):
+            layer = nn.Linear(self.hidden_size, self.scored, bias=False, device="meta")
+            layer.weight = nn.Parameter(self.shared.weight, requires_grad=False)
+            self.shared = layer
+        super().pack(target)
+
+    def published_name(self, name: str) -> str:
+        """Heads are published as a bare list."""
+        return name.removeprefix("heads.")
+
+    @classmethod
+    def read_tensors(cls, folder: Path) -> dict[str, Tensor]:
+        """Read the weights, with or without the prefix that some files have."""
+        tensors = storage.read_tensors(folder, cls.weights_file)
+        return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the published config.json."""
+        tied = {"version": "2"} if self.options.tie_to_target else {}
+        return {
+            "model_type": "medusa", "medusa_num_heads": self.options.num_heads,
+            "medusa_num_layers": self.options.num_layers, **tied, **self.shared_keys(),
+        }
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by medusa_num_heads: published files have no model_type, and whole models with heads have their own."""
+        return "medusa_num_heads" in config and config.get("model_type", "medusa") == "medusa"
+
+    @classmethod
+    def read_config(
+        cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], tuple[str, str]]:
+        """Return the options; published configs count their heads wrongly (2 for 5), so the tensors say how many."""
+        counted = {int(name.split(".")[0]) for name in tensors if name[0].isdigit()}
+        if not counted:
+            raise DraftsmithError(f"{origin.parent / cls.weights_file} holds no Medusa heads; give a folder that does.")
+        layers = config.get("medusa_num_layers", 1)
+        tall = f"0.{layers}.weight"
+        tied = str(config.get("version")) == "2" and tall not in tensors
+        return {"num_heads": max(counted) + 1, "num_layers": layers, "tie_to_target": tied}, ("0.0.linear.weight", tall)
+
+
+def make_medusa(options: MedusaOptions, target: "Target", draft_tokens: Tensor | None) -> MedusaDrafter:
+    """Make untrained heads, which say what the target's own head says unless the options draw them."""
+    drafter = MedusaDrafter(options, target.hidden_size, target.vocab_size, target.name, draft_tokens)
+    if options.init_from_target:
+        drafter.start_as_target(target)
+    drafter.bind(target)
+    return drafter
+
+
+FAMILY = Family(
+    "medusa", "Medusa heads: each guesses one token further ahead from the target's state (arXiv:2401.10774)",
+    MedusaOptions, make_medusa, MedusaDrafter.load, MedusaDrafter.recognises, trainable=True,
+)

@@ -1,0 +1,130 @@
+"""Prompt lookup: what followed the newest tokens where they last stood, in the prompt or in the output.
+
+The idea is Saxena's prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, 2023), and that of Yang et
+al., "Inference with Reference" (arXiv:2304.04487, section 3). Every n-gram of a row is indexed as it is committed, so
+a step looks up and never searches.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from draftsmith.drafters.family import Family, Options
+from draftsmith.drafters.host import HostDrafter, Tree
+from draftsmith.types import ROOT, DraftsmithError, Plan
+
+if TYPE_CHECKING:
+    from draftsmith.target import Target
+
+Match = Literal["recent", "frequent"]
+Count = Annotated[int, Field(ge=1)]
+
+NOWHERE = -1
+# Only so many of the latest places of an n-gram are looked at; common words of a long text have thousands.
+MOST_PLACES = 64
+
+
+class NgramOptions(Options):
+    """What a user may set.
+
+    Args:
+        min_length: the fewest newest tokens that have to occur earlier.
+        max_length: the most that are looked up; the longest match is tried first.
+        guesses: tokens to draft.
+        match: continue as at the most recent match, or with the token that followed most often.
+        branches: continuations to draft, which differ in their first token.
+    """
+
+    min_length: Count = 2
+    max_length: Count = 4
+    guesses: Count = 8
+    match: Match = "recent"
+    branches: Count = 1
+
+
+class NgramIndex:
+    """A growing text, and where each of its n-grams was followed by what; n from `shortest` to `longest`."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.text: list[int] = []
+        # The latest place behind each n-gram, and for every place the one before it, length by length.
+        self._latest: dict[tuple[int, ...], int] = {}
+        self._earlier: list[tuple[int, list[int]]] = [(n, []) for n in range(shortest, longest + 1)]
+
+    def extend(self, tokens: list[int]) -> None:
+        """Add committed tokens; each files the n-grams that it follows."""
+        text, latest = self.text, self._latest
+        for token in tokens:
+            place = len(text)
+            for n, earlier in self._earlier:
+                if place < n:
+                    earlier.append(NOWHERE)
+                    continue
+                gram = tuple(text[place - n :])
+                earlier.append(latest.get(gram, NOWHERE))
+                latest[gram] = place
+            text.append(token)
+
+    def places(self, match: Match, wanted: int) -> list[int]:
+        """Return up to `wanted` places to continue from: of longer matches first, each with another token there."""
+        text = self.text
+        found: dict[int, int] = {}
+        for n, earlier in reversed(self._earlier):
+            if n > len(text):
+                continue
+            times: dict[int, int] = {}
+            first: dict[int, int] = {}
+            place, left = self._latest.get(tuple(text[-n:]), NOWHERE), MOST_PLACES
+            while place != NOWHERE and left and (match == "frequent" or len(first) < wanted):
+                token = text[place]
+                times[token] = times.get(token, 0) + 1
+                first.setdefault(token, place)
+                place, left = earlier[place], left - 1
+            # Sorting keeps the more recent of equally frequent ones in front.
+            order = sorted(first, key=lambda token: -times[token]) if match == "frequent" else first
+            for token in order:
+                found.setdefault(token, first[token])
+            if len(found) >= wanted:
+                break
+        return list(found.values())[:wanted]
+
+    def copy(self, place: int, count: int) -> list[int]:
+        """Return `count` tokens from `place` on; behind the end of the text the copy goes on with itself."""
+        piece = self.text[place : place + count]
+        return piece if len(piece) == count else (piece * (count // len(piece) + 1))[:count]
+
+
+class NgramDrafter(HostDrafter[NgramIndex]):
+    """Drafts the continuation of an earlier occurrence of the newest tokens, and nothing when there is none."""
+
+    def __init__(self, options: NgramOptions) -> None:
+        if options.min_length > options.max_length:
+            raise DraftsmithError(
+                f"min_length is {options.min_length}, above max_length {options.max_length}; lower it, or raise that."
+            )
+        super().__init__()
+        self.options = options
+
+    def default_plan(self) -> Plan:
+        return Plan((self.options.branches,) + (1,) * (self.options.guesses - 1))
+
+    def new_row(self) -> NgramIndex:
+        return NgramIndex(self.options.min_length, self.options.max_length)
+
+    def draft_row(self, row: NgramIndex, plan: Plan, room: int) -> Tree:
+        options, tree = self.options, Tree(plan.branching, room)
+        for place in row.places(options.match, min(options.branches, plan.branching[0])):
+            tree.add_path(ROOT, row.copy(place, min(options.guesses, plan.depth)))
+        return tree
+
+
+def make_ngram(options: NgramOptions, target: "Target", draft_tokens: Tensor | None) -> NgramDrafter:
+    """Make a drafter that is ready; it needs neither the target nor a list of tokens."""
+    return NgramDrafter(options)
+
+
+FAMILY = Family(
+    "ngram", "prompt lookup: what followed the newest tokens earlier in prompt or output; no training",
+    NgramOptions, make_ngram,
+)

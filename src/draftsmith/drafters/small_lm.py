@@ -1,0 +1,151 @@
+"""A small language model, trained to draft: the classic draft model, made here rather than found.
+
+It is a Llama of few layers with the target's vocabulary, and learns from the same lessons as all other families, from
+the target's text and, with distillation, from its distributions (DistillSpec, arXiv:2310.08461); it reads no hidden
+states. Its checkpoint is an ordinary transformers folder, which drafts as a `draft-model`.
+Shapes: B sequences, T positions, R rows, V vocabulary, F width of the target's states (none are tapped).
+"""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.draft_model import draft_with
+from draftsmith.drafters.family import Family, TrainedOptions
+from draftsmith.drafters.learner import Learner, check_target
+from draftsmith.drafters.lesson import Lesson
+from draftsmith.target import Target as DraftTarget
+from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.target import Target
+
+HEAD_WIDTH = 64
+Count = Annotated[int, Field(ge=1)]
+
+
+class SmallLMOptions(TrainedOptions):
+    """What a recipe may set of a new small language model.
+
+    Args:
+        layers: decoder layers.
+        width: hidden size, a multiple of 64 or at most 64; 0 takes the target's.
+        guesses: length of the drafted chain.
+        init_from_target: start embedding and head from the target's, where the widths agree.
+    """
+
+    layers: Count = 1
+    width: Annotated[int, Field(ge=0)] = 0
+    guesses: Count = 4
+    init_from_target: bool = True
+
+
+class SmallLM(Learner):
+    """The model while it learns; `for_decoding` turns it into a draft model."""
+
+    taps = ()
+    family_name = "a small language model"
+    tensor_prefix = ""
+
+    def __init__(self, config: LlamaConfig, guesses: int) -> None:
+        super().__init__()
+        self.guesses = guesses
+        self.lm = LlamaForCausalLM(config)
+        self.limit_vocabulary(None, 0)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        size: int = self.lm.config.vocab_size
+        return size
+
+    @property
+    def max_depth(self) -> int:
+        """The length of the drafted chain; the model itself could go on."""
+        return self.guesses
+
+    def published_name(self, name: str) -> str:
+        """Return the name that transformers has for it."""
+        return name.removeprefix("lm.")
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """Read whole sequences (B, T) and return what follows every token (B, T, V)."""
+        logits_BTV: Tensor = self.lm(input_ids=tokens_BT, use_cache=False, return_dict=True).logits
+        return logits_BTV
+
+    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
+        """Predict at every depth, see `Learner.forward`; how deep makes no difference to a language model."""
+        logits_BTV = self.logits(tokens_BT)
+        return [logits_BTV[:, depth:] for depth in range(min(self.guesses, tokens_BT.shape[1]))]
+
+    def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """Return the loss at the lesson's positions, one entry: all depths have the same."""
+        batch, reads_BP1 = lesson.reads_BPN(1)
+        logits_RV = self.logits(lesson.tokens_BT)[batch.squeeze(2), reads_BP1.squeeze(2)].flatten(0, 1)
+        labels_RN = lesson.labels_RN(1, None, self.vocab_size)
+        loss, hits = lesson.judge(0, logits_RV, labels_RN, lesson.law(1, None))
+        return loss.unsqueeze(0), hits.unsqueeze(0)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the config.json of transformers."""
+        return {**self.lm.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by the class that the config names."""
+        return config.get("architectures") == ["LlamaForCausalLM"]
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
+    ) -> "SmallLM":
+        """Build what config.json describes."""
+        sizes = LlamaConfig.from_dict(dict(config))
+        if target is not None:
+            check_target(origin.parent, {"vocab_size": sizes.vocab_size}, target.facts())
+        return cls(sizes, SmallLMOptions().guesses)
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the layers and the width, by which a recipe knows it."""
+        return {"layers": self.lm.config.num_hidden_layers, "width": self.lm.config.hidden_size}
+
+    def for_decoding(self, target: "Target") -> Drafter:
+        """Return a draft model with a copy of the weights."""
+        lm = copy.deepcopy(self.lm)
+        torch.nn.Module.to(lm, device=target.device, dtype=target.dtype)
+        model = DraftTarget(lm, target.tokenizer, f"small draft of {target.name}", native=target.native)
+        return draft_with(model, target, self.guesses)
+
+
+def make_small_lm(options: SmallLMOptions, target: "Target", draft_tokens: Tensor | None) -> SmallLM:
+    """Make an untrained one with the target's vocabulary and context."""
+    if draft_tokens is not None:
+        raise DraftsmithError("a small language model scores all tokens; set drafter.draft_vocab_size to 0.")
+    width = options.width or target.hidden_size
+    heads = max(1, width // HEAD_WIDTH)
+    if width % heads or (width // heads) % 2:
+        raise DraftsmithError(f"drafter.width is {width}; use a multiple of {HEAD_WIDTH}, or an even number below it.")
+    config = LlamaConfig(
+        vocab_size=target.vocab_size, hidden_size=width, intermediate_size=-(-8 * width // 3 // 16) * 16,
+        num_hidden_layers=options.layers, num_attention_heads=heads, max_position_embeddings=target.max_length,
+        tie_word_embeddings=False, bos_token_id=None, eos_token_id=min(target.eos_token_ids, default=None),
+    )
+    made = SmallLM(config, options.guesses)
+    if options.init_from_target and width == target.hidden_size:
+        with torch.no_grad():
+            made.lm.model.embed_tokens.weight.copy_(target.embedding_weight_VF[: target.vocab_size])
+            made.lm.lm_head.weight.copy_(target.head_weight_VF)
+    return made
+
+
+FAMILY = Family(
+    "small-lm", "a small Llama with the target's vocabulary, trained here, drafts as a draft model (arXiv:2310.08461)",
+    SmallLMOptions, make_small_lm, trainable=True,
+)

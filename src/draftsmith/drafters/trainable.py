@@ -1,0 +1,162 @@
+"""Drafters with weights: one forward for training and decoding.
+
+Shapes: B rows, T positions, R rows of any origin, N depths, F feature width, S state width, V vocabulary, W drafted
+vocabulary (V, or the most frequent few tokens), k children.
+"""
+
+import copy
+from abc import abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafters.base import StagewiseDrafter, best
+from draftsmith.drafters.grow import grow
+from draftsmith.drafters.learner import Learner, check_target
+from draftsmith.drafters.lesson import Lesson
+from draftsmith.native.layers import pack_linears
+from draftsmith.target.packing import can_prepack, prepack_linears
+from draftsmith.types import Context, Draft, DraftsmithError, Plan
+
+if TYPE_CHECKING:
+    from draftsmith.target import Target
+
+__all__ = ["FrozenTable", "RowwiseDrafter", "TrainableDrafter", "check_target"]
+
+
+class TrainableDrafter(StagewiseDrafter, Learner):
+    """A learner that drafts by itself, one depth at a time.
+
+    Law, tested for every family: what `propose` drafts greedily is what `forward` predicts when fed its own output.
+    """
+
+    is_ready: bool = False
+    """Whether it was made ready to decode, after which it can neither be trained nor saved."""
+
+    def check_savable(self) -> None:
+        """Refuse what was packed."""
+        if self.is_ready:
+            raise DraftsmithError("this drafter is packed for decoding; save the one it was made from.")
+
+    def parameter_count(self) -> int:
+        """Count what is trained; packing turns parameters into buffers, so only before that."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def memory_bytes(self) -> int:
+        """Add up parameters and buffers, tied ones once, without what is borrowed from the target."""
+        kept = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
+        borrowed = {id(module.weight) for module in self.modules() if isinstance(module, FrozenTable)}
+        return sum(tensor.nbytes for key, tensor in kept.items() if key not in borrowed)
+
+    def pack(self, target: "Target") -> None:
+        """Turn linear layers into what decodes fastest, in place; guesses need not be exact, so int8 will do."""
+        if target.native:
+            pack_linears(self, lambda _: True)
+        elif can_prepack(target.device, target.dtype):
+            prepack_linears(self, lambda: target.packed)
+
+    def make_ready(self, target: "Target") -> Self:
+        """Turn into what decodes for this target, in place: its dtype and device, no gradients, packed."""
+        self.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        self.bind(target)
+        self.pack(target)
+        self.is_ready = True
+        return self
+
+    @torch.no_grad()
+    def for_decoding(self, target: "Target") -> Self:
+        """Return a copy as it decodes. The copy guesses; only the original can be trained or saved."""
+        if self.is_ready:
+            raise DraftsmithError("this drafter is packed for decoding already; use it, or load it anew.")
+        return copy.deepcopy(self).make_ready(target)
+
+    def best_tokens(self, logits_RW: Tensor, k: int, scores: bool) -> tuple[Tensor | None, Tensor]:
+        """Return log q of the k best tokens (R, k), or None unless `scores`, and their ids (R, k)."""
+        logits_Rk, indices_Rk = best(logits_RW, k)
+        log_q_Rk = logits_Rk.float() - logits_RW.float().logsumexp(-1, keepdim=True) if scores else None
+        return log_q_Rk, indices_Rk if self.d2t is None else self.d2t[indices_Rk]
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        """Draft a chain or tree."""
+        return grow(self, context, plan)
+
+    @classmethod
+    def load(cls, folder: Path, target: "Target") -> Self:
+        """Load for decoding: in the target's dtype, on its device, packed; not to be trained."""
+        return cls.from_pretrained(folder, target, dtype=target.dtype).make_ready(target)
+
+
+class RowwiseDrafter(TrainableDrafter):
+    """A drafter whose guesses depend on the root's state and the tokens after it, and on no other position.
+
+    So every position of a text is an example of its own, and a few of them can be trained on alone. The family gives
+    the three functions that its paper gives: what starts, what a depth makes of state and token, and how it scores.
+    """
+
+    @abstractmethod
+    def start(self, features: Tensor) -> Tensor:
+        """Turn tapped states (…, F) into what the first depth reads."""
+
+    @abstractmethod
+    def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
+        """Read a state (…, S) and the token chosen from it (…); return the next state (…, S')."""
+
+    @abstractmethod
+    def score(self, depth: int, state: Tensor) -> Tensor:
+        """Return the logits (…, W) over the drafted vocabulary."""
+
+    def begin(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Start from the root and the state that predicted it."""
+        root_B, feature_BF = context.root()
+        return root_B, self.start(feature_BF)
+
+    def step(self, depth: int, state: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log q (R, V) in fp32 and the state after stage `depth`."""
+        state_RS = self.stage(depth, state, tokens_R)
+        log_q_RW = torch.log_softmax(self.score(depth, state_RS).float(), dim=-1)
+        return self.to_vocabulary(log_q_RW), state_RS
+
+    def top_k(
+        self, depth: int, state: Tensor, tokens_R: Tensor, k: int, scores: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Find the best k in the drafted vocabulary, without a softmax unless scores are wanted."""
+        state_RS = self.stage(depth, state, tokens_R)
+        return *self.best_tokens(self.score(depth, state_RS), k, scores), state_RS
+
+    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
+        """Predict at every depth, see `TrainableDrafter.forward`."""
+        length = tokens_BT.shape[1]
+        state, logits = self.start(features_BTF), []
+        for depth in range(min(self.max_depth, length)):
+            state = self.stage(depth, state[:, : length - depth], tokens_BT[:, depth:])
+            logits.append(self.to_vocabulary(self.score(depth, state)))
+        return logits
+
+    def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for."""
+        depths = self.max_depth
+        tokens_RN, law = lesson.tokens_RN(depths), lesson.law(depths, self.d2t)
+        labels_RN = lesson.labels_RN(depths, self.d2t, self.vocab_size)
+        state, losses, hits = self.start(lesson.roots_RF()), [], []
+        for depth in range(depths):
+            state = self.stage(depth, state, tokens_RN[:, depth])
+            loss, hit = lesson.judge(depth, self.score(depth, state), labels_RN, law)
+            losses.append(loss)
+            hits.append(hit)
+        return torch.stack(losses), torch.stack(hits)
+
+
+class FrozenTable(nn.Module):
+    """A table of the target's: a buffer that is never trained or saved, so `.to()` cannot alter the target."""
+
+    weight: Tensor
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(rows, width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Score as a head; an embedding is looked up in `weight`."""
+        return torch.nn.functional.linear(x, self.weight)

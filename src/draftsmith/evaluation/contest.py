@@ -1,0 +1,272 @@
+"""Draft families against each other: the same target, prompts and rounds for all.
+
+Two things are measured of every contender, task and temperature. How well it guesses: τ on the same prompts with one
+chain and one tree for all, whose cost is left out. What that is worth here: the time of one prompt at a time with the
+shape of draft that this contender is fastest with, every round together with plain decoding and all others in random
+order. A shape is chosen on prompts that are not measured on.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.engine import Engine
+from draftsmith.evaluation.intervals import Interval, mean_interval, ratio_interval
+from draftsmith.evaluation.ledger import Ledger
+from draftsmith.evaluation.measure import measure
+from draftsmith.evaluation.prompts import Prompt, cut, encode
+from draftsmith.target import Target
+from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, Plan, SamplingParams
+
+PLAIN = "plain"
+CHAIN = 4
+TREE_NODES, TREE_WIDTH = 14, 4
+STATIC_TREE = Plan((2, 2, 1, 1))
+EDIT = "edit"
+MODES = {"greedy": 0.0, "T=1": 1.0}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much to measure: prompts a task of so many tokens, exactly `new_tokens` each, in as many timed rounds."""
+
+    tasks: tuple[str, ...]
+    prompts: int = 16
+    prompt_tokens: int = 64
+    new_tokens: int = 64
+    rounds: int = 12
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise DraftsmithError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.new_tokens < 2:
+            raise DraftsmithError(f"new_tokens is {self.new_tokens}; it must be at least 2.")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One drafter under the name that the tables have for it.
+
+    `static` makes its tree the same at every step, as EAGLE-1's is; the others keep the nodes they are surest of.
+    """
+
+    name: str
+    drafter: Drafter
+    static: bool = False
+
+    @property
+    def reach(self) -> int:
+        """The longest draft it makes."""
+        if isinstance(self.drafter, StagewiseDrafter):
+            return self.drafter.max_depth
+        return self.drafter.default_plan().depth
+
+    def chain(self) -> Plan:
+        """The chain that all are compared with."""
+        return Plan((1,) * min(CHAIN, self.reach))
+
+    def tree(self) -> Plan:
+        """The tree of at most `TREE_NODES` nodes that all are compared with."""
+        if self.static:
+            return Plan(STATIC_TREE.branching[: self.reach])
+        depth = min(CHAIN + 1, self.reach) if isinstance(self.drafter, StagewiseDrafter) else self.reach
+        return Plan((TREE_WIDTH,) * depth, beam=TREE_WIDTH, nodes=TREE_NODES)
+
+    def shapes(self) -> list[Plan]:
+        """The drafts to choose the fastest from."""
+        reach = self.reach
+        chains = [Plan((1,) * depth) for depth in sorted({1, 2, 3, 4, 6, 8, reach}) if depth <= reach]
+        return list(dict.fromkeys([*chains, self.drafter.default_plan()]))
+
+
+def gather(target: Target, prompts: Sequence[Prompt], settings: Settings) -> dict[str, list[list[int]]]:
+    """Return, for every task, the prompts of calibration (2), then those measured on.
+
+    The task `edit` is made from code: a file, and then its beginning again, as an editor's model is asked to write it.
+    """
+    count = settings.prompts + 2
+    chosen = {}
+    for task in settings.tasks:
+        if task == EDIT:
+            whole = 3 * settings.prompt_tokens
+            files = cut(target, [prompt for prompt in prompts if prompt.task == "code"], whole, count)
+            again = encode(target, "\n\n# The same file, edited:\n")
+            chosen[task] = [file + again + file[: settings.prompt_tokens // 2] for file in files]
+            continue
+        mine = [prompt for prompt in prompts if prompt.task == task]
+        if not mine:
+            raise DraftsmithError(f"there are no prompts of task {task!r}; give some with --prompts, or leave it out.")
+        chosen[task] = cut(target, mine, settings.prompt_tokens, count)
+    return chosen
+
+
+def run_contest(
+    target: Target,
+    contenders: Sequence[Contender],
+    prompts: dict[str, list[list[int]]],
+    settings: Settings,
+    ledger: Ledger,
+    on_progress: Callable[[str], None] = lambda label: None,
+) -> list[dict[str, Any]]:
+    """Measure everything that the ledger lacks and return a cell for each contender, task and mode."""
+    longest = max(len(prompt) for several in prompts.values() for prompt in several) + settings.new_tokens
+    engines = {
+        contender.name: Engine(target, contender.drafter, max_batch=settings.prompts, max_length=longest)
+        for contender in contenders
+    }
+    cells = []
+    for task, several in prompts.items():
+        calibration, measured = several[:2], several[2:]
+        for mode, temperature in MODES.items():
+            params = SamplingParams(
+                max_tokens=settings.new_tokens, temperature=temperature, ignore_eos=True, seed=settings.seed
+            )
+            where = f"{task}, {mode}"
+            guessed, shapes = {}, {}
+            for contender in contenders:
+                on_progress(f"{contender.name}: {where}")
+                engine, key = engines[contender.name], f"{contender.name}|{task}|{mode}"
+                guessed[contender.name] = ledger.once(
+                    f"guess|{key}", partial(guess_quality, engine, contender, measured, params)
+                )
+                found = ledger.once(f"shape|{key}", partial(fastest_shape, engine, contender, calibration, params))
+                shapes[contender.name] = read_plan(found)
+            rounds = []
+            for number in range(settings.rounds):
+                on_progress(f"round {number + 1}: {where}")
+                prompt = measured[number % len(measured)]
+                rounds.append(
+                    ledger.once(
+                        f"round|{task}|{mode}|{number}|{','.join(engines)}",
+                        partial(time_round, engines, shapes, prompt, params, settings.seed + number),
+                    )
+                )
+            for contender in contenders:
+                name = contender.name
+                cells.append(
+                    {"contender": name, "task": task, "mode": mode, "plan": words(shapes[name])}
+                    | guessed[name]
+                    | timing(rounds, name)
+                )
+    return cells
+
+
+def guess_quality(
+    engine: Engine, contender: Contender, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> dict[str, Any]:
+    """Measure τ with the common chain and tree, with an interval over prompts."""
+    found: dict[str, Any] = {}
+    for shape, plan in (("chain", contender.chain()), ("tree", contender.tree())):
+        result = measure(engine, prompts, params, plan)
+        tau = tau_interval(result.completions)
+        found[shape] = {
+            "tokens_per_step": tau.value,
+            "tokens_per_step_ci": tau.ends,
+            "tokens_per_step_by_prompt": [c.statistics.tokens_per_step for c in result.completions],
+            "accepted_by_depth": result.accepted_by_depth(),
+            "drafted_per_step": result.statistics.drafted / max(1, result.statistics.steps),
+        }
+    return found
+
+
+def tau_interval(completions: Sequence[Completion]) -> Interval:
+    """Return τ over all steps, resampling prompts."""
+    steps = [completion.statistics.steps for completion in completions]
+    tokens = [completion.statistics.steps + completion.statistics.accepted for completion in completions]
+    return ratio_interval(tokens, steps)
+
+
+def fastest_shape(
+    engine: Engine, contender: Contender, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> dict[str, Any]:
+    """Decode a few prompts with every shape, one at a time, and return the fastest as plain JSON."""
+    plans = contender.shapes()
+    if params.temperature > 0 and contender.drafter.can_sample:
+        plans += [Plan((1,) * depth, sampled=True) for depth in (1, 2, 4) if depth <= contender.reach]
+    measure(engine, prompts[:1], params, plans[0])
+    seconds = [0.0] * len(plans)
+    for prompt in prompts:
+        for index, plan in enumerate(plans):
+            seconds[index] += measure(engine, [prompt], params, plan).wall_s
+    return asdict(plans[seconds.index(min(seconds))])
+
+
+def read_plan(values: dict[str, Any]) -> Plan:
+    """Read a plan back from plain JSON."""
+    return Plan(**(values | {"branching": tuple(values["branching"])}))
+
+
+def words(plan: Plan) -> str:
+    """Say a plan in a few characters."""
+    if not plan.branching:
+        return "none"
+    widths = set(plan.branching)
+    if widths == {1}:
+        shape = f"chain {plan.depth}"
+    elif len(widths) == 1 and plan.depth > 2:
+        shape = f"tree {widths.pop()}^{plan.depth}"
+    else:
+        shape = "tree " + ",".join(map(str, plan.branching))
+    limits = [f"{name} {value}" for name, value in (("paths", plan.paths), ("nodes", plan.nodes)) if value is not None]
+    return " ".join([shape, *limits, *(["sampled"] if plan.sampled else [])])
+
+
+def time_round(
+    engines: dict[str, Engine], shapes: dict[str, Plan], prompt: Sequence[int], params: SamplingParams, seed: int
+) -> dict[str, Any]:
+    """Decode one prompt plainly and with every contender, in random order, each after a short warm-up of its own."""
+    ways = [PLAIN, *engines]
+    plain_engine = next(iter(engines.values()))
+    warm = replace(params, max_tokens=min(8, params.max_tokens))
+    found: dict[str, Any] = {}
+    texts: dict[str, list[int]] = {}
+    for way in random.Random(seed).sample(ways, len(ways)):
+        engine, plan = (plain_engine, NO_DRAFT) if way == PLAIN else (engines[way], shapes[way])
+        measure(engine, [prompt], warm, plan)
+        result = measure(engine, [prompt], params, plan)
+        statistics = result.statistics
+        texts[way] = result.completions[0].tokens
+        found[way] = {
+            "decode_s": result.wall_s - statistics.prefill_s, "new_tokens": result.new_tokens,
+            "steps": statistics.steps, "accepted": statistics.accepted, "drafter_s": statistics.drafter_s,
+            "target_s": statistics.target_s,
+        }
+    for way in ways:
+        found[way]["identical"] = texts[way] == texts[PLAIN]
+    return found
+
+
+def timing(rounds: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Sum up the rounds of one contender: ms a token, speed-up over plain, share of drafting, what a step costs."""
+    mine, plain = [r[name] for r in rounds], [r[PLAIN] for r in rounds]
+    speedup = ratio_interval([r["decode_s"] for r in plain], [r["decode_s"] for r in mine])
+    latency = mean_interval([1e3 * r["decode_s"] / (r["new_tokens"] - 1) for r in mine])
+    steps, plain_steps = sum(r["steps"] for r in mine), sum(r["steps"] for r in plain)
+    decode_s = sum(r["decode_s"] for r in mine)
+    return {
+        "ms_per_token": latency.value,
+        "ms_per_token_ci": latency.ends,
+        "speedup": speedup.value,
+        "speedup_ci": speedup.ends,
+        "tokens_per_step_timed": 1 + sum(r["accepted"] for r in mine) / max(1, steps),
+        "share_drafting": sum(r["drafter_s"] for r in mine) / decode_s,
+        "step_cost": (decode_s / max(1, steps)) / (sum(r["decode_s"] for r in plain) / max(1, plain_steps)),
+        "identical": sum(r["identical"] for r in mine),
+        "rounds": len(rounds),
+    }
+
+
+def order(cells: Sequence[Mapping[str, Any]], better: str, worse: str, task: str) -> Interval | None:
+    """Return the difference in greedy τ with trees, paired by prompt, or None where either was not measured."""
+    found = {
+        cell["contender"]: cell["tree"]["tokens_per_step_by_prompt"]
+        for cell in cells if cell["task"] == task and cell["mode"] == "greedy"
+    }
+    if better not in found or worse not in found:
+        return None
+    return mean_interval([a - b for a, b in zip(found[better], found[worse], strict=True)])

@@ -1,0 +1,119 @@
+"""Draws short continuations of one prompt by the engine's own step, thousands of rows at a time.
+
+The engine's bookkeeping of requests (streams, end tokens, statistics) is left out, because it would cost more than the
+step itself on so short texts; prefill, drafting, the target's forward over its cache, acceptance and the keeping of
+paths are the engine's. Rows that are done leave at once, as in the engine. Shapes: B rows, L tokens, S cached tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine.clock import Clock
+from draftsmith.engine.compiled import Compiler
+from draftsmith.engine.engine import SEED_STRIDE
+from draftsmith.engine.request import Request
+from draftsmith.engine.rows import Rows, join, leave
+from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
+from draftsmith.engine.text import TextStream
+from draftsmith.target import KVCache, Target
+from draftsmith.types import DraftsmithError, Plan, SamplingParams
+
+MakeStepper = Callable[[Target, Drafter, KVCache, Compiler], Stepper]
+
+
+@dataclass
+class Draws:
+    """Continuations of equal length, with the verifications they took and the guesses that stayed."""
+
+    texts: list[list[int]] = field(default_factory=list)
+    steps: int = 0
+    accepted: int = 0
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Guesses that stayed in a verification."""
+        return self.accepted / max(1, self.steps)
+
+
+@torch.no_grad()
+def draw(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    plan: Plan,
+    count: int,
+    *,
+    batch: int,
+    seed: int,
+    make_stepper: MakeStepper = Stepper,
+    on_progress: Callable[[int], None] | None = None,
+) -> Draws:
+    """Draw `count` continuations of `params.max_tokens` tokens, each with a seed of its own.
+
+    Args:
+        make_stepper: what steps; another one is for planting faults.
+        on_progress: called with the number of continuations done since the last call.
+    """
+    if any(not 0 <= token < target.vocab_size for token in prompt) or not prompt:
+        raise DraftsmithError(f"the prompt {list(prompt)} has a token that {target.name} does not know; mend it.")
+    capacity = len(prompt) + params.max_tokens + 2 * (plan.max_nodes + 1)
+    cache = target.new_cache(batch, capacity)
+    compiler = Compiler("off", target.device, target.is_native and drafter.is_native)
+    stepper = make_stepper(target, drafter, cache, compiler)
+    draws = Draws()
+    silent = TextStream(None, ())
+    for first in range(0, count, batch):
+        requests = [
+            Request(row, list(prompt), params, (seed * 1_000_003 + number * SEED_STRIDE) % 2**63, frozenset(), silent)
+            for row, number in enumerate(range(first, min(first + batch, count)))
+        ]
+        drafter.attach(cache)
+        try:
+            _decode(stepper, target, requests, plan, draws)
+        finally:
+            cache.rows = 0
+            drafter.reset_rows(list(range(len(requests))))
+        draws.texts += [request.tokens for request in requests]
+        if on_progress is not None:
+            on_progress(len(requests))
+    return draws
+
+
+def _decode(stepper: Stepper, target: Target, requests: list[Request], plan: Plan, draws: Draws) -> None:
+    clock = Clock(target.device)
+    arrivals, result = stepper.prefill(requests, plan.depth + 1)
+    _commit(arrivals, result, target)
+    rows = join(None, arrivals, target.vocab_size, target.device, len(requests))
+    while True:
+        going = [b for b, request in enumerate(rows.requests) if request.finish_reason is None]
+        if not going:
+            return
+        if len(going) < rows.count:
+            _keep(stepper.cache, going, rows.longest)
+            rows = leave(rows, going, target.vocab_size, target.device, len(going))
+        result = stepper.step(rows, plan, clock)
+        clock.stop()
+        draws.steps += rows.count
+        draws.accepted += _commit(rows, result, target) - rows.count
+
+
+def _commit(rows: Rows, result: StepResult, target: Target) -> int:
+    """Hand the tokens of a round to their requests; return how many were taken."""
+    taken = 0
+    for request, (count, drafted, *tokens) in zip(rows.requests, result.table_BX.tolist(), strict=True):
+        if drafted == NOT_FINITE:
+            raise DraftsmithError(f"{target.name} gave no finite logits; its weights are damaged, or try fp32.")
+        taken += request.commit(tokens[:count])
+    return taken
+
+
+def _keep(cache: KVCache, rows: list[int], length: int) -> None:
+    """Move these rows of the cache to the front and free the others."""
+    index_B = torch.tensor(rows, device=cache.tensors[0].device)
+    for tensor_RCHD in cache.tensors:
+        tensor_RCHD[: len(rows), :length] = tensor_RCHD[index_B, :length]
+    cache.rows = len(rows)

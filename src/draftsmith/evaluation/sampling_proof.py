@@ -1,0 +1,298 @@
+"""Sampled text with drafts against the exact law: the joint law of the next few tokens, tested by chi-square.
+
+On the real target the draws are limited to a top-k, so that the law can be enumerated; on a target of eight tokens
+nothing is left out, and ten times as many draws see ten times as little. Both draw by the engine's own step.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine.step import Stepper
+from draftsmith.evaluation.chi_square import detectable, fit, variation, variation_of_perfect
+from draftsmith.evaluation.drawing import MakeStepper, draw
+from draftsmith.evaluation.law import Law, check_size, enumerate_law, read_by_decoding, read_plainly
+from draftsmith.evaluation.shared_rows import SharedRows
+from draftsmith.evaluation.small_world import PROMPT
+from draftsmith.target import Target
+from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
+
+ALPHA = 1e-6
+CANDIDATES = 12
+CONTROL = 128
+# The decoding forward and the model's own round differently; beyond this total variation it is no rounding.
+MOST_APART = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 1e-3, torch.float64: 1e-5}
+REPETITION, FREQUENCY = 1.2, 1.5
+SMALL_ROWS = 8192
+# Plans that cost several times as much a draw get so many times fewer.
+COSTLY = 8
+SMALL_PLANS = (
+    Plan((2, 1)),
+    Plan((1, 1), sampled=True),
+    Plan((1, 1), sampled=True, acceptance="block"),
+    Plan((2, 1), sampled=True),
+)
+
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One plan under one law.
+
+    Args:
+        where: "this target" or "small alphabet".
+        p_value: of the chi-square test; 0 when a draw was impossible under the law.
+        tv: total variation between draws and law; `tv_noise` is what a perfect sampler shows on average, `tv_most`
+            what it exceeds once in a thousand.
+        smallest_shift: the total variation that the test finds nine times out of ten.
+        rounding: total variation that the rounding of the target's forward may cause by itself.
+        refused: whether the draws do not follow the law.
+        lossless: whether the plan claims that they do; typical acceptance does not.
+    """
+
+    where: str
+    plan: str
+    drafter: str
+    draws: int
+    continuations: int
+    statistic: float
+    freedom: int
+    p_value: float
+    impossible: int
+    tv: float
+    tv_noise: float
+    tv_most: float
+    smallest_shift: float
+    rounding: float
+    accepted_per_step: float
+    seconds: float
+    refused: bool
+    lossless: bool = True
+
+
+@dataclass(frozen=True)
+class SamplingProof:
+    """All cells, and how far the law of the decoding forward is from that of the model's own forward (on the prompts
+    used); `apart` beyond `most_apart` is a defect by itself.
+    """
+
+    cells: list[Cell]
+    apart: float
+    most_apart: float
+    shared: bool
+
+    @property
+    def defects(self) -> int:
+        """Refused cells, and a decoding forward with another law."""
+        return sum(cell.refused and cell.lossless for cell in self.cells) + (self.apart > self.most_apart)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures for JSON: those of the cell that fits worst, then all."""
+        worst = min(self.cells, key=lambda cell: cell.p_value)
+        names = ("p_value", "tv", "tv_noise", "smallest_shift")
+        return {
+            "draws": sum(cell.draws for cell in self.cells),
+            **{name: getattr(worst, name) for name in names},
+            "alpha": ALPHA,
+            "defects": self.defects,
+            "decoding_law_from_the_models_own": self.apart,
+            "equal_rows_read_once": self.shared,
+            "cells": [asdict(cell) for cell in self.cells],
+        }
+
+
+def describe(plan: Plan) -> str:
+    """Name a plan's shape in words."""
+    shape = ",".join(map(str, plan.branching))
+    form = "chain" if all(children == 1 for children in plan.branching) else "tree"
+    kept = "".join(f", best {value} {name}" for name, value in (("paths", plan.paths), ("nodes", plan.nodes)) if value)
+    rule = f", {plan.acceptance}" if plan.acceptance != "exact" else ""
+    return f"{'sampled' if plan.sampled else 'deterministic'} {form} {shape}{kept}{rule}"
+
+
+def with_penalties(params: SamplingParams) -> SamplingParams:
+    """Return the parameters with penalties strong enough that one forgotten on a path is seen."""
+    return replace(params, repetition_penalty=REPETITION, frequency_penalty=FREQUENCY)
+
+
+def shorten(plan: Plan, depth: int) -> Plan:
+    """Cut a plan to what a continuation of `depth` more tokens can use."""
+    return replace(plan, branching=plan.branching[:depth])
+
+
+def judge(
+    where: str, plan: str, drafter: str, law: Law, texts: Sequence[Sequence[int]], seed: int, seconds: float,
+    accepted: float, rounding: float = 0.0, lossless: bool = True,
+) -> Cell:
+    """Test draws against a law. A misfit no larger than noise and rounding together is not refused."""
+    counts_C, impossible = law.count(texts)
+    found = fit(counts_C, impossible, law.p_C)
+    tv = variation(counts_C, impossible, law.p_C)
+    noise, most = variation_of_perfect(law.p_C, len(texts), seed)
+    refused = found.p_value < ALPHA and (rounding == 0 or tv > most + rounding)
+    return Cell(
+        where, plan, drafter, len(texts), len(law.p_C), found.statistic, found.freedom, found.p_value, impossible, tv,
+        noise, most, detectable(law.p_C, len(texts), ALPHA, seed), rounding, accepted, seconds, refused,
+        lossless,
+    )
+
+
+def prove_sampling_here(
+    target: Target,
+    drafter: Drafter,
+    plan: Plan,
+    prompts: Sequence[Sequence[int]],
+    draws: int,
+    *,
+    length: int = 3,
+    top_k: int = 6,
+    rows: int = 1024,
+    seed: int = 0,
+    exact_shapes: bool,
+    make_stepper: MakeStepper = Stepper,
+    report: Report = lambda what, done, total: None,
+) -> SamplingProof:
+    """Draw from the real target under a top-k, with each kind of plan and with penalties, and test the joint law.
+
+    Args:
+        plan: the user's; cut to the length.
+        draws: of each plan; a sampled tree and penalties, which cost the most, get an eighth, and so does a plan
+            that is judged by another rule than the exact one.
+        exact_shapes: whether logits are the same bits in every shape of the forward, so that rounding excuses nothing.
+    """
+    if draws < 1000:
+        raise DraftsmithError(f"--draws is {draws}; a law of {top_k**length} continuations needs at least 1000.")
+    open_law = SamplingParams(temperature=1.0, top_k=top_k, max_tokens=length, ignore_eos=True)
+    check_size(target, open_law, length)
+    punished = with_penalties(open_law)
+    reader = read_plainly(target) if target.dtype in (torch.float32, torch.float64) else read_by_decoding(target)
+    prompt = _middling(target, reader, prompts, open_law, length)
+    repetitive = _repetitive(target, reader, prompts, punished, length)
+    laws, apart = {}, 0.0
+    for params, start in ((open_law, prompt), (punished, repetitive)):
+        laws[id(params)] = enumerate_law(reader, target, start, params, length)
+        for other in (read_plainly(target), read_by_decoding(target)):
+            apart = max(apart, laws[id(params)].distance(enumerate_law(other, target, start, params, length)))
+
+    depth = length - 1
+    own = shorten(plan, depth)
+    is_tree = not own.sampled and any(children > 1 for children in own.branching)
+    tree = replace(own, acceptance="exact") if is_tree else Plan((2, *(1,) * (depth - 1)))
+    runs: list[tuple[str, Plan, SamplingParams, list[int], int]] = [
+        (describe(tree), tree, open_law, prompt, draws),
+        (f"{describe(tree)}, penalties", tree, punished, repetitive, max(1000, draws // COSTLY)),
+    ]
+    if drafter.can_sample:
+        chain, wide = Plan((1,) * depth, sampled=True), Plan((2, *(1,) * (depth - 1)), sampled=True)
+        runs += [
+            (describe(chain), chain, open_law, prompt, draws),
+            (describe(wide), wide, open_law, prompt, max(1000, draws // COSTLY)),
+        ]
+    if own.acceptance != "exact":
+        runs.append((describe(own), own, open_law, prompt, max(1000, draws // COSTLY)))
+    shares = _sharing_is_exact(target, drafter, prompt, open_law, tree, seed, make_stepper)
+    source = SharedRows(target) if shares else target
+    cells, done, total = [], 0, sum(count for *_, count in runs)
+    for number, (name, shape, params, start, count) in enumerate(runs):
+
+        def advance(drawn: int, name: str = name) -> None:
+            nonlocal done
+            done += drawn
+            report(f"draws on this target: {name}", done, total)
+
+        begun = time.perf_counter()
+        found = draw(
+            source, drafter, start, params, shape, count, batch=rows, seed=seed + number, make_stepper=make_stepper,
+            on_progress=advance,
+        )
+        cells.append(
+            judge(
+                "this target", name, "the drafter itself", laws[id(params)], found.texts, seed,
+                time.perf_counter() - begun, found.accepted_per_step, 0.0 if exact_shapes else 2 * apart,
+                shape.lossless,
+            )
+        )
+    return SamplingProof(cells, apart, MOST_APART[target.dtype], shares)
+
+
+def prove_sampling_small(
+    target: Target,
+    drafter: Drafter,
+    drafter_name: str,
+    draws: int,
+    *,
+    length: int = 3,
+    seed: int = 0,
+    plans: Sequence[Plan] = SMALL_PLANS,
+    make_stepper: MakeStepper = Stepper,
+    report: Report = lambda what, done, total: None,
+) -> list[Cell]:
+    """Draw from the small target without any top-k, with every kind of plan and a tenth as often with penalties."""
+    whole = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)
+    runs = [(describe(plan), plan, whole, draws) for plan in plans]
+    runs.append((f"{describe(plans[-1])}, penalties", plans[-1], with_penalties(whole), max(1000, draws // 10)))
+    cells, done, total = [], 0, sum(count for *_, count in runs)
+    for number, (name, plan, params, count) in enumerate(runs):
+
+        def advance(drawn: int, name: str = name) -> None:
+            nonlocal done
+            done += drawn
+            report(f"draws on the small alphabet: {name}", done, total)
+
+        law = enumerate_law(read_plainly(target), target, PROMPT, params, length)
+        begun = time.perf_counter()
+        found = draw(
+            target, drafter, PROMPT, params, plan, count, batch=min(SMALL_ROWS, count), seed=seed + number,
+            make_stepper=make_stepper, on_progress=advance,
+        )
+        cells.append(
+            judge(
+                "small alphabet", name, drafter_name, law, found.texts, seed, time.perf_counter() - begun,
+                found.accepted_per_step,
+            )
+        )
+    return cells
+
+
+def _middling(
+    target: Target, reader: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, length: int
+) -> list[int]:
+    """Return the prompt whose law is neither the most certain nor the most open of some."""
+    ranked = sorted(
+        (enumerate_law(reader, target, prompt, params, length).entropy(), list(prompt))
+        for prompt in prompts[:CANDIDATES]
+    )
+    return ranked[len(ranked) // 2][1]
+
+
+def _repetitive(
+    target: Target, reader: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, length: int
+) -> list[int]:
+    """Return the prompt after which forgetting the penalties of the text just written would shift the law the most."""
+
+    def shift(prompt: list[int]) -> float:
+        remembered = enumerate_law(reader, target, prompt, params, length)
+        return remembered.distance(enumerate_law(reader, target, prompt, params, length, remembers=False))
+
+    windows = [list(prompt) for prompt in prompts[:CANDIDATES]]
+    return max(windows + [window[-1:] * 4 for window in windows], key=shift)
+
+
+def _sharing_is_exact(
+    target: Target, drafter: Drafter, prompt: Sequence[int], params: SamplingParams, plan: Plan, seed: int,
+    make_stepper: MakeStepper,
+) -> bool:
+    """Whether reading equal rows once gives the same texts as reading all of them, on a few draws."""
+    both = [
+        draw(
+            source, drafter, prompt, params, shape, CONTROL, batch=CONTROL, seed=seed, make_stepper=make_stepper
+        ).texts
+        for shape in (NO_DRAFT, plan)
+        for source in (target, SharedRows(target))
+    ]
+    return both[0] == both[1] and both[2] == both[3]

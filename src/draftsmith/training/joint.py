@@ -1,0 +1,188 @@
+"""Training the target together with its heads, which makes another target (Medusa-2).
+
+"Medusa" (arXiv:2401.10774), section 2.2.2: with λ the `weight` of the recipe and d its `decay`,
+
+    loss = cross-entropy of the target's own head + λ Σ_k d^k cross-entropy of head k
+
+two learning rates, and heads that learn alone at first. Gradients of the heads flow through the states into the target;
+what drafters borrow from it (tables, heads) follows it but takes none.
+
+The text of the new target is not that of the old one. Speculation stays lossless with respect to the new one.
+
+Shapes: B sequences, L tokens a sequence, N depths, F feature width, V vocabulary.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.drafters import storage
+from draftsmith.drafters.lesson import Lesson
+from draftsmith.target.support import LABEL
+from draftsmith.training.loss import as_lesson
+from draftsmith.training.optimizer import set_rate
+from draftsmith.training.recipe import JointSection, StageSection
+from draftsmith.training.trainer import Run, TrainingResult
+from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
+
+TARGET_FILE = "target.safetensors"
+TARGET_FOLDER = "target"
+
+
+class JointRun(Run):
+    """A run that changes the target in place; the best of both is exported."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        assert self.recipe.joint is not None
+        self.section: JointSection = self.recipe.joint
+        if self.target.native or self.target.dtype not in (torch.float32, torch.float64):
+            raise DraftsmithError(
+                f"the recipe has a section joint, which changes the target, but {self.target.name!r} is held in "
+                f"{'packed layers' if self.target.native else self.target.dtype}; load it in fp32 with native=False."
+            )
+        self.made_for = self.target.facts()
+        self.fingerprint: str | None = None
+        self._weights = list(self.target.model.parameters())
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the target still stands still."""
+        return self.step < self.section.warmup_steps
+
+    def heads_weight(self) -> float:
+        """Return λ at this step; heads that learn alone count in full."""
+        if self._waits:
+            return 1.0
+        done, ramp = self.step - self.section.warmup_steps + 1, self.section.ramp_steps
+        return self.section.weight * (math.sin(math.pi / 2 * done / ramp) if done < ramp else 1.0)
+
+    def _fresh_optimizers(self) -> list[torch.optim.Optimizer]:
+        section = self.recipe.optimizer
+        own = torch.optim.AdamW(
+            self._weights, lr=0.0, betas=section.betas, weight_decay=section.weight_decay, fused=True
+        )
+        return [*super()._fresh_optimizers(), own]
+
+    def _set_rate(self, rate: float) -> None:
+        heads, own = self.optimizers[:-1], self.optimizers[-1]
+        set_rate(heads, rate)
+        set_rate([own], 0.0 if self._waits else rate / self.section.heads_rate_factor)
+        self.target.model.requires_grad_(not self._waits)
+        self.noted["heads_weight"] = self.heads_weight()
+
+    def _judge(
+        self, stage: StageSection, tokens_BL: Tensor, first: int, micro: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tokens_BL = tokens_BL.to(self.target.device)
+        half = self.recipe.optimizer.precision == "bf16"
+        with self._autocast(half):
+            features_BLF, logits_BLV = self.target.encode(
+                tokens_BL, self.drafter.taps, logits=True, gradients=not self._waits
+            )
+            assert logits_BLV is not None
+            loss_N, hits_N = self._losses(self._lesson(stage, tokens_BL, features_BLF, logits_BLV, first, micro))
+        # What the drafter's first label stands behind is where the target's own labels begin.
+        own = F.cross_entropy(logits_BLV[:, first + 1 : -1].flatten(0, 1).float(), tokens_BL[:, first + 2 :].flatten())
+        self.noted["target_loss"] = self.noted.get("target_loss", 0.0) + own.item() / stage.accumulate
+        decay_N = self.section.decay ** torch.arange(1, len(loss_N) + 1, device=loss_N.device)
+        objective = self.heads_weight() * (loss_N * decay_N).sum()
+        return objective if self._waits else own + objective, loss_N, hits_N
+
+    def _lesson(
+        self, stage: StageSection, tokens_BL: Tensor, features_BLF: Tensor, logits_BLV: Tensor, first: int, micro: int
+    ) -> Lesson:
+        distillation = self.recipe.distillation
+        return as_lesson(
+            self.drafter, tokens_BL, features_BLF, logits_BLV.detach() if distillation.weight > 0 else None,
+            first=first, count=stage.positions_per_sequence, distillation=distillation,
+            seed=self._positions_seed(micro),
+        )
+
+    def _clip(self) -> float:
+        """Limit the gradients of heads and target, each on its own scale; return the norm of both before."""
+        heads = super()._clip()
+        if self._waits:
+            return heads
+        return math.hypot(heads, torch.nn.utils.clip_grad_norm_(self._weights, self.recipe.optimizer.clip).item())
+
+    def _apply(self) -> None:
+        super()._apply()
+        self.drafter.bind(self.target)
+
+    def _write_weights(self, folder: Path) -> None:
+        super()._write_weights(folder)
+        storage.write_tensors(folder / TARGET_FILE, self.target.model.state_dict())
+
+    def _load_weights(self, folder: Path) -> None:
+        super()._load_weights(folder)
+        self.target.model.load_state_dict(storage.read_tensor_file(folder / TARGET_FILE))
+        self.drafter.bind(self.target)
+
+    def _measure(self) -> bool:
+        """Take the last for the best: a target that has less to say is easier to guess, so τ must not choose one."""
+        self.best = None
+        return super()._measure()
+
+    def _facts(self) -> TargetFacts:
+        if self.fingerprint is None and self.step <= self.section.warmup_steps:
+            return self.made_for
+        fingerprint = self.fingerprint or f"step {self.step}"
+        return replace(self.made_for, name=f"{self.made_for.name}, changed with its heads", fingerprint=fingerprint)
+
+    def _result(self) -> TrainingResult:
+        result = super()._result()
+        self.target.model.requires_grad_(False)
+        return replace(result, target=self.folder.path / TARGET_FOLDER)
+
+    def _export_best(self) -> Path:
+        # The drafter carries the fingerprint of the target that it is for.
+        self._export_target(self.folder.path / TARGET_FOLDER)
+        return super()._export_best()
+
+    def _export_target(self, folder: Path) -> None:
+        """Write the changed target as a transformers folder that says what it is."""
+        model, dtype = self.target.model, resolve_dtype(self.recipe.output.dtype, self.target.device)
+        # Tied weights have to stay one tensor, for transformers to write them once.
+        turned = {id(tensor): tensor.detach().to(dtype) for tensor in model.state_dict(keep_vars=True).values()}
+        weights = {name: turned[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
+
+        def fill(aside: Path) -> None:
+            model.save_pretrained(aside, state_dict=weights)
+            if self.target.tokenizer is not None:
+                self.target.tokenizer.save_pretrained(aside)
+            sums = "".join(storage.sha256(path) for path in sorted(aside.glob("*.safetensors")))
+            self.fingerprint = hashlib.sha256(sums.encode()).hexdigest()
+            config = storage.read_json(aside / "config.json")
+            config.pop("torch_dtype", None)
+            config |= {"dtype": str(dtype).removeprefix("torch."), LABEL: self._label()}
+            storage.write_json(aside / "config.json", config)
+            storage.write_bytes(aside / "README.md", self._card().encode())
+
+        storage.write_folder(folder, fill)
+
+    def _label(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self.fingerprint, "changed_from": self.made_for.name, "training_step": self.step,
+            "note": f"not lossless with respect to {self.made_for.name}: trained further, together with its heads",
+        }
+
+    def _card(self) -> str:
+        name, heads = self.made_for.name, self.recipe.drafter.family
+        return (
+            f"# {name}, changed with its heads\n\n"
+            f"This model was made from `{name}` by training it further together with draft heads ({heads}; joint "
+            "training after Medusa-2, arXiv:2401.10774, section 2.2.2).\n\n"
+            f"**It is not `{name}`: its text is not lossless with respect to `{name}`.** Decoding it with its heads, "
+            "in the folder `drafter` beside this one, is lossless with respect to this model. Licence and limits are "
+            f"those of `{name}` and of the texts it was trained on.\n\n"
+            f"- step {self.step} of {self.steps}; fingerprint `{self.fingerprint}`\n"
+            f"- recipe: `recipe.yaml` beside this folder; joint: `{json.dumps(self.section.model_dump())}`\n"
+        )

@@ -1,0 +1,160 @@
+"""Faults to plant in a healthy pair, each through a public seam: a drafter, a target, or a step with one mistake.
+
+Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), F feature width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.engine.rows import Rows
+from draftsmith.engine.step import Stepper
+from draftsmith.evaluation.drawing import MakeStepper
+from draftsmith.evaluation.shared_rows import WrappedTarget
+from draftsmith.evaluation.small_world import TableDrafter
+from draftsmith.target import KVCache, Target
+from draftsmith.types import Context, Draft, Plan
+from draftsmith.verify import Acceptance, Stream, probabilities
+from mutants import CHAIN, best_as_sample, chain_rule, drawn_in_bf16, one_token_too_many
+from toy import Accept
+
+
+class BrokenRule(Stepper):
+    """Judges sampled chains by another rule."""
+
+    def __init__(self, *parts: object, rule: Accept) -> None:
+        super().__init__(*parts)  # type: ignore[arg-type]
+        self.rule = rule
+
+    def choose(
+        self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, plan: Plan
+    ) -> Acceptance:
+        if draft.q_BMV is None or not draft.is_chain or rows.sampling.needs_shaping:
+            return super().choose(rows, logits_BMV, draft, visible_BMM, plan)
+        p_BMV = probabilities(logits_BMV, rows.sampling)
+        return self.rule(p_BMV, draft, rows.context.seeds_B, rows.context.lengths_B)
+
+
+class ForgetsPenalties(Stepper):
+    """Lets the penalties of a node count no drafted token."""
+
+    def choose(
+        self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, plan: Plan
+    ) -> Acceptance:
+        root_alone_BMM = visible_BMM.clone()
+        root_alone_BMM[:, :, 1:] = False
+        return super().choose(rows, logits_BMV, draft, root_alone_BMM, plan)
+
+
+class BrokenDraft(TableDrafter):
+    """Draws sampled drafts in another way."""
+
+    def __init__(
+        self, target: Target, propose: Callable[[StagewiseDrafter, Context, Plan], Draft], chains_only: bool
+    ) -> None:
+        super().__init__(target)
+        self.other, self.chains_only = propose, chains_only
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        is_chain = all(children == 1 for children in plan.branching)
+        if plan.sampled and is_chain == self.chains_only:
+            return self.other(self, context, plan)
+        return super().propose(context, plan)
+
+
+class BrokenForward(WrappedTarget):
+    """Reads drafts (a root and guesses behind cached tokens) with something wrong."""
+
+    def is_draft(self, tokens_BM: Tensor, cached_B: Tensor) -> bool:
+        return tokens_BM.shape[1] > 1 and bool((cached_B > 0).all())
+
+
+class LeakyMask(BrokenForward):
+    """Lets a node see all nodes before it, siblings too."""
+
+    def forward(
+        self, cache: KVCache, tokens_BM: Tensor, depths_BM: Tensor, visible_BMM: Tensor, cached_B: Tensor,
+        columns_S: Tensor | None, taps: tuple[int, ...] = (-1,), first_row: int = 0, keep_logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if self.is_draft(tokens_BM, cached_B):
+            visible_BMM = torch.ones_like(visible_BMM).tril()
+        return super().forward(
+            cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
+        )
+
+
+class WrongPosition(BrokenForward):
+    """Takes guesses for one position further on."""
+
+    def forward(
+        self, cache: KVCache, tokens_BM: Tensor, depths_BM: Tensor, visible_BMM: Tensor, cached_B: Tensor,
+        columns_S: Tensor | None, taps: tuple[int, ...] = (-1,), first_row: int = 0, keep_logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if self.is_draft(tokens_BM, cached_B):
+            depths_BM = depths_BM + (depths_BM > 0)
+        return super().forward(
+            cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
+        )
+
+
+class StaleEntry(BrokenForward):
+    """Does not store the keys of the root when there is a draft: what lay there stays."""
+
+    def forward(
+        self, cache: KVCache, tokens_BM: Tensor, depths_BM: Tensor, visible_BMM: Tensor, cached_B: Tensor,
+        columns_S: Tensor | None, taps: tuple[int, ...] = (-1,), first_row: int = 0, keep_logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        slots_B = torch.arange(first_row, first_row + tokens_BM.shape[0])
+        before = [keys_RCHD[slots_B, cached_B].clone() for keys_RCHD in cache.keys_RCHD]
+        out = super().forward(
+            cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
+        )
+        if self.is_draft(tokens_BM, cached_B):
+            for keys_RCHD, old_BHD in zip(cache.keys_RCHD, before, strict=True):
+                keys_RCHD[slots_B, cached_B] = old_BHD
+        return out
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault: what to put in the place of a healthy part, where it has to be found, and what the draws need for it."""
+
+    found_in: str
+    wrap: Callable[[Target], Target] = lambda target: target
+    make_drafter: Callable[[Target], Drafter] = TableDrafter
+    make_stepper: MakeStepper = Stepper
+    plan: Plan = CHAIN
+    alphabet: int = 8
+    tokens: int = 3
+    draws: int = 10_000
+
+
+PLANTED = {
+    "shared noise": Planted(
+        "sampling", make_stepper=partial(BrokenRule, rule=partial(chain_rule, accept_stream=Stream.DRAFT))
+    ),
+    "residual not clamped": Planted(
+        "sampling", make_stepper=partial(BrokenRule, rule=partial(chain_rule, residual=lambda p, q: p - q))
+    ),
+    # Eight bits of the sums and of the noise matter the more, the less probable the tokens.
+    "drawn in bf16, scored in fp32": Planted(
+        "sampling", make_drafter=partial(BrokenDraft, propose=drawn_in_bf16, chains_only=True),
+        alphabet=64, tokens=2, draws=80_000,
+    ),
+    "argmax scored as if sampled": Planted(
+        "sampling", make_drafter=partial(BrokenDraft, propose=best_as_sample, chains_only=True)
+    ),
+    "top-k candidates scored as if sampled": Planted(
+        "sampling", make_drafter=partial(BrokenDraft, propose=best_as_sample, chains_only=False),
+        plan=Plan((2, 1), sampled=True),
+    ),
+    "off-by-one acceptance": Planted("sampling", make_stepper=partial(BrokenRule, rule=one_token_too_many)),
+    "forgotten penalty": Planted("sampling", make_stepper=ForgetsPenalties),
+    "stale cache entry": Planted("greedy", wrap=StaleEntry),
+    "wrong position": Planted("greedy", wrap=WrongPosition),
+    "mask that leaks a sibling": Planted("greedy", wrap=LeakyMask),
+}

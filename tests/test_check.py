@@ -1,0 +1,183 @@
+"""`check` passes a healthy drafter and fails planted faults, naming the depth and the cause."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from draftsmith.cli import app
+from draftsmith.drafters.mlp import MLPSpeculator
+from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.evaluation.check import check_drafter, check_files
+from draftsmith.evaluation.parity import compare, own_texts
+from draftsmith.evaluation.prompts import cut, embedded_prompts
+from draftsmith.target import Target
+from draftsmith.types import Context, TargetFacts
+from tiny import prompts, save_tiny_target, tiny_target
+
+NEW_TOKENS = 24
+PROMPTS = prompts(9, shortest=3, longest=40, seed=6)
+
+
+def fitted(target: Target, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> MLPSpeculator:
+    """Return a speculator that learnt the target's texts behind some prompts by heart, so that guesses are accepted."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        drafter = MLPSpeculator(MLPSpeculatorConfig(target.hidden_size, target.vocab_size, inner_dim=64, n_predict=3))
+    drafter.to(target.dtype)
+    texts = own_texts(target, drafter, starts, new_tokens, batch=9)
+    examples = []
+    for text in texts:
+        tokens_1T = torch.tensor([text.prompt_tokens + text.tokens])
+        features_1TF, _ = target.encode(tokens_1T[:, :-1])
+        examples.append((tokens_1T[:, 1:], features_1TF))
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=0.01)
+    for _ in range(25):
+        loss = torch.zeros((), dtype=target.dtype)
+        for tokens_1T, features_1TF in examples:
+            for d, logits_1TV in enumerate(drafter(tokens_1T, features_1TF)):
+                loss = loss + torch.nn.functional.cross_entropy(logits_1TV[0, :-1], tokens_1T[0, d + 1 :])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter.eval().requires_grad_(False)
+
+
+class LaggingFeatures(MLPSpeculator):
+    """Drafts from the state that predicted the token before the root."""
+
+    def __init__(self, config: MLPSpeculatorConfig) -> None:
+        super().__init__(config)
+        self.memory: dict[int, torch.Tensor] = {}
+
+    def begin(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        root_B, _ = context.root()
+        states = []
+        for b, row in enumerate(context.rows_B.tolist()):
+            count = int(context.counts_B[b])
+            last_F = context.features_BTF[b, count - 1]
+            before_F = context.features_BTF[b, count - 2] if count > 1 else self.memory.get(row, last_F)
+            self.memory[row] = last_F
+            states.append(before_F)
+        return root_B, self.start(torch.stack(states))
+
+    def reset_rows(self, rows: list[int]) -> None:
+        for row in rows:
+            self.memory.pop(row, None)
+
+
+class LostState(MLPSpeculator):
+    """Hands the second stage the state of the first unchanged depth after depth."""
+
+    def top_k(self, depth, state, tokens_R, k, scores):  # type: ignore[no-untyped-def]
+        best, tokens, after = super().top_k(depth, state, tokens_R, k, scores)
+        return best, tokens, after if depth == 0 else state
+
+
+class SeesOtherRows(MLPSpeculator):
+    """Takes the first row's state for every row: right at batch 1."""
+
+    def begin(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        root_B, state_BF = super().begin(context)
+        return root_B, state_BF[:1].expand_as(state_BF)
+
+
+def test_a_healthy_drafter_passes_and_its_guesses_are_worth_comparing():
+    target = tiny_target()
+    report = check_drafter(target, fitted(target), PROMPTS, NEW_TOKENS)
+    assert report.passed, report.sentence()
+    assert report.parity is not None and not report.parity.gaps and report.parity.roots > 50
+    assert report.parity.measured == report.parity.predicted and report.parity.measured[2] > 0.2
+    assert {check.name for check in report.checks} >= {"alignment of features", "positions, long prompts"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "failing", "words"),
+    [
+        (LaggingFeatures, "parity, depth by depth", "depth 1 first .*features off by one.*token before"),
+        (LostState, "parity, depth by depth", "depth 3 first .*what one stage hands to the next"),
+        (SeesOtherRows, "masks, ragged batch of 8 against 1", "in the batch .*mask or an index"),
+    ],
+)
+def test_a_planted_fault_fails_with_depth_and_cause(kind: type[MLPSpeculator], failing: str, words: str):
+    target = tiny_target()
+    healthy = fitted(target)
+    faulty = kind(healthy.config).to(target.dtype).eval().requires_grad_(False)
+    faulty.load_state_dict(healthy.state_dict())
+    report = check_drafter(target, faulty, PROMPTS, NEW_TOKENS)
+    failed = {check.name: check.detail for check in report.checks if not check.passed}
+    assert not report.passed and failing in failed
+    assert re.search(words, failed[failing]), failed[failing]
+
+
+def test_a_tie_is_not_a_fault_and_is_counted():
+    target = tiny_target()
+    drafter = fitted(target)
+    texts = own_texts(target, drafter, PROMPTS[:2], NEW_TOKENS)
+    step = next(i for i, length in enumerate(texts[0].accepted_lengths) if length)
+    texts[0].accepted_lengths[step] -= 1  # as if the guess had gone the other way
+    with torch.no_grad():
+        for head in drafter.head:
+            head.weight.zero_()  # every score equal
+    parity = compare(target, drafter, texts)
+    assert parity.gaps and all(gap.tie for gap in parity.gaps) and parity.holds
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_target(folder / "target")
+    target = Target.from_pretrained(folder / "target", dtype="fp32")
+    windows = zip(cut(target, embedded_prompts(), 120, 3), (8, 64, 120), strict=True)
+    drafter = fitted(target, [window[:size] for window, size in windows], 8)
+    facts = target.facts()
+    other = TargetFacts(facts.hidden_size, facts.vocab_size, "0" * 64, facts.name)
+    for name, made_for in (("drafter", facts), ("stranger", other)):
+        drafter.save_pretrained(folder / name, made_for)
+    return folder
+
+
+def run(*words: object) -> tuple[int, str]:
+    size = ("--dtype", "fp64", "--serving-dtype", "fp32", "--prompts", "3", "--new-tokens", "8")
+    found = CliRunner().invoke(app, ["check", *map(str, words), *size])
+    return found.exit_code, found.output
+
+
+def test_the_command_passes_a_healthy_folder_and_writes_json(models: Path):
+    code, output = run(models / "drafter", "--target", models / "target", "--json", models / "check.json")
+    assert code == 0, output
+    written = json.loads((models / "check.json").read_text())
+    assert written["passed"] and written["parity"]["faults"] == 0
+    assert [check["name"] for check in written["checks"]][:3] == ["files", "weights and dtype", "made for this target"]
+    assert len(written["accepted_by_depth_as_decoded"]) == 3
+
+
+def test_another_tokenizer_fails_loudly(models: Path):
+    code, output = run(models / "stranger", "--target", models / "target")
+    assert code == 1 and "tokenizer hash" in output and "FAILED" in output
+
+
+def test_a_damaged_file_fails_before_anything_is_decoded(models: Path, tmp_path: Path):
+    assert [check.passed for check in check_files(models / "drafter")] == [True, True]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in (models / "drafter").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
+    (damaged,) = check_files(copy)
+    assert damaged.passed is False and "damaged" in damaged.detail
+    (copy / "manifest.json").unlink()
+    assert "no manifest.json" in check_files(copy)[0].detail
+
+
+def test_a_drafter_that_hits_nothing_leaves_nothing_to_compare_and_does_not_pass():
+    target = tiny_target()
+    drafter = fitted(target, PROMPTS[:1], 2)
+    with torch.no_grad():
+        for head in drafter.head:
+            head.weight.zero_()  # guesses token 0 for ever
+    report = check_drafter(target, drafter, PROMPTS[:3], NEW_TOKENS)
+    assert not report.passed and "nothing to compare" in report.sentence()
