@@ -6,6 +6,7 @@ padding that makes ragged trees fit one tensor and is never accepted.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -88,7 +89,7 @@ class Plan:
         """Whether every request gets the target's own text or, sampling, text distributed as the target's own."""
         return self.acceptance != "typical" or not self.branching
 
-    @property
+    @cached_property
     def max_nodes(self) -> int:
         """The number of node slots (N) that a draft of this plan has."""
         full, frontier = 0, 1
@@ -127,7 +128,7 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Whether node n is the child of node n - 1 throughout, as all ones in `branching` promise."""
-        return self.branching is not None and all(children == 1 for children in self.branching)
+        return self.branching is not None and max(self.branching, default=1) == 1
 
 
 @dataclass
@@ -154,6 +155,12 @@ class Context:
     temperature_B: Tensor
     seeds_B: Tensor
     first_B: Tensor | None = None
+
+    def after(self, tokens_BT: Tensor, features_BTF: Tensor, counts_B: Tensor, lengths_B: Tensor) -> "Context":
+        """Return the context of the same rows after a step that committed these tokens."""
+        return Context(
+            tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B
+        )
 
     def root(self) -> tuple[Tensor, Tensor]:
         """Return the root's token (B) and the state that predicted it (B, F)."""

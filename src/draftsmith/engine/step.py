@@ -325,10 +325,7 @@ def commit_greedy_natively(
         [] if draft.is_chain else tensors, logits_BMV, features_BMF, layout.tokens_BM, draft.parents_BN,
         context.lengths_B, draft.depth,
     )
-    following = replace(
-        context, tokens_BT=tokens_BT, features_BTF=features_BTF, counts_B=counts_B, lengths_B=lengths_B
-    )
-    return following, table_BX, path_BD
+    return context.after(tokens_BT, features_BTF, counts_B, lengths_B), table_BX, path_BD
 
 
 def commit(
@@ -357,11 +354,5 @@ def commit(
     last_B1 = states_BT.gather(1, accepted_B.unsqueeze(1))
     drafted_B = guesses_or_flag(draft, logits_BMV, last_B1)
     table_BX = torch.cat([counts_B.unsqueeze(1), drafted_B.unsqueeze(1), tokens_BT], dim=1)
-    following = replace(
-        context,
-        tokens_BT=tokens_BT,
-        features_BTF=features_BTF,
-        counts_B=counts_B,
-        lengths_B=context.lengths_B + counts_B,
-    )
+    following = context.after(tokens_BT, features_BTF, counts_B, context.lengths_B + counts_B)
     return following, table_BX, path_BD

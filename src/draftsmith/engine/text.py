@@ -4,9 +4,14 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8, each of which may be a token."""
+
 
 class TextStream:
     """Turns tokens into text piece by piece; a piece never ends inside a character or a possible stop string.
+
+    Without stop strings, tokens become text only when somebody asks for it, many at a time.
 
     Args:
         tokenizer: of the target; None makes every text empty.
@@ -32,12 +37,8 @@ class TextStream:
         if self._tokenizer is None:
             return False
         self._tokens.append(token)
-        before = self._decode(self._tokens[self._context : self._read])
-        now = self._decode(self._tokens[self._context :])
-        if len(now) > len(before) and not now.endswith("�"):
-            self._append(now[len(before) :])
-            self._read = len(self._tokens)
-            self._context = max(self._context, self._read - self.CONTEXT)
+        if self._stop:
+            self._read_on()
         return self.stopped
 
     def finish(self) -> None:
@@ -51,10 +52,23 @@ class TextStream:
 
     def take(self) -> str:
         """Return the text that became safe to show since the last call."""
+        if self._tokenizer is not None and not self.stopped:
+            self._read_on()
         safe = len(self.text) if self.stopped else max(self._shown, len(self.text) - self._hold)
         piece = self.text[self._shown : safe]
         self._shown = safe
         return piece
+
+    def _read_on(self) -> None:
+        """Take in the text of the new tokens, but for a last character that is not whole yet."""
+        before = self._decode(self._tokens[self._context : self._read])
+        for end in range(len(self._tokens), max(self._read, len(self._tokens) - LONGEST_CHARACTER), -1):
+            now = self._decode(self._tokens[self._context : end])
+            if len(now) > len(before) and not now.endswith("�"):
+                self._append(now[len(before) :])
+                self._read = end
+                self._context = max(self._context, self._read - self.CONTEXT)
+                return
 
     def _append(self, piece: str) -> None:
         start = max(0, len(self.text) - self._hold)

@@ -168,7 +168,7 @@ def print_table(console: Console, title: str, header: Sequence[str], rows: Seque
     table = Table(title=title, title_justify="left")
     for index, name in enumerate(header):
         wordy = index == 0 or name in ("what it is", "drafts here", "task", "holds here")
-        table.add_column(name, justify="left" if wordy else "right", overflow="fold")
+        table.add_column(name, justify="left" if wordy else "right", overflow="fold", no_wrap=index == 0)
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -92,6 +92,8 @@ class Decoder : public torch::CustomClassHolder {
       layers_.push_back(layer);
     }
     last_norm_ = norm(norms_.back(), s.width);
+    for (size_t i = 0; i < weights_.size(); ++i)
+      if (weights_[i].scalar_type() == at::kChar) most_quads_ = std::max(most_quads_, weights_[i].size(1));
   }
 
   // Reads the nodes (B, M) behind `cached` tokens of every row, and writes their keys and values there.
@@ -122,6 +124,9 @@ class Decoder : public torch::CustomClassHolder {
     const int64_t threads = at::get_num_threads();
     b.private_floats = private_floats_.of(b.private_size * threads);
     b.private_entries = private_entries_.of(pass.nodes * threads);
+    rooms_.resize(threads);
+    for (Quantised& room : rooms_) room.reserve(rows, most_quads_);
+    b.rooms = rooms_.data();
     bf16* out_logits = mutable_bits(logits);
     bf16* out_features = mutable_bits(features);
     run_team(threads, [&](const Team& team) { run(team, pass, b, out_logits, out_features); });
@@ -143,6 +148,7 @@ class Decoder : public torch::CustomClassHolder {
     float *cosines, *sines, *private_floats;
     int32_t* private_entries;
     int64_t private_size;
+    Quantised* rooms;  // one for each thread
   };
 
   Linear linear(size_t index, int64_t outputs, int64_t inputs) const {
@@ -233,13 +239,13 @@ class Decoder : public torch::CustomClassHolder {
       team.barrier();
       attend(team, pass, layer, l, b);
       team.barrier();
-      add(team, layer.out, b.mixed, rows, b.hidden);
+      add(team, layer.out, b.mixed, rows, b);
       team.barrier();
       norm_rows(team, b.hidden, layer.after_norm, rows, b.normed);
       team.barrier();
       gate(team, layer, b, rows);
       team.barrier();
-      add(team, layer.down, b.inner, rows, b.hidden);
+      add(team, layer.down, b.inner, rows, b);
       team.barrier();
       tap(team, pass, static_cast<int64_t>(l), b.hidden, features);
     }
@@ -264,13 +270,14 @@ class Decoder : public torch::CustomClassHolder {
         kernels().narrow_row(values, count, out + r * stride + n);
       };
     };
-    multiply(team, layer.query, b.normed, width, rows, into(b.query, layer.query.outputs));
-    multiply(team, layer.key, b.normed, width, rows, into(b.key, at_keys));
+    Quantised& room = b.rooms[team.index];
+    multiply(team, layer.query, b.normed, width, rows, into(b.query, layer.query.outputs), room);
+    multiply(team, layer.key, b.normed, width, rows, into(b.key, at_keys), room);
     bf16* values = pass.values[index];
     multiply(team, layer.value, b.normed, width, rows,
              [&](int64_t r, int64_t n, int64_t count, const float* results) {
                kernels().narrow_row(results, count, values + slot(pass, r) * at_keys + n);
-             });
+             }, room);
   }
 
   // The entry of the cache that node r writes.
@@ -327,11 +334,11 @@ class Decoder : public torch::CustomClassHolder {
     }
   }
 
-  void add(const Team& team, const Linear& layer, const bf16* from, int64_t rows, bf16* hidden) const {
+  void add(const Team& team, const Linear& layer, const bf16* from, int64_t rows, const Buffers& b) const {
     const int64_t width = shape_.width;
     multiply(team, layer, from, layer.inputs, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
-      kernels().add_row(values, count, hidden + r * width + n);
-    });
+      kernels().add_row(values, count, b.hidden + r * width + n);
+    }, b.rooms[team.index]);
   }
 
   // The two products of the gated feed-forward, stretch by stretch, so that their results never leave the cache.
@@ -339,28 +346,26 @@ class Decoder : public torch::CustomClassHolder {
     alignas(64) float gates[kChunkRows * kChunk];
     const int64_t inner = shape_.inner, width = shape_.width;
     const auto [from, to] = team.share(layer.gate.panels);
-    Quantised* ready = nullptr;
-    if (layer.gate.quantised != nullptr && layer.up.quantised != nullptr) {
-      ready = &quantised_here();
-      ready->take(b.normed, width, rows, width, layer.gate.quads());
-    }
+    Quantised& room = b.rooms[team.index];
+    if (layer.gate.quantised != nullptr || layer.up.quantised != nullptr)
+      room.take(b.normed, width, rows, width, (width + 3) / 4);
     for (int64_t panel = from; panel < to; panel += kChunkPanels) {
       const int64_t panels = std::min(kChunkPanels, to - panel);
       for (int64_t row = 0; row < rows; row += kChunkRows) {
         const int64_t some = std::min(kChunkRows, rows - row);
         const bf16* x = b.normed + row * width;
         const Team alone{0, 1, nullptr};
-        multiply(alone, layer.gate.stretch(panel, panels), x, width, some,
+        multiply_taken(alone, layer.gate.stretch(panel, panels), x, width, some,
                  [&](int64_t r, int64_t n, int64_t count, const float* values) {
                    std::copy_n(values, count, gates + r * kChunk + n);
                  },
-                 ready, row);
+                 &room, row);
         bf16* mixed = b.inner + row * inner + panel * kPanel;
-        multiply(alone, layer.up.stretch(panel, panels), x, width, some,
+        multiply_taken(alone, layer.up.stretch(panel, panels), x, width, some,
                  [&](int64_t r, int64_t n, int64_t count, const float* values) {
                    kernels().silu_times(gates + r * kChunk + n, values, count, mixed + r * inner + n);
                  },
-                 ready, row);
+                 &room, row);
       }
     }
   }
@@ -388,7 +393,7 @@ class Decoder : public torch::CustomClassHolder {
     }
     multiply(team, head_, states, width, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().narrow_row(values, count, logits + r * vocabulary + n);
-    });
+    }, b.rooms[team.index]);
   }
 
   at::Tensor embedding_;
@@ -402,6 +407,8 @@ class Decoder : public torch::CustomClassHolder {
   Scratch<bf16> hidden_, normed_, query_, key_, mixed_, inner_, wanted_;
   Scratch<float> cosines_, sines_, private_floats_;
   Scratch<int32_t> private_entries_;
+  std::vector<Quantised> rooms_;
+  int64_t most_quads_ = 0;  // of any int8 layer
 };
 
 }  // namespace

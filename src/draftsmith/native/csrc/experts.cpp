@@ -34,6 +34,9 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
   const bf16* from = bits(hidden);
   bf16* to = mutable_bits(out);
   std::vector<bf16> gathered(rows * width), gates(rows * 2 * inner), mixed(rows * inner);
+  const int64_t threads = at::get_num_threads();
+  std::vector<float> wider(threads * 2 * inner);
+  Quantised none;  // the weights are bf16
   for (int64_t e = 0; e < count; ++e) {
     const auto& mine = work[e];
     const int64_t some = static_cast<int64_t>(mine.size());
@@ -41,23 +44,23 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
     const Linear up = as_linear(gate_up[e], std::nullopt, 2 * inner, width);
     const Linear back = as_linear(down[e], std::nullopt, width, inner);
     for (int64_t i = 0; i < some; ++i) std::copy_n(from + mine[i].first * width, width, gathered.data() + i * width);
-    run_team(at::get_num_threads(), [&](const Team& team) {
+    run_team(threads, [&](const Team& team) {
       multiply(team, up, gathered.data(), width, some, [&](int64_t r, int64_t n, int64_t size, const float* values) {
         kernels().narrow_row(values, size, gates.data() + r * 2 * inner + n);
-      });
+      }, none);
       team.barrier();
       const auto [first, last] = team.share(some);
-      std::vector<float> wide(2 * inner);
+      float* wide = wider.data() + team.index * 2 * inner;
       for (int64_t r = first; r < last; ++r) {
         for (int64_t i = 0; i < 2 * inner; ++i) wide[i] = widen(gates[r * 2 * inner + i]);
-        kernels().silu_times(wide.data(), wide.data() + inner, inner, mixed.data() + r * inner);
+        kernels().silu_times(wide, wide + inner, inner, mixed.data() + r * inner);
       }
       team.barrier();
       multiply(team, back, mixed.data(), inner, some, [&](int64_t r, int64_t n, int64_t size, const float* values) {
         bf16* sum = to + mine[r].first * width + n;
         for (int64_t i = 0; i < size; ++i)
           sum[i] = narrow(widen(sum[i]) + through_bf16(through_bf16(values[i]) * mine[r].second));
-      });
+      }, none);
     });
   }
   return out;

@@ -52,6 +52,11 @@ struct Kernels {
   void (*narrow_row)(const float* values, int64_t count, bf16* to);
   // to = bf16(to + bf16(values))
   void (*add_row)(const float* values, int64_t count, bf16* to);
+  // to = bf16(values), as floats; returns the largest, NaN left out
+  float (*round_row)(const float* values, int64_t count, float* to);
+  // to = x in whole numbers, -127 … 127, the largest magnitude being 127; returns the scale that turns them back, 0 for a
+  // row of zeros (all of `to` is 0 then) and NaN where x is not finite (`to` is left as it was).
+  float (*quantise)(const bf16* x, int64_t count, int8_t* to);
   // Rotary positions: pairs (d, d + half) of a head turned by their angles, every product and the sum rounded to bf16.
   void (*rotate)(const bf16* head, const float* cosines, const float* sines, int64_t half, bf16* to);
   // The columns first … last - 1 of out = bf16(GELU(bf16(norm(x) · scale + shift))), x = bf16(projected + ratio · token);
@@ -62,6 +67,8 @@ struct Kernels {
   float (*sum_exponentials)(const float* x, int64_t count, float highest);
   // The index of the largest value, the first of equals; NaN counts as the largest.
   int64_t (*argmax)(const bf16* x, int64_t count);
+  // Whether no value is NaN or infinite.
+  bool (*all_finite)(const bf16* x, int64_t count);
 };
 
 // Null where this processor lacks the instructions.

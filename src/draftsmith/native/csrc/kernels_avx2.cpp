@@ -17,7 +17,8 @@ inline __m256 highs(__m256i pairs) {
 
 template <int kRows, int kPanels>
 struct Block {
-  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride) {
+  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride, int64_t,
+                  int64_t) {
     __m256 sum[kRows][2];
     for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
     for (int64_t k = 0; k < pairs; ++k) {
@@ -49,8 +50,8 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
 
 const Kernels* avx2_kernels() {
   static const Kernels table{"avx2", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, rms_norm,
-                             silu_times, narrow_row, add_row, rotate, activate,
-                             sum_exponentials, argmax};
+                             silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
+                             sum_exponentials, argmax, all_finite};
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &table : nullptr;
 }
 

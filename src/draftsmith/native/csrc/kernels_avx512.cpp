@@ -17,7 +17,8 @@ inline __m512 highs(__m512i pairs) {
 
 template <int kRows, int kPanels>
 struct Block {
-  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride) {
+  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride, int64_t,
+                  int64_t) {
     __m512 sum[kRows][kPanels];
     for (int r = 0; r < kRows; ++r)
       for (int p = 0; p < kPanels; ++p) sum[r][p] = _mm512_setzero_ps();
@@ -52,8 +53,8 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
 
 const Kernels* avx512_kernels() {
   static const Kernels table{"avx512", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, rms_norm,
-                             silu_times, narrow_row, add_row, rotate, activate,
-                             sum_exponentials, argmax};
+                             silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
+                             sum_exponentials, argmax, all_finite};
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
              ? &table

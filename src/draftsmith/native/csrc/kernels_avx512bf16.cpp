@@ -10,76 +10,78 @@
 namespace draftsmith {
 namespace {
 
-// How far ahead of its use a line of weights is asked for, in bytes.
-constexpr int64_t kAhead = 1024;
-
-template <int kRows, int kPanels>
-struct Block {
-  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride) {
-    __m512 sum[kRows][kPanels];
-    for (int r = 0; r < kRows; ++r)
-      for (int p = 0; p < kPanels; ++p) sum[r][p] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < pairs; ++k) {
-      __m512bh weights[kPanels];
-      for (int p = 0; p < kPanels; ++p) {
-        const bf16* line = w + (p * pairs + k) * 2 * kPanel;
-        weights[p] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(line));
-        _mm_prefetch(reinterpret_cast<const char*>(line) + kAhead, _MM_HINT_T0);
-      }
-      for (int r = 0; r < kRows; ++r) {
-        int pair;
-        __builtin_memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
-        const __m512bh xs = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
-        for (int p = 0; p < kPanels; ++p) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], weights[p], xs);
-      }
-    }
-    for (int r = 0; r < kRows; ++r)
-      for (int p = 0; p < kPanels; ++p) _mm512_storeu_ps(y + r * y_stride + p * kPanel, sum[r][p]);
+// Both kinds of weights come in lines of 64 bytes, of which one instruction multiplies all with a few inputs of a row.
+struct Pairs {
+  using X = bf16;
+  using Y = float;
+  using Sum = __m512;
+  static Sum zero() { return _mm512_setzero_ps(); }
+  static Sum add(Sum sum, __m512i weights, int xs) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights),
+                            reinterpret_cast<__m512bh>(_mm512_set1_epi32(xs)));
   }
 };
 
-void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels, float* y,
-          int64_t y_stride) {
-  // Thirty-two registers: rows × panels of sums, one for each panel of weights, and one for the row.
-  if (rows <= 6)
-    walk<Block, 6, 4>(x, x_stride, rows, packed, pairs, panels, y, y_stride);
-  else if (rows <= 9)
-    walk<Block, 9, 3>(x, x_stride, rows, packed, pairs, panels, y, y_stride);
-  else
-    walk<Block, 14, 2>(x, x_stride, rows, packed, pairs, panels, y, y_stride);
-}
-
 // The instruction multiplies unsigned by signed bytes: x is moved up by 128, which adds 128 · Σ w.
-template <int kRows>
-inline void block_int8(const int8_t* x, int64_t x_stride, const int8_t* w, const int32_t* sums, int64_t quads,
-                       int32_t* y, int64_t y_stride) {
-  const __m512i up = _mm512_set1_epi8(static_cast<char>(0x80));
-  const __m512i excess = _mm512_slli_epi32(_mm512_loadu_si512(sums), 7);
-  __m512i sum[kRows];
-  for (int r = 0; r < kRows; ++r) sum[r] = _mm512_setzero_si512();
-  for (int64_t q = 0; q < quads; ++q) {
-    const __m512i weights = _mm512_loadu_si512(w + q * 4 * kPanel);
-    for (int r = 0; r < kRows; ++r) {
-      int quad;
-      __builtin_memcpy(&quad, x + r * x_stride + 4 * q, sizeof quad);
-      sum[r] = _mm512_dpbusd_epi32(sum[r], _mm512_xor_si512(_mm512_set1_epi32(quad), up), weights);
-    }
+struct Quads {
+  using X = int8_t;
+  using Y = int32_t;
+  using Sum = __m512i;
+  static Sum zero() { return _mm512_setzero_si512(); }
+  static Sum add(Sum sum, __m512i weights, int xs) {
+    return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(xs ^ static_cast<int>(0x80808080)), weights);
   }
-  for (int r = 0; r < kRows; ++r) _mm512_storeu_si512(y + r * y_stride, _mm512_sub_epi32(sum[r], excess));
-}
+};
+
+template <class Kind>
+struct Of {
+  using X = typename Kind::X;
+  using Y = typename Kind::Y;
+
+  template <int kRows, int kPanels>
+  struct Block {
+    static void run(const X* x, int64_t x_stride, const X* w, int64_t lines, Y* y, int64_t y_stride, int64_t number,
+                    int64_t blocks) {
+      constexpr int64_t kLine = kLineBytes / sizeof(X);
+      typename Kind::Sum sum[kRows][kPanels];
+      for (int r = 0; r < kRows; ++r)
+        for (int p = 0; p < kPanels; ++p) sum[r][p] = Kind::zero();
+      // While these panels are multiplied, those behind them are asked for: every block of rows asks for its part, so
+      // that reading never waits for multiplying, nor the other way round.
+      int64_t turn = number;
+      for (int64_t k = 0; k < lines; ++k) {
+        __m512i weights[kPanels];
+        for (int p = 0; p < kPanels; ++p) weights[p] = _mm512_loadu_si512(w + (p * lines + k) * kLine);
+        if (turn == 0) {
+          for (int p = 0; p < kPanels; ++p)
+            _mm_prefetch(reinterpret_cast<const char*>(w + ((kPanels + p) * lines + k) * kLine), _MM_HINT_T1);
+          turn = blocks;
+        }
+        --turn;
+        for (int r = 0; r < kRows; ++r) {
+          int xs;
+          __builtin_memcpy(&xs, x + r * x_stride + k * (kLine / kPanel), sizeof xs);
+          for (int p = 0; p < kPanels; ++p) sum[r][p] = Kind::add(sum[r][p], weights[p], xs);
+        }
+      }
+      for (int r = 0; r < kRows; ++r)
+        for (int p = 0; p < kPanels; ++p)
+          __builtin_memcpy(y + r * y_stride + p * kPanel, &sum[r][p], sizeof sum[r][p]);
+    }
+  };
+
+  // Thirty-two registers: twenty-four sums, four lines of weights, and the inputs of a row.
+  static void product(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines, int64_t panels, Y* y,
+                      int64_t y_stride) {
+    walk<Block, 6, 4>(x, x_stride, rows, packed, lines, panels, y, y_stride);
+  }
+};
 
 void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,
                int64_t quads, int64_t panels, int32_t* y, int64_t y_stride) {
-  for (int64_t p = 0; p < panels; ++p) {
-    const int8_t* w = packed + p * quads * 4 * kPanel;
-    int64_t r = 0;
-    for (; r + 8 <= rows; r += 8)
-      block_int8<8>(x + r * x_stride, x_stride, w, sums + p * kPanel, quads, y + r * y_stride + p * kPanel, y_stride);
-    for (; r + 2 <= rows; r += 2)
-      block_int8<2>(x + r * x_stride, x_stride, w, sums + p * kPanel, quads, y + r * y_stride + p * kPanel, y_stride);
-    for (; r < rows; ++r)
-      block_int8<1>(x + r * x_stride, x_stride, w, sums + p * kPanel, quads, y + r * y_stride + p * kPanel, y_stride);
-  }
+  Of<Quads>::product(x, x_stride, rows, packed, quads, panels, y, y_stride);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = 0; n < panels * kPanel; ++n) y[r * y_stride + n] -= sums[n] * 128;
 }
 
 // Sixteen sums of sixteen lanes each, in the order of the registers.
@@ -160,9 +162,9 @@ void mix_values_by_lines(const AttentionTask& t, int64_t seen) {
 }  // namespace
 
 const Kernels* avx512bf16_kernels() {
-  static const Kernels table{"avx512bf16", gemm, gemm_int8, attend_by<score_keys_by_pairs, mix_values_by_lines>,
-                             rms_norm, silu_times, narrow_row, add_row, rotate, activate,
-                             sum_exponentials, argmax};
+  static const Kernels table{"avx512bf16", Of<Pairs>::product, gemm_int8, attend_by<score_keys_by_pairs, mix_values_by_lines>,
+                             rms_norm, silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
+                             sum_exponentials, argmax, all_finite};
   return avx512_kernels() != nullptr && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")
              ? &table
              : nullptr;

@@ -6,6 +6,7 @@ namespace draftsmith {
 namespace {
 
 constexpr int kLanes = 16;
+constexpr int64_t kLineBytes = 64;  // of packed weights: some inputs of every output of a panel
 
 // e^x for x ≤ 0 or small, relative error below 3e-7; 0 far below.
 inline float exponential(float x) {
@@ -31,6 +32,20 @@ inline float sum_of(const float (&lanes)[kLanes]) {
   return (total[0] + total[2]) + (total[1] + total[3]);
 }
 
+// The largest of value(0) … value(count - 1), which there has to be at least one of.
+template <class Value>
+inline int16_t largest_of(int64_t count, const Value& value) {
+  constexpr int kMany = 2 * kLanes;
+  int16_t most[kMany];
+  for (int l = 0; l < kMany; ++l) most[l] = value(l < count ? l : 0);
+  int64_t i = 0;
+  for (; i + kMany <= count; i += kMany)
+    for (int l = 0; l < kMany; ++l) most[l] = value(i + l) > most[l] ? value(i + l) : most[l];
+  for (int l = 0; i + l < count; ++l) most[l] = value(i + l) > most[l] ? value(i + l) : most[l];
+  for (int l = 1; l < kMany; ++l) most[0] = most[l] > most[0] ? most[l] : most[0];
+  return most[0];
+}
+
 inline float dot(const bf16* a, const bf16* b, int64_t width) {
   float lanes[kLanes] = {};
   int64_t d = 0;
@@ -46,6 +61,39 @@ void narrow_row(const float* values, int64_t count, bf16* to) {
 
 void add_row(const float* values, int64_t count, bf16* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = narrow(widen(to[i]) + through_bf16(values[i]));
+}
+
+float round_row(const float* values, int64_t count, float* to) {
+  float most[kLanes];
+  for (int l = 0; l < kLanes; ++l) most[l] = -__builtin_inff();
+  const auto take = [&](int64_t i, int l) {
+    to[i] = through_bf16(values[i]);
+    most[l] = to[i] > most[l] ? to[i] : most[l];
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int l = 0; l < kLanes; ++l) take(i + l, l);
+  for (int l = 0; i + l < count; ++l) take(i + l, l);
+  for (int l = 1; l < kLanes; ++l) most[0] = most[l] > most[0] ? most[l] : most[0];
+  return most[0];
+}
+
+// The nearest whole number, ties to even, of a small x.
+inline int8_t whole(float x) {
+  union { float f; uint32_t u; } shifted{x + 12582912.0f};  // the low bits: a whole number
+  return static_cast<int8_t>(shifted.u);
+}
+
+float quantise(const bf16* x, int64_t count, int8_t* to) {
+  // Magnitudes of bf16 are ordered like their bits, NaN last.
+  const int16_t largest = largest_of(count, [&](int64_t k) { return static_cast<int16_t>(x[k] & 0x7fff); });
+  if (largest >= 0x7f80) return __builtin_nanf("");
+  const float most = widen(static_cast<bf16>(largest)), inverse = largest > 0 ? 127 / most : 0;
+  if (__builtin_isfinite(inverse))
+    for (int64_t k = 0; k < count; ++k) to[k] = whole(widen(x[k]) * inverse);
+  else  // the row is so small that its inverse has no number
+    for (int64_t k = 0; k < count; ++k) to[k] = whole(widen(x[k]) / most * 127);
+  return most / 127;
 }
 
 void rotate(const bf16* head, const float* cosines, const float* sines, int64_t half, bf16* to) {
@@ -109,24 +157,27 @@ float sum_exponentials(const float* x, int64_t count, float highest) {
 }
 
 int64_t argmax(const bf16* x, int64_t count) {
-  // Ordered like the numbers they stand for: flip all bits of negatives, the sign of the rest; -0 is 0, NaN comes last.
-  constexpr int64_t kBlock = 64;
+  // Ordered like the numbers they stand for: the magnitude with its sign; NaN comes last.
+  constexpr int64_t kBlock = 512;
+  int16_t best = -0x8000;
   int64_t best_block = 0;
-  uint32_t best = 0;
-  const auto key = [](bf16 bits) -> uint32_t {
-    const uint32_t magnitude = bits & 0x7fffu;
-    const uint32_t ordered = (bits & 0x8000u) ? 0x8000u - magnitude : 0x8000u + magnitude;
-    return magnitude > 0x7f80u ? 0xffffu : ordered;
+  const auto key = [](bf16 bits) -> int16_t {
+    const int16_t magnitude = static_cast<int16_t>(bits & 0x7fff), sign = static_cast<int16_t>(bits) >> 15;
+    const int16_t ordered = static_cast<int16_t>((magnitude ^ sign) - sign);
+    return magnitude > 0x7f80 ? int16_t{0x7fff} : ordered;
   };
   for (int64_t start = 0; start < count; start += kBlock) {
     const int64_t stop = start + kBlock < count ? start + kBlock : count;
-    uint32_t most = 0;
-    for (int64_t i = start; i < stop; ++i) most = key(x[i]) > most ? key(x[i]) : most;
+    const int16_t most = largest_of(stop - start, [&](int64_t i) { return key(x[start + i]); });
     if (most > best) best = most, best_block = start;
   }
   int64_t i = best_block;
   while (i + 1 < count && key(x[i]) != best) ++i;
   return i;
+}
+
+bool all_finite(const bf16* x, int64_t count) {
+  return largest_of(count, [&](int64_t i) { return static_cast<int16_t>(x[i] & 0x7f80); }) != 0x7f80;
 }
 
 // scores[g, s] = scale · query g · key s, over the visible entries in their order.
@@ -197,38 +248,35 @@ void attend_by(const AttentionTask& t) {
 }
 
 // Splits the work into blocks of rows that fit the registers, and walks over the weights once for each group of
-// panels: the second block of rows finds them in the nearest cache. Block<rows, panels> computes one block.
+// panels: the second block of rows finds them in a near cache. Block<rows, panels> computes one block, and is told
+// which one it is of how many that share the weights.
 template <template <int, int> class Block, int kRows, int kPanels>
 struct Rows {
-  static void run(int64_t rows, const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y,
-                  int64_t y_stride) {
+  template <class X, class Y>
+  static void run(int64_t rows, const X* x, int64_t x_stride, const X* w, int64_t lines, Y* y, int64_t y_stride,
+                  int64_t number, int64_t blocks) {
     if (rows == kRows)
-      Block<kRows, kPanels>::run(x, x_stride, w, pairs, y, y_stride);
-    else
-      Rows<Block, kRows - 1, kPanels>::run(rows, x, x_stride, w, pairs, y, y_stride);
+      Block<kRows, kPanels>::run(x, x_stride, w, lines, y, y_stride, number, blocks);
+    else if constexpr (kRows > 1)
+      Rows<Block, kRows - 1, kPanels>::run(rows, x, x_stride, w, lines, y, y_stride, number, blocks);
   }
 };
 
-template <template <int, int> class Block, int kPanels>
-struct Rows<Block, 0, kPanels> {
-  static void run(int64_t, const bf16*, int64_t, const bf16*, int64_t, float*, int64_t) {}
-};
-
-template <template <int, int> class Block, int kRows, int kPanels>
-inline void walk(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
-                 float* y, int64_t y_stride) {
-  const int64_t blocks = (rows + kRows - 1) / kRows;
+template <template <int, int> class Block, int kRows, int kPanels, class X, class Y>
+inline void walk(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines, int64_t panels, Y* y,
+                 int64_t y_stride) {
+  const int64_t blocks = (rows + kRows - 1) / kRows, panel = lines * (kLineBytes / sizeof(X));
   int64_t p = 0;
   for (; p + kPanels <= panels; p += kPanels)
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
-      Rows<Block, kRows, kPanels>::run(to - from, x + from * x_stride, x_stride, packed + p * pairs * 2 * kPanel,
-                                       pairs, y + from * y_stride + p * kPanel, y_stride);
+      Rows<Block, kRows, kPanels>::run(to - from, x + from * x_stride, x_stride, packed + p * panel, lines,
+                                       y + from * y_stride + p * kPanel, y_stride, b, blocks);
     }
   if constexpr (kPanels > 1) {
     if (p < panels)
-      walk<Block, kRows, 1>(x, x_stride, rows, packed + p * pairs * 2 * kPanel, pairs, panels - p, y + p * kPanel,
-                            y_stride);
+      walk<Block, kRows, kPanels - 1>(x, x_stride, rows, packed + p * panel, lines, panels - p, y + p * kPanel,
+                                      y_stride);
   }
 }
 

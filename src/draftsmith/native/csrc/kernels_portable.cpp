@@ -7,7 +7,8 @@ namespace {
 
 template <int kRows, int kPanels>
 struct Block {
-  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride) {
+  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride, int64_t,
+                  int64_t) {
     for (int r = 0; r < kRows; ++r) {
       float sum[kPanel] = {};
       const bf16* row = x + r * x_stride;
@@ -30,8 +31,8 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
 
 const Kernels* portable_kernels() {
   static const Kernels table{"portable", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, rms_norm,
-                             silu_times, narrow_row, add_row, rotate, activate,
-                             sum_exponentials, argmax};
+                             silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
+                             sum_exponentials, argmax, all_finite};
   return &table;
 }
 

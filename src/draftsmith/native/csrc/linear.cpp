@@ -61,27 +61,14 @@ Linear as_any_linear(const at::Tensor& packed, const at::Tensor& scales, const a
                                            : as_linear(packed, given, outputs, inputs);
 }
 
-Quantised& quantised_here() {
-  thread_local Quantised here;
-  return here;
+void Quantised::reserve(int64_t rows, int64_t quads) {
+  values.reserve(rows * quads * 4), scales.reserve(rows);
 }
 
 void Quantised::take(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t quads) {
-  values.assign(rows * quads * 4, 0);
-  scales.resize(rows);
-  for (int64_t r = 0; r < rows; ++r) {
-    const bf16* row = x + r * x_stride;
-    bf16 largest = 0;  // magnitudes of bf16 are ordered like their bits, NaN last
-    for (int64_t k = 0; k < inputs; ++k) largest = std::max<bf16>(largest, row[k] & 0x7fffu);
-    const float most = widen(largest), inverse = most > 0 ? 127 / most : 0;
-    scales[r] = largest < 0x7f80u ? most / 127 : std::nanf("");
-    if (largest == 0 || largest >= 0x7f80u) continue;
-    int8_t* to = values.data() + r * quads * 4;
-    if (std::isfinite(inverse))
-      for (int64_t k = 0; k < inputs; ++k) to[k] = static_cast<int8_t>(std::nearbyint(widen(row[k]) * inverse));
-    else  // the row is so small that its inverse has no number
-      for (int64_t k = 0; k < inputs; ++k) to[k] = static_cast<int8_t>(std::nearbyint(widen(row[k]) / most * 127));
-  }
+  values.assign(rows * quads * 4, 0), scales.resize(rows);
+  for (int64_t r = 0; r < rows; ++r)
+    scales[r] = kernels().quantise(x + r * x_stride, inputs, values.data() + r * quads * 4);
 }
 
 namespace {
@@ -154,10 +141,14 @@ at::Tensor apply(const at::Tensor& x, const Linear& layer) {
   if (rows == 0) return out;
   const bf16* from = bits(rows_RK);
   const int64_t stride = rows_RK.stride(0);
-  run_team(rows * outputs * layer.inputs < kSmall ? 1 : at::get_num_threads(), [&](const Team& team) {
+  const int64_t threads = rows * outputs * layer.inputs < kSmall ? 1 : at::get_num_threads();
+  std::vector<Quantised> rooms(threads);
+  if (layer.quantised != nullptr)
+    for (Quantised& room : rooms) room.reserve(rows, layer.quads());
+  run_team(threads, [&](const Team& team) {
     multiply(team, layer, from, stride, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().narrow_row(values, count, to + r * outputs + n);
-    });
+    }, rooms[team.index]);
   });
   return out;
 }

@@ -65,29 +65,23 @@ constexpr int64_t kChunk = kChunkPanels * kPanel;
 constexpr int64_t kChunkRows = 56;
 
 // Rows in whole numbers, of 4 · quads columns, and the scale of each; a row with NaN or infinity has the scale NaN.
+// Every thread has its own, with its memory reserved before the threads start: nothing in a team may throw.
 struct Quantised {
   std::vector<int8_t> values;
   std::vector<float> scales;
 
+  void reserve(int64_t rows, int64_t quads);
   void take(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t quads);
 };
 
-// This thread's own, to be used until its next use.
-Quantised& quantised_here();
-
 // Multiplies rows of x by this thread's share of the panels, and hands stretches of the result to
-// store(row, first output, count, values); results carry the bias. For an int8 layer the rows may be quantised before,
-// as those of `ready` from `ready_row` on; otherwise every thread does it for itself.
+// store(row, first output, count, values); results carry the bias. An int8 layer reads the rows from `taken`, from its
+// row `taken_row` on, in the place of x.
 template <class Store>
-void multiply(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
-              const Store& store, const Quantised* ready = nullptr, int64_t ready_row = 0) {
+void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
+                    const Store& store, const Quantised* taken, int64_t taken_row) {
   alignas(64) float results[kChunkRows * kChunk];
   alignas(64) int32_t sums[kChunkRows * kChunk];
-  if (layer.quantised != nullptr && ready == nullptr) {
-    Quantised& here = quantised_here();
-    here.take(x, x_stride, rows, layer.inputs, layer.quads());
-    ready = &here;
-  }
   const auto [from, to] = team.share(layer.panels);
   for (int64_t panel = from; panel < to; panel += kChunkPanels) {
     const int64_t panels = std::min(kChunkPanels, to - panel), first = panel * kPanel;
@@ -97,12 +91,13 @@ void multiply(const Team& team, const Linear& layer, const bf16* x, int64_t x_st
       if (layer.quantised == nullptr) {
         kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, results, kChunk);
       } else {
-        kernels().gemm_int8(ready->values.data() + (ready_row + row) * layer.quads() * 4, layer.quads() * 4, some, part.quantised,
-                            part.sums, layer.quads(), panels, sums, kChunk);
+        const int64_t width = layer.quads() * 4, at = taken_row + row;
+        kernels().gemm_int8(taken->values.data() + at * width, width, some, part.quantised, part.sums, layer.quads(),
+                            panels, sums, kChunk);
         for (int64_t r = 0; r < some; ++r)
           for (int64_t n = 0; n < panels * kPanel; ++n)
             results[r * kChunk + n] =
-                static_cast<float>(sums[r * kChunk + n]) * (ready->scales[ready_row + row + r] * part.scales[n]);
+                static_cast<float>(sums[r * kChunk + n]) * (taken->scales[at + r] * part.scales[n]);
       }
       for (int64_t r = 0; r < some; ++r) {
         float* values = results + r * kChunk;
@@ -112,6 +107,14 @@ void multiply(const Team& team, const Linear& layer, const bf16* x, int64_t x_st
       }
     }
   }
+}
+
+// The same, every thread quantising the rows for itself where the layer is int8; `mine` is this thread's room for them.
+template <class Store>
+void multiply(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
+              const Store& store, Quantised& mine) {
+  if (layer.quantised != nullptr) mine.take(x, x_stride, rows, layer.inputs, layer.quads());
+  multiply_taken(team, layer, x, x_stride, rows, store, &mine, 0);
 }
 
 }  // namespace draftsmith

@@ -92,18 +92,30 @@ class Speculator : public torch::CustomClassHolder {
     at::Tensor out_parents = at::full({batch, nodes}, -2, tokens.options());
     const bool ranked = std::any_of(branching.begin(), branching.end(), [](int64_t c) { return c > 1; });
     Plan plan{branching, ranked, beam, {}};
-    const int64_t widest = plan.prepare() * batch;
+    const int64_t widest = plan.prepare() * batch, threads = at::get_num_threads();
     batch_ = batch;
     Levels levels(depth);
-    rows_.resize(widest), parents_.resize(widest);
-    projected_.resize(widest * width_);
+    // All memory comes before the threads: nothing in a team may throw.
+    int64_t most = 1;
+    for (int64_t d = 0; d < depth; ++d) {
+      levels[d].width = plan.expanded[d] * branching[d];
+      levels[d].tokens.reserve(levels[d].width * batch), levels[d].parents.reserve(levels[d].width * batch);
+      levels[d].scores.reserve(levels[d].width * batch);
+      most = std::max(most, levels[d].width);
+    }
+    rows_.resize(widest), parents_.resize(widest), expanded_.resize(widest);
+    projected_.resize(widest * width_), mixed_.resize(threads * width_);
+    partial_.resize(threads * most * batch), sums_.resize(threads * widest * 2);
+    best_.resize(most), order_.resize(most);
+    rooms_.resize(threads);
+    for (Quantised& room : rooms_) room.reserve(widest, (std::max(features_, width_) + 3) / 4);
     // Rows of even length, zero behind an odd one: the kernels read two inputs at a time.
     states_.assign(widest * even(width_), 0), inputs_.assign(batch * even(features_), 0);
     start(tokens, features, counts);
-    run_team(at::get_num_threads(), [&](const Team& team) {
+    run_team(threads, [&](const Team& team) {
       for (int64_t d = 0; d < depth; ++d) {
         stage(team, plan, d);
-        if (team.index == 0) choose(plan, d, levels);
+        if (team.index == 0) choose(plan, d, levels, team.size);
         team.barrier();
       }
     });
@@ -186,6 +198,7 @@ class Speculator : public torch::CustomClassHolder {
   // From the states of the level above to the best children of every node that is expanded.
   void stage(const Team& team, const Plan& plan, int64_t depth) {
     const Stage& stage = stages_[depth];
+    Quantised& room = rooms_[team.index];
     const int64_t rows = plan.expanded[depth] * batch_, children = plan.branching[depth];
     const bf16* input = depth == 0 ? inputs_.data() : states_.data();
     const int64_t stride = even(depth == 0 ? features_ : width_);
@@ -193,24 +206,18 @@ class Speculator : public torch::CustomClassHolder {
     multiply(team, stage.projection, input, stride, sources_,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                kernels().narrow_row(values, count, projected_.data() + r * width_ + n);
-             });
-    if (team.index == 0) {
-      partial_.assign(team.size * rows * children, Best{-std::numeric_limits<float>::infinity(), 0});
-      sums_.assign(team.size * rows * 2, 0);
-    }
+             }, room);
     team.barrier();
     activate(team, depth, rows);
     team.barrier();
     Best* best = partial_.data() + team.index * rows * children;
     float* sums = sums_.data() + team.index * rows * 2;
-    for (int64_t r = 0; r < rows; ++r) sums[2 * r] = -std::numeric_limits<float>::infinity();
+    std::fill_n(best, rows * children, Best{-std::numeric_limits<float>::infinity(), 0});
+    for (int64_t r = 0; r < rows; ++r) sums[2 * r] = -std::numeric_limits<float>::infinity(), sums[2 * r + 1] = 0;
     multiply(team, stage.head, states_.data(), even(width_), rows,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
-               float rounded[kChunk], most = -std::numeric_limits<float>::infinity();
-               for (int64_t i = 0; i < count; ++i) {
-                 rounded[i] = through_bf16(values[i]);
-                 most = rounded[i] > most ? rounded[i] : most;
-               }
+               float rounded[kChunk];
+               const float most = kernels().round_row(values, count, rounded);
                Best* mine = best + r * children;
                if (most > mine[children - 1].score)
                  for (int64_t i = 0; i < count; ++i) offer(mine, children, rounded[i], n + i);
@@ -220,7 +227,7 @@ class Speculator : public torch::CustomClassHolder {
                running[1] *= std::exp(running[0] - highest);
                running[1] += kernels().sum_exponentials(rounded, count, highest);
                running[0] = highest;
-             });
+             }, room);
     team.barrier();
   }
 
@@ -229,33 +236,30 @@ class Speculator : public torch::CustomClassHolder {
     const float *scale = scales_[depth].const_data_ptr<float>(), *shift = shifts_[depth].const_data_ptr<float>();
     const bf16* table = embeddings_.empty() ? nullptr : bits(embeddings_[depth]);
     const auto [first, last] = team.share(width_);
-    thread_local std::vector<float> mixed;
-    mixed.resize(width_);
     for (int64_t r = 0; r < rows; ++r)
       kernels().activate(projected_.data() + parents_[r] * width_,
-                         table == nullptr ? nullptr : table + rows_[r] * width_, ratio_, scale, shift, width_, kEpsilon, first, last, mixed.data(),
-                         states_.data() + r * even(width_));
+                         table == nullptr ? nullptr : table + rows_[r] * width_, ratio_, scale, shift, width_, kEpsilon,
+                         first, last, mixed_.data() + team.index * width_, states_.data() + r * even(width_));
   }
 
   // Joins what the threads found, and lines up the nodes that the next stage expands.
-  void choose(const Plan& plan, int64_t depth, Levels& levels) {
+  void choose(const Plan& plan, int64_t depth, Levels& levels, int64_t threads) {
     const int64_t each = plan.expanded[depth], rows = each * batch_, children = plan.branching[depth];
-    const int64_t threads = static_cast<int64_t>(partial_.size()) / (rows * children);
     Level& level = levels[depth];
-    level.width = each * children;
     for (int64_t r = 0; r < rows; ++r) {
-      std::vector<Best> best(children, Best{-std::numeric_limits<float>::infinity(), 0});
+      std::fill_n(best_.begin(), children, Best{-std::numeric_limits<float>::infinity(), 0});
       float highest = -std::numeric_limits<float>::infinity(), sum = 0;
       for (int64_t t = 0; t < threads; ++t) {
         for (int64_t c = 0; c < children; ++c) {
           const Best& one = partial_[(t * rows + r) * children + c];
-          offer(best.data(), children, one.score, one.index);
+          offer(best_.data(), children, one.score, one.index);
         }
         highest = std::max(highest, sums_[(t * rows + r) * 2]);
       }
       for (int64_t t = 0; plan.ranked && t < threads; ++t)
         sum += sums_[(t * rows + r) * 2 + 1] * std::exp(sums_[(t * rows + r) * 2] - highest);
-      for (const Best& one : best) {
+      for (int64_t c = 0; c < children; ++c) {
+        const Best& one = best_[c];
         const int64_t token = draft_tokens_.numel() ? draft_tokens_.const_data_ptr<int64_t>()[one.index] : one.index;
         level.tokens.push_back(token);
         level.parents.push_back(depth == 0 ? -1 : expanded_[r]);
@@ -266,18 +270,18 @@ class Speculator : public torch::CustomClassHolder {
     }
     if (depth + 1 == static_cast<int64_t>(plan.branching.size())) return;
     const int64_t next = plan.expanded[depth + 1];
-    std::vector<int64_t> order(level.width);
-    expanded_.resize(next * batch_);
     for (int64_t b = 0; b < batch_; ++b) {
-      std::iota(order.begin(), order.end(), 0);
+      std::iota(order_.begin(), order_.begin() + level.width, 0);
       const float* scores = level.scores.data() + b * level.width;
       if (next < level.width)
-        std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return scores[i] > scores[j]; });
+        std::sort(order_.begin(), order_.begin() + level.width, [&](int64_t i, int64_t j) {
+          return scores[i] > scores[j] || (scores[i] == scores[j] && i < j);  // std::stable_sort would allocate
+        });
       for (int64_t i = 0; i < next; ++i) {
         const int64_t row = b * next + i;
-        expanded_[row] = order[i];
-        rows_[row] = level.tokens[b * level.width + order[i]];
-        parents_[row] = b * each + order[i] / children;
+        expanded_[row] = order_[i];
+        rows_[row] = level.tokens[b * level.width + order_[i]];
+        parents_[row] = b * each + order_[i] / children;
       }
     }
     sources_ = rows;
@@ -326,11 +330,14 @@ class Speculator : public torch::CustomClassHolder {
   std::vector<Stage> stages_;
   std::mutex busy_;  // what follows serves one draft at a time
   // Of the level that is being computed: tokens read, their parents' places among the states above, and the states.
-  std::vector<int64_t> rows_, parents_, expanded_;
+  std::vector<int64_t> rows_, parents_, expanded_, order_;
   int64_t batch_ = 0, sources_ = 0;
   std::vector<bf16> inputs_, projected_, states_;
-  std::vector<Best> partial_;
+  // The best children and the sums of exponentials that every thread found in its share of the vocabulary.
+  std::vector<Best> partial_, best_;
   std::vector<float> sums_;
+  std::vector<float> mixed_;
+  std::vector<Quantised> rooms_;
 };
 
 }  // namespace

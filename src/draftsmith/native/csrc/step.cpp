@@ -77,35 +77,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   at::Tensor counts_B = at::empty({batch}, tokens_BM.options()), longer_B = at::empty({batch}, tokens_BM.options());
   at::Tensor table_BX = at::empty({batch, kept + 2}, tokens_BM.options());
   at::Tensor path_BD = at::empty({batch, depth}, tokens_BM.options());
-  std::vector<int64_t> choice(batch * nodes);
-  const bf16* scores = bits(logits_BMV);
-  run_team(batch * nodes < 4 ? 1 : at::get_num_threads(), [&](const Team& team) {
-    const auto [first, last] = team.share(batch * nodes);
-    for (int64_t r = first; r < last; ++r) choice[r] = kernels().argmax(scores + r * vocabulary, vocabulary);
-  });
-  std::vector<int64_t> level(nodes), up(nodes);
+  // Of every node: its depth if the path to it is right, else -1; its parent; and what the target chooses behind it,
+  // which only the nodes of right paths need.
+  std::vector<int64_t> level(nodes), up(nodes), choice(nodes);
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t* tokens = tokens_BM.const_data_ptr<int64_t>() + b * nodes;
     const int64_t* parent = parents_BN.const_data_ptr<int64_t>() + b * guesses;
+    const bf16* scores = bits(logits_BMV) + b * nodes * vocabulary;
     int64_t drafted = 0, end = 0;
-    level[0] = 0, up[0] = 0;
+    level[0] = 0, up[0] = 0, choice[0] = kernels().argmax(scores, vocabulary);
     for (int64_t n = 0; n < guesses; ++n) {
       const bool used = parent[n] != kUnused;
       drafted += used;
       up[n + 1] = std::max<int64_t>(parent[n] + 1, 0);
       TORCH_CHECK_INDEX(up[n + 1] <= n, "draftsmith: the parent of node ", n, " comes behind it");
-      const bool right = used && level[up[n + 1]] >= 0 && tokens[n + 1] == choice[b * nodes + up[n + 1]];
+      const bool right = used && level[up[n + 1]] >= 0 && tokens[n + 1] == choice[up[n + 1]];
       level[n + 1] = right ? level[up[n + 1]] + 1 : -1;
+      if (right) choice[n + 1] = kernels().argmax(scores + (n + 1) * vocabulary, vocabulary);
       if (level[n + 1] > level[end]) end = n + 1;
     }
-    const int64_t accepted = level[end], next = choice[b * nodes + end];
+    const int64_t accepted = level[end], next = choice[end];
     TORCH_CHECK_INDEX(accepted <= depth, "draftsmith: the draft is deeper than its plan");
     int64_t* path = path_BD.mutable_data_ptr<int64_t>() + b * depth;
     for (int64_t d = depth; d-- > 0;) path[d] = end;
     for (int64_t d = accepted, node = end; d-- > 0; node = up[node]) path[d] = node;
-    const bf16* row = scores + (b * nodes + end) * vocabulary;
-    bool finite = true;
-    for (int64_t v = 0; v < vocabulary; ++v) finite &= (row[v] & 0x7f80) != 0x7f80;
+    const bool finite = kernels().all_finite(scores + end * vocabulary, vocabulary);
     int64_t* out = out_tokens.mutable_data_ptr<int64_t>() + b * kept;
     int64_t* table = table_BX.mutable_data_ptr<int64_t>() + b * (kept + 2);
     for (int64_t d = 0; d < kept; ++d) out[d] = d < accepted ? tokens[path[d]] : next;
