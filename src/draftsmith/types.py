@@ -6,7 +6,6 @@ padding that makes ragged trees fit one tensor and is never accepted.
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -89,7 +88,7 @@ class Plan:
         """Whether every request gets the target's own text or, sampling, text distributed as the target's own."""
         return self.acceptance != "typical" or not self.branching
 
-    @cached_property
+    @property
     def max_nodes(self) -> int:
         """The number of node slots (N) that a draft of this plan has."""
         full, frontier = 0, 1
@@ -159,7 +158,7 @@ class Context:
     def after(self, tokens_BT: Tensor, features_BTF: Tensor, counts_B: Tensor, lengths_B: Tensor) -> "Context":
         """Return the context of the same rows after a step that committed these tokens."""
         return Context(
-            tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B
+            tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B, self.first_B
         )
 
     def root(self) -> tuple[Tensor, Tensor]:
