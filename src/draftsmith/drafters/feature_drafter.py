@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.decoder_layer import DecoderLayer, LayerSizes, Rotary, attend_committed, attend_with_path
 from draftsmith.drafters.eagle_config import Tree
-from draftsmith.drafters.row_cache import RowCache
+from draftsmith.drafters.row_cache import Reading, RowCache
 from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter
 from draftsmith.types import Context, DraftsmithError, Plan
 
@@ -135,26 +135,38 @@ class FeatureDrafter(TrainableDrafter):
     def _enter(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         return self.read(F.embedding(tokens, self.embedding.weight), states)
 
-    def begin(self, context: Context) -> tuple[Tensor, State]:
-        """Store what was committed, and run the layer at the roots."""
+    def _store(self, context: Context) -> tuple[Reading, Tensor, Tensor, Tensor, Tensor]:
+        """Store what was committed.
+
+        Returns:
+            where it went; its queries (N, H, W) and residual stream (N, F); what the rows hold, (B, S, G, W) twice.
+        """
         if self._memory is None:
             raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache) first.")
         attention = self.layer.self_attn
         reading = self._memory.lay_out(context)
         inputs_NE, residual_NF = self._enter(reading.tokens_N, self.fuse(reading.features_NF))
         heads = attention.project(inputs_NE).to(self._memory.dtype)
-        cos_PW, sin_PW = self._rotary.tables(reading.span + self.max_depth, heads.dtype, heads.device)
+        cos_PW, sin_PW = self._rotary.tables(reading.span, heads.dtype, heads.device)
         places = reading.places
         q_NHW, k_NGW, v_NGW = attention.turn(heads, cos_PW[places].unsqueeze(1), sin_PW[places].unsqueeze(1))
-        keys_BSGW, values_BSGW = self._memory.store(reading, k_NGW, v_NGW)
-        ahead: Tensor | slice
+        return reading, q_NHW, residual_NF, *self._memory.store(reading, k_NGW, v_NGW)
+
+    def follow(self, context: Context) -> None:
+        """Store what was committed, and guess nothing."""
+        self._store(context)
+
+    def begin(self, context: Context) -> tuple[Tensor, State]:
+        """Store what was committed, and run the layer at the roots."""
+        reading, q_NHW, residual_NF, keys_BSGW, values_BSGW = self._store(context)
+        cos_PW, sin_PW = self._rotary.tables(reading.span + self.max_depth, q_NHW.dtype, q_NHW.device)
         if isinstance(reading.places, slice):
             ahead = slice(reading.span - 1, reading.span - 1 + self.max_depth)
             cos_BDW, sin_BDW = cos_PW[ahead].unsqueeze(0), sin_PW[ahead].unsqueeze(0)
         else:
             # The positions of padding rows mean nothing.
-            ahead = (reading.last_B1 + torch.arange(self.max_depth, device=heads.device)).clamp(max=len(cos_PW) - 1)
-            cos_BDW, sin_BDW = cos_PW[ahead], sin_PW[ahead]
+            ahead_BD = (reading.last_B1 + torch.arange(self.max_depth, device=q_NHW.device)).clamp(max=len(cos_PW) - 1)
+            cos_BDW, sin_BDW = cos_PW[ahead_BD], sin_PW[ahead_BD]
         committed = Committed(keys_BSGW, values_BSGW, reading.mask_B1S, cos_BDW, sin_BDW)
         roots = reading.roots
         attended_B1A = attend_committed(q_NHW[roots].unsqueeze(1), keys_BSGW, values_BSGW, reading.mask_B1S)
