@@ -9,8 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 from draftsmith.cli import app
+from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.registry import family_named
 from draftsmith.evaluation.check import check_drafter, check_files
 from draftsmith.evaluation.parity import compare, own_texts
 from draftsmith.evaluation.prompts import cut, embedded_prompts
@@ -181,3 +183,16 @@ def test_a_drafter_that_hits_nothing_leaves_nothing_to_compare_and_does_not_pass
             head.weight.zero_()  # guesses token 0 for ever
     report = check_drafter(target, drafter, PROMPTS[:3], NEW_TOKENS)
     assert not report.passed and "nothing to compare" in report.sentence()
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "recurrent"])
+def test_the_files_of_every_published_layout_are_found(tmp_path: Path, name: str):
+    family = family_named(name)
+    with torch.random.fork_rng(devices=[]):
+        drafter = family.make(family.read_options({}, ""), tiny_target(), None)
+    assert isinstance(drafter, Learner)
+    drafter.save_pretrained(tmp_path / name, tiny_target().facts())
+    checks = check_files(tmp_path / name)
+    assert [check.passed for check in checks] == [True, True], checks
+    (tmp_path / name / drafter.weights_file).unlink()
+    assert not check_files(tmp_path / name)[0].passed

@@ -238,3 +238,11 @@ def test_a_widened_copy_is_the_same_model_in_fp32():
     narrow_BTF, narrow_BTV = narrow.encode(tokens_BT, logits=True)
     assert logits_BTV is not None and narrow_BTV is not None and features_BTF.shape == narrow_BTF.shape
     torch.testing.assert_close(narrow_BTV.float(), logits_BTV, rtol=0.1, atol=0.25)
+
+
+def test_copies_in_fewer_bits_keep_the_rotary_frequencies():
+    """Rounded to bf16 they would turn positions by up to a radian within a few hundred tokens."""
+    copied = tiny_target("llama").copied(torch.bfloat16)
+    assert copied.dtype == torch.bfloat16
+    frequencies = copied.model.model.rotary_emb.inv_freq
+    torch.testing.assert_close(frequencies.double(), tiny_target("llama").model.model.rotary_emb.inv_freq.double())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ROOT = -1
 UNUSED = -2
@@ -319,6 +319,12 @@ class TargetFacts:
     tokenizer_hash: str | None
     name: str
     fingerprint: str | None = None
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give all parameters a dtype, in place; buffers, such as rotary frequencies, keep the precision they need."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:

@@ -89,7 +89,9 @@ def compare(
     terms = {
         "target": loaded.name, "dtype": str(loaded.dtype), "data": data and str(data), "positions": positions,
         "minutes": minutes, "texts": [texts, text_tokens], "seed": seed,
-        "prompts": [prompt_count, prompt_tokens, new_tokens],
+        "prompts": [prompt_count, prompt_tokens, new_tokens], "prompts_from": prompts and str(prompts),
+        "device": str(loaded.device), "implementation": loaded.implementation,
+        "given": {name: fingerprint(folder) for name, folder in given.items()},
     }
     if ledger.once("terms", lambda: terms) != terms:
         raise DraftsmithError(f"{out} holds a comparison on other terms; choose another --out, or delete it.")
@@ -120,6 +122,15 @@ def named_folder(item: str) -> tuple[str, str]:
     if not name or not folder:
         raise DraftsmithError(f"--drafter {item!r} is not of the form NAME=FOLDER.")
     return name, folder
+
+
+def fingerprint(folder: str) -> str:
+    """Return a digest of a drafter's folder, by which a comparison knows that it is the same drafter."""
+    from draftsmith.drafters.storage import MANIFEST, require_folder, sha256
+
+    require_folder(Path(folder))
+    sealed = Path(folder) / MANIFEST
+    return sha256(sealed if sealed.exists() else Path(folder) / "config.json")
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

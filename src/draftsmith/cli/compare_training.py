@@ -68,6 +68,9 @@ class Budget:
             if value is not None and value <= 0:
                 raise DraftsmithError(f"--{name.replace('_', '-')} is {value}; give a positive number.")
 
+        if self.texts % BATCH:
+            raise DraftsmithError(f"--texts is {self.texts}; give a multiple of {BATCH}, the sequences of one step.")
+
     @property
     def path(self) -> Path:
         """The file of the texts that all learn from."""
@@ -144,7 +147,7 @@ def recipe_for(entry: Entry, target: Target, budget: Budget, steps: int, run: st
 
 def write_texts(entry: Entry, target: Target, budget: Budget, bridge: EngineBridge, console: Console) -> None:
     """Let the target write what all families learn from, as far as that is not done yet."""
-    recipe = recipe_for(entry, target, budget, max(1, budget.texts // BATCH), "texts", epochs=1)
+    recipe = recipe_for(entry, target, budget, budget.texts // BATCH, "texts", epochs=1)
     section = recipe.stage2
     texts = GeneratedText(budget.path, section, noise(recipe.seed, "stage2"))
     prompts = build_loader(recipe, target, Packing(section.prompt_tokens, one_a_piece=True), "prompts")

@@ -21,6 +21,8 @@ class Drafter(ABC):
     taps: tuple[int, ...] = (-1,)
     reads_prompt: bool = False
     """Whether the first context must hold the whole prompt, for drafters with a memory of their own."""
+    borrows_layers: bool = False
+    """Whether it runs layers of the target it was loaded for, and so decodes with that target alone."""
     can_sample: bool = False
     """Whether a sampled plan makes it draw its guesses from a q it hands over; the others guess deterministically
     whatever the plan, which leaves the text exact all the same."""

@@ -122,9 +122,7 @@ class Eagle(FeatureDrafter):
     def pack(self, target: "Target") -> None:
         """Pack the borrowed head too: scoring is a product like any other."""
         assert isinstance(self.head, FrozenTable)
-        table_WF = self.head.weight
-        self.head = nn.Linear(table_WF.shape[1], table_WF.shape[0], bias=False, device="meta")
-        self.head.weight = nn.Parameter(table_WF, requires_grad=False)
+        self.head = self.head.as_layer()
         super().pack(target)
 
     def hidden_matrices(self) -> list[nn.Parameter]:

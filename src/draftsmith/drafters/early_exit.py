@@ -41,6 +41,14 @@ class EarlyExit(ModelDrafter):
         """Take the first `layers` layers; DraftsmithError where the target has fewer."""
         super().__init__(target.truncated(layers), target.vocab_size, guesses)
 
+    def parameter_count(self) -> int:
+        """All weights are the target's."""
+        return 0
+
+    def memory_bytes(self) -> int:
+        """All weights are the target's."""
+        return 0
+
     def attach(self, cache: "KVCache") -> None:
         """Read and write the target's own cache."""
         self._reader = PathReader(self.model, cache)

@@ -123,6 +123,7 @@ class FIRPDrafter(TrainableDrafter):
     """The drafter itself: one map a depth, and layers borrowed from the target. A stage's state is (row_R, guesses)."""
 
     family_name = "a FIRP drafter"
+    borrows_layers = True
 
     def __init__(self, config: FIRPConfig, draft_tokens: Tensor | None = None) -> None:
         """Build an untrained one, of no use before `bind`; `draft_tokens` (W) lists the tokens to score if limited."""
@@ -156,9 +157,7 @@ class FIRPDrafter(TrainableDrafter):
     def pack(self, target: "Target") -> None:
         """Pack the maps, and the rows of the head that a drafted vocabulary needs."""
         if isinstance(self.head, FrozenTable):
-            rows_WF = self.head.weight
-            self.head = nn.Linear(rows_WF.shape[1], rows_WF.shape[0], bias=False, device="meta")
-            self.head.weight = nn.Parameter(rows_WF, requires_grad=False)
+            self.head = self.head.as_layer()
         super().pack(target)
 
     def guess_states(self, roots: Tensor) -> Tensor:

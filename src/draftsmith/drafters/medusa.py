@@ -122,9 +122,7 @@ class MedusaDrafter(HeadDrafter):
     def pack(self, target: "Target") -> None:
         """Pack for decoding; the shared projection too, as a layer of its own."""
         if isinstance(self.shared, FrozenTable):
-            layer = nn.Linear(self.hidden_size, self.scored, bias=False, device="meta")
-            layer.weight = nn.Parameter(self.shared.weight, requires_grad=False)
-            self.shared = layer
+            self.shared = self.shared.as_layer()
         super().pack(target)
 
     def published_name(self, name: str) -> str:

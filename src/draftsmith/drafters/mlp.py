@@ -153,10 +153,9 @@ class MLPSpeculator(RowwiseDrafter):
 
         Guesses need not be exact, so `int8` weights, half as many bytes to read, cost nothing but a few of them.
         """
-        if self.config.tie_to_target:
-            head = nn.Linear(self.config.width, self.config.scored, bias=False, device="meta")
-            head.weight = nn.Parameter(self._weight(self.head, 0), requires_grad=False)
-            self.head = nn.ModuleList([head] * self.config.n_predict)
+        shared = self.head[0]
+        if isinstance(shared, FrozenTable):
+            self.head = nn.ModuleList([shared.as_layer()] * self.config.n_predict)
         pack_linears(self, lambda _: int8)
         weights, scales, sums, _ = packed_parts([*self.proj, *self.head])
         self._native = torch.classes.draftsmith.Speculator(

@@ -44,6 +44,15 @@ class ModelDrafter(StagewiseDrafter):
         # Of the guesses, those that the cache holds as if they were text; see `PathReader.read_paths`.
         self._ahead_BD: Tensor | None = None
 
+    def parameter_count(self) -> int:
+        """Count the model's weights."""
+        return self.model.weights
+
+    def memory_bytes(self) -> int:
+        """Return the memory of the model's weights, its cache left out."""
+        model = self.model.model
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}.values())
+
     @abstractmethod
     def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:
         """Return of every row how many tokens the cache holds, and the tokens to read behind them, the root last."""

@@ -22,7 +22,7 @@ from draftsmith.drafters.family import Family, TrainedOptions
 from draftsmith.drafters.learner import Learner, check_target
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.target import Target as DraftTarget
-from draftsmith.types import DraftsmithError
+from draftsmith.types import DraftsmithError, cast_parameters
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
@@ -52,7 +52,6 @@ class SmallLM(Learner):
 
     taps = ()
     family_name = "a small language model"
-    tensor_prefix = ""
 
     def __init__(self, config: LlamaConfig, guesses: int) -> None:
         super().__init__()
@@ -113,13 +112,19 @@ class SmallLM(Learner):
         return cls(sizes, SmallLMOptions().guesses)
 
     def sizes(self) -> dict[str, Any]:
-        """Return the layers and the width, by which a recipe knows it."""
-        return {"layers": self.lm.config.num_hidden_layers, "width": self.lm.config.hidden_size}
+        """Return what a model of the same shapes may differ in and yet compute something else."""
+        config = self.lm.config
+        return {
+            "layers": config.num_hidden_layers, "width": config.hidden_size, "inner width": config.intermediate_size,
+            "heads": config.num_attention_heads, "key/value heads": config.num_key_value_heads,
+            "rotary parameters": config.rope_parameters, "norm's epsilon": config.rms_norm_eps,
+        }
 
     def for_decoding(self, target: "Target") -> Drafter:
         """Return a draft model with a copy of the weights."""
         lm = copy.deepcopy(self.lm)
-        torch.nn.Module.to(lm, device=target.device, dtype=target.dtype)
+        cast_parameters(lm, target.dtype)
+        torch.nn.Module.to(lm, device=target.device)
         model = DraftTarget(lm, target.tokenizer, f"small draft of {target.name}", native=target.native)
         return draft_with(model, target, self.guesses)
 

@@ -34,6 +34,7 @@ class TrainableDrafter(StagewiseDrafter, Learner):
 
     is_ready: bool = False
     """Whether it was made ready to decode, after which it can neither be trained nor saved."""
+    _weighed: tuple[int, int] = (0, 0)
 
     def check_savable(self) -> None:
         """Refuse what was packed."""
@@ -41,14 +42,12 @@ class TrainableDrafter(StagewiseDrafter, Learner):
             raise DraftsmithError("this drafter is packed for decoding; save the one it was made from.")
 
     def parameter_count(self) -> int:
-        """Count what is trained; packing turns parameters into buffers, so only before that."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """Count what is trained."""
+        return self._weighed[0] or sum(parameter.numel() for parameter in self.parameters())
 
     def memory_bytes(self) -> int:
-        """Add up parameters and buffers, tied ones once, without what is borrowed from the target."""
-        kept = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
-        borrowed = {id(module.weight) for module in self.modules() if isinstance(module, FrozenTable)}
-        return sum(tensor.nbytes for key, tensor in kept.items() if key not in borrowed)
+        """Return the memory that its weights take as it decodes; before that, as it learns."""
+        return self._weighed[1] or sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
 
     def pack(self, target: "Target") -> None:
         """Turn linear layers into what decodes fastest, in place; guesses need not be exact, so int8 will do."""
@@ -59,9 +58,14 @@ class TrainableDrafter(StagewiseDrafter, Learner):
 
     def make_ready(self, target: "Target") -> Self:
         """Turn into what decodes for this target, in place: its dtype and device, no gradients, packed."""
+        # Packing turns parameters into buffers, and binding brings in tables of the target's.
+        count = self.parameter_count()
         self.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         self.bind(target)
         self.pack(target)
+        theirs = {tensor.data_ptr() for tensor in (*target.model.parameters(), *target.model.buffers())}
+        held = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.parameters(), *self.buffers())}
+        self._weighed = count, sum(size for place, size in held.items() if place not in theirs)
         self.is_ready = True
         return self
 
@@ -160,3 +164,10 @@ class FrozenTable(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Score as a head; an embedding is looked up in `weight`."""
         return torch.nn.functional.linear(x, self.weight)
+
+    def as_layer(self) -> nn.Linear:
+        """Return a linear layer with this very weight, which packing then takes for one."""
+        rows, width = self.weight.shape
+        layer = nn.Linear(width, rows, bias=False, device="meta")
+        layer.weight = nn.Parameter(self.weight, requires_grad=False)
+        return layer

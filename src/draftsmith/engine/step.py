@@ -145,6 +145,10 @@ class Stepper:
             rows.context, table_BX, path_BD = commit(
                 tensors, acceptance, logits_BMV, features_BMF, layout, context
             )
+        if rows.count < len(context.rows_B):
+            # Padding writes the same few places again and again; left to grow, it would outgrow the cache.
+            lengths_B = torch.where(context.rows_B < 0, context.lengths_B, rows.context.lengths_B)
+            rows.context = replace(rows.context, lengths_B=lengths_B)
         if rows.history is not None:
             rows.history.commit(rows.context.tokens_BT, rows.context.counts_B)
         raw_BTV = None

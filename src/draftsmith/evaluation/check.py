@@ -69,7 +69,12 @@ def check_files(folder: Path) -> list[Check]:
         storage.require_folder(folder)
         storage.verify_folder(folder)
         config = storage.read_json(folder / "config.json")
-        tensors = storage.read_tensors(folder)
+        tensors = {
+            name: tensor for path in sorted(folder.glob("*.safetensors"))
+            for name, tensor in storage.read_tensor_file(path).items()
+        }
+        if not tensors:
+            raise DraftsmithError(f"{folder} has no safetensors file; restore it from a good copy.")
     except DraftsmithError as error:
         return [Check("files", False, str(error).rstrip("."))]
     sealed = (folder / storage.MANIFEST).exists()
@@ -197,10 +202,13 @@ def check_packing(
     longest = max(len(prompt) for prompt in prompts) + new_tokens
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     shares = []
-    for drafter in (packed, plain):
+    for drafter in (packed,) if plain.borrows_layers else (packed, plain):
         engine = Engine(target, drafter, plan=Plan((1,) * depth), max_batch=1, max_length=longest)
         found = Measurement(engine.generate(prompts, params), 1.0).accepted_by_depth()
         shares.append((found + [0.0] * depth)[:depth])
+    if plain.borrows_layers:
+        detail = "it drafts with the target's own layers, so there is no unpacked copy to compare with"
+        return Check("the copy that decodes", True, detail), shares[0], []
     lost = [after - before for before, after in zip(*shares, strict=True)]
     worst = max(range(depth), key=lambda d: lost[d])
     fine = lost[worst] <= PACKING_POINTS

@@ -80,7 +80,7 @@ class Contender:
     def shapes(self) -> list[Plan]:
         """The drafts to choose the fastest from."""
         reach = self.reach
-        chains = [Plan((1,) * depth) for depth in sorted({1, 2, 3, 4, 6, 8, reach}) if depth <= reach]
+        chains = [Plan((1,) * depth) for depth in sorted({1, 2, 3, 4, 6, 8, min(8, reach)}) if depth <= reach]
         return list(dict.fromkeys([*chains, self.drafter.default_plan()]))
 
 

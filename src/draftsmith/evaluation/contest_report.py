@@ -20,7 +20,7 @@ ORDERINGS = (
 FAMILY_HEADER = ["contender", "parameters", "memory, MB", "trained, s", "positions", "what it is"]
 CELL_HEADER = [
     "contender", "τ chain", "τ tree", "accepted by depth (tree)", "drafts here", "τ", "drafting", "a step costs",
-    "ms a token", "speed-up",
+    "ms a token", "same text", "speed-up",
 ]
 SHORT_HEADER = ["contender", "τ chain", "τ tree", "drafts here", "drafting", "a step costs", "speed-up"]
 
@@ -62,6 +62,7 @@ def cell_rows(cells: Cells, task: str, mode: str) -> list[list[str]]:
             f"{cell['share_drafting']:.0%}",
             f"{cell['step_cost']:.2f}×",
             f"{cell['ms_per_token']:.2f}",
+            f"{cell['identical']} of {cell['rounds']}",
             f"{cell['speedup']:.2f}× ({cell['speedup_ci'][0]:.2f}–{cell['speedup_ci'][1]:.2f})",
         ]
         for cell in of(cells, task, mode)
@@ -107,7 +108,16 @@ def verdict(cells: Cells, tasks: Sequence[str]) -> list[str]:
                     + (", clearly slower" if clear else ", which the intervals do not tell apart")
                 )
             sentences.append(sentence + ".")
-    return sentences + losers(cells)
+    return unfaithful(cells) + sentences + losers(cells)
+
+
+def unfaithful(cells: Cells) -> list[str]:
+    """Name every contender whose greedy text was not always the plain text of the same round."""
+    return [
+        f"{cell['contender']}, {cell['task']}: {cell['rounds'] - cell['identical']} of {cell['rounds']} greedy texts "
+        "differ from plain decoding; run draftsmith prove with it before anything else."
+        for cell in cells if cell["mode"] == "greedy" and cell["identical"] < cell["rounds"]
+    ]
 
 
 def losers(cells: Cells) -> list[str]:

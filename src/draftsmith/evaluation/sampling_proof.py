@@ -49,7 +49,7 @@ class Cell:
         p_value: of the chi-square test; 0 when a draw was impossible under the law.
         tv: total variation between draws and law; `tv_noise` is what a perfect sampler shows on average, `tv_most`
             what it exceeds once in a thousand.
-        smallest_shift: the total variation that the test finds nine times out of ten.
+        smallest_shift: the total variation that the test finds nine times out of ten, what rounding excuses included.
         rounding: total variation that the rounding of the target's forward may cause by itself.
         refused: whether the draws do not follow the law.
         lossless: whether the plan claims that they do; typical acceptance does not.
@@ -134,10 +134,12 @@ def judge(
     found = fit(counts_C, impossible, law.p_C)
     tv = variation(counts_C, impossible, law.p_C)
     noise, most = variation_of_perfect(law.p_C, len(texts), seed)
+    # A shift within what rounding excuses goes unseen, however many draws there are.
+    smallest = max(detectable(law.p_C, len(texts), ALPHA, seed), most + rounding if rounding else 0.0)
     refused = found.p_value < ALPHA and (rounding == 0 or tv > most + rounding)
     return Cell(
         where, plan, drafter, len(texts), len(law.p_C), found.statistic, found.freedom, found.p_value, impossible, tv,
-        noise, most, detectable(law.p_C, len(texts), ALPHA, seed), rounding, accepted, seconds, refused,
+        noise, most, smallest, rounding, accepted, seconds, refused,
         lossless,
     )
 

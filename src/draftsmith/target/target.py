@@ -24,7 +24,7 @@ from draftsmith.target.cache import KVCache
 from draftsmith.target.layers import layer_stack, shortened
 from draftsmith.target.packing import can_prepack, prepack_linears
 from draftsmith.target.support import fingerprint, refuse_unsupported, use_tree_attention
-from draftsmith.types import DraftsmithError, Quantization, TargetFacts, resolve_dtype
+from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_parameters, resolve_dtype
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -186,7 +186,8 @@ class Target:
     def copied(self, dtype: torch.dtype, native: bool = False, quantize: Quantization = "none") -> "Target":
         """Return a copy with weights of its own, in another precision."""
         # Built anew: a copy of the modules would keep hooks and packed weights that belong to this target.
-        model = type(self.model)(copy.deepcopy(self.model.config)).to(dtype)
+        model = type(self.model)(copy.deepcopy(self.model.config))
+        cast_parameters(model, dtype)
         model.load_state_dict(self.model.state_dict())
         return Target(model.to(device=self.device), self.tokenizer, self.name, native, quantize)
 

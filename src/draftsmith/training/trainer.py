@@ -37,7 +37,7 @@ from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.schedule import learning_rate
 from draftsmith.training.terminal import one_gentle_interrupt, progress_bar
-from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
+from draftsmith.types import DraftsmithError, TargetFacts, cast_parameters, resolve_dtype
 
 Evaluate = Callable[[Learner], Mapping[str, float]]
 TAU = "tokens_per_step"
@@ -344,7 +344,8 @@ class Run:
     @torch.no_grad()
     def _served(self) -> Learner:
         """Return a copy as it would be served: in the target's dtype."""
-        served = copy.deepcopy(self.drafter).to(self.target.dtype).eval().requires_grad_(False)
+        served = copy.deepcopy(self.drafter).eval().requires_grad_(False)
+        cast_parameters(served, self.target.dtype)
         served.bind(self.target)
         return served
 
