@@ -86,7 +86,8 @@ def test_mistakes_are_named(place: Path, arguments: tuple[str, ...], message: st
 def cell(name: str, speedup: float, task: str = "code", mode: str = "greedy", taus: tuple[float, ...] = (2.0, 2.2)):
     return {
         "contender": name, "task": task, "mode": mode, "speedup": speedup, "speedup_ci": [speedup - 0.1, speedup + 0.1],
-        "plan": "chain 2", "step_cost": 1.5, "share_drafting": 0.25, "tokens_per_step_timed": 1.2,
+        "plan": "chain 2", "identical": 12, "rounds": 12, "step_cost": 1.5, "share_drafting": 0.25,
+        "tokens_per_step_timed": 1.2,
         "tree": {"tokens_per_step_by_prompt": list(taus)},
     }
 
@@ -101,6 +102,8 @@ def test_the_verdict_says_by_how_much_and_why_not():
         "(25% of it drafting) and brings 1.20 tokens."
     ]
     assert "decode plainly" in verdict([cell("mlp", 1.05)], ["code"])[0]
+    other = cell("mlp", 1.8) | {"identical": 10}
+    assert verdict([other], ["code"])[0].startswith("mlp, code: 2 of 12 greedy texts differ from plain decoding")
     close = verdict([cell("mlp", 1.8), cell("hydra", 1.75)], ["code"])
     assert "which the intervals do not tell apart" in close[0]
 

@@ -13,7 +13,7 @@ import torch
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.clock import Clock
 from draftsmith.engine.compiled import Compiler
-from draftsmith.engine.engine import DRAFT_ROOM, SEED_STRIDE
+from draftsmith.engine.engine import SEED_STRIDE
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Rows, join, leave
 from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
@@ -60,7 +60,9 @@ def draw(
     """
     if any(not 0 <= token < target.vocab_size for token in prompt) or not prompt:
         raise DraftsmithError(f"the prompt {list(prompt)} has a token that {target.name} does not know; mend it.")
-    capacity = len(prompt) + params.max_tokens + DRAFT_ROOM
+    # Drafters that share the target's cache may write as many guesses as they can make, whatever the plan.
+    room = max(plan.max_nodes, drafter.default_plan().depth) + 1
+    capacity = len(prompt) + params.max_tokens + 2 * room
     cache = target.new_cache(batch, capacity)
     compiler = Compiler("off", target.device, target.is_native and drafter.is_native)
     stepper = make_stepper(target, drafter, cache, compiler)
