@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullFormatter, ScalarFormatter
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.evaluation.contest import EDIT, MODES, PLAIN, order
+from draftsmith.evaluation.contest import EDIT, MODES, order
 from draftsmith.evaluation.intervals import Interval
-from draftsmith.evaluation.plots import INK, SERIES, acceptance_by_depth, canvas, finish, speed_bars
+from draftsmith.evaluation.plots import INK, SERIES, acceptance_by_depth, canvas, finish, ranked_bars
 from draftsmith.evaluation.report import markdown_table
 
 Cells = Sequence[Mapping[str, Any]]
@@ -193,9 +194,8 @@ def figures(cells: Cells, tasks: Sequence[str]) -> dict[str, Figure]:
         drawn[f"acceptance-{task}.png"] = acceptance_by_depth(
             {cell["contender"]: cell["tree"]["accepted_by_depth"] for cell in ranked}
         )
-        bars = {PLAIN: Interval(1.0, 1.0, 1.0)}
-        bars |= {cell["contender"]: Interval(cell["speedup"], *cell["speedup_ci"]) for cell in ranked}
-        drawn[f"speedup-{task}.png"] = speed_bars({task: bars}, "speed-up over plain decoding, greedy", "{:.2f}")
+        bars = {cell["contender"]: Interval(cell["speedup"], *cell["speedup_ci"]) for cell in ranked}
+        drawn[f"speedup-{task}.png"] = ranked_bars(bars, f"speed-up over plain decoding, {task}, greedy")
     drawn["tau-and-cost.png"] = tau_against_cost(cells, names)
     return drawn
 
@@ -212,6 +212,11 @@ def tau_against_cost(cells: Cells, names: Sequence[str]) -> Figure:
         )
     most = max([c["step_cost"] for c in mine] + [c["tokens_per_step_timed"] for c in mine], default=2.0)
     axes.plot([1, most], [1, most], color=INK, linewidth=0.8, linestyle=":")
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        scale("log")
+        axis.set_major_locator(FixedLocator([tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 12, 16) if tick <= most * 1.2]))
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("cost of a step, in plain steps")
     axes.set_ylabel("tokens a step, τ")
     finish(axes, legend=True)

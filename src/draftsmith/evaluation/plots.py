@@ -14,12 +14,10 @@ INK, GRID, GREY, BLUE, ORANGE = "#2b2b2b", "#d9d9d9", "#9aa5b1", "#2f6db3", "#d9
 SERIES = (BLUE, ORANGE, "#3c9d6d", "#8e5ea2", "#b5483a", "#5f7d95")
 
 
-def speed_bars(
-    groups: Mapping[str, Mapping[str, Interval]], unit: str = "tokens per second", form: str = "{:.0f}"
-) -> Figure:
+def speed_bars(groups: Mapping[str, Mapping[str, Interval]], unit: str = "tokens per second") -> Figure:
     """Bars with intervals: one group a task, one bar a way of decoding; the first way is the grey baseline."""
     ways = list(next(iter(groups.values())))
-    figure, axes = canvas(max(6.4, 0.75 * len(ways) * len(groups)), 3.8)
+    figure, axes = canvas(6.4, 3.8)
     width = 0.8 / len(ways)
     for i, way in enumerate(ways):
         at = [g + (i - (len(ways) - 1) / 2) * width for g in range(len(groups))]
@@ -30,12 +28,31 @@ def speed_bars(
         axes.errorbar(at, [s.value for s in shown], yerr=spread, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
         for x, s in zip(at, shown, strict=True):
             axes.annotate(
-                form.format(s.value), (x, s.high), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9
+                f"{s.value:.0f}", (x, s.high), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9
             )
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_ylabel(unit)
     axes.margins(y=0.14)
     finish(axes, legend=True)
+    return figure
+
+
+def ranked_bars(bars: Mapping[str, Interval], unit: str) -> Figure:
+    """Horizontal bars with intervals and names, in the given order from the top; a line at 1 is the baseline."""
+    figure, axes = canvas(6.4, 0.9 + 0.28 * len(bars))
+    at, shown = range(len(bars)), list(bars.values())
+    axes.barh(at, [s.value for s in shown], 0.72, color=[BLUE if s.low > 1 else GREY for s in shown])
+    spread = [[max(0.0, s.value - s.low) for s in shown], [max(0.0, s.high - s.value) for s in shown]]
+    axes.errorbar([s.value for s in shown], at, xerr=spread, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
+    for y, s in zip(at, shown, strict=True):
+        axes.annotate(f"{s.value:.2f}", (s.high, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.axvline(1, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_yticks(at, list(bars))
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel(unit)
+    finish(axes, legend=False)
+    axes.grid(visible=False, axis="y")
     return figure
 
 
