@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -314,6 +315,8 @@ def test_ctrl_c_is_one_sentence_and_130(target: Path):
     with subprocess.Popen(
         [sys.executable, "-c", code, "generate", "--target", str(target)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A shell without job control starts background jobs, and so this suite, with the signal ignored.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(1)
