@@ -165,7 +165,7 @@ def test_the_verdict_says_by_how_much_and_why_not():
     assert said[0].startswith("code, greedy: use mlp (chain 2), 1.80× plain decoding (1.70–1.90)")
     assert "next is ngram with 1.50×, clearly slower" in said[0]
     assert losers(cells) == [
-        "slow is slower than plain decoding: at its best (code, greedy, chain 2, 0.80×) a step brings 1.20 tokens and "
+        "slow does not beat plain decoding: at its best (code, greedy, chain 2, 0.80×) a step brings 1.20 tokens and "
         "costs 1.50 plain steps, 0.38 of them drafting; drafting is too slow, 0.07 would be the limit."
     ]
     assert "it guesses too little" in losers([cell("blind", 0.8, tokens_per_step_timed=1.1)])[0]

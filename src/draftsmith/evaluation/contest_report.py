@@ -160,7 +160,7 @@ def losers(cells: Cells) -> list[str]:
         drafting = best["share_drafting"] * best["step_cost"]
         room = best["tokens_per_step_timed"] - (best["step_cost"] - drafting)
         sentences.append(
-            f"{name} is slower than plain decoding: at its best ({where}, {best['speedup']:.2f}×) a step brings "
+            f"{name} does not beat plain decoding: at its best ({where}, {best['speedup']:.2f}×) a step brings "
             f"{best['tokens_per_step_timed']:.2f} tokens and costs {best['step_cost']:.2f} plain steps, "
             f"{drafting:.2f} of them drafting; "
             + (
