@@ -168,8 +168,9 @@ def print_table(console: Console, title: str, header: Sequence[str], rows: Seque
     """Print a table: words to the left, numbers to the right."""
     table = Table(title=title, title_justify="left")
     for index, name in enumerate(header):
-        wordy = index == 0 or name in ("drafts here", "task", "holds here")
-        table.add_column(name, justify="left" if wordy else "right", overflow="fold", no_wrap=index == 0)
+        wordy = index == 0 or name in ("fastest draft", "task", "holds here")
+        whole = index == 0 or name in ("speed-up", "difference in τ")
+        table.add_column(name, justify="left" if wordy else "right", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -85,12 +85,11 @@ def short_table(cells: Cells, task: str, mode: str) -> list[list[str]]:
         [
             cell["contender"],
             *("–" if shape not in cell else f"{cell[shape]['tokens_per_step']:.2f}" for shape in shapes.values()),
-            cell["plan"], f"{cell['share_drafting']:.0%}", f"{cell['step_cost']:.2f}×",
-            span(cell["speedup"], cell["speedup_ci"], "×"),
+            cell["plan"], f"{cell['step_cost']:.2f}×", span(cell["speedup"], cell["speedup_ci"], "×"),
         ]
         for cell in mine
     ]
-    return [["contender", *shapes, "fastest draft", "drafting", "a step costs", "speed-up"], *rows]
+    return [["contender", *shapes, "fastest draft", "a step costs", "speed-up"], *rows]
 
 
 def tau(guessed: Mapping[str, Any]) -> str:
