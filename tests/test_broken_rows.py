@@ -67,7 +67,7 @@ class Poisoner(OracleDrafter):
 
     def _choose(self, truth: int | None, children: int, random: Random) -> list[int]:
         guesses = super()._choose(truth, children, random)
-        if random.random() < 0.3 and self.token not in guesses and guesses[-1] != truth:
+        if random.random() < (0.03 if truth is None else 0.3) and self.token not in guesses and guesses[-1] != truth:
             guesses[-1] = self.token
         return guesses
 

@@ -120,8 +120,9 @@ def test_generate_ends_only_what_the_target_cannot_read(target: Path, tmp_path: 
     words = ("--max-tokens", "8", "--temperature", "1", "--seed", "7", "--dtype", "fp32", "--no-draft")
     path = tmp_path / "whole.json"
     whole = run("generate", "abc", "-n", "3", "--target", target, "--json", path, *words)
-    texts = [completion["tokens"] for completion in json.loads(path.read_text())["completions"]]
-    others = {*b"abc", *texts[0], *texts[2]}
+    completions = json.loads(path.read_text())["completions"]
+    texts = [completion["tokens"] for completion in completions]
+    others = {*completions[0]["prompt_tokens"], *texts[0], *texts[2]}
     token = next(token for token in texts[1][1:-1] if token not in others)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.no_grad():

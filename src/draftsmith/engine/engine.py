@@ -325,7 +325,7 @@ class Engine:
         table = result.table_BX.tolist()  # the one transfer from the device in a step
         seconds = clock.stop()
         begun = time.perf_counter()
-        committed = []
+        committed: list[tuple[Request, list[int]]] = []
         for b, request in enumerate(rows.requests):
             count, drafted, *tokens = table[b]
             raw_TV = None if result.raw_logits_BTV is None else result.raw_logits_BTV[b]
