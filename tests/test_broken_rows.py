@@ -149,6 +149,34 @@ def test_padding_is_no_token_of_a_row(compile):
     assert [c.tokens for c in found] == [answers[b][:n] for b, n in zip(chosen, lengths, strict=True)]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_the_row_wrote_is_not_handed_on(size: int):
+    """A short prompt takes the slot of a long one that could not be read."""
+    short, beside = prompts(1, longest=4, seed=9)[0], prompts(1, seed=10)[0]
+    answers = reference("llama", [beside, short])
+    taken = {*beside, *short, *answers[0], *answers[1]}
+    token = next(t for t in range(1, VOCABULARY) if t not in taken)
+    sick = [token] * 40
+    asked = [sick, short] if size == 1 else [beside, sick, short]
+    found = Engine(broken("llama", token), max_batch=size).generate(asked, SamplingParams(max_tokens=NEW_TOKENS))
+    assert found[-2].finish_reason == "error"
+    assert found[-1].tokens == answers[1] and (size == 1 or found[0].tokens == answers[0])
+
+
+def test_what_padding_wrote_is_not_handed_on():
+    """The fourth slot is padding in the first call, and a row's in the second."""
+    asked = [question[:4] for question in prompts(12, seed=2) if 0 not in question[:4]]
+    answers = reference("llama", asked)
+    chosen = [b for b, answer in enumerate(answers) if 0 not in answer][:4]
+    assert len(chosen) == 4
+    questions, answers = [asked[b] for b in chosen], [answers[b] for b in chosen]
+    drafter = OracleDrafter([q + a for q, a in zip(questions, answers, strict=True)], VOCABULARY)
+    engine = Engine(broken("llama", 0), drafter, plan=TREE, max_batch=4, compile="trace")
+    params = SamplingParams(max_tokens=NEW_TOKENS)
+    assert [c.tokens for c in engine.generate(questions[:3], params)] == answers[:3]
+    assert [c.tokens for c in engine.generate(questions, params, NO_DRAFT)] == answers
+
+
 @pytest.mark.parametrize("rules", [{}, {"top_k": 2}, {"top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
 def test_sampled_neighbours_draw_the_same(rules: dict):
     of = case("llama", "prompt")
@@ -207,38 +235,39 @@ def test_who_needs_whole_texts_is_told():
 
 
 class Recorder(CheckedDrafter):
-    """Keeps every guess."""
+    """Keeps every guess for every row."""
 
     def attach(self, cache: KVCache) -> None:
         super().attach(cache)
-        self.guesses: list[list[list[int]]] = []
+        self.guesses: dict[int, list[list[int]]] = {}
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         draft = super().propose(context, plan)
-        self.guesses.append(draft.tokens_BN.tolist())
+        for row, guesses in zip(context.rows_B.tolist(), draft.tokens_BN.tolist(), strict=True):
+            self.guesses.setdefault(row, []).append(guesses)
         return draft
-
-
-def recorded(target: Target) -> tuple[Engine, Recorder]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        drafter = make_eagle(EagleOptions(), target, None).double()
-    drafter.bind(target)
-    drafter.for_decoding(target)
-    recorder = Recorder(drafter, target)
-    return Engine(target, recorder, plan=CHAIN, max_batch=3), recorder
 
 
 def test_a_drafters_memory_of_the_row_is_not_handed_on():
     """EAGLE reads the target's own embedding, so that its keys and values of the row are NaN too."""
-    of = case("llama", "text")
-    target = broken("llama", of.token)
-    used, seen = recorded(target)
-    params = SamplingParams(max_tokens=NEW_TOKENS)
-    check_rows(used.generate(of.questions, params), of, exact=True)
-    fresh, expected = recorded(target)
-    # Shorter prompts than the sick row's text, in all slots.
-    others = [of.questions[0][:4], of.questions[2][:4], of.questions[0][1:5]]
-    for engine in (used, fresh):
-        engine.generate(others, SamplingParams(max_tokens=6))
-    assert seen.guesses == expected.guesses
+    beside, sick, short = prompts(1, shortest=30, longest=30, seed=4)[0], [3, 1, 4], [5, 9, 2]
+    answers = reference("llama", [beside, sick, short])
+    taken = {*beside, *sick, *short, *answers[0], *answers[2]}
+    place = next(i for i in range(2, NEW_TOKENS - 2) if answers[1][i] not in {*taken, *answers[1][:i]})
+    target = broken("llama", answers[1][place])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drafter = make_eagle(EagleOptions(), target, None)
+        for parameter in drafter.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    drafter = drafter.double()
+    drafter.bind(target)
+    recorder = Recorder(drafter, target)
+    engine = Engine(target, recorder, plan=CHAIN, max_batch=2)
+    rules = [SamplingParams(max_tokens=n) for n in (40, NEW_TOKENS, NEW_TOKENS)]
+    found = engine.generate([beside, sick, short], rules)
+    assert [c.finish_reason for c in found] == ["length", "error", "length"]
+    guesses = recorder.guesses
+    alone = engine.generate([beside, short], [rules[0], rules[2]])
+    assert [c.tokens for c in alone] == [found[0].tokens, found[2].tokens]
+    assert recorder.guesses[1] == guesses[2] and recorder.guesses[0] == guesses[0]
