@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 
 import draftsmith
 from draftsmith.cli.app import app
-from draftsmith.evaluation.contest import Contender, words
+from draftsmith.evaluation.contest import Contender
 from draftsmith.evaluation.contest_orderings import ordering_rows, orderings, summary
 from draftsmith.evaluation.contest_plots import figures
 from draftsmith.evaluation.contest_report import cell_table, losers, verdict
 from draftsmith.evaluation.ledger import Ledger
+from draftsmith.evaluation.wording import words
 from draftsmith.types import DraftsmithError, Plan
 from oracle import OracleDrafter
 from tiny import save_tiny_target

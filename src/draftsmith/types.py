@@ -292,10 +292,11 @@ class TokenLogprob:
 class Completion:
     """One finished continuation.
 
-    `finish_reason` is "stop" (end token, stop string or stop id) or "length". `accepted_lengths[i]` says how many
-    of the tokens of step i were drafted, so that a reader can colour them; the prefill's token is not a step,
-    and a text cut inside an accepted path counts its last token as the target's own, so that tokens add up to
-    1 + the sum of (1 + accepted).
+    `finish_reason` is "stop" (end token, stop string or stop id), "length", or "error": the target had no finite
+    logits for the next token. Then `error` is the sentence that says so, and the tokens before it stand.
+    `accepted_lengths[i]` says how many of the tokens of step i were drafted, so that a reader can colour them; the
+    prefill's token is not a step, and a text cut inside an accepted path counts its last token as the target's own,
+    so that tokens add up to 1 + the sum of (1 + accepted).
     """
 
     prompt_tokens: list[int]
@@ -305,6 +306,15 @@ class Completion:
     statistics: Statistics
     accepted_lengths: list[int]
     logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
+
+
+def unbroken(completions: list[Completion]) -> list[Completion]:
+    """Return completions that all came to their end, for whoever measures them; DraftsmithError if one did not."""
+    for completion in completions:
+        if completion.error is not None:
+            raise DraftsmithError(completion.error)
+    return completions
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from draftsmith import assets
 from draftsmith.types import DraftsmithError, Quantization
@@ -179,3 +180,8 @@ def gather_prompts(data: Path | None, task: str | None) -> "list[Prompt]":
         known = ", ".join(sorted({prompt.task for prompt in prompts}))
         raise DraftsmithError(f"{data} holds no prompt of task {task!r}; choose one of {known}.")
     return chosen
+
+
+def say(sentence: str) -> None:
+    """Print one sentence in red on stderr."""
+    Console(stderr=True, soft_wrap=True).print(Text(sentence, style="red"))

@@ -22,7 +22,7 @@ from draftsmith.training.build import build_drafter, build_loader
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data import Packing, noise
 from draftsmith.training.generated import GeneratedText
-from draftsmith.training.loss import prepare
+from draftsmith.training.lessons import prepare
 from draftsmith.training.optimizer import build_optimizers
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.training.terminal import progress_bar

@@ -58,8 +58,11 @@ class RowCache:
         self._longest = 0
 
     def forget(self, rows: list[int]) -> None:
-        """Let go of rows that ended."""
+        """Let go of rows that ended, and of what they held: NaN left there would reach later rows through a mask."""
         ended = set(rows)
+        slots = [slot for slot, row in enumerate(self._rows) if row in ended]
+        for storage_RCGW in (self.keys_RCGW, self.values_RCGW):
+            storage_RCGW[slots, : self._longest] = 0
         self._rows = [-1 if row in ended else row for row in self._rows]
         self._seen = None
 

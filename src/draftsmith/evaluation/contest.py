@@ -18,6 +18,7 @@ from draftsmith.evaluation.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.ledger import Ledger
 from draftsmith.evaluation.measure import measure
 from draftsmith.evaluation.prompts import Prompt, cut, encode
+from draftsmith.evaluation.wording import words
 from draftsmith.target import Target
 from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
 
@@ -215,21 +216,6 @@ def fastest_shape(
 def read_plan(values: dict[str, Any]) -> Plan:
     """Read a plan back from plain JSON."""
     return Plan(**(values | {"branching": tuple(values["branching"])}))
-
-
-def words(plan: Plan) -> str:
-    """Say a plan in a few characters."""
-    if not plan.branching:
-        return "none"
-    widths = set(plan.branching)
-    if widths == {1}:
-        shape = f"chain {plan.depth}"
-    elif len(widths) == 1 and plan.depth > 2:
-        shape = f"tree {widths.pop()}^{plan.depth}"
-    else:
-        shape = "tree " + ",".join(map(str, plan.branching))
-    limits = [f"{name} {value}" for name, value in (("paths", plan.paths), ("nodes", plan.nodes)) if value is not None]
-    return " ".join([shape, *limits, *(["sampled"] if plan.sampled else [])])
 
 
 def time_round(
