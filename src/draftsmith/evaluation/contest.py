@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.drafters.static_tree import EAGLE_TREE, pruned
 from draftsmith.engine import Engine
 from draftsmith.evaluation.intervals import Interval, mean_interval, ratio_interval
 from draftsmith.evaluation.ledger import Ledger
@@ -24,7 +25,7 @@ from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, Plan, Sampli
 PLAIN = "plain"
 CHAIN = 4
 TREE_NODES, TREE_WIDTH = 14, 4
-STATIC_TREE = Plan((2, 2, 1, 1))
+STATIC_TREE = pruned(EAGLE_TREE, TREE_NODES)
 EDIT = "edit"
 MODES = {"greedy": 0.0, "T=1": 1.0}
 
@@ -52,7 +53,8 @@ class Settings:
 class Contender:
     """One drafter under the name that the tables have for it.
 
-    `static` makes its tree the same at every step, as EAGLE-1's is; the others keep the nodes they are surest of.
+    `static` makes its tree the same at every step, as EAGLE-1's is: the published one, cut to as many nodes as all
+    others have. They keep the nodes they are surest of.
     """
 
     name: str
@@ -73,7 +75,7 @@ class Contender:
     def tree(self) -> Plan:
         """The tree of at most `TREE_NODES` nodes that all are compared with."""
         if self.static:
-            return Plan(STATIC_TREE.branching[: self.reach])
+            return Plan(choices=STATIC_TREE).shortened(self.reach)
         depth = min(CHAIN + 1, self.reach) if isinstance(self.drafter, StagewiseDrafter) else self.reach
         return Plan((TREE_WIDTH,) * depth, beam=TREE_WIDTH, nodes=TREE_NODES)
 
@@ -198,13 +200,16 @@ def fastest_shape(
 
 def read_plan(values: dict[str, Any]) -> Plan:
     """Read a plan back from plain JSON."""
-    return Plan(**(values | {"branching": tuple(values["branching"])}))
+    choices = tuple(tuple(path) for path in values.get("choices", ()))
+    return Plan(**(values | {"branching": tuple(values["branching"]), "choices": choices}))
 
 
 def words(plan: Plan) -> str:
     """Say a plan in a few characters."""
     if not plan.branching:
         return "none"
+    if plan.choices:
+        return f"static tree, nodes {len(plan.choices)}"
     widths = set(plan.branching)
     if widths == {1}:
         shape = f"chain {plan.depth}"

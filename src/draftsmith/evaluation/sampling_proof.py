@@ -108,6 +108,8 @@ class SamplingProof:
 
 def describe(plan: Plan) -> str:
     """Name a plan's shape in words."""
+    if plan.choices:
+        return f"static tree of {len(plan.choices)} nodes{'' if plan.acceptance == 'exact' else f', {plan.acceptance}'}"
     shape = ",".join(map(str, plan.branching))
     form = "chain" if all(children == 1 for children in plan.branching) else "tree"
     kept = "".join(f", best {value} {name}" for name, value in (("paths", plan.paths), ("nodes", plan.nodes)) if value)
@@ -122,7 +124,7 @@ def with_penalties(params: SamplingParams) -> SamplingParams:
 
 def shorten(plan: Plan, depth: int) -> Plan:
     """Cut a plan to what a continuation of `depth` more tokens can use."""
-    return replace(plan, branching=plan.branching[:depth])
+    return plan.shortened(depth)
 
 
 def judge(
