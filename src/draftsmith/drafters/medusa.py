@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from draftsmith.drafters import storage
 from draftsmith.drafters.family import Family
 from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock
+from draftsmith.drafters.static_tree import MEDUSA_TREE, plan_of
 from draftsmith.drafters.trainable import FrozenTable
-from draftsmith.types import Context, DraftsmithError
+from draftsmith.types import Context, DraftsmithError, Plan
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
@@ -70,6 +71,13 @@ class MedusaDrafter(HeadDrafter):
         if not self.options.tie_to_target:
             layers.append(nn.Linear(self.hidden_size, self.scored, bias=False))
         return nn.Sequential(*layers)
+
+    def default_plan(self) -> Plan:
+        """Return the draft that the options ask for, or the authors' default tree as far as there are heads."""
+        options = self.options
+        if options.default_branching or options.default_beam or options.default_nodes:
+            return super().default_plan()
+        return plan_of(MEDUSA_TREE, self.max_depth, self.scored)
 
     def projections(self) -> list[nn.Linear]:
         """Return the heads' own layers to the vocabulary; tied heads have none."""

@@ -127,7 +127,7 @@ class MLPSpeculator(RowwiseDrafter):
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a tree of at most n_predict levels."""
         # What a beam leaves unexpanded is kept only where whole paths are not asked for, which is left to `grow`.
-        general = plan.sampled or plan.nodes is not None or (plan.beam is not None and plan.paths is None)
+        general = plan.sampled or plan.choices or plan.nodes or (plan.beam is not None and plan.paths is None)
         if self._native is None or general or not 0 < plan.depth <= self.max_depth:
             return grow(self, context, plan)
         tokens_BN, parents_BN = self._native.propose(

@@ -131,8 +131,11 @@ class RowwiseDrafter(TrainableDrafter):
 
     def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
         """Predict at every depth, see `TrainableDrafter.forward`."""
-        length = tokens_BT.shape[1]
-        state, logits = self.start(features_BTF), []
+        return self.predict(tokens_BT, self.start(features_BTF))
+
+    def predict(self, tokens_BT: Tensor, state: Tensor) -> list[Tensor]:
+        """Predict at every depth from what starts at every position (B, T, S)."""
+        length, logits = tokens_BT.shape[1], []
         for depth in range(min(self.max_depth, length)):
             state = self.stage(depth, state[:, : length - depth], tokens_BT[:, depth:])
             logits.append(self.to_vocabulary(self.score(depth, state)))
@@ -140,10 +143,14 @@ class RowwiseDrafter(TrainableDrafter):
 
     def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for."""
+        return self.judge(lesson, self.start(lesson.roots_RF()))
+
+    def judge(self, lesson: Lesson, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses and hits of every depth from what starts at the roots (R, S)."""
         depths = self.max_depth
         tokens_RN, law = lesson.tokens_RN(depths), lesson.law(depths, self.d2t)
         labels_RN = lesson.labels_RN(depths, self.d2t, self.vocab_size)
-        state, losses, hits = self.start(lesson.roots_RF()), [], []
+        losses, hits = [], []
         for depth in range(depths):
             state = self.stage(depth, state, tokens_RN[:, depth])
             loss, hit = lesson.judge(depth, self.score(depth, state), labels_RN, law)

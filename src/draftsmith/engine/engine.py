@@ -269,7 +269,7 @@ class Engine:
         if chosen.max_nodes >= DRAFT_ROOM:
             raise DraftsmithError(
                 f"the plan drafts {chosen.max_nodes} nodes, but there is room for {DRAFT_ROOM - 1}; "
-                "lower its branching or keep fewer paths."
+                "give it fewer children, or keep fewer paths or nodes."
             )
         if self._running:
             raise DraftsmithError("this engine is still streaming; finish or close that stream before the next call.")

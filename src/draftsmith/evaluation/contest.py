@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.drafters.static_tree import EAGLE_TREE, pruned
 from draftsmith.engine import Engine
 from draftsmith.evaluation.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.ledger import Ledger
@@ -25,7 +26,7 @@ from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
 PLAIN = "plain"
 CHAIN = 4
 TREE_NODES, TREE_WIDTH = 14, 4
-STATIC_TREE = Plan((2, 2, 1, 1))
+STATIC_TREE = pruned(EAGLE_TREE, TREE_NODES)
 EDIT = "edit"
 MODES = {"greedy": 0.0, "T=1": 1.0}
 # Rows at a time where τ is measured, which does not depend on it; more would only take more memory for each engine.
@@ -59,7 +60,8 @@ class Settings:
 class Contender:
     """One drafter under the name that the tables have for it.
 
-    `static` makes its tree the same at every step, as EAGLE-1's is; the others keep the nodes they are surest of.
+    `static` makes its tree the same at every step, as EAGLE-1's is: the published one, cut to as many nodes as all
+    others have. They keep the nodes they are surest of.
     """
 
     name: str
@@ -80,7 +82,7 @@ class Contender:
     def tree(self) -> Plan:
         """The tree of at most `TREE_NODES` nodes that all are compared with."""
         if self.static:
-            return Plan(STATIC_TREE.branching[: self.reach])
+            return Plan(choices=STATIC_TREE).shortened(self.reach)
         depth = min(CHAIN + 1, self.reach) if isinstance(self.drafter, StagewiseDrafter) else self.reach
         return Plan((TREE_WIDTH,) * depth, beam=TREE_WIDTH, nodes=TREE_NODES)
 
@@ -215,7 +217,8 @@ def fastest_shape(
 
 def read_plan(values: dict[str, Any]) -> Plan:
     """Read a plan back from plain JSON."""
-    return Plan(**(values | {"branching": tuple(values["branching"])}))
+    choices = tuple(tuple(path) for path in values.get("choices", ()))
+    return Plan(**(values | {"branching": tuple(values["branching"]), "choices": choices}))
 
 
 def time_round(

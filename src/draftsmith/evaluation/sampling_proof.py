@@ -114,7 +114,7 @@ def with_penalties(params: SamplingParams) -> SamplingParams:
 
 def shorten(plan: Plan, depth: int) -> Plan:
     """Cut a plan to what a continuation of `depth` more tokens can use."""
-    return replace(plan, branching=plan.branching[:depth])
+    return plan.shortened(depth)
 
 
 def judge(

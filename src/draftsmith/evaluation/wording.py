@@ -8,7 +8,9 @@ def words(plan: Plan) -> str:
     if not plan.branching:
         return "none"
     widths = set(plan.branching)
-    if widths == {1}:
+    if plan.choices:
+        shape = f"static tree of {len(plan.choices)} nodes"
+    elif widths == {1}:
         shape = f"chain {plan.depth}"
     elif len(widths) == 1 and plan.depth > 2:
         shape = f"tree {widths.pop()}^{plan.depth}"
