@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.drafters.family import Family
-from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock
+from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock, native_steps
 from draftsmith.drafters.trainable import FrozenTable
+from draftsmith.native.heads import ALL, NativeHead, native_heads
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -72,6 +73,14 @@ class HydraDrafter(HeadDrafter):
         """Return the logits (…, W) of one head."""
         scores: Tensor = self.hydra_lm_head[depth](self.hydra_mlp[depth](state))
         return scores
+
+    def native_form(self) -> Any:
+        """Return the operator of heads that read the embeddings of all tokens before theirs."""
+        heads = [
+            NativeHead(native_steps(blocks), scores)
+            for blocks, scores in zip(self.hydra_mlp, self.hydra_lm_head, strict=True)
+        ]
+        return native_heads(heads, self.hidden_size, ALL, self.embedding.weight, d2t=self.d2t)
 
     @torch.no_grad()
     def bind(self, target: "Target") -> None:
