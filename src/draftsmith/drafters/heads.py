@@ -4,7 +4,7 @@ Shapes: N heads, F width of the target's states, V vocabulary, W drafted vocabul
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -82,10 +82,10 @@ class ResidualBlock(nn.Module):
         return kept + F.silu(self.linear(x))
 
 
-def native_steps(blocks: Iterable[nn.Module]) -> list[tuple[int, list[nn.Module]]]:
-    """Return what the native operator is told of residual blocks."""
+def native_steps(blocks: nn.Module) -> list[tuple[int, list[nn.Module]]]:
+    """Return what the native operator is told of a sequence of residual blocks."""
     steps: list[tuple[int, list[nn.Module]]] = []
-    for block in blocks:
+    for block in blocks.children():
         assert isinstance(block, ResidualBlock)
         plain = isinstance(block.res_connection, nn.Identity)
         steps.append((RESIDUAL, [block.linear]) if plain else (NARROW, [block.linear, block.res_connection]))

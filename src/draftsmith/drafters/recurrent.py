@@ -101,7 +101,7 @@ class RecurrentDrafter(RowwiseDrafter):
         steps: list[tuple[int, list[nn.Module]]] = []
         if not isinstance(self.input_proj, nn.Identity):
             steps.append((PROJECT, [self.input_proj]))
-        for block in self.lm_head[:-1]:
+        for block in self.lm_head[:-1].children():
             assert isinstance(block, ResidualBlock)
             steps.append((RESIDUAL, [block.linear]))
         heads = [NativeHead(steps, self.lm_head[-1])] * self.max_depth
