@@ -127,6 +127,11 @@ class Eagle(FeatureDrafter):
         self.head = self.head.as_layer()
         super().pack(target)
 
+    def native_form(self) -> Any:
+        """Return the operator."""
+        norm = self.layer.post_attention_layernorm
+        return self.native_layer(self.fc, self.head, [norm], self.layer_sizes.hidden_size)
+
     def hidden_matrices(self) -> list[nn.Parameter]:
         """Return the matrices of the layer and the one that joins its inputs."""
         return [self.fc.get_parameter("weight"), *super().hidden_matrices()]

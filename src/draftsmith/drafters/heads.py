@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from draftsmith.drafters.family import TrainedOptions, explain
 from draftsmith.drafters.learner import check_target
 from draftsmith.drafters.trainable import RowwiseDrafter
+from draftsmith.native.heads import NARROW, RESIDUAL
 from draftsmith.types import DraftsmithError, Plan
 
 if TYPE_CHECKING:
@@ -80,6 +81,16 @@ class ResidualBlock(nn.Module):
         """Turn (…, (conditions + 1) F) into (…, F)."""
         kept: Tensor = self.res_connection(x)
         return kept + F.silu(self.linear(x))
+
+
+def native_steps(blocks: nn.Module) -> list[tuple[int, list[nn.Module]]]:
+    """Return what the native operator is told of a sequence of residual blocks."""
+    steps: list[tuple[int, list[nn.Module]]] = []
+    for block in blocks.children():
+        assert isinstance(block, ResidualBlock)
+        plain = isinstance(block.res_connection, nn.Identity)
+        steps.append((RESIDUAL, [block.linear]) if plain else (NARROW, [block.linear, block.res_connection]))
+    return steps
 
 
 class HeadDrafter(RowwiseDrafter):

@@ -31,10 +31,11 @@ from draftsmith.drafters import storage
 from draftsmith.drafters.decoder_layer import LayerSizes
 from draftsmith.drafters.eagle_config import FeatureOptions, sizes_from_json, sizes_to_json
 from draftsmith.drafters.family import Family
-from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock
+from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock, native_steps
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.prefix_attention import PrefixAttention
 from draftsmith.drafters.trainable import FrozenTable
+from draftsmith.native.heads import ALL, NativeHead, native_heads
 from draftsmith.types import Context, DraftsmithError
 
 if TYPE_CHECKING:
@@ -93,6 +94,14 @@ class HydraDrafter(HeadDrafter):
         """Return the logits (…, W) of one head."""
         scores: Tensor = self.hydra_lm_head[depth](self.hydra_mlp[depth](state))
         return scores
+
+    def native_form(self) -> Any:
+        """Return the operator of heads that read the embeddings of all tokens before theirs."""
+        heads = [
+            NativeHead(native_steps(blocks), scores)
+            for blocks, scores in zip(self.hydra_mlp, self.hydra_lm_head, strict=True)
+        ]
+        return native_heads(heads, self.hidden_size, ALL, self.embedding.weight, d2t=self.d2t)
 
     @torch.no_grad()
     def bind(self, target: "Target") -> None:
@@ -189,6 +198,10 @@ class HydraPrefixDrafter(HydraDrafter):
         """Merge products that read the same input, and pack."""
         self.prefix.layer.merge()
         super().pack(target)
+
+    def native_form(self) -> Any:
+        """Return None: the operator knows of no layer in front."""
+        return None
 
     def published_name(self, name: str) -> str:
         """Leave room for the dropout of the published code."""

@@ -85,6 +85,16 @@ class RowCache:
                 storage_RCGW[targets, : self._longest] = storage_RCGW[sources, : self._longest]
         self._rows, self._seen = wanted, rows_B
 
+    def settle(self, context: Context) -> Tensor:
+        """Bring the rows to their slots; return how many entries each held before what the context adds (B)."""
+        self._arrange(context.rows_B)
+        starts_B = context.lengths_B - 1 - context.counts_B
+        if min(self._rows) < 0:
+            # The lengths of padding rows go on growing and mean nothing.
+            starts_B = starts_B.masked_fill(context.rows_B < 0, 0)
+        self._longest = max(1, int((starts_B + context.counts_B).max()))
+        return starts_B
+
     def lay_out(self, context: Context) -> Reading:
         """Find the place of everything that the context adds."""
         self._arrange(context.rows_B)
