@@ -252,7 +252,7 @@ def test_a_drafters_memory_of_the_row_is_not_handed_on():
     """EAGLE reads the target's own embedding, so that its keys and values of the row are NaN too."""
     beside, sick, short = prompts(1, shortest=30, longest=30, seed=4)[0], [3, 1, 4], [5, 9, 2]
     answers = reference("llama", [beside, sick, short])
-    taken = {*beside, *sick, *short, *answers[0], *answers[2]}
+    taken = {*beside, *sick, *short, *greedy_reference(tiny_model(), beside, 30), *answers[2]}
     place = next(i for i in range(2, NEW_TOKENS - 2) if answers[1][i] not in {*taken, *answers[1][:i]})
     target = broken("llama", answers[1][place])
     with torch.random.fork_rng(devices=[]):
@@ -264,7 +264,7 @@ def test_a_drafters_memory_of_the_row_is_not_handed_on():
     drafter.bind(target)
     recorder = Recorder(drafter, target)
     engine = Engine(target, recorder, plan=CHAIN, max_batch=2)
-    rules = [SamplingParams(max_tokens=n) for n in (40, NEW_TOKENS, NEW_TOKENS)]
+    rules = [SamplingParams(max_tokens=n) for n in (30, NEW_TOKENS, NEW_TOKENS)]
     found = engine.generate([beside, sick, short], rules)
     assert [c.finish_reason for c in found] == ["length", "error", "length"]
     guesses = recorder.guesses
