@@ -47,7 +47,7 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
     run_team(threads, [&](const Team& team) {
       multiply(team, up, gathered.data(), width, some, [&](int64_t r, int64_t n, int64_t size, const float* values) {
         kernels().narrow_row(values, size, gates.data() + r * 2 * inner + n);
-      }, none);
+      }, none, back.begin(team));
       team.barrier();
       const auto [first, last] = team.share(some);
       float* wide = wider.data() + team.index * 2 * inner;
@@ -60,7 +60,7 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
         bf16* sum = to + mine[r].first * width + n;
         for (int64_t i = 0; i < size; ++i)
           sum[i] = narrow(widen(sum[i]) + through_bf16(through_bf16(values[i]) * mine[r].second));
-      }, none);
+      }, none, up.begin(team));
     });
   }
   return out;

@@ -148,7 +148,7 @@ at::Tensor apply(const at::Tensor& x, const Linear& layer) {
   run_team(threads, [&](const Team& team) {
     multiply(team, layer, from, stride, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().narrow_row(values, count, to + r * outputs + n);
-    }, rooms[team.index]);
+    }, rooms[team.index], layer.begin(team));
   });
   return out;
 }
