@@ -23,6 +23,7 @@ inline bf16* mutable_bits(at::Tensor& tensor) {
 }
 
 void check_packed(const at::Tensor& packed, int64_t outputs, int64_t inputs);
+void check_packed_int8(const at::Tensor& packed, const at::Tensor& scales, int64_t outputs, int64_t inputs);
 
 // One linear layer, without its PyTorch tensors (whose owner outlives it). Its weights are bf16, or int8 with a scale
 // for each output; then rows are quantised as they come, with a scale each.
@@ -58,11 +59,20 @@ Linear as_any_linear(const at::Tensor& packed, const at::Tensor& scales, const a
 Linear as_linear_int8(const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
                       const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs);
 
-void embed(const at::Tensor& table, int64_t width, const int64_t* tokens, int64_t first, int64_t last, bf16* out);
+// A table that rows are looked up in: dense (V, F), or the packed weights of the head that is tied to it; int8 ones with
+// the scales of the head.
+void embed(const at::Tensor& table, const at::Tensor& scales, int64_t width, const int64_t* tokens, int64_t first,
+           int64_t last, bf16* out);
 
 constexpr int64_t kChunkPanels = 8;
 constexpr int64_t kChunk = kChunkPanels * kPanel;
-constexpr int64_t kChunkRows = 56;
+constexpr int64_t kChunkRows = 96;
+
+// How many of so many rows to multiply at once: all parts about alike, so that none is left with a few.
+inline int64_t chunk_rows(int64_t rows) {
+  const int64_t chunks = std::max<int64_t>(1, (rows + kChunkRows - 1) / kChunkRows);
+  return (rows + chunks - 1) / chunks;
+}
 
 // Rows in whole numbers, of 4 · quads columns, and the scale of each; a row with NaN or infinity has the scale NaN.
 // Every thread has its own, with its memory reserved before the threads start: nothing in a team may throw.
@@ -83,11 +93,12 @@ void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_
   alignas(64) float results[kChunkRows * kChunk];
   alignas(64) int32_t sums[kChunkRows * kChunk];
   const auto [from, to] = team.share(layer.panels);
+  const int64_t chunk = chunk_rows(rows);
   for (int64_t panel = from; panel < to; panel += kChunkPanels) {
     const int64_t panels = std::min(kChunkPanels, to - panel), first = panel * kPanel;
     const Linear part = layer.stretch(panel, panels);
-    for (int64_t row = 0; row < rows; row += kChunkRows) {
-      const int64_t some = std::min(kChunkRows, rows - row);
+    for (int64_t row = 0; row < rows; row += chunk) {
+      const int64_t some = std::min(chunk, rows - row);
       if (layer.quantised == nullptr) {
         kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, results, kChunk);
       } else {
