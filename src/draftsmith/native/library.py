@@ -87,5 +87,7 @@ if LIBRARY:
         return x.new_empty((*x.shape[:-1], outputs))
 
     @torch.library.register_fake("draftsmith::experts")
-    def _(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: list[Tensor], down: list[Tensor], inner: int) -> Tensor:
+    def _(
+        hidden: Tensor, index: Tensor, weights: Tensor, gate_up: list[Tensor], down: list[Tensor], inner: int
+    ) -> Tensor:
         return torch.empty_like(hidden)
