@@ -110,7 +110,7 @@ class Int8Linear(_Packed):
 
 
 class PackedEmbedding(nn.Module):
-    """The embedding of a model whose head is tied to it: reads the head's packed weights, int8 ones times their scales."""
+    """The embedding of a model whose head is tied to it: reads the head's packed weights, int8 ones by their scales."""
 
     def __init__(self, head: PackedLinear | Int8Linear) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def pack_model(model: nn.Module, head: nn.Module, embedding: nn.Module, int8: bo
 
     Args:
         int8: quantise the weights of every layer. Tied to a plain embedding, the head takes the embedding with it: both
-            are then the same int8 table. Tied to one that keeps its table, the head stays in bf16, so that they are one.
+            are then the same int8 table. Tied to one that keeps its table, the head stays bf16, so that they are one.
     """
     tied = isinstance(embedding, nn.Embedding) and embedding.weight is getattr(head, "weight", None)
     # Embeddings of other kinds do more than look up (Gemma's scales); they keep the table for themselves.
