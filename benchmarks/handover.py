@@ -3,11 +3,12 @@
     python benchmarks/handover.py
 
 Four products of the same rows with the same matrix take turns in one process, in a random order within every round,
-after a warm-up: ours in bf16; ours in int8; oneDNN as PyTorch calls it, which rearranges the matrix at every call; and oneDNN
-on a matrix rearranged beforehand. The shapes are those of four models: attention (queries, output), the gate and up
-projections, the down projection, and the head. Ratios are of medians, paired by round, with 95 % intervals. oneDNN wins
-at M where ours takes more than 5 % longer and the interval lies above 1. What takes more than `--most` billion
-operations is left out; heads are not asked for so many rows anyway, because a prompt wants logits of its end alone.
+after a warm-up: ours in bf16; ours in int8; oneDNN as PyTorch calls it, which rearranges the matrix at every call;
+and oneDNN on a matrix rearranged beforehand. The shapes are those of four models: attention (queries, output), the
+gate and up projections, the down projection, and the head. Ratios are of medians, paired by round, with 95 %
+intervals. oneDNN wins at M where ours takes more than 5 % longer and the interval lies above 1. What takes more than
+`--most` billion operations is left out; heads are not asked for so many rows anyway, because a prompt wants logits of
+its end alone.
 
 Weights are as warm as four products taking turns leave them: in a cache that holds them all, or in memory.
 
