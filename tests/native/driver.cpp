@@ -264,12 +264,6 @@ int main() {
     for (const int64_t rows : {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 14, 15, 16, 28, 29, 56})
       for (const int64_t panels : {1, 2, 3, 4, 5, 8})
         for (const int64_t pairs : {1, 2, 5, 16}) products(k, rows, pairs, panels, (rows + pairs) % 3);
-    for (const int64_t rows : {47, 48, 49, 53, 96, 97})  // in stretches of K
-      for (const int64_t panels : {1, 2, 3, 4, 7})
-        for (const int64_t lines : {1, 64, 65, 130}) {
-          products(k, rows, lines, panels, rows % 3);
-          whole_products(k, rows, lines, panels);
-        }
     for (const int64_t rows : {0, 1, 2, 3, 6, 7, 8, 9, 10, 17})
       for (const int64_t panels : {1, 2, 3, 4, 6})
         for (const int64_t quads : {1, 2, 9}) whole_products(k, rows, quads, panels);

@@ -353,8 +353,8 @@ class Decoder : public torch::CustomClassHolder {
       room.take(b.normed, width, rows, width, (width + 3) / 4);
     for (int64_t panel = from; panel < to; panel += kChunkPanels) {
       const int64_t panels = std::min(kChunkPanels, to - panel);
-      for (int64_t row = 0, chunk = chunk_rows(rows); row < rows; row += chunk) {
-        const int64_t some = std::min(chunk, rows - row);
+      for (int64_t row = 0; row < rows; row += kChunkRows) {
+        const int64_t some = std::min(kChunkRows, rows - row);
         const bf16* x = b.normed + row * width;
         const Team alone{0, 1, nullptr};
         multiply_taken(alone, layer.gate.stretch(panel, panels), x, width, some,

@@ -73,91 +73,11 @@ struct Of {
     }
   };
 
-  // A block of rows and panels over a stretch of K. Sums wait in y between stretches, where they keep their bits, so that
-  // a row comes out as `Block` computes it.
-  template <int kRows, int kPanels>
-  static void stretch(const X* x, const X* w, int64_t panel, int64_t lines, const X* next, bool begins, Y* y,
-                      int64_t y_stride, int64_t turn, int64_t blocks) {
-    constexpr int64_t kLine = kLineBytes / sizeof(X);
-    typename Kind::Sum sum[kRows][kPanels];
-    for (int r = 0; r < kRows; ++r)
-      for (int p = 0; p < kPanels; ++p) {
-        sum[r][p] = Kind::zero();
-        if (!begins) __builtin_memcpy(&sum[r][p], y + r * y_stride + p * kPanel, sizeof sum[r][p]);
-      }
-    for (int64_t k = 0; k < lines; ++k) {
-      __m512i weights[kPanels];
-      for (int p = 0; p < kPanels; ++p) weights[p] = _mm512_loadu_si512(w + p * panel + k * kLine);
-      if (turn == 0) {
-        for (int p = 0; p < kPanels; ++p)
-          _mm_prefetch(reinterpret_cast<const char*>(next + p * panel + k * kLine), _MM_HINT_T1);
-        turn = blocks;
-      }
-      --turn;
-      for (int r = 0; r < kRows; ++r) {
-        int xs;
-        __builtin_memcpy(&xs, x + r * kNear + k * (kLine / kPanel), sizeof xs);
-        for (int p = 0; p < kPanels; ++p) sum[r][p] = Kind::add(sum[r][p], weights[p], xs);
-      }
-    }
-    for (int r = 0; r < kRows; ++r)
-      for (int p = 0; p < kPanels; ++p)
-        __builtin_memcpy(y + r * y_stride + p * kPanel, &sum[r][p], sizeof sum[r][p]);
-  }
-
-  template <int kPanels>
-  static void stretch_of_rows(int64_t rows, const X* near, const X* w, int64_t panel, int64_t lines, const X* next,
-                              bool begins, Y* y, int64_t y_stride) {
-    const int64_t blocks = (rows + 5) / 6;
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t from = rows * b / blocks, some = rows * (b + 1) / blocks - from;  // 5 or 6 of kMany rows or more
-      (some == 6 ? stretch<6, kPanels> : stretch<5, kPanels>)(near + from * kNear, w, panel, lines, next, begins,
-                                                              y + from * y_stride, y_stride, b, blocks);
-    }
-  }
-
-  // Many rows: K in stretches so short that the weights of four panels stay in the nearest cache until all rows are
-  // done. The rows are copied for each stretch: as far apart as they are, many of them fall on the same few lines of
-  // that cache where K is a power of two, and push each other out.
-  static void product_of_many(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines,
-                              int64_t panels, Y* y, int64_t y_stride) {
-    constexpr int64_t kLine = kLineBytes / sizeof(X), kInputs = kLine / kPanel;
-    alignas(64) X near[kMost * kNear];
-    for (int64_t k = 0; k < lines; k += kStretch) {
-      const int64_t some = lines - k < kStretch ? lines - k : kStretch;
-      for (int64_t r = 0; r < rows; ++r)
-        __builtin_memcpy(near + r * kNear, x + r * x_stride + k * kInputs, some * kInputs * sizeof(X));
-      for (int64_t p = 0; p < panels; p += 4) {
-        const X* w = packed + (p * lines + k) * kLine;
-        // What comes next, asked for in the meantime: the panels behind these, or the next stretch of the first ones.
-        const X* next = p + 4 < panels ? w + 4 * lines * kLine : packed + (k + kStretch) * kLine;
-        if (k + kStretch >= lines && p + 4 >= panels) next = packed + panels * lines * kLine;
-        const int64_t left = panels - p < 4 ? panels - p : 4;
-        const auto run = left == 4   ? stretch_of_rows<4>
-                         : left == 3 ? stretch_of_rows<3>
-                         : left == 2 ? stretch_of_rows<2>
-                                     : stretch_of_rows<1>;
-        run(rows, near, w, lines * kLine, some, next, k == 0, y + p * kPanel, y_stride);
-      }
-    }
-  }
-
   // Thirty-two registers: twenty-four sums, four lines of weights, and the inputs of a row.
   static void product(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines, int64_t panels, Y* y,
                       int64_t y_stride) {
-    if (rows < kMany) return walk<Block, 6, 4>(x, x_stride, rows, packed, lines, panels, y, y_stride);
-    const int64_t parts = (rows + kMost - 1) / kMost;
-    for (int64_t i = 0; i < parts; ++i) {
-      const int64_t from = rows * i / parts, to = rows * (i + 1) / parts;
-      product_of_many(x + from * x_stride, x_stride, to - from, packed, lines, panels, y + from * y_stride, y_stride);
-    }
+    walk<Block, 6, 4>(x, x_stride, rows, packed, lines, panels, y, y_stride);
   }
-
- private:
-  static constexpr int64_t kMany = 48, kMost = 96;  // rows
-  static constexpr int64_t kStretch = 64;           // lines of a panel
-  // Elements from one copied row to the next; an odd number of lines, so that rows spread over the cache.
-  static constexpr int64_t kNear = kStretch * (kLineBytes / sizeof(X)) / kPanel + kLineBytes / sizeof(X);
 };
 
 void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,

@@ -66,13 +66,7 @@ void embed(const at::Tensor& table, const at::Tensor& scales, int64_t width, con
 
 constexpr int64_t kChunkPanels = 8;
 constexpr int64_t kChunk = kChunkPanels * kPanel;
-constexpr int64_t kChunkRows = 96;
-
-// How many of so many rows to multiply at once: all parts about alike, so that none is left with a few.
-inline int64_t chunk_rows(int64_t rows) {
-  const int64_t chunks = std::max<int64_t>(1, (rows + kChunkRows - 1) / kChunkRows);
-  return (rows + chunks - 1) / chunks;
-}
+constexpr int64_t kChunkRows = 56;
 
 // Rows in whole numbers, of 4 · quads columns, and the scale of each; a row with NaN or infinity has the scale NaN.
 // Every thread has its own, with its memory reserved before the threads start: nothing in a team may throw.
@@ -93,12 +87,11 @@ void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_
   alignas(64) float results[kChunkRows * kChunk];
   alignas(64) int32_t sums[kChunkRows * kChunk];
   const auto [from, to] = team.share(layer.panels);
-  const int64_t chunk = chunk_rows(rows);
   for (int64_t panel = from; panel < to; panel += kChunkPanels) {
     const int64_t panels = std::min(kChunkPanels, to - panel), first = panel * kPanel;
     const Linear part = layer.stretch(panel, panels);
-    for (int64_t row = 0; row < rows; row += chunk) {
-      const int64_t some = std::min(chunk, rows - row);
+    for (int64_t row = 0; row < rows; row += kChunkRows) {
+      const int64_t some = std::min(kChunkRows, rows - row);
       if (layer.quantised == nullptr) {
         kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, results, kChunk);
       } else {
