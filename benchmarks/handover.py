@@ -154,10 +154,10 @@ def run() -> None:
     """Measure every model."""
     parser = arguments(__doc__, "handover")
     parser.add_argument("--models", nargs="+", default=["demo", "134m", "500m", "7b"], help="demo, 134m, 500m, 7b")
-    parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256,512,1024,2048")
-    parser.add_argument("--rounds", type=int, default=7, help="least rounds of a product")
-    parser.add_argument("--seconds", type=float, default=0.3, help="more rounds until so much time has passed")
-    parser.add_argument("--most", type=float, default=50, help="billions of operations of the largest product")
+    parser.add_argument("--rows", default="1,4,8,16,32,48,64,128,256,512")
+    parser.add_argument("--rounds", type=int, default=5, help="least rounds of a product")
+    parser.add_argument("--seconds", type=float, default=0.15, help="more rounds until so much time has passed")
+    parser.add_argument("--most", type=float, default=10, help="billions of operations of the largest product")
     args = start(parser)
     if not LIBRARY:
         raise DraftsmithError(f"{why_missing()}; there is nothing to compare.")
