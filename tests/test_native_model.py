@@ -498,13 +498,24 @@ def test_an_int8_model_keeps_names_and_shapes(name: str):
         assert ((after[key] - tensor).float().abs() <= tensor.float().abs().max() * (0.5 / 127 + 2**-8)).all(), key
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "qwen2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "qwen2"])
 def test_an_int8_model_is_widened_to_what_it_says(name: str):
     wide, tokens_BT = quantised(name).widened(), torch.tensor(prompts(2, shortest=12, longest=12))
     _, expected_BTV = wide.encode(tokens_BT, logits=True)
     _, logits_BTV = quantised(name).encode(tokens_BT, logits=True)
     assert expected_BTV is not None and logits_BTV is not None
     assert_close(logits_BTV, expected_BTV.bfloat16(), bound=0.1)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_most_rows_of_an_int8_mixture_are_what_it_is_widened_to(name: str):
+    """Whole numbers may send a row to another expert, so a few may be far off; the median is not."""
+    wide, tokens_BT = quantised(name).widened(), torch.tensor(prompts(2, shortest=12, longest=12))
+    _, expected_BTV = wide.encode(tokens_BT, logits=True)
+    _, logits_BTV = quantised(name).encode(tokens_BT, logits=True)
+    assert expected_BTV is not None and logits_BTV is not None
+    error_BT = (logits_BTV - expected_BTV).float().square().mean(-1).sqrt()
+    assert (error_BT.median() / expected_BTV.float().square().mean().sqrt()).item() < 0.06
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

@@ -172,10 +172,11 @@ class PackedExperts(nn.Module):
         return [self.get_buffer(name + part) for part in self._parts()]
 
     def _unpacked(self, name: str, outputs: int, inputs: int) -> Tensor:
-        unpack = unpacked_int8 if self.int8 else torch.ops.draftsmith.unpack
-        return torch.stack(
-            [unpack(*parts, outputs, inputs) for parts in zip(*self._held(name)[:2], strict=True)]
-        )
+        if self.int8:
+            packed, scales, _ = self._held(name)
+            pairs = zip(packed, scales, strict=True)
+            return torch.stack([unpacked_int8(weights, steps, outputs, inputs) for weights, steps in pairs])
+        return torch.stack([torch.ops.draftsmith.unpack(one, outputs, inputs) for one in self._held(name)[0]])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "gate_up_proj"], destination[prefix + "down_proj"] = self.unpacked()
