@@ -44,7 +44,7 @@ class Decoder : public torch::CustomClassHolder {
   // weights: query, key, value, out, gate, up, down of every layer, then the head, packed as bf16 or int8; scales and
   // sums of the int8 ones, empty for bf16; biases in fp32, empty for none.
   // norms: input and after-attention norm of every layer, then the last; head_norms: query and key of every layer.
-  // embedding: (V, F) dense, or packed.
+  // embedding: (V, F) dense, or the head's packed weights.
   Decoder(at::Tensor embedding, Tensors weights, Tensors scales, Tensors sums, Tensors biases, Tensors norms,
           Tensors head_norms, at::Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
           std::vector<int64_t> windows)
@@ -68,6 +68,8 @@ class Decoder : public torch::CustomClassHolder {
       TORCH_CHECK(embedding_.is_cpu() && embedding_.is_contiguous() && embedding_.scalar_type() == at::kBFloat16 &&
                       embedding_.size(0) == s.vocabulary && embedding_.size(1) == s.width,
                   "draftsmith: the embedding has to be bf16 of (", s.vocabulary, ", ", s.width, ")");
+    } else if (embedding_.scalar_type() == at::kChar) {
+      check_packed_int8(embedding_, scales_.back(), s.vocabulary, s.width);
     } else {
       check_packed(embedding_, s.vocabulary, s.width);
     }
@@ -153,7 +155,7 @@ class Decoder : public torch::CustomClassHolder {
     const Shape& s = shape_;
     const int64_t rows = pass.rows();
     const auto [first, last] = team.share(rows);
-    embed(embedding_, s.width, pass.tokens, first, last, b.hidden);
+    embed(embedding_, scales_.back(), s.width, pass.tokens, first, last, b.hidden);
     const float* frequencies = frequencies_.const_data_ptr<float>();
     for (int64_t r = first; r < last; ++r)
       for (int64_t d = 0, half = s.head_width / 2; d < half; ++d) {

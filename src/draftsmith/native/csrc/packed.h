@@ -23,6 +23,7 @@ inline bf16* mutable_bits(at::Tensor& tensor) {
 }
 
 void check_packed(const at::Tensor& packed, int64_t outputs, int64_t inputs);
+void check_packed_int8(const at::Tensor& packed, const at::Tensor& scales, int64_t outputs, int64_t inputs);
 
 // One linear layer, without its PyTorch tensors (whose owner outlives it). Its weights are bf16, or int8 with a scale
 // for each output; then rows are quantised as they come, with a scale each.
@@ -69,7 +70,10 @@ Linear as_any_linear(const at::Tensor& packed, const at::Tensor& scales, const a
 Linear as_linear_int8(const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
                       const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs);
 
-void embed(const at::Tensor& table, int64_t width, const int64_t* tokens, int64_t first, int64_t last, bf16* out);
+// A table that rows are looked up in: dense (V, F), or the packed weights of the head that is tied to it; int8 ones with
+// the scales of the head.
+void embed(const at::Tensor& table, const at::Tensor& scales, int64_t width, const int64_t* tokens, int64_t first,
+           int64_t last, bf16* out);
 
 constexpr int64_t kChunkPanels = 8;
 constexpr int64_t kChunk = kChunkPanels * kPanel;
