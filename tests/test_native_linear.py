@@ -113,6 +113,18 @@ def test_a_packed_table_is_looked_up_like_an_embedding(entries: int, width: int)
     assert same_bits(ops.embedding(grid, packed, width, entries), nn.functional.embedding(grid, table_VF))
 
 
+@pytest.mark.parametrize(("entries", "width"), [(1, 1), (16, 8), (37, 12), (96, 33)])
+def test_an_int8_table_is_looked_up_as_whole_numbers_times_their_scale(entries: int, width: int):
+    table_VF = draw(entries, width)
+    table_VF[0] = 0
+    packed, scales, _ = ops.pack_int8(table_VF)
+    whole_VF, scale_V = quantise_outputs(table_VF)
+    expected_VF = (whole_VF * scale_V[:, None]).bfloat16()
+    for tokens in (torch.arange(entries), torch.tensor(entries - 1), torch.zeros((2, 0), dtype=torch.long)):
+        found = ops.embedding_int8(tokens, packed, scales, width, entries)
+        assert torch.equal(found, nn.functional.embedding(tokens, expected_VF)) and found.dtype == torch.bfloat16
+
+
 # ---- products in bf16
 
 
@@ -332,6 +344,15 @@ REFUSED = {
     "tokens in int32": lambda: ops.embedding(torch.tensor([0]).int(), ops.pack(draw(20, 6)), 6, 20),
     "a token too large": lambda: ops.embedding(torch.tensor([0, 20]), ops.pack(draw(20, 6)), 6, 20),
     "a negative token": lambda: ops.embedding(torch.tensor([-1]), ops.pack(draw(20, 6)), 6, 20),
+    "an int8 table of another width": lambda: ops.embedding_int8(
+        torch.tensor([0]), *ops.pack_int8(draw(20, 6))[:2], 11, 20
+    ),
+    "a token too large for int8": lambda: ops.embedding_int8(
+        torch.tensor([20]), *ops.pack_int8(draw(20, 6))[:2], 6, 20
+    ),
+    "bf16 weights for an int8 table": lambda: ops.embedding_int8(
+        torch.tensor([0]), ops.pack(draw(20, 6)), torch.ones(32), 6, 20
+    ),
     "an int8 vector": lambda: ops.pack_int8(torch.zeros(3)),
     "fp32 rows for int8": lambda: ops.linear_int8(ONE.float(), *ops.pack_int8(draw(20, 6)), None, 20),
     "longer rows for int8": lambda: ops.linear_int8(draw(2, 9), *ops.pack_int8(draw(20, 6)), None, 20),
@@ -383,6 +404,7 @@ ARGUMENTS = {
     "unpack": lambda: (ops.pack(draw(17, 5)), 17, 5),
     "linear": lambda: (draw(2, 3, 5), ops.pack(draw(17, 5)), draw(17).float(), 17),
     "embedding": lambda: (torch.tensor([[1, 16], [0, 3]]), ops.pack(draw(17, 5)), 5, 17),
+    "embedding_int8": lambda: (torch.tensor([[1, 16], [0, 3]]), *ops.pack_int8(draw(17, 5))[:2], 5, 17),
     "pack_int8": lambda: (draw(17, 5),),
     "linear_int8": lambda: (draw(2, 3, 5), *ops.pack_int8(draw(17, 5)), None, 17),
 }

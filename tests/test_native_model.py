@@ -26,7 +26,7 @@ from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
-from draftsmith.native.layers import Int8Linear, PackedEmbedding, PackedLinear
+from draftsmith.native.layers import Int8Linear, PackedEmbedding, PackedExperts, PackedLinear
 from draftsmith.target import KVCache, Target, keep_path
 from draftsmith.types import NO_DRAFT, ROOT, UNUSED, Plan, SamplingParams
 from draftsmith.verify import tree_tables
@@ -382,11 +382,12 @@ def test_weights_are_held_once(name: str):
 
 @pytest.mark.parametrize("name", ["llama, tied", "gpt2"])
 def test_a_tied_table_is_held_once(name: str):
-    target = native(name)
-    assert isinstance(target.model.get_input_embeddings(), PackedEmbedding)
-    assert not target.model.get_input_embeddings()._buffers and not target.model.get_input_embeddings()._parameters
-    tokens = torch.tensor([[0, 5, VOCABULARY - 1]])
-    assert torch.equal(target.model.get_input_embeddings()(tokens)[0], target.embedding_weight_VF[tokens[0]])
+    for target in (native(name), quantised(name)):
+        embedding = target.model.get_input_embeddings()
+        assert isinstance(embedding, PackedEmbedding) and not embedding._buffers and not embedding._parameters
+        tokens = torch.tensor([[0, 5, VOCABULARY - 1]])
+        assert torch.equal(embedding(tokens)[0], target.embedding_weight_VF[tokens[0]])
+        assert torch.equal(target.embedding_weight_VF, target.head_weight_VF)
 
 
 # ---- text
@@ -506,12 +507,33 @@ def test_an_int8_model_is_widened_to_what_it_says(name: str):
     assert_close(logits_BTV, expected_BTV.bfloat16(), bound=0.1)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_most_rows_of_an_int8_mixture_are_what_it_is_widened_to(name: str):
+    """Whole numbers may send a row to another expert, so a few may be far off; the median is not."""
+    wide, tokens_BT = quantised(name).widened(), torch.tensor(prompts(2, shortest=12, longest=12))
+    _, expected_BTV = wide.encode(tokens_BT, logits=True)
+    _, logits_BTV = quantised(name).encode(tokens_BT, logits=True)
+    assert expected_BTV is not None and logits_BTV is not None
+    error_BT = (logits_BTV - expected_BTV).float().square().mean(-1).sqrt()
+    assert (error_BT.median() / expected_BTV.float().square().mean().sqrt()).item() < 0.06
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_all_products_of_an_int8_model_are_in_whole_numbers(name: str):
+    """All but a head that is one with an embedding which keeps its table."""
+    parts = list(quantised(name).model.modules())
+    in_bf16 = [part for part in parts if isinstance(part, PackedLinear)]
+    assert len(in_bf16) == (name == "gemma3")
+    assert all(part.int8 for part in parts if isinstance(part, PackedExperts))
+    assert any(isinstance(part, PackedExperts) for part in parts) == (name in ("mixtral", "qwen3_moe"))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "qwen3", "mistral"])
 def test_greedy_text_of_an_int8_model_is_that_of_its_plain_decoding(name: str):
     assert_text_keeps(quantised(name))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2", "qwen2", "mixtral"])
 def test_an_int8_model_is_smaller(name: str):
     fresh = model(name)
     before = held(fresh)

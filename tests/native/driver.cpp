@@ -50,12 +50,13 @@ void products(const Kernels& k, int64_t rows, int64_t pairs, int64_t panels, int
   for (int64_t i = 0; i < x.count; ++i) x[i] = narrow(drawn());
   for (int64_t i = 0; i < w.count; ++i) w[i] = narrow(drawn());
   for (int64_t i = 0; i < y.count; ++i) y[i] = 77.0f;
-  k.gemm(x.data(), x_stride, rows, w.data(), pairs, panels, y.data(), y_stride);
+  // What is asked for ahead may lie anywhere, and changes nothing.
+  k.gemm(x.data(), x_stride, rows, w.data(), pairs, panels, w.data() + w.count, y.data(), y_stride);
   for (int64_t r = 0; r < rows; ++r) {
     // The row alone, in a buffer of its own, has the same bits.
     Exact<bf16> alone(2 * pairs);
     for (int64_t i = 0; i < 2 * pairs; ++i) alone[i] = x[r * x_stride + i];
-    k.gemm(alone.data(), 2 * pairs, 1, w.data(), pairs, panels, one.data(), panels * kPanel);
+    k.gemm(alone.data(), 2 * pairs, 1, w.data(), pairs, panels, nullptr, one.data(), panels * kPanel);
     for (int64_t n = 0; n < panels * kPanel; ++n) {
       double sum = 0, size = 0;
       for (int64_t i = 0; i < 2 * pairs; ++i) {
@@ -86,7 +87,8 @@ void whole_products(const Kernels& k, int64_t rows, int64_t quads, int64_t panel
     sums[n] = 0;
     for (int64_t i = 0; i < 4 * quads; ++i) sums[n] += weight(n, i);
   }
-  k.gemm_int8(x.data(), x_stride, rows, w.data(), sums.data(), quads, panels, y.data(), y_stride);
+  k.gemm_int8(x.data(), x_stride, rows, w.data(), sums.data(), quads, panels, rows % 2 ? w.data() : nullptr, y.data(),
+              y_stride);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t n = 0; n < panels * kPanel; ++n) {
       int32_t sum = 0;

@@ -77,6 +77,12 @@ class PackedLinear(_Packed):
         return product
 
 
+def unpacked_int8(packed: Tensor, scales: Tensor, outputs: int, inputs: int) -> Tensor:
+    """Return int8 weights times their scales, as bf16 (N, K)."""
+    whole_NK = packed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[:outputs, :inputs]
+    return (whole_NK * scales[:outputs, None]).bfloat16()
+
+
 class Int8Linear(_Packed):
     """A linear layer with int8 weights, a scale for each output, and rows quantised as they come, a scale for each."""
 
@@ -92,8 +98,7 @@ class Int8Linear(_Packed):
 
     def unpacked(self) -> Tensor:
         """Return the quantised weights as bf16 (N, K)."""
-        whole_NK = self.packed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[: self.out_features, : self.in_features]
-        return (whole_NK * self.scales[: self.out_features, None]).bfloat16()
+        return unpacked_int8(self.packed, self.scales, self.out_features, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply rows (…, K) to (…, N)."""
@@ -105,9 +110,9 @@ class Int8Linear(_Packed):
 
 
 class PackedEmbedding(nn.Module):
-    """The embedding of a model whose head is tied to it: reads the head's packed weights."""
+    """The embedding of a model whose head is tied to it: reads the head's packed weights, int8 ones by their scales."""
 
-    def __init__(self, head: PackedLinear) -> None:
+    def __init__(self, head: PackedLinear | Int8Linear) -> None:
         super().__init__()
         self._head = (head,)  # in a tuple, so that it is not a submodule twice
 
@@ -119,7 +124,12 @@ class PackedEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Look tokens (…) up as rows (…, F)."""
         head = self._head[0]
-        rows: Tensor = torch.ops.draftsmith.embedding(tokens, head.packed, head.in_features, head.out_features)
+        sizes = (head.in_features, head.out_features)
+        rows: Tensor = (
+            torch.ops.draftsmith.embedding_int8(tokens, head.packed, head.scales, *sizes)
+            if isinstance(head, Int8Linear)
+            else torch.ops.draftsmith.embedding(tokens, head.packed, *sizes)
+        )
         return rows
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -132,32 +142,52 @@ class PackedExperts(nn.Module):
     Args:
         gate_up_EIF: gate and up projections of every expert, gates first, (E, 2 I, F).
         down_EFI: down projections.
+        int8: quantise the weights, with a scale for each output of each expert, and rows as they come.
     """
 
-    gate_up: Tensor
-    down: Tensor
-
-    def __init__(self, gate_up_EIF: Tensor, down_EFI: Tensor) -> None:
+    def __init__(self, gate_up_EIF: Tensor, down_EFI: Tensor, int8: bool = False) -> None:
         super().__init__()
         self.width, self.inner = down_EFI.shape[1:]
-        pack = torch.ops.draftsmith.pack
-        self.register_buffer("gate_up", torch.stack([pack(one) for one in gate_up_EIF.detach()]), persistent=False)
-        self.register_buffer("down", torch.stack([pack(one) for one in down_EFI.detach()]), persistent=False)
+        self.int8 = int8
+        for name, experts in (("gate_up", gate_up_EIF), ("down", down_EFI)):
+            for part, value in zip(self._parts(), _pack_experts(experts.detach(), int8), strict=True):
+                self.register_buffer(f"{name}{part}", value, persistent=False)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Send rows (R, F) through their experts (R, C) and add up what comes, weighted."""
         rows = hidden_states.reshape(-1, self.width).contiguous()
         summed: Tensor = torch.ops.draftsmith.experts(
-            rows, top_k_index, top_k_weights, self.gate_up, self.down, self.inner
+            rows, top_k_index, top_k_weights, self._held("gate_up"), self._held("down"), self.inner
         )
         return summed.view(hidden_states.shape)
 
+    def unpacked(self) -> tuple[Tensor, Tensor]:
+        """Return the weights as bf16: gate and up projections (E, 2 I, F), and down projections (E, F, I)."""
+        return self._unpacked("gate_up", 2 * self.inner, self.width), self._unpacked("down", self.width, self.inner)
+
+    def _parts(self) -> tuple[str, ...]:
+        return ("", "_scales", "_sums") if self.int8 else ("",)
+
+    def _held(self, name: str) -> list[Tensor]:
+        return [self.get_buffer(name + part) for part in self._parts()]
+
+    def _unpacked(self, name: str, outputs: int, inputs: int) -> Tensor:
+        if self.int8:
+            packed, scales, _ = self._held(name)
+            pairs = zip(packed, scales, strict=True)
+            return torch.stack([unpacked_int8(weights, steps, outputs, inputs) for weights, steps in pairs])
+        return torch.stack([torch.ops.draftsmith.unpack(one, outputs, inputs) for one in self._held(name)[0]])
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        unpack = torch.ops.draftsmith.unpack
-        destination[prefix + "gate_up_proj"] = torch.stack(
-            [unpack(one, 2 * self.inner, self.width) for one in self.gate_up]
-        )
-        destination[prefix + "down_proj"] = torch.stack([unpack(one, self.width, self.inner) for one in self.down])
+        destination[prefix + "gate_up_proj"], destination[prefix + "down_proj"] = self.unpacked()
+
+
+def _pack_experts(weights_ENK: Tensor, int8: bool) -> list[Tensor]:
+    """Pack every expert; return the weights, and in int8 their scales and sums, each of all experts."""
+    if not int8:
+        return [torch.stack([torch.ops.draftsmith.pack(one) for one in weights_ENK])]
+    packed = [torch.ops.draftsmith.pack_int8(one) for one in weights_ENK]
+    return [torch.stack(parts) for parts in zip(*packed, strict=True)]
 
 
 def packed_parts(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
@@ -185,13 +215,15 @@ def pack_model(model: nn.Module, head: nn.Module, embedding: nn.Module, int8: bo
     freed as they are packed, so the model is never held twice.
 
     Args:
-        int8: quantise the weights of every layer but a head tied to the embedding.
+        int8: quantise the weights of every layer. Tied to a plain embedding, the head takes the embedding with it: both
+            are then the same int8 table. Tied to one that keeps its table, the head stays bf16, so that they are one.
     """
     tied = isinstance(embedding, nn.Embedding) and embedding.weight is getattr(head, "weight", None)
-    replaced = pack_linears(model, lambda layer: int8 and not (tied and layer is head))
-    new_head = replaced.get(head, head)
     # Embeddings of other kinds do more than look up (Gemma's scales); they keep the table for themselves.
-    if tied and type(embedding) is nn.Embedding and isinstance(new_head, PackedLinear):
+    shares = tied and type(embedding) is nn.Embedding
+    replaced = pack_linears(model, lambda layer: int8 and (shares or not (tied and layer is head)))
+    new_head = replaced.get(head, head)
+    if shares and isinstance(new_head, (PackedLinear, Int8Linear)):
         _replace(model, {embedding: PackedEmbedding(new_head)})
         embedding.weight = None  # type: ignore[assignment]
     return new_head
@@ -200,7 +232,11 @@ def pack_model(model: nn.Module, head: nn.Module, embedding: nn.Module, int8: bo
 def pack_linears(
     model: nn.Module, int8: Callable[[nn.Module], bool] = lambda layer: False
 ) -> dict[nn.Module, nn.Module]:
-    """Replace the linear layers of a module by packed ones, in place; return what replaced what."""
+    """Replace the linear layers and the experts of a module by packed ones, in place; return what replaced which layer.
+
+    Args:
+        int8: whether to quantise the weights of a layer, or of a module of experts.
+    """
     layers: list[Any] = [layer for layer in model.modules() if type(layer) in KINDS]
     layers = [layer for layer in layers if _is_packable(layer.weight)]
     replaced: dict[nn.Module, nn.Module] = {}
@@ -210,7 +246,7 @@ def pack_linears(
         replaced[layer] = _packed(layer, int8(layer))
         if alone:
             layer.weight = None
-    _replace(model, replaced | _packed_experts(model))
+    _replace(model, replaced | _packed_experts(model, int8))
     return replaced
 
 
@@ -218,7 +254,7 @@ def _is_packable(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
 
 
-def _packed_experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
+def _packed_experts(model: nn.Module, int8: Callable[[nn.Module], bool]) -> dict[nn.Module, nn.Module]:
     """Pack the experts of transformers' mixtures that are of the form `PackedExperts` knows."""
     packed: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
@@ -232,7 +268,7 @@ def _packed_experts(model: nn.Module) -> dict[nn.Module, nn.Module]:
         odd = any(size % 2 for size in tables["down_proj"].shape[1:])
         gated = isinstance(module._modules.get("act_fn"), (nn.SiLU, SiLUActivation))
         if plain and gated and not special and not odd and all(_is_packable(table) for table in tables.values()):
-            packed[module] = PackedExperts(tables["gate_up_proj"], tables["down_proj"])
+            packed[module] = PackedExperts(tables["gate_up_proj"], tables["down_proj"], int8(module))
             module.gate_up_proj = module.down_proj = None  # type: ignore[assignment]
     return packed
 

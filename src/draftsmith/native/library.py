@@ -67,6 +67,10 @@ if LIBRARY:
     def _(tokens: Tensor, packed: Tensor, width: int, entries: int) -> Tensor:
         return packed.new_empty((*tokens.shape, width))
 
+    @torch.library.register_fake("draftsmith::embedding_int8")
+    def _(tokens: Tensor, packed: Tensor, scales: Tensor, width: int, entries: int) -> Tensor:
+        return scales.new_empty((*tokens.shape, width), dtype=torch.bfloat16)
+
     @torch.library.register_fake("draftsmith::pack_int8")
     def _(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         panels, quads = (weight.shape[0] + 15) // 16, (weight.shape[1] + 3) // 4
@@ -83,5 +87,7 @@ if LIBRARY:
         return x.new_empty((*x.shape[:-1], outputs))
 
     @torch.library.register_fake("draftsmith::experts")
-    def _(hidden: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, inner: int) -> Tensor:
+    def _(
+        hidden: Tensor, index: Tensor, weights: Tensor, gate_up: list[Tensor], down: list[Tensor], inner: int
+    ) -> Tensor:
         return torch.empty_like(hidden)

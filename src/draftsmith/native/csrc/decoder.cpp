@@ -14,11 +14,10 @@
 #include <vector>
 
 #include "packed.h"
+#include "pass.h"
 
 namespace draftsmith {
 namespace {
-
-using Tensors = std::vector<at::Tensor>;
 
 struct Layer {
   Linear query, key, value, out, gate, up, down;
@@ -37,10 +36,7 @@ struct Scratch {
   }
 };
 
-struct Shape {
-  int64_t width, heads, key_heads, head_width, inner, vocabulary, max_length;
-  double epsilon, scale, rotary_scale;
-};
+constexpr int64_t kOwnRows = 4;  // so few are normed faster than a barrier is passed
 
 class Decoder : public torch::CustomClassHolder {
  public:
@@ -48,7 +44,7 @@ class Decoder : public torch::CustomClassHolder {
   // weights: query, key, value, out, gate, up, down of every layer, then the head, packed as bf16 or int8; scales and
   // sums of the int8 ones, empty for bf16; biases in fp32, empty for none.
   // norms: input and after-attention norm of every layer, then the last; head_norms: query and key of every layer.
-  // embedding: (V, F) dense, or packed.
+  // embedding: (V, F) dense, or the head's packed weights.
   Decoder(at::Tensor embedding, Tensors weights, Tensors scales, Tensors sums, Tensors biases, Tensors norms,
           Tensors head_norms, at::Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
           std::vector<int64_t> windows)
@@ -57,9 +53,10 @@ class Decoder : public torch::CustomClassHolder {
         head_norms_(std::move(head_norms)),
         frequencies_(frequencies.to(at::kFloat).contiguous()) {
     TORCH_CHECK(sizes.size() == 7 && factors.size() == 3, "draftsmith: a decoder has 7 sizes and 3 factors");
-    shape_ = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], factors[0], factors[1], factors[2]};
-    const Shape& s = shape_;
     const size_t layers = windows.size();
+    shape_ = {static_cast<int64_t>(layers), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
+              factors[0], factors[1], factors[2]};
+    const Shape& s = shape_;
     TORCH_CHECK(weights_.size() == 7 * layers + 1 && scales_.size() == weights_.size() &&
                     sums_.size() == weights_.size() && biases_.size() == weights_.size() &&
                     norms_.size() == 2 * layers + 1 &&
@@ -71,6 +68,8 @@ class Decoder : public torch::CustomClassHolder {
       TORCH_CHECK(embedding_.is_cpu() && embedding_.is_contiguous() && embedding_.scalar_type() == at::kBFloat16 &&
                       embedding_.size(0) == s.vocabulary && embedding_.size(1) == s.width,
                   "draftsmith: the embedding has to be bf16 of (", s.vocabulary, ", ", s.width, ")");
+    } else if (embedding_.scalar_type() == at::kChar) {
+      check_packed_int8(embedding_, scales_.back(), s.vocabulary, s.width);
     } else {
       check_packed(embedding_, s.vocabulary, s.width);
     }
@@ -102,16 +101,17 @@ class Decoder : public torch::CustomClassHolder {
                                              const at::Tensor& visible, const at::Tensor& cached, const Tensors& keys,
                                              const Tensors& values, int64_t first_row, std::vector<int64_t> taps,
                                              const std::optional<at::Tensor>& columns) {
-    const Pass pass = check(tokens, depths, visible, cached, keys, values, first_row, taps, columns);
+    const Pass pass = checked_pass(shape_, tokens, depths, visible, cached, keys, values, first_row, taps, columns);
     const std::lock_guard<std::mutex> alone(busy_);
     const Shape& s = shape_;
     at::Tensor logits = at::empty({pass.batch, pass.kept, s.vocabulary}, norms_.back().options());
     at::Tensor features =
         at::empty({pass.batch, pass.nodes, s.width * static_cast<int64_t>(taps.size())}, norms_.back().options());
     const int64_t rows = pass.rows(), inside = s.heads * s.head_width, at_keys = s.key_heads * s.head_width;
+    const int64_t threads = at::get_num_threads();
     Buffers b;
     b.hidden = hidden_.of(rows * s.width);
-    b.normed = normed_.of(rows * s.width);
+    b.normed = normed_.of(rows * s.width * (rows <= kOwnRows ? threads : 1));
     b.query = query_.of(rows * inside);
     b.key = key_.of(rows * at_keys);
     b.mixed = mixed_.of(rows * inside);
@@ -121,7 +121,6 @@ class Decoder : public torch::CustomClassHolder {
     b.sines = sines_.of(rows * s.head_width / 2);
     const int64_t groups = s.heads / s.key_heads;
     b.private_size = groups * (pass.longest + pass.nodes + s.head_width);
-    const int64_t threads = at::get_num_threads();
     b.private_floats = private_floats_.of(b.private_size * threads);
     b.private_entries = private_entries_.of(pass.nodes * threads);
     rooms_.resize(threads);
@@ -134,15 +133,6 @@ class Decoder : public torch::CustomClassHolder {
   }
 
  private:
-  struct Pass {
-    int64_t batch, nodes, kept, first_row, capacity, longest;
-    const int64_t *tokens, *depths, *cached, *columns;
-    const bool* visible;
-    std::vector<bf16*> keys, values;
-    std::vector<int64_t> taps;
-    int64_t rows() const { return batch * nodes; }
-  };
-
   struct Buffers {
     bf16 *hidden, *normed, *query, *key, *mixed, *inner, *wanted;
     float *cosines, *sines, *private_floats;
@@ -161,109 +151,60 @@ class Decoder : public torch::CustomClassHolder {
     return bits(weight);
   }
 
-  Pass check(const at::Tensor& tokens, const at::Tensor& depths, const at::Tensor& visible, const at::Tensor& cached,
-             const Tensors& keys, const Tensors& values, int64_t first_row, const std::vector<int64_t>& taps,
-             const std::optional<at::Tensor>& columns) const {
-    const Shape& s = shape_;
-    const auto whole = [](const at::Tensor& t) {
-      return t.is_cpu() && t.scalar_type() == at::kLong && t.is_contiguous();
-    };
-    TORCH_CHECK(tokens.dim() == 2 && whole(tokens) && whole(depths) && depths.sizes() == tokens.sizes(),
-                "draftsmith: tokens and depths have to be (B, M), int64 and contiguous");
-    Pass pass;
-    pass.batch = tokens.size(0), pass.nodes = tokens.size(1), pass.first_row = first_row, pass.taps = taps;
-    TORCH_CHECK(visible.is_cpu() && visible.scalar_type() == at::kBool && visible.is_contiguous() &&
-                    visible.sizes() == at::IntArrayRef({pass.batch, pass.nodes, pass.nodes}) && whole(cached) &&
-                    cached.numel() == pass.batch,
-                "draftsmith: visible has to be bool (B, M, M), and cached int64 (B)");
-    TORCH_CHECK(keys.size() == layers_.size() && values.size() == layers_.size() && !keys.empty(),
-                "draftsmith: the cache has another number of layers");
-    const int64_t slots = keys[0].size(0);
-    pass.capacity = keys[0].size(1);
-    for (const Tensors* side : {&keys, &values})
-      for (const at::Tensor& t : *side)
-        TORCH_CHECK(t.is_cpu() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() &&
-                        t.sizes() == at::IntArrayRef({slots, pass.capacity, s.key_heads, s.head_width}),
-                    "draftsmith: the cache has another shape");
-    for (at::Tensor t : keys) pass.keys.push_back(mutable_bits(t));
-    for (at::Tensor t : values) pass.values.push_back(mutable_bits(t));
-    pass.tokens = tokens.const_data_ptr<int64_t>(), pass.depths = depths.const_data_ptr<int64_t>();
-    pass.cached = cached.const_data_ptr<int64_t>(), pass.visible = visible.const_data_ptr<bool>();
-    pass.columns = nullptr, pass.kept = pass.nodes;
-    if (columns.has_value()) {
-      TORCH_CHECK(whole(*columns) && columns->dim() == 1, "draftsmith: columns have to be int64 of one dimension");
-      pass.columns = columns->const_data_ptr<int64_t>(), pass.kept = columns->numel();
-      for (int64_t i = 0; i < pass.kept; ++i)
-        TORCH_CHECK_INDEX(pass.columns[i] >= 0 && pass.columns[i] < pass.nodes, "draftsmith: there is no node ",
-                          pass.columns[i]);
-    }
-    TORCH_CHECK_INDEX(first_row >= 0 && first_row + pass.batch <= slots, "draftsmith: the cache has ", slots, " slots");
-    pass.longest = 0;
-    for (int64_t r = 0; r < pass.batch; ++r) {
-      TORCH_CHECK_INDEX(pass.cached[r] >= 0 && pass.cached[r] + pass.nodes <= pass.capacity, "draftsmith: ",
-                        pass.cached[r], " cached tokens and ", pass.nodes, " nodes do not fit a slot of ",
-                        pass.capacity);
-      pass.longest = std::max(pass.longest, pass.cached[r]);
-    }
-    for (int64_t r = 0; r < pass.rows(); ++r)
-      TORCH_CHECK_INDEX(pass.tokens[r] >= 0 && pass.tokens[r] < s.vocabulary, "draftsmith: there is no token ",
-                        pass.tokens[r]);
-    for (const int64_t tap : taps)
-      TORCH_CHECK_INDEX(tap >= -1 && tap < static_cast<int64_t>(layers_.size()), "draftsmith: there is no tap ", tap);
-    return pass;
-  }
-
-  int64_t position(const Pass& pass, int64_t row) const {
-    return std::min(pass.cached[row / pass.nodes] + pass.depths[row], shape_.max_length - 1);
-  }
-
   void run(const Team& team, const Pass& pass, const Buffers& b, bf16* logits, bf16* features) const {
     const Shape& s = shape_;
     const int64_t rows = pass.rows();
     const auto [first, last] = team.share(rows);
-    embed(embedding_, s.width, pass.tokens, first, last, b.hidden);
+    embed(embedding_, scales_.back(), s.width, pass.tokens, first, last, b.hidden);
     const float* frequencies = frequencies_.const_data_ptr<float>();
     for (int64_t r = first; r < last; ++r)
       for (int64_t d = 0, half = s.head_width / 2; d < half; ++d) {
-        const float angle = static_cast<float>(position(pass, r)) * frequencies[d];
+        const float angle = static_cast<float>(pass.position(r)) * frequencies[d];
         b.cosines[r * half + d] = through_bf16(std::cos(angle) * static_cast<float>(s.rotary_scale));
         b.sines[r * half + d] = through_bf16(std::sin(angle) * static_cast<float>(s.rotary_scale));
       }
+    team.barrier();
+    // Where key heads divide evenly, a thread projects all that its heads read, and waits for nobody before attention.
+    const bool owns_heads = s.key_heads % team.size == 0 && s.head_width % kPanel == 0;
     for (size_t l = 0; l < layers_.size(); ++l) {
       const Layer& layer = layers_[l];
-      norm_rows(team, b.hidden, layer.input_norm, rows, b.normed);
-      team.barrier();
-      project(team, pass, layer, l, b);
-      team.barrier();
+      const bf16* normed = norm_rows(team, layer.input_norm, rows, b);
+      project(team, pass, layer, l, normed, b);
+      if (!owns_heads) team.barrier();
       rotate(team, pass, layer, l, b);
+      if (!owns_heads) team.barrier();
+      attend(team, pass, layer, l, owns_heads, b);
       team.barrier();
-      attend(team, pass, layer, l, b);
+      add(team, layer.out, b.mixed, rows, b, layer.gate.begin(team));
       team.barrier();
-      add(team, layer.out, b.mixed, rows, b);
+      normed = norm_rows(team, layer.after_norm, rows, b);
+      gate(team, layer, normed, b, rows);
       team.barrier();
-      norm_rows(team, b.hidden, layer.after_norm, rows, b.normed);
-      team.barrier();
-      gate(team, layer, b, rows);
-      team.barrier();
-      add(team, layer.down, b.inner, rows, b);
+      const Linear& following = l + 1 < layers_.size() ? layers_[l + 1].query : head_;
+      add(team, layer.down, b.inner, rows, b, following.begin(team));
       team.barrier();
       tap(team, pass, static_cast<int64_t>(l), b.hidden, features);
     }
-    norm_rows(team, b.hidden, last_norm_, rows, b.normed);
-    team.barrier();
-    tap(team, pass, -1, b.normed, features);
-    score(team, pass, b, logits);
+    const bf16* normed = norm_rows(team, last_norm_, rows, b);
+    tap(team, pass, -1, normed, features);
+    score(team, pass, normed, b, logits);
   }
 
-  void norm_rows(const Team& team, const bf16* from, const bf16* weight, int64_t rows, bf16* to) const {
-    const auto [first, last] = team.share(rows);
+  // Returns the states of all rows, normed: by every thread for itself where they are few.
+  const bf16* norm_rows(const Team& team, const bf16* weight, int64_t rows, const Buffers& b) const {
+    const int64_t width = shape_.width;
+    const bool alone = rows <= kOwnRows;
+    bf16* to = alone ? b.normed + team.index * rows * width : b.normed;
+    const auto [first, last] = alone ? std::pair<int64_t, int64_t>(0, rows) : team.share(rows);
     for (int64_t r = first; r < last; ++r)
-      kernels().rms_norm(from + r * shape_.width, weight, shape_.width, static_cast<float>(shape_.epsilon),
-                         to + r * shape_.width);
+      kernels().rms_norm(b.hidden + r * width, weight, width, static_cast<float>(shape_.epsilon), to + r * width);
+    if (!alone) team.barrier();
+    return to;
   }
 
   // Queries and keys into buffers, values into the cache.
-  void project(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const {
+  void project(const Team& team, const Pass& pass, const Layer& layer, size_t index, const bf16* normed,
+               const Buffers& b) const {
     const int64_t rows = pass.rows(), width = shape_.width, at_keys = layer.key.outputs;
     const auto into = [](bf16* out, int64_t stride) {
       return [=](int64_t r, int64_t n, int64_t count, const float* values) {
@@ -271,40 +212,37 @@ class Decoder : public torch::CustomClassHolder {
       };
     };
     Quantised& room = b.rooms[team.index];
-    multiply(team, layer.query, b.normed, width, rows, into(b.query, layer.query.outputs), room);
-    multiply(team, layer.key, b.normed, width, rows, into(b.key, at_keys), room);
+    multiply(team, layer.query, normed, width, rows, into(b.query, layer.query.outputs), room, layer.key.begin(team));
+    multiply(team, layer.key, normed, width, rows, into(b.key, at_keys), room, layer.value.begin(team));
     bf16* values = pass.values[index];
-    multiply(team, layer.value, b.normed, width, rows,
+    multiply(team, layer.value, normed, width, rows,
              [&](int64_t r, int64_t n, int64_t count, const float* results) {
-               kernels().narrow_row(results, count, values + slot(pass, r) * at_keys + n);
-             }, room);
-  }
-
-  // The entry of the cache that node r writes.
-  int64_t slot(const Pass& pass, int64_t row) const {
-    const int64_t batch = row / pass.nodes;
-    return (pass.first_row + batch) * pass.capacity + pass.cached[batch] + row % pass.nodes;
+               kernels().narrow_row(results, count, values + pass.slot(r) * at_keys + n);
+             }, room, layer.out.begin(team));
   }
 
   void rotate(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const {
     const Shape& s = shape_;
-    const int64_t heads = s.heads + s.key_heads;
-    const auto [first, last] = team.share(pass.rows() * heads);
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t r = i / heads, h = i % heads;
-      const bool is_query = h < s.heads;
-      bf16* head = is_query ? b.query + (r * s.heads + h) * s.head_width
-                            : b.key + (r * s.key_heads + h - s.heads) * s.head_width;
-      const bf16* weight = is_query ? layer.query_norm : layer.key_norm;
-      if (weight != nullptr)
-        kernels().rms_norm(head, weight, s.head_width, static_cast<float>(s.epsilon), head);
-      bf16* to = is_query ? head : pass.keys[index] + (slot(pass, r) * s.key_heads + h - s.heads) * s.head_width;
-      const int64_t half = s.head_width / 2;
+    const int64_t half = s.head_width / 2;
+    const auto turn = [&](int64_t r, bf16* head, const bf16* weight, bf16* to) {
+      if (weight != nullptr) kernels().rms_norm(head, weight, s.head_width, static_cast<float>(s.epsilon), head);
       kernels().rotate(head, b.cosines + r * half, b.sines + r * half, half, to);
+    };
+    const auto [first, last] = team.share(s.heads);
+    const auto [first_key, last_key] = team.share(s.key_heads);
+    for (int64_t r = 0; r < pass.rows(); ++r) {
+      for (int64_t h = first; h < last; ++h) {
+        bf16* head = b.query + (r * s.heads + h) * s.head_width;
+        turn(r, head, layer.query_norm, head);
+      }
+      for (int64_t h = first_key; h < last_key; ++h)
+        turn(r, b.key + (r * s.key_heads + h) * s.head_width, layer.key_norm,
+             pass.keys[index] + (pass.slot(r) * s.key_heads + h) * s.head_width);
     }
   }
 
-  void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const {
+  void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, bool owns_heads,
+              const Buffers& b) const {
     const Shape& s = shape_;
     const int64_t groups = s.heads / s.key_heads, at_keys = s.key_heads * s.head_width;
     float* out = b.private_floats + team.index * b.private_size;
@@ -314,58 +252,67 @@ class Decoder : public torch::CustomClassHolder {
     task.key_stride = task.value_stride = at_keys;
     int32_t* others = b.private_entries + team.index * pass.nodes;
     task.others = others;
-    // In turns: the later nodes of a prompt see more than the earlier ones.
-    for (int64_t i = team.index; i < pass.rows() * s.key_heads; i += team.size) {
-      const int64_t r = i / s.key_heads, h = i % s.key_heads, batch = r / pass.nodes;
+    const auto node = [&](int64_t r, int64_t h) {
+      const int64_t batch = r / pass.nodes;
       const int64_t base = (pass.first_row + batch) * pass.capacity * at_keys + h * s.head_width;
       task.keys = pass.keys[index] + base, task.values = pass.values[index] + base;
       task.committed = pass.cached[batch];
       // The oldest position that the window still shows.
-      const int64_t oldest = layer.window > 0 ? std::max<int64_t>(0, position(pass, r) - layer.window + 1) : 0;
+      const int64_t oldest = layer.window > 0 ? std::max<int64_t>(0, pass.position(r) - layer.window + 1) : 0;
       task.first = std::min(oldest, task.committed);
       task.count = 0;
       const bool* sees = pass.visible + r * pass.nodes;
       for (int64_t m = 0; m < pass.nodes; ++m)
-        if (sees[m] && position(pass, batch * pass.nodes + m) >= oldest)
+        if (sees[m] && pass.position(batch * pass.nodes + m) >= oldest)
           others[task.count++] = static_cast<int32_t>(task.committed + m);
       task.queries = b.query + (r * s.heads + h * groups) * s.head_width;
       kernels().attend(task);
       kernels().narrow_row(out, groups * s.head_width, b.mixed + (r * s.heads + h * groups) * s.head_width);
+    };
+    if (owns_heads) {
+      const auto [first, last] = team.share(s.key_heads);
+      for (int64_t h = first; h < last; ++h)
+        for (int64_t r = 0; r < pass.rows(); ++r) node(r, h);
+    } else {
+      // In turns: the later nodes of a prompt see more than the earlier ones.
+      for (int64_t i = team.index; i < pass.rows() * s.key_heads; i += team.size) node(i / s.key_heads, i % s.key_heads);
     }
   }
 
-  void add(const Team& team, const Linear& layer, const bf16* from, int64_t rows, const Buffers& b) const {
+  void add(const Team& team, const Linear& layer, const bf16* from, int64_t rows, const Buffers& b,
+           const void* ahead) const {
     const int64_t width = shape_.width;
     multiply(team, layer, from, layer.inputs, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().add_row(values, count, b.hidden + r * width + n);
-    }, b.rooms[team.index]);
+    }, b.rooms[team.index], ahead);
   }
 
   // The two products of the gated feed-forward, stretch by stretch, so that their results never leave the cache.
-  void gate(const Team& team, const Layer& layer, const Buffers& b, int64_t rows) const {
+  void gate(const Team& team, const Layer& layer, const bf16* normed, const Buffers& b, int64_t rows) const {
     alignas(64) float gates[kChunkRows * kChunk];
     const int64_t inner = shape_.inner, width = shape_.width;
     const auto [from, to] = team.share(layer.gate.panels);
     Quantised& room = b.rooms[team.index];
     if (layer.gate.quantised != nullptr || layer.up.quantised != nullptr)
-      room.take(b.normed, width, rows, width, (width + 3) / 4);
+      room.take(normed, width, rows, width, (width + 3) / 4);
     for (int64_t panel = from; panel < to; panel += kChunkPanels) {
       const int64_t panels = std::min(kChunkPanels, to - panel);
+      const void* following = panel + panels < to ? layer.gate.panel(panel + panels) : layer.down.begin(team);
       for (int64_t row = 0; row < rows; row += kChunkRows) {
         const int64_t some = std::min(kChunkRows, rows - row);
-        const bf16* x = b.normed + row * width;
+        const bf16* x = normed + row * width;
         const Team alone{0, 1, nullptr};
         multiply_taken(alone, layer.gate.stretch(panel, panels), x, width, some,
                  [&](int64_t r, int64_t n, int64_t count, const float* values) {
                    std::copy_n(values, count, gates + r * kChunk + n);
                  },
-                 &room, row);
+                 &room, row, layer.up.panel(panel));
         bf16* mixed = b.inner + row * inner + panel * kPanel;
         multiply_taken(alone, layer.up.stretch(panel, panels), x, width, some,
                  [&](int64_t r, int64_t n, int64_t count, const float* values) {
                    kernels().silu_times(gates + r * kChunk + n, values, count, mixed + r * inner + n);
                  },
-                 &room, row);
+                 &room, row, following);
       }
     }
   }
@@ -380,20 +327,20 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // Logits of the nodes that are wanted: all, or some columns of every row, gathered so that the head is read once.
-  void score(const Team& team, const Pass& pass, const Buffers& b, bf16* logits) const {
+  void score(const Team& team, const Pass& pass, const bf16* normed, const Buffers& b, bf16* logits) const {
     const int64_t vocabulary = shape_.vocabulary, width = shape_.width, rows = pass.batch * pass.kept;
-    const bf16* states = b.normed;
+    const bf16* states = normed;
     if (pass.columns != nullptr) {
       const auto [first, last] = team.share(rows);
       for (int64_t r = first; r < last; ++r)
-        std::copy_n(b.normed + (r / pass.kept * pass.nodes + pass.columns[r % pass.kept]) * width, width,
+        std::copy_n(normed + (r / pass.kept * pass.nodes + pass.columns[r % pass.kept]) * width, width,
                     b.wanted + r * width);
       team.barrier();
       states = b.wanted;
     }
     multiply(team, head_, states, width, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().narrow_row(values, count, logits + r * vocabulary + n);
-    }, b.rooms[team.index]);
+    }, b.rooms[team.index], layers_.front().query.begin(team));
   }
 
   at::Tensor embedding_;

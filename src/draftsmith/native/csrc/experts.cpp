@@ -11,17 +11,31 @@
 namespace draftsmith {
 namespace {
 
-// gate_up is (E, panels, pairs, 16, 2) of 2 · I outputs, gates first; down the same of F outputs. An index of E means
-// none.
+// The layer of expert e: of parts (weights) in bf16, or (weights, scales, sums) in int8, each of E along the first
+// dimension. The parts outlive the layer.
+Linear expert(at::TensorList parts, int64_t e, int64_t outputs, int64_t inputs) {
+  if (parts.size() == 1) return as_linear(parts[0][e], std::nullopt, outputs, inputs);
+  return as_linear_int8(parts[0][e], parts[1][e], parts[2][e], std::nullopt, outputs, inputs);
+}
+
+// The number of experts that the parts are of.
+int64_t check_parts(at::TensorList parts) {
+  TORCH_CHECK(parts.size() == 1 || parts.size() == 3, "draftsmith: experts are of one tensor, or of three in int8");
+  for (const at::Tensor& part : parts)
+    TORCH_CHECK(part.dim() > 1 && part.is_contiguous() && part.size(0) == parts[0].size(0),
+                "draftsmith: the parts of experts do not fit together");
+  return parts[0].size(0);
+}
+
+// gate_up are the parts of 2 · I outputs, gates first; down those of F outputs. An index of E means none.
 // A row's experts are summed in the order of their numbers, in bf16, as transformers does.
-at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::Tensor& weights,
-                   const at::Tensor& gate_up, const at::Tensor& down, int64_t inner) {
+at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::Tensor& weights, at::TensorList gate_up,
+                   at::TensorList down, int64_t inner) {
   TORCH_CHECK(hidden.dim() == 2 && hidden.is_contiguous() && hidden.scalar_type() == at::kBFloat16 &&
                   index.dim() == 2 && index.size(0) == hidden.size(0) && index.sizes() == weights.sizes() &&
-                  gate_up.dim() == 5 && down.dim() == 5 && gate_up.is_contiguous() && down.is_contiguous() &&
-                  gate_up.size(0) == down.size(0),
+                  check_parts(gate_up) == check_parts(down),
               "draftsmith: rows, choices and experts do not fit together");
-  const int64_t rows = hidden.size(0), width = hidden.size(1), count = gate_up.size(0), chosen = index.size(1);
+  const int64_t rows = hidden.size(0), width = hidden.size(1), count = gate_up[0].size(0), chosen = index.size(1);
   TORCH_CHECK(width % 2 == 0 && inner % 2 == 0, "draftsmith: experts have to be of even widths");
   const at::Tensor index_RC = index.to(at::kLong).contiguous(), weights_RC = weights.to(at::kFloat).contiguous();
   const int64_t* choice = index_RC.const_data_ptr<int64_t>();
@@ -36,18 +50,19 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
   std::vector<bf16> gathered(rows * width), gates(rows * 2 * inner), mixed(rows * inner);
   const int64_t threads = at::get_num_threads();
   std::vector<float> wider(threads * 2 * inner);
-  Quantised none;  // the weights are bf16
+  std::vector<Quantised> rooms(threads);
+  if (gate_up.size() == 3 || down.size() == 3)
+    for (Quantised& room : rooms) room.reserve(rows, (std::max(width, inner) + 3) / 4);
   for (int64_t e = 0; e < count; ++e) {
     const auto& mine = work[e];
     const int64_t some = static_cast<int64_t>(mine.size());
     if (some == 0) continue;
-    const Linear up = as_linear(gate_up[e], std::nullopt, 2 * inner, width);
-    const Linear back = as_linear(down[e], std::nullopt, width, inner);
+    const Linear up = expert(gate_up, e, 2 * inner, width), back = expert(down, e, width, inner);
     for (int64_t i = 0; i < some; ++i) std::copy_n(from + mine[i].first * width, width, gathered.data() + i * width);
     run_team(threads, [&](const Team& team) {
       multiply(team, up, gathered.data(), width, some, [&](int64_t r, int64_t n, int64_t size, const float* values) {
         kernels().narrow_row(values, size, gates.data() + r * 2 * inner + n);
-      }, none);
+      }, rooms[team.index], back.begin(team));
       team.barrier();
       const auto [first, last] = team.share(some);
       float* wide = wider.data() + team.index * 2 * inner;
@@ -60,7 +75,7 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
         bf16* sum = to + mine[r].first * width + n;
         for (int64_t i = 0; i < size; ++i)
           sum[i] = narrow(widen(sum[i]) + through_bf16(through_bf16(values[i]) * mine[r].second));
-      }, none);
+      }, rooms[team.index], up.begin(team));
     });
   }
   return out;
@@ -70,7 +85,7 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
 
 TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
   library.def(
-      "experts(Tensor hidden, Tensor index, Tensor weights, Tensor gate_up, Tensor down, int inner) -> Tensor");
+      "experts(Tensor hidden, Tensor index, Tensor weights, Tensor[] gate_up, Tensor[] down, int inner) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(draftsmith, Autograd, library) {

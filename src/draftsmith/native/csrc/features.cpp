@@ -81,7 +81,8 @@ class FeatureLayer : public torch::CustomClassHolder {
           read(team);
         }
         finish(team);
-        growth_.rank(team, d, head_, normed_ ? normal_.data() : states_.data(), width_, rooms_[team.index]);
+        growth_.rank(team, d, head_, normed_ ? normal_.data() : states_.data(), width_, rooms_[team.index],
+                     (normed_ ? project_ : entry_).begin(team));
         if (team.index == 0) growth_.choose(d, team.size);
         team.barrier();
       }
@@ -146,7 +147,7 @@ class FeatureLayer : public torch::CustomClassHolder {
     multiply(team, entry_, tapped_.data(), taps_, static_cast<int64_t>(entries_.size()),
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                kernels().narrow_row(values, count, fused_.data() + r * width_ + n);
-             }, rooms_[team.index]);
+             }, rooms_[team.index], project_.begin(team));
     team.barrier();
   }
 
@@ -172,14 +173,14 @@ class FeatureLayer : public torch::CustomClassHolder {
       multiply(team, entry_, joined_.data(), 2 * width_, rows,
                [&](int64_t r, int64_t n, int64_t count, const float* values) {
                  kernels().narrow_row(values, count, residual_.data() + r * width_ + n);
-               }, room);
+               }, room, project_.begin(team));
       team.barrier();
     }
     const bf16* x = normed_ ? joined_.data() : residual_.data();
     multiply(team, project_, x, project_.inputs, rows,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                kernels().narrow_row(values, count, turned_.data() + r * project_.outputs + n);
-             }, room);
+             }, room, out_.begin(team));
     team.barrier();
     const int64_t half = head_width_ / 2, inside = heads_ * head_width_, at_keys = key_heads_ * head_width_;
     float *cosines = angles_.data() + team.index * head_width_, *sines = cosines + half;
@@ -225,13 +226,13 @@ class FeatureLayer : public torch::CustomClassHolder {
     const auto added = [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().add_row(values, count, states_.data() + r * width_ + n);
     };
-    multiply(team, out_, mixed_.data(), out_.inputs, batch, added, room);
+    multiply(team, out_, mixed_.data(), out_.inputs, batch, added, room, gate_up_.begin(team));
     team.barrier();
     normalise(team, norms_[0]);
     multiply(team, gate_up_, normal_.data(), width_, batch,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                std::copy_n(values, count, gated_.data() + r * 2 * inner_ + n);
-             }, room);
+             }, room, down_.begin(team));
     team.barrier();
     const auto [first, last] = team.share(inner_);
     for (int64_t r = 0; r < batch; ++r) {
@@ -239,7 +240,7 @@ class FeatureLayer : public torch::CustomClassHolder {
       kernels().silu_times(gate + first, gate + inner_ + first, last - first, inside_.data() + r * inner_ + first);
     }
     team.barrier();
-    multiply(team, down_, inside_.data(), inner_, batch, added, room);
+    multiply(team, down_, inside_.data(), inner_, batch, added, room, head_.begin(team));
     team.barrier();
     if (normed_) normalise(team, norms_[3]);
   }

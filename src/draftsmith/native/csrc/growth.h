@@ -97,8 +97,9 @@ class Growth {
   // How many rows of states `rank` reads.
   int64_t ranked_rows(int64_t depth) const { return shared_ ? batch_ : rows(depth); }
 
-  // Finds the best children by this thread's share of the scores; the team meets at the end.
-  void rank(const Team& team, int64_t depth, const Linear& head, const bf16* states, int64_t stride, Quantised& room) {
+  // Finds the best children by this thread's share of the scores; the team meets at the end. `ahead` is as in kernels.h.
+  void rank(const Team& team, int64_t depth, const Linear& head, const bf16* states, int64_t stride, Quantised& room,
+            const void* ahead) {
     const int64_t rows = ranked_rows(depth), children = branching_[depth];
     Best* best = partial_.data() + team.index * rows * children;
     float* sums = sums_.data() + team.index * rows * 2;
@@ -117,7 +118,7 @@ class Growth {
                running[1] *= std::exp(running[0] - highest);
                running[1] += kernels().sum_exponentials(rounded, count, highest);
                running[0] = highest;
-             }, room);
+             }, room, ahead);
     team.barrier();
   }
 

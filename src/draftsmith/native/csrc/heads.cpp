@@ -174,7 +174,7 @@ class Heads : public torch::CustomClassHolder {
     multiply(team, cell_state_, cells_.data(), stride, rows,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                kernels().narrow_row(values, count, carry_of(depth, r) + features_ + n);
-             }, room);
+             }, room, cell_token_.begin(team));
     multiply(team, cell_token_, read_.data(), stride, rows,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                bf16* to = carry_of(depth, r) + features_ + n;
@@ -182,7 +182,7 @@ class Heads : public torch::CustomClassHolder {
                kernels().add_row(values, count, to);
                for (int64_t i = 0; i < count; ++i) sums[i] = widen(to[i]);
                kernels().silu_times(sums, ones_.data(), count, to);
-             }, room);
+             }, room, opening(team, depth, 0));
     team.barrier();
   }
 
@@ -192,16 +192,26 @@ class Heads : public torch::CustomClassHolder {
     Quantised& room = rooms_[team.index];
     const bf16* x = carry_of(reads_ == kNothing ? 0 : depth, 0);
     int64_t stride = even(carry_width_), place = 0;
-    for (const Step& step : heads_[depth].steps) {
-      run(team, step, x, stride, rows, inner_[place].data(), room);
+    const std::vector<Step>& steps = heads_[depth].steps;
+    for (size_t i = 0; i < steps.size(); ++i) {
+      run(team, steps[i], x, stride, rows, inner_[place].data(), room, opening(team, depth, i + 1));
       team.barrier();
       x = inner_[place].data(), stride = even(inner_width_), place = 1 - place;
     }
-    growth_.rank(team, depth, heads_[depth].scores, x, stride, room);
+    const void* next = reads_ == kRecurrent ? cell_state_.begin(team) : opening(team, (depth + 1) % heads_.size(), 0);
+    growth_.rank(team, depth, heads_[depth].scores, x, stride, room, next);
   }
 
-  // One step, every thread its columns of all rows.
-  void run(const Team& team, const Step& step, const bf16* x, int64_t stride, int64_t rows, bf16* y, Quantised& room) {
+  // The weights that this thread reads first in a step of a head, or in the scores behind its last.
+  const void* opening(const Team& team, int64_t depth, size_t step) const {
+    const Head& head = heads_[depth];
+    if (step == head.steps.size()) return head.scores.begin(team);
+    return (head.steps[step].kind == kNarrow ? head.steps[step].kept : head.steps[step].linear).begin(team);
+  }
+
+  // One step, every thread its columns of all rows. `ahead` is as in kernels.h.
+  void run(const Team& team, const Step& step, const bf16* x, int64_t stride, int64_t rows, bf16* y, Quantised& room,
+           const void* ahead) {
     const int64_t out = even(inner_width_);
     const auto into = [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().narrow_row(values, count, y + r * out + n);
@@ -216,7 +226,7 @@ class Heads : public torch::CustomClassHolder {
     if (step.linear.quantised != nullptr || step.kept.quantised != nullptr)
       room.take(x, stride, rows, step.linear.inputs, step.linear.quads());
     if (step.kind == kNarrow) {
-      multiply_taken(team, step.kept, x, stride, rows, into, &room, 0);
+      multiply_taken(team, step.kept, x, stride, rows, into, &room, 0, step.linear.begin(team));
     } else if (step.kind == kResidual) {
       const auto [from, to] = team.share(step.linear.panels);
       const int64_t first = from * kPanel, last = std::min(to * kPanel, step.linear.outputs);
@@ -224,9 +234,9 @@ class Heads : public torch::CustomClassHolder {
         if (first < last) std::copy(x + r * stride + first, x + r * stride + last, y + r * out + first);
     }
     if (step.kind == kProject)
-      multiply_taken(team, step.linear, x, stride, rows, into, &room, 0);
+      multiply_taken(team, step.linear, x, stride, rows, into, &room, 0, ahead);
     else
-      multiply_taken(team, step.linear, x, stride, rows, activated, &room, 0);
+      multiply_taken(team, step.linear, x, stride, rows, activated, &room, 0, ahead);
   }
 
   Tensors weights_, scales_, sums_, biases_;

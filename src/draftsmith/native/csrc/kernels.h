@@ -38,11 +38,13 @@ static inline int64_t entry(const AttentionTask& t, int64_t s) {
 struct Kernels {
   const char* name;
   // y[r, n] = Σ_k x[r, k] · w[n, k] for whole panels; packed is (panels, pairs, 16, 2), and x has 2 · pairs columns.
+  // While some weights are multiplied, the next are fetched; `ahead` are those that this thread will read after these.
+  // Null says that all of them are in a near cache, so that nothing needs to be fetched.
   void (*gemm)(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
-               float* y, int64_t y_stride);
+               const void* ahead, float* y, int64_t y_stride);
   // The same in whole numbers, exact: x is signed, packed is (panels, quads, 16, 4), sums[n] = Σ_k w[n, k].
   void (*gemm_int8)(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,
-                    int64_t quads, int64_t panels, int32_t* y, int64_t y_stride);
+                    int64_t quads, int64_t panels, const void* ahead, int32_t* y, int64_t y_stride);
   void (*attend)(const AttentionTask& task);
   // out = bf16(bf16(x / rms(x)) · weight)
   void (*rms_norm)(const bf16* x, const bf16* weight, int64_t width, float epsilon, bf16* out);

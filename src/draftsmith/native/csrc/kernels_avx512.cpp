@@ -17,8 +17,8 @@ inline __m512 highs(__m512i pairs) {
 
 template <int kRows, int kPanels>
 struct Block {
-  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride, int64_t,
-                  int64_t) {
+  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride,
+                  const Ahead&) {
     __m512 sum[kRows][kPanels];
     for (int r = 0; r < kRows; ++r)
       for (int p = 0; p < kPanels; ++p) sum[r][p] = _mm512_setzero_ps();
@@ -44,9 +44,9 @@ struct Block {
   }
 };
 
-void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels, float* y,
-          int64_t y_stride) {
-  walk<Block, 8, 2>(x, x_stride, rows, packed, pairs, panels, y, y_stride);
+void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
+          const void* ahead, float* y, int64_t y_stride) {
+  walk<Block, 8, 2>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
 }
 
 }  // namespace

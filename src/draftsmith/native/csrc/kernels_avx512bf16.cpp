@@ -15,7 +15,6 @@ struct Pairs {
   using X = bf16;
   using Y = float;
   using Sum = __m512;
-  static constexpr bool kAsksAhead = true;
   static Sum zero() { return _mm512_setzero_ps(); }
   static Sum add(Sum sum, __m512i weights, int xs) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights),
@@ -28,8 +27,6 @@ struct Quads {
   using X = int8_t;
   using Y = int32_t;
   using Sum = __m512i;
-  // A speculator's weights stay in the second cache from stage to stage, and asking for what is there costs more.
-  static constexpr bool kAsksAhead = false;
   static Sum zero() { return _mm512_setzero_si512(); }
   static Sum add(Sum sum, __m512i weights, int xs) {
     return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(xs ^ static_cast<int>(0x80808080)), weights);
@@ -43,24 +40,23 @@ struct Of {
 
   template <int kRows, int kPanels>
   struct Block {
-    static void run(const X* x, int64_t x_stride, const X* w, int64_t lines, Y* y, int64_t y_stride, int64_t number,
-                    int64_t blocks) {
+    static void run(const X* x, int64_t x_stride, const X* w, int64_t lines, Y* y, int64_t y_stride,
+                    const Ahead& ahead) {
       constexpr int64_t kLine = kLineBytes / sizeof(X);
       typename Kind::Sum sum[kRows][kPanels];
       for (int r = 0; r < kRows; ++r)
         for (int p = 0; p < kPanels; ++p) sum[r][p] = Kind::zero();
-      // While these panels are multiplied, those behind them are asked for: every block of rows asks for its part, so
-      // that reading never waits for multiplying, nor the other way round.
-      int64_t turn = number;
+      // Every block of rows asks for its part of what comes next, so that reading never waits for multiplying, nor the
+      // other way round.
+      const char* next = ahead.from;
+      int64_t turn = ahead.number;
       for (int64_t k = 0; k < lines; ++k) {
         __m512i weights[kPanels];
         for (int p = 0; p < kPanels; ++p) weights[p] = _mm512_loadu_si512(w + (p * lines + k) * kLine);
-        if (Kind::kAsksAhead && turn == 0) {
-          for (int p = 0; p < kPanels; ++p)
-            _mm_prefetch(reinterpret_cast<const char*>(w + ((kPanels + p) * lines + k) * kLine), _MM_HINT_T1);
-          turn = blocks;
+        if (next != nullptr && turn-- == 0) {
+          for (int p = 0; p < kPanels; ++p) _mm_prefetch(next + (k * kPanels + p) * kLineBytes, _MM_HINT_T1);
+          turn = ahead.blocks - 1;
         }
-        --turn;
         for (int r = 0; r < kRows; ++r) {
           int xs;
           __builtin_memcpy(&xs, x + r * x_stride + k * (kLine / kPanel), sizeof xs);
@@ -74,15 +70,15 @@ struct Of {
   };
 
   // Thirty-two registers: twenty-four sums, four lines of weights, and the inputs of a row.
-  static void product(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines, int64_t panels, Y* y,
-                      int64_t y_stride) {
-    walk<Block, 6, 4>(x, x_stride, rows, packed, lines, panels, y, y_stride);
+  static void product(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines, int64_t panels,
+                      const void* ahead, Y* y, int64_t y_stride) {
+    walk<Block, 6, 4>(x, x_stride, rows, packed, lines, panels, ahead, y, y_stride);
   }
 };
 
 void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,
-               int64_t quads, int64_t panels, int32_t* y, int64_t y_stride) {
-  Of<Quads>::product(x, x_stride, rows, packed, quads, panels, y, y_stride);
+               int64_t quads, int64_t panels, const void* ahead, int32_t* y, int64_t y_stride) {
+  Of<Quads>::product(x, x_stride, rows, packed, quads, panels, ahead, y, y_stride);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t n = 0; n < panels * kPanel; ++n) y[r * y_stride + n] -= sums[n] * 128;
 }

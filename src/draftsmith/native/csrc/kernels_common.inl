@@ -235,7 +235,7 @@ void attend_by(const AttentionTask& t) {
 
 // Whole numbers: any order gives the same sum.
 [[maybe_unused]] void gemm_int8_plain(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t*,
-                     int64_t quads, int64_t panels, int32_t* y, int64_t y_stride) {
+                     int64_t quads, int64_t panels, const void*, int32_t* y, int64_t y_stride) {
   for (int64_t p = 0; p < panels; ++p, packed += quads * kPanel * 4)
     for (int64_t r = 0; r < rows; ++r) {
       int32_t sum[kPanel] = {};
@@ -247,35 +247,44 @@ void attend_by(const AttentionTask& t) {
     }
 }
 
+// What a block of rows asks for while it multiplies: its part of the weights that come next, every so many lines one.
+struct Ahead {
+  const char* from;  // null for nothing
+  int64_t number, blocks;
+};
+
 // Splits the work into blocks of rows that fit the registers, and walks over the weights once for each group of
-// panels: the second block of rows finds them in a near cache. Block<rows, panels> computes one block, and is told
-// which one it is of how many that share the weights.
+// panels: the second block of rows finds them in a near cache. Block<rows, panels> computes one block.
 template <template <int, int> class Block, int kRows, int kPanels>
 struct Rows {
   template <class X, class Y>
   static void run(int64_t rows, const X* x, int64_t x_stride, const X* w, int64_t lines, Y* y, int64_t y_stride,
-                  int64_t number, int64_t blocks) {
+                  const Ahead& ahead) {
     if (rows == kRows)
-      Block<kRows, kPanels>::run(x, x_stride, w, lines, y, y_stride, number, blocks);
+      Block<kRows, kPanels>::run(x, x_stride, w, lines, y, y_stride, ahead);
     else if constexpr (kRows > 1)
-      Rows<Block, kRows - 1, kPanels>::run(rows, x, x_stride, w, lines, y, y_stride, number, blocks);
+      Rows<Block, kRows - 1, kPanels>::run(rows, x, x_stride, w, lines, y, y_stride, ahead);
   }
 };
 
 template <template <int, int> class Block, int kRows, int kPanels, class X, class Y>
-inline void walk(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines, int64_t panels, Y* y,
-                 int64_t y_stride) {
+inline void walk(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines, int64_t panels,
+                 const void* ahead, Y* y, int64_t y_stride) {
   const int64_t blocks = (rows + kRows - 1) / kRows, panel = lines * (kLineBytes / sizeof(X));
   int64_t p = 0;
-  for (; p + kPanels <= panels; p += kPanels)
+  for (; p + kPanels <= panels; p += kPanels) {
+    const X* w = packed + p * panel;
+    const void* next = ahead != nullptr && p + kPanels < panels ? w + kPanels * panel : ahead;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
-      Rows<Block, kRows, kPanels>::run(to - from, x + from * x_stride, x_stride, packed + p * panel, lines,
-                                       y + from * y_stride + p * kPanel, y_stride, b, blocks);
+      Rows<Block, kRows, kPanels>::run(to - from, x + from * x_stride, x_stride, w, lines,
+                                       y + from * y_stride + p * kPanel, y_stride,
+                                       {static_cast<const char*>(next), b, blocks});
     }
+  }
   if constexpr (kPanels > 1) {
     if (p < panels)
-      walk<Block, kRows, kPanels - 1>(x, x_stride, rows, packed + p * panel, lines, panels - p, y + p * kPanel,
+      walk<Block, kRows, kPanels - 1>(x, x_stride, rows, packed + p * panel, lines, panels - p, ahead, y + p * kPanel,
                                       y_stride);
   }
 }

@@ -19,6 +19,14 @@ void check_packed(const at::Tensor& packed, int64_t outputs, int64_t inputs) {
               " to ", outputs, " features");
 }
 
+void check_packed_int8(const at::Tensor& packed, const at::Tensor& scales, int64_t outputs, int64_t inputs) {
+  const int64_t panels = (outputs + kPanel - 1) / kPanel;
+  TORCH_CHECK(packed.is_contiguous() && packed.is_cpu() && packed.scalar_type() == at::kChar &&
+                  packed.sizes() == at::IntArrayRef({panels, (inputs + 3) / 4, kPanel, 4}) &&
+                  scales.is_contiguous() && scales.numel() == panels * kPanel && scales.scalar_type() == at::kFloat,
+              "draftsmith: these int8 weights are not those of a layer from ", inputs, " to ", outputs, " features");
+}
+
 namespace {
 
 const float* bias_of(const std::optional<at::Tensor>& bias, int64_t outputs) {
@@ -42,13 +50,10 @@ Linear as_linear_int8(const at::Tensor& packed, const at::Tensor& scales, const 
                       const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs) {
   Linear layer;
   layer.outputs = outputs, layer.inputs = inputs, layer.panels = (outputs + kPanel - 1) / kPanel;
-  const int64_t padded = layer.panels * kPanel;
   TORCH_CHECK(inputs <= 1 << 16, "draftsmith: the sum of ", inputs, " int8 products would overflow");
-  TORCH_CHECK(packed.is_contiguous() && packed.is_cpu() && packed.scalar_type() == at::kChar &&
-                  packed.sizes() == at::IntArrayRef({layer.panels, layer.quads(), kPanel, 4}) &&
-                  scales.is_contiguous() && scales.numel() == padded && scales.scalar_type() == at::kFloat &&
-                  sums.is_contiguous() && sums.numel() == padded && sums.scalar_type() == at::kInt,
-              "draftsmith: these int8 weights are not those of a layer from ", inputs, " to ", outputs, " features");
+  check_packed_int8(packed, scales, outputs, inputs);
+  TORCH_CHECK(sums.is_contiguous() && sums.numel() == layer.panels * kPanel && sums.scalar_type() == at::kInt,
+              "draftsmith: these are not the sums of the int8 weights of ", outputs, " features");
   layer.quantised = packed.const_data_ptr<int8_t>(), layer.scales = scales.const_data_ptr<float>();
   layer.sums = sums.const_data_ptr<int32_t>(), layer.bias = bias_of(bias, outputs);
   return layer;
@@ -148,7 +153,7 @@ at::Tensor apply(const at::Tensor& x, const Linear& layer) {
   run_team(threads, [&](const Team& team) {
     multiply(team, layer, from, stride, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().narrow_row(values, count, to + r * outputs + n);
-    }, rooms[team.index]);
+    }, rooms[team.index], layer.begin(team));
   });
   return out;
 }
@@ -158,18 +163,30 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   return apply(x, as_linear(packed, bias, outputs, x.dim() ? x.size(-1) : 0));
 }
 
-at::Tensor embedding(const at::Tensor& tokens, const at::Tensor& packed, int64_t width, int64_t entries) {
-  check_packed(packed, entries, width);
+at::Tensor look_up(const at::Tensor& tokens, const at::Tensor& packed, const at::Tensor& scales, int64_t width,
+                   int64_t entries) {
   TORCH_CHECK(tokens.is_cpu() && tokens.scalar_type() == at::kLong, "draftsmith: token ids have to be int64 on a CPU");
   const at::Tensor flat = tokens.contiguous();
   std::vector<int64_t> sizes = tokens.sizes().vec();
   sizes.push_back(width);
-  at::Tensor out = at::empty(sizes, packed.options());
+  at::Tensor out = at::empty(sizes, packed.options().dtype(at::kBFloat16));
   const int64_t* ids = flat.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < flat.numel(); ++i)
     TORCH_CHECK_INDEX(ids[i] >= 0 && ids[i] < entries, "draftsmith: token ", ids[i], " is not in a table of ", entries);
-  embed(packed, width, ids, 0, flat.numel(), mutable_bits(out));
+  embed(packed, scales, width, ids, 0, flat.numel(), mutable_bits(out));
   return out;
+}
+
+at::Tensor embedding(const at::Tensor& tokens, const at::Tensor& packed, int64_t width, int64_t entries) {
+  check_packed(packed, entries, width);
+  return look_up(tokens, packed, packed, width, entries);
+}
+
+// Rows of whole numbers times their scales.
+at::Tensor embedding_int8(const at::Tensor& tokens, const at::Tensor& packed, const at::Tensor& scales, int64_t width,
+                          int64_t entries) {
+  check_packed_int8(packed, scales, entries, width);
+  return look_up(tokens, packed, scales, width, entries);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> pack_int8(const at::Tensor& weight) {
@@ -216,7 +233,20 @@ std::string kernels_in_use() { return kernels().name; }
 
 }  // namespace
 
-void embed(const at::Tensor& table, int64_t width, const int64_t* tokens, int64_t first, int64_t last, bf16* out) {
+void embed(const at::Tensor& table, const at::Tensor& scales, int64_t width, const int64_t* tokens, int64_t first,
+           int64_t last, bf16* out) {
+  if (table.scalar_type() == at::kChar) {
+    const int8_t* data = table.const_data_ptr<int8_t>();
+    const float* scale = scales.const_data_ptr<float>();
+    const int64_t quads = (width + 3) / 4;
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t token = tokens[i];
+      const int8_t* lane = data + token / kPanel * quads * 4 * kPanel + token % kPanel * 4;
+      for (int64_t k = 0; k < width; ++k)
+        out[i * width + k] = narrow(static_cast<float>(lane[k / 4 * 4 * kPanel + k % 4]) * scale[token]);
+    }
+    return;
+  }
   const bf16* data = bits(table);
   const int64_t pairs = (width + 1) / 2;
   for (int64_t i = first; i < last; ++i) {
@@ -235,6 +265,7 @@ TORCH_LIBRARY(draftsmith, library) {
   library.def("unpack(Tensor packed, int outputs, int inputs) -> Tensor");
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor");
   library.def("embedding(Tensor tokens, Tensor packed, int width, int entries) -> Tensor");
+  library.def("embedding_int8(Tensor tokens, Tensor packed, Tensor scales, int width, int entries) -> Tensor");
   library.def("pack_int8(Tensor weight) -> (Tensor, Tensor, Tensor)");
   library.def(
       "linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor sums, Tensor? bias, int outputs) -> Tensor");
@@ -245,7 +276,7 @@ TORCH_LIBRARY(draftsmith, library) {
 
 // Nothing here has a gradient; asking for one is an error and not silence.
 TORCH_LIBRARY_IMPL(draftsmith, Autograd, library) {
-  for (const char* name : {"linear", "linear_int8", "embedding"})
+  for (const char* name : {"linear", "linear_int8", "embedding", "embedding_int8"})
     library.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 
@@ -254,6 +285,7 @@ TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
   library.impl("unpack", unpack);
   library.impl("linear", linear);
   library.impl("embedding", embedding);
+  library.impl("embedding_int8", embedding_int8);
   library.impl("pack_int8", pack_int8);
   library.impl("linear_int8", linear_int8);
 }

@@ -23,6 +23,7 @@ inline bf16* mutable_bits(at::Tensor& tensor) {
 }
 
 void check_packed(const at::Tensor& packed, int64_t outputs, int64_t inputs);
+void check_packed_int8(const at::Tensor& packed, const at::Tensor& scales, int64_t outputs, int64_t inputs);
 
 // One linear layer, without its PyTorch tensors (whose owner outlives it). Its weights are bf16, or int8 with a scale
 // for each output; then rows are quantised as they come, with a scale each.
@@ -36,6 +37,17 @@ struct Linear {
 
   int64_t pairs() const { return (inputs + 1) / 2; }
   int64_t quads() const { return (inputs + 3) / 4; }
+
+  // Where a panel begins.
+  const void* panel(int64_t index) const {
+    return quantised == nullptr ? static_cast<const void*>(data + index * pairs() * 2 * kPanel)
+                                : quantised + index * quads() * 4 * kPanel;
+  }
+
+  int64_t bytes() const { return panels * kPanel * (quantised == nullptr ? pairs() * 2 * 2 : quads() * 4); }
+
+  // What a thread of the team reads first of this layer.
+  const void* begin(const Team& team) const { return panel(team.share(panels).first); }
 
   // The same layer, of some of its panels only.
   Linear stretch(int64_t panel, int64_t count) const {
@@ -58,7 +70,10 @@ Linear as_any_linear(const at::Tensor& packed, const at::Tensor& scales, const a
 Linear as_linear_int8(const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
                       const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs);
 
-void embed(const at::Tensor& table, int64_t width, const int64_t* tokens, int64_t first, int64_t last, bf16* out);
+// A table that rows are looked up in: dense (V, F), or the packed weights of the head that is tied to it; int8 ones with
+// the scales of the head.
+void embed(const at::Tensor& table, const at::Tensor& scales, int64_t width, const int64_t* tokens, int64_t first,
+           int64_t last, bf16* out);
 
 constexpr int64_t kChunkPanels = 8;
 constexpr int64_t kChunk = kChunkPanels * kPanel;
@@ -76,24 +91,26 @@ struct Quantised {
 
 // Multiplies rows of x by this thread's share of the panels, and hands stretches of the result to
 // store(row, first output, count, values); results carry the bias. An int8 layer reads the rows from `taken`, from its
-// row `taken_row` on, in the place of x.
+// row `taken_row` on, in the place of x. `ahead` is as in kernels.h.
 template <class Store>
 void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
-                    const Store& store, const Quantised* taken, int64_t taken_row) {
+                    const Store& store, const Quantised* taken, int64_t taken_row, const void* ahead) {
   alignas(64) float results[kChunkRows * kChunk];
   alignas(64) int32_t sums[kChunkRows * kChunk];
   const auto [from, to] = team.share(layer.panels);
   for (int64_t panel = from; panel < to; panel += kChunkPanels) {
     const int64_t panels = std::min(kChunkPanels, to - panel), first = panel * kPanel;
     const Linear part = layer.stretch(panel, panels);
+    const void* next = ahead != nullptr && panel + panels < to ? layer.panel(panel + panels) : ahead;
     for (int64_t row = 0; row < rows; row += kChunkRows) {
       const int64_t some = std::min(kChunkRows, rows - row);
       if (layer.quantised == nullptr) {
-        kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, results, kChunk);
+        kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, next, results,
+                       kChunk);
       } else {
         const int64_t width = layer.quads() * 4, at = taken_row + row;
         kernels().gemm_int8(taken->values.data() + at * width, width, some, part.quantised, part.sums, layer.quads(),
-                            panels, sums, kChunk);
+                            panels, next, sums, kChunk);
         for (int64_t r = 0; r < some; ++r)
           for (int64_t n = 0; n < panels * kPanel; ++n)
             results[r * kChunk + n] =
@@ -112,9 +129,9 @@ void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_
 // The same, every thread quantising the rows for itself where the layer is int8; `mine` is this thread's room for them.
 template <class Store>
 void multiply(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
-              const Store& store, Quantised& mine) {
+              const Store& store, Quantised& mine, const void* ahead) {
   if (layer.quantised != nullptr) mine.take(x, x_stride, rows, layer.inputs, layer.quads());
-  multiply_taken(team, layer, x, x_stride, rows, store, &mine, 0);
+  multiply_taken(team, layer, x, x_stride, rows, store, &mine, 0, ahead);
 }
 
 }  // namespace draftsmith

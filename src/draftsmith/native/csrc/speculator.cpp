@@ -17,6 +17,7 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 constexpr float kEpsilon = 1e-6f;
+constexpr int64_t kSecondCache = 1 << 20;  // bytes that stay near a thread; processors have 1 or 2 MB
 
 class Speculator : public torch::CustomClassHolder {
  public:
@@ -109,14 +110,25 @@ class Speculator : public torch::CustomClassHolder {
     const bf16* input = depth == 0 ? inputs_.data() : states_.data();
     const int64_t stride = even(depth == 0 ? features_ : width_);
     // Siblings share their parent's state, and so its projection.
+    const Stage& following = stages_[(depth + 1) % stages_.size()];
     multiply(team, stage.projection, input, stride, growth_.sources(),
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                kernels().narrow_row(values, count, projected_.data() + r * width_ + n);
-             }, room);
+             }, room, is_near(team, depth, &Stage::projection) ? nullptr : stage.head.begin(team));
     team.barrier();
     activate(team, depth, growth_.rows(depth));
     team.barrier();
-    growth_.rank(team, depth, stage.head, states_.data(), even(width_), room);
+    growth_.rank(team, depth, stage.head, states_.data(), even(width_), room,
+                 is_near(team, depth, &Stage::head) ? nullptr : following.projection.begin(team));
+  }
+
+  // Whether the stage before has just read this layer, and so little besides that it is still in the second cache:
+  // asking for it would only cost.
+  bool is_near(const Team& team, int64_t depth, Linear Stage::* part) const {
+    if (depth == 0) return false;
+    const Stage &stage = stages_[depth], &before = stages_[depth - 1];
+    return (stage.*part).panel(0) == (before.*part).panel(0) &&
+           stage.projection.bytes() + stage.head.bytes() <= team.size * kSecondCache;
   }
 
   // state = GELU(norm(projection + ratio · embedding)); every thread computes its columns of every row.
