@@ -27,7 +27,7 @@ from draftsmith.engine import Engine
 from draftsmith.evaluation.losslessness import compare
 from draftsmith.evaluation.peers import transformers_peer
 from draftsmith.target import Target
-from draftsmith.types import Completion, SamplingParams, Statistics
+from draftsmith.types import Completion, SamplingParams, Statistics, unbroken
 
 PLANS = (PLAIN, "1,1,1", "1,1,1,1", "4,2,1/4", "3,2,2")
 
@@ -66,7 +66,7 @@ def run() -> None:
             target, drafter, max_batch=batch, max_length=args.prompt_tokens + args.new_tokens, compile=args.compile
         )
         for text, plan in plans_within(args.plans, drafter).items():
-            got = engine.generate(prompts, params, plan)
+            got = unbroken(engine.generate(prompts, params, plan))
             comparison = compare(expected, got, target)
             statistics = Statistics()
             for completion in got:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from draftsmith.cli import app
@@ -111,6 +113,30 @@ def test_generate_samples_several_repeatably(target: Path, drafter: Path):
     first, second = run(*words, *shape), run(*words, *shape)
     assert first.exit_code == 0 and first.stdout == second.stdout
     assert "--- 1 ---" in first.stdout and "--- 2 ---" in first.stdout
+
+
+def test_generate_ends_only_what_the_target_cannot_read(target: Path, tmp_path: Path):
+    """Of three continuations one meets a token whose embedding is NaN."""
+    words = ("--max-tokens", "8", "--temperature", "1", "--seed", "7", "--dtype", "fp32", "--no-draft")
+    path = tmp_path / "whole.json"
+    whole = run("generate", "abc", "-n", "3", "--target", target, "--json", path, *words)
+    completions = json.loads(path.read_text())["completions"]
+    texts = [completion["tokens"] for completion in completions]
+    others = {*completions[0]["prompt_tokens"], *texts[0], *texts[2]}
+    token = next(token for token in texts[1][1:-1] if token not in others)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = torch.nan
+    shutil.copytree(target, tmp_path / "broken")
+    model.save_pretrained(tmp_path / "broken")
+    path = tmp_path / "broken.json"
+    broken = run("generate", "abc", "-n", "3", "--target", tmp_path / "broken", "--json", path, *words)
+    assert broken.exit_code == 2 and "Error: continuation 2: broken gave no finite logits" in broken.stderr
+    sections, expected = broken.stdout.split("--- "), whole.stdout.split("--- ")
+    assert sections[1] == expected[1] and sections[3] == expected[3] and sections[2] != expected[2]
+    found = json.loads(path.read_text())["completions"]
+    assert [completion["finish_reason"] for completion in found] == ["length", "error", "length"]
+    assert found[1]["tokens"] == texts[1][: texts[1].index(token) + 1]
 
 
 def test_generate_with_typical_acceptance_says_that_it_is_lossy(target: Path, drafter: Path, tmp_path: Path):

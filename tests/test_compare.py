@@ -1,15 +1,26 @@
 """Families compared: the command on a tiny target, what it leaves behind, and how it goes on after a cut."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import draftsmith
 from draftsmith.cli.app import app
-from draftsmith.evaluation.contest import Contender, words
-from draftsmith.evaluation.contest_report import losers, orderings, verdict
+from draftsmith.evaluation.contest import Contender
+from draftsmith.evaluation.contest_orderings import ordering_rows, orderings, summary
+from draftsmith.evaluation.contest_plots import figures
+from draftsmith.evaluation.contest_report import cell_table, losers, verdict
 from draftsmith.evaluation.ledger import Ledger
+from draftsmith.evaluation.wording import words
 from draftsmith.types import DraftsmithError, Plan
 from oracle import OracleDrafter
 from tiny import save_tiny_target
@@ -24,15 +35,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def arguments(place: Path, *more: str) -> list[str]:
+    return [
+        "compare", "--target", str(place / "target"), "--prompts", str(place / "prompts.jsonl"), "--tasks",
+        "code,edit", "--prompt-count", "3", "--sampled-prompt-count", "2", "--prompt-tokens", "16", "--new-tokens",
+        "12", "--rounds", "3", "--texts", "16", "--text-tokens", "24", "--positions", "1000", "--out",
+        str(place / "out"), *more,
+    ]
+
+
 def compare(place: Path, *more: str) -> tuple[int, str]:
-    result = CliRunner().invoke(
-        app,
-        [
-            "compare", "--target", str(place / "target"), "--prompts", str(place / "prompts.jsonl"), "--tasks",
-            "code,edit", "--prompt-count", "3", "--prompt-tokens", "16", "--new-tokens", "12", "--rounds", "3",
-            "--texts", "16", "--text-tokens", "24", "--positions", "1000", "--out", str(place / "out"), *more,
-        ],
-    )
+    result = CliRunner().invoke(app, arguments(place, *more))
     return result.exit_code, result.output
 
 
@@ -48,7 +61,9 @@ def test_two_options_of_one_family(place: Path):
         (name, task, mode) for name in names for task in ("code", "edit") for mode in ("greedy", "T=1")
     }
     for cell in result["cells"]:
-        assert len(cell["tree"]["tokens_per_step_by_prompt"]) == 3
+        prompts = 3 if cell["mode"] == "greedy" else 2
+        assert cell["tree"]["tokens_by_prompt"] == [11] * prompts and len(cell["tree"]["steps_by_prompt"]) == prompts
+        assert ("sampled_chain" in cell) == (cell["mode"] == "T=1"), "an MLP speculator has a distribution to draw from"
         assert cell["speedup_ci"][0] <= cell["speedup"] <= cell["speedup_ci"][1]
         assert cell["mode"] != "greedy" or cell["identical"] == cell["rounds"] == 3
     assert "Verdict" in output and len(result["verdict"]) >= 4
@@ -83,12 +98,65 @@ def test_mistakes_are_named(place: Path, arguments: tuple[str, ...], message: st
     assert code == 2 and message in " ".join(output.split())
 
 
-def cell(name: str, speedup: float, task: str = "code", mode: str = "greedy", taus: tuple[float, ...] = (2.0, 2.2)):
+KEPT = ("chain", "tree", "sampled_chain")
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def kill_when(place: Path, more: tuple[str, ...], ready: Callable[[], bool]) -> None:
+    """Run the command in a process of its own, and kill it as soon as `ready`."""
+    command = [sys.executable, "-m", "draftsmith", *arguments(place, *more)]
+    package = str(Path(draftsmith.__file__).parents[1])
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": package}, **quiet) as process:
+        while process.poll() is None and not ready():
+            time.sleep(0.005)
+        assert process.poll() is None, "it ended before it was to be killed"
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_killed_comparison_ends_as_one_that_was_not(place: Path):
+    more = ("--family", "mlp:inner_dim=16", "--family", "ngram", "--positions", "20000", "--tasks", "code")
+    whole, cut = place / "whole", place / "cut"
+    assert compare(place, *more, "--out", str(whole))[0] == 0
+
+    ledger, run = cut / "measurements.jsonl", cut / "runs" / "mlp-inner_dim=16"
+    more += ("--out", str(cut))
+    kill_when(place, more, lambda: (run / "latest").exists())
+    (run / "latest").unlink()  # as if the kill had come between a checkpoint and the link to it
+    assert lines(ledger) == 1, "terms alone: it was killed as it trained"
+    kill_when(place, more, lambda: lines(ledger) > 3)
+    kept = ledger.read_bytes()
+    assert lines(ledger) < lines(whole / "measurements.jsonl"), "killed as it measured"
+    code, output = compare(place, *more)
+    assert code == 0, output
+
+    assert ledger.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1]), "what was measured stays as it was"
+    records = [(folder / ledger.name).read_text().splitlines() for folder in (whole, cut)]
+    keys = [[json.loads(record)["key"] for record in several] for several in records]
+    assert keys[0] == keys[1] and len(set(keys[1])) == len(keys[1]), "everything once, in the same order"
+    weights = [folder / "runs" / run.name / "drafter" / "model.safetensors" for folder in (whole, cut)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    one, other = (json.loads((folder / "report.json").read_text()) for folder in (whole, cut))
+    assert one["orderings"] == other["orderings"]
+    for left, right in zip(one["cells"], other["cells"], strict=True):
+        assert {name: left.get(name) for name in KEPT} == {name: right.get(name) for name in KEPT}
+
+
+def cell(
+    name: str, speedup: float, task: str = "code", mode: str = "greedy", steps: tuple[int, ...] = (10, 20), **more: Any
+) -> dict[str, Any]:
+    tokens = [60] * len(steps)
+    guessed = {
+        "tokens_per_step": sum(tokens) / sum(steps), "tokens_per_step_ci": [1.0, 9.0], "tokens_by_prompt": tokens,
+        "steps_by_prompt": list(steps), "accepted_by_depth": [0.5, 0.25],
+    }
     return {
         "contender": name, "task": task, "mode": mode, "speedup": speedup, "speedup_ci": [speedup - 0.1, speedup + 0.1],
-        "plan": "chain 2", "identical": 12, "rounds": 12, "step_cost": 1.5, "share_drafting": 0.25,
-        "tokens_per_step_timed": 1.2,
-        "tree": {"tokens_per_step_by_prompt": list(taus)},
+        "plan": "chain 2", "sampled": False, "identical": 12, "rounds": 12, "step_cost": 1.5, "share_drafting": 0.25,
+        "tokens_per_step_timed": 1.2, "ms_per_token": 1.0, "chain": guessed, "tree": guessed, **more,
     }
 
 
@@ -98,26 +166,86 @@ def test_the_verdict_says_by_how_much_and_why_not():
     assert said[0].startswith("code, greedy: use mlp (chain 2), 1.80× plain decoding (1.70–1.90)")
     assert "next is ngram with 1.50×, clearly slower" in said[0]
     assert losers(cells) == [
-        "slow does not beat plain decoding here: at its best (code, greedy, 0.80×) a step costs 1.50 plain ones "
-        "(25% of it drafting) and brings 1.20 tokens."
+        "slow does not beat plain decoding: at its best (code, greedy, chain 2, 0.80×) a step brings 1.20 tokens and "
+        "costs 1.50 plain steps, 0.38 of them drafting; drafting is too slow, 0.07 would be the limit."
     ]
-    assert "decode plainly" in verdict([cell("mlp", 1.05)], ["code"])[0]
-    other = cell("mlp", 1.8) | {"identical": 10}
-    assert verdict([other], ["code"])[0].startswith("mlp, code: 2 of 12 greedy texts differ from plain decoding")
+    assert "it guesses too little" in losers([cell("blind", 0.8, tokens_per_step_timed=1.1)])[0]
+    assert "nowhere clearly faster" in losers([cell("mlp", 1.05)])[0]
+    assert "decode plainly; the fastest, mlp with 1.05× (0.95–1.15), is no clear gain" in verdict(
+        [cell("mlp", 1.05)], ["code"]
+    )[0]
+    assert "is slower." in verdict([cell("mlp", 0.8)], ["code"])[0]
     close = verdict([cell("mlp", 1.8), cell("hydra", 1.75)], ["code"])
     assert "which the intervals do not tell apart" in close[0]
 
 
+def test_text_that_should_be_the_plain_text_is_counted():
+    other = cell("mlp", 1.8, identical=10)
+    assert verdict([other], ["code"])[0].startswith("mlp, code, greedy: 2 of 12 texts differ from plain decoding")
+    drawn = cell("mlp", 1.8, mode="T=1", identical=0, sampled=True)
+    drawn["sampled_chain"] = drawn["chain"]
+    assert verdict([drawn], ["code"])[0].startswith("code, T=1: use mlp")
+    header, row, best_guesses = cell_table([drawn, cell("ngram", 1.2, mode="T=1")], "code", "T=1")
+    assert row[header.index("same text")] == "sampled" and row[header.index("τ sampled")] == "4.00 (1.00–9.00)"
+    assert best_guesses[header.index("same text")] == "12 of 12" and best_guesses[header.index("τ sampled")] == "–"
+
+
+def facts(*names: str) -> list[dict[str, Any]]:
+    return [{"name": name, "trained": name not in ("ngram", "suffix")} for name in names]
+
+
 def test_orderings_are_paired_by_prompt():
-    cells = [cell("mlp", 1.0, taus=(3.0, 2.0)), cell("medusa", 1.0, taus=(2.5, 1.5))]
-    (found,) = orderings(cells, ["code"])
-    assert found["difference"] == 0.5 and found["difference_ci"] == [0.5, 0.5]
+    cells = [cell("mlp", 1.0, steps=(10, 20)), cell("medusa", 1.0, steps=(15, 30))]
+    (found,) = orderings(cells, ["code"], facts("mlp", "medusa"))
+    # 120 / 30 over 120 / 45, whichever prompts are drawn: the one takes two thirds of the other's steps on each.
+    assert found["difference"] == pytest.approx(4 - 8 / 3) and found["prompts"] == 2
+    # Of one prompt alone it is 3 - 2 or 6 - 4; unpaired, 3 - 4 could be drawn as well.
+    assert found["difference_ci"] == pytest.approx([1.0, 2.0])
+    assert ordering_rows([found])[0][0] == "mlp over medusa" and ordering_rows([found])[0][-1] == "yes"
+
+
+def test_trained_drafters_are_held_against_the_best_lookup():
+    cells = [
+        cell(name, 1.0, "prose", mode, steps)
+        for mode, taken in (
+            ("greedy", {"mlp": (20, 21), "eagle": (9, 9), "ngram": (10, 11), "suffix": (12, 13)}),
+            ("T=1", {"mlp": (40, 41), "eagle": (45, 60), "ngram": (60, 60), "suffix": (50, 55)}),
+        )
+        for name, steps in taken.items()
+    ]
+    found = orderings(cells, ["prose"], facts("mlp", "eagle", "ngram", "suffix"))
+    assert [row[:3] + row[-1:] for row in ordering_rows(found)] == [
+        ["mlp over ngram", "prose", "0", "no"],
+        ["mlp over suffix", "prose", "1", "yes"],
+        ["eagle over ngram", "prose", "0", "yes"],
+        ["eagle over suffix", "prose", "1", "not told apart"],
+    ]
+    assert summary(found) == [
+        f"Of 2 trained drafters 1 guess prose better than {lookup}, the best lookup ({mode}); {worse} guess worse, "
+        f"{1 - worse} are not told apart."
+        for lookup, mode, worse in (("ngram", "greedy", 1), ("suffix", "T=1", 0))
+    ]
+    assert orderings(cells, ["prose"], facts("mlp", "eagle")) == []
+
+
+def test_pictures_are_drawn_of_any_contenders(tmp_path: Path):
+    cells = [cell("mlp", 1.4), cell("ngram", 0.7, step_cost=0.9), cell("ngram", 2.0, "prose")]
+    drawn = figures(cells, ["code", "prose"])
+    assert list(drawn) == [
+        "acceptance-code.png", "speedup-code.png", "acceptance-prose.png", "speedup-prose.png", "tau-and-cost.png",
+    ]
+    for name, figure in drawn.items():
+        figure.savefig(tmp_path / name)
+    shares = {text.get_text() for text in drawn["acceptance-code.png"].axes[0].texts}
+    assert shares == {"50%", "25%"}
+    assert {text.get_text() for text in drawn["tau-and-cost.png"].axes[0].texts} >= {"mlp", "ngram", "drafting pays"}
 
 
 def test_shapes_fit_the_drafter():
     oracle = Contender("oracle", OracleDrafter([[1, 2]], 8, plan=Plan((1,) * 6)))
-    assert oracle.chain().depth == 4 and max(plan.depth for plan in oracle.shapes()) == 6
+    assert oracle.chain().depth == 4 and max(plan.depth for plan in oracle.shapes(0.0)) == 6
     assert words(Plan((1, 1))) == "chain 2" and words(Plan((2,) * 5, nodes=9)) == "tree 2^5 nodes 9"
+    assert words(Plan(choices=((0,), (1,), (0, 0)))) == "static tree, nodes 3"
     assert words(Plan((2, 1), paths=2)) == "tree 2,1 paths 2"
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from contract import check_drafter
+from draftsmith.cli.common import load_engine
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.cross_vocabulary import CrossVocabularyDraftModel, SharedTokens, TranslatedText
 from draftsmith.drafters.draft_model import draft_with
@@ -38,6 +40,8 @@ TREE = Plan((3, 2, 1))
 CONFIDENCE = Plan((3, 3, 3), beam=2, nodes=7)
 CHAIN = Plan((1, 1, 1), sampled=True)
 SAMPLED_TREE = Plan((2, 2), sampled=True)
+# Two nodes have guesses under them, then one.
+NARROWING = Plan(choices=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
 native_only = pytest.mark.skipif(bool(why_missing()), reason=why_missing())
 
 
@@ -54,7 +58,7 @@ def test_another_architecture_drafts(target: str, draft: str, plans: list[Plan |
 
 
 @pytest.mark.parametrize("draft", ["mistral", "gemma3", "gpt2"])
-@pytest.mark.parametrize("plan", [None, TREE, Plan((2, 2, 2)), CHAIN])
+@pytest.mark.parametrize("plan", [None, TREE, Plan((2, 2, 2)), NARROWING, CHAIN])
 def test_a_draft_model_equal_to_the_target_is_accepted_whole(draft: str, plan: Plan | None):
     """At every step, so its cache is right after whole and partial texts, joins and leaves."""
     questions = prompts(5)
@@ -349,8 +353,23 @@ def test_coverage_counts_what_both_have():
     ours, theirs = tiny_tokenizer(), other_tokenizer("bytes")
     shared = SharedTokens(theirs, ours, len(theirs), len(ours))
     assert shared.coverage == 257 / len(theirs)
+    assert shared.coverage_of(["", "a"]) == 1 and shared.coverage_of([]) == 0
+    text, tokens = ENGLISH, theirs(ENGLISH, add_special_tokens=False)["input_ids"]
+    assert shared.coverage_of([text, text]) == sum(token in shared.pairs for token in tokens) / len(tokens) < 1
     letters = shared.of_target[shared.of_draft == ours.convert_tokens_to_ids("a")]
     assert theirs.convert_ids_to_tokens(letters.tolist()) == ["a"]
+
+
+def test_a_command_says_what_the_shared_tokens_are_worth(tmp_path: Path):
+    model, tokenizer = speaker(other_tokenizer("bytes"), "gpt2").model, other_tokenizer("bytes")
+    model.save_pretrained(tmp_path / "small")
+    tokenizer.save_pretrained(tmp_path / "small")
+    console = Console(record=True, width=300)
+    load_engine(
+        console, target=str(save_tiny_target(tmp_path / "large")), drafter=str(tmp_path / "small"), dtype="fp32",
+        native=False,
+    )
+    assert "257 of 257 tokens (100%) are shared, and 100.0% of those in the texts that ship" in console.export_text()
 
 
 def test_a_folder_of_a_language_model_loads_as_a_draft_model(tmp_path: Path):

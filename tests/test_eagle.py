@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import training_toy as toy
@@ -19,7 +19,9 @@ from draftsmith.drafters.eagle import Eagle, make_eagle
 from draftsmith.drafters.eagle_config import EagleOptions, Tree
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.lesson import Lesson
-from draftsmith.drafters.registry import load_drafter
+from draftsmith.drafters.model_drafter import DraftModel
+from draftsmith.drafters.registry import family_of, load_drafter
+from draftsmith.drafters.static_tree import EAGLE_TREE
 from draftsmith.engine import Engine
 from draftsmith.target import Target
 from draftsmith.training import trainer
@@ -152,7 +154,8 @@ def test_the_dynamic_tree_is_eagle_2_s_by_hand():
 
 
 def test_default_plans():
-    assert make(depth=3).default_plan() == Plan((4, 2, 2))
+    assert make().default_plan() == Plan(choices=EAGLE_TREE)
+    assert make(depth=3).default_plan() == Plan(choices=tuple(path for path in EAGLE_TREE if len(path) <= 3))
     assert make(depth=3, branching=(2, 1)).default_plan() == Plan((2, 1))
     assert make(depth=3, tree="chain").default_plan() == Plan((1, 1, 1))
     assert make(depth=6, tree="dynamic", beam=10, nodes=59).default_plan() == Plan((10,) * 6, beam=10, nodes=59)
@@ -282,6 +285,30 @@ def test_published_layout(tmp_path: Path):
     before, after = (safetensors.torch.load_file(tmp_path / f / "model.safetensors") for f in ("hub", "own"))
     assert after.keys() == before.keys() - {"embed_tokens.weight"}
     assert all(torch.equal(tensor, before[name]) and tensor.dtype == torch.half for name, tensor in after.items())
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_folder_whose_config_lacks_bias_is_told_by_its_tensors(tmp_path: Path, biased: bool):
+    folder = published(tmp_path / "hub")
+    config = json.loads((folder / "config.json").read_text())
+    del config["bias"]
+    (folder / "config.json").write_text(json.dumps(config))
+    if not biased:
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        del tensors["fc.bias"]
+        safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    drafter = load_drafter(folder, tiny_target())
+    assert isinstance(drafter, Eagle) and (drafter.fc.bias is not None) == biased
+    (folder / "model.safetensors").unlink()
+    assert family_of(folder).name == "draft-model", "without its tensors it is a Llama like any other"
+
+
+def test_a_llama_of_one_layer_is_no_eagle(tmp_path: Path):
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+    ))
+    model.save_pretrained(tmp_path / "small")
+    assert isinstance(load_drafter(tmp_path / "small", tiny_target()), DraftModel)
 
 
 def test_refusals(tmp_path: Path):

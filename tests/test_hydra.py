@@ -132,7 +132,7 @@ def test_published_layout_bit_for_bit(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hydra_head_arch": "prefix-mlp"}, "says hydra_head_arch 'prefix-mlp', but only 'mlp' is supported"),
+        ({"hydra_head_arch": "eagle-attn"}, "says hydra_head_arch 'eagle-attn', but only 'mlp' is supported"),
         ({"grounded_heads": False}, "says grounded_heads False, but only True"),
         ({"hidden_state_offset": 1}, "says hidden_state_offset 1, but only 0"),
         ({"hydra_num_heads": 4}, r"lacks the tensor hydra_mlp\.3\.0\.linear\.weight"),

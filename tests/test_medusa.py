@@ -12,6 +12,7 @@ import training_toy as toy
 from contract import check_drafter, check_forward_law
 from draftsmith.drafters.medusa import MedusaDrafter, MedusaOptions, make_medusa
 from draftsmith.drafters.registry import load_drafter
+from draftsmith.drafters.static_tree import MEDUSA_TREE
 from draftsmith.target import Target
 from draftsmith.types import Context, DraftsmithError, Plan
 from heads_toy import check_packed, check_training, demo_target
@@ -132,7 +133,9 @@ def test_propose_compiles_without_a_break(name: str):
 
 
 def test_default_plan_is_the_options():
-    assert make().default_plan() == Plan((1, 1, 1, 1))
+    assert make().default_plan() == Plan(choices=MEDUSA_TREE)
+    assert make(num_heads=2).default_plan() == Plan(choices=tuple(path for path in MEDUSA_TREE if len(path) <= 2))
+    assert make(default_branching=(1, 1, 1, 1)).default_plan() == Plan((1, 1, 1, 1))
     chosen = make(default_branching=(4, 2), default_nodes=5, default_beam=3)
     assert chosen.default_plan() == Plan((4, 2), nodes=5, beam=3)
     with pytest.raises(ValueError, match="deeper than num_heads, which is 2"):

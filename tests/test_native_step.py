@@ -17,6 +17,7 @@ from contract import check_draft
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.engine.step import Layout, commit_greedy, commit_greedy_natively
 from draftsmith.native import LIBRARY, kernels_in_use, use_kernels, why_missing
 from draftsmith.target import Target
@@ -268,18 +269,20 @@ def speculator(seed: int, **options: object) -> MLPSpeculator:
     return made
 
 
-def certain_rows(made: MLPSpeculator, context: Context, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+def certain_rows(
+    made: RowwiseDrafter, context: Context, plan: Plan, moves: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the draft in float64 and which rows of it rounding cannot change.
 
     A row counts as certain when the same tree comes out in PyTorch's bf16, and with every weight moved by some 2^-7 of
-    itself, twice the most that a rounding to bf16 does, eight times over.
+    itself, twice the most that a rounding to bf16 does, as often as `moves` says.
     """
     wide = replace(context, features_BTF=context.features_BTF.double())
     exact = grow(copy.deepcopy(made).double(), wide, plan)
     narrow = grow(made, context, plan)
     certain_B = (narrow.tokens_BN == exact.tokens_BN).all(1) & (narrow.parents_BN == exact.parents_BN).all(1)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(8):
+    for _ in range(moves):
         moved = copy.deepcopy(made).double()
         for tensor in {id(t): t for t in (*moved.parameters(), *moved.buffers()) if t.is_floating_point()}.values():
             tensor *= 1 + 2**-7 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)

@@ -10,6 +10,7 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.engine import Engine
+from draftsmith.evaluation.wording import words
 from draftsmith.target import Target
 from draftsmith.types import Context, Draft, Plan, SamplingParams
 from oracle import StagewiseOracle, oracle_for
@@ -143,3 +144,17 @@ def test_the_engine_samples_the_targets_law_in_blocks() -> None:
     counts = torch.bincount(torch.tensor([cells[tuple(c.tokens)] for c in found]), minlength=len(cells))
     assert {c.statistics.steps for c in found} == {1, 2, 3}
     assert chi_square_p_value(counts, torch.tensor(list(law.values())) * DRAWS) > ALPHA
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        (Plan(), "none"),
+        (Plan((1, 1)), "chain 2"),
+        (Plan((2,) * 5, nodes=9, beam=4), "tree 2^5 nodes 9 beam 4"),
+        (Plan((2, 1), paths=2, acceptance="typical"), "tree 2,1 paths 2 typical"),
+        (Plan((1, 1), sampled=True, acceptance="block"), "chain 2 sampled block"),
+    ],
+)
+def test_every_report_names_a_plan_alike(plan: Plan, name: str):
+    assert words(plan) == name

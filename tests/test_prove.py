@@ -71,7 +71,7 @@ def test_typical_acceptance_is_lossy_by_choice_and_hides_no_defect():
     typical = Plan((2, 1), acceptance="typical", epsilon=0.02)
     proof = proof_of(HEALTHY, typical)
     assert proof.verdict == "lossy by choice" and proof.sampling.defects == 0
-    assert [cell.plan for cell in proof.sampling.cells if not cell.lossless] == ["deterministic tree 2,1, typical"]
+    assert [cell.plan for cell in proof.sampling.cells if not cell.lossless] == ["tree 2,1 typical"]
     assert proof_of(PLANTED["off-by-one acceptance"], typical).verdict == "defect"
 
 

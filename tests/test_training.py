@@ -15,11 +15,12 @@ import training_toy as toy
 from draftsmith.drafters.lesson import IGNORED, Lesson
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.registry import load_drafter
+from draftsmith.target import Target
 from draftsmith.training.build import build_drafter
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data import noise
 from draftsmith.training.generated import GeneratedText
-from draftsmith.training.loss import choose_positions, prepare
+from draftsmith.training.lessons import choose_positions, prepare
 from draftsmith.training.recipe import DistillationSection, OnPolicySection, load_recipe
 from draftsmith.training.trainer import TrainingInterrupted, train
 from draftsmith.types import DraftsmithError
@@ -213,23 +214,41 @@ def test_stopped_while_the_target_writes(tmp_path: Path, data: Path):
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "calm")
 
 
-def test_not_finite_loss_stops_with_the_step_and_keeps_the_checkpoint(tmp_path: Path, data: Path):
-    class Poisoned(type(toy.target())):
+def poisoned(at: int) -> Target:
+    """Return a target whose states are NaN the `at`-th time they are asked for."""
+
+    class Poisoned(Target):
         calls = 0
 
         def encode(self, *args, **kwargs):
             features, logits = super().encode(*args, **kwargs)
-            Poisoned.calls += 1
-            return (features * float("nan") if Poisoned.calls == 4 else features), logits
+            self.calls += 1
+            return (features * float("nan") if self.calls == at else features), logits
 
-    poisoned = Poisoned(toy.target().model, toy.target().tokenizer, "toy")
+    return Poisoned(toy.target().model, toy.target().tokenizer, "toy")
+
+
+def test_not_finite_loss_stops_with_the_step_and_keeps_the_checkpoint(tmp_path: Path, data: Path):
     recipe = toy.recipe(tmp_path / "run", data)
     with pytest.raises(DraftsmithError, match=r"loss became nan .* at step 4; the checkpoint of step 2 is kept; lower"):
-        train(recipe, target=poisoned, generate=toy.generate, evaluate=toy.evaluate)
+        train(recipe, target=poisoned(4), generate=toy.generate, evaluate=toy.evaluate)
     assert Checkpoints(tmp_path / "run", 2).load().progress["step"] == 2
     toy.run(tmp_path / "run", data, resume=True)
     toy.run(tmp_path / "calm", data)
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "calm")
+
+
+def test_curves_on_a_board_have_every_step_once_after_resuming(tmp_path: Path, data: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    folder = tmp_path / "run"
+    recipe = toy.recipe(folder, data, "output.report_to=tensorboard")
+    with pytest.raises(DraftsmithError, match="at step 4; the checkpoint of step 2"):
+        train(recipe, target=poisoned(4), generate=toy.generate, evaluate=toy.evaluate)
+    assert records(folder, "loss")[-1]["step"] == 3, "a step behind the checkpoint, which comes again"
+    toy.run(folder, data, "output.report_to=tensorboard", resume=True)
+    board = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
+    steps = [event.step for event in board.Scalars("loss")]
+    assert steps == [record["step"] for record in records(folder, "loss")] == list(range(1, 11))
 
 
 def test_generated_text_is_made_once(tmp_path: Path):

@@ -5,7 +5,8 @@ Nodes are numbered from 0 with parents before children; `ROOT` is the parent of 
 padding that makes ragged trees fit one tensor and is never accepted.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -32,7 +33,11 @@ class Plan:
     """The shape of the next draft, and the rule that judges it (docs/verification.md).
 
     Args:
-        branching: children of every node, depth by depth; () drafts nothing.
+        branching: children of every node, depth by depth; () drafts nothing. With `choices` it follows from them: one
+            more than the highest rank of each depth.
+        choices: the nodes of an irregular static tree, each the ranks of the guesses from the root down to it: (0,) is
+            the likeliest first guess, (0, 1) the second likeliest after that (Medusa, arXiv:2401.10774, section 2.3.3).
+            () is a regular tree. They are kept sorted.
         paths: keep only this many root-to-leaf paths, best summed log-probability first; None keeps all.
         nodes: keep at most this many nodes of those paths, best summed log-probability first; None keeps all.
         beam: expand only this many nodes a depth, best summed log-probability first; None expands all.
@@ -51,8 +56,11 @@ class Plan:
     acceptance: AcceptanceRule = "exact"
     epsilon: float = 0.09
     delta: float = 0.3
+    choices: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        if self.choices:
+            self._settle_choices()
         if any(b < 1 for b in self.branching):
             raise DraftsmithError(f"branching {self.branching} has a depth without children; use positive numbers.")
         for name in ("paths", "nodes", "beam"):
@@ -78,6 +86,46 @@ class Plan:
         if not 0 < self.delta <= 1:
             raise DraftsmithError(f"delta is {self.delta}; it must be above 0 and at most 1.")
 
+    def _settle_choices(self) -> None:
+        """Check the choices, sort them, and let the branching follow from them."""
+        choices = tuple(sorted(tuple(path) for path in self.choices))
+        known = {(), *choices}
+        for path in choices:
+            if not path or min(path) < 0:
+                raise DraftsmithError(f"the choice {list(path)} is no list of ranks; give one or more, counted from 0.")
+            if path[:-1] not in known:
+                raise DraftsmithError(
+                    f"the choice {list(path)} hangs in the air, because {list(path[:-1])} is missing; add that, or "
+                    "leave it out."
+                )
+        if len(known) <= len(choices):
+            twice = next(path for path, following in pairwise(choices) if path == following)
+            raise DraftsmithError(f"the choice {list(twice)} is given twice; leave one out.")
+        if self.sampled or self.paths is not None or self.nodes is not None or self.beam is not None:
+            raise DraftsmithError(
+                "choices name every node of a tree of the likeliest guesses; leave out paths, nodes, beam and sampled, "
+                "or the choices."
+            )
+        depth = max(map(len, choices))
+        branching = tuple(1 + max(path[d] for path in choices if len(path) > d) for d in range(depth))
+        if self.branching not in ((), branching):
+            raise DraftsmithError(f"branching is {self.branching}, but the choices make it {branching}; leave it out.")
+        # The dataclass is frozen to its users; nobody has seen it yet.
+        object.__setattr__(self, "choices", choices)
+        object.__setattr__(self, "branching", branching)
+
+    def shortened(self, depth: int) -> "Plan":
+        """Return the plan without what lies deeper."""
+        if not self.choices:
+            return replace(self, branching=self.branching[:depth])
+        return replace(self, branching=(), choices=tuple(path for path in self.choices if len(path) <= depth))
+
+    def ranked(self) -> "Plan":
+        """Return a plan whose nodes can be chosen by probability: with choices, a beam through the same widths."""
+        if not self.choices:
+            return self
+        return replace(self, choices=(), beam=max(self.branching))
+
     @property
     def depth(self) -> int:
         """The longest chain of guesses, and so the most tokens a step can accept."""
@@ -91,6 +139,8 @@ class Plan:
     @property
     def max_nodes(self) -> int:
         """The number of node slots (N) that a draft of this plan has."""
+        if self.choices:
+            return len(self.choices)
         full, frontier = 0, 1
         for children in self.branching:
             frontier = children * (frontier if self.beam is None else min(frontier, self.beam))
@@ -292,10 +342,11 @@ class TokenLogprob:
 class Completion:
     """One finished continuation.
 
-    `finish_reason` is "stop" (end token, stop string or stop id) or "length". `accepted_lengths[i]` says how many
-    of the tokens of step i were drafted, so that a reader can colour them; the prefill's token is not a step,
-    and a text cut inside an accepted path counts its last token as the target's own, so that tokens add up to
-    1 + the sum of (1 + accepted).
+    `finish_reason` is "stop" (end token, stop string or stop id), "length", or "error": the target had no finite
+    logits for the next token. Then `error` is the sentence that says so, and the tokens before it stand.
+    `accepted_lengths[i]` says how many of the tokens of step i were drafted, so that a reader can colour them; the
+    prefill's token is not a step, and a text cut inside an accepted path counts its last token as the target's own,
+    so that tokens add up to 1 + the sum of (1 + accepted).
     """
 
     prompt_tokens: list[int]
@@ -305,6 +356,15 @@ class Completion:
     statistics: Statistics
     accepted_lengths: list[int]
     logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
+
+
+def unbroken(completions: list[Completion]) -> list[Completion]:
+    """Return completions that all came to their end, for whoever measures them; DraftsmithError if one did not."""
+    for completion in completions:
+        if completion.error is not None:
+            raise DraftsmithError(completion.error)
+    return completions
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ import sys
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from draftsmith.cli.bench import bench
 from draftsmith.cli.check import check
+from draftsmith.cli.common import say
 from draftsmith.cli.compare import compare
 from draftsmith.cli.demo import demo
 from draftsmith.cli.generate import generate
@@ -45,11 +44,6 @@ class FriendlyGroup(typer.core.TyperGroup):
             what = error.filename or "a file"
             say(f"Error: {what} could not be used ({error.strerror}); mend its permissions or free some space.")
             raise typer.Exit(USER_MISTAKE) from None
-
-
-def say(sentence: str) -> None:
-    """Print one sentence in red on stderr."""
-    Console(stderr=True, soft_wrap=True).print(Text(sentence, style="red"))
 
 
 app = typer.Typer(

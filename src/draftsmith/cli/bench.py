@@ -37,7 +37,9 @@ from draftsmith.cli.plans import (
     SampledOption,
     ShapeOption,
     check_drafter,
+    check_prunable,
     read_rules,
+    read_shape,
 )
 from draftsmith.types import LOSSY, DraftsmithError
 
@@ -97,6 +99,9 @@ def bench(
     from draftsmith.evaluation.provenance import provenance
     from draftsmith.evaluation.report import write_json
 
+    tree = read_shape(plan) if plan is not None else None
+    if tree is not None:
+        check_prunable(tree, plan)
     grid = Grid(
         batches=numbers(batch, "--batch"),
         candidates=numbers(candidates, "--candidates"),
@@ -104,7 +109,7 @@ def bench(
         new_tokens=new_tokens,
         trials=trials,
         warmups=warmups,
-        branching=numbers(plan, "--plan") if plan is not None else None,
+        branching=tree.branching if tree is not None else None,
         seed=seed,
         rules=rules,
         temperature=temperature,

@@ -85,7 +85,10 @@ def check(
     report, name = check_folder(folder, load, dtype, serving_dtype, texts, prompts, new_tokens, say)
     show(console, report, explain)
     if json_path is not None:
-        where = provenance(target=name, drafter=folder.name, dtype=dtype, serving_dtype=serving_dtype)
+        where = provenance(
+            target=name, drafter=folder.name, dtype=dtype, serving_dtype=serving_dtype, prompts=prompts,
+            new_tokens=new_tokens,
+        )
         write_json(json_path, {"provenance": where, **report.summary()})
     if not report.passed:
         raise typer.Exit(FAILED)

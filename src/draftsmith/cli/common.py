@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from draftsmith import assets
 from draftsmith.types import DraftsmithError, Quantization
@@ -22,6 +23,8 @@ MODELS, SPEED, OUTPUT = "Models", "Speed", "Output"
 FULL_COSTS_S, FULL_SAVES = 120.0, 0.5
 # Below this nobody waits for a compiler, and not even for the measurement that would tell.
 FEWEST_TOKENS = 1000
+# Characters of each embedded text by which tokens are weighed.
+SAMPLE = 1000
 
 TargetOption = Annotated[
     str | None,
@@ -129,8 +132,10 @@ def load_engine(
     draft: bool = True,
 ) -> "Engine":
     """Load target and drafter, nothing compiled yet: both embedded by default, no drafter for another target."""
+    from draftsmith.drafters.cross_vocabulary import CrossVocabularyDraftModel
     from draftsmith.drafters.registry import load_drafter
     from draftsmith.engine import Engine
+    from draftsmith.evaluation.prompts import embedded_prompts
 
     if drafter is None and target is None and draft:
         drafter = str(assets.demo_drafter())
@@ -138,6 +143,9 @@ def load_engine(
     if drafter is None and draft:
         console.print(f"[dim]No drafter for {loaded.name}: decoding without one; give one with --drafter.[/dim]")
     guesser = load_drafter(drafter, loaded) if drafter is not None and draft else None
+    if isinstance(guesser, CrossVocabularyDraftModel):
+        texts = [prompt.text[:SAMPLE] for prompt in embedded_prompts(None)]
+        console.print(f"[dim]{guesser.sharing(texts)} that ship with Draftsmith.[/dim]")
     return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows)
 
 
@@ -179,3 +187,8 @@ def gather_prompts(data: Path | None, task: str | None) -> "list[Prompt]":
         known = ", ".join(sorted({prompt.task for prompt in prompts}))
         raise DraftsmithError(f"{data} holds no prompt of task {task!r}; choose one of {known}.")
     return chosen
+
+
+def say(sentence: str) -> None:
+    """Print one sentence in red on stderr."""
+    Console(stderr=True, soft_wrap=True).print(Text(sentence, style="red"))

@@ -1,10 +1,12 @@
 """`draftsmith compare`: which draft family pays, for which task, on this machine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from draftsmith.cli.common import (
     OUTPUT,
@@ -19,6 +21,9 @@ from draftsmith.cli.common import (
     load_target,
 )
 from draftsmith.types import DraftsmithError
+
+# Of the measurements that a comparison keeps; those of another format are not gone on with.
+FORMAT = 2
 
 
 def compare(
@@ -48,7 +53,8 @@ def compare(
         Path | None, typer.Option(help="Held-out prompts of your own: JSONL with `text` and `task` a line.")
     ] = None,
     tasks: Annotated[str, typer.Option(help="Tasks to decode; `edit` repeats a file.")] = "code,prose,dialogue,edit",
-    prompt_count: Annotated[int, typer.Option(help="Prompts a task.")] = 16,
+    prompt_count: Annotated[int, typer.Option(help="Prompts a task that τ is measured on, greedily.")] = 40,
+    sampled_prompt_count: Annotated[int, typer.Option(help="The same at temperature 1.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
     new_tokens: Annotated[int, typer.Option(help="Generate exactly so many tokens for each.")] = 64,
     rounds: Annotated[int, typer.Option(help="Timed rounds a task, one prompt each.")] = 12,
@@ -72,7 +78,9 @@ def compare(
     check_outputs(json_path, out)
     from draftsmith.cli.compare_training import Budget, enlist, read_entries
     from draftsmith.evaluation.contest import Settings, gather, run_contest
-    from draftsmith.evaluation.contest_report import figures, orderings, to_markdown, verdict
+    from draftsmith.evaluation.contest_orderings import orderings, summary
+    from draftsmith.evaluation.contest_plots import figures
+    from draftsmith.evaluation.contest_report import to_markdown, verdict
     from draftsmith.evaluation.ledger import Ledger
     from draftsmith.evaluation.provenance import provenance
     from draftsmith.evaluation.report import write_json, write_report
@@ -80,16 +88,17 @@ def compare(
     budget = Budget(out, positions, minutes, data, texts, text_tokens, seed)
     entries = [] if drafter and not family else read_entries(family or [])
     wanted = tuple(task for task in tasks.replace(" ", "").split(",") if task)
-    settings = Settings(wanted, prompt_count, prompt_tokens, new_tokens, rounds, seed)
+    settings = Settings(wanted, prompt_count, sampled_prompt_count, prompt_tokens, new_tokens, rounds, seed)
     given = dict(named_folder(item) for item in drafter or [])
     console, notes = Console(), Console(stderr=True)
     loaded = load_target(target, dtype, device, trust_remote_code, notes, native)
     questions = gather(loaded, gather_prompts(prompts, None), settings)
     ledger = Ledger(out / "measurements.jsonl")
     terms = {
-        "target": loaded.name, "dtype": str(loaded.dtype), "data": data and str(data), "positions": positions,
-        "minutes": minutes, "texts": [texts, text_tokens], "seed": seed,
-        "prompts": [prompt_count, prompt_tokens, new_tokens], "prompts_from": prompts and str(prompts),
+        "format": FORMAT, "target": loaded.name, "dtype": str(loaded.dtype), "data": data and str(data),
+        "positions": positions, "minutes": minutes, "texts": [texts, text_tokens], "seed": seed,
+        "prompts": [prompt_count, sampled_prompt_count, prompt_tokens, new_tokens],
+        "prompts_from": prompts and str(prompts),
         "device": str(loaded.device), "implementation": loaded.implementation,
         "given": {name: fingerprint(folder) for name, folder in given.items()},
     }
@@ -100,15 +109,18 @@ def compare(
         cells = run_contest(
             loaded, contenders, questions, settings, ledger, lambda label: status.update(f"decoding, {label}")
         )
+    ordered = orderings(cells, list(questions), weighed)
     result = {
         "provenance": provenance(target=loaded.name, dtype=str(loaded.dtype)),
         "target": loaded.name,
         "budget": budget.sentence(),
+        "prompts": [prompt_count, sampled_prompt_count],
+        "rounds": rounds,
         "tasks": list(questions),
         "families": weighed,
         "cells": cells,
-        "orderings": orderings(cells, list(questions)),
-        "verdict": verdict(cells, list(questions)),
+        "orderings": ordered,
+        "verdict": verdict(cells, list(questions)) + summary(ordered),
     }
     show(console, result)
     console.print(f"\nReport: {write_report(out, to_markdown(result), result, figures(cells, list(questions)))}")
@@ -135,18 +147,30 @@ def fingerprint(folder: str) -> str:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print the tables and the verdict."""
-    from draftsmith.evaluation import contest_report as report
+    from draftsmith.evaluation import contest_orderings, contest_report
     from draftsmith.evaluation.contest import MODES
 
-    weights = [row[:-1] for row in report.family_rows(result["families"])]
-    report.print_table(console, "Contenders", report.FAMILY_HEADER[:-1], weights)
+    weights = [row[:-1] for row in contest_report.family_rows(result["families"])]
+    print_table(console, "Contenders", contest_report.FAMILY_HEADER[:-1], weights)
     for task in result["tasks"]:
         for mode in MODES:
-            rows = report.short_rows(result["cells"], task, mode)
-            report.print_table(console, f"{task}, {mode}", report.SHORT_HEADER, rows)
+            header, *rows = contest_report.short_table(result["cells"], task, mode)
+            print_table(console, f"{task}, {mode}", header, rows)
     if result["orderings"]:
-        header = ["ordering", "task", "difference in τ", "holds here"]
-        report.print_table(console, "Orderings", header, report.ordering_rows(result["orderings"]))
+        rows = contest_orderings.ordering_rows(result["orderings"])
+        print_table(console, "Orderings (tree)", contest_orderings.HEADER, rows)
     console.print("[bold]Verdict[/bold]")
     for sentence in result["verdict"]:
         console.print(f"· {sentence}")
+
+
+def print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: words to the left, numbers to the right."""
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(header):
+        wordy = index == 0 or name in ("fastest draft", "task", "holds here")
+        whole = index == 0 or name in ("speed-up", "difference in τ")
+        table.add_column(name, justify="left" if wordy else "right", overflow="fold", no_wrap=whole)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -19,9 +19,10 @@ from draftsmith.evaluation.ledger import Ledger
 from draftsmith.evaluation.prompts import embedded_prompts
 from draftsmith.target import Target
 from draftsmith.training.build import build_drafter, build_loader
+from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data import Packing, noise
 from draftsmith.training.generated import GeneratedText
-from draftsmith.training.loss import prepare
+from draftsmith.training.lessons import prepare
 from draftsmith.training.optimizer import build_optimizers
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.training.terminal import progress_bar
@@ -193,7 +194,7 @@ def train_entry(
 
     def run() -> dict[str, Any]:
         begun = time.monotonic()
-        resume = (Path(recipe.output.folder) / "latest").exists()
+        resume = bool(Checkpoints(Path(recipe.output.folder), recipe.output.keep).steps())
         result = train(
             recipe, target=target, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, console=console
         )
@@ -221,21 +222,23 @@ def enlist(
     contenders: list[Contender] = []
     weighed: list[dict[str, Any]] = []
 
-    def add(name: str, drafter: Drafter, summary: str, static: bool = False, **facts: Any) -> None:
+    def add(
+        name: str, drafter: Drafter, summary: str, trained: bool = True, static: bool = False, **facts: Any
+    ) -> None:
         contenders.append(Contender(name, drafter, static))
         weighed.append(
             {
-                "name": name, "summary": summary, "parameters": drafter.parameter_count(),
+                "name": name, "summary": summary, "trained": trained, "parameters": drafter.parameter_count(),
                 "memory_bytes": drafter.memory_bytes(), **facts,
             }
         )
 
-    trained = [entry for entry in entries if entry.family.trainable]
+    learners = [entry for entry in entries if entry.family.trainable]
     bridge = EngineBridge(target, embedded_prompts(), EVALUATION_PROMPTS, EVALUATION_TOKENS, PROMPT_TOKENS)
     bridge.sampling = {"temperature": 0.0, "ignore_eos": True}
-    if trained:
-        write_texts(trained[0], target, budget, bridge, console)
-    for entry in trained:
+    if learners:
+        write_texts(learners[0], target, budget, bridge, console)
+    for entry in learners:
         facts = dict(train_entry(entry, target, budget, bridge, ledger, console))
         drafter = load_drafter(facts.pop("drafter"), target)
         other = OTHER_TREE.get(entry.name)
@@ -245,7 +248,7 @@ def enlist(
     for entry in entries:
         if not entry.family.trainable:
             options = entry.family.read_options(entry.options, f"{entry.name}:")
-            add(entry.name, entry.family.ready(options, target), entry.family.summary)
+            add(entry.name, entry.family.ready(options, target), entry.family.summary, trained=False)
     for name, folder in given.items():
         add(name, load_drafter(folder, target), f"trained before: {Path(folder).name}")
     if not contenders:

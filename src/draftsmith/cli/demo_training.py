@@ -18,11 +18,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.engine import Engine
 from draftsmith.target import Target
-from draftsmith.training.loss import prepare
+from draftsmith.training.lessons import prepare
 from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import DistillationSection, OptimizerSection
 from draftsmith.training.schedule import learning_rate
-from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams
+from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams, unbroken
 
 RESOLUTION = 1000
 """The schedule knows steps; the clock is cut into so many."""
@@ -130,7 +130,7 @@ def write(
         ]
         # So many rows fill a CPU's arithmetic by themselves; guesses would only be more work.
         plan = NO_DRAFT if target.device.type == "cpu" else None
-        done = engine.generate(chosen, rules, plan, on_progress=note)
+        done = unbroken(engine.generate(chosen, rules, plan, on_progress=note))
         sequences += [completion.prompt_tokens + completion.tokens for completion in done]
     return sequences
 

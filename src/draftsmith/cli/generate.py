@@ -23,6 +23,7 @@ from draftsmith.cli.common import (
     TrustOption,
     check_outputs,
     load_engine,
+    say,
     settle_compilation,
 )
 from draftsmith.cli.plans import (
@@ -109,6 +110,9 @@ def generate(
 ) -> None:
     """Continue a text; what is written is the target's own, only sooner (unless --acceptance typical is asked for).
 
+    A continuation for which the target has no finite logits ends there; the others are written whole, and the exit
+    code is 2.
+
     Example: `draftsmith generate "def fibonacci(n):" --max-tokens 100 --stats`
     """
     check_outputs(json_path)
@@ -168,6 +172,11 @@ def generate(
             plan=asdict(used),
         )
         write_json(json_path, {"provenance": where, "prompt": text, "completions": [as_json(c) for c in completions]})
+    failed = [(number, completion.error) for number, completion in enumerate(completions, 1) if completion.error]
+    for number, sentence in failed:
+        say(f"Error: continuation {number}: {sentence}" if n > 1 else f"Error: {sentence}")
+    if failed:
+        raise typer.Exit(DraftsmithError.exit_code)
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

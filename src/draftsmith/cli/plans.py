@@ -1,6 +1,8 @@
 """What the commands let their users say about drafts: shape, choice of guesses, and the rule that judges them."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +18,9 @@ DRAFTS = "Drafts"
 ShapeOption = Annotated[
     str | None,
     typer.Option(
-        "--plan", help="Children of every node, depth by depth, such as 4,2,1; the drafter's own by default.",
+        "--plan",
+        help="Children of every node, depth by depth, such as 4,2,1; or a published tree: eagle, medusa; or FILE.json "
+        "with a tree as a list of lists of ranks, such as [[0], [0, 0], [1]]. The drafter's own by default.",
         rich_help_panel=DRAFTS,
     ),
 ]
@@ -88,25 +92,50 @@ def read_rules(
     )
 
 
-def parse_plan(shape: str | None, candidates: int | None, default: Plan, rules: Plan = NO_DRAFT) -> Plan | None:
-    """Build a plan from --plan "4,2,1", --candidates K and the rules; None leaves the drafter's own.
+def read_shape(shape: str) -> Plan:
+    """Read "4,2,1", the name of a published tree, or a JSON file with a list of lists of ranks."""
+    from draftsmith.drafters.static_tree import PUBLISHED, read_choices
 
-    Without --plan the drafter's own tree is taken; sampled, one chain as deep; with --beam or --nodes, all its paths.
+    if shape in PUBLISHED:
+        return Plan(choices=PUBLISHED[shape])
+    if shape.endswith(".json"):
+        try:
+            values = json.loads(Path(shape).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DraftsmithError(f"--plan {shape} cannot be read as JSON ({error}); mend the file.") from error
+        return read_choices(values, f"--plan {shape}")
+    if not set(shape) <= set("0123456789, "):
+        raise DraftsmithError(
+            f"--plan is {shape!r}; give numbers of children such as 4,2,1, a published tree ({', '.join(PUBLISHED)}), "
+            "or a .json file with a list of lists of ranks."
+        )
+    return Plan(numbers(shape, "--plan"))
+
+
+def parse_plan(shape: str | None, candidates: int | None, default: Plan, rules: Plan = NO_DRAFT) -> Plan | None:
+    """Build a plan from --plan, --candidates K and the rules; None leaves the drafter's own.
+
+    Without --plan the drafter's own tree is taken; sampled, one chain as deep; with --beam or --nodes, all its paths,
+    of a static tree those that a beam finds within its widths.
     """
     from draftsmith.evaluation.bench import plan_for
 
     if candidates is not None and candidates < 0:
         raise DraftsmithError(f"--candidates is {candidates}; give 0 (no drafting) or a positive number.")
-    branching = numbers(shape, "--plan") if shape is not None else None
+    given = read_shape(shape) if shape is not None else None
     if candidates is not None:
-        return plan_for(default, candidates, branching, rules)
-    if branching is not None:
-        return replace(rules, branching=branching)
+        if given is not None:
+            check_prunable(given, shape)
+        return plan_for(default, candidates, given.branching if given is not None else None, rules)
+    if given is not None:
+        return replace(rules, branching=given.branching, choices=given.choices)
     if rules == NO_DRAFT:
         return None
     if rules.sampled:
         return replace(rules, branching=(1,) * default.depth)
     bounded = rules.beam is not None or rules.nodes is not None
+    if bounded:
+        default = default.ranked()
     return replace(
         default,
         paths=None if bounded else default.paths,
@@ -116,6 +145,15 @@ def parse_plan(shape: str | None, candidates: int | None, default: Plan, rules: 
         epsilon=rules.epsilon,
         delta=rules.delta,
     )
+
+
+def check_prunable(given: Plan, shape: str | None) -> None:
+    """Raise DraftsmithError where the likeliest paths are to be chosen of a tree that names every node."""
+    if given.choices:
+        raise DraftsmithError(
+            f"--candidates keeps the likeliest paths of a tree, but --plan {shape} names every node; give numbers of "
+            "children such as 4,2,1."
+        )
 
 
 def check_drafter(drafter: "Drafter", rules: Plan) -> None:

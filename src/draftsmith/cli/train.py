@@ -10,7 +10,7 @@ from rich.console import Console
 
 from draftsmith import assets
 from draftsmith.cli.common import JsonOption, check_outputs, gather_prompts, load_target
-from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams
+from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams, unbroken
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -148,7 +148,8 @@ class EngineBridge:
         ]
         # Many rows fill a CPU's arithmetic by themselves; guesses would only be more work.
         crowded = self.target.device.type == "cpu" and len(prompts) > MOST_DRAFTED_ROWS
-        return [completion.tokens for completion in engine.generate(prompts, rules, NO_DRAFT if crowded else None)]
+        done = unbroken(engine.generate(prompts, rules, NO_DRAFT if crowded else None))
+        return [completion.tokens for completion in done]
 
     def evaluate(self, drafter: "Learner") -> "Mapping[str, float]":
         """Measure τ, greedy, over all tasks and for each."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from draftsmith.types import Context, Draft, Plan
+from draftsmith.types import Context, Draft, DraftsmithError, Plan
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache
@@ -135,7 +135,15 @@ class StagewiseDrafter(Drafter):
 
 
 def best(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best scores and their indices (R, k), best first; one is cheaper to find than a sorted few."""
+    """Return the k best scores and their indices (R, k), best first; one is cheaper to find than a sorted few.
+
+    DraftsmithError where there are fewer than k.
+    """
+    if k > scores_RV.shape[-1]:
+        raise DraftsmithError(
+            f"the plan asks for the {k} likeliest guesses, but the drafter scores {scores_RV.shape[-1]} tokens; lower "
+            "its branching or the ranks of its choices."
+        )
     if k == 1:
         values_R1, indices_R1 = scores_RV.max(dim=-1, keepdim=True)
         return values_R1, indices_R1

@@ -145,6 +145,11 @@ class SharedTokens:
         self.known = len(self.target.text) + len(self.target.special)
         self.coverage = len(self.pairs) / self.known
 
+    def coverage_of(self, texts: Sequence[str]) -> float:
+        """Return the share of the tokens of these texts, as the target encodes them, that are shared."""
+        tokens = [token for text in texts for token in self.target.encode(text)]
+        return sum(token in self.pairs for token in tokens) / max(1, len(tokens))
+
 
 class TranslatedText(RowText):
     """A row's text in the draft's tokens, whose end is encoded anew as it grows.
@@ -217,15 +222,20 @@ class CrossVocabularyDraftModel(DraftModel):
         self._of_target, self._of_draft = shared.of_target.to(model.device), shared.of_draft.to(model.device)
         self._own_V = torch.zeros(target.vocab_size, dtype=torch.long, device=model.device)
         self._own_V[self._of_target] = self._of_draft
-        log.info(
-            "%s drafts for %s across vocabularies: %d of %d tokens (%.0f %%) are shared",
-            model.name, target.name, len(shared.pairs), shared.known, 100 * shared.coverage,
-        )
+        self._names = model.name, target.name
+        log.info("%s", self.sharing())
 
     @property
     def coverage(self) -> float:
         """The share of the target's tokens that can be drafted."""
         return self.shared.coverage
+
+    def sharing(self, texts: Sequence[str] = ()) -> str:
+        """Say how much of the target's vocabulary is shared and, of its tokens in these texts, how many are."""
+        (model, target), shared = self._names, self.shared
+        all_told = f"{len(shared.pairs)} of {shared.known} tokens ({shared.coverage:.0%}) are shared"
+        by_use = f", and {shared.coverage_of(texts):.1%} of those in the texts" if texts else ""
+        return f"{model} drafts for {target} across vocabularies: {all_told}{by_use}"
 
     def new_text(self) -> RowText:
         """Return an empty text that is translated as it grows."""

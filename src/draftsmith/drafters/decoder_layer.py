@@ -73,8 +73,8 @@ class Rotary:
         )
         with torch.device("cpu"):
             rotary = LlamaRotaryEmbedding(config)
-        self._frequencies: Tensor = rotary.inv_freq.double()
-        self._scale = float(rotary.attention_scaling)
+        self.frequencies: Tensor = rotary.inv_freq.double()
+        self.scale = float(rotary.attention_scaling)
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -82,9 +82,9 @@ class Rotary:
         held = self._tables.get((dtype, device))
         if held is None or len(held[0]) < length:
             positions_P1 = torch.arange(max(256, 2 * length), dtype=torch.float64).unsqueeze(1)
-            angles_PW = positions_P1 * self._frequencies
-            cos_PW = torch.cat([angles_PW.cos()] * 2, dim=1) * self._scale
-            sin_PW = torch.cat([-angles_PW.sin(), angles_PW.sin()], dim=1) * self._scale
+            angles_PW = positions_P1 * self.frequencies
+            cos_PW = torch.cat([angles_PW.cos()] * 2, dim=1) * self.scale
+            sin_PW = torch.cat([-angles_PW.sin(), angles_PW.sin()], dim=1) * self.scale
             held = (cos_PW.to(device, dtype), sin_PW.to(device, dtype))
             self._tables[(dtype, device)] = held
         return held

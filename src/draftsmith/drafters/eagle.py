@@ -8,8 +8,8 @@ feature_t is the state that predicted token_t, so token and feature are shifted 
 paper; the layer has no norm before its attention, as published. state_t stands in for feature_{t+1} at the next depth.
 With the tree "dynamic" it is EAGLE-2 (arXiv:2406.16858): the same weights, another draft.
 
-Layout, as in the authors' code and checkpoints: a Llama-like config.json with the key `bias`, tensors `fc.weight`,
-`fc.bias`, `layers.0.self_attn.{q,k,v,o}_proj.weight`, `layers.0.mlp.{gate,up,down}_proj.weight` and
+Layout, as in the authors' code and checkpoints: a Llama-like config.json, often with the key `bias`, tensors
+`fc.weight`, `fc.bias`, `layers.0.self_attn.{q,k,v,o}_proj.weight`, `layers.0.mlp.{gate,up,down}_proj.weight` and
 `layers.0.post_attention_layernorm.weight`; a copy of the target's `embed_tokens.weight` is passed over. The keys that
 shape the draft, and `draft_vocab_size` with the tensor `d2t` (token ids), are ours.
 
@@ -29,6 +29,7 @@ from draftsmith.drafters.eagle_config import EagleOptions, Tree, sizes_from_json
 from draftsmith.drafters.family import Family
 from draftsmith.drafters.feature_drafter import FeatureDrafter
 from draftsmith.drafters.lesson import Lesson
+from draftsmith.drafters.storage import TENSOR_NAMES
 from draftsmith.drafters.trainable import FrozenTable, check_target
 from draftsmith.types import DraftsmithError
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 NOISE_LENGTH = 512
+JOINING = "fc.weight"
 
 
 class Eagle(FeatureDrafter):
@@ -125,6 +127,11 @@ class Eagle(FeatureDrafter):
         self.head = self.head.as_layer()
         super().pack(target)
 
+    def native_form(self) -> Any:
+        """Return the operator."""
+        norm = self.layer.post_attention_layernorm
+        return self.native_layer(self.fc, self.head, [norm], self.layer_sizes.hidden_size)
+
     def hidden_matrices(self) -> list[nn.Parameter]:
         """Return the matrices of the layer and the one that joins its inputs."""
         return [self.fc.get_parameter("weight"), *super().hidden_matrices()]
@@ -147,12 +154,13 @@ class Eagle(FeatureDrafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the architecture, or by the key `bias`, which a whole Llama does not have."""
+        """Tell by the architecture, or by the key `bias` or the tensor `fc.weight`: a Llama has neither."""
         named = set(config.get("architectures") or ())
         if named & set(ARCHITECTURES):
             return True
         llama = config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1
-        return llama and "bias" in config and "draft_vocab_size" not in config and not any(
+        told = "bias" in config or JOINING in config.get(TENSOR_NAMES, ())
+        return llama and told and "draft_vocab_size" not in config and not any(
             "eagle3" in name.lower() for name in named
         )
 
@@ -160,14 +168,14 @@ class Eagle(FeatureDrafter):
     def from_config(
         cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
     ) -> "Eagle":
-        """Build what config.json describes; a missing `bias` means that there is one, as in the authors' code."""
+        """Build what config.json describes; without the key `bias` the tensors tell."""
         sizes = sizes_from_json(config, origin)
         if target is None:
             raise DraftsmithError(f"{origin.parent} borrows its target's embedding and head; load it with that target.")
         made_for = {"hidden_size": sizes.hidden_size, "vocab_size": config["vocab_size"]}
         check_target(origin.parent, made_for, target.facts())
-        tree = Tree.from_json(config, "static")
-        return cls(sizes, config["vocab_size"], tree, bool(config.get("bias", True)), tensors.get("d2t"))
+        tree, bias = Tree.from_json(config, "static"), bool(config.get("bias", "fc.bias" in tensors))
+        return cls(sizes, config["vocab_size"], tree, bias, tensors.get("d2t"))
 
     @torch.no_grad()
     def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:

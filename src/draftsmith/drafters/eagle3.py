@@ -103,6 +103,13 @@ class Eagle3(FeatureDrafter):
         scores: Tensor = self.lm_head(self.norm(states))
         return scores
 
+    def native_form(self) -> Any:
+        """Return the operator."""
+        layer = self.midlayer
+        norms = [layer.post_attention_layernorm, layer.input_layernorm, layer.hidden_norm, self.norm]
+        taps = len(self.taps) * self.layer_sizes.hidden_size
+        return self.native_layer(self.fc, self.lm_head, norms, taps, self.norm_before_residual)
+
     def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for.
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from draftsmith.drafters.decoder_layer import LayerSizes
 from draftsmith.drafters.family import TrainedOptions
+from draftsmith.drafters.static_tree import EAGLE_TREE, plan_of
 from draftsmith.types import DraftsmithError, Plan
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Shape = Literal["chain", "static", "dynamic"]
-
-STATIC_TREE = (4, 2, 2, 1, 1)
-"""Wide at the root and narrow below, as EAGLE's published static tree is; with 4 of its paths' leaves a depth."""
 
 
 class FeatureOptions(TrainedOptions):
@@ -99,7 +97,8 @@ class Tree:
         depth: the deepest draft.
         shape: a "chain", a "static" tree (EAGLE-1), or the "dynamic" one of EAGLE-2, which expands the `beam` most
             probable nodes of each depth by their `beam` best tokens and keeps the best `nodes` of all.
-        branching: children a node of the static tree, depth by depth; () is `STATIC_TREE`.
+        branching: children a node of the static tree, depth by depth; () is EAGLE's published tree, which has another
+            shape under each node.
         beam: of the dynamic tree; EAGLE-2 published 10.
         nodes: of the dynamic tree; EAGLE-2 published 59 beside the root.
     """
@@ -125,7 +124,9 @@ class Tree:
         if self.shape == "chain":
             return Plan((1,) * self.depth)
         if self.shape == "static":
-            return Plan(tuple(min(k, vocabulary) for k in self.branching or STATIC_TREE[: self.depth]))
+            if not self.branching:
+                return plan_of(EAGLE_TREE, self.depth, vocabulary)
+            return Plan(tuple(min(k, vocabulary) for k in self.branching))
         k = min(self.beam, vocabulary)
         return Plan((k,) * self.depth, beam=k, nodes=self.nodes)
 

@@ -42,7 +42,8 @@ class Family:
             weights drawn from PyTorch's global generator; `draft_tokens` (W) lists the only tokens it should score, or
             is None for all. Families without training return a drafter that is ready, and ignore `draft_tokens`.
         load: (folder, target) to a drafter that is ready to decode; None where there is nothing to load.
-        recognises: whether a config.json's object belongs to this family.
+        recognises: whether a config.json's object, with the names of the tensors (`storage.read_config`), belongs to
+            this family.
         trainable: whether `make` returns a `Learner` that a recipe can train.
         rate: the learning rate that a small new one starts with, where nobody chose one.
     """

@@ -12,6 +12,7 @@ entries, d drafted entries on a path, F target width, G key/value heads, W head 
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters.decoder_layer import DecoderLayer, LayerSizes, Rotary, attend_committed, attend_with_path
+from draftsmith.drafters.decoder_layer import (
+    DecoderLayer,
+    LayerSizes,
+    RMSNorm,
+    Rotary,
+    attend_committed,
+    attend_with_path,
+)
 from draftsmith.drafters.eagle_config import Tree
+from draftsmith.drafters.grow import grow
 from draftsmith.drafters.row_cache import Reading, RowCache
 from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter
-from draftsmith.types import Context, DraftsmithError, Plan
+from draftsmith.native.layers import packed_parts
+from draftsmith.types import Context, Draft, DraftsmithError, Plan
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache, Target
@@ -62,12 +72,14 @@ class FeatureDrafter(TrainableDrafter):
     """
 
     reads_prompt = True
+    _native: Any = None
 
     def __init__(self, sizes: LayerSizes, vocab_size: int, tree: Tree) -> None:
         super().__init__()
         self.layer_sizes, self.tree = sizes, tree
         self._vocab_size = vocab_size
         self._rotary = Rotary(sizes)
+        self._engine_cache: KVCache | None = None
         self._memory: RowCache | None = None
         self.embedding = FrozenTable(vocab_size, sizes.hidden_size)
 
@@ -112,20 +124,67 @@ class FeatureDrafter(TrainableDrafter):
         self.embedding.weight = target.embedding_weight_VF.detach().to(self.layer.mlp.down_proj.weight)
 
     def pack(self, target: "Target") -> None:
-        """Merge products that read the same input, and pack."""
+        """Merge products that read the same input, and pack; chains are one native operator where the target is."""
         self.layer.merge()
         super().pack(target)
+        sizes = self.layer_sizes
+        if target.native and not (sizes.hidden_size % 2 or sizes.intermediate_size % 2):
+            self._native = self.native_form()
+
+    @abstractmethod
+    def native_form(self) -> Any:
+        """Return the operator that drafts chains with the packed layers."""
+
+    def native_layer(
+        self, entry: nn.Module, head: nn.Module, norms: Sequence[RMSNorm], taps: int, keeps_normal: bool = False
+    ) -> Any:
+        """Return the operator for the layer, what its entries are made by, its head, and the width of tapped states."""
+        sizes, attention, mlp = self.layer_sizes, self.layer.self_attn, self.layer.mlp
+        layers = [entry, attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, head]
+        return torch.classes.draftsmith.FeatureLayer(
+            *packed_parts(layers), [norm.weight.detach() for norm in norms],
+            self.embedding.weight.detach().contiguous(),
+            torch.empty(0, dtype=torch.long) if self.d2t is None else self.d2t, self._rotary.frequencies,
+            [
+                taps, sizes.hidden_size, sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim,
+                sizes.intermediate_size, self.vocab_size if self.d2t is None else len(self.d2t),
+            ],
+            [sizes.rms_norm_eps, self._rotary.scale], keeps_normal,
+        )
 
     def attach(self, cache: "KVCache") -> None:
-        """Begin with empty storage of the same slots and capacity."""
-        self._memory = None
-        weight = self.embedding.weight
-        # A CPU multiplies these small matrices twice as fast in fp32 as in bf16.
-        slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
-        self._memory = RowCache(
-            self.layer_sizes.num_key_value_heads, self.layer_sizes.head_dim, cache,
-            torch.float32 if slow else weight.dtype, weight.device,
+        """Begin with empty storage of the same slots and capacity, made when it is known who writes it."""
+        self._engine_cache, self._memory = cache, None
+
+    def _remembered(self, natively: bool) -> RowCache:
+        if self._engine_cache is None:
+            raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache) first.")
+        if self._memory is None:
+            weight = self.embedding.weight
+            # A CPU multiplies these small matrices twice as fast in fp32 as in bf16; the native operator reads bf16.
+            slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+            self._memory = RowCache(
+                self.layer_sizes.num_key_value_heads, self.layer_sizes.head_dim, self._engine_cache,
+                torch.float32 if slow and not natively else weight.dtype, weight.device,
+            )
+        return self._memory
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        """Draft a chain or tree, chains natively where the layer is."""
+        chain = not plan.sampled and plan.max_nodes == plan.depth and max(plan.branching, default=0) == 1
+        if self._native is None or not chain or plan.depth > self.max_depth:
+            return grow(self, context, plan)
+        memory = self._remembered(natively=True)
+        if memory.dtype != torch.bfloat16:
+            return grow(self, context, plan)
+        return Draft(*self._chain(context, memory, plan.depth), plan.depth, branching=plan.branching)
+
+    def _chain(self, context: Context, memory: RowCache, depth: int) -> tuple[Tensor, Tensor]:
+        tokens_BN, parents_BN = self._native.propose(
+            context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, memory.settle(context),
+            memory.keys_RCGW, memory.values_RCGW, depth,
         )
+        return tokens_BN, parents_BN
 
     def reset_rows(self, rows: list[int]) -> None:
         """Forget rows that ended."""
@@ -141,20 +200,22 @@ class FeatureDrafter(TrainableDrafter):
         Returns:
             where it went; its queries (N, H, W) and residual stream (N, F); what the rows hold, (B, S, G, W) twice.
         """
-        if self._memory is None:
-            raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache) first.")
+        memory = self._remembered(natively=False)
         attention = self.layer.self_attn
-        reading = self._memory.lay_out(context)
+        reading = memory.lay_out(context)
         inputs_NE, residual_NF = self._enter(reading.tokens_N, self.fuse(reading.features_NF))
-        heads = attention.project(inputs_NE).to(self._memory.dtype)
+        heads = attention.project(inputs_NE).to(memory.dtype)
         cos_PW, sin_PW = self._rotary.tables(reading.span, heads.dtype, heads.device)
         places = reading.places
         q_NHW, k_NGW, v_NGW = attention.turn(heads, cos_PW[places].unsqueeze(1), sin_PW[places].unsqueeze(1))
-        return reading, q_NHW, residual_NF, *self._memory.store(reading, k_NGW, v_NGW)
+        return reading, q_NHW, residual_NF, *memory.store(reading, k_NGW, v_NGW)
 
     def follow(self, context: Context) -> None:
         """Store what was committed, and guess nothing."""
-        self._store(context)
+        if self._native is not None and self._remembered(natively=True).dtype == torch.bfloat16:
+            self._chain(context, self._remembered(natively=True), 0)
+        else:
+            self._store(context)
 
     def begin(self, context: Context) -> tuple[Tensor, State]:
         """Store what was committed, and run the layer at the roots."""

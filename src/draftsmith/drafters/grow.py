@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import StagewiseDrafter
+from draftsmith.drafters.static_tree import static_tree
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, Plan
 from draftsmith.verify.noise import Stream, categorical, uniform
 
@@ -25,14 +26,14 @@ def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
 
     So nodes 0, 1, … are the best path, and keeping it moves nothing in the cache. The tensors have `plan.max_nodes`
     columns whatever the rows hold. Ranking is that of the combined speculator (arXiv 2404.19124, section 3) with
-    `paths`, and of EAGLE-2 (arXiv 2406.16858, section 4) with `beam` and `nodes`. A sampled draft comes level by
-    level instead, siblings in the order of their drawing.
-    A plan deeper than the drafter raises DraftsmithError.
+    `paths`, and of EAGLE-2 (arXiv 2406.16858, section 4) with `beam` and `nodes`; `choices` are a tree of fixed ranks.
+    A sampled draft comes level by level instead, siblings in the order of their drawing.
+    A plan deeper than the drafter, or wider than its vocabulary, raises DraftsmithError.
     """
     if plan.depth > drafter.max_depth:
         raise DraftsmithError(
             f"the plan drafts {plan.depth} tokens ahead, but this drafter reaches {drafter.max_depth}; "
-            "shorten its branching."
+            "shorten it."
         )
     if plan.depth == 0:
         empty_BN = context.tokens_BT.new_empty((context.tokens_BT.shape[0], 0))
@@ -41,7 +42,7 @@ def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
         return _sampled(drafter, context, plan)
     if all(children == 1 for children in plan.branching):
         return _chain(drafter, context, plan.max_nodes)
-    return _ranked(drafter, context, plan)
+    return _static(drafter, context, plan) if plan.choices else _ranked(drafter, context, plan)
 
 
 def _chain(drafter: StagewiseDrafter, context: Context, depth: int) -> Draft:
@@ -94,6 +95,31 @@ def _ranked(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
         scores_BN = _place(path_scores_BKD, slots_BKD, slots, float("-inf"))
         tokens_BN, parents_BN = _prune(tokens_BN, parents_BN, scores_BN, plan.nodes)
     return Draft(tokens_BN, parents_BN, depth=min(plan.depth, plan.max_nodes), branching=plan.branching)
+
+
+def _static(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
+    """Take the guesses of the ranks that the plan names; nodes lie in the order of its choices."""
+    tokens_R, state = drafter.begin(context)
+    batch, device = tokens_R.shape[0], tokens_R.device
+    offsets_B1 = torch.arange(batch, device=device).unsqueeze(1)
+    tree = static_tree(plan.choices)
+    levels, frontier = [], 1
+    for depth, level in enumerate(tree.levels):
+        _, tokens_RC, state = drafter.top_k(depth, state, tokens_R, level.width, scores=False)
+        tokens_BW = tokens_RC.reshape(batch, -1)[:, torch.tensor(level.taken, device=device)]
+        levels.append(tokens_BW)
+        if not level.grown:
+            break
+        if len(level.grown) < len(level.taken):
+            tokens_BW = tokens_BW[:, torch.tensor(level.grown, device=device)]
+        tokens_R = tokens_BW.reshape(-1)
+        if level.under != tuple(range(frontier)):
+            rows_R = (offsets_B1 * frontier + torch.tensor(level.under, device=device)).reshape(-1)
+            state = _map_state(state, partial(torch.index_select, dim=0, index=rows_R))
+        frontier = len(level.grown)
+    tokens_BN = torch.cat(levels, dim=1)[:, torch.tensor(tree.order, device=device)]
+    parents_BN = torch.tensor(tree.parents, device=device).expand(batch, -1)
+    return Draft(tokens_BN, parents_BN, plan.depth, branching=plan.branching)
 
 
 def _levels(

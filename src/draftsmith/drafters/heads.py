@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from draftsmith.drafters.family import TrainedOptions, explain
 from draftsmith.drafters.learner import check_target
 from draftsmith.drafters.trainable import RowwiseDrafter
+from draftsmith.native.heads import NARROW, RESIDUAL
 from draftsmith.types import DraftsmithError, Plan
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class HeadOptions(TrainedOptions):
         num_heads: how many, and so the deepest draft.
         num_layers: residual blocks of each.
         init_from_target: start each projection to the vocabulary as the target's own head; False draws it.
-        default_branching: children a node, depth by depth, of the draft when nobody chose a plan; () is a chain.
+        default_branching: children a node, depth by depth, of the draft when nobody chose a plan; () is a chain, or
+            what the family says.
         default_beam: nodes that are expanded at each depth of that draft; 0 expands all.
         default_nodes: nodes that are kept of that draft, the most probable ones; 0 keeps all.
     """
@@ -79,6 +81,16 @@ class ResidualBlock(nn.Module):
         """Turn (…, (conditions + 1) F) into (…, F)."""
         kept: Tensor = self.res_connection(x)
         return kept + F.silu(self.linear(x))
+
+
+def native_steps(blocks: nn.Module) -> list[tuple[int, list[nn.Module]]]:
+    """Return what the native operator is told of a sequence of residual blocks."""
+    steps: list[tuple[int, list[nn.Module]]] = []
+    for block in blocks.children():
+        assert isinstance(block, ResidualBlock)
+        plain = isinstance(block.res_connection, nn.Identity)
+        steps.append((RESIDUAL, [block.linear]) if plain else (NARROW, [block.linear, block.res_connection]))
+    return steps
 
 
 class HeadDrafter(RowwiseDrafter):
@@ -177,12 +189,16 @@ class HeadDrafter(RowwiseDrafter):
         for projection in self.projections():
             projection.weight.copy_(rows_WF)
 
+    def like(self, options: HeadOptions, draft_tokens: Tensor | None) -> Self:
+        """Return new heads of other options for the same target."""
+        return type(self)(options, self.hidden_size, self._vocab_size, self.base_name, draft_tokens)
+
     def restricted(self, draft_tokens: Tensor) -> Self:
         """Return a copy that scores only these tokens (W), with the rows of the heads that stand for them."""
         if self.d2t is not None:
             raise DraftsmithError(f"these heads score {len(self.d2t)} tokens only; start from whole ones.")
         options = self.options.model_copy(update={"draft_vocab_size": len(draft_tokens)})
-        fewer = type(self)(options, self.hidden_size, self._vocab_size, self.base_name, draft_tokens)
+        fewer = self.like(options, draft_tokens)
         cut = {id(parameter) for projection in self.projections() for parameter in projection.parameters()}
         tensors = {
             name: tensor[draft_tokens] if id(tensor) in cut else tensor

@@ -4,39 +4,58 @@
 
     x_d = [state; emb(root); emb(guess 1); … emb(guess d)]        logits_d = head_d block_d(… block_d(x_d))
 
-emb is the target's own, frozen table. The first block of head d narrows d + 2 widths to one; with more blocks
-(`num_layers: 4`) and the target's own distribution as the teacher (`distillation.weight: 1`) these are the heads of
-Hydra++ (section 4), but for its attention layer over the prefix, which is not here.
+emb is the target's own, frozen table. The first block of head d narrows d + 2 widths to one. Hydra++ (section 4) has
+more blocks (`num_layers: 4`), the target's own distribution as the teacher (`distillation.weight: 1`), and in the place
+of the state what a decoder layer makes of it and of the states before it (`prefix_attention: true`).
 
 The folder is the published one: config.json with hydra_num_heads, hydra_num_layers, hydra_head_arch "mlp",
 grounded_heads, hidden_state_offset, base_model_name_or_path; tensors `hydra_mlp.{head}.{layer}.linear.{weight,bias}`,
 `hydra_mlp.{head}.0.res_connection.{weight,bias}`, `hydra_lm_head.{head}.{weight,bias}`. The authors publish these in a
-pickle, hydra_lm_head.pt, which is refused; hydra_lm_head.safetensors holds the same.
+pickle, hydra_lm_head.pt, which is refused; hydra_lm_head.safetensors holds the same. With prefix attention
+hydra_head_arch is "prefix-mlp", `hydra_mlp.{head}.{2 layer + 1}` and `hydra_lm_head.{head}.1` leave room for dropout,
+all blocks behind a head's first are one and the same, stored under each of its names, and the layer is that of a Llama
+behind `prefix_embeding_layer.` (so spelled). Its sizes are the target's; ours are also in the key `prefix_layer`.
 
 Shapes: B rows, R rows of any origin, F width of the target's states, W drafted vocabulary.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.drafters import storage
+from draftsmith.drafters.decoder_layer import LayerSizes
+from draftsmith.drafters.eagle_config import FeatureOptions, sizes_from_json, sizes_to_json
 from draftsmith.drafters.family import Family
-from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock
+from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock, native_steps
+from draftsmith.drafters.lesson import Lesson
+from draftsmith.drafters.prefix_attention import PrefixAttention
 from draftsmith.drafters.trainable import FrozenTable
-from draftsmith.types import DraftsmithError
+from draftsmith.native.heads import ALL, NativeHead, native_heads
+from draftsmith.types import Context, DraftsmithError
 
 if TYPE_CHECKING:
-    from draftsmith.target import Target
+    from draftsmith.target import KVCache, Target
 
-SUPPORTED = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
+GROUNDED = {"grounded_heads": True, "hidden_state_offset": 0}
+PREFIX_ARCH = "prefix-mlp"
+BORROWED = ("input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight")
+"""What published files have beside the heads: the target's table, and one that is never read."""
 
 
 class HydraOptions(HeadOptions):
-    """What a recipe may set of new Hydra heads; `num_layers` is 1 for Hydra and 4 for Hydra++."""
+    """What a recipe may set of new Hydra heads.
+
+    Args:
+        num_layers: 1 for Hydra, 4 for Hydra++.
+        prefix_attention: a decoder layer of the target's sizes over its states, as in Hydra++.
+    """
+
+    prefix_attention: bool = False
 
 
 class HydraDrafter(HeadDrafter):
@@ -45,20 +64,23 @@ class HydraDrafter(HeadDrafter):
     family_name = "a set of Hydra heads"
     weights_file = "hydra_lm_head.safetensors"
     options_class = HydraOptions
+    options: HydraOptions
+    architecture = "mlp"
 
     def build(self) -> None:
         """Make the heads; the embedding comes with `bind`."""
         width, options = self.hidden_size, self.options
         self.embedding = FrozenTable(self.vocab_size, width)
         self.hydra_mlp = nn.ModuleList(
-            nn.Sequential(
-                ResidualBlock(width, depth + 1), *(ResidualBlock(width) for _ in range(options.num_layers - 1))
-            )
-            for depth in range(options.num_heads)
+            nn.Sequential(ResidualBlock(width, depth + 1), *self.later_blocks()) for depth in range(options.num_heads)
         )
         self.hydra_lm_head = nn.ModuleList(nn.Linear(width, self.scored) for _ in range(options.num_heads))
         for projection in self.projections():
             nn.init.zeros_(projection.bias)
+
+    def later_blocks(self) -> list[ResidualBlock]:
+        """Return new blocks for one head, without its first."""
+        return [ResidualBlock(self.hidden_size) for _ in range(self.options.num_layers - 1)]
 
     def projections(self) -> list[nn.Linear]:
         """Return the layers to the vocabulary."""
@@ -73,6 +95,14 @@ class HydraDrafter(HeadDrafter):
         scores: Tensor = self.hydra_lm_head[depth](self.hydra_mlp[depth](state))
         return scores
 
+    def native_form(self) -> Any:
+        """Return the operator of heads that read the embeddings of all tokens before theirs."""
+        heads = [
+            NativeHead(native_steps(blocks), scores)
+            for blocks, scores in zip(self.hydra_mlp, self.hydra_lm_head, strict=True)
+        ]
+        return native_heads(heads, self.hidden_size, ALL, self.embedding.weight, d2t=self.d2t)
+
     @torch.no_grad()
     def bind(self, target: "Target") -> None:
         """Point the heads at the target's embedding."""
@@ -83,7 +113,8 @@ class HydraDrafter(HeadDrafter):
         """Return the published config.json."""
         return {
             "model_type": "hydra", "hydra_num_heads": self.options.num_heads,
-            "hydra_num_layers": self.options.num_layers, **SUPPORTED, **self.shared_keys(),
+            "hydra_num_layers": self.options.num_layers, "hydra_head_arch": self.architecture, **GROUNDED,
+            **self.shared_keys(),
         }
 
     @classmethod
@@ -96,7 +127,7 @@ class HydraDrafter(HeadDrafter):
         cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], tuple[str, str]]:
         """Return the options; DraftsmithError for heads of another architecture."""
-        for key, supported in SUPPORTED.items():
+        for key, supported in {"hydra_head_arch": cls.architecture, **GROUNDED}.items():
             if config.get(key, supported) != supported:
                 raise DraftsmithError(
                     f"{origin} says {key} {config[key]!r}, but only {supported!r} is supported; convert it, or train "
@@ -105,17 +136,153 @@ class HydraDrafter(HeadDrafter):
         values = {"num_heads": config["hydra_num_heads"], "num_layers": config.get("hydra_num_layers", 1)}
         return values, ("hydra_lm_head.0.weight", "hydra_lm_head.0.weight")
 
+    @classmethod
+    def read_tensors(cls, folder: Path) -> dict[str, Tensor]:
+        """Read the weights, without the tables that published files have beside them."""
+        tensors = super().read_tensors(folder)
+        return {name: tensor for name, tensor in tensors.items() if name not in BORROWED}
+
+
+class HydraPrefixDrafter(HydraDrafter):
+    """The heads of Hydra++ behind their prefix attention, which is given after construction: see `with_prefix`."""
+
+    family_name = "a set of Hydra++ heads"
+    architecture = PREFIX_ARCH
+    reads_prompt = True
+    can_compile = False
+    prefix: PrefixAttention
+
+    def with_prefix(self, sizes: LayerSizes) -> Self:
+        """Put a new layer in front of the heads, in place."""
+        self.prefix = PrefixAttention(sizes)
+        return self
+
+    def later_blocks(self) -> list[ResidualBlock]:
+        """Return one new block as often as there are layers: the published code repeats it."""
+        return super().later_blocks()[:1] * (self.options.num_layers - 1)
+
+    def like(self, options: HeadOptions, draft_tokens: Tensor | None) -> Self:
+        """Return new heads of other options for the same target."""
+        return super().like(options, draft_tokens).with_prefix(self.prefix.sizes)
+
+    def attach(self, cache: "KVCache") -> None:
+        """Begin with an empty memory."""
+        self.prefix.attach(cache, self.embedding.weight)
+
+    def reset_rows(self, rows: list[int]) -> None:
+        """Forget rows that ended."""
+        self.prefix.forget(rows)
+
+    def follow(self, context: Context) -> None:
+        """Store what was committed, and guess nothing."""
+        self.prefix.store(context, self.work_dtype)
+
+    def begin(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Start from the root and what the layer makes of the state that predicted it."""
+        return self.prefix.roots(context, self.work_dtype)
+
+    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
+        """Predict at every depth, see `TrainableDrafter.forward`."""
+        return self.predict(tokens_BT, self.prefix(self.start(features_BTF)))
+
+    def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for."""
+        return self.judge(lesson, self.prefix(self.start(lesson.features_BTF), lesson.positions_BP).flatten(0, 1))
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the matrices of the blocks and of the layer."""
+        matrices = [parameter for parameter in self.prefix.parameters() if parameter.ndim == 2]
+        return [*super().hidden_matrices(), *matrices]
+
+    def pack(self, target: "Target") -> None:
+        """Merge products that read the same input, and pack."""
+        self.prefix.layer.merge()
+        super().pack(target)
+
+    def native_form(self) -> Any:
+        """Return None: the operator knows of no layer in front."""
+        return None
+
+    def published_name(self, name: str) -> str:
+        """Leave room for the dropout of the published code."""
+        part, *rest = name.split(".")
+        if part == "prefix":
+            return ".".join(["prefix_embeding_layer", *rest])
+        if part == "hydra_mlp":
+            return ".".join([part, rest[0], str(2 * int(rest[1]) + 1), *rest[2:]])
+        return ".".join([part, rest[0], "1", *rest[1:]]) if part == "hydra_lm_head" else name
+
+    @torch.no_grad()
+    def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:
+        """Copy checkpoint tensors in, but for tables of angles; the repeated block has to be the same everywhere."""
+        own = {name: tensor for name, tensor in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
+        for name, tensor in own.items():
+            part, *rest = name.split(".")
+            if part == "hydra_mlp" and rest[1] not in ("1", "3"):
+                first = own.get(".".join([part, rest[0], "3", *rest[2:]]))
+                if first is None or not torch.equal(first, tensor):
+                    raise DraftsmithError(
+                        f"tensor {name} in {origin} differs from that of layer 3, but the published code repeats one "
+                        "block; train heads of that kind."
+                    )
+        super().load_published(own, origin)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the published config.json, and the sizes of the layer."""
+        return super().describe() | {"prefix_layer": sizes_to_json(self.prefix.sizes)}
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by the architecture that Hydra's config names."""
+        return HydraDrafter.recognises(config) and config.get("hydra_head_arch") == PREFIX_ARCH
+
+    @classmethod
+    def read_config(
+        cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], tuple[str, str]]:
+        """Return the options; DraftsmithError for heads of another architecture."""
+        values, _ = super().read_config(config, origin, tensors)
+        return values | {"prefix_attention": True}, ("hydra_lm_head.0.1.weight", "hydra_lm_head.0.1.weight")
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
+    ) -> Self:
+        """Build what config.json describes; published ones leave the sizes of the layer to the target."""
+        drafter = super().from_config(config, origin, target, tensors)
+        if "prefix_layer" in config:
+            sizes = sizes_from_json(config["prefix_layer"] | {"vocab_size": drafter.vocab_size}, origin)
+        elif target is None:
+            raise DraftsmithError(f"{origin.parent} has a layer as large as its target's; load it with that target.")
+        else:
+            sizes = FeatureOptions().layer_sizes(target)
+        return drafter.with_prefix(sizes)
+
 
 def make_hydra(options: HydraOptions, target: "Target", draft_tokens: Tensor | None) -> HydraDrafter:
-    """Make untrained heads, which say what the target's own head says unless the options draw them."""
-    drafter = HydraDrafter(options, target.hidden_size, target.vocab_size, target.name, draft_tokens)
+    """Make untrained heads, which say what the target's own head says unless the options draw them.
+
+    With prefix attention they say it of the normed state, whose likeliest token is the same.
+    """
+    facts = target.hidden_size, target.vocab_size, target.name
+    if options.prefix_attention:
+        sizes = FeatureOptions().layer_sizes(target)
+        drafter: HydraDrafter = HydraPrefixDrafter(options, *facts, draft_tokens).with_prefix(sizes)
+    else:
+        drafter = HydraDrafter(options, *facts, draft_tokens)
     if options.init_from_target:
         drafter.start_as_target(target)
     drafter.bind(target)
     return drafter
 
 
+def load_hydra(folder: Path, target: "Target") -> HydraDrafter:
+    """Load for decoding heads of either architecture."""
+    config = storage.read_json(Path(folder) / "config.json")
+    return (HydraPrefixDrafter if HydraPrefixDrafter.recognises(config) else HydraDrafter).load(folder, target)
+
+
 FAMILY = Family(
     "hydra", "Hydra heads: Medusa's, reading the tokens guessed before theirs as well (arXiv:2402.05109)",
-    HydraOptions, make_hydra, HydraDrafter.load, HydraDrafter.recognises, trainable=True,
+    HydraOptions, make_hydra, load_hydra, HydraDrafter.recognises, trainable=True,
 )

@@ -194,7 +194,7 @@ class Learner(ABC, nn.Module):
         """
         folder = Path(folder)
         storage.require_folder(folder)
-        config = storage.read_json(folder / "config.json")
+        config = storage.read_config(folder)
         if not cls.recognises(config):
             raise DraftsmithError(f"{folder} holds a {config.get('model_type')!r}, not {cls.family_name}; give one.")
         if "auto_map" in config:

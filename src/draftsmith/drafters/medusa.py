@@ -24,9 +24,11 @@ from torch import Tensor, nn
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.family import Family
-from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock
+from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock, native_steps
+from draftsmith.drafters.static_tree import MEDUSA_TREE, plan_of
 from draftsmith.drafters.trainable import FrozenTable
-from draftsmith.types import Context, DraftsmithError
+from draftsmith.native.heads import NativeHead, native_heads
+from draftsmith.types import Context, DraftsmithError, Plan
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
@@ -70,6 +72,13 @@ class MedusaDrafter(HeadDrafter):
         if not self.options.tie_to_target:
             layers.append(nn.Linear(self.hidden_size, self.scored, bias=False))
         return nn.Sequential(*layers)
+
+    def default_plan(self) -> Plan:
+        """Return the draft that the options ask for, or the authors' default tree as far as there are heads."""
+        options = self.options
+        if options.default_branching or options.default_beam or options.default_nodes:
+            return super().default_plan()
+        return plan_of(MEDUSA_TREE, self.max_depth, self.scored)
 
     def projections(self) -> list[nn.Linear]:
         """Return the heads' own layers to the vocabulary; tied heads have none."""
@@ -121,9 +130,26 @@ class MedusaDrafter(HeadDrafter):
 
     def pack(self, target: "Target") -> None:
         """Pack for decoding; the shared projection too, as a layer of its own."""
+        self._own_projection()
+        super().pack(target)
+
+    def go_native(self, int8: bool = False) -> None:
+        """Pack as others do, the shared projection too."""
+        self._own_projection()
+        super().go_native(int8)
+
+    def _own_projection(self) -> None:
         if isinstance(self.shared, FrozenTable):
             self.shared = self.shared.as_layer()
-        super().pack(target)
+
+    def native_form(self) -> Any:
+        """Return the operator of heads that read no tokens."""
+        heads = []
+        for head in self.heads:
+            assert isinstance(head, nn.Sequential)
+            blocks, scores = (head, self.shared) if self.shared is not None else (head[:-1], head[-1])
+            heads.append(NativeHead(native_steps(blocks), scores))
+        return native_heads(heads, self.hidden_size, d2t=self.d2t)
 
     def published_name(self, name: str) -> str:
         """Heads are published as a bare list."""

@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.drafters.family import Family
-from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPOptions, MLPSpeculatorConfig
 from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter, check_target
-from draftsmith.native.layers import pack_linears, packed_parts
-from draftsmith.types import Context, Draft, DraftsmithError, Plan
+from draftsmith.native.layers import packed_parts
+from draftsmith.types import DraftsmithError, Plan
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
@@ -83,7 +82,6 @@ class MLPSpeculator(RowwiseDrafter):
         first = nn.Linear(config.emb_dim, width, bias=False)
         rest = stages(lambda: nn.Linear(width, width, bias=False), config.tie_weights)[1:]
         self.proj = nn.ModuleList([first, *rest])
-        self._native: Any = None
         self.limit_vocabulary(draft_tokens, config.draft_vocab_size)
         for parameter in self.parameters():
             if parameter.ndim == 2:
@@ -124,41 +122,17 @@ class MLPSpeculator(RowwiseDrafter):
         scores: Tensor = self.head[depth](state)
         return scores
 
-    def propose(self, context: Context, plan: Plan) -> Draft:
-        """Draft a tree of at most n_predict levels."""
-        # What a beam leaves unexpanded is kept only where whole paths are not asked for, which is left to `grow`.
-        general = plan.sampled or plan.nodes is not None or (plan.beam is not None and plan.paths is None)
-        if self._native is None or general or not 0 < plan.depth <= self.max_depth:
-            return grow(self, context, plan)
-        tokens_BN, parents_BN = self._native.propose(
-            context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, plan.branching,
-            plan.paths or 0, plan.beam or 0, plan.max_nodes,
-        )
-        return Draft(tokens_BN, parents_BN, plan.depth, branching=plan.branching)
-
-    @property
-    def is_native(self) -> bool:
-        """Whether one native operator makes the guesses, so that there is nothing to compile."""
-        return self._native is not None
-
-    def pack(self, target: "Target") -> None:
-        """Pack for decoding; drafting is one native operator where the target is native."""
-        if target.native:
-            self.go_native(int8=True)
-        else:
-            super().pack(target)
-
     def go_native(self, int8: bool = False) -> None:
-        """Pack the weights for the native kernels, in place; for decoding only (bf16, CPU).
-
-        Guesses need not be exact, so `int8` weights, half as many bytes to read, cost nothing but a few of them.
-        """
+        """Pack as others do, a borrowed head too."""
         shared = self.head[0]
         if isinstance(shared, FrozenTable):
             self.head = nn.ModuleList([shared.as_layer()] * self.config.n_predict)
-        pack_linears(self, lambda _: int8)
+        super().go_native(int8)
+
+    def native_form(self) -> Any:
+        """Return the operator of this family."""
         weights, scales, sums, _ = packed_parts([*self.proj, *self.head])
-        self._native = torch.classes.draftsmith.Speculator(
+        return torch.classes.draftsmith.Speculator(
             weights, scales, sums,
             [self._weight(self.emb, depth).detach().contiguous() for depth in range(len(self.emb))],
             [self._weight(self.ln, depth).detach().float() for depth in range(len(self.ln))],

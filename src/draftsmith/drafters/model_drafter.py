@@ -43,6 +43,7 @@ class ModelDrafter(StagewiseDrafter):
         self._fresh: list[list[int]] = []
         # Of the guesses, those that the cache holds as if they were text; see `PathReader.read_paths`.
         self._ahead_BD: Tensor | None = None
+        self._is_chain = True
 
     def parameter_count(self) -> int:
         """Count the model's weights."""
@@ -68,7 +69,7 @@ class ModelDrafter(StagewiseDrafter):
     def begin(self, context: Context) -> tuple[Tensor, Tensor]:
         """Take in what was committed; reading it is left to the first step."""
         self._held, self._fresh = self.take_in(context)
-        self._ahead_BD = None
+        self._ahead_BD, self._is_chain = None, True
         root_B = context.root()[0]
         return root_B, root_B.new_empty((root_B.shape[0], 0))
 
@@ -94,8 +95,9 @@ class ModelDrafter(StagewiseDrafter):
         batch = len(self._held)
         paths_BFD = paths_RD.view(batch, -1, depth)
         ends = [held + len(fresh) for held, fresh in zip(self._held, self._fresh, strict=True)]
-        if paths_BFD.shape[1] == 1:
-            # Frontiers never narrow, so this has been a chain from the root on, and the cache holds what came before.
+        # A frontier may also narrow to one node, whose path the cache does not hold.
+        self._is_chain = self._is_chain and paths_BFD.shape[1] == 1
+        if self._is_chain:
             logits_RW, kept = self._reader.read_paths([end + depth - 1 for end in ends], paths_BFD[:, :, -1:])
         else:
             logits_RW, kept = self._reader.read_paths(ends, paths_BFD)

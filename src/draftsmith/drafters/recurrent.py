@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from draftsmith.drafters.family import Family
 from draftsmith.drafters.recurrent_config import MODEL_TYPE, RecurrentConfig, RecurrentOptions
 from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter, check_target
+from draftsmith.native.heads import PROJECT, RECURRENT, RESIDUAL, SUM, NativeHead, native_heads
 from draftsmith.types import DraftsmithError, Plan
 
 if TYPE_CHECKING:
@@ -94,6 +95,18 @@ class RecurrentDrafter(RowwiseDrafter):
         """Return the logits (…, W) over the drafted vocabulary."""
         scores: Tensor = self.lm_head(self.input_proj(state))
         return scores
+
+    def native_form(self) -> Any:
+        """Return the operator of heads over a recurrent state; all depths have the same one."""
+        steps: list[tuple[int, list[nn.Module]]] = []
+        if not isinstance(self.input_proj, nn.Identity):
+            steps.append((PROJECT, [self.input_proj]))
+        for block in self.lm_head[:-1].children():
+            assert isinstance(block, ResidualBlock)
+            steps.append((RESIDUAL, [block.linear]))
+        heads = [NativeHead(steps, self.lm_head[-1])] * self.max_depth
+        reads, cell = (RECURRENT, [self.rnn_w, self.rnn_u]) if self.config.rnn else (SUM, [])
+        return native_heads(heads, self.config.hidden_size, reads, self._table_VF, cell, self.d2t)
 
     def default_plan(self) -> Plan:
         """Return the beam search of the config: `beam_width` sequences of `beam_length` tokens, prefixes shared."""

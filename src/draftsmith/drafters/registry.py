@@ -109,7 +109,7 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
         storage.require_folder(folder)
     else:
         folder = fetch(str(name))
-    config = storage.read_json(folder / "config.json")
+    config = storage.read_config(folder)
     for family in families().values():
         if family.load is not None and family.recognises(config):
             return family.load(folder, target)
@@ -123,8 +123,8 @@ def family_of(name: str | Path) -> Family | None:
     """Return the family of a word or of a folder's config.json, None where there is no telling without a download."""
     if isinstance(name, str) and not Path(name).exists() and name.partition(":")[0] in families():
         return families()[name.partition(":")[0]]
-    config = Path(name).expanduser() / "config.json"
-    if not config.is_file():
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
         return None
-    values = storage.read_json(config)
+    values = storage.read_config(folder)
     return next((family for family in families().values() if family.recognises(values)), None)

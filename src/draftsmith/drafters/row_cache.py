@@ -58,8 +58,11 @@ class RowCache:
         self._longest = 0
 
     def forget(self, rows: list[int]) -> None:
-        """Let go of rows that ended."""
+        """Let go of rows that ended, and of what they held: NaN left there would reach later rows through a mask."""
         ended = set(rows)
+        slots = [slot for slot, row in enumerate(self._rows) if row in ended]
+        for storage_RCGW in (self.keys_RCGW, self.values_RCGW):
+            storage_RCGW[slots, : self._longest] = 0
         self._rows = [-1 if row in ended else row for row in self._rows]
         self._seen = None
 
@@ -81,6 +84,16 @@ class RowCache:
             for storage_RCGW in (self.keys_RCGW, self.values_RCGW):
                 storage_RCGW[targets, : self._longest] = storage_RCGW[sources, : self._longest]
         self._rows, self._seen = wanted, rows_B
+
+    def settle(self, context: Context) -> Tensor:
+        """Bring the rows to their slots; return how many entries each held before what the context adds (B)."""
+        self._arrange(context.rows_B)
+        starts_B = context.lengths_B - 1 - context.counts_B
+        if min(self._rows) < 0:
+            # The lengths of padding rows go on growing and mean nothing.
+            starts_B = starts_B.masked_fill(context.rows_B < 0, 0)
+        self._longest = max(1, int((starts_B + context.counts_B).max()))
+        return starts_B
 
     def lay_out(self, context: Context) -> Reading:
         """Find the place of everything that the context adds."""

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from draftsmith.types import DraftsmithError
 
 MANIFEST = "manifest.json"
+TENSOR_NAMES = "tensor_names"
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -127,6 +129,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DraftsmithError(f"{path} holds no JSON object; restore it from a good copy.")
     return value
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json, with the names of the tensors in model.safetensors under `TENSOR_NAMES`.
+
+    Some published files can be told apart by nothing else. Weights that are missing or damaged have no names here; who
+    reads them says so.
+    """
+    config = read_json(folder / "config.json")
+    try:
+        with safetensors.safe_open(folder / "model.safetensors", "pt") as weights:
+            names = list(weights.keys())
+    except (OSError, SafetensorError):
+        names = []
+    return config | {TENSOR_NAMES: names}
 
 
 def read_tensor_file(path: Path) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ vocabulary (V, or the most frequent few tokens), k children.
 import copy
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,10 @@ class RowwiseDrafter(TrainableDrafter):
 
     So every position of a text is an example of its own, and a few of them can be trained on alone. The family gives
     the three functions that its paper gives: what starts, what a depth makes of state and token, and how it scores.
+    Where it has a native form besides, one operator makes the whole draft.
     """
+
+    _native: Any = None
 
     @abstractmethod
     def start(self, features: Tensor) -> Tensor:
@@ -129,10 +132,49 @@ class RowwiseDrafter(TrainableDrafter):
         state_RS = self.stage(depth, state, tokens_R)
         return *self.best_tokens(self.score(depth, state_RS), k, scores), state_RS
 
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        """Draft a chain or tree, natively where there is an operator that knows the plan."""
+        # What a beam leaves unexpanded is kept only where whole paths are not asked for, which is left to `grow`.
+        general = plan.sampled or plan.choices or plan.nodes or (plan.beam is not None and plan.paths is None)
+        if self._native is None or general or not 0 < plan.depth <= self.max_depth:
+            return grow(self, context, plan)
+        tokens_BN, parents_BN = self._native.propose(
+            context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, plan.branching,
+            plan.paths or 0, plan.beam or 0, plan.max_nodes,
+        )
+        return Draft(tokens_BN, parents_BN, plan.depth, branching=plan.branching)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether one native operator makes the guesses, so that there is nothing to compile."""
+        return self._native is not None
+
+    def pack(self, target: "Target") -> None:
+        """Pack for decoding; drafting is one native operator where the target is native and the family has one."""
+        if target.native:
+            self.go_native(int8=True)
+        else:
+            super().pack(target)
+
+    def go_native(self, int8: bool = False) -> None:
+        """Pack the weights for the native kernels, in place; for decoding only (bf16, CPU).
+
+        Guesses need not be exact, so `int8` weights, half as many bytes to read, cost nothing but a few of them.
+        """
+        pack_linears(self, lambda _: int8)
+        self._native = self.native_form()
+
+    def native_form(self) -> Any:
+        """Return the operator that drafts with the packed layers; None where the family has none."""
+        return None
+
     def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
         """Predict at every depth, see `TrainableDrafter.forward`."""
-        length = tokens_BT.shape[1]
-        state, logits = self.start(features_BTF), []
+        return self.predict(tokens_BT, self.start(features_BTF))
+
+    def predict(self, tokens_BT: Tensor, state: Tensor) -> list[Tensor]:
+        """Predict at every depth from what starts at every position (B, T, S)."""
+        length, logits = tokens_BT.shape[1], []
         for depth in range(min(self.max_depth, length)):
             state = self.stage(depth, state[:, : length - depth], tokens_BT[:, depth:])
             logits.append(self.to_vocabulary(self.score(depth, state)))
@@ -140,10 +182,14 @@ class RowwiseDrafter(TrainableDrafter):
 
     def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for."""
+        return self.judge(lesson, self.start(lesson.roots_RF()))
+
+    def judge(self, lesson: Lesson, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses and hits of every depth from what starts at the roots (R, S)."""
         depths = self.max_depth
         tokens_RN, law = lesson.tokens_RN(depths), lesson.law(depths, self.d2t)
         labels_RN = lesson.labels_RN(depths, self.d2t, self.vocab_size)
-        state, losses, hits = self.start(lesson.roots_RF()), [], []
+        losses, hits = [], []
         for depth in range(depths):
             state = self.stage(depth, state, tokens_RN[:, depth])
             loss, hit = lesson.judge(depth, self.score(depth, state), labels_RN, law)

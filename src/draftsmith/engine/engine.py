@@ -16,10 +16,21 @@ from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine.clock import Clock
 from draftsmith.engine.compiled import Compiler
 from draftsmith.engine.request import Request
+from draftsmith.engine.reread import reread
 from draftsmith.engine.rows import Rows, join, leave
 from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, CompileLevel, Completion, DraftsmithError, Plan, SamplingParams, TokenLogprob
+from draftsmith.types import (
+    NO_DRAFT,
+    CompileLevel,
+    Completion,
+    Context,
+    DraftsmithError,
+    Plan,
+    SamplingParams,
+    TokenLogprob,
+    unbroken,
+)
 
 DRAFT_ROOM = 256
 PREFILL_TOKENS = 8192
@@ -122,6 +133,9 @@ class Engine:
     ) -> list[Completion]:
         """Continue every prompt; results in order of the prompts, `n` consecutive ones for each.
 
+        A row for which the target has no finite logits (NaN or infinite) ends there, with `finish_reason` "error" and
+        a sentence in `error`; the other rows go on, and their text is what it would be without it.
+
         Args:
             prompts: texts or token ids.
             params: one for all, or one for each; greedy by default.
@@ -144,7 +158,10 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         plan: Plan | None = None,
     ) -> Iterator[Chunk]:
-        """Yield pieces as they are committed; the last piece of each continuation carries its completion."""
+        """Yield pieces as they are committed; the last piece of each continuation carries its completion.
+
+        A row without finite logits ends as in `generate`.
+        """
         requests = self._admit(prompts, params)
         for committed in self._run(requests, plan):
             for request, tokens in committed:
@@ -157,13 +174,13 @@ class Engine:
         clock = Clock(self.target.device)
         clock.start("all")
         params = SamplingParams(max_tokens=3 * (chosen.depth + 1), ignore_eos=True)
-        self.generate([[0]] * batch, params, chosen)
+        unbroken(self.generate([[0]] * batch, params, chosen))
         return clock.stop()["all"]
 
     def pace(self, batch: int = 1, plan: Plan = NO_DRAFT, steps: int = 8) -> float:
         """Return the seconds a step takes now, by decoding a few from an arbitrary prompt."""
         params = SamplingParams(max_tokens=max(2, min(1 + steps, self.max_length - 1)), ignore_eos=True)
-        self.generate([[0]] * batch, params, plan)
+        unbroken(self.generate([[0]] * batch, params, plan))
         statistics = [completion.statistics for completion in self.generate([[0]] * batch, params, plan)]
         return sum(one.decode_s for one in statistics) / max(one.steps for one in statistics)
 
@@ -252,7 +269,7 @@ class Engine:
         if chosen.max_nodes >= DRAFT_ROOM:
             raise DraftsmithError(
                 f"the plan drafts {chosen.max_nodes} nodes, but there is room for {DRAFT_ROOM - 1}; "
-                "lower its branching or keep fewer paths."
+                "give it fewer children, or keep fewer paths or nodes."
             )
         if self._running:
             raise DraftsmithError("this engine is still streaming; finish or close that stream before the next call.")
@@ -269,8 +286,7 @@ class Engine:
                     group = self._next_group(waiting)
                     clock.start("prefill")
                     arrivals, result = self._stepper.prefill(group, chosen.depth + 1)
-                    committed = self._commit(arrivals, result, clock, is_step=False)
-                    yield committed
+                    yield self._commit(arrivals, result, clock)
                     bucket = self._compiler.bucket((rows.count if rows else 0) + arrivals.count, self._slots)
                     rows = join(rows, arrivals, self.target.vocab_size, self.target.device, bucket)
                 else:
@@ -278,8 +294,9 @@ class Engine:
                     busy = self.draft_rows is not None and rows.count > self.draft_rows
                     if busy and chosen.depth:
                         self.drafter.follow(rows.context)
+                    before = rows.context
                     result = self._stepper.step(rows, NO_DRAFT if busy else chosen, clock)
-                    yield self._commit(rows, result, clock, is_step=True)
+                    yield self._commit(rows, result, clock, before)
                 rows = self._dismiss(rows)
         finally:
             self._cache.rows = 0
@@ -298,24 +315,32 @@ class Engine:
         return group
 
     def _commit(
-        self, rows: Rows, result: StepResult, clock: Clock, is_step: bool
+        self, rows: Rows, result: StepResult, clock: Clock, before: Context | None = None
     ) -> list[tuple[Request, list[int]]]:
-        """Hand the tokens of a round to their requests, with their share of the time."""
-        table = result.table_BX[: rows.count].tolist()  # the one transfer from the device in a step
+        """Hand the tokens of a round to their requests, with their share of the time.
+
+        Args:
+            before: the context that a step began with; None after a prefill.
+        """
+        table = result.table_BX.tolist()  # the one transfer from the device in a step
         seconds = clock.stop()
         begun = time.perf_counter()
-        committed = []
+        committed: list[tuple[Request, list[int]]] = []
         for b, request in enumerate(rows.requests):
             count, drafted, *tokens = table[b]
+            raw_TV = None if result.raw_logits_BTV is None else result.raw_logits_BTV[b]
+            if drafted == NOT_FINITE and before is not None and result.depth:
+                (count, drafted, *tokens), raw_TV = reread(self._stepper, rows, before, b, DRAFT_ROOM)
             if drafted == NOT_FINITE:
-                self._cache.wipe()
-                raise DraftsmithError(
+                request.fail(
                     f"{self.target.name} gave no finite logits after {request.length} tokens of row {request.index}; "
                     "its weights are damaged or its dtype is too narrow, so try fp32."
                 )
+                committed.append((request, []))
+                continue
             taken = request.commit(tokens[:count])
             statistics = request.statistics
-            if is_step:
+            if before is not None:
                 accepted = taken - 1
                 statistics.steps += 1
                 statistics.drafted += drafted
@@ -325,10 +350,13 @@ class Engine:
                 for d in range(accepted):
                     by_depth[d] += 1
                 request.accepted_lengths.append(accepted)
-            if result.raw_logits_BTV is not None and request.params.logprobs is not None:
-                request.logprobs += _logprobs(result.raw_logits_BTV[b, :taken], tokens, request.params.logprobs)
+            if raw_TV is not None and request.params.logprobs is not None:
+                request.logprobs += _logprobs(raw_TV[:taken], tokens, request.params.logprobs)
             committed.append((request, tokens[:taken]))
-        seconds["rest" if is_step else "prefill"] += time.perf_counter() - begun
+        for b in range(rows.count, len(table)):
+            if table[b][1] == NOT_FINITE:  # padding wanders over the vocabulary too, and its slot will be a row's
+                self._cache.wipe(b, 0, DRAFT_ROOM)
+        seconds["rest" if before is not None else "prefill"] += time.perf_counter() - begun
         for request in rows.requests:
             statistics = request.statistics
             statistics.prefill_s += seconds.get("prefill", 0.0) / rows.count
@@ -344,6 +372,9 @@ class Engine:
             return rows
         order = list(range(rows.count))
         for b in reversed(ended):
+            if rows.requests[b].error is not None:
+                # No forward writes further into a row: prompts are padded to the longest.
+                self._cache.wipe(b, 0, rows.longest + DRAFT_ROOM)
             self._cache.release(b, rows.requests[order[-1]].length)
             order[b] = order[-1]
             order.pop()

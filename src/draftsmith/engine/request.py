@@ -23,6 +23,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     finish_reason: str | None = None
+    error: str | None = None
 
     @classmethod
     def make(
@@ -61,6 +62,11 @@ class Request:
         self.statistics.new_tokens += len(tokens)
         return len(tokens)
 
+    def fail(self, error: str) -> None:
+        """End the request with a sentence that says why; what was committed before stands."""
+        self.finish_reason, self.error = "error", error
+        self.text.finish()
+
     def completion(self) -> Completion:
         """Return the finished result."""
         assert self.finish_reason is not None
@@ -72,4 +78,5 @@ class Request:
             statistics=self.statistics,
             accepted_lengths=self.accepted_lengths,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
+            error=self.error,
         )

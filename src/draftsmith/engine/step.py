@@ -173,10 +173,10 @@ class Stepper:
         first_row = self.cache.admit(len(requests))
         lengths = [len(r.prompt) for r in requests]
         longest = max(lengths)
-        tokens_BM = torch.zeros((len(requests), longest), dtype=torch.long)
-        for b, request in enumerate(requests):
-            tokens_BM[b, : lengths[b]] = torch.tensor(request.prompt)
-        tokens_BM = tokens_BM.to(device)
+        # Padded with the row's own token: one that the row does not have may have no finite state, and attention
+        # multiplies what its mask hides.
+        padded = [r.prompt + r.prompt[-1:] * (longest - len(r.prompt)) for r in requests]
+        tokens_BM = torch.tensor(padded, device=device)
         lengths_B = torch.tensor(lengths, device=device)
         last_logits_BV, features_BMF = self._read_prompts(tokens_BM, lengths, first_row)
 

@@ -87,7 +87,8 @@ def plan_for(
 ) -> Plan:
     """Return the plan that verifies K candidates: the drafter's tree (or `branching`) pruned to the best K paths.
 
-    A tree that has fewer leaves than K gets more children at the root, so that K candidates exist. Sampled guesses
+    A tree that has fewer leaves than K gets more children at the root, so that K candidates exist; of a static tree
+    the widths are taken, and a beam through them. Sampled guesses
     cannot be pruned: there the K candidates are K chains as deep as the tree. All else comes from `rules`.
     """
     if candidates == BASELINE:
@@ -98,6 +99,9 @@ def plan_for(
             f"{candidates} candidates need a drafter that drafts; give one with --drafter, or measure the baseline "
             "alone with --candidates 0."
         )
+    if default.choices and branching is None and rules.beam is None:
+        # All paths of so wide a tree are too many to go through.
+        rules = replace(rules, beam=None if rules.sampled else max(candidates, *shape))
     if rules.sampled:
         return replace(rules, branching=(candidates, *(1,) * (len(shape) - 1)))
     if prod(shape) < candidates:

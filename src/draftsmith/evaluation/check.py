@@ -14,7 +14,7 @@ from draftsmith.evaluation.losslessness import first_divergence
 from draftsmith.evaluation.measure import Measurement
 from draftsmith.evaluation.parity import Parity, compare, likely_cause, own_texts
 from draftsmith.target import Target
-from draftsmith.types import Completion, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import Completion, DraftsmithError, Plan, SamplingParams, unbroken
 
 PACKING_POINTS = 0.02
 RAGGED = 8
@@ -204,7 +204,7 @@ def check_packing(
     shares = []
     for drafter in (packed,) if plain.borrows_layers else (packed, plain):
         engine = Engine(target, drafter, plan=Plan((1,) * depth), max_batch=1, max_length=longest)
-        found = Measurement(engine.generate(prompts, params), 1.0).accepted_by_depth()
+        found = Measurement(unbroken(engine.generate(prompts, params)), 1.0).accepted_by_depth()
         shares.append((found + [0.0] * depth)[:depth])
     if plain.borrows_layers:
         detail = "it drafts with the target's own layers, so there is no unpacked copy to compare with"

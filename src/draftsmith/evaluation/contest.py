@@ -1,47 +1,55 @@
 """Draft families against each other: the same target, prompts and rounds for all.
 
 Two things are measured of every contender, task and temperature. How well it guesses: τ on the same prompts with one
-chain and one tree for all, whose cost is left out. What that is worth here: the time of one prompt at a time with the
-shape of draft that this contender is fastest with, every round together with plain decoding and all others in random
-order. A shape is chosen on prompts that are not measured on.
+chain and one tree for all, and at temperature 1 with a sampled chain as well; cost is left out. What that is worth
+here: the time of one prompt at a time with the shape of draft that this contender is fastest with, every round together
+with plain decoding and all others in random order. A shape is chosen on prompts that are not measured on.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.drafters.static_tree import EAGLE_TREE, pruned
 from draftsmith.engine import Engine
-from draftsmith.evaluation.intervals import Interval, mean_interval, ratio_interval
+from draftsmith.evaluation.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.ledger import Ledger
 from draftsmith.evaluation.measure import measure
 from draftsmith.evaluation.prompts import Prompt, cut, encode
+from draftsmith.evaluation.wording import words
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
 
 PLAIN = "plain"
 CHAIN = 4
 TREE_NODES, TREE_WIDTH = 14, 4
-STATIC_TREE = Plan((2, 2, 1, 1))
+STATIC_TREE = pruned(EAGLE_TREE, TREE_NODES)
 EDIT = "edit"
 MODES = {"greedy": 0.0, "T=1": 1.0}
+# Rows at a time where τ is measured, which does not depend on it; more would only take more memory for each engine.
+ROWS = 16
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much to measure: prompts a task of so many tokens, exactly `new_tokens` each, in as many timed rounds."""
+    """How much to measure of every task: τ on so many prompts, exactly `new_tokens` each, and timed rounds.
+
+    At temperature 1 the first `sampled_prompts` do: τ varies less from prompt to prompt there, and takes more steps.
+    """
 
     tasks: tuple[str, ...]
-    prompts: int = 16
+    prompts: int = 40
+    sampled_prompts: int = 16
     prompt_tokens: int = 64
     new_tokens: int = 64
     rounds: int = 12
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "rounds"):
+        for name in ("prompts", "sampled_prompts", "prompt_tokens", "rounds"):
             if getattr(self, name) < 1:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.new_tokens < 2:
@@ -52,7 +60,8 @@ class Settings:
 class Contender:
     """One drafter under the name that the tables have for it.
 
-    `static` makes its tree the same at every step, as EAGLE-1's is; the others keep the nodes they are surest of.
+    `static` makes its tree the same at every step, as EAGLE-1's is: the published one, cut to as many nodes as all
+    others have. They keep the nodes they are surest of.
     """
 
     name: str
@@ -73,15 +82,25 @@ class Contender:
     def tree(self) -> Plan:
         """The tree of at most `TREE_NODES` nodes that all are compared with."""
         if self.static:
-            return Plan(STATIC_TREE.branching[: self.reach])
+            return Plan(choices=STATIC_TREE).shortened(self.reach)
         depth = min(CHAIN + 1, self.reach) if isinstance(self.drafter, StagewiseDrafter) else self.reach
         return Plan((TREE_WIDTH,) * depth, beam=TREE_WIDTH, nodes=TREE_NODES)
 
-    def shapes(self) -> list[Plan]:
+    def compared(self, temperature: float) -> dict[str, Plan]:
+        """The drafts that all are compared with, by name; drafters that can sample also do so at a temperature."""
+        plans = {"chain": self.chain(), "tree": self.tree()}
+        if temperature > 0 and self.drafter.can_sample:
+            plans["sampled_chain"] = replace(self.chain(), sampled=True)
+        return plans
+
+    def shapes(self, temperature: float) -> list[Plan]:
         """The drafts to choose the fastest from."""
         reach = self.reach
         chains = [Plan((1,) * depth) for depth in sorted({1, 2, 3, 4, 6, 8, min(8, reach)}) if depth <= reach]
-        return list(dict.fromkeys([*chains, self.drafter.default_plan()]))
+        plans = list(dict.fromkeys([*chains, self.drafter.default_plan()]))
+        if temperature > 0 and self.drafter.can_sample:
+            plans += [Plan((1,) * depth, sampled=True) for depth in (1, 2, 4) if depth <= reach]
+        return plans
 
 
 def gather(target: Target, prompts: Sequence[Prompt], settings: Settings) -> dict[str, list[list[int]]]:
@@ -89,7 +108,7 @@ def gather(target: Target, prompts: Sequence[Prompt], settings: Settings) -> dic
 
     The task `edit` is made from code: a file, and then its beginning again, as an editor's model is asked to write it.
     """
-    count = settings.prompts + 2
+    count = max(settings.prompts, settings.sampled_prompts) + 2
     chosen = {}
     for task in settings.tasks:
         if task == EDIT:
@@ -115,14 +134,17 @@ def run_contest(
 ) -> list[dict[str, Any]]:
     """Measure everything that the ledger lacks and return a cell for each contender, task and mode."""
     longest = max(len(prompt) for several in prompts.values() for prompt in several) + settings.new_tokens
+    rows = min(max(settings.prompts, settings.sampled_prompts), ROWS)
     engines = {
-        contender.name: Engine(target, contender.drafter, max_batch=settings.prompts, max_length=longest)
+        contender.name: Engine(target, contender.drafter, max_batch=rows, max_length=longest)
         for contender in contenders
     }
     cells = []
     for task, several in prompts.items():
-        calibration, measured = several[:2], several[2:]
+        calibration = several[:2]
         for mode, temperature in MODES.items():
+            count = settings.prompts if temperature == 0 else settings.sampled_prompts
+            measured = several[2:][:count]
             params = SamplingParams(
                 max_tokens=settings.new_tokens, temperature=temperature, ignore_eos=True, seed=settings.seed
             )
@@ -149,7 +171,10 @@ def run_contest(
             for contender in contenders:
                 name = contender.name
                 cells.append(
-                    {"contender": name, "task": task, "mode": mode, "plan": words(shapes[name])}
+                    {
+                        "contender": name, "task": task, "mode": mode, "temperature": temperature,
+                        "plan": words(shapes[name]), "sampled": shapes[name].sampled,
+                    }
                     | guessed[name]
                     | timing(rounds, name)
                 )
@@ -159,35 +184,29 @@ def run_contest(
 def guess_quality(
     engine: Engine, contender: Contender, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> dict[str, Any]:
-    """Measure τ with the common chain and tree, with an interval over prompts."""
+    """Measure τ with the drafts that all are compared with, with an interval over prompts."""
     found: dict[str, Any] = {}
-    for shape, plan in (("chain", contender.chain()), ("tree", contender.tree())):
+    for shape, plan in contender.compared(params.temperature).items():
         result = measure(engine, prompts, params, plan)
-        tau = tau_interval(result.completions)
+        steps = [completion.statistics.steps for completion in result.completions]
+        tokens = [completion.statistics.steps + completion.statistics.accepted for completion in result.completions]
+        tau = ratio_interval(tokens, steps)
         found[shape] = {
             "tokens_per_step": tau.value,
             "tokens_per_step_ci": tau.ends,
-            "tokens_per_step_by_prompt": [c.statistics.tokens_per_step for c in result.completions],
+            "tokens_by_prompt": tokens,
+            "steps_by_prompt": steps,
             "accepted_by_depth": result.accepted_by_depth(),
             "drafted_per_step": result.statistics.drafted / max(1, result.statistics.steps),
         }
     return found
 
 
-def tau_interval(completions: Sequence[Completion]) -> Interval:
-    """Return τ over all steps, resampling prompts."""
-    steps = [completion.statistics.steps for completion in completions]
-    tokens = [completion.statistics.steps + completion.statistics.accepted for completion in completions]
-    return ratio_interval(tokens, steps)
-
-
 def fastest_shape(
     engine: Engine, contender: Contender, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> dict[str, Any]:
     """Decode a few prompts with every shape, one at a time, and return the fastest as plain JSON."""
-    plans = contender.shapes()
-    if params.temperature > 0 and contender.drafter.can_sample:
-        plans += [Plan((1,) * depth, sampled=True) for depth in (1, 2, 4) if depth <= contender.reach]
+    plans = contender.shapes(params.temperature)
     measure(engine, prompts[:1], params, plans[0])
     seconds = [0.0] * len(plans)
     for prompt in prompts:
@@ -198,22 +217,8 @@ def fastest_shape(
 
 def read_plan(values: dict[str, Any]) -> Plan:
     """Read a plan back from plain JSON."""
-    return Plan(**(values | {"branching": tuple(values["branching"])}))
-
-
-def words(plan: Plan) -> str:
-    """Say a plan in a few characters."""
-    if not plan.branching:
-        return "none"
-    widths = set(plan.branching)
-    if widths == {1}:
-        shape = f"chain {plan.depth}"
-    elif len(widths) == 1 and plan.depth > 2:
-        shape = f"tree {widths.pop()}^{plan.depth}"
-    else:
-        shape = "tree " + ",".join(map(str, plan.branching))
-    limits = [f"{name} {value}" for name, value in (("paths", plan.paths), ("nodes", plan.nodes)) if value is not None]
-    return " ".join([shape, *limits, *(["sampled"] if plan.sampled else [])])
+    choices = tuple(tuple(path) for path in values.get("choices", ()))
+    return Plan(**(values | {"branching": tuple(values["branching"]), "choices": choices}))
 
 
 def time_round(
@@ -259,14 +264,3 @@ def timing(rounds: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
         "identical": sum(r["identical"] for r in mine),
         "rounds": len(rounds),
     }
-
-
-def order(cells: Sequence[Mapping[str, Any]], better: str, worse: str, task: str) -> Interval | None:
-    """Return the difference in greedy τ with trees, paired by prompt, or None where either was not measured."""
-    found = {
-        cell["contender"]: cell["tree"]["tokens_per_step_by_prompt"]
-        for cell in cells if cell["task"] == task and cell["mode"] == "greedy"
-    }
-    if better not in found or worse not in found:
-        return None
-    return mean_interval([a - b for a, b in zip(found[better], found[worse], strict=True)])

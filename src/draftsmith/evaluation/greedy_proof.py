@@ -11,7 +11,7 @@ from draftsmith.engine import Engine
 from draftsmith.evaluation.losslessness import Divergence, Explained, first_divergence, is_targets_own
 from draftsmith.evaluation.rounding import Movement, judge_by_movement, measure_movement
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, Completion, Plan, SamplingParams, Statistics
+from draftsmith.types import NO_DRAFT, Completion, Plan, SamplingParams, Statistics, unbroken
 
 MakeEngine = Callable[..., Engine]
 Report = Callable[[str, int, int], None]
@@ -128,7 +128,7 @@ def prove_greedy(
     statistics = Statistics()
     for size, shape in runs:
         engine = make_engine(target, drafter, max_batch=size, max_length=length)
-        texts = engine.generate(prompts, params, shape, on_progress=advance)
+        texts = unbroken(engine.generate(prompts, params, shape, on_progress=advance))
         if not plain:
             plain = texts
             continue
@@ -144,8 +144,8 @@ def prove_greedy(
         if not is_targets_own(target, completion):
             foreign.append(index)
         report("plain text against the model's own forward", index + 1, len(plain))
-    whole = [completion.prompt_tokens + completion.tokens for completion in plain[:MEASURED_PREFIXES]]
-    movement = measure_movement(target, whole)
+    prefixes = [completion.prompt_tokens + completion.tokens for completion in plain[:MEASURED_PREFIXES]]
+    movement = measure_movement(target, prefixes)
     return GreedyProof(
         len(prompts), sum(len(c.tokens) for c in plain), (len(runs) - 1) * len(prompts),
         _explain(target, plain, different), foreign, movement, statistics.tokens_per_step, sizes,

@@ -1,4 +1,7 @@
-"""Confidence intervals by the bootstrap, seeded, so that a report can be printed again. Shapes: T trials."""
+"""Confidence intervals by the bootstrap, seeded, so that a report can be printed again.
+
+Shapes: T trials, R resamples.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +45,22 @@ def ratio_interval(
     draws = _draws(top_T.size, seed)
     ratios = top_T[draws].mean(axis=1) / bottom_T[draws].mean(axis=1)
     return _interval(float(top_T.mean() / bottom_T.mean()), ratios, level)
+
+
+def ratio_difference(
+    first: tuple[Sequence[float], Sequence[float]],
+    second: tuple[Sequence[float], Sequence[float]],
+    level: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """Return one ratio of means minus another, (numerators, denominators) each, resampling whole trials of both."""
+    tops_2T, bottoms_2T = (np.asarray(values, dtype=np.float64) for values in zip(first, second, strict=True))
+    if tops_2T.ndim != 2 or tops_2T.shape != bottoms_2T.shape or tops_2T.size == 0:
+        raise ValueError("the two ratios were not measured in the same trials")
+    draws = _draws(tops_2T.shape[1], seed)
+    ratios_2R = tops_2T[:, draws].mean(axis=2) / bottoms_2T[:, draws].mean(axis=2)
+    values_2 = tops_2T.mean(axis=1) / bottoms_2T.mean(axis=1)
+    return _interval(float(values_2[0] - values_2[1]), ratios_2R[0] - ratios_2R[1], level)
 
 
 def _draws(size: int, seed: int) -> NDArray[np.int64]:

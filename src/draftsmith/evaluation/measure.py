@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.engine import Engine
-from draftsmith.types import Completion, Plan, SamplingParams, Statistics
+from draftsmith.types import Completion, Plan, SamplingParams, Statistics, unbroken
 
 
 @dataclass
@@ -89,5 +89,5 @@ def measure(
 ) -> Measurement:
     """Decode all prompts through the engine in one call, with the clock running."""
     begun = time.perf_counter()
-    completions = engine.generate(prompts, params, plan=plan, on_progress=on_progress)
+    completions = unbroken(engine.generate(prompts, params, plan=plan, on_progress=on_progress))
     return Measurement(completions, time.perf_counter() - begun)

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.target import Target
-from draftsmith.types import Completion, Plan, SamplingParams
+from draftsmith.types import Completion, Plan, SamplingParams, unbroken
 
 # Two scores closer than so many rounding steps of the larger may change places between shapes of a forward.
 TIE_STEPS = 8.0
@@ -88,7 +88,7 @@ def own_texts(
     """Decode greedily with chains as deep as the drafter reaches."""
     longest = max(len(prompt) for prompt in prompts) + new_tokens
     engine = Engine(target, drafter, plan=Plan((1,) * drafter.max_depth), max_batch=batch, max_length=longest)
-    return engine.generate(prompts, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+    return unbroken(engine.generate(prompts, SamplingParams(max_tokens=new_tokens, ignore_eos=True)))
 
 
 @torch.no_grad()

@@ -44,9 +44,12 @@ def ranked_bars(bars: Mapping[str, Interval], unit: str) -> Figure:
     axes.barh(at, [s.value for s in shown], 0.72, color=[BLUE if s.low > 1 else GREY for s in shown])
     spread = [[max(0.0, s.value - s.low) for s in shown], [max(0.0, s.high - s.value) for s in shown]]
     axes.errorbar([s.value for s in shown], at, xerr=spread, fmt="none", ecolor=INK, elinewidth=1, capsize=3)
-    for y, s in zip(at, shown, strict=True):
-        axes.annotate(f"{s.value:.2f}", (s.high, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
     axes.axvline(1, color=INK, linewidth=0.8, linestyle=":")
+    for y, s in zip(at, shown, strict=True):
+        axes.annotate(
+            f"{s.value:.2f}", (s.high, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9,
+            bbox={"boxstyle": "square,pad=0.1", "color": "white"},
+        )
     axes.set_yticks(at, list(bars))
     axes.invert_yaxis()
     axes.margins(x=0.1)

@@ -18,6 +18,7 @@ from draftsmith.evaluation.drawing import MakeStepper, draw
 from draftsmith.evaluation.law import Law, check_size, enumerate_law, read_by_decoding, read_plainly
 from draftsmith.evaluation.shared_rows import SharedRows
 from draftsmith.evaluation.small_world import PROMPT
+from draftsmith.evaluation.wording import words
 from draftsmith.target import Target
 from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
 
@@ -106,15 +107,6 @@ class SamplingProof:
         }
 
 
-def describe(plan: Plan) -> str:
-    """Name a plan's shape in words."""
-    shape = ",".join(map(str, plan.branching))
-    form = "chain" if all(children == 1 for children in plan.branching) else "tree"
-    kept = "".join(f", best {value} {name}" for name, value in (("paths", plan.paths), ("nodes", plan.nodes)) if value)
-    rule = f", {plan.acceptance}" if plan.acceptance != "exact" else ""
-    return f"{'sampled' if plan.sampled else 'deterministic'} {form} {shape}{kept}{rule}"
-
-
 def with_penalties(params: SamplingParams) -> SamplingParams:
     """Return the parameters with penalties strong enough that one forgotten on a path is seen."""
     return replace(params, repetition_penalty=REPETITION, frequency_penalty=FREQUENCY)
@@ -122,7 +114,7 @@ def with_penalties(params: SamplingParams) -> SamplingParams:
 
 def shorten(plan: Plan, depth: int) -> Plan:
     """Cut a plan to what a continuation of `depth` more tokens can use."""
-    return replace(plan, branching=plan.branching[:depth])
+    return plan.shortened(depth)
 
 
 def judge(
@@ -185,17 +177,17 @@ def prove_sampling_here(
     is_tree = not own.sampled and any(children > 1 for children in own.branching)
     tree = replace(own, acceptance="exact") if is_tree else Plan((2, *(1,) * (depth - 1)))
     runs: list[tuple[str, Plan, SamplingParams, list[int], int]] = [
-        (describe(tree), tree, open_law, prompt, draws),
-        (f"{describe(tree)}, penalties", tree, punished, repetitive, max(1000, draws // COSTLY)),
+        (words(tree), tree, open_law, prompt, draws),
+        (f"{words(tree)}, penalties", tree, punished, repetitive, max(1000, draws // COSTLY)),
     ]
     if drafter.can_sample:
         chain, wide = Plan((1,) * depth, sampled=True), Plan((2, *(1,) * (depth - 1)), sampled=True)
         runs += [
-            (describe(chain), chain, open_law, prompt, draws),
-            (describe(wide), wide, open_law, prompt, draws),
+            (words(chain), chain, open_law, prompt, draws),
+            (words(wide), wide, open_law, prompt, draws),
         ]
     if own.acceptance != "exact":
-        runs.append((describe(own), own, open_law, prompt, draws))
+        runs.append((words(own), own, open_law, prompt, draws))
     shares = _sharing_is_exact(target, drafter, prompt, open_law, tree, seed, make_stepper)
     source = SharedRows(target) if shares else target
     cells, done, total = [], 0, sum(count for *_, count in runs)
@@ -235,8 +227,8 @@ def prove_sampling_small(
 ) -> list[Cell]:
     """Draw from the small target without any top-k, with every kind of plan and a tenth as often with penalties."""
     whole = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)
-    runs = [(describe(plan), plan, whole, draws) for plan in plans]
-    runs.append((f"{describe(plans[-1])}, penalties", plans[-1], with_penalties(whole), max(1000, draws // 10)))
+    runs = [(words(plan), plan, whole, draws) for plan in plans]
+    runs.append((f"{words(plans[-1])}, penalties", plans[-1], with_penalties(whole), max(1000, draws // 10)))
     cells, done, total = [], 0, sum(count for *_, count in runs)
     for number, (name, plan, params, count) in enumerate(runs):
 

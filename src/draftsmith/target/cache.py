@@ -54,10 +54,10 @@ class KVCache:
         for tensor_RCHD in self.tensors:
             tensor_RCHD[destination, :length] = tensor_RCHD[source, :length]
 
-    def wipe(self) -> None:
-        """Zero everything that was written, after NaN: masked attention would carry it into later rows."""
+    def wipe(self, row: int, begin: int, end: int) -> None:
+        """Zero the tokens from `begin` to `end` - 1 of a row after NaN: masked attention would carry it on."""
         for tensor_RCHD in self.tensors:
-            tensor_RCHD.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            tensor_RCHD[row, begin:end] = 0
 
     def release(self, row: int, last_length: int) -> None:
         """Free a row at once: the last active row, `last_length` tokens long, moves into its slot."""

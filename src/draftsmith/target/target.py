@@ -4,8 +4,6 @@ Shapes: B rows, M nodes (root first), T tokens, F feature width, V width of the 
 """
 
 import copy
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.native import kernels_in_use, why_missing
 from draftsmith.native.decoder import NativeDecoder, has_native_form
@@ -24,11 +22,9 @@ from draftsmith.target.cache import KVCache
 from draftsmith.target.layers import layer_stack, shortened
 from draftsmith.target.packing import can_prepack, prepack_linears
 from draftsmith.target.support import fingerprint, refuse_unsupported, use_tree_attention
+from draftsmith.target.tokens import end_tokens, first_line, load_tokenizer, tokenizer_hash
 from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_parameters, resolve_dtype
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-)
 # How far the logits of the native forward may be from the model's own, relative to their size; bf16 gives 0.01 or so.
 NATIVE_TOLERANCE = 0.05
 
@@ -72,7 +68,7 @@ class Target:
         self.vocab_size: int = self._head.weight.shape[0]
         self.layers: int = self.config.num_hidden_layers
         self.max_length: int = self.config.max_position_embeddings
-        self.eos_token_ids: frozenset[int] = _end_tokens(model, tokenizer)
+        self.eos_token_ids: frozenset[int] = end_tokens(model, tokenizer)
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         """How many there are; packing turns parameters into buffers, so it is counted before."""
         self._captured: dict[int, Tensor] = {}
@@ -129,7 +125,7 @@ class Target:
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
-            raise DraftsmithError(f"the target {name!r} could not be read ({_first_line(error)}); "
+            raise DraftsmithError(f"the target {name!r} could not be read ({first_line(error)}); "
                                   "give the folder of a saved model or the name of one on the hub.") from error
         refuse_unsupported(config, name)
         try:
@@ -143,14 +139,14 @@ class Target:
             model, info = loaded
             model.to(where)
         except Exception as error:  # the loaders raise a dozen kinds for damaged files
-            raise DraftsmithError(f"the weights of {name!r} could not be loaded ({_first_line(error)}); "
+            raise DraftsmithError(f"the weights of {name!r} could not be loaded ({first_line(error)}); "
                                   "fetch the files again, as safetensors.") from error
         lost = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
         if lost:
             raise DraftsmithError(
                 f"the weights of {name!r} lack or misfit {len(lost)} tensors, {lost[0]} first; fetch the files again."
             )
-        tokenizer = _load_tokenizer(name, trust_remote_code)
+        tokenizer = load_tokenizer(name, trust_remote_code)
         return cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name, native, quantize)
 
     @property
@@ -351,43 +347,11 @@ class Target:
         return ((native_BMV.float() - own_BMV.float()).norm() / centred_BMV.norm()).item()
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Fingerprint of a vocabulary: SHA-256 over its sorted (token, id) pairs."""
-    if tokenizer is None:
-        return None
-    pairs = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(pairs, ensure_ascii=True).encode()).hexdigest()
-
-
 def _head(model: PreTrainedModel, name: str) -> nn.Linear:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise DraftsmithError(f"{name} has no output projection; give a causal language model.")
     return head
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    generation = model.generation_config
-    ids = generation.eos_token_id if generation is not None else None
-    if ids is None:
-        ids = model.config.get_text_config(decoder=True).eos_token_id
-    if ids is None and tokenizer is not None:
-        ids = tokenizer.eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
-
-
-def _load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    folder = Path(name)
-    if folder.is_dir() and not any((folder / file).exists() for file in TOKENIZER_FILES):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the loaders raise a dozen kinds for damaged files
-        raise DraftsmithError(
-            f"the tokenizer of {name!r} could not be loaded ({_first_line(error)}); fetch its files again."
-        ) from error
 
 
 def _resolve_device(device: str) -> torch.device:
@@ -398,7 +362,3 @@ def _resolve_device(device: str) -> torch.device:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise DraftsmithError(f"device {device!r} is not here: PyTorch sees no CUDA device; use cpu or auto.")
     return where
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -26,7 +26,7 @@ from torch import Tensor
 from draftsmith.drafters import storage
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.target.support import LABEL
-from draftsmith.training.loss import as_lesson
+from draftsmith.training.lessons import as_lesson
 from draftsmith.training.optimizer import set_rate
 from draftsmith.training.recipe import JointSection, StageSection
 from draftsmith.training.trainer import Run, TrainingResult

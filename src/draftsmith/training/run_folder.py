@@ -67,7 +67,7 @@ class RunFolder:
                 f"cannot write the run's folder {self.path} ({error.strerror or error}); choose another output.folder."
             ) from error
         if self.recipe.output.report_to == "tensorboard":
-            self._board = _tensorboard(self.path)
+            self._board = _tensorboard(self.path, 0 if resumed_step is None else resumed_step + 1)
 
     def _check_recipe(self) -> None:
         kept = self.path / "recipe.yaml"
@@ -139,12 +139,13 @@ def _own_version() -> str:
         return "not installed"
 
 
-def _tensorboard(path: Path) -> Any:
+def _tensorboard(path: Path, first_step: int) -> Any:
+    """Open the event files; readers drop earlier events from `first_step` on, since they come again."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise DraftsmithError("output.report_to needs tensorboard; install draftsmith[train].") from error
-    return SummaryWriter(str(path / "tensorboard"))
+    return SummaryWriter(str(path / "tensorboard"), purge_step=first_step)
 
 
 def _scalars(record: dict[str, Any]) -> list[tuple[str, float]]:

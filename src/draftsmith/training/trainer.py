@@ -31,7 +31,7 @@ from draftsmith.training.checkpoint import (
 )
 from draftsmith.training.data import Loader, Packing, noise
 from draftsmith.training.generated import Generate, GeneratedText
-from draftsmith.training.loss import prepare
+from draftsmith.training.lessons import prepare
 from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder

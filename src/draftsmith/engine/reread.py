@@ -1,0 +1,68 @@
+"""A row that a guess spoilt is read again without guesses.
+
+A guessed token may have no finite state where the row's own text has one, and attention multiplies what its mask
+hides, so that one such node spoils the whole tree. Plain decoding would not have read it.
+
+Shapes: B rows, T context tokens, F feature width, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draftsmith.engine.rows import Rows, leave
+from draftsmith.engine.step import Layout, Stepper, commit, empty_draft
+from draftsmith.types import NO_DRAFT, Context
+from draftsmith.verify import tree_tables
+
+
+def reread(stepper: Stepper, rows: Rows, before: Context, row: int, room: int) -> tuple[list[int], Tensor]:
+    """Take back what a step did to one row, and let it go on by one token of the target's own.
+
+    Args:
+        rows: after the step; its context and history are put right for this row.
+        before: the context that the step began with.
+        room: entries of the cache that the step may have written behind the row's committed tokens.
+
+    Returns:
+        the row's line of the table of `StepResult`, which says `NOT_FINITE` if no guess was to blame, and the
+        target's logits (1, V).
+    """
+    target, cache = stepper.target, stepper.cache
+    one = leave(replace(rows, context=before), [row], target.vocab_size, target.device, 1)
+    context, length = one.context, rows.requests[row].length
+    cache.wipe(row, length - 1, length - 1 + room)
+    draft = empty_draft(context)
+    visible_BMM, depths_BM = tree_tables(draft.parents_BN, 0)
+    root_B1 = context.root()[0].unsqueeze(1)
+    columns_S = torch.arange(length, device=target.device)
+    logits_BMV, features_BMF = target.forward(
+        cache, root_B1, depths_BM, visible_BMM, context.lengths_B - 1, columns_S, stepper.drafter.taps, row
+    )
+    acceptance = stepper.choose(one, logits_BMV, draft, visible_BMM, NO_DRAFT)
+    layout = Layout(draft, root_B1, depths_BM, visible_BMM)
+    after, table_BX, _ = commit(cache.tensors, acceptance, logits_BMV, features_BMF, layout, context)
+    rows.context = replace(
+        rows.context,
+        tokens_BT=spliced(rows.context.tokens_BT, row, after.tokens_BT),
+        features_BTF=spliced(rows.context.features_BTF, row, after.features_BTF),
+        counts_B=spliced(rows.context.counts_B, row, after.counts_B),
+        lengths_B=spliced(rows.context.lengths_B, row, after.lengths_B),
+    )
+    if rows.history is not None and one.history is not None:
+        one.history.commit(after.tokens_BT, after.counts_B)
+        rows.history.output_counts_BV[row] = one.history.output_counts_BV[0]
+    line: list[int] = table_BX[0].tolist()
+    return line, logits_BMV[0]
+
+
+def spliced(all_BT: Tensor, row: int, one_1T: Tensor) -> Tensor:
+    """Return a copy in which a row holds that of another tensor, and zeros behind it where that has fewer tokens."""
+    copy_BT = all_BT.clone()
+    copy_BT[row] = 0
+    if all_BT.ndim == 1:
+        copy_BT[row] = one_1T[0]
+    else:
+        copy_BT[row, : one_1T.shape[1]] = one_1T[0]
+    return copy_BT

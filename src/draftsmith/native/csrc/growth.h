@@ -1,0 +1,254 @@
+// How guesses grow into a tree: the best children of every node, depth by depth, and then the best paths.
+//
+// drafters/grow.py says what is computed; this computes the same, for plans that take the best children and keep the
+// best paths.
+//
+// Words: B rows, W scored tokens, C children of a node, N nodes of the draft.
+#pragma once
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <tuple>
+#include <vector>
+
+#include "packed.h"
+
+namespace draftsmith {
+
+inline int64_t even(int64_t width) { return (width + 1) / 2 * 2; }
+
+struct Best {
+  float score;
+  int64_t index;
+};
+
+// Keeps the best few in order, the first of equals first.
+inline void offer(Best* best, int64_t count, float score, int64_t index) {
+  if (!(score > best[count - 1].score)) return;
+  int64_t place = count - 1;
+  for (; place > 0 && score > best[place - 1].score; --place) best[place] = best[place - 1];
+  best[place] = {score, index};
+}
+
+class Growth {
+ public:
+  // `ids` lists the tokens behind the W scores, or is empty where they are the vocabulary itself. With `shared`, all
+  // nodes of a row have the same children, and one row of states stands for them.
+  Growth(at::Tensor ids, int64_t scored, bool shared) : ids_(std::move(ids)), scored_(scored), shared_(shared) {
+    TORCH_CHECK(ids_.numel() == 0 ||
+                    (ids_.numel() == scored_ && ids_.is_contiguous() && ids_.scalar_type() == at::kLong),
+                "draftsmith: the draft tokens have to be ", scored_, " ids, int64");
+  }
+
+  // Says that tokens are 0 … vocabulary - 1, which an embedding is looked up for.
+  void limit(int64_t vocabulary) {
+    limit_ = vocabulary;
+    for (int64_t i = 0; i < ids_.numel(); ++i) {
+      const int64_t token = ids_.const_data_ptr<int64_t>()[i];
+      TORCH_CHECK_INDEX(token >= 0 && (limit_ == 0 || token < limit_), "draftsmith: there is no token ", token,
+                        " to draft");
+    }
+    TORCH_CHECK(ids_.numel() || limit_ == 0 || scored_ <= limit_, "draftsmith: there are ", limit_,
+                " tokens, but ", scored_, " are scored");
+  }
+
+  // Begins at the roots of a context: tokens (B, T), the states of width `features` that predicted them, counts (B).
+  void begin(const at::Tensor& context, const at::Tensor& features, const at::Tensor& counts, int64_t width,
+             const std::vector<int64_t>& branching, int64_t beam, int64_t stages, int64_t threads) {
+    check(context, features, counts, width, branching, stages);
+    branching_ = branching, batch_ = context.size(0);
+    ranked_ = std::any_of(branching_.begin(), branching_.end(), [](int64_t children) { return children > 1; });
+    expanded_.clear(), levels_.resize(depth()), widest_ = batch_;
+    int64_t frontier = 1, most = 1;
+    for (int64_t d = 0; d < depth(); ++d) {
+      expanded_.push_back(frontier);
+      widest_ = std::max(widest_, frontier * batch_);
+      frontier *= branching_[d];
+      most = std::max(most, frontier);
+      Level& level = levels_[d];
+      level.width = frontier;
+      level.tokens.clear(), level.parents.clear(), level.scores.clear();
+      level.tokens.reserve(frontier * batch_), level.parents.reserve(frontier * batch_);
+      level.scores.reserve(frontier * batch_);
+      if (beam > 0) frontier = std::min(frontier, beam);
+    }
+    tokens_.resize(widest_), parents_.resize(widest_), chosen_.resize(widest_);
+    partial_.resize(threads * most * batch_), sums_.resize(threads * widest_ * 2);
+    best_.resize(most), order_.resize(most);
+    for (int64_t b = 0; b < batch_; ++b)
+      tokens_[b] = context.const_data_ptr<int64_t>()[last(context, counts, b)], parents_[b] = b;
+    sources_ = batch_;
+  }
+
+  // Where the root of row b stands among all tokens of the context.
+  static int64_t last(const at::Tensor& context, const at::Tensor& counts, int64_t b) {
+    return b * context.size(1) + counts.const_data_ptr<int64_t>()[b] - 1;
+  }
+
+  int64_t batch() const { return batch_; }
+  int64_t depth() const { return static_cast<int64_t>(branching_.size()); }
+  // The most nodes that any depth expands, of all rows together.
+  int64_t widest() const { return widest_; }
+  // The nodes that a depth expands: each has read a token, and has a parent among the `sources` that came before.
+  int64_t rows(int64_t depth) const { return expanded_[depth] * batch_; }
+  int64_t token(int64_t row) const { return tokens_[row]; }
+  int64_t parent(int64_t row) const { return parents_[row]; }
+  int64_t sources() const { return sources_; }
+  // How many rows of states `rank` reads.
+  int64_t ranked_rows(int64_t depth) const { return shared_ ? batch_ : rows(depth); }
+
+  // Finds the best children by this thread's share of the scores; the team meets at the end. `ahead` is as in kernels.h.
+  void rank(const Team& team, int64_t depth, const Linear& head, const bf16* states, int64_t stride, Quantised& room,
+            const void* ahead) {
+    const int64_t rows = ranked_rows(depth), children = branching_[depth];
+    Best* best = partial_.data() + team.index * rows * children;
+    float* sums = sums_.data() + team.index * rows * 2;
+    std::fill_n(best, rows * children, Best{-std::numeric_limits<float>::infinity(), 0});
+    for (int64_t r = 0; r < rows; ++r) sums[2 * r] = -std::numeric_limits<float>::infinity(), sums[2 * r + 1] = 0;
+    multiply(team, head, states, stride, rows,
+             [&](int64_t r, int64_t n, int64_t count, const float* values) {
+               float rounded[kChunk];
+               const float most = kernels().round_row(values, count, rounded);
+               Best* mine = best + r * children;
+               if (most > mine[children - 1].score)
+                 for (int64_t i = 0; i < count; ++i) offer(mine, children, rounded[i], n + i);
+               if (!ranked_) return;
+               float* running = sums + 2 * r;
+               const float highest = std::max(running[0], most);
+               running[1] *= std::exp(running[0] - highest);
+               running[1] += kernels().sum_exponentials(rounded, count, highest);
+               running[0] = highest;
+             }, room, ahead);
+    team.barrier();
+  }
+
+  // Joins what so many threads found, and lines up the nodes that the next depth expands; for one thread.
+  void choose(int64_t depth, int64_t threads) {
+    const int64_t each = expanded_[depth], rows = ranked_rows(depth), children = branching_[depth];
+    Level& level = levels_[depth];
+    for (int64_t node = 0; node < each * batch_; ++node) {
+      const int64_t r = shared_ ? node / each : node;
+      std::fill_n(best_.begin(), children, Best{-std::numeric_limits<float>::infinity(), 0});
+      float highest = -std::numeric_limits<float>::infinity(), sum = 0;
+      for (int64_t t = 0; t < threads; ++t) {
+        for (int64_t c = 0; c < children; ++c) {
+          const Best& one = partial_[(t * rows + r) * children + c];
+          offer(best_.data(), children, one.score, one.index);
+        }
+        highest = std::max(highest, sums_[(t * rows + r) * 2]);
+      }
+      for (int64_t t = 0; ranked_ && t < threads; ++t)
+        sum += sums_[(t * rows + r) * 2 + 1] * std::exp(sums_[(t * rows + r) * 2] - highest);
+      for (int64_t c = 0; c < children; ++c) {
+        const Best& one = best_[c];
+        level.tokens.push_back(ids_.numel() ? ids_.const_data_ptr<int64_t>()[one.index] : one.index);
+        level.parents.push_back(depth == 0 ? -1 : chosen_[node]);
+        const float above =
+            depth == 0 ? 0 : levels_[depth - 1].scores[node / each * levels_[depth - 1].width + chosen_[node]];
+        level.scores.push_back(ranked_ ? above + std::min(0.0f, one.score - highest - std::log(sum)) : 0);
+      }
+    }
+    if (depth + 1 == this->depth()) return;
+    const int64_t next = expanded_[depth + 1];
+    for (int64_t b = 0; b < batch_; ++b) {
+      std::iota(order_.begin(), order_.begin() + level.width, 0);
+      const float* scores = level.scores.data() + b * level.width;
+      if (next < level.width)
+        std::sort(order_.begin(), order_.begin() + level.width, [&](int64_t i, int64_t j) {
+          return scores[i] > scores[j] || (scores[i] == scores[j] && i < j);  // std::stable_sort would allocate
+        });
+      for (int64_t i = 0; i < next; ++i) {
+        const int64_t row = b * next + i;
+        chosen_[row] = order_[i];
+        tokens_[row] = level.tokens[b * level.width + order_[i]];
+        parents_[row] = b * each + order_[i] / children;
+      }
+    }
+    sources_ = each * batch_;
+  }
+
+  // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding. Common
+  // prefixes of the best paths are stored once, in the order in which the paths, best first, meet their nodes.
+  std::tuple<at::Tensor, at::Tensor> place(int64_t paths, int64_t nodes) const {
+    at::Tensor tokens = at::zeros({batch_, nodes}, at::kLong), parents = at::full({batch_, nodes}, -2, at::kLong);
+    for (int64_t b = 0; b < batch_ && depth() > 0; ++b)
+      place_row(b, paths, nodes, tokens.mutable_data_ptr<int64_t>() + b * nodes,
+                parents.mutable_data_ptr<int64_t>() + b * nodes);
+    return {tokens, parents};
+  }
+
+ private:
+  // The nodes of a depth: B rows of `width` nodes, parents being places in the level above.
+  struct Level {
+    int64_t width = 0;
+    std::vector<int64_t> tokens, parents;
+    std::vector<float> scores;
+  };
+
+  void check(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& counts, int64_t width,
+             const std::vector<int64_t>& branching, int64_t stages) const {
+    TORCH_CHECK(tokens.dim() == 2 && tokens.is_contiguous() && tokens.scalar_type() == at::kLong &&
+                    counts.is_contiguous() && counts.scalar_type() == at::kLong && counts.numel() == tokens.size(0) &&
+                    features.is_contiguous() && features.scalar_type() == at::kBFloat16 &&
+                    features.sizes() == at::IntArrayRef({tokens.size(0), tokens.size(1), width}),
+                "draftsmith: the context has to be int64 tokens (B, T), bf16 features (B, T, ", width,
+                ") and int64 counts (B)");
+    TORCH_CHECK(static_cast<int64_t>(branching.size()) <= stages, "draftsmith: the speculator has ", stages, " stages");
+    for (const int64_t children : branching)
+      TORCH_CHECK(children > 0 && children <= scored_, "draftsmith: a node cannot have ", children, " children");
+    const int64_t* count = counts.const_data_ptr<int64_t>();
+    for (int64_t b = 0; b < tokens.size(0); ++b) {
+      TORCH_CHECK_INDEX(count[b] > 0 && count[b] <= tokens.size(1), "draftsmith: a row has ", count[b], " tokens");
+      const int64_t root = tokens.const_data_ptr<int64_t>()[last(tokens, counts, b)];
+      TORCH_CHECK_INDEX(root >= 0 && (limit_ == 0 || root < limit_), "draftsmith: there is no token ", root);
+    }
+  }
+
+  void place_row(int64_t b, int64_t paths, int64_t nodes, int64_t* tokens, int64_t* parents) const {
+    const int64_t depth = this->depth();
+    const Level& leaves = levels_[depth - 1];
+    std::vector<int64_t> order(leaves.width);
+    std::iota(order.begin(), order.end(), 0);
+    const float* scores = leaves.scores.data() + b * leaves.width;
+    if (ranked_)
+      std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return scores[i] > scores[j]; });
+    const int64_t kept = paths > 0 ? std::min(paths, leaves.width) : leaves.width;
+    std::vector<std::vector<int64_t>> slots;
+    for (const Level& level : levels_) slots.emplace_back(level.width, -1);
+    int64_t used = 0;
+    std::vector<int64_t> path(depth);
+    for (int64_t k = 0; k < kept; ++k) {
+      int64_t node = order[k];
+      for (int64_t d = depth - 1; d >= 0; --d) {
+        path[d] = node;
+        node = levels_[d].parents[b * levels_[d].width + node];
+      }
+      int64_t parent = -1;
+      for (int64_t d = 0; d < depth; ++d) {
+        int64_t& slot = slots[d][path[d]];
+        if (slot < 0) {
+          if (used == nodes) return;
+          slot = used++;
+          tokens[slot] = levels_[d].tokens[b * levels_[d].width + path[d]];
+          parents[slot] = parent;
+        }
+        parent = slot;
+      }
+    }
+  }
+
+  at::Tensor ids_;
+  int64_t scored_, limit_ = 0;
+  bool shared_, ranked_ = false;
+  // Of the draft that is being made.
+  std::vector<int64_t> branching_, expanded_;  // children of a node, and nodes a row to expand, at every depth
+  int64_t batch_ = 0, widest_ = 1, sources_ = 0;
+  std::vector<Level> levels_;
+  // Of the nodes that are expanded: tokens read, parents' places, and their own places in their level.
+  std::vector<int64_t> tokens_, parents_, chosen_, order_;
+  // The best children and the sums of exponentials that every thread found in its share of the scores.
+  std::vector<Best> partial_, best_;
+  std::vector<float> sums_;
+};
+
+}  // namespace draftsmith

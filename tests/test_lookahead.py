@@ -1,0 +1,93 @@
+"""Lookahead decoding: columns that grow into n-grams, and what a drafter is shown that observes.
+
+M = N + 1 verified nodes (root first) of B rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from contract import check_draft
+from draftsmith.drafters.lookahead import LookaheadDrafter, LookaheadOptions
+from draftsmith.engine import Engine
+from draftsmith.target import Target
+from draftsmith.types import ROOT, Context, Draft, Plan, SamplingParams
+from lookup_toy import context_of, counting_model, trees
+from tiny import VOCABULARY, prompts, tiny_model, tiny_target
+
+
+def look(drafter: LookaheadDrafter, rows: dict[int, Sequence[int]], choices: list[list[int]]) -> list[Any]:
+    """Draft, then let the drafter see what a target chose; return the trees."""
+    context = context_of(rows)
+    draft = drafter.propose(context, drafter.default_plan())
+    check_draft(draft, drafter.default_plan(), len(rows), 1000, can_sample=False)
+    drafter.observe(context, draft, torch.tensor(choices))
+    return trees(draft)
+
+
+def test_columns_grow_into_ngrams():
+    drafter = LookaheadDrafter(LookaheadOptions(window=3, length=3, guesses=2, from_text=False))
+    # Four columns of one token, of which the first begins with the root: the others are the trunk.
+    assert look(drafter, {0: [1, 2, 3, 4]}, [[40, 12, 13, 14]]) == [([2, 3, 4], [ROOT, 0, 1])]
+    # What came after them is appended, the first column goes, and the new first one begins with the new root.
+    grown = look(drafter, {0: [40]}, [[3, 112, 50, 113, 51, 114]])
+    assert grown == [([12, 3, 13, 4, 14], [ROOT, ROOT, 1, 1, 3])]
+    # Now they were n-grams: 40 12 112, 3 13 113 and 4 14 114. The root is 3, so the second is verified, and the window
+    # has columns 12 112, 13 113 and 14 114, the first beginning with the root.
+    verified = look(drafter, {0: [3]}, [[4, 60, 61, 62, 63, 64, 65, 66]])
+    assert verified == [([13, 113, 112, 14, 114], [ROOT, 0, ROOT, 0, 3])]
+
+
+def test_the_latest_ngrams_of_a_text_are_verified():
+    drafter = LookaheadDrafter(LookaheadOptions(window=1, length=3, guesses=2))
+    text = [5, 1, 2, 5, 3, 4, 5, 6, 7, 5]
+    # Of 5 1 2, 5 3 4 and 5 6 7 the latest two, and behind them the window: the root and a column of the token 5.
+    assert look(drafter, {0: text}, [[0] * 6]) == [([6, 7, 3, 4, 5], [ROOT, 0, ROOT, 2, ROOT])]
+
+
+class Auditor(LookaheadDrafter):
+    """Compares what it is shown with what transformers says after the same tokens."""
+
+    audited = 0
+
+    def __init__(self, questions: Sequence[list[int]]) -> None:
+        super().__init__(LookaheadOptions(window=2, length=3, guesses=2))
+        self.texts = {row: question[:1] for row, question in enumerate(questions)}
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        for row, count, tokens in zip(
+            context.rows_B.tolist(), context.counts_B.tolist(), context.tokens_BT.tolist(), strict=True
+        ):
+            self.texts[row] += tokens[:count]
+        return super().propose(context, plan)
+
+    def observe(self, context: Context, draft: Draft, choice_BM: torch.Tensor) -> None:
+        model = tiny_model("gpt2")
+        for row, (tokens, parents), choices in zip(
+            context.rows_B.tolist(), trees(draft), choice_BM.tolist(), strict=True
+        ):
+            paths = [self.texts[row]]
+            for token, parent in zip(tokens, parents, strict=True):
+                paths.append([*paths[parent + 1], token])
+            for path, choice in zip(paths, choices, strict=False):
+                assert int(model(torch.tensor([path])).logits[0, -1].argmax()) == choice
+                self.audited += 1
+        super().observe(context, draft, choice_BM)
+
+
+def test_a_drafter_that_observes_sees_the_choice_at_every_node():
+    questions = prompts(3, seed=6, longest=8)
+    auditor = Auditor(questions)
+    params = [SamplingParams(max_tokens=n, temperature=t, seed=1) for n, t in ((12, 0.0), (5, 0.0), (9, 1.0))]
+    Engine(tiny_target("gpt2"), auditor, max_batch=2).generate(questions, params)
+    assert auditor.audited > 50
+
+
+def test_lookahead_finds_what_no_text_holds():
+    options = LookaheadOptions(window=6, length=4, guesses=3, from_text=False)
+    engine = Engine(Target(counting_model()), LookaheadDrafter(options))
+    [found] = engine.generate([[70, 80, 60]], SamplingParams(max_tokens=40))
+    assert found.tokens == [(61 + i) % VOCABULARY for i in range(40)]
+    # Columns count on from 70 and 80 while the text counts from 60 to 69; then n-grams wait for it.
+    assert found.accepted_lengths[:9] == [0] * 9 and found.statistics.tokens_per_step > 1.5
