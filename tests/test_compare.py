@@ -245,7 +245,7 @@ def test_shapes_fit_the_drafter():
     oracle = Contender("oracle", OracleDrafter([[1, 2]], 8, plan=Plan((1,) * 6)))
     assert oracle.chain().depth == 4 and max(plan.depth for plan in oracle.shapes(0.0)) == 6
     assert words(Plan((1, 1))) == "chain 2" and words(Plan((2,) * 5, nodes=9)) == "tree 2^5 nodes 9"
-    assert words(Plan(choices=((0,), (1,), (0, 0)))) == "static tree, nodes 3"
+    assert words(Plan(choices=((0,), (1,), (0, 0)))) == "static tree of 3 nodes"
     assert words(Plan((2, 1), paths=2)) == "tree 2,1 paths 2"
 
 
