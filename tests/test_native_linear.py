@@ -73,7 +73,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_packed_weights_unpack_to_the_same_bits(outputs: int, inputs: int):
+def test_packed_weights_unpack_to_the_same_bits(instructions: str, outputs: int, inputs: int):
     weight_NK = draw(outputs, inputs)
     packed = ops.pack(weight_NK)
     assert packed.shape == ((outputs + 15) // 16, (inputs + 1) // 2, 16, 2)
@@ -84,13 +84,15 @@ def test_packed_weights_unpack_to_the_same_bits(outputs: int, inputs: int):
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_weights_of_any_strides_pack_the_same(outputs: int, inputs: int):
+def test_weights_of_any_strides_pack_the_same(instructions: str, outputs: int, inputs: int):
     weight_NK = draw(outputs, inputs)
     frame = torch.full((2 * outputs + 1, 3 * inputs + 1), torch.nan, dtype=torch.bfloat16)
     inside_NK = frame[1::2, 1::3]
     inside_NK.copy_(weight_NK)
+    rows_NK = torch.full_like(frame, torch.nan)[:outputs, 1 : 1 + inputs]
+    rows_NK.copy_(weight_NK)
     packed = ops.pack(weight_NK)
-    for other_NK in (weight_NK.T.contiguous().T, inside_NK):
+    for other_NK in (weight_NK.T.contiguous().T, inside_NK, rows_NK):
         assert same_bits(ops.pack(other_NK), packed)
     repeated_NK = weight_NK[:1].expand(outputs, inputs)
     assert same_bits(ops.pack(repeated_NK), ops.pack(repeated_NK.contiguous()))
@@ -245,7 +247,9 @@ def int8_reference(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Te
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_int8_weights_are_the_nearest_whole_numbers(outputs: int, inputs: int, dtype: torch.dtype):
+def test_int8_weights_are_the_nearest_whole_numbers(
+    instructions: str, outputs: int, inputs: int, dtype: torch.dtype
+):
     weight_NK = draw(outputs, inputs).to(dtype)
     weight_NK[0] = 0
     for given_NK in (weight_NK, weight_NK.T.contiguous().T):

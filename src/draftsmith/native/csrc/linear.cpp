@@ -87,7 +87,11 @@ at::Tensor pack(const at::Tensor& weight) {
     for (int64_t p = first; p < last; ++p) {
       // Line after line, so that memory is written in order; sixteen rows are read side by side.
       bf16* line = to + p * pairs * 2 * kPanel;
-      for (int64_t k = 0; k < pairs; ++k, line += 2 * kPanel)
+      const bool regular = column == 1 && (p + 1) * kPanel <= outputs;
+      const int64_t whole = regular ? inputs / 2 : 0;
+      if (regular) kernels().interleave(from + p * kPanel * row, row, whole, line);
+      line += whole * 2 * kPanel;
+      for (int64_t k = whole; k < pairs; ++k, line += 2 * kPanel)
         for (int64_t n = 0; n < kPanel; ++n) {
           const int64_t output = p * kPanel + n, at = output * row + 2 * k * column;
           line[2 * n] = output < outputs ? from[at] : 0;
@@ -177,27 +181,35 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pack_int8(const at::Tensor& weigh
   const at::Tensor dense = weight.to(at::kFloat).contiguous();
   const int64_t outputs = dense.size(0), inputs = dense.size(1);
   const int64_t panels = (outputs + kPanel - 1) / kPanel, quads = (inputs + 3) / 4;
-  at::Tensor packed = at::zeros({panels, quads, kPanel, 4}, at::kChar);
+  at::Tensor packed = at::empty({panels, quads, kPanel, 4}, at::kChar);
   at::Tensor scales = at::zeros({panels * kPanel}, at::kFloat), sums = at::zeros({panels * kPanel}, at::kInt);
   const float* from = dense.const_data_ptr<float>();
   int8_t* to = packed.mutable_data_ptr<int8_t>();
   float* scale = scales.mutable_data_ptr<float>();
   int32_t* sum = sums.mutable_data_ptr<int32_t>();
-  run_team(at::get_num_threads(), [&](const Team& team) {
-    const auto [first, last] = team.share(outputs);
-    for (int64_t n = first; n < last; ++n) {
+  // Rows are rounded one after the other into room of their own, and a panel is interleaved when its sixteen are there.
+  const int64_t width = 4 * quads, threads = at::get_num_threads();
+  std::vector<int8_t> rooms(threads * kPanel * width);
+  run_team(threads, [&](const Team& team) {
+    int8_t* room = rooms.data() + team.index * kPanel * width;
+    const auto [first, last] = team.share(panels);
+    for (int64_t n = first * kPanel; n < last * kPanel; ++n) {
+      int8_t* whole = room + n % kPanel * width;
+      std::fill_n(whole, width, int8_t{0});
       float most = 0;
-      for (int64_t k = 0; k < inputs; ++k) {
+      for (int64_t k = 0; k < inputs && n < outputs; ++k) {
         const float size = std::abs(from[n * inputs + k]);
         most = size <= most ? most : size;  // NaN stays
       }
       scale[n] = std::isfinite(most) ? most / 127 : std::nanf("");
-      int8_t* lane = to + n / kPanel * quads * 4 * kPanel + n % kPanel * 4;
       for (int64_t k = 0; k < inputs && scale[n] > 0; ++k) {
         const int value = static_cast<int>(std::nearbyint(from[n * inputs + k] / scale[n]));
-        lane[k / 4 * 4 * kPanel + k % 4] = static_cast<int8_t>(value);
+        whole[k] = static_cast<int8_t>(value);
         sum[n] += value;
       }
+      if (n % kPanel == kPanel - 1)
+        kernels().interleave(reinterpret_cast<const bf16*>(room), width / 2, quads,
+                             reinterpret_cast<bf16*>(to + n / kPanel * kPanel * width));
     }
   });
   return {packed, scales, sums};
