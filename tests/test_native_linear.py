@@ -98,6 +98,16 @@ def test_weights_of_any_strides_pack_the_same(instructions: str, outputs: int, i
     assert same_bits(ops.pack(repeated_NK), ops.pack(repeated_NK.contiguous()))
 
 
+def test_matrices_packed_together_are_packed_as_they_are_alone(instructions: str, two_threads: None):
+    stack_ENK = draw(5, 33, 40)
+    given = [draw(150, 48), draw(1, 1), stack_ENK, draw(64, 131), stack_ENK.transpose(1, 2), draw(0, 4), draw(31, 66).T]
+    together = ops.pack_all(given)
+    assert len(together) == len(given)
+    for weights, packed in zip(given, together, strict=True):
+        alone = [ops.pack(one_NK) for one_NK in (weights if weights.dim() == 3 else [weights])]
+        assert same_bits(packed, torch.stack(alone) if weights.dim() == 3 else alone[0])
+
+
 def test_special_values_survive_packing():
     bits_NK = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(256, 256)
     weight_NK = bits_NK.view(torch.bfloat16)
@@ -331,6 +341,9 @@ REFUSED = {
     "a strided bias": lambda: ops.linear(ONE, ops.pack(draw(20, 6)), torch.zeros(40)[::2], 20),
     "an fp32 matrix": lambda: ops.pack(torch.zeros(3, 3)),
     "a vector": lambda: ops.pack(torch.zeros(3).bfloat16()),
+    "a stack alone": lambda: ops.pack(torch.zeros(2, 3, 3).bfloat16()),
+    "a vector among matrices": lambda: ops.pack_all([draw(3, 3), draw(3)]),
+    "fp32 among matrices": lambda: ops.pack_all([draw(3, 3), draw(3, 3).float()]),
     "unpacking another shape": lambda: ops.unpack(ops.pack(draw(20, 6)), 20, 8),
     "a table of another width": lambda: ops.embedding(torch.tensor([0]), ops.pack(draw(20, 6)), 8, 20),
     "tokens in int32": lambda: ops.embedding(torch.tensor([0]).int(), ops.pack(draw(20, 6)), 6, 20),
