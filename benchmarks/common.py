@@ -17,6 +17,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -37,6 +39,7 @@ from draftsmith.types import CompileLevel, Completion, DraftsmithError, Plan, St
 RESULTS = Path(__file__).parent / "results"
 PLAIN = "plain"
 TRANSFORMERS = "transformers"
+FILE_WIDTH = 200
 NATIVE = "native"
 """The level of the native kernels; the others are PyTorch alone, at a level of compilation."""
 
@@ -151,6 +154,18 @@ def say(text: str) -> None:
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     """Print a titled Markdown table."""
     print(f"\n{title}\n\n{markdown_table(header, rows)}", flush=True)
+
+
+def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table for the eye; first column to the left, numbers to the right."""
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    # Files get wide tables; only a terminal has an edge.
+    (console if console.is_terminal else Console(width=FILE_WIDTH)).print("", table)
 
 
 def span(value: Interval, digits: int = 2) -> str:
@@ -316,6 +331,12 @@ def bootstrap(
     values = [statistic(rng.integers(0, count, count)) for _ in range(resamples)]
     low, high = np.quantile(values, [0.025, 0.975])
     return Interval(float(statistic(np.arange(count))), float(low), float(high))
+
+
+def ratio_of(tops: Sequence[Sequence[float]], bottoms: Sequence[Sequence[float]], seed: int) -> Interval:
+    """Ratio of the medians, paired by round."""
+    top, bottom = np.array(tops), np.array(bottoms)
+    return bootstrap(len(top), lambda t: float(np.median(top[t]) / np.median(bottom[t])), seed)
 
 
 def pooled_tau(accepted: np.ndarray, steps: np.ndarray) -> Callable[[np.ndarray], float]:

@@ -42,6 +42,7 @@ from common import (
     plans_within,
     pooled_tau,
     say,
+    show_table,
     start,
     statistics_of,
     tokens_of,
@@ -50,7 +51,6 @@ from common import (
     with_peer,
 )
 from gguf_export import about_llama_cpp, add_peer_site, find_packages, quiet_llama_cpp, write_gguf
-from step_cost import show_table
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from draftsmith import assets

@@ -26,148 +26,61 @@ so this leans high and may pass 1. The share is therefore given a second time wi
 128 × 256 take, whose weights never leave the cache; that leans low. "GB/s" is the bytes of the packed weights over the
 time.
 
-Loading is compared for whole targets from disk: with native packing, and without any packing (oneDNN's left out as
-well), again in turns. Both run one forward, which touches the weights; the native one also checks itself against the
-model. "Warm" is with the files in the page cache, where the plain load maps them and copies nothing; "cold" is after
-the system was asked to drop them from it, as after a restart.
-
-Shapes: M tokens of a step, L tokens in all, S cached entries looked at, V vocabulary, N outputs, K inputs.
+Shapes: M tokens of a step, L tokens in all, V vocabulary, N outputs, K inputs.
 """
 
 import argparse
 import gc
-import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-from common import GEOMETRIES, arguments, as_json, bootstrap, finish, main, model_folder, say, span, start
-from gguf_export import LlamaCpp, about_llama_cpp, add_peer_site, find_packages, llama_cpp_of
-from rich.console import Console
-from rich.table import Table
+from common import (
+    GEOMETRIES,
+    arguments,
+    as_json,
+    bootstrap,
+    finish,
+    main,
+    model_folder,
+    ratio_of,
+    say,
+    show_table,
+    span,
+    start,
+)
+from gguf_export import about_llama_cpp, add_peer_site, find_packages, llama_cpp_of
+from step_contestants import (
+    Step,
+    eager_step,
+    llama_cpp_step,
+    native_step,
+    packed_layers,
+    products_step,
+    small_layers,
+    target_step,
+)
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.engine.compiled import Compiler
 from draftsmith.native import why_missing
-from draftsmith.native.layers import PackedLinear
 from draftsmith.target import Target
-from draftsmith.target import target as target_module
 from draftsmith.types import DraftsmithError
 
 NATIVE, EAGER, INDUCTOR, PREPACKED, LLAMA_CPP = "native", "eager", "inductor", "prepacked", "llama.cpp"
 PRODUCTS, CALLS = "products", "calls"
-LOADS = ("warm", "cold")
 # How far apart the logits of two contestants may be, relative to their size; bf16 gives 0.01 to 0.03.
 TOLERANCE = 0.1
-FILE_WIDTH = 200
 
-Logits = Callable[[], Tensor]
-Step = Callable[[int, int], tuple[float, Logits]]
-"""Reads M tokens behind so many cached ones; returns the seconds, and the logits (M, V) for whoever wants them."""
 Timings = dict[tuple[str, int], list[list[float]]]
 """Milliseconds of every timed step of every round, by contestant and M."""
-
-
-# Contestants
-
-
-def native_step(target: Target, tokens_1L: Tensor) -> Step:
-    """Read through the target as it is: natively, or by PyTorch where it is not native."""
-    return target_step(target, tokens_1L, Compiler("off", target.device))
-
-
-def target_step(target: Target, tokens_1L: Tensor, compiler: Compiler) -> Step:
-    """Read through the target's forward under a compiler; the cache is filled beforehand, without compiled code."""
-    length = tokens_1L.shape[1]
-    cache = target.new_cache(1, length)
-    target.packed = compiler.packs
-    forward = target.forward if target.is_native else compiler.wrap(target.forward)
-    depths_1L = torch.arange(length).unsqueeze(0)
-    visible_1LL = torch.ones((1, length, length), dtype=torch.bool).tril()
-    target.forward(cache, tokens_1L, depths_1L, visible_1LL, torch.tensor([0]), depths_1L[0], ())
-
-    def step(context: int, nodes: int) -> tuple[float, Logits]:
-        tokens_1M = tokens_1L[:, context : context + nodes].contiguous()
-        depths_1M = depths_1L[:, :nodes].contiguous()
-        visible_1MM = visible_1LL[:, :nodes, :nodes].contiguous()
-        cached_1 = torch.tensor([context])
-        columns_S = None if target.is_native else compiler.span(context + nodes, cache.capacity, target.device)
-        begun = time.perf_counter()
-        logits_1MV, _ = forward(cache, tokens_1M, depths_1M, visible_1MM, cached_1, columns_S, ())
-        return time.perf_counter() - begun, lambda: logits_1MV[0].float()
-
-    return step
-
-
-def eager_step(model: Any, tokens_1L: Tensor) -> Step:
-    """Read through the transformers model, with the cache its `generate` would use."""
-    cache = DynamicCache(config=model.config)
-
-    def step(context: int, nodes: int) -> tuple[float, Logits]:
-        held = cache.get_seq_length()
-        if held > context:
-            cache.crop(context - held)
-        elif held < context:
-            model(tokens_1L[:, held:context], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        tokens_1M = tokens_1L[:, context : context + nodes].contiguous()
-        begun = time.perf_counter()
-        logits_1MV = model(tokens_1M, past_key_values=cache, use_cache=True).logits
-        return time.perf_counter() - begun, lambda: logits_1MV[0].float()
-
-    return step
-
-
-def llama_cpp_step(opened: LlamaCpp, tokens_1L: Tensor) -> Step:
-    """Read through llama.cpp; writing ids and positions into its batch is not timed."""
-    ids = tokens_1L[0].tolist()
-
-    def step(context: int, nodes: int) -> tuple[float, Logits]:
-        opened.cut(context)
-        if opened.held < context:
-            opened.logits(ids[opened.held : context])
-        opened.stage(ids[context : context + nodes])
-        begun = time.perf_counter()
-        opened.read_staged()
-        return time.perf_counter() - begun, lambda: torch.from_numpy(opened.staged_logits())
-
-    return step
-
-
-def products_step(layers: Sequence[tuple[Tensor, int, int]]) -> Step:
-    """Multiply M rows with every one of some packed layers (weights, N, K), and do nothing else."""
-    rows_MK: dict[tuple[int, int], Tensor] = {}
-
-    def step(context: int, nodes: int) -> tuple[float, Logits]:
-        for _, _, inputs in layers:
-            rows_MK.setdefault((nodes, inputs), torch.randn(nodes, inputs, dtype=torch.bfloat16))
-        work = [(rows_MK[nodes, inputs], packed, outputs) for packed, outputs, inputs in layers]
-        linear = torch.ops.draftsmith.linear
-        begun = time.perf_counter()
-        for rows, packed, outputs in work:
-            linear(rows, packed, None, outputs)
-        return time.perf_counter() - begun, lambda: torch.empty(0)
-
-    return step
-
-
-def packed_layers(target: Target) -> list[tuple[Tensor, int, int]]:
-    """Return weights, N and K of the packed linear layers, head included."""
-    layers = [module for module in target.model.modules() if isinstance(module, PackedLinear)]
-    return [(layer.packed, layer.out_features, layer.in_features) for layer in layers]
-
-
-def small_layers(count: int) -> list[tuple[Tensor, int, int]]:
-    """Return one layer so many times: large enough to wake the threads, small enough to stay in the cache."""
-    packed = torch.ops.draftsmith.pack(torch.zeros(128, 256, dtype=torch.bfloat16))
-    return [(packed, 128, 256)] * count
 
 
 # Measuring
@@ -205,32 +118,6 @@ def distances(steps: Mapping[str, Step], context: int, nodes: int, label: str) -
     return found
 
 
-def forget(folder: str) -> None:
-    """Ask the system to drop a model's weights from the page cache."""
-    for path in Path(folder).glob("*.safetensors"):
-        with path.open("rb") as handle:
-            os.fsync(handle.fileno())
-            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def load_times(folder: str, loads: int, seed: int, cold: bool = False) -> dict[str, list[float]]:
-    """Seconds to load the target with native packing and without any, in turns; the first turn is thrown away."""
-    rng = random.Random(seed)
-    seconds: dict[str, list[float]] = {"packed": [], "unpacked": []}
-    for index in range(loads + 1):
-        for kind in rng.sample(list(seconds), len(seconds)):
-            gc.collect()
-            if cold:
-                forget(folder)
-            with patch.object(target_module, "can_prepack", lambda *_: False):
-                begun = time.perf_counter()
-                Target.from_pretrained(folder, dtype="bf16", device="cpu", native=kind == "packed")
-                spent = time.perf_counter() - begun
-            if index:
-                seconds[kind].append(spent)
-    return seconds
-
-
 # Reporting
 
 
@@ -238,12 +125,6 @@ def median_of(rounds: Sequence[Sequence[float]], seed: int) -> Any:
     """Median over all steps, resampling rounds."""
     table = np.array(rounds)
     return bootstrap(len(table), lambda t: float(np.median(table[t])), seed)
-
-
-def ratio_of(tops: Sequence[Sequence[float]], bottoms: Sequence[Sequence[float]], seed: int) -> Any:
-    """Ratio of the medians, paired by round."""
-    top, bottom = np.array(tops), np.array(bottoms)
-    return bootstrap(len(top), lambda t: float(np.median(top[t]) / np.median(bottom[t])), seed)
 
 
 def products_share(timings: Timings, read_bytes: int, seed: int) -> dict[str, Any]:
@@ -277,18 +158,6 @@ def cells_of(timings: Timings, seed: int) -> list[dict[str, Any]]:
 def written(cell: Mapping[str, Any]) -> dict[str, Any]:
     """Write the intervals of a cell for JSON."""
     return {key: as_json(value) if hasattr(value, "ends") else value for key, value in cell.items()}
-
-
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; first column to the left, numbers to the right."""
-    table = Table(title=title, title_justify="left")
-    for index, name in enumerate(header):
-        table.add_column(name, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    # Files get wide tables; only a terminal has an edge.
-    (console if console.is_terminal else Console(width=FILE_WIDTH)).print("", table)
 
 
 def skipped(texts: Sequence[str], models: Sequence[str]) -> set[tuple[str, str]]:
@@ -353,8 +222,7 @@ def measure_model(name: str, names: Sequence[str], args: Any) -> dict[str, Any]:
     sizes = sorted(set(args.tokens))
     with model_folder(name, args.target, torch.bfloat16) as folder, ExitStack() as stack:
         label = Path(folder).name
-        loads = {kind: load_times(folder, args.loads, args.seed, kind == "cold") for kind in LOADS if args.loads}
-        say(f"{label}: loading is measured" if loads else label)
+        say(label)
         vocabulary = GEOMETRIES[name].vocabulary if name in GEOMETRIES else vocabulary_of(folder)
         # Whole spans, so that compiled code never meets an odd one at the end of the cache.
         length = -(-(args.last_context + args.steps + sizes[-1] + 1) // 64) * 64
@@ -379,19 +247,8 @@ def measure_model(name: str, names: Sequence[str], args: Any) -> dict[str, Any]:
         "contexts": contexts,
         "logits_apart": apart,
         "compile_seconds": compiling,
-        "load": None,
         "products": None,
     }
-    if loads:
-        result["load"] = {
-            kind: {
-                "seconds": found,
-                "packed_over_unpacked": ratio_of(
-                    [[s] for s in found["packed"]], [[s] for s in found["unpacked"]], args.seed
-                ),
-            }
-            for kind, found in loads.items()
-        }
     if NATIVE in names and 1 in sizes:
         share = products_share(timings, packed_bytes, args.seed)
         result["products"] = share | {"ms_rounds": {key: timings[key, 1] for key in (PRODUCTS, CALLS)}}
@@ -405,7 +262,7 @@ def vocabulary_of(folder: str) -> int:
 
 def report(results: Sequence[Mapping[str, Any]], names: Sequence[str], args: Any) -> None:
     """Print the tables."""
-    times, ratios, loads, shares = [], [], [], []
+    times, ratios, shares = [], [], []
     for result in results:
         cells = {(cell["contestant"], cell["tokens"]): cell for cell in result["cells"]}
         for nodes in sorted(set(args.tokens)):
@@ -416,9 +273,6 @@ def report(results: Sequence[Mapping[str, Any]], names: Sequence[str], args: Any
             if own is not None:
                 single = span(own["times_own_single"]) if own["times_own_single"] else ""
                 ratios.append(head + [span(cell["times_native"]) if cell else "" for cell in mine[1:]] + [single])
-        for kind, found in (result["load"] or {}).items():
-            medians = [f"{float(np.median(found['seconds'][way])):.2f}" for way in ("packed", "unpacked")]
-            loads.append([result["name"], kind, *medians, span(found["packed_over_unpacked"])])
         if result["products"]:
             found = result["products"]
             rates = [f"{found[key]:.1f}" for key in ("products_gb_per_s", "step_gb_per_s")]
@@ -432,9 +286,6 @@ def report(results: Sequence[Mapping[str, Any]], names: Sequence[str], args: Any
     if shares:
         header = ["model", "products / step", "without calls", "products, GB/s", "step, GB/s"]
         show_table("Reading weights in the native step, M = 1", header, shares)
-    if loads:
-        header = ["model", "files", "packed, s", "unpacked, s", "packed / unpacked"]
-        show_table("Loading the target (medians)", header, loads)
 
 
 def run() -> None:
@@ -457,7 +308,6 @@ def run() -> None:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a visit")
     parser.add_argument("--first-context", type=int, default=64)
     parser.add_argument("--last-context", type=int, default=164)
-    parser.add_argument("--loads", type=int, default=5, help="timed loads of each kind; 0 leaves loading out")
     parser.add_argument(
         "--flash-attention", action=argparse.BooleanOptionalAction, default=True, help="llama.cpp's fused attention"
     )
@@ -483,8 +333,6 @@ def run() -> None:
     for result in results:
         result["cells"] = [written(cell) for cell in result["cells"]]
         result["products"] = written(result["products"]) if result["products"] else None
-        if result["load"]:
-            result["load"] = {kind: written(found) for kind, found in result["load"].items()}
     finish(args, {"models": results}, peers=more, dtype=args.dtype)
 
 

@@ -73,7 +73,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_packed_weights_unpack_to_the_same_bits(outputs: int, inputs: int):
+def test_packed_weights_unpack_to_the_same_bits(instructions: str, outputs: int, inputs: int):
     weight_NK = draw(outputs, inputs)
     packed = ops.pack(weight_NK)
     assert packed.shape == ((outputs + 15) // 16, (inputs + 1) // 2, 16, 2)
@@ -84,16 +84,28 @@ def test_packed_weights_unpack_to_the_same_bits(outputs: int, inputs: int):
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_weights_of_any_strides_pack_the_same(outputs: int, inputs: int):
+def test_weights_of_any_strides_pack_the_same(instructions: str, outputs: int, inputs: int):
     weight_NK = draw(outputs, inputs)
     frame = torch.full((2 * outputs + 1, 3 * inputs + 1), torch.nan, dtype=torch.bfloat16)
     inside_NK = frame[1::2, 1::3]
     inside_NK.copy_(weight_NK)
+    rows_NK = torch.full_like(frame, torch.nan)[:outputs, 1 : 1 + inputs]
+    rows_NK.copy_(weight_NK)
     packed = ops.pack(weight_NK)
-    for other_NK in (weight_NK.T.contiguous().T, inside_NK):
+    for other_NK in (weight_NK.T.contiguous().T, inside_NK, rows_NK):
         assert same_bits(ops.pack(other_NK), packed)
     repeated_NK = weight_NK[:1].expand(outputs, inputs)
     assert same_bits(ops.pack(repeated_NK), ops.pack(repeated_NK.contiguous()))
+
+
+def test_matrices_packed_together_are_packed_as_they_are_alone(instructions: str, two_threads: None):
+    stack_ENK = draw(5, 33, 40)
+    given = [draw(150, 48), draw(1, 1), stack_ENK, draw(64, 131), stack_ENK.transpose(1, 2), draw(0, 4), draw(31, 66).T]
+    together = ops.pack_all(given)
+    assert len(together) == len(given)
+    for weights, packed in zip(given, together, strict=True):
+        alone = [ops.pack(one_NK) for one_NK in (weights if weights.dim() == 3 else [weights])]
+        assert same_bits(packed, torch.stack(alone) if weights.dim() == 3 else alone[0])
 
 
 def test_special_values_survive_packing():
@@ -257,7 +269,9 @@ def int8_reference(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Te
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_int8_weights_are_the_nearest_whole_numbers(outputs: int, inputs: int, dtype: torch.dtype):
+def test_int8_weights_are_the_nearest_whole_numbers(
+    instructions: str, outputs: int, inputs: int, dtype: torch.dtype
+):
     weight_NK = draw(outputs, inputs).to(dtype)
     weight_NK[0] = 0
     for given_NK in (weight_NK, weight_NK.T.contiguous().T):
@@ -339,6 +353,9 @@ REFUSED = {
     "a strided bias": lambda: ops.linear(ONE, ops.pack(draw(20, 6)), torch.zeros(40)[::2], 20),
     "an fp32 matrix": lambda: ops.pack(torch.zeros(3, 3)),
     "a vector": lambda: ops.pack(torch.zeros(3).bfloat16()),
+    "a stack alone": lambda: ops.pack(torch.zeros(2, 3, 3).bfloat16()),
+    "a vector among matrices": lambda: ops.pack_all([draw(3, 3), draw(3)]),
+    "fp32 among matrices": lambda: ops.pack_all([draw(3, 3), draw(3, 3).float()]),
     "unpacking another shape": lambda: ops.unpack(ops.pack(draw(20, 6)), 20, 8),
     "a table of another width": lambda: ops.embedding(torch.tensor([0]), ops.pack(draw(20, 6)), 8, 20),
     "tokens in int32": lambda: ops.embedding(torch.tensor([0]).int(), ops.pack(draw(20, 6)), 6, 20),

@@ -241,6 +241,16 @@ void whole_numbers(const Kernels& k, int64_t count) {
   }
 }
 
+void panels(const Kernels& k, int64_t pairs, int64_t gap) {
+  const int64_t stride = 2 * pairs + gap;
+  Exact<bf16> rows((kPanel - 1) * stride + 2 * pairs), to(pairs * 2 * kPanel);
+  for (int64_t i = 0; i < rows.count; ++i) rows[i] = static_cast<bf16>(below(1 << 16));
+  k.interleave(rows.data(), stride, pairs, to.data());
+  for (int64_t i = 0; i < to.count; ++i)
+    expect(to[i] == rows[i % (2 * kPanel) / 2 * stride + i / (2 * kPanel) * 2 + i % 2], k.name,
+           "interleave" + sizes({pairs, gap, i}));
+}
+
 // Every bf16 survives the way to fp32 and back, and halves go to even.
 void roundings() {
   for (uint32_t bits = 0; bits < 0x10000u; ++bits) {
@@ -274,6 +284,8 @@ int main() {
         for (const int64_t committed : {0, 1, 5, 16, 37})
           for (const int64_t count : {1, 2, 16, 19})
             attention(k, groups, width, width + (groups == 3 ? 5 : 0), committed / 2, committed, count, 2);
+    for (const int64_t pairs : {0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 40, 65})
+      for (const int64_t gap : {0, 1, 2, 33}) panels(k, pairs, gap);
     for (const int64_t count : {1, 2, 15, 16, 17, 31, 32, 48, 63, 64, 65, 127, 128, 129, 513, 1100}) {
       elementwise(k, count);
       largest(k, count);

@@ -4,7 +4,7 @@ Shapes: N outputs, K inputs, V tokens, F width.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from draftsmith.native.library import LIBRARY
 
 KINDS = (nn.Linear, Conv1D)
+PIECE = 64 << 20
+"""Bytes of weights that are packed together. Layers alone are too small for huge pages, and packing all at once would
+hold the model twice."""
 
 
 class _Packed(nn.Module):
@@ -57,13 +60,21 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed):
-    """A bf16 linear layer by the native kernels."""
+    """A bf16 linear layer by the native kernels.
+
+    Args:
+        packed: the packed weights, where they are packed already.
+    """
 
     packed: Tensor
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False) -> None:
+    def __init__(
+        self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False, packed: Tensor | None = None
+    ) -> None:
         super().__init__(weight_NK, bias_N, transposed)
-        self.register_buffer("packed", torch.ops.draftsmith.pack(weight_NK.detach()), persistent=False)
+        if packed is None:
+            packed = torch.ops.draftsmith.pack(weight_NK.detach())
+        self.register_buffer("packed", packed, persistent=False)
 
     def unpacked(self) -> Tensor:
         """Return the weights (N, K)."""
@@ -185,7 +196,8 @@ class PackedExperts(nn.Module):
 def _pack_experts(weights_ENK: Tensor, int8: bool) -> list[Tensor]:
     """Pack every expert; return the weights, and in int8 their scales and sums, each of all experts."""
     if not int8:
-        return [torch.stack([torch.ops.draftsmith.pack(one) for one in weights_ENK])]
+        packed_bf16: list[Tensor] = torch.ops.draftsmith.pack_all([weights_ENK])
+        return packed_bf16
     packed = [torch.ops.draftsmith.pack_int8(one) for one in weights_ENK]
     return [torch.stack(parts) for parts in zip(*packed, strict=True)]
 
@@ -241,13 +253,29 @@ def pack_linears(
     layers = [layer for layer in layers if _is_packable(layer.weight)]
     replaced: dict[nn.Module, nn.Module] = {}
     shared = Counter(id(module.weight) for module in model.modules() if isinstance(module, (*KINDS, nn.Embedding)))
-    for layer in layers:
-        alone = shared[id(layer.weight)] == 1
-        replaced[layer] = _packed(layer, int8(layer))
-        if alone:
-            layer.weight = None
+    for some in _pieces(layers):
+        plain = [layer for layer in some if not int8(layer)]
+        packed = torch.ops.draftsmith.pack_all([_weight_of(layer) for layer in plain]) if plain else []
+        ready = dict(zip(plain, packed, strict=True))
+        for layer in some:
+            replaced[layer] = _packed(layer, ready.get(layer))
+        for layer in some:
+            if shared[id(layer.weight)] == 1:
+                layer.weight = None
     _replace(model, replaced | _packed_experts(model, int8))
     return replaced
+
+
+def _pieces(layers: list[Any]) -> Iterator[list[Any]]:
+    """Group layers, in order, up to a piece each."""
+    piece: list[Any] = []
+    for layer in layers:
+        if piece and sum(other.weight.nbytes for other in (*piece, layer)) > PIECE:
+            yield piece
+            piece = []
+        piece.append(layer)
+    if piece:
+        yield piece
 
 
 def _is_packable(weight: Tensor) -> bool:
@@ -273,11 +301,18 @@ def _packed_experts(model: nn.Module, int8: Callable[[nn.Module], bool]) -> dict
     return packed
 
 
-def _packed(layer: nn.Module, int8: bool) -> nn.Module:
-    if isinstance(layer, Conv1D):
-        return (Int8Linear if int8 else PackedLinear)(layer.weight.T, layer.bias, transposed=True)
-    assert isinstance(layer, nn.Linear)
-    return (Int8Linear if int8 else PackedLinear)(layer.weight, layer.bias)
+def _weight_of(layer: Any) -> Tensor:
+    """Return the weights of a layer as (N, K)."""
+    weight: Tensor = layer.weight.detach()
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
+def _packed(layer: Any, packed: Tensor | None) -> nn.Module:
+    """Make the layer that replaces this one: in bf16 from its packed weights, or in int8."""
+    transposed = isinstance(layer, Conv1D)
+    if packed is None:
+        return Int8Linear(_weight_of(layer), layer.bias, transposed)
+    return PackedLinear(_weight_of(layer), layer.bias, transposed, packed)
 
 
 def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.native import kernels_in_use, why_missing
 from draftsmith.native.decoder import NativeDecoder, has_native_form
@@ -20,9 +20,10 @@ from draftsmith.native.layers import can_pack, pack_model
 from draftsmith.target.attention import ShapeProbe, lay_out_pass
 from draftsmith.target.cache import KVCache
 from draftsmith.target.layers import layer_stack, shortened
+from draftsmith.target.loading import load_model, resolve_device
 from draftsmith.target.packing import can_prepack, prepack_linears
 from draftsmith.target.support import fingerprint, refuse_unsupported, use_tree_attention
-from draftsmith.target.tokens import end_tokens, first_line, load_tokenizer, tokenizer_hash
+from draftsmith.target.tokens import end_tokens, load_tokenizer, tokenizer_hash
 from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_parameters, resolve_dtype
 
 # How far the logits of the native forward may be from the model's own, relative to their size; bf16 gives 0.01 or so.
@@ -74,7 +75,18 @@ class Target:
         self._captured: dict[int, Tensor] = {}
         self._wanted: set[int] = {-1}
         self._install_taps()
-        probe = self._probe()
+        self.packing_s = 0.0
+        self.native = native and can_pack(self.device, self.dtype)
+        """Whether linear layers, of a drafter too, run on the native kernels."""
+        if self.native:
+            self._pack(quantize)
+        elif quantize != "none":
+            raise DraftsmithError(
+                f"quantize is {quantize!r}, which needs the native kernels and a bf16 model on a CPU; "
+                f"{why_missing() or f'this is {self.dtype} on {self.device}'}."
+            )
+        # Packing comes first: weights that are mapped from files are then read once, and not by this forward as well.
+        probe, logits_1MV = self._probe()
         self.kv_shapes = [probe.shapes[layer] for layer in range(self.layers)]
         self.windows = [probe.windows[layer] for layer in range(self.layers)]
         """The sliding window of every layer, None for full attention."""
@@ -83,18 +95,10 @@ class Target:
         self._decoder: NativeDecoder | None = None
         self.implementation = "PyTorch"
         """What reads the model, in words."""
-        self.packing_s = 0.0
         self.why_not_native = ""
         """Why a model that the native kernels are made for goes without them; empty when it does not."""
-        self.native = native and can_pack(self.device, self.dtype)
-        """Whether linear layers, of a drafter too, run on the native kernels."""
         if self.native:
-            self._go_native(probe, quantize)
-        elif quantize != "none":
-            raise DraftsmithError(
-                f"quantize is {quantize!r}, which needs the native kernels and a bf16 model on a CPU; "
-                f"{why_missing() or f'this is {self.dtype} on {self.device}'}."
-            )
+            self._go_native(probe, logits_1MV)
         elif self.device.type == "cpu" and self.dtype == torch.bfloat16:
             self.why_not_native = why_missing()
             if can_prepack(self.device, self.dtype):
@@ -117,36 +121,10 @@ class Target:
             DraftsmithError: when it is missing, damaged or of an unsupported kind.
         """
         name = str(name_or_path)
-        where = _resolve_device(device)
+        where = resolve_device(device)
         kind = resolve_dtype(dtype, where)
-        folder = Path(name)
-        if folder.is_dir() and not (folder / "config.json").is_file():
-            raise DraftsmithError(f"{name} has no config.json; give the folder of a saved transformers model.")
-        try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise DraftsmithError(f"the target {name!r} could not be read ({first_line(error)}); "
-                                  "give the folder of a saved model or the name of one on the hub.") from error
-        refuse_unsupported(config, name)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                name,
-                dtype=kind,
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-            model, info = loaded
-            model.to(where)
-        except Exception as error:  # the loaders raise a dozen kinds for damaged files
-            raise DraftsmithError(f"the weights of {name!r} could not be loaded ({first_line(error)}); "
-                                  "fetch the files again, as safetensors.") from error
-        lost = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
-        if lost:
-            raise DraftsmithError(
-                f"the weights of {name!r} lack or misfit {len(lost)} tensors, {lost[0]} first; fetch the files again."
-            )
-        tokenizer = load_tokenizer(name, trust_remote_code)
+        model = load_model(name, kind, where, trust_remote_code)
+        tokenizer, folder = load_tokenizer(name, trust_remote_code), Path(name)
         return cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name, native, quantize)
 
     @property
@@ -291,11 +269,11 @@ class Target:
         for index, layer in enumerate(stack):
             layer.register_forward_hook(catch(index))
 
-    def _probe(self) -> ShapeProbe:
+    def _probe(self) -> tuple[ShapeProbe, Tensor]:
+        """Read a few tokens by the model's own code; return what its layers asked for, and the logits (1, M, V)."""
         probe = ShapeProbe()
-        token_BT = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         with torch.no_grad():
-            self.model(input_ids=token_BT, use_cache=False, shape_probe=probe)
+            out = self.model(input_ids=self._few_tokens(), use_cache=False, shape_probe=probe, return_dict=True)
         self._captured.clear()
         if probe.unknown:
             raise DraftsmithError(
@@ -308,16 +286,27 @@ class Target:
                 "the attention interface; recurrent or hybrid layers, and attention of another kind, are not "
                 "supported yet."
             )
-        return probe
+        return probe, out.logits
 
-    def _go_native(self, probe: ShapeProbe, quantize: Quantization) -> None:
-        """Pack the linear layers in place, and take the native forward if it says what the model says."""
+    def _few_tokens(self) -> Tensor:
+        """Return the tokens (1, M) of a first forward: several where another forward is compared with it."""
+        count = min(8, self.max_length) if self.native else 1
+        tokens_M = torch.arange(1, count + 1, device=self.device) * (self.vocab_size // (count + 1))
+        return tokens_M.unsqueeze(0)
+
+    def _pack(self, quantize: Quantization) -> None:
+        """Pack the linear layers, in place."""
         begun = time.perf_counter()
         self._head = pack_model(self.model, self._head, self.model.get_input_embeddings(), quantize == "int8")
+        self.packing_s = time.perf_counter() - begun
+        log.info("%s: packed in %.2f s", self.name, self.packing_s)
+
+    def _go_native(self, probe: ShapeProbe, logits_1MV: Tensor) -> None:
+        """Take the native forward if it says what the model said."""
         self.implementation = f"native {kernels_in_use()} layers"
         if has_native_form(self.model) and probe.softcaps == {None}:
             decoder = NativeDecoder(self.model, self.windows, self.max_length)
-            distance = self._distance(decoder)
+            distance = self._distance(decoder, logits_1MV)
             if distance < NATIVE_TOLERANCE:
                 self._decoder = decoder
                 self.implementation = f"native {kernels_in_use()} forward"
@@ -326,16 +315,13 @@ class Target:
                     "%s: the native forward differs from the model's own by %.3f, so it is not used.",
                     self.name, distance,
                 )
-        self.packing_s = time.perf_counter() - begun
-        log.info("%s: %s, packed in %.2f s", self.name, self.implementation, self.packing_s)
+        log.info("%s: %s", self.name, self.implementation)
 
     @torch.no_grad()
-    def _distance(self, decoder: NativeDecoder) -> float:
-        """Compare the logits of both forwards over a few tokens, relative to their size."""
-        count = min(8, self.max_length)
-        tokens_BM = torch.arange(1, count + 1).unsqueeze(0) * (self.vocab_size // (count + 1))
-        _, own_BMV = self.encode(tokens_BM, logits=True)
-        assert own_BMV is not None
+    def _distance(self, decoder: NativeDecoder, own_BMV: Tensor) -> float:
+        """Compare the native logits over the first tokens with the model's own, relative to their size."""
+        tokens_BM = self._few_tokens()
+        count = tokens_BM.shape[1]
         cache = self.new_cache(1, count)
         depths_BM = torch.arange(count).unsqueeze(0)
         visible_BMM = torch.ones((1, count, count), dtype=torch.bool).tril()
@@ -352,13 +338,3 @@ def _head(model: PreTrainedModel, name: str) -> nn.Linear:
     if not isinstance(head, nn.Linear):
         raise DraftsmithError(f"{name} has no output projection; give a causal language model.")
     return head
-
-
-def _resolve_device(device: str) -> torch.device:
-    try:
-        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    except RuntimeError as error:
-        raise DraftsmithError(f"device {device!r} is unknown; use auto, cpu or cuda.") from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise DraftsmithError(f"device {device!r} is not here: PyTorch sees no CUDA device; use cpu or auto.")
-    return where

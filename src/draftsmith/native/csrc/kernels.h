@@ -71,6 +71,9 @@ struct Kernels {
   int64_t (*argmax)(const bf16* x, int64_t count);
   // Whether no value is NaN or infinite.
   bool (*all_finite)(const bf16* x, int64_t count);
+  // Packs a panel: line k of `to` is the k-th pair of sixteen rows, of which row n begins at rows + n * stride. For
+  // int8, a pair stands for a quad.
+  void (*interleave)(const bf16* rows, int64_t stride, int64_t pairs, bf16* to);
 };
 
 // Null where this processor lacks the instructions.

@@ -46,12 +46,37 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
   walk<Block, 4, 1>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
 }
 
+// Transposes 8 × 8 words of 32 bits in registers: within halves of 128 bits, then the halves.
+void interleave(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
+  int64_t k = 0;
+  for (; k + 8 <= pairs; k += 8, to += 8 * 2 * kPanel)
+    for (int half = 0; half < 2; ++half) {
+      __m256i r[8], t[8];
+      for (int n = 0; n < 8; ++n)
+        r[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + (8 * half + n) * stride + 2 * k));
+      for (int n = 0; n < 8; n += 2)
+        t[n] = _mm256_unpacklo_epi32(r[n], r[n + 1]), t[n + 1] = _mm256_unpackhi_epi32(r[n], r[n + 1]);
+      for (int n = 0; n < 8; n += 4)
+        for (int h = 0; h < 2; ++h) {
+          r[n + 2 * h] = _mm256_unpacklo_epi64(t[n + h], t[n + h + 2]);
+          r[n + 2 * h + 1] = _mm256_unpackhi_epi64(t[n + h], t[n + h + 2]);
+        }
+      for (int j = 0; j < 4; ++j) {  // half h of r[n + j] holds the words 4 h + j of the rows n … n + 3
+        const __m256i low = _mm256_permute2x128_si256(r[j], r[4 + j], 0x20);
+        const __m256i high = _mm256_permute2x128_si256(r[j], r[4 + j], 0x31);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j * 2 * kPanel) + half, low);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + (4 + j) * 2 * kPanel) + half, high);
+      }
+    }
+  interleave_plain(rows + 2 * k, stride, pairs - k, to);
+}
+
 }  // namespace
 
 const Kernels* avx2_kernels() {
   static const Kernels table{"avx2", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, rms_norm,
                              silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
-                             sum_exponentials, argmax, all_finite};
+                             sum_exponentials, argmax, all_finite, interleave};
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &table : nullptr;
 }
 

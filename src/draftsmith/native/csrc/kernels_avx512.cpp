@@ -49,12 +49,38 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
   walk<Block, 8, 2>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
 }
 
+// Transposes 16 × 16 words of 32 bits in registers: within quarters of 128 bits, then the quarters.
+void interleave(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
+  int64_t k = 0;
+  for (; k + 16 <= pairs; k += 16, to += 16 * 2 * kPanel) {
+    __m512i r[16], t[16];
+    for (int n = 0; n < 16; ++n) r[n] = _mm512_loadu_si512(rows + n * stride + 2 * k);
+    for (int n = 0; n < 16; n += 2)
+      t[n] = _mm512_unpacklo_epi32(r[n], r[n + 1]), t[n + 1] = _mm512_unpackhi_epi32(r[n], r[n + 1]);
+    for (int n = 0; n < 16; n += 4)
+      for (int h = 0; h < 2; ++h) {
+        r[n + 2 * h] = _mm512_unpacklo_epi64(t[n + h], t[n + h + 2]);
+        r[n + 2 * h + 1] = _mm512_unpackhi_epi64(t[n + h], t[n + h + 2]);
+      }
+    for (int j = 0; j < 4; ++j) {  // quarter q of r[n + j] holds the words 4 q + j of the rows n … n + 3
+      const __m512i even_low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
+      const __m512i even_high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+      const __m512i odd_low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+      const __m512i odd_high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+      t[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88), t[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+      t[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88), t[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+    }
+    for (int line = 0; line < 16; ++line) _mm512_storeu_si512(to + line * 2 * kPanel, t[line]);
+  }
+  interleave_plain(rows + 2 * k, stride, pairs - k, to);
+}
+
 }  // namespace
 
 const Kernels* avx512_kernels() {
   static const Kernels table{"avx512", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, rms_norm,
                              silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
-                             sum_exponentials, argmax, all_finite};
+                             sum_exponentials, argmax, all_finite, interleave};
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
              ? &table

@@ -161,12 +161,12 @@ void mix_values_by_lines(const AttentionTask& t, int64_t seen) {
 }  // namespace
 
 const Kernels* avx512bf16_kernels() {
+  const Kernels* base = avx512_kernels();
+  if (base == nullptr || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return nullptr;
   static const Kernels table{"avx512bf16", Of<Pairs>::product, gemm_int8, attend_by<score_keys_by_pairs, mix_values_by_lines>,
                              rms_norm, silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
-                             sum_exponentials, argmax, all_finite};
-  return avx512_kernels() != nullptr && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")
-             ? &table
-             : nullptr;
+                             sum_exponentials, argmax, all_finite, base->interleave};
+  return &table;
 }
 
 }  // namespace draftsmith

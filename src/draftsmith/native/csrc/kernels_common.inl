@@ -180,6 +180,11 @@ bool all_finite(const bf16* x, int64_t count) {
   return largest_of(count, [&](int64_t i) { return static_cast<int16_t>(x[i] & 0x7f80); }) != 0x7f80;
 }
 
+void interleave_plain(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
+  for (int64_t k = 0; k < pairs; ++k, to += 2 * kPanel)
+    for (int64_t n = 0; n < kPanel; ++n) __builtin_memcpy(to + 2 * n, rows + n * stride + 2 * k, 2 * sizeof(bf16));
+}
+
 // scores[g, s] = scale · query g · key s, over the visible entries in their order.
 [[maybe_unused]] void score_keys(const AttentionTask& t, int64_t seen) {
   for (int64_t g = 0; g < t.groups; ++g)

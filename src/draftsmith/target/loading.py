@@ -1,0 +1,58 @@
+"""Reads models from disk or the hub, and says plainly what is wrong with them."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.target.support import refuse_unsupported
+from draftsmith.target.tokens import first_line
+from draftsmith.types import DraftsmithError
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+    """Load a causal LM by hub name or folder; weights from safetensors only.
+
+    Raises:
+        DraftsmithError: when it is missing, damaged or of an unsupported kind.
+    """
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise DraftsmithError(f"{name} has no config.json; give the folder of a saved transformers model.")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise DraftsmithError(f"the target {name!r} could not be read ({first_line(error)}); "
+                              "give the folder of a saved model or the name of one on the hub.") from error
+    refuse_unsupported(config, name)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        model, info = loaded
+        model.to(device)
+    except Exception as error:  # the loaders raise a dozen kinds for damaged files
+        raise DraftsmithError(f"the weights of {name!r} could not be loaded ({first_line(error)}); "
+                              "fetch the files again, as safetensors.") from error
+    lost = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
+    if lost:
+        raise DraftsmithError(
+            f"the weights of {name!r} lack or misfit {len(lost)} tensors, {lost[0]} first; fetch the files again."
+        )
+    return cast(PreTrainedModel, model)
+
+
+def resolve_device(device: str) -> torch.device:
+    """Read auto, cpu or cuda."""
+    try:
+        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    except RuntimeError as error:
+        raise DraftsmithError(f"device {device!r} is unknown; use auto, cpu or cuda.") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise DraftsmithError(f"device {device!r} is not here: PyTorch sees no CUDA device; use cpu or auto.")
+    return where
