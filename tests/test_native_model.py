@@ -293,12 +293,32 @@ def test_a_kept_path_and_a_freed_row_leave_a_cache_as_if_read_plainly():
     assert torch.equal(verify(target, fresh, rows, guesses_BN[:2], [tree] * 2)[0], logits_BMV)
 
 
-def test_threads_do_not_change_a_bit():
+@torch.no_grad()
+def read_chains(target: Target, nodes: int) -> list[Tensor]:
+    """Read a text, then chains of a few nodes behind it one after the other; return all logits and features."""
+    (tokens,) = prompts(1, shortest=18, longest=18)
+    cache = target.new_cache(slots=1, capacity=48)
+    found = list(read(target, cache, [tokens], (-1, 0))[0])
+    for length in range(8, 13):
+        guesses_1N = torch.tensor([tokens[length : length + nodes - 1]], dtype=torch.long)
+        found += verify(target, cache, [tokens[:length]], guesses_1N, [list(range(-1, nodes - 2))])
+    return found
+
+
+# With two key heads of 80, two threads never wait between projections and attention; with the others they do.
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("name", ["qwen3", "llama with wide heads", "llama with one key head"])
+def test_threads_do_not_change_a_bit(name: str, threads: int):
+    def everything() -> list[Tensor]:
+        chains = [tensor for nodes in range(1, 7) for tensor in read_chains(native(name), nodes)]
+        return [*read_trees(native(name), (-1, 0)), *chains]
+
     before = torch.get_num_threads()
-    expected = read_trees(native("qwen3"), (-1, 0))
     try:
-        torch.set_num_threads(2)
-        found = read_trees(native("qwen3"), (-1, 0))
+        torch.set_num_threads(1)
+        expected = everything()
+        torch.set_num_threads(threads)
+        found = everything()
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))

@@ -10,8 +10,9 @@
 
 namespace draftsmith {
 
-// Where all threads of a team wait for each other. A forward has some seventy such places, and OpenMP's own barrier
-// costs about a microsecond; these threads spin, and sleep only when one of them seems to have lost its processor.
+// Where all threads of a team wait for each other. A forward has four or more such places a layer, and OpenMP's own
+// barrier costs about a microsecond; these threads spin, and sleep only when one of them seems to have lost its
+// processor.
 class Meeting {
  public:
   void wait(int64_t size) {
