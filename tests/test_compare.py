@@ -20,7 +20,6 @@ from draftsmith.evaluation.contest_orderings import ordering_rows, orderings, su
 from draftsmith.evaluation.contest_plots import figures
 from draftsmith.evaluation.contest_report import cell_table, losers, verdict
 from draftsmith.evaluation.ledger import Ledger
-from draftsmith.evaluation.wording import words
 from draftsmith.types import DraftsmithError, Plan
 from oracle import OracleDrafter
 from tiny import save_tiny_target
@@ -244,9 +243,6 @@ def test_pictures_are_drawn_of_any_contenders(tmp_path: Path):
 def test_shapes_fit_the_drafter():
     oracle = Contender("oracle", OracleDrafter([[1, 2]], 8, plan=Plan((1,) * 6)))
     assert oracle.chain().depth == 4 and max(plan.depth for plan in oracle.shapes(0.0)) == 6
-    assert words(Plan((1, 1))) == "chain 2" and words(Plan((2,) * 5, nodes=9)) == "tree 2^5 nodes 9"
-    assert words(Plan(choices=((0,), (1,), (0, 0)))) == "static tree of 3 nodes"
-    assert words(Plan((2, 1), paths=2)) == "tree 2,1 paths 2"
 
 
 def test_a_damaged_ledger_is_refused(tmp_path: Path):

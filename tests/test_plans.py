@@ -152,6 +152,7 @@ def test_the_engine_samples_the_targets_law_in_blocks() -> None:
         (Plan(), "none"),
         (Plan((1, 1)), "chain 2"),
         (Plan((2,) * 5, nodes=9, beam=4), "tree 2^5 nodes 9 beam 4"),
+        (Plan(choices=((0,), (1,), (0, 0))), "static tree of 3 nodes"),
         (Plan((2, 1), paths=2, acceptance="typical"), "tree 2,1 paths 2 typical"),
         (Plan((1, 1), sampled=True, acceptance="block"), "chain 2 sampled block"),
     ],
