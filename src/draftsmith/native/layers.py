@@ -196,8 +196,7 @@ class PackedExperts(nn.Module):
 def _pack_experts(weights_ENK: Tensor, int8: bool) -> list[Tensor]:
     """Pack every expert; return the weights, and in int8 their scales and sums, each of all experts."""
     if not int8:
-        packed_bf16: list[Tensor] = torch.ops.draftsmith.pack_all([weights_ENK])
-        return packed_bf16
+        return list(torch.ops.draftsmith.pack_all([weights_ENK]))
     packed = [torch.ops.draftsmith.pack_int8(one) for one in weights_ENK]
     return [torch.stack(parts) for parts in zip(*packed, strict=True)]
 

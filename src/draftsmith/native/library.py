@@ -55,6 +55,13 @@ if LIBRARY:
     def _(weight: Tensor) -> Tensor:
         return weight.new_empty(((weight.shape[0] + 15) // 16, (weight.shape[1] + 1) // 2, 16, 2))
 
+    @torch.library.register_fake("draftsmith::pack_all")
+    def _(weights: list[Tensor]) -> list[Tensor]:
+        return [
+            one.new_empty((*one.shape[:-2], (one.shape[-2] + 15) // 16, (one.shape[-1] + 1) // 2, 16, 2))
+            for one in weights
+        ]
+
     @torch.library.register_fake("draftsmith::unpack")
     def _(packed: Tensor, outputs: int, inputs: int) -> Tensor:
         return packed.new_empty((outputs, inputs))
