@@ -403,6 +403,15 @@ def test_parts_of_an_int8_layer_are_refused_or_read_by_their_strides(part: str):
         assert same_bits(found_MN, expected_MN)
 
 
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_a_weight_that_is_nan_stays_nan_in_int8(place: int):
+    weight_NK = draw(20, 8)
+    weight_NK[5, place] = float("nan")
+    found_MN = Int8Linear(weight_NK, None)(draw(2, 8))
+    broken_N = torch.arange(20) == 5
+    assert found_MN[:, broken_N].isnan().all() and found_MN[:, ~broken_N].isfinite().all()
+
+
 @pytest.mark.parametrize("kind", [PackedLinear, Int8Linear])
 def test_a_layer_refuses_rows_one_feature_short(kind: type[nn.Module]):
     with pytest.raises(RuntimeError, match="rows of 7 features cannot go through a layer that reads 8"):

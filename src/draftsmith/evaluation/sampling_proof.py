@@ -29,7 +29,7 @@ CONTROL = 128
 MOST_APART = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 1e-3, torch.float64: 1e-5}
 REPETITION, FREQUENCY = 1.2, 1.5
 SMALL_ROWS = 8192
-# Rules that ask for the whole vocabulary cost several times as much a draw, and get so many times fewer.
+# Penalties on the real target cost several times as much a draw, and get so many times fewer.
 COSTLY = 8
 SMALL_PLANS = (
     Plan((2, 1)),
@@ -112,11 +112,6 @@ def with_penalties(params: SamplingParams) -> SamplingParams:
     return replace(params, repetition_penalty=REPETITION, frequency_penalty=FREQUENCY)
 
 
-def shorten(plan: Plan, depth: int) -> Plan:
-    """Cut a plan to what a continuation of `depth` more tokens can use."""
-    return plan.shortened(depth)
-
-
 def judge(
     where: str, plan: str, drafter: str, law: Law, texts: Sequence[Sequence[int]], seed: int, seconds: float,
     accepted: float, rounding: float = 0.0, lossless: bool = True,
@@ -173,7 +168,7 @@ def prove_sampling_here(
             apart = max(apart, laws[id(params)].distance(enumerate_law(other, target, start, params, length)))
 
     depth = length - 1
-    own = shorten(plan, depth)
+    own = plan.shortened(depth)
     is_tree = not own.sampled and any(children > 1 for children in own.branching)
     tree = replace(own, acceptance="exact") if is_tree else Plan((2, *(1,) * (depth - 1)))
     runs: list[tuple[str, Plan, SamplingParams, list[int], int]] = [

@@ -276,7 +276,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pack_int8(const at::Tensor& weigh
       float most = 0;
       for (int64_t k = 0; k < inputs && n < outputs; ++k) {
         const float size = std::abs(from[n * inputs + k]);
-        most = size <= most ? most : size;  // NaN stays
+        if (!(size <= most) && !std::isnan(most)) most = size;  // NaN stays, wherever it stands
       }
       scale[n] = std::isfinite(most) ? most / 127 : std::nanf("");
       for (int64_t k = 0; k < inputs && scale[n] > 0; ++k) {
