@@ -271,3 +271,22 @@ def test_a_drafters_memory_of_the_row_is_not_handed_on():
     alone = engine.generate([beside, short], [rules[0], rules[2]])
     assert [c.tokens for c in alone] == [found[0].tokens, found[2].tokens]
     assert recorder.guesses[1] == guesses[2] and recorder.guesses[0] == guesses[0]
+
+
+def test_every_place_of_an_accepted_path_is_looked_at():
+    """At some places one score is minus infinity, which is never chosen: the places behind them are sound again."""
+    questions = prompts(6, seed=4)
+    model = tiny_model()
+    texts = [q + greedy_reference(model, q, NEW_TOKENS) for q in questions]
+
+    def spoil(head: torch.nn.Module, states: tuple[torch.Tensor], logits_BMV: torch.Tensor) -> None:
+        logits_BMV[states[0][..., 0] > 1.5, -1] = -torch.inf
+
+    model.get_output_embeddings().register_forward_hook(spoil)
+    target, params = Target(model, name="broken"), SamplingParams(max_tokens=NEW_TOKENS)
+    plain = Engine(target).generate(questions, params)
+    assert {c.finish_reason for c in plain} == {"length", "error"}
+    assert any(c.tokens for c in plain if c.error)
+    for plan in (CHAIN, TREE):
+        found = Engine(target, OracleDrafter(texts, VOCABULARY), plan=plan, max_batch=3).generate(questions, params)
+        assert [(c.tokens, c.finish_reason) for c in found] == [(c.tokens, c.finish_reason) for c in plain]

@@ -32,7 +32,7 @@ from draftsmith.verify import (
 )
 
 PREFILL_CHUNK = 512
-# Stands in the table for a row's number of guesses when the target's logits for its token are NaN or infinite.
+# Stands in the table for a row's number of guesses when logits that chose its tokens are NaN or infinite.
 NOT_FINITE = -1
 
 
@@ -212,7 +212,8 @@ class Stepper:
                 context, tokens_BT=tokens_BT, features_BTF=features_BTF, counts_B=torch.ones_like(lengths_B)
             )
         rows.context = replace(context, lengths_B=lengths_B + 1)
-        flag_B = guesses_or_flag(no_draft, logits_B1V, torch.zeros_like(first_B).unsqueeze(1))
+        none_B = torch.zeros_like(first_B)
+        flag_B = guesses_or_flag(no_draft, logits_B1V, none_B.unsqueeze(1), none_B)
         table_BX = torch.stack([torch.ones_like(first_B), flag_B, first_B], dim=1)
         raw = logits_B1V if rows.logprobs_wanted() is not None else None
         return rows, StepResult(table_BX, 0, raw)
@@ -270,10 +271,16 @@ def filled(draft: Draft, plan: Plan) -> Draft:
     )
 
 
-def guesses_or_flag(draft: Draft, logits_BMV: Tensor, node_B1: Tensor) -> Tensor:
-    """Count the guesses of every row, or flag it when a logit that chose its last token is not finite."""
-    row_BV = logits_BMV.gather(1, node_B1.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2])).squeeze(1)
-    return torch.where(row_BV.isfinite().all(dim=1), (draft.parents_BN != UNUSED).sum(dim=1), NOT_FINITE)
+def guesses_or_flag(draft: Draft, logits_BMV: Tensor, states_BT: Tensor, accepted_B: Tensor) -> Tensor:
+    """Count the guesses of every row, or flag it when a logit that chose one of its tokens is not finite.
+
+    Args:
+        states_BT: the root and the accepted path, as nodes; entries behind `accepted_B` + 1 are not looked at.
+    """
+    chosen_by_BTV = logits_BMV.gather(1, states_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
+    unused_BT = torch.arange(states_BT.shape[1], device=states_BT.device) > accepted_B.unsqueeze(1)
+    sound_B = (chosen_by_BTV.isfinite().all(dim=2) | unused_BT).all(dim=1)
+    return torch.where(sound_B, (draft.parents_BN != UNUSED).sum(dim=1), NOT_FINITE)
 
 
 def first_rows(requests: list[Request], context: Context, params: list[SamplingParams], vocab_size: int) -> Rows:
@@ -355,8 +362,7 @@ def commit(
     states_BT = torch.cat([torch.zeros_like(accepted_B).unsqueeze(1), path_BD], dim=1)
     features_BTF = features_BMF.gather(1, states_BT.unsqueeze(2).expand(-1, -1, features_BMF.shape[2]))
     counts_B = accepted_B + 1
-    last_B1 = states_BT.gather(1, accepted_B.unsqueeze(1))
-    drafted_B = guesses_or_flag(draft, logits_BMV, last_B1)
+    drafted_B = guesses_or_flag(draft, logits_BMV, states_BT, accepted_B)
     table_BX = torch.cat([counts_B.unsqueeze(1), drafted_B.unsqueeze(1), tokens_BT], dim=1)
     following = context.after(tokens_BT, features_BTF, counts_B, context.lengths_B + counts_B)
     return following, table_BX, path_BD

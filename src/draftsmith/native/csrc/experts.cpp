@@ -53,12 +53,16 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
   std::vector<Quantised> rooms(threads);
   if (gate_up.size() == 3 || down.size() == 3)
     for (Quantised& room : rooms) room.reserve(rows, (std::max(width, inner) + 3) / 4);
-  for (int64_t e = 0; e < count; ++e) {
-    const auto& mine = work[e];
+  std::vector<int64_t> busy;
+  for (int64_t e = 0; e < count; ++e)
+    if (!work[e].empty()) busy.push_back(e);
+  for (size_t i = 0; i < busy.size(); ++i) {
+    const auto& mine = work[busy[i]];
     const int64_t some = static_cast<int64_t>(mine.size());
-    if (some == 0) continue;
-    const Linear up = expert(gate_up, e, 2 * inner, width), back = expert(down, e, width, inner);
-    for (int64_t i = 0; i < some; ++i) std::copy_n(from + mine[i].first * width, width, gathered.data() + i * width);
+    const Linear up = expert(gate_up, busy[i], 2 * inner, width), back = expert(down, busy[i], width, inner);
+    // What comes after the last is not known here.
+    const Linear following = i + 1 < busy.size() ? expert(gate_up, busy[i + 1], 2 * inner, width) : back;
+    for (int64_t r = 0; r < some; ++r) std::copy_n(from + mine[r].first * width, width, gathered.data() + r * width);
     run_team(threads, [&](const Team& team) {
       multiply(team, up, gathered.data(), width, some, [&](int64_t r, int64_t n, int64_t size, const float* values) {
         kernels().narrow_row(values, size, gates.data() + r * 2 * inner + n);
@@ -67,15 +71,15 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
       const auto [first, last] = team.share(some);
       float* wide = wider.data() + team.index * 2 * inner;
       for (int64_t r = first; r < last; ++r) {
-        for (int64_t i = 0; i < 2 * inner; ++i) wide[i] = widen(gates[r * 2 * inner + i]);
+        for (int64_t n = 0; n < 2 * inner; ++n) wide[n] = widen(gates[r * 2 * inner + n]);
         kernels().silu_times(wide, wide + inner, inner, mixed.data() + r * inner);
       }
       team.barrier();
       multiply(team, back, mixed.data(), inner, some, [&](int64_t r, int64_t n, int64_t size, const float* values) {
         bf16* sum = to + mine[r].first * width + n;
-        for (int64_t i = 0; i < size; ++i)
-          sum[i] = narrow(widen(sum[i]) + through_bf16(through_bf16(values[i]) * mine[r].second));
-      }, rooms[team.index], up.begin(team));
+        for (int64_t m = 0; m < size; ++m)
+          sum[m] = narrow(widen(sum[m]) + through_bf16(through_bf16(values[m]) * mine[r].second));
+      }, rooms[team.index], following.begin(team));
     });
   }
   return out;

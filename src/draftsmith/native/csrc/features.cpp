@@ -17,8 +17,6 @@
 namespace draftsmith {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-
 class FeatureLayer : public torch::CustomClassHolder {
  public:
   // Packed layers: what joins or fuses, queries with keys and values, out, gate with up, down, the head.

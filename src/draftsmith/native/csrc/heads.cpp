@@ -17,8 +17,6 @@
 namespace draftsmith {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-
 // What of the tokens is read, and stands beside the target's state.
 enum Reads : int64_t {
   kNothing = 0,    // nothing: heads guess the same whatever the tokens

@@ -85,7 +85,7 @@ namespace {
 
 // Fresh memory for packed weights, with the wish that it comes in huge pages: the system clears a page when it is first
 // touched. To fill 219 MB takes 44 ms in fresh pages of 4 KB, 12 in huge ones, and 8 in memory that was touched before.
-at::Tensor room(int64_t values) {
+at::Tensor fresh_memory(int64_t values) {
   at::Tensor memory = at::empty({values}, at::kBFloat16);
 #ifdef __GLIBC__
   malloc_trim(0);  // weights that were packed before and freed go back to the system, so that a model is held once
@@ -128,7 +128,7 @@ struct Packing {
 };
 
 // Packs several matrices, or stacks of matrices of one size, into one piece of memory.
-std::vector<at::Tensor> pack_all(at::TensorList weights) {
+Tensors pack_all(at::TensorList weights) {
   std::vector<std::vector<int64_t>> shapes;
   int64_t lines = 0;
   for (const at::Tensor& weight : weights) {
@@ -138,8 +138,8 @@ std::vector<at::Tensor> pack_all(at::TensorList weights) {
     if (weight.dim() == 3) shapes.back().insert(shapes.back().begin(), weight.size(0));
     lines += c10::multiply_integers(shapes.back()) / (2 * kPanel);
   }
-  at::Tensor memory = room(lines * 2 * kPanel);
-  std::vector<at::Tensor> packed;
+  at::Tensor memory = fresh_memory(lines * 2 * kPanel);
+  Tensors packed;
   std::vector<Packing> work;
   int64_t taken = 0;
   for (size_t i = 0; i < weights.size(); ++i) {

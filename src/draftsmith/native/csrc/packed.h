@@ -15,6 +15,8 @@
 
 namespace draftsmith {
 
+using Tensors = std::vector<at::Tensor>;
+
 inline const bf16* bits(const at::Tensor& tensor) {
   return reinterpret_cast<const bf16*>(tensor.const_data_ptr<c10::BFloat16>());
 }

@@ -10,8 +10,6 @@
 
 namespace draftsmith {
 
-using Tensors = std::vector<at::Tensor>;
-
 struct Shape {
   int64_t layers, width, heads, key_heads, head_width, inner, vocabulary, max_length;
   double epsilon, scale, rotary_scale;

@@ -14,8 +14,6 @@
 namespace draftsmith {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-
 constexpr float kEpsilon = 1e-6f;
 constexpr int64_t kSecondCache = 1 << 20;  // bytes that stay near a thread; processors have 1 or 2 MB
 

@@ -55,7 +55,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out(const at::Tensor& tokens_
 // Returns the tokens (B, T), features (B, T, F), counts (B) and lengths (B) of the next context, the table of
 // engine/step.py (B, T + 2), and the path (B, D).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> commit_greedy(
-    const std::vector<at::Tensor>& cache, const at::Tensor& logits, const at::Tensor& features,
+    const Tensors& cache, const at::Tensor& logits, const at::Tensor& features,
     const at::Tensor& tokens_BM, const at::Tensor& parents, const at::Tensor& lengths_B, int64_t depth) {
   const at::Tensor logits_BMV = logits.contiguous(), features_BMF = features.contiguous();
   const at::Tensor parents_BN = parents.contiguous();
@@ -101,7 +101,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     int64_t* path = path_BD.mutable_data_ptr<int64_t>() + b * depth;
     for (int64_t d = depth; d-- > 0;) path[d] = end;
     for (int64_t d = accepted, node = end; d-- > 0; node = up[node]) path[d] = node;
-    const bool finite = kernels().all_finite(scores + end * vocabulary, vocabulary);
+    bool finite = kernels().all_finite(scores, vocabulary);
+    for (int64_t d = 0; d < accepted && finite; ++d)
+      finite = kernels().all_finite(scores + path[d] * vocabulary, vocabulary);
     int64_t* out = out_tokens.mutable_data_ptr<int64_t>() + b * kept;
     int64_t* table = table_BX.mutable_data_ptr<int64_t>() + b * (kept + 2);
     for (int64_t d = 0; d < kept; ++d) out[d] = d < accepted ? tokens[path[d]] : next;
