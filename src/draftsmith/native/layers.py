@@ -268,11 +268,14 @@ def pack_linears(
 def _pieces(layers: list[Any]) -> Iterator[list[Any]]:
     """Group layers, in order, up to a piece each."""
     piece: list[Any] = []
+    taken = 0
     for layer in layers:
-        if piece and sum(other.weight.nbytes for other in (*piece, layer)) > PIECE:
+        size = layer.weight.nbytes
+        if piece and taken + size > PIECE:
             yield piece
-            piece = []
+            piece, taken = [], 0
         piece.append(layer)
+        taken += size
     if piece:
         yield piece
 
