@@ -235,7 +235,7 @@ def pack_model(model: nn.Module, head: nn.Module, embedding: nn.Module, int8: bo
     replaced = pack_linears(model, lambda layer: int8 and (shares or not (tied and layer is head)))
     new_head = replaced.get(head, head)
     if shares and isinstance(new_head, (PackedLinear, Int8Linear)):
-        _replace(model, {embedding: PackedEmbedding(new_head)})
+        _replace(list(model.modules()), {embedding: PackedEmbedding(new_head)})
         embedding.weight = None  # type: ignore[assignment]
     return new_head
 
@@ -248,10 +248,11 @@ def pack_linears(
     Args:
         int8: whether to quantise the weights of a layer, or of a module of experts.
     """
-    layers: list[Any] = [layer for layer in model.modules() if type(layer) in KINDS]
+    modules = list(model.modules())
+    layers: list[Any] = [layer for layer in modules if type(layer) in KINDS]
     layers = [layer for layer in layers if _is_packable(layer.weight)]
     replaced: dict[nn.Module, nn.Module] = {}
-    shared = Counter(id(module.weight) for module in model.modules() if isinstance(module, (*KINDS, nn.Embedding)))
+    shared = Counter(id(module.weight) for module in modules if isinstance(module, (*KINDS, nn.Embedding)))
     for some in _pieces(layers):
         plain = [layer for layer in some if not int8(layer)]
         packed = torch.ops.draftsmith.pack_all([_weight_of(layer) for layer in plain]) if plain else []
@@ -261,7 +262,7 @@ def pack_linears(
         for layer in some:
             if shared[id(layer.weight)] == 1:
                 layer.weight = None
-    _replace(model, replaced | _packed_experts(model, int8))
+    _replace(modules, replaced | _packed_experts(modules, int8))
     return replaced
 
 
@@ -284,10 +285,10 @@ def _is_packable(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
 
 
-def _packed_experts(model: nn.Module, int8: Callable[[nn.Module], bool]) -> dict[nn.Module, nn.Module]:
+def _packed_experts(modules: Iterable[nn.Module], int8: Callable[[nn.Module], bool]) -> dict[nn.Module, nn.Module]:
     """Pack the experts of transformers' mixtures that are of the form `PackedExperts` knows."""
     packed: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
+    for module in modules:
         tables: Any = dict(module.named_parameters(recurse=False))
         if tables.keys() != {"gate_up_proj", "down_proj"} or tables["down_proj"].ndim != 3:
             continue
@@ -317,8 +318,8 @@ def _packed(layer: Any, packed: Tensor | None) -> nn.Module:
     return PackedLinear(_weight_of(layer), layer.bias, transposed, packed)
 
 
-def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
+def _replace(parents: Iterable[nn.Module], replacements: Mapping[nn.Module, nn.Module]) -> None:
+    for parent in parents:
+        for name, child in list(parent._modules.items()):
             if child is not None and child in replacements:
                 setattr(parent, name, replacements[child])
