@@ -5,6 +5,7 @@ from typing import Any
 
 from draftsmith.evaluation.contest import CHAIN, MODES, TREE_NODES
 from draftsmith.evaluation.contest_orderings import HEADER, Cells, ordering_rows
+from draftsmith.evaluation.intervals import ratio_interval
 from draftsmith.evaluation.report import markdown_table
 
 FAMILY_HEADER = ["contender", "parameters", "own memory, MB", "trained, s", "positions", "what it is"]
@@ -122,14 +123,19 @@ def verdict(cells: Cells, tasks: Sequence[str]) -> list[str]:
             gain = span(best["speedup"], best["speedup_ci"], "× plain decoding")
             sentence = f"{task}, {mode}: use {best['contender']} ({best['plan']}), {gain}"
             if len(ranked) > 1:
-                second = ranked[1]
-                clear = best["speedup_ci"][0] > second["speedup_ci"][1]
-                sentence += (
-                    f"; next is {second['contender']} with {second['speedup']:.2f}×"
-                    + (", clearly slower" if clear else ", which the intervals do not tell apart")
-                )
+                sentence += f"; {runner_up(best, ranked[1])}"
             sentences.append(sentence + ".")
     return unfaithful(cells) + sentences + losers(cells)
+
+
+def runner_up(best: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Say how far the second is behind the fastest, by the ratio of their times in the same rounds."""
+    ahead = ratio_interval(second["seconds_by_round"], best["seconds_by_round"])
+    return (
+        f"next is {second['contender']} with {second['speedup']:.2f}×, "
+        f"{'clearly slower' if ahead.low > 1 else 'not told apart'}: in the same rounds {best['contender']} is "
+        f"{span(ahead.value, ahead.ends, '×')} as fast"
+    )
 
 
 def unfaithful(cells: Cells) -> list[str]:
