@@ -140,6 +140,8 @@ def test_a_killed_comparison_ends_as_one_that_was_not(place: Path):
     weights = [folder / "runs" / run.name / "drafter" / "model.safetensors" for folder in (whole, cut)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     one, other = (json.loads((folder / "report.json").read_text()) for folder in (whole, cut))
+    spent = [command["seconds"] for command in json.loads((run / "run.json").read_text())["runs"]]
+    assert len(spent) == 2 and min(spent) > 0 and other["families"][0]["training_s"] == sum(spent), "both parts count"
     assert one["orderings"] == other["orderings"]
     for left, right in zip(one["cells"], other["cells"], strict=True):
         assert {name: left.get(name) for name in KEPT} == {name: right.get(name) for name in KEPT}
