@@ -193,6 +193,11 @@ def test_the_second_is_judged_by_the_rounds_it_shared_with_the_fastest():
     assert "hydra with 1.50×, not told apart: in the same rounds mlp is 1.20× (0.50–1.50) as fast" in verdict(
         apart, ["code"]
     )[0]
+    # Nor does a clear second settle it for those behind it.
+    apart[1:1] = [cell("eagle", 1.6, seconds_by_round=[1.1, 2.2, 2.2])]
+    said = verdict([*apart, cell("slow", 0.5, seconds_by_round=[2.0, 4.0, 4.0])], ["code"])[0]
+    assert "eagle with 1.60×, clearly slower: in the same rounds mlp is 1.10× (1.10–1.10) as fast" in said
+    assert said.endswith("; further down, not told apart: hydra, 1.20× (0.50–1.50).")
 
 
 def test_text_that_should_be_the_plain_text_is_counted():

@@ -125,20 +125,25 @@ def verdict(cells: Cells, tasks: Sequence[str]) -> list[str]:
                 continue
             gain = span(best["speedup"], best["speedup_ci"], "× plain decoding")
             sentence = f"{task}, {mode}: use {best['contender']} ({best['plan']}), {gain}"
-            if len(ranked) > 1:
-                sentence += f"; {runner_up(best, ranked[1])}"
-            sentences.append(sentence + ".")
+            sentences.append(f"{sentence}{behind(best, ranked[1:])}.")
     return unfaithful(cells) + sentences + losers(cells)
 
 
-def runner_up(best: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Say how far the second is behind the fastest, by the ratio of their times in the same rounds."""
-    ahead = ratio_interval(second["seconds_by_round"], best["seconds_by_round"])
-    return (
-        f"next is {second['contender']} with {second['speedup']:.2f}×, "
-        f"{'clearly slower' if ahead.low > 1 else 'not told apart'}: in the same rounds {best['contender']} is "
-        f"{span(ahead.value, ahead.ends, '×')} as fast"
+def behind(best: Mapping[str, Any], others: Cells) -> str:
+    """Say how far the next is behind the fastest, by their times in the same rounds, and who else is not surely."""
+    ahead = [ratio_interval(other["seconds_by_round"], best["seconds_by_round"]) for other in others]
+    if not ahead:
+        return ""
+    said = (
+        f"; next is {others[0]['contender']} with {others[0]['speedup']:.2f}×, "
+        f"{'clearly slower' if ahead[0].low > 1 else 'not told apart'}: in the same rounds {best['contender']} is "
+        f"{span(ahead[0].value, ahead[0].ends, '×')} as fast"
     )
+    unsure = [
+        f"{other['contender']}, {span(ratio.value, ratio.ends, '×')}"
+        for other, ratio in zip(others[1:], ahead[1:], strict=True) if ratio.low <= 1
+    ]
+    return said + (f"; further down, not told apart: {'; '.join(unsure)}" if unsure else "")
 
 
 def unfaithful(cells: Cells) -> list[str]:
