@@ -2,17 +2,23 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from draftsmith.cli import app
+from draftsmith.drafters import storage
+from draftsmith.drafters.base import NoDrafter
 from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.model_drafter import DraftModel
 from draftsmith.drafters.registry import family_named
+from draftsmith.drafters.small_lm import SmallLM
 from draftsmith.evaluation.check import check_drafter, check_files
 from draftsmith.evaluation.parity import compare, own_texts
 from draftsmith.evaluation.prompts import cut, embedded_prompts
@@ -20,32 +26,45 @@ from draftsmith.target import Target
 from draftsmith.types import Context, TargetFacts
 from tiny import prompts, save_tiny_target, tiny_target
 
+L = TypeVar("L", bound=Learner)
 NEW_TOKENS = 24
 PROMPTS = prompts(9, shortest=3, longest=40, seed=6)
 
 
-def fitted(target: Target, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> MLPSpeculator:
-    """Return a speculator that learnt the target's texts behind some prompts by heart, so that guesses are accepted."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        drafter = MLPSpeculator(MLPSpeculatorConfig(target.hidden_size, target.vocab_size, inner_dim=64, n_predict=3))
-    drafter.to(target.dtype)
-    texts = own_texts(target, drafter, starts, new_tokens, batch=9)
+def taught(target: Target, learner: L, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> L:
+    """Let it learn the target's texts behind some prompts by heart, so that guesses are accepted."""
+    learner.to(target.dtype)
     examples = []
-    for text in texts:
+    for text in own_texts(target, NoDrafter(), 0, starts, new_tokens, batch=9):
         tokens_1T = torch.tensor([text.prompt_tokens + text.tokens])
-        features_1TF, _ = target.encode(tokens_1T[:, :-1])
+        features_1TF, _ = target.encode(tokens_1T[:, :-1], learner.taps)
         examples.append((tokens_1T[:, 1:], features_1TF))
-    optimizer = torch.optim.Adam(drafter.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(learner.parameters(), lr=0.01)
     for _ in range(25):
         loss = torch.zeros((), dtype=target.dtype)
         for tokens_1T, features_1TF in examples:
-            for d, logits_1TV in enumerate(drafter(tokens_1T, features_1TF)):
+            for d, logits_1TV in enumerate(learner(tokens_1T, features_1TF)):
                 loss = loss + torch.nn.functional.cross_entropy(logits_1TV[0, :-1], tokens_1T[0, d + 1 :])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return drafter.eval().requires_grad_(False)
+    return learner.eval().requires_grad_(False)
+
+
+def fitted(target: Target, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> MLPSpeculator:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        drafter = MLPSpeculator(MLPSpeculatorConfig(target.hidden_size, target.vocab_size, inner_dim=64, n_predict=3))
+    return taught(target, drafter, starts, new_tokens)
+
+
+def fitted_small_lm(target: Target, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> SmallLM:
+    family = family_named("small-lm")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        learner = family.make(family.read_options({}, ""), target, None)
+    assert isinstance(learner, SmallLM)
+    return taught(target, learner, starts, new_tokens)
 
 
 class LaggingFeatures(MLPSpeculator):
@@ -87,9 +106,17 @@ class SeesOtherRows(MLPSpeculator):
         return root_B, state_BF[:1].expand_as(state_BF)
 
 
+class LosesTheFirstToken(DraftModel):
+    """Reads a prompt from its second token on."""
+
+    def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:
+        return super().take_in(replace(context, first_B=None))
+
+
 def test_a_healthy_drafter_passes_and_its_guesses_are_worth_comparing():
     target = tiny_target()
-    report = check_drafter(target, fitted(target), PROMPTS, NEW_TOKENS)
+    drafter = fitted(target)
+    report = check_drafter(target, drafter, drafter, PROMPTS, NEW_TOKENS)
     assert report.passed, report.sentence()
     assert report.parity is not None and not report.parity.gaps and report.parity.roots > 50
     assert report.parity.measured == report.parity.predicted and report.parity.measured[2] > 0.2
@@ -109,16 +136,38 @@ def test_a_planted_fault_fails_with_depth_and_cause(kind: type[MLPSpeculator], f
     healthy = fitted(target)
     faulty = kind(healthy.config).to(target.dtype).eval().requires_grad_(False)
     faulty.load_state_dict(healthy.state_dict())
-    report = check_drafter(target, faulty, PROMPTS, NEW_TOKENS)
+    report = check_drafter(target, faulty, faulty, PROMPTS, NEW_TOKENS)
     failed = {check.name: check.detail for check in report.checks if not check.passed}
     assert not report.passed and failing in failed
     assert re.search(words, failed[failing]), failed[failing]
 
 
+def test_a_small_lm_is_held_against_its_forward_and_a_token_that_it_loses_is_seen():
+    target = tiny_target()
+    learner = fitted_small_lm(target)
+    drafter = learner.for_decoding(target)
+    assert isinstance(drafter, DraftModel)
+    report = check_drafter(target, learner, drafter, PROMPTS, NEW_TOKENS)
+    assert report.passed, report.sentence()
+    assert report.parity is not None and not report.parity.gaps and report.parity.roots > 50
+    assert report.parity.measured[3] > 0.2 and "alignment of guesses" in {check.name for check in report.checks}
+    faulty = LosesTheFirstToken(drafter.model, target.vocab_size, drafter.guesses)
+    assert check_drafter(target, learner, faulty, PROMPTS, NEW_TOKENS).sentence().startswith("FAILED: parity")
+
+
+def test_a_small_lm_that_hits_nothing_leaves_nothing_to_compare():
+    target = tiny_target()
+    learner = fitted_small_lm(target, PROMPTS[:1], 2)
+    with torch.no_grad():
+        learner.lm.lm_head.weight.zero_()  # guesses token 0 for ever
+    report = check_drafter(target, learner, learner.for_decoding(target), PROMPTS[:3], NEW_TOKENS)
+    assert report.sentence().startswith("FAILED: alignment of guesses") and "nothing to compare" in report.sentence()
+
+
 def test_a_tie_is_not_a_fault_and_is_counted():
     target = tiny_target()
     drafter = fitted(target)
-    texts = own_texts(target, drafter, PROMPTS[:2], NEW_TOKENS)
+    texts = own_texts(target, drafter, 3, PROMPTS[:2], NEW_TOKENS)
     step = next(i for i, length in enumerate(texts[0].accepted_lengths) if length)
     texts[0].accepted_lengths[step] -= 1  # as if the guess had gone the other way
     with torch.no_grad():
@@ -139,6 +188,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = TargetFacts(facts.hidden_size, facts.vocab_size, "0" * 64, facts.name)
     for name, made_for in (("drafter", facts), ("stranger", other)):
         drafter.save_pretrained(folder / name, made_for)
+    fitted_small_lm(target, [window[:64] for window in cut(target, embedded_prompts(), 120, 3)], 8).save_pretrained(
+        folder / "small-lm", facts
+    )
     return folder
 
 
@@ -155,6 +207,21 @@ def test_the_command_passes_a_healthy_folder_and_writes_json(models: Path):
     assert written["passed"] and written["parity"]["faults"] == 0
     assert [check["name"] for check in written["checks"]][:3] == ["files", "weights and dtype", "made for this target"]
     assert len(written["accepted_by_depth_as_decoded"]) == 3
+
+
+def test_the_command_passes_a_small_lm_and_refuses_a_model_that_nothing_here_trained(models: Path, tmp_path: Path):
+    code, output = run(models / "small-lm", "--target", models / "target")
+    assert code == 0 and "alignment of guesses" in output, output
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    for file in (models / "small-lm").iterdir():
+        (strange / file.name).write_bytes(file.read_bytes())
+    config, manifest = (storage.read_json(strange / name) for name in ("config.json", storage.MANIFEST))
+    del config["draftsmith"]
+    storage.write_json(strange / "config.json", config)
+    storage.write_json(strange / storage.MANIFEST, manifest | {"config.json": storage.sha256(strange / "config.json")})
+    code, output = run(strange, "--target", models / "target")
+    assert code == 2 and "without a training forward" in " ".join(output.split()), output
 
 
 def test_another_tokenizer_fails_loudly(models: Path):
@@ -181,7 +248,7 @@ def test_a_drafter_that_hits_nothing_leaves_nothing_to_compare_and_does_not_pass
     with torch.no_grad():
         for head in drafter.head:
             head.weight.zero_()  # guesses token 0 for ever
-    report = check_drafter(target, drafter, PROMPTS[:3], NEW_TOKENS)
+    report = check_drafter(target, drafter, drafter, PROMPTS[:3], NEW_TOKENS)
     assert not report.passed and "nothing to compare" in report.sentence()
 
 

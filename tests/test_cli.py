@@ -177,6 +177,23 @@ def test_bench_prints_the_table_and_writes_cells(target: Path, drafter: Path, tm
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency-16.png", "acceptance.png"}
 
 
+def test_bench_measures_a_static_tree_whole(target: Path, drafter: Path, tmp_path: Path):
+    tree = [[0], [0, 0], [0, 2], [1]]
+    (tmp_path / "tree.json").write_text(json.dumps(tree))
+    words = ("bench", "--target", target, "--drafter", drafter, "--plan", tmp_path / "tree.json", *MODELS)
+    result = run(
+        *words, "--task", "code", "--batch", "2", "--prompt-tokens", "8", "--new-tokens", "8", "--trials", "1",
+        "--warmups", "0", "--json", tmp_path / "b.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    baseline, drafted = json.loads((tmp_path / "b.json").read_text())["cells"]
+    assert (baseline["candidates"], baseline["nodes"]) == (0, 0) and "choices" not in baseline
+    assert (drafted["candidates"], drafted["nodes"], drafted["branching"]) == (3, 4, [2, 3])
+    assert drafted["choices"] == tree and drafted["identical_texts"] == 2
+    refused(run(*words, "--candidates", "0,1"), "--candidates", "names every node")
+    refused(run(*words, "--beam", "2"), "choices name every node")
+
+
 @pytest.mark.parametrize(
     ("rule", "said"),
     [

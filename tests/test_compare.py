@@ -64,6 +64,7 @@ def test_two_options_of_one_family(place: Path):
         assert cell["tree"]["tokens_by_prompt"] == [11] * prompts and len(cell["tree"]["steps_by_prompt"]) == prompts
         assert ("sampled_chain" in cell) == (cell["mode"] == "T=1"), "an MLP speculator has a distribution to draw from"
         assert cell["speedup_ci"][0] <= cell["speedup"] <= cell["speedup_ci"][1]
+        assert len(cell["seconds_by_round"]) == 3 and min(cell["seconds_by_round"]) > 0
         assert cell["mode"] != "greedy" or cell["identical"] == cell["rounds"] == 3
     assert "Verdict" in output and len(result["verdict"]) >= 4
     report = (place / "out" / "report.md").read_text()
@@ -139,6 +140,8 @@ def test_a_killed_comparison_ends_as_one_that_was_not(place: Path):
     weights = [folder / "runs" / run.name / "drafter" / "model.safetensors" for folder in (whole, cut)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     one, other = (json.loads((folder / "report.json").read_text()) for folder in (whole, cut))
+    spent = [command["seconds"] for command in json.loads((run / "run.json").read_text())["runs"]]
+    assert len(spent) == 2 and min(spent) > 0 and other["families"][0]["training_s"] == sum(spent), "both parts count"
     assert one["orderings"] == other["orderings"]
     for left, right in zip(one["cells"], other["cells"], strict=True):
         assert {name: left.get(name) for name in KEPT} == {name: right.get(name) for name in KEPT}
@@ -155,7 +158,8 @@ def cell(
     return {
         "contender": name, "task": task, "mode": mode, "speedup": speedup, "speedup_ci": [speedup - 0.1, speedup + 0.1],
         "plan": "chain 2", "sampled": False, "identical": 12, "rounds": 12, "step_cost": 1.5, "share_drafting": 0.25,
-        "tokens_per_step_timed": 1.2, "ms_per_token": 1.0, "chain": guessed, "tree": guessed, **more,
+        "tokens_per_step_timed": 1.2, "ms_per_token": 1.0, "chain": guessed, "tree": guessed,
+        "seconds_by_round": [slow / speedup for slow in (1.0, 2.0, 4.0)], **more,
     }
 
 
@@ -163,7 +167,8 @@ def test_the_verdict_says_by_how_much_and_why_not():
     cells = [cell("mlp", 1.8), cell("ngram", 1.5), cell("slow", 0.8)]
     said = verdict(cells, ["code"])
     assert said[0].startswith("code, greedy: use mlp (chain 2), 1.80× plain decoding (1.70–1.90)")
-    assert "next is ngram with 1.50×, clearly slower" in said[0]
+    # Every round is 1.8 / 1.5 times as long for the one as for the other, however long it is.
+    assert "next is ngram with 1.50×, clearly slower: in the same rounds mlp is 1.20× (1.20–1.20) as fast." in said[0]
     assert losers(cells) == [
         "slow does not beat plain decoding: at its best (code, greedy, chain 2, 0.80×) a step brings 1.20 tokens and "
         "costs 1.50 plain steps, 0.38 of them drafting; drafting is too slow, 0.07 would be the limit."
@@ -174,8 +179,25 @@ def test_the_verdict_says_by_how_much_and_why_not():
         [cell("mlp", 1.05)], ["code"]
     )[0]
     assert "is slower." in verdict([cell("mlp", 0.8)], ["code"])[0]
-    close = verdict([cell("mlp", 1.8), cell("hydra", 1.75)], ["code"])
-    assert "which the intervals do not tell apart" in close[0]
+
+
+def test_the_second_is_judged_by_the_rounds_it_shared_with_the_fastest():
+    # The intervals over plain decoding overlap, (1.70–1.90) and (1.65–1.85), but one is behind in every round.
+    close = [cell("mlp", 1.8), cell("hydra", 1.75)]
+    assert "hydra with 1.75×, clearly slower: in the same rounds mlp is 1.03× (1.03–1.03) as fast" in verdict(
+        close, ["code"]
+    )[0]
+    # They lie apart, (1.70–1.90) and (1.40–1.60), but the rounds do not agree on who is ahead: 6 s against 5 s in sum,
+    # and in the first alone 0.5 s against 1 s.
+    apart = [cell("mlp", 1.8, seconds_by_round=[1.0, 2.0, 2.0]), cell("hydra", 1.5, seconds_by_round=[0.5, 2.5, 3.0])]
+    assert "hydra with 1.50×, not told apart: in the same rounds mlp is 1.20× (0.50–1.50) as fast" in verdict(
+        apart, ["code"]
+    )[0]
+    # Nor does a clear second settle it for those behind it.
+    apart[1:1] = [cell("eagle", 1.6, seconds_by_round=[1.1, 2.2, 2.2])]
+    said = verdict([*apart, cell("slow", 0.5, seconds_by_round=[2.0, 4.0, 4.0])], ["code"])[0]
+    assert "eagle with 1.60×, clearly slower: in the same rounds mlp is 1.10× (1.10–1.10) as fast" in said
+    assert said.endswith("; further down, not told apart: hydra, 1.20× (0.50–1.50).")
 
 
 def test_text_that_should_be_the_plain_text_is_counted():

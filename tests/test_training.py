@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -236,6 +237,25 @@ def test_not_finite_loss_stops_with_the_step_and_keeps_the_checkpoint(tmp_path: 
     toy.run(tmp_path / "run", data, resume=True)
     toy.run(tmp_path / "calm", data)
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "calm")
+
+
+def test_the_seconds_of_a_run_add_up_over_its_commands(tmp_path: Path, data: Path):
+    folder = tmp_path / "run"
+
+    def commands() -> list[dict[str, Any]]:
+        runs: list[dict[str, Any]] = json.loads((folder / "run.json").read_text())["runs"]
+        return runs
+
+    with pytest.raises(DraftsmithError, match="loss became nan"):
+        train(toy.recipe(folder, data), target=poisoned(4), generate=toy.generate, evaluate=toy.evaluate)
+    (first,) = commands()
+    result = toy.run(folder, data, resume=True)
+    before, after = commands()
+    assert before == first and min(before["seconds"], after["seconds"]) > 0
+    assert result.seconds == before["seconds"] + after["seconds"]
+    del before["seconds"]  # as a run of an earlier version, which kept no count, left it
+    (folder / "run.json").write_text(json.dumps({"runs": [before, after]}))
+    assert toy.run(folder, data, resume=True).seconds is None
 
 
 def test_curves_on_a_board_have_every_step_once_after_resuming(tmp_path: Path, data: Path):

@@ -41,7 +41,7 @@ from draftsmith.cli.plans import (
     read_rules,
     read_shape,
 )
-from draftsmith.types import LOSSY, DraftsmithError
+from draftsmith.types import LOSSY, NO_DRAFT, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.engine import Engine
@@ -61,7 +61,12 @@ def bench(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Only prompts of this task: code, prose or dialogue.")] = None,
     batch: Annotated[str, typer.Option(help="Rows decoded together.")] = "1,2,4",
-    candidates: Annotated[str, typer.Option(help="Paths verified in a step; 0 is the baseline.")] = "0,1,2,4,8,16,32",
+    candidates: Annotated[
+        str | None,
+        typer.Option(
+            help="Paths verified in a step; 0 is the baseline. 0,1,2,4,8,16,32 by default; a static --plan is whole."
+        ),
+    ] = None,
     prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "64",
     new_tokens: Annotated[int, typer.Option(help="Generate exactly so many tokens a trial.")] = 100,
     trials: Annotated[int, typer.Option(help="Timed rounds.")] = 16,
@@ -95,28 +100,29 @@ def bench(
     if peer is not None and temperature != 0:
         raise DraftsmithError(f"--peer decodes greedily, but --temperature is {temperature}; leave one of them out.")
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
-    from draftsmith.evaluation.bench import BASELINE, Grid, plan_for, prepare_grid, run_grid
+    from draftsmith.evaluation.bench import BASELINE, CANDIDATES, Grid, prepare_grid, run_grid
     from draftsmith.evaluation.provenance import provenance
     from draftsmith.evaluation.report import write_json
 
-    tree = read_shape(plan) if plan is not None else None
-    if tree is not None:
+    tree = read_shape(plan) if plan is not None else NO_DRAFT
+    if candidates is not None:
         check_prunable(tree, plan)
     grid = Grid(
         batches=numbers(batch, "--batch"),
-        candidates=numbers(candidates, "--candidates"),
+        candidates=CANDIDATES if candidates is None else numbers(candidates, "--candidates"),
         prompt_tokens=numbers(prompt_tokens, "--prompt-tokens"),
         new_tokens=new_tokens,
         trials=trials,
         warmups=warmups,
-        branching=tree.branching if tree is not None else None,
+        branching=tree.branching if plan is not None else None,
+        choices=tree.choices,
         seed=seed,
         rules=rules,
         temperature=temperature,
     )
     prompts = gather_prompts(data, task)
     console = Console()
-    drafting = any(count != BASELINE for count in grid.candidates)
+    drafting = any(count != BASELINE for count in grid.counts)
     engine = load_engine(
         Console(stderr=True),
         target=target,
@@ -137,8 +143,7 @@ def bench(
         )
     if drafting:
         check_drafter(engine.drafter, rules)
-    for count in grid.candidates:
-        plan_for(engine.plan, count, grid.branching, rules)
+    grid.plans(engine.plan)  # refuses what cannot be made before anything is measured
     other = load_peer(target, engine, trust_remote_code) if peer is not None else None
     tokens = grid.runs * new_tokens * sum(grid.batches) // len(grid.batches)
     engine = settle_compilation(

@@ -105,8 +105,15 @@ def check_folder(
     say: "Callable[[str], None]",
 ) -> "tuple[Report, str]":
     """Run every check on a folder; what a failure makes impossible is not run. Returns the target's name too."""
-    from draftsmith.drafters.trainable import TrainableDrafter
-    from draftsmith.evaluation.check import Check, Report, check_drafter, check_files, check_packing, load_pair
+    from draftsmith.evaluation.check import (
+        Check,
+        Report,
+        check_drafter,
+        check_files,
+        check_packing,
+        load_pair,
+        training_form,
+    )
     from draftsmith.evaluation.prompts import cut
 
     report = Report(check_files(folder))
@@ -117,12 +124,11 @@ def check_folder(
     report.checks.append(made_for)
     if drafter is None:
         return report, reference.name
-    if not isinstance(drafter, TrainableDrafter):
-        raise DraftsmithError(f"{folder} holds a drafter without a training forward, so there is nothing to compare.")
+    learner = training_form(folder, drafter, reference)
     longest = min(LONGEST, reference.max_length - new_tokens)
     windows = cut(reference, texts, longest, prompts)
     ragged = [window[: SHORTEST + (longest - SHORTEST) * i // (prompts - 1)] for i, window in enumerate(windows)]
-    found = check_drafter(reference, drafter, ragged, new_tokens, say)
+    found = check_drafter(reference, learner, drafter, ragged, new_tokens, say)
     report.checks += found.checks
     report.parity = found.parity
     say("measuring the copy that decodes")
@@ -132,7 +138,7 @@ def check_folder(
         report.checks.append(Check("the copy that decodes", False, loads.detail))
         return report, reference.name
     cost, report.packed, report.unpacked = check_packing(
-        serving, packed, drafter, drafter.max_depth, ragged, new_tokens
+        serving, packed, drafter, learner.max_depth, ragged, new_tokens
     )
     report.checks.append(cost)
     return report, reference.name

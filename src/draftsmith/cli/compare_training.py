@@ -193,15 +193,13 @@ def train_entry(
     recipe = recipe_for(entry, target, budget, budget.steps(pace), entry.folder)
 
     def run() -> dict[str, Any]:
-        begun = time.monotonic()
         resume = bool(Checkpoints(Path(recipe.output.folder), recipe.output.keep).steps())
         result = train(
             recipe, target=target, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, console=console
         )
         return {
             "drafter": str(result.drafter),
-            # Of a run that was cut only the last part is known.
-            "training_s": None if resume else time.monotonic() - begun,
+            "training_s": result.seconds,
             "training_positions": recipe.stage2.steps * BATCH * POSITIONS,
             "training_steps": recipe.stage2.steps,
         }

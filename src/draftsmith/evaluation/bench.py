@@ -40,6 +40,7 @@ class Grid:
         trials: timed rounds of each (batch, prompt length).
         warmups: untimed rounds before them.
         branching: of the tree before pruning to the candidates; None takes the drafter's own.
+        choices: a static tree instead, see `Plan.choices`. It is measured whole, whatever `candidates` are.
         seed: of the order of runs, of sampling and of the bootstrap.
         rules: a plan without branching; the drafts take everything else from it.
         temperature: 0 is greedy.
@@ -52,6 +53,7 @@ class Grid:
     trials: int = 16
     warmups: int = 1
     branching: tuple[int, ...] | None = None
+    choices: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     rules: Plan = NO_DRAFT
     temperature: float = 0.0
@@ -65,12 +67,26 @@ class Grid:
             if getattr(self, name) < least:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
         SamplingParams(temperature=self.temperature)  # refuses what cannot be sampled at
+        if self.choices:
+            replace(self.rules, choices=self.choices)  # refuses rules that would choose nodes as well
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of candidates that are measured, the baseline among them."""
+        return sorted({BASELINE, *((path_count(self.choices),) if self.choices else self.candidates)})
 
     @property
     def runs(self) -> int:
         """Calls to the engine, warm-up included, without peers."""
         rounds = len(self.batches) * len(self.prompt_tokens) * (self.trials + self.warmups)
-        return rounds * len({BASELINE, *self.candidates})
+        return rounds * len(self.counts)
+
+    def plans(self, default: Plan) -> dict[int, Plan]:
+        """Return the plan of every number of candidates; `default` is the drafter's own."""
+        if self.choices:
+            tree = replace(self.rules, choices=self.choices)
+            return {count: tree if count else NO_DRAFT for count in self.counts}
+        return {count: plan_for(default, count, self.branching, self.rules) for count in self.counts}
 
 
 @dataclass(frozen=True)
@@ -109,6 +125,11 @@ def plan_for(
     return replace(rules, branching=shape, paths=candidates)
 
 
+def path_count(choices: Sequence[tuple[int, ...]]) -> int:
+    """Return how many root-to-leaf paths a static tree has: a path for each node without children."""
+    return len(choices) - len({path[:-1] for path in choices} - {()})
+
+
 def run_grid(
     engine: Engine,
     default: Plan,
@@ -119,7 +140,7 @@ def run_grid(
 ) -> list[dict[str, Any]]:
     """Measure every cell; `on_progress` gets a label and the number of runs done since the last call."""
     rng = random.Random(grid.seed)
-    plans = {k: plan_for(default, k, grid.branching, grid.rules) for k in sorted({BASELINE, *grid.candidates})}
+    plans = grid.plans(default)
     cells: list[dict[str, Any]] = []
     for length in grid.prompt_tokens:
         for batch in grid.batches:
@@ -154,8 +175,7 @@ def prepare_grid(engine: Engine, default: Plan, grid: Grid) -> float:
     sizes, most = [1], max(grid.batches)
     while sizes[-1] < most:
         sizes.append(min(2 * sizes[-1], most))
-    plans = [plan_for(default, k, grid.branching, grid.rules) for k in sorted({BASELINE, *grid.candidates})]
-    return sum(engine.prepare(size, plan) for plan in plans for size in sizes)
+    return sum(engine.prepare(size, plan) for plan in grid.plans(default).values() for size in sizes)
 
 
 def run_engine(
@@ -217,6 +237,8 @@ def cell_of(
         plan = plans[setting]
         cell |= {"branching": list(plan.branching), "nodes": plan.max_nodes}
         cell |= {"sampled": plan.sampled, "acceptance": plan.acceptance}
+        if plan.choices:
+            cell["choices"] = [list(path) for path in plan.choices]
         cell["realised"] = ratio.value / cell["tokens_per_step"]
     return cell
 

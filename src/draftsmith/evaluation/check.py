@@ -7,7 +7,9 @@ from typing import Any
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.registry import load_drafter
+from draftsmith.drafters.small_lm import SmallLM
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.losslessness import first_divergence
@@ -112,9 +114,24 @@ def load_pair(folder: Path, target: Target) -> tuple[Drafter | None, Check]:
     )
 
 
+def training_form(folder: Path, drafter: Drafter, target: Target) -> Learner:
+    """Return what a loaded drafter was while it learnt: mostly itself; a small language model has an object of its own.
+
+    Raises:
+        DraftsmithError: nothing here trained it.
+    """
+    if isinstance(drafter, TrainableDrafter):
+        return drafter
+    config = storage.read_config(folder)
+    if "draftsmith" in config and SmallLM.recognises(config):
+        return SmallLM.from_pretrained(folder, target, target.dtype).to(target.device).eval()
+    raise DraftsmithError(f"{folder} holds a drafter without a training forward, so there is nothing to compare.")
+
+
 def check_drafter(
     target: Target,
-    drafter: TrainableDrafter,
+    learner: Learner,
+    drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     new_tokens: int = 48,
     report: Callable[[str], None] = lambda what: None,
@@ -122,33 +139,34 @@ def check_drafter(
     """Compare decoding with the training forward, for a drafter in its own precision on a target in fp32 or fp64.
 
     Args:
+        learner: has the training forward; most often the drafter itself, see `training_form`.
         prompts: of different lengths; the shortest and the longest third are compared apart too.
         report: called with what is being done.
     """
     result = Report()
     report("decoding the target's own text")
-    texts = own_texts(target, drafter, prompts, new_tokens)
+    texts = own_texts(target, drafter, learner.max_depth, prompts, new_tokens)
     report("predicting it with the training forward")
-    parity = compare(target, drafter, texts)
+    parity = compare(target, learner, texts)
     result.parity = parity
-    result.checks.append(_parity_check("parity, depth by depth", target, drafter, texts, parity))
+    result.checks.append(_parity_check("parity, depth by depth", target, learner, texts, parity))
 
-    report("shifting the features, to see that the comparison would notice")
-    if drafter.taps:
-        broken = [len(compare(target, drafter, texts, shift).faults) for shift in (1, -1)]
-        result.checks.append(
-            Check(
-                "alignment of features", min(broken) > len(parity.faults),
-                f"features one position off would differ at {broken[0]} (late) and {broken[1]} (early) of "
-                f"{parity.roots} steps, against {len(parity.faults)}"
-                + ("" if min(broken) else "; hardly a guess hits because of them, so there is nothing to compare"),
-            )
+    what = "features" if learner.taps else "guesses"
+    report(f"shifting the {what}, to see that the comparison would notice")
+    broken = [len(compare(target, learner, texts, shift).faults) for shift in (1, -1)]
+    result.checks.append(
+        Check(
+            f"alignment of {what}", min(broken) > len(parity.faults),
+            f"{what} one position off would differ at {broken[0]} (late) and {broken[1]} (early) of "
+            f"{parity.roots} steps, against {len(parity.faults)}"
+            + ("" if min(broken) else "; hardly a guess hits because of what it reads, so there is nothing to compare"),
         )
+    )
     ranked = sorted(texts, key=lambda text: len(text.prompt_tokens))
     third = max(1, len(ranked) // 3)
     for name, some in (("short", ranked[:third]), ("long", ranked[-third:])):
         size = f"{len(some[0].prompt_tokens)} to {len(some[-1].prompt_tokens)} tokens"
-        found = compare(target, drafter, some)
+        found = compare(target, learner, some)
         result.checks.append(
             Check(
                 f"positions, {name} prompts", found.holds,
@@ -156,13 +174,13 @@ def check_drafter(
             )
         )
     report("the same prompts in a ragged batch")
-    together = own_texts(target, drafter, prompts, new_tokens, RAGGED)
+    together = own_texts(target, drafter, learner.max_depth, prompts, new_tokens, RAGGED)
     result.checks.append(_mask_check(texts, together))
     return result
 
 
 def _parity_check(
-    name: str, target: Target, drafter: TrainableDrafter, texts: Sequence[Completion], parity: Parity
+    name: str, target: Target, learner: Learner, texts: Sequence[Completion], parity: Parity
 ) -> Check:
     ties = len(parity.gaps) - len(parity.faults)
     if parity.holds:
@@ -173,7 +191,7 @@ def _parity_check(
         name, False,
         f"{len(parity.faults)} of {parity.roots} steps differ, at depth {first.depth} first (predicted "
         f"{parity.predicted[d]:.1%}, measured {parity.measured[d]:.1%}); likely cause: "
-        f"{likely_cause(target, drafter, texts, parity)}",
+        f"{likely_cause(target, learner, texts, parity)}",
     )
 
 

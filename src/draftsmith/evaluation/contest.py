@@ -247,7 +247,10 @@ def time_round(
 
 
 def timing(rounds: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Sum up the rounds of one contender: ms a token, speed-up over plain, share of drafting, what a step costs."""
+    """Sum up the rounds of one contender: ms a token, speed-up over plain, share of drafting, what a step costs.
+
+    The seconds of every round stay, because any two contenders are compared round by round.
+    """
     mine, plain = [r[name] for r in rounds], [r[PLAIN] for r in rounds]
     speedup = ratio_interval([r["decode_s"] for r in plain], [r["decode_s"] for r in mine])
     latency = mean_interval([1e3 * r["decode_s"] / (r["new_tokens"] - 1) for r in mine])
@@ -263,4 +266,5 @@ def timing(rounds: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
         "step_cost": (decode_s / max(1, steps)) / (sum(r["decode_s"] for r in plain) / max(1, plain_steps)),
         "identical": sum(r["identical"] for r in mine),
         "rounds": len(rounds),
+        "seconds_by_round": [r["decode_s"] for r in mine],
     }

@@ -3,16 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftsmith.evaluation.contest import CHAIN, MODES, TREE_NODES
+from draftsmith.evaluation.contest import CHAIN, MODES, STATIC_TREE, TREE_NODES
 from draftsmith.evaluation.contest_orderings import HEADER, Cells, ordering_rows
+from draftsmith.evaluation.intervals import ratio_interval
 from draftsmith.evaluation.report import markdown_table
 
 FAMILY_HEADER = ["contender", "parameters", "own memory, MB", "trained, s", "positions", "what it is"]
 READING = f"""\
 - **τ** = 1 + accepted / steps: the tokens that a step brings. "τ chain" is of {CHAIN} guesses in a row, so at most \
-{CHAIN + 1}; "τ tree" of the {TREE_NODES} nodes that a drafter is surest of (a static tree for eagle), at most \
-{CHAIN + 1} deep but for lookups. Both are the same for all, and their cost is left out. A drafter that is nearly \
-always right gains more from a longer chain than from a tree, which spends nodes on second guesses.
+{CHAIN + 1}; "τ tree" of the {TREE_NODES} nodes that a drafter is surest of, at most {CHAIN + 1} deep but for \
+lookups. eagle's tree is the published static one cut to {TREE_NODES} nodes, which leaves it \
+{max(map(len, STATIC_TREE))} deep. Otherwise both are the same for all, and their cost is left out. A drafter that is \
+nearly always right gains more from a longer chain than from a tree, which spends nodes on second guesses.
 - At T=1 chain and tree hold best guesses, which the target's draw often misses; "τ sampled" is of a chain of {CHAIN} \
 drawn from the drafter's own distribution, for those that have one.
 - **Fastest draft**: the shape that was fastest here on two other prompts, and "its τ", which may be above both. \
@@ -21,8 +23,10 @@ where its τ is above that.
 - **Same text** counts the rounds whose text was that of plain decoding. A sampled draft draws other text of the same \
 distribution (`draftsmith prove` tests that), so there is nothing to count.
 - **Own memory** is of the weights as they decode, packed, without what the target lends and without caches.
-- Intervals are 95 % bootstraps: over prompts for τ, over rounds for speed. Speeds are of decoding alone, one prompt \
-at a time, every round with plain decoding and all contenders in random order."""
+- Speeds are of decoding alone, one prompt at a time, every round with plain decoding and all contenders in random \
+order. The fastest is named on the same rounds that measured it, which flatters it a little.
+- Intervals are 95 % bootstraps: over prompts for τ, over rounds for speed. Each is of a single cell, uncorrected for \
+how many there are: expect about one in twenty to miss."""
 
 
 def of(cells: Cells, task: str, mode: str) -> list[Mapping[str, Any]]:
@@ -121,15 +125,25 @@ def verdict(cells: Cells, tasks: Sequence[str]) -> list[str]:
                 continue
             gain = span(best["speedup"], best["speedup_ci"], "× plain decoding")
             sentence = f"{task}, {mode}: use {best['contender']} ({best['plan']}), {gain}"
-            if len(ranked) > 1:
-                second = ranked[1]
-                clear = best["speedup_ci"][0] > second["speedup_ci"][1]
-                sentence += (
-                    f"; next is {second['contender']} with {second['speedup']:.2f}×"
-                    + (", clearly slower" if clear else ", which the intervals do not tell apart")
-                )
-            sentences.append(sentence + ".")
+            sentences.append(f"{sentence}{behind(best, ranked[1:])}.")
     return unfaithful(cells) + sentences + losers(cells)
+
+
+def behind(best: Mapping[str, Any], others: Cells) -> str:
+    """Say how far the next is behind the fastest, by their times in the same rounds, and who else is not surely."""
+    ahead = [ratio_interval(other["seconds_by_round"], best["seconds_by_round"]) for other in others]
+    if not ahead:
+        return ""
+    said = (
+        f"; next is {others[0]['contender']} with {others[0]['speedup']:.2f}×, "
+        f"{'clearly slower' if ahead[0].low > 1 else 'not told apart'}: in the same rounds {best['contender']} is "
+        f"{span(ahead[0].value, ahead[0].ends, '×')} as fast"
+    )
+    unsure = [
+        f"{other['contender']}, {span(ratio.value, ratio.ends, '×')}"
+        for other, ratio in zip(others[1:], ahead[1:], strict=True) if ratio.low <= 1
+    ]
+    return said + (f"; further down, not told apart: {'; '.join(unsure)}" if unsure else "")
 
 
 def unfaithful(cells: Cells) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.trainable import TrainableDrafter
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.learner import Learner
 from draftsmith.engine import Engine
 from draftsmith.target import Target
 from draftsmith.types import Completion, Plan, SamplingParams, unbroken
@@ -83,28 +84,32 @@ class Parity:
 
 
 def own_texts(
-    target: Target, drafter: TrainableDrafter, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int = 1
+    target: Target, drafter: Drafter, depth: int, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int = 1
 ) -> list[Completion]:
-    """Decode greedily with chains as deep as the drafter reaches."""
+    """Decode greedily with chains of `depth` guesses."""
     longest = max(len(prompt) for prompt in prompts) + new_tokens
-    engine = Engine(target, drafter, plan=Plan((1,) * drafter.max_depth), max_batch=batch, max_length=longest)
+    engine = Engine(target, drafter, plan=Plan((1,) * depth), max_batch=batch, max_length=longest)
     return unbroken(engine.generate(prompts, SamplingParams(max_tokens=new_tokens, ignore_eos=True)))
 
 
 @torch.no_grad()
-def predict(target: Target, drafter: TrainableDrafter, text: Completion, shift: int = 0) -> Prediction:
+def predict(target: Target, learner: Learner, text: Completion, shift: int = 0) -> Prediction:
     """Run the training forward over a whole text.
 
     Args:
-        shift: feed token t the state that predicted token t - shift, 0 being right, to see what a misalignment does.
+        shift: feed token t the state that predicted token t - shift, 0 being right, to see what a misalignment does;
+            what reads no states guesses as it should have so many tokens before.
     """
     tokens_1T = torch.tensor([text.prompt_tokens + text.tokens], device=target.device)
-    states_1TF, _ = target.encode(tokens_1T[:, :-1], drafter.taps)
-    features_1TF = states_1TF.roll(shift, dims=1) if shift else states_1TF
     # The state after token t predicts token t + 1: entry t belongs to the token one further on.
-    logits = drafter(tokens_1T[:, 1:], features_1TF)
+    states_1TF, _ = target.encode(tokens_1T[:, :-1], learner.taps)
+    if learner.taps:
+        logits = learner(tokens_1T[:, 1:], states_1TF.roll(shift, dims=1))
+    else:
+        # No state predicted the first token; what reads no states decodes with it all the same.
+        logits = [scores_1TV[:, 1:].roll(shift, dims=1) for scores_1TV in learner(tokens_1T, states_1TF)]
     length = tokens_1T.shape[1]
-    depth = min(drafter.max_depth, len(logits))
+    depth = min(learner.max_depth, len(logits))
     right_TD = torch.zeros((length, depth), dtype=torch.bool, device=target.device)
     near_TD = torch.zeros_like(right_TD)
     for d in range(depth):
@@ -124,18 +129,16 @@ def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return one if torch.finfo(one).eps >= torch.finfo(other).eps else other
 
 
-def compare(
-    target: Target, drafter: TrainableDrafter, texts: Sequence[Completion], shift: int = 0
-) -> Parity:
-    """Compare the accepted lengths of decoded texts with those that `drafter.forward` predicts at the same roots.
+def compare(target: Target, learner: Learner, texts: Sequence[Completion], shift: int = 0) -> Parity:
+    """Compare the accepted lengths of decoded texts with those that `learner.forward` predicts at the same roots.
 
     The roots are those that decoding went through: a difference at one does not change what comes after.
     """
-    depth = drafter.max_depth
+    depth = learner.max_depth
     predicted_D, measured_D, steps = [0] * depth, [0] * depth, 0
     gaps: list[Gap] = []
     for number, text in enumerate(texts):
-        prediction = predict(target, drafter, text, shift)
+        prediction = predict(target, learner, text, shift)
         total = len(text.prompt_tokens) + len(text.tokens)
         root = len(text.prompt_tokens)
         for measured in text.accepted_lengths:
@@ -155,15 +158,14 @@ def compare(
     return Parity(steps, [count / share for count in predicted_D], [count / share for count in measured_D], gaps)
 
 
-def likely_cause(target: Target, drafter: TrainableDrafter, texts: Sequence[Completion], found: Parity) -> str:
+def likely_cause(target: Target, learner: Learner, texts: Sequence[Completion], found: Parity) -> str:
     """Say what would explain a gap: the misalignment that predicts what was measured, or what is left to suspect."""
     faults = len(found.faults)
-    for shift, words in (
-        (1, "decoding hands the drafter the state that predicted the token before"),
-        (-1, "decoding hands the drafter the state that predicted the token after"),
-    ):
-        if len(compare(target, drafter, texts, shift).faults) * 4 < faults:
-            return f"features off by one: {words}"
+    for shift, where in ((1, "before"), (-1, "after")):
+        if len(compare(target, learner, texts, shift).faults) * 4 < faults:
+            if not learner.taps:
+                return f"reading off by one: decoding guesses what should be guessed at the token {where}"
+            return f"features off by one: decoding hands the drafter the state that predicted the token {where}"
     depth = min(gap.depth for gap in found.faults)
     if depth > 1:
         return (

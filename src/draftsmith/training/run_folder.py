@@ -1,7 +1,7 @@
 """What a run leaves behind beside its checkpoints: recipe, commands, metrics, curves.
 
-`recipe.yaml` is the effective recipe and can be run again; `run.json` lists every command with its versions;
-`metrics.jsonl` has a record a line; `curves.png` draws it.
+`recipe.yaml` is the effective recipe and can be run again; `run.json` lists every command with its versions and the
+seconds it took; `metrics.jsonl` has a record a line; `curves.png` draws it.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import sys
+import time
 from dataclasses import asdict
 from importlib import metadata
 from itertools import pairwise
@@ -35,6 +36,8 @@ class RunFolder:
         self.path = Path(recipe.output.folder).expanduser()
         self.records: list[dict[str, Any]] = []
         self._board: Any = None
+        self._runs: list[dict[str, Any]] = []
+        self._begun = 0.0
 
     @property
     def metrics(self) -> Path:
@@ -46,12 +49,19 @@ class RunFolder:
         """The file with what the target wrote for stage 2."""
         return self.path / "generated.jsonl"
 
+    @property
+    def seconds(self) -> float | None:
+        """What all commands together took, up to the last `note_time` of each; None where one of them kept no count."""
+        counted = [run["seconds"] for run in self._runs if "seconds" in run]
+        return float(sum(counted)) if len(counted) == len(self._runs) else None
+
     def open(self, resumed_step: int | None) -> None:
         """Make the folder, or take up an old one: records after `resumed_step` are dropped, since they come again.
 
         Raises:
             DraftsmithError: the folder cannot be written, or holds a run of another recipe.
         """
+        self._begun = time.monotonic()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if resumed_step is not None:
@@ -100,8 +110,8 @@ class RunFolder:
 
     def _note_command(self, resumed_step: int | None) -> None:
         path = self.path / "run.json"
-        runs = storage.read_json(path)["runs"] if path.exists() and resumed_step is not None else []
-        runs.append({
+        self._runs = storage.read_json(path)["runs"] if path.exists() and resumed_step is not None else []
+        self._runs.append({
             "command": shlex.join(sys.argv), "from_step": resumed_step or 0, "target": asdict(self.facts),
             "versions": {
                 "draftsmith": _own_version(), "python": platform.python_version(), "torch": torch.__version__,
@@ -109,9 +119,18 @@ class RunFolder:
             },
             "threads": torch.get_num_threads(),
         })
+        self.note_time()
+
+    def note_time(self) -> None:
+        """Write down what this command took so far; if it is killed, what came after the last note is not counted."""
+        self._runs[-1]["seconds"] = time.monotonic() - self._begun
+        path = self.path / "run.json"
         aside = path.with_suffix(".tmp")
-        storage.write_json(aside, {"runs": runs})
-        os.replace(aside, path)
+        try:
+            storage.write_json(aside, {"runs": self._runs})
+            os.replace(aside, path)
+        except OSError as error:
+            raise DraftsmithError(f"cannot write {path} ({error.strerror}); free space and resume.") from error
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a record, with its `step`, to the metrics."""
@@ -126,7 +145,8 @@ class RunFolder:
                 self._board.add_scalar(key, value, record["step"])
 
     def close(self) -> None:
-        """Draw the curves and flush."""
+        """Count the seconds, draw the curves and flush."""
+        self.note_time()
         draw_curves(self.records, self.path / "curves.png")
         if self._board is not None:
             self._board.close()

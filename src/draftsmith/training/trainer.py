@@ -53,7 +53,8 @@ class TrainingInterrupted(DraftsmithError):
 class TrainingResult:
     """What a run brought: its folder, the exported drafter (the best by τ), and the measurements.
 
-    `target` is the folder of the changed target where the recipe changes it.
+    `target` is the folder of the changed target where the recipe changes it. `seconds` are those of all commands that
+    trained this run; of one that was killed, up to its last checkpoint. None where a command kept no count.
     """
 
     folder: Path
@@ -62,6 +63,7 @@ class TrainingResult:
     best: float | None
     evaluations: list[dict[str, Any]]
     target: Path | None = None
+    seconds: float | None = None
 
 
 def train(
@@ -369,6 +371,7 @@ class Run:
         self.checkpoints.save(self.step, self._write_weights, progress, optimizer_tensors(self.optimizers))
         if improved:
             self.checkpoints.link(BEST, self.step)
+        self.folder.note_time()
 
     def _write_weights(self, folder: Path) -> None:
         """Write what `_load_weights` reads."""
@@ -396,4 +399,4 @@ class Run:
             self.step = best
         folder = self._export_best()
         evaluations = [record for record in self.folder.records if "evaluation" in record]
-        return TrainingResult(self.folder.path, folder, last, self.best, evaluations)
+        return TrainingResult(self.folder.path, folder, last, self.best, evaluations, seconds=self.folder.seconds)
