@@ -1,4 +1,4 @@
-"""A row that a guess spoilt is read again without guesses.
+"""A row whose root has no finite logits is read again without guesses.
 
 A guessed token may have no finite state where the row's own text has one, and attention multiplies what its mask
 hides, so that one such node spoils the whole tree. Plain decoding would not have read it.

@@ -32,7 +32,7 @@ from draftsmith.verify import (
 )
 
 PREFILL_CHUNK = 512
-# Stands in the table for a row's number of guesses when logits that chose its tokens are NaN or infinite.
+# Stands in the table for a row's number of guesses when the logits that chose its first token are NaN or infinite.
 NOT_FINITE = -1
 
 
@@ -213,7 +213,7 @@ class Stepper:
             )
         rows.context = replace(context, lengths_B=lengths_B + 1)
         none_B = torch.zeros_like(first_B)
-        flag_B = guesses_or_flag(no_draft, logits_B1V, none_B.unsqueeze(1), none_B)
+        flag_B = guesses_or_flag(no_draft, count_sound(logits_B1V, none_B.unsqueeze(1), none_B))
         table_BX = torch.stack([torch.ones_like(first_B), flag_B, first_B], dim=1)
         raw = logits_B1V if rows.logprobs_wanted() is not None else None
         return rows, StepResult(table_BX, 0, raw)
@@ -271,16 +271,20 @@ def filled(draft: Draft, plan: Plan) -> Draft:
     )
 
 
-def guesses_or_flag(draft: Draft, logits_BMV: Tensor, states_BT: Tensor, accepted_B: Tensor) -> Tensor:
-    """Count the guesses of every row, or flag it when a logit that chose one of its tokens is not finite.
+def count_sound(logits_BMV: Tensor, states_BT: Tensor, accepted_B: Tensor) -> Tensor:
+    """Count the tokens of every row that finite logits chose, from the first on until one that others chose (B).
 
     Args:
         states_BT: the root and the accepted path, as nodes; entries behind `accepted_B` + 1 are not looked at.
     """
     chosen_by_BTV = logits_BMV.gather(1, states_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
-    unused_BT = torch.arange(states_BT.shape[1], device=states_BT.device) > accepted_B.unsqueeze(1)
-    sound_B = (chosen_by_BTV.isfinite().all(dim=2) | unused_BT).all(dim=1)
-    return torch.where(sound_B, (draft.parents_BN != UNUSED).sum(dim=1), NOT_FINITE)
+    used_BT = torch.arange(states_BT.shape[1], device=states_BT.device) <= accepted_B.unsqueeze(1)
+    return (chosen_by_BTV.isfinite().all(dim=2) & used_BT).cumprod(dim=1).sum(dim=1)
+
+
+def guesses_or_flag(draft: Draft, sound_B: Tensor) -> Tensor:
+    """Count the guesses of every row, or flag it when no token of it is sound."""
+    return torch.where(sound_B > 0, (draft.parents_BN != UNUSED).sum(dim=1), NOT_FINITE)
 
 
 def first_rows(requests: list[Request], context: Context, params: list[SamplingParams], vocab_size: int) -> Rows:
@@ -361,8 +365,10 @@ def commit(
     tokens_BT = tokens_BT.scatter(1, accepted_B.unsqueeze(1), next_B.unsqueeze(1))
     states_BT = torch.cat([torch.zeros_like(accepted_B).unsqueeze(1), path_BD], dim=1)
     features_BTF = features_BMF.gather(1, states_BT.unsqueeze(2).expand(-1, -1, features_BMF.shape[2]))
-    counts_B = accepted_B + 1
-    drafted_B = guesses_or_flag(draft, logits_BMV, states_BT, accepted_B)
+    # A row ends before what no finite logits chose; its last guess, unreadable, is then the root of the next step.
+    sound_B = count_sound(logits_BMV, states_BT, accepted_B)
+    counts_B = torch.where(sound_B > 0, sound_B, accepted_B + 1)
+    drafted_B = guesses_or_flag(draft, sound_B)
     table_BX = torch.cat([counts_B.unsqueeze(1), drafted_B.unsqueeze(1), tokens_BT], dim=1)
     following = context.after(tokens_BT, features_BTF, counts_B, context.lengths_B + counts_B)
     return following, table_BX, path_BD

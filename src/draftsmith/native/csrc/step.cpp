@@ -101,20 +101,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     int64_t* path = path_BD.mutable_data_ptr<int64_t>() + b * depth;
     for (int64_t d = depth; d-- > 0;) path[d] = end;
     for (int64_t d = accepted, node = end; d-- > 0; node = up[node]) path[d] = node;
-    bool finite = kernels().all_finite(scores, vocabulary);
-    for (int64_t d = 0; d < accepted && finite; ++d)
-      finite = kernels().all_finite(scores + path[d] * vocabulary, vocabulary);
+    int64_t sound = 0;  // tokens that finite logits chose, up to one that others chose
+    while (sound <= accepted &&
+           kernels().all_finite(scores + (sound == 0 ? 0 : path[sound - 1]) * vocabulary, vocabulary))
+      ++sound;
+    const int64_t count = sound > 0 ? sound : accepted + 1;
     int64_t* out = out_tokens.mutable_data_ptr<int64_t>() + b * kept;
     int64_t* table = table_BX.mutable_data_ptr<int64_t>() + b * (kept + 2);
     for (int64_t d = 0; d < kept; ++d) out[d] = d < accepted ? tokens[path[d]] : next;
-    table[0] = accepted + 1, table[1] = finite ? drafted : -1;
+    table[0] = count, table[1] = sound > 0 ? drafted : -1;
     std::copy_n(out, kept, table + 2);
     const bf16* from = bits(features_BMF) + b * nodes * width;
     bf16* to = mutable_bits(out_features) + b * kept * width;
     for (int64_t t = 0; t < kept; ++t) std::copy_n(from + (t == 0 ? 0 : path[t - 1]) * width, width, to + t * width);
     const int64_t length = lengths_B.const_data_ptr<int64_t>()[b];
-    counts_B.mutable_data_ptr<int64_t>()[b] = accepted + 1;
-    longer_B.mutable_data_ptr<int64_t>()[b] = length + accepted + 1;
+    counts_B.mutable_data_ptr<int64_t>()[b] = count;
+    longer_B.mutable_data_ptr<int64_t>()[b] = length + count;
     for (int64_t d = 0; d < accepted; ++d) {
       if (path[d] == d + 1) continue;
       for (const at::Tensor& t : cache) {
