@@ -3,8 +3,9 @@
 import torch
 
 from draftsmith.drafters.trainable import TrainableDrafter
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Context, Plan
+from draftsmith.types import Context
 
 
 @torch.no_grad()

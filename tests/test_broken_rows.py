@@ -15,8 +15,9 @@ from draftsmith.drafters.eagle import make_eagle
 from draftsmith.drafters.eagle_config import EagleOptions
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import KVCache, Target
-from draftsmith.types import NO_DRAFT, Completion, Context, Draft, DraftsmithError, Plan, SamplingParams, unbroken
+from draftsmith.types import Completion, Context, Draft, DraftsmithError, SamplingParams, unbroken
 from oracle import OracleDrafter
 from tiny import VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 

@@ -23,9 +23,10 @@ from draftsmith.drafters.model_drafter import DraftModel
 from draftsmith.drafters.registry import family_of, load_drafter
 from draftsmith.drafters.static_tree import EAGLE_TREE
 from draftsmith.engine import Engine
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
 from draftsmith.training import trainer
-from draftsmith.types import NO_DRAFT, ROOT, Context, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import ROOT, Context, DraftsmithError, SamplingParams
 from law import check_law_over_time
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
 

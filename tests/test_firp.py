@@ -15,9 +15,10 @@ from draftsmith.drafters.firp import FAMILY, FIRPDrafter
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
+from draftsmith.plan import Plan
 from draftsmith.target import Target, UpperLayers
 from draftsmith.training.recipe import load_recipe
-from draftsmith.types import Context, DraftsmithError, Plan, SamplingParams, TargetFacts
+from draftsmith.types import Context, DraftsmithError, SamplingParams, TargetFacts
 from family_training import check_training
 from tiny import ARCHITECTURES, VOCABULARY, WIDTH, prompts, tiny_model, tiny_target
 

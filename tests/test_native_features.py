@@ -14,8 +14,9 @@ from draftsmith.drafters.eagle3 import make_eagle3
 from draftsmith.drafters.eagle_config import Eagle3Options, EagleOptions
 from draftsmith.drafters.feature_drafter import FeatureDrafter
 from draftsmith.native.layers import pack_linears
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Context, Plan
+from draftsmith.types import Context
 from test_native_step import context_for, threads  # noqa: F401
 from tiny import VOCABULARY, WIDTH, tiny_model
 

@@ -17,7 +17,8 @@ from draftsmith.drafters.ngram import NgramOptions, make_ngram
 from draftsmith.drafters.static_tree import EAGLE_TREE, MEDUSA_TREE, plan_of, pruned, static_tree
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import plan_for
-from draftsmith.types import ROOT, Context, DraftsmithError, Plan, SamplingParams
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT, Context, DraftsmithError, SamplingParams
 from test_grow import RandomDrafter, V, context_of
 from test_plans import ALPHA, DRAWS, LENGTH, TOP_K, KnowingDrafter, law_after, mlp_speculator, oracle
 from tiny import VOCABULARY, prompts, tiny_model, tiny_target

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from draftsmith.types import Context, Draft, DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import Context, Draft, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache

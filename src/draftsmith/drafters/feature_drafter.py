@@ -33,7 +33,8 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.row_cache import Reading, RowCache
 from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter
 from draftsmith.native.layers import packed_parts
-from draftsmith.types import Context, Draft, DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import Context, Draft, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache, Target

@@ -41,8 +41,9 @@ from torch import Tensor, nn
 from draftsmith.drafters.family import Family, TrainedOptions
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter, check_target
+from draftsmith.plan import Plan
 from draftsmith.target.upper import UpperLayers
-from draftsmith.types import Context, DraftsmithError, Plan
+from draftsmith.types import Context, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache, Target

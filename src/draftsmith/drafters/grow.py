@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftsmith.drafters.base import StagewiseDrafter
 from draftsmith.drafters.static_tree import static_tree
-from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
 from draftsmith.verify.noise import Stream, categorical, uniform
 
 # Any q is exact for a greedy row; a sharp one guesses the argmax, which is all that such a row can accept.

@@ -17,7 +17,8 @@ from draftsmith.drafters.family import TrainedOptions, explain
 from draftsmith.drafters.learner import check_target
 from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.native.heads import NARROW, RESIDUAL
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target

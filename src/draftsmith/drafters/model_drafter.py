@@ -16,8 +16,9 @@ from torch.nn.functional import pad
 from draftsmith.drafters.base import StagewiseDrafter, best
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.reading import ROOM, SCRATCH, PathReader, RowSlots
+from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Target
-from draftsmith.types import UNUSED, Context, Draft, Plan
+from draftsmith.types import UNUSED, Context, Draft
 
 MAX_DEPTH = 128
 

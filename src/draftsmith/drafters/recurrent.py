@@ -31,7 +31,8 @@ from draftsmith.drafters.family import Family
 from draftsmith.drafters.recurrent_config import MODEL_TYPE, RecurrentConfig, RecurrentOptions
 from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter, check_target
 from draftsmith.native.heads import PROJECT, RECURRENT, RESIDUAL, SUM, NativeHead, native_heads
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target

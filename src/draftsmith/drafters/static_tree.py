@@ -9,7 +9,8 @@ from functools import cache
 
 import torch
 
-from draftsmith.types import ROOT, DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT, DraftsmithError
 
 Choices = tuple[tuple[int, ...], ...]
 

@@ -19,18 +19,9 @@ from draftsmith.engine.request import Request
 from draftsmith.engine.reread import reread
 from draftsmith.engine.rows import Rows, join, leave
 from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import (
-    NO_DRAFT,
-    CompileLevel,
-    Completion,
-    Context,
-    DraftsmithError,
-    Plan,
-    SamplingParams,
-    TokenLogprob,
-    unbroken,
-)
+from draftsmith.types import CompileLevel, Completion, Context, DraftsmithError, SamplingParams, TokenLogprob, unbroken
 
 DRAFT_ROOM = 256
 PREFILL_TOKENS = 8192

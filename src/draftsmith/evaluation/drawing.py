@@ -18,8 +18,9 @@ from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Rows, join, leave
 from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
 from draftsmith.engine.text import TextStream
+from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Target
-from draftsmith.types import DraftsmithError, Plan, SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 
 MakeStepper = Callable[[Target, Drafter, KVCache, Compiler], Stepper]
 
