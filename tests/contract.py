@@ -30,8 +30,8 @@ class CheckedDrafter(Drafter):
     def default_plan(self) -> Plan:
         return self.inner.default_plan()
 
-    def attach(self, cache: KVCache) -> None:
-        self.inner.attach(cache)
+    def attach(self, cache: KVCache, plan: Plan) -> None:
+        self.inner.attach(cache, plan)
 
     def reset_rows(self, rows: list[int]) -> None:
         self.rows_reset.update(rows)

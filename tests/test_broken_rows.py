@@ -238,8 +238,8 @@ def test_who_needs_whole_texts_is_told():
 class Recorder(CheckedDrafter):
     """Keeps every guess for every row."""
 
-    def attach(self, cache: KVCache) -> None:
-        super().attach(cache)
+    def attach(self, cache: KVCache, plan: Plan) -> None:
+        super().attach(cache, plan)
         self.guesses: dict[int, list[list[int]]] = {}
 
     def propose(self, context: Context, plan: Plan) -> Draft:

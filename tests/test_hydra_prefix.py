@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
     published(tmp_path, grounded_heads=False)
     with pytest.raises(DraftsmithError, match="says grounded_heads False, but only True"):
         load_drafter(tmp_path, tiny_target())
-    with pytest.raises(DraftsmithError, match=r"call attach\(cache\) first"):
+    with pytest.raises(DraftsmithError, match=r"call attach\(cache, plan\) first"):
         make().begin(None)
 
 

@@ -80,7 +80,6 @@ class FeatureDrafter(TrainableDrafter):
         self.layer_sizes, self.tree = sizes, tree
         self._vocab_size = vocab_size
         self._rotary = Rotary(sizes)
-        self._engine_cache: KVCache | None = None
         self._memory: RowCache | None = None
         self.embedding = FrozenTable(vocab_size, sizes.hidden_size)
 
@@ -153,32 +152,33 @@ class FeatureDrafter(TrainableDrafter):
             [sizes.rms_norm_eps, self._rotary.scale], keeps_normal,
         )
 
-    def attach(self, cache: "KVCache") -> None:
-        """Begin with empty storage of the same slots and capacity, made when it is known who writes it."""
-        self._engine_cache, self._memory = cache, None
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
+        """Begin with empty storage of the same slots and capacity, in the dtype that drafts of this plan read."""
+        self._memory = None
+        weight = self.embedding.weight
+        # A CPU multiplies these small matrices twice as fast in fp32 as in bf16; the native operator reads bf16.
+        slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+        self._memory = RowCache(
+            self.layer_sizes.num_key_value_heads, self.layer_sizes.head_dim, cache,
+            torch.float32 if slow and not self._knows(plan) else weight.dtype, weight.device,
+        )
 
-    def _remembered(self, natively: bool) -> RowCache:
-        if self._engine_cache is None:
-            raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache) first.")
+    @property
+    def _attached(self) -> RowCache:
         if self._memory is None:
-            weight = self.embedding.weight
-            # A CPU multiplies these small matrices twice as fast in fp32 as in bf16; the native operator reads bf16.
-            slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
-            self._memory = RowCache(
-                self.layer_sizes.num_key_value_heads, self.layer_sizes.head_dim, self._engine_cache,
-                torch.float32 if slow and not natively else weight.dtype, weight.device,
-            )
+            raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache, plan) first.")
         return self._memory
+
+    def _knows(self, plan: Plan) -> bool:
+        """Whether the native operator makes drafts of this plan: it makes chains."""
+        chain = not plan.sampled and plan.max_nodes == plan.depth and max(plan.branching, default=0) == 1
+        return self._native is not None and chain and plan.depth <= self.max_depth
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain or tree, chains natively where the layer is."""
-        chain = not plan.sampled and plan.max_nodes == plan.depth and max(plan.branching, default=0) == 1
-        if self._native is None or not chain or plan.depth > self.max_depth:
+        if not self._knows(plan) or self._attached.dtype != torch.bfloat16:
             return grow(self, context, plan)
-        memory = self._remembered(natively=True)
-        if memory.dtype != torch.bfloat16:
-            return grow(self, context, plan)
-        return Draft(*self._chain(context, memory, plan.depth), plan.depth, branching=plan.branching)
+        return Draft(*self._chain(context, self._attached, plan.depth), plan.depth, branching=plan.branching)
 
     def _chain(self, context: Context, memory: RowCache, depth: int) -> tuple[Tensor, Tensor]:
         tokens_BN, parents_BN = self._native.propose(
@@ -201,7 +201,7 @@ class FeatureDrafter(TrainableDrafter):
         Returns:
             where it went; its queries (N, H, W) and residual stream (N, F); what the rows hold, (B, S, G, W) twice.
         """
-        memory = self._remembered(natively=False)
+        memory = self._attached
         attention = self.layer.self_attn
         reading = memory.lay_out(context)
         inputs_NE, residual_NF = self._enter(reading.tokens_N, self.fuse(reading.features_NF))
@@ -213,8 +213,8 @@ class FeatureDrafter(TrainableDrafter):
 
     def follow(self, context: Context) -> None:
         """Store what was committed, and guess nothing."""
-        if self._native is not None and self._remembered(natively=True).dtype == torch.bfloat16:
-            self._chain(context, self._remembered(natively=True), 0)
+        if self._native is not None and self._attached.dtype == torch.bfloat16:
+            self._chain(context, self._attached, 0)
         else:
             self._store(context)
 

@@ -170,7 +170,7 @@ class FIRPDrafter(TrainableDrafter):
         logits: Tensor = (upper.head if self.head is None else self.head)(final)
         return logits
 
-    def attach(self, cache: "KVCache") -> None:
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Keep the target's cache: guesses attend to its keys and values, and write theirs where the draft will be."""
         self._cache = cache
 

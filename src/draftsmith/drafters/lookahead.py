@@ -134,7 +134,7 @@ class LookaheadDrafter(HostDrafter[LookaheadRow]):
         depth = max(height, options.window + height - 2)
         return Plan((options.guesses + 2,) * depth, nodes=options.guesses * height + window)
 
-    def attach(self, cache: "KVCache") -> None:
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
         self._observed = None
 
     def new_row(self) -> LookaheadRow:

@@ -163,7 +163,7 @@ class DraftModel(ModelDrafter):
         """Return how many of its own tokens the model may have to hold for a row of the target's cache."""
         return cache.capacity
 
-    def attach(self, cache: KVCache) -> None:
+    def attach(self, cache: KVCache, plan: Plan) -> None:
         """Make room for as many rows, and forget all of them."""
         self._limit = min(self.model.max_length, self.longest_text(cache))
         sizes = (cache.slots + 1, self._limit + ROOM)

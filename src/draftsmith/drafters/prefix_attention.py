@@ -72,7 +72,7 @@ class PrefixAttention(nn.Module):
             where it went; its queries (N, H, W) and states (N, F); what the rows hold, (B, S, G, W) twice.
         """
         if self._memory is None:
-            raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache) first.")
+            raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache, plan) first.")
         reading = self._memory.lay_out(context)
         states_NF = reading.features_NF.to(dtype)
         heads = self.layer.self_attn.project(self.layer.input_layernorm(states_NF)).to(self._memory.dtype)

@@ -267,7 +267,7 @@ class Engine:
         self._running = True
         for request in requests:
             request.statistics.lossless = chosen.lossless or request.params.temperature == 0
-        self.drafter.attach(self._cache)
+        self.drafter.attach(self._cache, chosen)
         waiting = deque(requests)
         rows: Rows | None = None
         clock = Clock(self.target.device)

@@ -74,7 +74,7 @@ def draw(
             Request(row, list(prompt), params, (seed * 1_000_003 + number * SEED_STRIDE) % 2**63, frozenset(), silent)
             for row, number in enumerate(range(first, min(first + batch, count)))
         ]
-        drafter.attach(cache)
+        drafter.attach(cache, plan)
         try:
             _decode(stepper, target, requests, plan, draws)
         finally:
