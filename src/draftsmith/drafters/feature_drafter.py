@@ -30,11 +30,11 @@ from draftsmith.drafters.decoder_layer import (
 )
 from draftsmith.drafters.eagle_config import Tree
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.row_cache import Reading, RowCache
+from draftsmith.drafters.row_cache import Reading, RowCache, attached
 from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter
 from draftsmith.native.layers import packed_parts
 from draftsmith.plan import Plan
-from draftsmith.types import Context, Draft, DraftsmithError
+from draftsmith.types import Context, Draft
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache, Target
@@ -155,19 +155,7 @@ class FeatureDrafter(TrainableDrafter):
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Begin with empty storage of the same slots and capacity, in the dtype that drafts of this plan read."""
         self._memory = None
-        weight = self.embedding.weight
-        # A CPU multiplies these small matrices twice as fast in fp32 as in bf16; the native operator reads bf16.
-        slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
-        self._memory = RowCache(
-            self.layer_sizes.num_key_value_heads, self.layer_sizes.head_dim, cache,
-            torch.float32 if slow and not self._knows(plan) else weight.dtype, weight.device,
-        )
-
-    @property
-    def _attached(self) -> RowCache:
-        if self._memory is None:
-            raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache, plan) first.")
-        return self._memory
+        self._memory = RowCache(self.layer_sizes, cache, self.embedding.weight, native=self._knows(plan))
 
     def _knows(self, plan: Plan) -> bool:
         """Whether the native operator makes drafts of this plan: it makes chains."""
@@ -176,9 +164,10 @@ class FeatureDrafter(TrainableDrafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain or tree, chains natively where the layer is."""
-        if not self._knows(plan) or self._attached.dtype != torch.bfloat16:
+        memory = self._memory
+        if memory is None or memory.dtype != torch.bfloat16 or not self._knows(plan):
             return grow(self, context, plan)
-        return Draft(*self._chain(context, self._attached, plan.depth), plan.depth, branching=plan.branching)
+        return Draft(*self._chain(context, memory, plan.depth), plan.depth, branching=plan.branching)
 
     def _chain(self, context: Context, memory: RowCache, depth: int) -> tuple[Tensor, Tensor]:
         tokens_BN, parents_BN = self._native.propose(
@@ -201,20 +190,17 @@ class FeatureDrafter(TrainableDrafter):
         Returns:
             where it went; its queries (N, H, W) and residual stream (N, F); what the rows hold, (B, S, G, W) twice.
         """
-        memory = self._attached
-        attention = self.layer.self_attn
+        memory = attached(self._memory)
         reading = memory.lay_out(context)
         inputs_NE, residual_NF = self._enter(reading.tokens_N, self.fuse(reading.features_NF))
-        heads = attention.project(inputs_NE).to(memory.dtype)
-        cos_PW, sin_PW = self._rotary.tables(reading.span, heads.dtype, heads.device)
-        places = reading.places
-        q_NHW, k_NGW, v_NGW = attention.turn(heads, cos_PW[places].unsqueeze(1), sin_PW[places].unsqueeze(1))
-        return reading, q_NHW, residual_NF, *memory.store(reading, k_NGW, v_NGW)
+        q_NHW, keys_BSGW, values_BSGW = memory.store(reading, self.layer.self_attn, self._rotary, inputs_NE)
+        return reading, q_NHW, residual_NF, keys_BSGW, values_BSGW
 
     def follow(self, context: Context) -> None:
         """Store what was committed, and guess nothing."""
-        if self._native is not None and self._attached.dtype == torch.bfloat16:
-            self._chain(context, self._attached, 0)
+        memory = self._memory
+        if self._native is not None and memory is not None and memory.dtype == torch.bfloat16:
+            self._chain(context, memory, 0)
         else:
             self._store(context)
 
