@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.engine.admission import SEED_STRIDE
 from draftsmith.engine.clock import Clock
 from draftsmith.engine.compiled import Compiler
-from draftsmith.engine.engine import SEED_STRIDE
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Rows, join, leave
 from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
