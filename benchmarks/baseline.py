@@ -43,8 +43,9 @@ from draftsmith.engine import Engine
 from draftsmith.evaluation.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.losslessness import first_divergence
 from draftsmith.evaluation.peers import transformers_peer
+from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, resolve_dtype
+from draftsmith.types import resolve_dtype
 
 
 def compile_seconds(level: str, folder: str, args: argparse.Namespace) -> dict[str, float]:

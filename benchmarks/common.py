@@ -33,8 +33,9 @@ from draftsmith.evaluation.losslessness import Comparison, compare, judge, last_
 from draftsmith.evaluation.prompts import cut, embedded_prompts
 from draftsmith.evaluation.provenance import provenance
 from draftsmith.evaluation.report import ensure_writable, markdown_table, write_json
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import CompileLevel, Completion, DraftsmithError, Plan, Statistics
+from draftsmith.types import CompileLevel, Completion, DraftsmithError, Statistics
 
 RESULTS = Path(__file__).parent / "results"
 PLAIN = "plain"

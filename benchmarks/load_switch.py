@@ -28,8 +28,9 @@ from draftsmith import assets
 from draftsmith.engine import Engine
 from draftsmith.evaluation.intervals import ratio_interval
 from draftsmith.evaluation.measure import Measurement, measure
+from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, SamplingParams
+from draftsmith.types import SamplingParams
 
 
 def run() -> None:

@@ -40,9 +40,10 @@ from transformers import AutoConfig
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import run_engine
 from draftsmith.native import why_missing
+from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
 from draftsmith.target import target as target_module
-from draftsmith.types import NO_DRAFT, DraftsmithError
+from draftsmith.types import DraftsmithError
 
 FILES = ("warm", "cold")
 WAYS = ("packed", "unpacked")

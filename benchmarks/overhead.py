@@ -43,8 +43,9 @@ from torch.profiler import ProfilerActivity, profile
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import Run, run_engine
 from draftsmith.evaluation.report import write_text
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Plan, resolve_dtype
+from draftsmith.types import resolve_dtype
 
 PARTS = ("target", "drafter", "rest")
 

@@ -59,8 +59,9 @@ from draftsmith.evaluation.bench import Peer, Run
 from draftsmith.evaluation.intervals import ratio_interval
 from draftsmith.evaluation.losslessness import first_divergence
 from draftsmith.evaluation.peers import transformers_peer
+from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, DraftsmithError
+from draftsmith.types import DraftsmithError
 
 DRAFTSMITH = "draftsmith"
 LLAMA_CPP = "llama.cpp"

@@ -20,8 +20,9 @@ from draftsmith.evaluation.chi_square import POWER
 from draftsmith.evaluation.drawing import draw
 from draftsmith.evaluation.law import enumerate_law, read_plainly
 from draftsmith.evaluation.sampling_proof import ALPHA, judge
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, Context, Draft, Plan, SamplingParams
+from draftsmith.types import Context, Draft, SamplingParams
 
 
 class ArgmaxAsSample(Drafter):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from draftsmith.drafters.base import StagewiseDrafter
 from draftsmith.drafters.grow import grow
-from draftsmith.types import Context, Draft, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import Context, Draft
 from draftsmith.verify import Acceptance, Stream, accept_block, categorical, uniform
 from mutants import Mutant
 

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import KVCache, Target
-from draftsmith.types import NO_DRAFT, ROOT, UNUSED, Context, Draft, Plan, SamplingParams
+from draftsmith.types import ROOT, UNUSED, Context, Draft, SamplingParams
 from tiny import greedy_reference, prompts
 
 NEW_TOKENS = 18
@@ -29,8 +30,8 @@ class CheckedDrafter(Drafter):
     def default_plan(self) -> Plan:
         return self.inner.default_plan()
 
-    def attach(self, cache: KVCache) -> None:
-        self.inner.attach(cache)
+    def attach(self, cache: KVCache, plan: Plan) -> None:
+        self.inner.attach(cache, plan)
 
     def reset_rows(self, rows: list[int]) -> None:
         self.rows_reset.update(rows)

@@ -13,9 +13,10 @@ import training_toy as toy
 from draftsmith import assets
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
+from draftsmith.plan import Plan
 from draftsmith.target import Target
 from draftsmith.training.trainer import TrainingInterrupted, TrainingResult, train
-from draftsmith.types import Plan, SamplingParams
+from draftsmith.types import SamplingParams
 
 
 @cache

@@ -3,8 +3,9 @@
 import torch
 
 from draftsmith.drafters.trainable import TrainableDrafter
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Context, Plan
+from draftsmith.types import Context
 
 
 @torch.no_grad()
@@ -18,7 +19,7 @@ def check_law_over_time(drafter: TrainableDrafter, target: Target) -> None:
     generator = torch.Generator().manual_seed(5)
     texts_RL = torch.randint(0, target.vocab_size, (6, 60), generator=generator)
     states_RLF, _ = target.encode(texts_RL, drafter.taps)
-    drafter.attach(target.new_cache(5, 100))
+    drafter.attach(target.new_cache(5, 100), Plan((1,) * drafter.max_depth))
     # Each stage: rows in batch order, the last of them moved into the place of one that left; -1 is padding.
     stages = [[0], [0, 1, 2], [0, 1, 2], [2, 1], [2, 1, 3, -1], [2, 1, 3, -1], [3, 1, 4, 5], [5], [5]]
     lengths = {row: int(torch.randint(2, 20, (), generator=generator)) for row in range(6)}

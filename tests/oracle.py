@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.drafters.grow import grow
-from draftsmith.types import ROOT, UNUSED, Context, Draft, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT, UNUSED, Context, Draft
 from tiny import greedy_reference
 
 

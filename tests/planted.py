@@ -16,8 +16,9 @@ from draftsmith.engine.step import Stepper
 from draftsmith.evaluation.drawing import MakeStepper
 from draftsmith.evaluation.shared_rows import WrappedTarget
 from draftsmith.evaluation.small_world import TableDrafter
+from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Target
-from draftsmith.types import Context, Draft, Plan
+from draftsmith.types import Context, Draft
 from draftsmith.verify import Acceptance, Stream, probabilities
 from mutants import CHAIN, best_as_sample, chain_rule, drawn_in_bf16, one_token_too_many
 from toy import Accept

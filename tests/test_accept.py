@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from draftsmith.types import UNUSED, Draft, Plan, SamplingParams
+from draftsmith.plan import Plan
+from draftsmith.types import UNUSED, Draft, SamplingParams
 from draftsmith.verify import (
     SamplingBatch,
     Stream,

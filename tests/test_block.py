@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.types import ROOT, UNUSED, Draft, DraftsmithError, Plan, SamplingParams
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT, UNUSED, Draft, DraftsmithError, SamplingParams
 from draftsmith.verify import (
     SamplingBatch,
     accept_block,

@@ -20,8 +20,9 @@ from draftsmith.evaluation.chi_square import fit
 from draftsmith.evaluation.law import enumerate_law, read_plainly
 from draftsmith.evaluation.small_world import PROMPT, TableDrafter, small_target
 from draftsmith.native import LIBRARY
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import KVCache, Target
-from draftsmith.types import NO_DRAFT, Completion, Context, Draft, DraftsmithError, Plan, SamplingParams, unbroken
+from draftsmith.types import Completion, Context, Draft, DraftsmithError, SamplingParams, unbroken
 from oracle import OracleDrafter
 from tiny import VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 
@@ -242,8 +243,8 @@ def test_who_needs_whole_texts_is_told():
 class Recorder(CheckedDrafter):
     """Keeps every guess for every row."""
 
-    def attach(self, cache: KVCache) -> None:
-        super().attach(cache)
+    def attach(self, cache: KVCache, plan: Plan) -> None:
+        super().attach(cache, plan)
         self.guesses: dict[int, list[list[int]]] = {}
 
     def propose(self, context: Context, plan: Plan) -> Draft:

@@ -5,7 +5,8 @@ import torch
 
 from draftsmith.cli.plans import check_drafter, parse_plan
 from draftsmith.drafters.base import Drafter
-from draftsmith.types import NO_DRAFT, Context, Draft, DraftsmithError, Plan
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.types import Context, Draft, DraftsmithError
 
 RANKED = Plan((3, 2), paths=4)
 CONFIDENT = Plan((4, 4), beam=4, nodes=8)

@@ -20,7 +20,8 @@ from draftsmith.evaluation.contest_orderings import ordering_rows, orderings, su
 from draftsmith.evaluation.contest_plots import figures
 from draftsmith.evaluation.contest_report import cell_table, losers, verdict
 from draftsmith.evaluation.ledger import Ledger
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError
 from oracle import OracleDrafter
 from tiny import save_tiny_target
 

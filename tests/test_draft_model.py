@@ -21,8 +21,9 @@ from draftsmith.drafters.reading import PathReader, RowSlots
 from draftsmith.drafters.registry import families, load_drafter
 from draftsmith.engine import Engine
 from draftsmith.native import why_missing
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import DraftsmithError, Plan, SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 from tiny import (
     TOKENIZER_EOS,
     TOKENIZER_SIZE,

@@ -8,7 +8,8 @@ from draftsmith.drafters.base import NoDrafter
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.engine import Engine
-from draftsmith.types import Context, Draft, Plan, SamplingParams
+from draftsmith.plan import Plan
+from draftsmith.types import Context, Draft, SamplingParams
 from oracle import OracleDrafter, oracle_for
 from tiny import VOCABULARY, WIDTH, greedy_reference, prompts, tiny_model, tiny_target
 

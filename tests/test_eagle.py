@@ -23,9 +23,10 @@ from draftsmith.drafters.model_drafter import DraftModel
 from draftsmith.drafters.registry import family_of, load_drafter
 from draftsmith.drafters.static_tree import EAGLE_TREE
 from draftsmith.engine import Engine
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
 from draftsmith.training import trainer
-from draftsmith.types import NO_DRAFT, ROOT, Context, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import ROOT, Context, DraftsmithError, SamplingParams
 from law import check_law_over_time
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
 
@@ -98,9 +99,9 @@ def test_rows_beyond_the_engine_s_cache_are_refused():
         torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 1, WIDTH, dtype=torch.float64), torch.ones(2).long(),
         torch.tensor([2, 2]), torch.arange(2), torch.zeros(2), torch.zeros(2).long(),
     )
-    with pytest.raises(DraftsmithError, match=r"call attach\(cache\) first"):
+    with pytest.raises(DraftsmithError, match=r"call attach\(cache, plan\) first"):
         drafter.propose(seen, Plan((1,)))
-    drafter.attach(tiny_target().new_cache(1, 20))
+    drafter.attach(tiny_target().new_cache(1, 20), Plan((1,)))
     with pytest.raises(DraftsmithError, match="2 rows are drafted for at once, but there is room for 1"):
         drafter.propose(seen, Plan((1,)))
 

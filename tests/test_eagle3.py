@@ -16,9 +16,10 @@ from draftsmith.drafters.eagle_config import Eagle3Options, default_taps
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
 from draftsmith.training import trainer
-from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 from law import check_law_over_time
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
 

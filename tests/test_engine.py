@@ -8,8 +8,9 @@ import torch
 
 from contract import CheckedDrafter
 from draftsmith.engine import Engine
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, Completion, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import Completion, DraftsmithError, SamplingParams
 from oracle import OracleDrafter, oracle_for
 from tiny import ARCHITECTURES, CONTEXT, VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 

@@ -6,8 +6,9 @@ import torch
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.engine import Engine
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, Plan, SamplingParams
+from draftsmith.types import SamplingParams
 from tiny import VOCABULARY, WIDTH, greedy_reference, prompts, tiny_model, tiny_target
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from draftsmith.engine import Engine
-from draftsmith.types import DraftsmithError, Plan, SamplingParams
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError, SamplingParams
 from tiny import CONTEXT, VOCABULARY, prompts, tiny_target
 
 ONE = SamplingParams(max_tokens=2)

@@ -7,8 +7,9 @@ import torch
 
 from draftsmith.engine import Engine
 from draftsmith.engine.text import TextStream
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, Plan, SamplingParams
+from draftsmith.types import SamplingParams
 from oracle import OracleDrafter
 from tiny import TOKENIZER_SIZE, save_tiny_target
 

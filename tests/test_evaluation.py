@@ -24,8 +24,9 @@ from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts, load_pr
 from draftsmith.evaluation.provenance import provenance, without_folders
 from draftsmith.evaluation.race import race
 from draftsmith.evaluation.report import ensure_writable, markdown_table, write_json
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 from tiny import prompts as token_prompts
 from tiny import save_tiny_target
 

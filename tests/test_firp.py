@@ -15,9 +15,10 @@ from draftsmith.drafters.firp import FAMILY, FIRPDrafter
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
+from draftsmith.plan import Plan
 from draftsmith.target import Target, UpperLayers
 from draftsmith.training.recipe import load_recipe
-from draftsmith.types import Context, DraftsmithError, Plan, SamplingParams, TargetFacts
+from draftsmith.types import Context, DraftsmithError, SamplingParams, TargetFacts
 from family_training import check_training
 from tiny import ARCHITECTURES, VOCABULARY, WIDTH, prompts, tiny_model, tiny_target
 
@@ -264,7 +265,7 @@ def test_packed_for_the_demo_target(limit: int):
         cache, text_1L, torch.arange(length).unsqueeze(0), torch.ones((1, length, length), dtype=torch.bool).tril(),
         torch.zeros(1, dtype=torch.long), torch.arange(length), drafter.taps,
     )
-    decoding.attach(cache)
+    decoding.attach(cache, decoding.default_plan())
     one_1 = torch.ones(1, dtype=torch.long)
     root = Context(
         one_1.unsqueeze(0), features_1LF[:, -1:], one_1, length * one_1 + 1, 0 * one_1, torch.zeros(1), 0 * one_1

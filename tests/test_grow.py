@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounter
 
 from draftsmith.drafters.base import StagewiseDrafter
 from draftsmith.drafters.grow import grow
-from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
 from draftsmith.verify import tree_tables
 from toy import chi_square_p_value
 

@@ -12,8 +12,9 @@ import training_toy as toy
 from contract import check_drafter, check_forward_law
 from draftsmith.drafters.hydra import HydraDrafter, HydraOptions, make_hydra
 from draftsmith.drafters.registry import load_drafter
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.types import DraftsmithError
 from heads_toy import check_packed, check_training, demo_target
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
 

@@ -14,7 +14,8 @@ from contract import check_drafter, check_forward_law
 from draftsmith.drafters.hydra import BORROWED, HydraDrafter, HydraOptions, HydraPrefixDrafter, make_hydra
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.registry import load_drafter
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError
 from heads_toy import check_packed, check_training, demo_target
 from law import check_law_over_time
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
@@ -171,7 +172,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
     published(tmp_path, grounded_heads=False)
     with pytest.raises(DraftsmithError, match="says grounded_heads False, but only True"):
         load_drafter(tmp_path, tiny_target())
-    with pytest.raises(DraftsmithError, match=r"call attach\(cache\) first"):
+    with pytest.raises(DraftsmithError, match=r"call attach\(cache, plan\) first"):
         make().begin(None)
 
 

@@ -16,11 +16,12 @@ from draftsmith.drafters.hydra import HydraOptions, make_hydra
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
+from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.recipe import build_recipe
 from draftsmith.training.trainer import TrainingInterrupted, TrainingResult, train
-from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 from heads_toy import evaluate
 from tiny import TOKENIZER_EOS, TOKENIZER_SIZE, greedy_reference, tiny_model, tiny_tokenizer
 

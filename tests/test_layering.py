@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
     ("types",),
-    ("assets", "native"),
+    ("assets", "native", "plan"),
     ("target", "verify"),
     ("drafters",),
     ("engine",),

@@ -11,8 +11,9 @@ import torch
 from contract import check_draft
 from draftsmith.drafters.lookahead import LookaheadDrafter, LookaheadOptions
 from draftsmith.engine import Engine
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import ROOT, Context, Draft, Plan, SamplingParams
+from draftsmith.types import ROOT, Context, Draft, SamplingParams
 from lookup_toy import context_of, counting_model, trees
 from tiny import VOCABULARY, prompts, tiny_model, tiny_target
 

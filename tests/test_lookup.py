@@ -16,8 +16,9 @@ from draftsmith.drafters.ngram import NgramDrafter, NgramOptions
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.drafters.suffix import Memory, SuffixDrafter, SuffixOptions
 from draftsmith.engine import Engine
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, ROOT, Draft, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import ROOT, Draft, DraftsmithError, SamplingParams
 from lookup_toy import context_of, counting_model, trees
 from tiny import VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 

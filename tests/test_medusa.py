@@ -13,8 +13,9 @@ from contract import check_drafter, check_forward_law
 from draftsmith.drafters.medusa import MedusaDrafter, MedusaOptions, make_medusa
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.drafters.static_tree import MEDUSA_TREE
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Context, DraftsmithError, Plan
+from draftsmith.types import Context, DraftsmithError
 from heads_toy import check_packed, check_training, demo_target
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
 

@@ -13,8 +13,9 @@ from draftsmith.drafters.base import NoDrafter
 from draftsmith.drafters.mlp import MLPSpeculator, initialise_from_target
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.drafters.registry import families, load_drafter
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Context, DraftsmithError, Plan, TargetFacts
+from draftsmith.types import Context, DraftsmithError, TargetFacts
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
 
 FACTS = TargetFacts(WIDTH, VOCABULARY, None, "toy")

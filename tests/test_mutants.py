@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from block_mutants import BLOCK, BLOCK_MUTANTS, block_rule
-from draftsmith.types import Plan
+from draftsmith.plan import Plan
 from draftsmith.verify import accept_block, accept_sampled
 from mutants import CHAIN, MUTANTS, chain_rule
 from toy import LENGTH, Accept, decode, law_p_value, world

@@ -14,8 +14,9 @@ from draftsmith.drafters.eagle3 import make_eagle3
 from draftsmith.drafters.eagle_config import Eagle3Options, EagleOptions
 from draftsmith.drafters.feature_drafter import FeatureDrafter
 from draftsmith.native.layers import pack_linears
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Context, Plan
+from draftsmith.types import Context
 from test_native_step import context_for, threads  # noqa: F401
 from tiny import VOCABULARY, WIDTH, tiny_model
 
@@ -79,7 +80,7 @@ def contexts(batch: int, taps: int, seed: int) -> list[Context]:
 
 def drafts(drafter: FeatureDrafter, steps: list[Context], plan: Plan = CHAIN, follows: bool = False) -> Tensor:
     """Draft at every step; tokens (steps, B, N). With `follows` nothing is drafted at the second."""
-    drafter.attach(target().new_cache(len(steps[0].counts_B), 64))
+    drafter.attach(target().new_cache(len(steps[0].counts_B), 64), plan)
     tokens = []
     for number, context in enumerate(steps):
         if follows and number == 1:
@@ -136,7 +137,7 @@ def test_rows_move_to_other_slots_with_what_they_hold():
     native = native_form(VARIANTS["eagle"]())
     steps = contexts(4, 1, 5)
     expected = drafts(native, steps)
-    native.attach(target().new_cache(4, 64))
+    native.attach(target().new_cache(4, 64), CHAIN)
     for context in steps[:2]:
         native.propose(context, CHAIN)
     native.reset_rows([1])
@@ -154,18 +155,29 @@ def test_trees_and_samples_go_the_other_way():
     native, steps = native_form(made), contexts(3, 1, 7)
     for plan in (Plan((2, 2)), Plan((2, 1), sampled=True), Plan((1, 1, 1), nodes=2)):
         drafts(native, steps, plan)
-    native.attach(target().new_cache(3, 64))
+    native.attach(target().new_cache(3, 64), CHAIN)
     assert native.propose(steps[0], CHAIN).tokens_BN.shape == (3, 4)
     # What a chain has begun, a tree goes on from.
     assert native.propose(steps[1], Plan((2, 2))).tokens_BN.shape == (3, 6)
 
 
+@pytest.mark.parametrize("plan", [CHAIN, Plan((8, 4, 2, 1), beam=8), Plan((3, 3), sampled=True)], ids=str)
+def test_rows_that_nothing_was_drafted_for_at_first_get_the_same_drafts_later(plan: Plan):
+    """As when an engine is too busy to draft, and then is not."""
+    native, steps, found = native_form(VARIANTS["eagle"]()), contexts(8, 1, 7), []
+    for first in (lambda: native.propose(steps[0], plan), lambda: native.follow(steps[0])):
+        native.attach(target().new_cache(8, 64), plan)
+        first()
+        found.append(torch.cat([native.propose(context, plan).tokens_BN for context in steps[1:]]))
+    assert torch.equal(*found)
+
+
 def test_what_does_not_fit_is_refused():
     native, (context, *_) = native_form(VARIANTS["eagle"]()), contexts(2, 1, 0)
-    native.attach(target().new_cache(2, 4))
+    native.attach(target().new_cache(2, 4), CHAIN)
     with pytest.raises(IndexError, match="do not fit a slot of 4"):
         native.propose(replace(context, counts_B=torch.tensor([9, 1]), lengths_B=torch.tensor([10, 2])), CHAIN)
-    native.attach(target().new_cache(2, 64))
+    native.attach(target().new_cache(2, 64), CHAIN)
     with pytest.raises(IndexError, match=f"there is no token {VOCABULARY}"):
         native.propose(replace(context, tokens_BT=torch.full_like(context.tokens_BT, VOCABULARY)), CHAIN)
     with pytest.raises(RuntimeError, match="the context has to be"):

@@ -17,8 +17,9 @@ from draftsmith.drafters.recurrent_config import RecurrentConfig
 from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.native.heads import ALL, RESIDUAL, NativeHead, native_heads
 from draftsmith.native.layers import PackedLinear
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.types import DraftsmithError
 from test_native_step import SHAPES, certain_rows, context_for, instructions, threads  # noqa: F401
 from tiny import VOCABULARY, WIDTH, tiny_model
 

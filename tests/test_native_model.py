@@ -27,8 +27,9 @@ from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.native.layers import Int8Linear, PackedEmbedding, PackedExperts, PackedLinear
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import KVCache, Target, keep_path
-from draftsmith.types import NO_DRAFT, ROOT, UNUSED, Plan, SamplingParams
+from draftsmith.types import ROOT, UNUSED, SamplingParams
 from draftsmith.verify import tree_tables
 from oracle import OracleDrafter
 from test_target import path_to, random_tree

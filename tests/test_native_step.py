@@ -20,8 +20,9 @@ from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.engine.step import Layout, commit_greedy, commit_greedy_natively
 from draftsmith.native import LIBRARY, kernels_in_use, use_kernels, why_missing
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, Plan
+from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
 from draftsmith.verify import tree_tables
 from test_tree import random_parents
 from tiny import VOCABULARY, WIDTH, tiny_model

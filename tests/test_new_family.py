@@ -11,7 +11,7 @@ import training_toy as toy
 from contract import check_drafter, check_forward_law
 from draftsmith.drafters.registry import families, family_named, load_drafter
 from draftsmith.drafters.trainable import TrainableDrafter
-from draftsmith.types import Plan
+from draftsmith.plan import Plan
 from tiny import tiny_model, tiny_target
 
 PAGE = Path(__file__).parent.parent / "docs" / "new-family.md"

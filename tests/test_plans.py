@@ -11,8 +11,9 @@ from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.engine import Engine
 from draftsmith.evaluation.wording import words
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Context, Draft, Plan, SamplingParams
+from draftsmith.types import Context, Draft, SamplingParams
 from oracle import StagewiseOracle, oracle_for
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
 from toy import chi_square_p_value

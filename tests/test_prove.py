@@ -21,8 +21,9 @@ from draftsmith.evaluation.rounding import judge_by_movement, logits_by_shape, m
 from draftsmith.evaluation.sampling_proof import ALPHA
 from draftsmith.evaluation.shared_rows import SharedRows
 from draftsmith.evaluation.small_world import PROMPT, STAND_IN, TableDrafter, small_drafter, small_target
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 from planted import PLANTED, LeakyMask, Planted
 from tiny import prompts, save_tiny_target, tiny_target
 

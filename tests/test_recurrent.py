@@ -14,9 +14,10 @@ from draftsmith.drafters.recurrent import FAMILY, RecurrentDrafter
 from draftsmith.drafters.recurrent_config import RecurrentConfig
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
+from draftsmith.plan import Plan
 from draftsmith.target import Target
 from draftsmith.training.recipe import load_recipe
-from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, Plan, SamplingParams, TargetFacts
+from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, SamplingParams, TargetFacts
 from family_training import check_training
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
 

@@ -13,7 +13,8 @@ from draftsmith.drafters.model_drafter import DraftModel
 from draftsmith.drafters.registry import family_named, load_drafter
 from draftsmith.drafters.small_lm import SmallLM
 from draftsmith.engine import Engine
-from draftsmith.types import DraftsmithError, Plan, SamplingParams
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError, SamplingParams
 from tiny import WIDTH, tiny_model, tiny_target
 
 

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from contract import check_drafter, contract_prompts
 from draftsmith.cli.plans import check_prunable, parse_plan, read_shape
@@ -17,7 +19,8 @@ from draftsmith.drafters.ngram import NgramOptions, make_ngram
 from draftsmith.drafters.static_tree import EAGLE_TREE, MEDUSA_TREE, plan_of, pruned, static_tree
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import plan_for
-from draftsmith.types import ROOT, Context, DraftsmithError, Plan, SamplingParams
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT, Context, DraftsmithError, SamplingParams
 from test_grow import RandomDrafter, V, context_of
 from test_plans import ALPHA, DRAWS, LENGTH, TOP_K, KnowingDrafter, law_after, mlp_speculator, oracle
 from tiny import VOCABULARY, prompts, tiny_model, tiny_target
@@ -120,9 +123,32 @@ def test_every_node_is_the_guess_of_its_ranks(choices: tuple):
 
 
 def test_the_likeliest_path_lies_in_front():
-    tree = static_tree(Plan(choices=EAGLE_TREE).choices)
-    assert tree.parents[:5] == (ROOT, 0, 1, 2, 3)
-    assert all(parent < node for node, parent in enumerate(tree.parents))
+    parents = static_tree(Plan(choices=EAGLE_TREE).choices, torch.device("cpu")).parents_N.tolist()
+    assert parents[:5] == [ROOT, 0, 1, 2, 3]
+    assert all(parent < node for node, parent in enumerate(parents))
+
+
+class FromTheHost(TorchDispatchMode):
+    """Counts the tensors that are made of Python numbers, each a transfer where the drafter is on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.lift_fresh.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_tables_go_to_the_device_once():
+    drafter, context, plan = medusa(), context_of(3), Plan(choices=MEDUSA_TREE[:31])
+    features_BTF = torch.randn(*context.tokens_BT.shape, 32, dtype=torch.float64)
+    transfers = []
+    for _ in range(2):
+        with FromTheHost() as seen:
+            drafter.propose(replace(context, features_BTF=features_BTF), plan)
+        transfers.append(seen.count)
+    assert transfers[0] > 0 and transfers[1] == 0
 
 
 def test_ranks_beyond_the_vocabulary_are_refused():

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.engine import Engine
-from draftsmith.types import LOSSY, NO_DRAFT, UNUSED, Draft, Plan, SamplingParams, Statistics
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.types import LOSSY, UNUSED, Draft, SamplingParams, Statistics
 from draftsmith.verify import (
     SamplingBatch,
     Stream,

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from draftsmith.drafters.base import StagewiseDrafter
 from draftsmith.drafters.grow import grow
-from draftsmith.types import Context, Draft, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import Context, Draft
 from draftsmith.verify import Acceptance, ancestor_table
 
 ALPHABET = 8

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draftsmith.drafters.registry import load_drafter
     from draftsmith.engine import Engine
+    from draftsmith.plan import Plan
     from draftsmith.target import Target
-    from draftsmith.types import DraftsmithError, Plan, SamplingParams
+    from draftsmith.types import DraftsmithError, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -19,7 +20,7 @@ __all__ = ["DraftsmithError", "Engine", "Plan", "SamplingParams", "Target", "__v
 _HOMES = {
     "DraftsmithError": "draftsmith.types",
     "Engine": "draftsmith.engine",
-    "Plan": "draftsmith.types",
+    "Plan": "draftsmith.plan",
     "SamplingParams": "draftsmith.types",
     "Target": "draftsmith.target",
     "load_drafter": "draftsmith.drafters.registry",

@@ -21,7 +21,8 @@ from draftsmith.cli.common import (
     load_target,
     settle_compilation,
 )
-from draftsmith.types import NO_DRAFT, DraftsmithError
+from draftsmith.plan import NO_DRAFT
+from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.drafters.mlp import MLPSpeculator

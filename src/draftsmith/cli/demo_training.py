@@ -17,12 +17,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.engine import Engine
+from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
 from draftsmith.training.lessons import prepare
 from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import DistillationSection, OptimizerSection
 from draftsmith.training.schedule import learning_rate
-from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams, unbroken
+from draftsmith.types import DraftsmithError, SamplingParams, unbroken
 
 RESOLUTION = 1000
 """The schedule knows steps; the clock is cut into so many."""

@@ -39,11 +39,12 @@ from draftsmith.cli.plans import (
     parse_plan,
     read_rules,
 )
-from draftsmith.types import LOSSY, NO_DRAFT, Completion, DraftsmithError, SamplingParams, Statistics
+from draftsmith.plan import NO_DRAFT
+from draftsmith.types import LOSSY, Completion, DraftsmithError, SamplingParams, Statistics
 
 if TYPE_CHECKING:
     from draftsmith.engine import Engine
-    from draftsmith.types import Plan
+    from draftsmith.plan import Plan
 
 SAMPLING = "Sampling"
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftsmith.cli.common import numbers
-from draftsmith.types import NO_DRAFT, AcceptanceRule, DraftsmithError, Plan
+from draftsmith.plan import NO_DRAFT, AcceptanceRule, Plan
+from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.drafters.base import Drafter

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from draftsmith import assets
 from draftsmith.cli.common import JsonOption, check_outputs, gather_prompts, load_target
-from draftsmith.types import NO_DRAFT, DraftsmithError, SamplingParams, unbroken
+from draftsmith.plan import NO_DRAFT
+from draftsmith.types import DraftsmithError, SamplingParams, unbroken
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from draftsmith.types import Context, Draft, DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import Context, Draft, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache
@@ -53,10 +54,11 @@ class Drafter(ABC):
         """Return the memory its weights take beside the target's."""
         return 0
 
-    def attach(self, cache: "KVCache") -> None:
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Take note of the engine's storage before it decodes: how many rows and tokens it holds, and the target's K/V.
 
-        Called at the start of every call to the engine, when no row is active. Drafters without state do nothing.
+        Called at the start of every call to the engine, when no row is active, with the plan of that call's drafts.
+        Drafters without state do nothing.
         """
         return
 

@@ -10,7 +10,8 @@ from pydantic import Field
 from draftsmith.drafters.decoder_layer import LayerSizes
 from draftsmith.drafters.family import TrainedOptions
 from draftsmith.drafters.static_tree import EAGLE_TREE, plan_of
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftsmith.drafters.family import Family, Options
 from draftsmith.drafters.model_drafter import MAX_DEPTH, ModelDrafter
 from draftsmith.drafters.reading import SCRATCH, PathReader
+from draftsmith.plan import Plan
 from draftsmith.types import Context
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class EarlyExit(ModelDrafter):
         """All weights are the target's."""
         return 0
 
-    def attach(self, cache: "KVCache") -> None:
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Read and write the target's own cache."""
         self._reader = PathReader(self.model, cache)
 

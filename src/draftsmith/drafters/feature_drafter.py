@@ -30,10 +30,11 @@ from draftsmith.drafters.decoder_layer import (
 )
 from draftsmith.drafters.eagle_config import Tree
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.row_cache import Reading, RowCache
+from draftsmith.drafters.row_cache import Reading, RowCache, attached
 from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter
 from draftsmith.native.layers import packed_parts
-from draftsmith.types import Context, Draft, DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import Context, Draft
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache, Target
@@ -79,7 +80,6 @@ class FeatureDrafter(TrainableDrafter):
         self.layer_sizes, self.tree = sizes, tree
         self._vocab_size = vocab_size
         self._rotary = Rotary(sizes)
-        self._engine_cache: KVCache | None = None
         self._memory: RowCache | None = None
         self.embedding = FrozenTable(vocab_size, sizes.hidden_size)
 
@@ -152,30 +152,20 @@ class FeatureDrafter(TrainableDrafter):
             [sizes.rms_norm_eps, self._rotary.scale], keeps_normal,
         )
 
-    def attach(self, cache: "KVCache") -> None:
-        """Begin with empty storage of the same slots and capacity, made when it is known who writes it."""
-        self._engine_cache, self._memory = cache, None
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
+        """Begin with empty storage of the same slots and capacity, in the dtype that drafts of this plan read."""
+        self._memory = None
+        self._memory = RowCache(self.layer_sizes, cache, self.embedding.weight, native=self._knows(plan))
 
-    def _remembered(self, natively: bool) -> RowCache:
-        if self._engine_cache is None:
-            raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache) first.")
-        if self._memory is None:
-            weight = self.embedding.weight
-            # A CPU multiplies these small matrices twice as fast in fp32 as in bf16; the native operator reads bf16.
-            slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
-            self._memory = RowCache(
-                self.layer_sizes.num_key_value_heads, self.layer_sizes.head_dim, self._engine_cache,
-                torch.float32 if slow and not natively else weight.dtype, weight.device,
-            )
-        return self._memory
+    def _knows(self, plan: Plan) -> bool:
+        """Whether the native operator makes drafts of this plan: it makes chains."""
+        chain = not plan.sampled and plan.max_nodes == plan.depth and max(plan.branching, default=0) == 1
+        return self._native is not None and chain and plan.depth <= self.max_depth
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain or tree, chains natively where the layer is."""
-        chain = not plan.sampled and plan.max_nodes == plan.depth and max(plan.branching, default=0) == 1
-        if self._native is None or not chain or plan.depth > self.max_depth:
-            return grow(self, context, plan)
-        memory = self._remembered(natively=True)
-        if memory.dtype != torch.bfloat16:
+        memory = self._memory
+        if memory is None or memory.dtype != torch.bfloat16 or not self._knows(plan):
             return grow(self, context, plan)
         return Draft(*self._chain(context, memory, plan.depth), plan.depth, branching=plan.branching)
 
@@ -200,20 +190,17 @@ class FeatureDrafter(TrainableDrafter):
         Returns:
             where it went; its queries (N, H, W) and residual stream (N, F); what the rows hold, (B, S, G, W) twice.
         """
-        memory = self._remembered(natively=False)
-        attention = self.layer.self_attn
+        memory = attached(self._memory)
         reading = memory.lay_out(context)
         inputs_NE, residual_NF = self._enter(reading.tokens_N, self.fuse(reading.features_NF))
-        heads = attention.project(inputs_NE).to(memory.dtype)
-        cos_PW, sin_PW = self._rotary.tables(reading.span, heads.dtype, heads.device)
-        places = reading.places
-        q_NHW, k_NGW, v_NGW = attention.turn(heads, cos_PW[places].unsqueeze(1), sin_PW[places].unsqueeze(1))
-        return reading, q_NHW, residual_NF, *memory.store(reading, k_NGW, v_NGW)
+        q_NHW, keys_BSGW, values_BSGW = memory.store(reading, self.layer.self_attn, self._rotary, inputs_NE)
+        return reading, q_NHW, residual_NF, keys_BSGW, values_BSGW
 
     def follow(self, context: Context) -> None:
         """Store what was committed, and guess nothing."""
-        if self._native is not None and self._remembered(natively=True).dtype == torch.bfloat16:
-            self._chain(context, self._remembered(natively=True), 0)
+        memory = self._memory
+        if self._native is not None and memory is not None and memory.dtype == torch.bfloat16:
+            self._chain(context, memory, 0)
         else:
             self._store(context)
 

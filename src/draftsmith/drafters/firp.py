@@ -41,8 +41,9 @@ from torch import Tensor, nn
 from draftsmith.drafters.family import Family, TrainedOptions
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter, check_target
+from draftsmith.plan import Plan
 from draftsmith.target.upper import UpperLayers
-from draftsmith.types import Context, DraftsmithError, Plan
+from draftsmith.types import Context, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache, Target
@@ -169,7 +170,7 @@ class FIRPDrafter(TrainableDrafter):
         logits: Tensor = (upper.head if self.head is None else self.head)(final)
         return logits
 
-    def attach(self, cache: "KVCache") -> None:
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Keep the target's cache: guesses attend to its keys and values, and write theirs where the draft will be."""
         self._cache = cache
 

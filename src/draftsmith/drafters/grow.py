@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftsmith.drafters.base import StagewiseDrafter
 from draftsmith.drafters.static_tree import static_tree
-from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
 from draftsmith.verify.noise import Stream, categorical, uniform
 
 # Any q is exact for a greedy row; a sharp one guesses the argmax, which is all that such a row can accept.
@@ -102,24 +103,21 @@ def _static(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     tokens_R, state = drafter.begin(context)
     batch, device = tokens_R.shape[0], tokens_R.device
     offsets_B1 = torch.arange(batch, device=device).unsqueeze(1)
-    tree = static_tree(plan.choices)
+    tree = static_tree(plan.choices, device)
     levels, frontier = [], 1
     for depth, level in enumerate(tree.levels):
         _, tokens_RC, state = drafter.top_k(depth, state, tokens_R, level.width, scores=False)
-        tokens_BW = tokens_RC.reshape(batch, -1)[:, torch.tensor(level.taken, device=device)]
+        tokens_BW = tokens_RC.reshape(batch, -1)[:, level.taken_W]
         levels.append(tokens_BW)
-        if not level.grown:
+        if level.frontier == 0:
             break
-        if len(level.grown) < len(level.taken):
-            tokens_BW = tokens_BW[:, torch.tensor(level.grown, device=device)]
-        tokens_R = tokens_BW.reshape(-1)
-        if level.under != tuple(range(frontier)):
-            rows_R = (offsets_B1 * frontier + torch.tensor(level.under, device=device)).reshape(-1)
+        tokens_R = (tokens_BW if level.grown_F is None else tokens_BW[:, level.grown_F]).reshape(-1)
+        if level.under_F is not None:
+            rows_R = (offsets_B1 * frontier + level.under_F).reshape(-1)
             state = _map_state(state, partial(torch.index_select, dim=0, index=rows_R))
-        frontier = len(level.grown)
-    tokens_BN = torch.cat(levels, dim=1)[:, torch.tensor(tree.order, device=device)]
-    parents_BN = torch.tensor(tree.parents, device=device).expand(batch, -1)
-    return Draft(tokens_BN, parents_BN, plan.depth, branching=plan.branching)
+        frontier = level.frontier
+    tokens_BN = torch.cat(levels, dim=1)[:, tree.order_N]
+    return Draft(tokens_BN, tree.parents_N.expand(batch, -1), plan.depth, branching=plan.branching)
 
 
 def _levels(

@@ -17,7 +17,8 @@ from draftsmith.drafters.family import TrainedOptions, explain
 from draftsmith.drafters.learner import check_target
 from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.native.heads import NARROW, RESIDUAL
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
@@ -62,16 +63,18 @@ class ResidualBlock(nn.Module):
     """x + SiLU(linear x), at first the identity (arXiv:2401.10774, section 2.1.1).
 
     With `conditions`, that many embeddings stand beside the state in x, and a linear map of x to the state's width, at
-    first the choice of the state, takes the place of x in the sum (arXiv:2402.05109, section 3).
+    first the choice of the state, takes the place of x in the sum (arXiv:2402.05109, section 3). With `drawn` the layer
+    starts as PyTorch's do.
     """
 
-    def __init__(self, width: int, conditions: int = 0) -> None:
+    def __init__(self, width: int, conditions: int = 0, drawn: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear((conditions + 1) * width, width)
-        nn.init.zeros_(self.linear.weight)
-        # The published code leaves the bias random, which moves the first guesses off the target's own.
-        nn.init.zeros_(self.linear.bias)
-        self.res_connection: nn.Module = nn.Identity()
+        if not drawn:
+            nn.init.zeros_(self.linear.weight)
+            # The published code leaves the bias random, which moves the first guesses off the target's own.
+            nn.init.zeros_(self.linear.bias)
+        self.res_connection: nn.Module | None = None
         if conditions:
             self.res_connection = nn.Linear((conditions + 1) * width, width)
             nn.init.eye_(self.res_connection.weight)
@@ -79,7 +82,7 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn (…, (conditions + 1) F) into (…, F)."""
-        kept: Tensor = self.res_connection(x)
+        kept: Tensor = x if self.res_connection is None else self.res_connection(x)
         return kept + F.silu(self.linear(x))
 
 
@@ -88,8 +91,8 @@ def native_steps(blocks: nn.Module) -> list[tuple[int, list[nn.Module]]]:
     steps: list[tuple[int, list[nn.Module]]] = []
     for block in blocks.children():
         assert isinstance(block, ResidualBlock)
-        plain = isinstance(block.res_connection, nn.Identity)
-        steps.append((RESIDUAL, [block.linear]) if plain else (NARROW, [block.linear, block.res_connection]))
+        kept = block.res_connection
+        steps.append((RESIDUAL, [block.linear]) if kept is None else (NARROW, [block.linear, kept]))
     return steps
 
 

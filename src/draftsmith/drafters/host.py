@@ -10,7 +10,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.types import UNUSED, Context, Draft, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import UNUSED, Context, Draft
 
 
 class Tree:

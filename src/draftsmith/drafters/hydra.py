@@ -36,6 +36,7 @@ from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.prefix_attention import PrefixAttention
 from draftsmith.drafters.trainable import FrozenTable
 from draftsmith.native.heads import ALL, NativeHead, native_heads
+from draftsmith.plan import Plan
 from draftsmith.types import Context, DraftsmithError
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class HydraPrefixDrafter(HydraDrafter):
         """Return new heads of other options for the same target."""
         return super().like(options, draft_tokens).with_prefix(self.prefix.sizes)
 
-    def attach(self, cache: "KVCache") -> None:
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Begin with an empty memory."""
         self.prefix.attach(cache, self.embedding.weight)
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from draftsmith.drafters.family import Family, Options
 from draftsmith.drafters.host import HostDrafter, Tree
-from draftsmith.types import ROOT, Context, Draft, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT, Context, Draft
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache, Target
@@ -133,7 +134,7 @@ class LookaheadDrafter(HostDrafter[LookaheadRow]):
         depth = max(height, options.window + height - 2)
         return Plan((options.guesses + 2,) * depth, nodes=options.guesses * height + window)
 
-    def attach(self, cache: "KVCache") -> None:
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
         self._observed = None
 
     def new_row(self) -> LookaheadRow:

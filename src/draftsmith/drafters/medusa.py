@@ -28,7 +28,8 @@ from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock, n
 from draftsmith.drafters.static_tree import MEDUSA_TREE, plan_of
 from draftsmith.drafters.trainable import FrozenTable
 from draftsmith.native.heads import NativeHead, native_heads
-from draftsmith.types import Context, DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import Context, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target

@@ -22,7 +22,8 @@ from draftsmith.drafters.family import Family
 from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPOptions, MLPSpeculatorConfig
 from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter, check_target
 from draftsmith.native.layers import packed_parts
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target

@@ -16,8 +16,9 @@ from torch.nn.functional import pad
 from draftsmith.drafters.base import StagewiseDrafter, best
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.reading import ROOM, SCRATCH, PathReader, RowSlots
+from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Target
-from draftsmith.types import UNUSED, Context, Draft, Plan
+from draftsmith.types import UNUSED, Context, Draft
 
 MAX_DEPTH = 128
 
@@ -162,7 +163,7 @@ class DraftModel(ModelDrafter):
         """Return how many of its own tokens the model may have to hold for a row of the target's cache."""
         return cache.capacity
 
-    def attach(self, cache: KVCache) -> None:
+    def attach(self, cache: KVCache, plan: Plan) -> None:
         """Make room for as many rows, and forget all of them."""
         self._limit = min(self.model.max_length, self.longest_text(cache))
         sizes = (cache.slots + 1, self._limit + ROOM)

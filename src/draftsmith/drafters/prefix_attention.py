@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.decoder_layer import DecoderLayer, LayerSizes, RMSNorm, Rotary, attend_committed
-from draftsmith.drafters.row_cache import Reading, RowCache
-from draftsmith.types import Context, DraftsmithError
+from draftsmith.drafters.row_cache import Reading, RowCache, attached
+from draftsmith.types import Context
 
 if TYPE_CHECKING:
     from draftsmith.target import KVCache
@@ -53,12 +53,7 @@ class PrefixAttention(nn.Module):
     def attach(self, cache: "KVCache", weight: Tensor) -> None:
         """Begin with empty storage of the same slots and capacity, for states of this tensor's dtype and device."""
         self._memory = None
-        # A CPU multiplies these small matrices twice as fast in fp32 as in bf16.
-        slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
-        self._memory = RowCache(
-            self.sizes.num_key_value_heads, self.sizes.head_dim, cache, torch.float32 if slow else weight.dtype,
-            weight.device,
-        )
+        self._memory = RowCache(self.sizes, cache, weight)
 
     def forget(self, rows: list[int]) -> None:
         """Let go of rows that ended."""
@@ -71,15 +66,12 @@ class PrefixAttention(nn.Module):
         Returns:
             where it went; its queries (N, H, W) and states (N, F); what the rows hold, (B, S, G, W) twice.
         """
-        if self._memory is None:
-            raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache) first.")
-        reading = self._memory.lay_out(context)
+        memory, layer = attached(self._memory), self.layer
+        reading = memory.lay_out(context)
         states_NF = reading.features_NF.to(dtype)
-        heads = self.layer.self_attn.project(self.layer.input_layernorm(states_NF)).to(self._memory.dtype)
-        cos_PW, sin_PW = self._rotary.tables(reading.span, heads.dtype, heads.device)
-        places = reading.places
-        q_NHW, k_NGW, v_NGW = self.layer.self_attn.turn(heads, cos_PW[places].unsqueeze(1), sin_PW[places].unsqueeze(1))
-        return reading, q_NHW, states_NF, *self._memory.store(reading, k_NGW, v_NGW)
+        inputs_NF = layer.input_layernorm(states_NF)
+        q_NHW, keys_BSGW, values_BSGW = memory.store(reading, layer.self_attn, self._rotary, inputs_NF)
+        return reading, q_NHW, states_NF, keys_BSGW, values_BSGW
 
     def roots(self, context: Context, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Store what was committed; return the root tokens (B) and what the layer makes of their states (B, F)."""

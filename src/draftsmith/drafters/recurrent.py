@@ -28,25 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.drafters.family import Family
+from draftsmith.drafters.heads import ResidualBlock, native_steps
 from draftsmith.drafters.recurrent_config import MODEL_TYPE, RecurrentConfig, RecurrentOptions
 from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter, check_target
-from draftsmith.native.heads import PROJECT, RECURRENT, RESIDUAL, SUM, NativeHead, native_heads
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.native.heads import PROJECT, RECURRENT, SUM, NativeHead, native_heads
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
-
-
-class ResidualBlock(nn.Module):
-    """x + SiLU(linear x)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Keep the shape."""
-        return x + F.silu(self.linear(x))
 
 
 class RecurrentDrafter(RowwiseDrafter):
@@ -67,7 +57,7 @@ class RecurrentDrafter(RowwiseDrafter):
         self.input_proj: nn.Module = nn.Identity()
         if config.width != 2 * width:
             self.input_proj = nn.Linear(2 * width, config.width)
-        blocks = [ResidualBlock(config.width) for _ in range(config.num_draft_layers)]
+        blocks = [ResidualBlock(config.width, drawn=True) for _ in range(config.num_draft_layers)]
         self.lm_head = nn.Sequential(*blocks, nn.Linear(config.width, config.scored, bias=False))
         if config.rnn:
             self.rnn_u = nn.Linear(width, width)
@@ -98,12 +88,9 @@ class RecurrentDrafter(RowwiseDrafter):
 
     def native_form(self) -> Any:
         """Return the operator of heads over a recurrent state; all depths have the same one."""
-        steps: list[tuple[int, list[nn.Module]]] = []
+        steps = native_steps(self.lm_head[:-1])
         if not isinstance(self.input_proj, nn.Identity):
-            steps.append((PROJECT, [self.input_proj]))
-        for block in self.lm_head[:-1].children():
-            assert isinstance(block, ResidualBlock)
-            steps.append((RESIDUAL, [block.linear]))
+            steps.insert(0, (PROJECT, [self.input_proj]))
         heads = [NativeHead(steps, self.lm_head[-1])] * self.max_depth
         reads, cell = (RECURRENT, [self.rnn_w, self.rnn_u]) if self.config.rnn else (SUM, [])
         return native_heads(heads, self.config.hidden_size, reads, self._table_VF, cell, self.d2t)

@@ -3,8 +3,8 @@
 Slot b belongs to row b of the batch, as in the target's cache, so that what a batch needs is a slice and never a copy;
 only when rows leave do the entries of the rows that moved up move too.
 
-Shapes: B rows, N newly committed entries of all rows together, S entries looked at, C capacity of a slot, G key/value
-heads, W head width, T context tokens, F feature width.
+Shapes: B rows, N newly committed entries of all rows together, S entries looked at, C capacity of a slot, H query
+heads, G key/value heads, W head width, E width of what attention reads, T context tokens, F feature width.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.decoder_layer import Attention, LayerSizes, Rotary
 from draftsmith.target import KVCache
 from draftsmith.types import Context, DraftsmithError
 
@@ -45,14 +46,19 @@ class RowCache:
     """Storage for the rows of one call to the engine.
 
     Args:
-        heads, width: G and W.
+        sizes: of the layer whose keys and values it keeps.
         like: the engine's cache, whose slots and capacity this one has.
+        weight: one of the drafter's, whose device it has, and whose dtype unless another is faster.
+        native: whether the native operator uses it, which knows no dtype but its weights'.
     """
 
-    def __init__(self, heads: int, width: int, like: KVCache, dtype: torch.dtype, device: torch.device) -> None:
-        storage = KVCache([(heads, width, heads, width)], like.slots, like.capacity, dtype, device)
+    def __init__(self, sizes: LayerSizes, like: KVCache, weight: Tensor, native: bool = False) -> None:
+        # A CPU multiplies these small matrices twice as fast in fp32 as in bf16.
+        slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+        self.dtype = torch.float32 if slow and not native else weight.dtype
+        heads, width = sizes.num_key_value_heads, sizes.head_dim
+        storage = KVCache([(heads, width, heads, width)], like.slots, like.capacity, self.dtype, weight.device)
         self.keys_RCGW, self.values_RCGW = storage.keys_RCHD[0], storage.values_RCHD[0]
-        self.dtype = dtype
         self._rows: list[int] = []
         self._seen: Tensor | None = None
         self._longest = 0
@@ -85,13 +91,18 @@ class RowCache:
                 storage_RCGW[targets, : self._longest] = storage_RCGW[sources, : self._longest]
         self._rows, self._seen = wanted, rows_B
 
-    def settle(self, context: Context) -> Tensor:
-        """Bring the rows to their slots; return how many entries each held before what the context adds (B)."""
-        self._arrange(context.rows_B)
+    def _starts(self, context: Context) -> Tensor:
+        """Return how many entries each row held before what the context adds (B)."""
         starts_B = context.lengths_B - 1 - context.counts_B
         if min(self._rows) < 0:
             # The lengths of padding rows go on growing and mean nothing.
             starts_B = starts_B.masked_fill(context.rows_B < 0, 0)
+        return starts_B
+
+    def settle(self, context: Context) -> Tensor:
+        """Bring the rows to their slots; return how many entries each held before what the context adds (B)."""
+        self._arrange(context.rows_B)
+        starts_B = self._starts(context)
         self._longest = max(1, int((starts_B + context.counts_B).max()))
         return starts_B
 
@@ -108,11 +119,7 @@ class RowCache:
                 context.tokens_BT[0, :count], context.features_BTF[0, :count], 0, slice(end - count, end),
                 slice(count - 1, count), context.lengths_B.unsqueeze(1) - 2, end, None,
             )
-        counts_B = context.counts_B
-        starts_B = context.lengths_B - 1 - counts_B
-        if min(self._rows) < 0:
-            # The lengths of padding rows go on growing and mean nothing.
-            starts_B = starts_B.masked_fill(context.rows_B < 0, 0)
+        counts_B, starts_B = context.counts_B, self._starts(context)
         columns_T = torch.arange(context.tokens_BT.shape[1], device=counts_B.device)
         rows_N, columns_N = (columns_T < counts_B.unsqueeze(1)).nonzero(as_tuple=True)
         last_B1 = (starts_B + counts_B - 1).unsqueeze(1)
@@ -122,9 +129,25 @@ class RowCache:
             starts_B[rows_N] + columns_N, counts_B.cumsum(0) - 1, last_B1, end, mask_B1S,
         )
 
-    def store(self, reading: Reading, keys_NGW: Tensor, values_NGW: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the new entries and return what the rows hold now, keys and values (B, S, G, W), as views."""
-        self.keys_RCGW[reading.slots, reading.places] = keys_NGW
-        self.values_RCGW[reading.slots, reading.places] = values_NGW
+    def store(
+        self, reading: Reading, attention: Attention, rotary: Rotary, inputs_NE: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keep the keys and values of the new entries, made from these inputs of the layer's attention.
+
+        Returns:
+            the queries of the entries (N, H, W); what the rows hold now, keys and values (B, S, G, W), as views.
+        """
+        heads = attention.project(inputs_NE).to(self.dtype)
+        cos_PW, sin_PW = rotary.tables(reading.span, heads.dtype, heads.device)
+        slots, places = reading.slots, reading.places
+        q_NHW, k_NGW, v_NGW = attention.turn(heads, cos_PW[places].unsqueeze(1), sin_PW[places].unsqueeze(1))
+        self.keys_RCGW[slots, places], self.values_RCGW[slots, places] = k_NGW, v_NGW
         batch = len(reading.last_B1)
-        return self.keys_RCGW[:batch, : reading.span], self.values_RCGW[:batch, : reading.span]
+        return q_NHW, self.keys_RCGW[:batch, : reading.span], self.values_RCGW[:batch, : reading.span]
+
+
+def attached(memory: RowCache | None) -> RowCache:
+    """Return the storage that a drafter began with when it was attached; DraftsmithError if it was not."""
+    if memory is None:
+        raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache, plan) first.")
+    return memory

@@ -1,17 +1,23 @@
 """Irregular static trees: the published ones, and the tables by which `grow` lays one out.
 
 A tree is a list of paths of ranks, see `Plan.choices`: (0, 1) is the second likeliest guess after the likeliest one.
+
+Shapes: N nodes, W nodes of a level, F those of them that have guesses under them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
+from torch import Tensor
 
-from draftsmith.types import ROOT, DraftsmithError, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT, DraftsmithError
 
 Choices = tuple[tuple[int, ...], ...]
+KEPT = 32
+"""The most trees whose tables are kept; a run has a few."""
 
 
 def _paths(text: str) -> Choices:
@@ -59,44 +65,48 @@ class Level:
 
     Args:
         width: guesses to ask for under every node of the frontier.
-        taken: the nodes of this depth, each as its parent's place in the frontier times the width plus its rank.
-        grown: those of them that have guesses under them, which are the next frontier.
-        under: the place in this frontier of the parent of each of those.
+        taken_W: the nodes of this depth, each as its parent's place in the frontier times the width plus its rank.
+        frontier: F, how many of them have guesses under them.
+        grown_F: which those are; None where all are.
+        under_F: the place in this frontier of the parent of each of those; None where each is under its own.
     """
 
     width: int
-    taken: tuple[int, ...]
-    grown: tuple[int, ...]
-    under: tuple[int, ...]
+    taken_W: Tensor
+    frontier: int
+    grown_F: Tensor | None
+    under_F: Tensor | None
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """The tables of a tree.
+    """The tables of a tree, on the device where it is drafted.
 
     Args:
         levels: depth by depth.
-        order: of every node, in the order of the choices, its place when all levels lie behind each other.
-        parents: of every node in that order.
+        order_N: of every node, in the order of the choices, its place when all levels lie behind each other.
+        parents_N: of every node in that order.
     """
 
     levels: tuple[Level, ...]
-    order: tuple[int, ...]
-    parents: tuple[int, ...]
+    order_N: Tensor
+    parents_N: Tensor
 
 
 @torch.compiler.assume_constant_result
-def static_tree(choices: Choices) -> StaticTree:
+def static_tree(choices: Choices, device: torch.device) -> StaticTree:
     """Return the tables of a plan's choices, which are sorted: the likeliest path lies in front.
 
-    >>> static_tree(((0,), (0, 0), (0, 1), (1,))).parents
-    (-1, 0, 0, -1)
+    They are made once, because each costs a transfer to the device, and are only to be read.
+
+    >>> static_tree(((0,), (0, 0), (0, 1), (1,)), torch.device("cpu")).parents_N.tolist()
+    [-1, 0, 0, -1]
     """
-    return _tables(choices)
+    return _tables(choices, device)
 
 
-@cache
-def _tables(choices: Choices) -> StaticTree:
+@lru_cache(maxsize=KEPT)
+def _tables(choices: Choices, device: torch.device) -> StaticTree:
     inner = {path[:-1] for path in choices}
     frontier: list[tuple[int, ...]] = [()]
     levels: list[Level] = []
@@ -105,18 +115,23 @@ def _tables(choices: Choices) -> StaticTree:
         nodes = [path for path in choices if len(path) == len(levels) + 1]
         places = {path: place for place, path in enumerate(frontier)}
         width = 1 + max(path[-1] for path in nodes)
+        taken = [places[path[:-1]] * width + path[-1] for path in nodes]
         grown = [number for number, path in enumerate(nodes) if path in inner]
+        under = [places[nodes[number][:-1]] for number in grown]
         levels.append(
             Level(
                 width,
-                tuple(places[path[:-1]] * width + path[-1] for path in nodes),
-                tuple(grown),
-                tuple(places[nodes[number][:-1]] for number in grown),
+                torch.tensor(taken, device=device),
+                len(grown),
+                torch.tensor(grown, device=device) if len(grown) < len(nodes) else None,
+                torch.tensor(under, device=device) if under != list(range(len(frontier))) else None,
             )
         )
         laid += nodes
         frontier = [nodes[number] for number in grown]
     place, number = {path: n for n, path in enumerate(laid)}, {path: n for n, path in enumerate(choices)}
     return StaticTree(
-        tuple(levels), tuple(place[path] for path in choices), tuple(number.get(path[:-1], ROOT) for path in choices)
+        tuple(levels),
+        torch.tensor([place[path] for path in choices], device=device),
+        torch.tensor([number.get(path[:-1], ROOT) for path in choices], device=device),
     )

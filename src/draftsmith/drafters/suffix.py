@@ -19,7 +19,8 @@ from torch import Tensor
 
 from draftsmith.drafters.family import Family, Options
 from draftsmith.drafters.host import HostDrafter, Tree
-from draftsmith.types import ROOT, Plan
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT
 
 if TYPE_CHECKING:
     from draftsmith.target import Target

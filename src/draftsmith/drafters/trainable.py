@@ -17,8 +17,9 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.learner import Learner, check_target
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.native.layers import pack_linears
+from draftsmith.plan import Plan
 from draftsmith.target.packing import can_prepack, prepack_linears
-from draftsmith.types import Context, Draft, DraftsmithError, Plan
+from draftsmith.types import Context, Draft, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target

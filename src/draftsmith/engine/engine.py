@@ -1,43 +1,29 @@
 """The engine: prompts in, continuations out, any number of rows, each advancing by its own number of tokens."""
 
-import operator
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import SupportsIndex
 
 import torch
 
 from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.drafters.registry import load_drafter
+from draftsmith.engine.admission import Prompt, admit
 from draftsmith.engine.clock import Clock
 from draftsmith.engine.compiled import Compiler
 from draftsmith.engine.request import Request
 from draftsmith.engine.reread import reread
 from draftsmith.engine.rows import Rows, join, leave
 from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import (
-    NO_DRAFT,
-    CompileLevel,
-    Completion,
-    Context,
-    DraftsmithError,
-    Plan,
-    SamplingParams,
-    TokenLogprob,
-    unbroken,
-)
+from draftsmith.types import CompileLevel, Completion, Context, DraftsmithError, SamplingParams, TokenLogprob, unbroken
 
 DRAFT_ROOM = 256
 PREFILL_TOKENS = 8192
 GPU_LENGTH = 4096
-SEED_STRIDE = 0x9E3779B97F4A7C15
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -146,7 +132,7 @@ class Engine:
             DraftsmithError: for no prompts, an empty prompt, token ids the target does not have, or a prompt that
                 does not fit the context together with its `max_tokens`.
         """
-        requests = self._admit(prompts, params)
+        requests = admit(prompts, params, self.target, self.max_length)
         for committed in self._run(requests, plan):
             if on_progress is not None:
                 on_progress(sum(len(tokens) for _, tokens in committed))
@@ -162,7 +148,7 @@ class Engine:
 
         A row without finite logits ends as in `generate`.
         """
-        requests = self._admit(prompts, params)
+        requests = admit(prompts, params, self.target, self.max_length)
         for committed in self._run(requests, plan):
             for request, tokens in committed:
                 done = request.completion() if request.finish_reason is not None else None
@@ -196,72 +182,6 @@ class Engine:
         """The level of compilation in force."""
         return self._compiler.level
 
-    def _admit(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
-        if isinstance(prompts, str):
-            raise DraftsmithError("prompts is a single text; give a list of prompts.")
-        if not prompts:
-            raise DraftsmithError("the list of prompts is empty; give at least one.")
-        if params is None:
-            params = SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise DraftsmithError(f"{len(each)} sampling parameters for {len(prompts)} prompts; give one, or one each.")
-        requests: list[Request] = []
-        for number, (prompt, rules) in enumerate(zip(prompts, each, strict=True)):
-            tokens = self._tokens_of(prompt, number)
-            self._check_fit(tokens, rules, number)
-            seed = rules.seed if rules.seed is not None else secrets.randbits(62)
-            for copy in range(rules.n):
-                requests.append(
-                    Request.make(
-                        len(requests),
-                        tokens,
-                        rules,
-                        (seed + copy * SEED_STRIDE) % 2**63,
-                        self.target.eos_token_ids,
-                        self.target.tokenizer,
-                    )
-                )
-        return requests
-
-    def _tokens_of(self, prompt: Prompt, number: int) -> list[int]:
-        if isinstance(prompt, str):
-            if self.target.tokenizer is None:
-                raise DraftsmithError(
-                    f"prompt {number} is text, but {self.target.name} has no tokenizer; give token ids."
-                )
-            tokens = list(self.target.tokenizer(prompt)["input_ids"])
-        else:
-            tokens = [operator.index(t) if isinstance(t, SupportsIndex) else -1 for t in prompt]
-        if not tokens:
-            raise DraftsmithError(f"prompt {number} is empty; give at least one token.")
-        wrong = [i for i, t in enumerate(tokens) if not 0 <= t < self.target.vocab_size]
-        if wrong:
-            given = tokens[wrong[0]] if isinstance(prompt, str) else prompt[wrong[0]]
-            raise DraftsmithError(
-                f"prompt {number} has token {given!r}, but {self.target.name} knows the whole numbers "
-                f"from 0 to {self.target.vocab_size - 1}."
-            )
-        return tokens
-
-    def _check_fit(self, tokens: list[int], rules: SamplingParams, number: int) -> None:
-        if len(tokens) + rules.max_tokens > self.max_length:
-            raise DraftsmithError(
-                f"prompt {number} has {len(tokens)} tokens and asks for {rules.max_tokens} more, but the context holds "
-                f"{self.max_length}; shorten the prompt or lower max_tokens to {max(0, self.max_length - len(tokens))}."
-            )
-        if self.target.tokenizer is None and rules.stop:
-            raise DraftsmithError(
-                f"stop strings need a tokenizer, and {self.target.name} has none; use stop_token_ids."
-            )
-        if rules.logprobs is not None and rules.logprobs > self.target.vocab_size:
-            raise DraftsmithError(
-                f"logprobs is {rules.logprobs}, but {self.target.name} has {self.target.vocab_size} tokens; "
-                "ask for fewer."
-            )
-
     @torch.no_grad()
     def _run(self, requests: list[Request], plan: Plan | None) -> Iterator[list[tuple[Request, list[int]]]]:
         """Decode to the end, yielding what every round committed; frees all rows however it ends."""
@@ -276,7 +196,7 @@ class Engine:
         self._running = True
         for request in requests:
             request.statistics.lossless = chosen.lossless or request.params.temperature == 0
-        self.drafter.attach(self._cache)
+        self.drafter.attach(self._cache, chosen)
         waiting = deque(requests)
         rows: Rows | None = None
         clock = Clock(self.target.device)
@@ -393,6 +313,3 @@ def _logprobs(logits_TV: torch.Tensor, tokens: list[int], top: int) -> list[Toke
         alternatives = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         results.append(TokenLogprob(tokens[t], logprobs_TV[t, tokens[t]].item(), alternatives))
     return results
-
-
-__all__ = ["NO_DRAFT", "Chunk", "Engine", "Prompt"]

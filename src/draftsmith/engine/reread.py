@@ -13,7 +13,8 @@ from torch import Tensor
 
 from draftsmith.engine.rows import Rows, leave
 from draftsmith.engine.step import Layout, Stepper, commit, empty_draft
-from draftsmith.types import NO_DRAFT, Context
+from draftsmith.plan import NO_DRAFT
+from draftsmith.types import Context
 from draftsmith.verify import tree_tables
 
 

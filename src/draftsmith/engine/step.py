@@ -14,8 +14,9 @@ from draftsmith.engine.clock import Clock
 from draftsmith.engine.compiled import Compiler
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Rows
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import KVCache, Target, keep_path
-from draftsmith.types import NO_DRAFT, UNUSED, Context, Draft, Plan, SamplingParams
+from draftsmith.types import UNUSED, Context, Draft, SamplingParams
 from draftsmith.verify import (
     Acceptance,
     History,

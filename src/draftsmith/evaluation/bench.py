@@ -18,7 +18,8 @@ from draftsmith.evaluation.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.losslessness import first_divergence, is_targets_own
 from draftsmith.evaluation.measure import Measurement, measure
 from draftsmith.evaluation.prompts import Prompt, cut
-from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.types import DraftsmithError, SamplingParams
 
 BASELINE = 0
 CANDIDATES = (0, 1, 2, 4, 8, 16, 32)

@@ -15,8 +15,9 @@ from draftsmith.engine import Engine
 from draftsmith.evaluation.losslessness import first_divergence
 from draftsmith.evaluation.measure import Measurement
 from draftsmith.evaluation.parity import Parity, compare, likely_cause, own_texts
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Completion, DraftsmithError, Plan, SamplingParams, unbroken
+from draftsmith.types import Completion, DraftsmithError, SamplingParams, unbroken
 
 PACKING_POINTS = 0.02
 RAGGED = 8

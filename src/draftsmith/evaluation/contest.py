@@ -20,8 +20,9 @@ from draftsmith.evaluation.ledger import Ledger
 from draftsmith.evaluation.measure import measure
 from draftsmith.evaluation.prompts import Prompt, cut, encode
 from draftsmith.evaluation.wording import words
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 
 PLAIN = "plain"
 CHAIN = 4

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 import torch
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.engine.admission import SEED_STRIDE
 from draftsmith.engine.clock import Clock
 from draftsmith.engine.compiled import Compiler
-from draftsmith.engine.engine import SEED_STRIDE
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Rows, join, leave
 from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
 from draftsmith.engine.text import TextStream
+from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Target
-from draftsmith.types import DraftsmithError, Plan, SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 
 MakeStepper = Callable[[Target, Drafter, KVCache, Compiler], Stepper]
 
@@ -73,7 +74,7 @@ def draw(
             Request(row, list(prompt), params, (seed * 1_000_003 + number * SEED_STRIDE) % 2**63, frozenset(), silent)
             for row, number in enumerate(range(first, min(first + batch, count)))
         ]
-        drafter.attach(cache)
+        drafter.attach(cache, plan)
         try:
             _decode(stepper, target, requests, plan, draws)
         finally:

@@ -10,8 +10,9 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.losslessness import Divergence, Explained, first_divergence, is_targets_own
 from draftsmith.evaluation.rounding import Movement, judge_by_movement, measure_movement
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, Completion, Plan, SamplingParams, Statistics, unbroken
+from draftsmith.types import Completion, SamplingParams, Statistics, unbroken
 
 MakeEngine = Callable[..., Engine]
 Report = Callable[[str, int, int], None]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.engine import Engine
-from draftsmith.types import Completion, Plan, SamplingParams, Statistics, unbroken
+from draftsmith.plan import Plan
+from draftsmith.types import Completion, SamplingParams, Statistics, unbroken
 
 
 @dataclass

@@ -15,8 +15,9 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.learner import Learner
 from draftsmith.engine import Engine
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Completion, Plan, SamplingParams, unbroken
+from draftsmith.types import Completion, SamplingParams, unbroken
 
 # Two scores closer than so many rounding steps of the larger may change places between shapes of a forward.
 TIE_STEPS = 8.0

@@ -19,8 +19,9 @@ from draftsmith.evaluation.sampling_proof import (
     prove_sampling_here,
     prove_sampling_small,
 )
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import DraftsmithError, Plan
+from draftsmith.types import DraftsmithError
 
 Verdict = Literal["lossless", "lossless up to ties", "lossy by choice", "defect"]
 

@@ -9,7 +9,8 @@ from draftsmith.engine import Engine
 from draftsmith.evaluation.intervals import Interval, mean_interval, ratio_interval
 from draftsmith.evaluation.losslessness import Comparison, compare, is_targets_own
 from draftsmith.evaluation.measure import Measurement, measure
-from draftsmith.types import NO_DRAFT, Completion, Plan, SamplingParams
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.types import Completion, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from draftsmith.evaluation.law import Law, check_size, enumerate_law, read_by_de
 from draftsmith.evaluation.shared_rows import SharedRows
 from draftsmith.evaluation.small_world import PROMPT
 from draftsmith.evaluation.wording import words
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import NO_DRAFT, DraftsmithError, Plan, SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 
 ALPHA = 1e-6
 CANDIDATES = 12

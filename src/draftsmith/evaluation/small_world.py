@@ -12,8 +12,9 @@ from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.drafters.family import Family
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.trainable import TrainableDrafter
+from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.types import Context, Draft, DraftsmithError, Plan
+from draftsmith.types import Context, Draft, DraftsmithError
 
 ALPHABET = 8
 PROMPT = (1, 5, 2)

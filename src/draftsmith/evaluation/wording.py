@@ -1,6 +1,6 @@
 """How reports name a plan: one vocabulary for all of them."""
 
-from draftsmith.types import Plan
+from draftsmith.plan import Plan
 
 
 def words(plan: Plan) -> str:

@@ -1,0 +1,134 @@
+"""The shape of a draft, and the rule that judges it."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, get_args
+
+from draftsmith.types import DraftsmithError
+
+AcceptanceRule = Literal["exact", "block", "typical"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shape of the next draft, and the rule that judges it (docs/verification.md).
+
+    Args:
+        branching: children of every node, depth by depth; () drafts nothing. With `choices` it follows from them: one
+            more than the highest rank of each depth.
+        choices: the nodes of an irregular static tree, each the ranks of the guesses from the root down to it: (0,) is
+            the likeliest first guess, (0, 1) the second likeliest after that (Medusa, arXiv:2401.10774, section 2.3.3).
+            () is a regular tree. They are kept sorted.
+        paths: keep only this many root-to-leaf paths, best summed log-probability first; None keeps all.
+        nodes: keep at most this many nodes of those paths, best summed log-probability first; None keeps all.
+        beam: expand only this many nodes a depth, best summed log-probability first; None expands all.
+        sampled: draw children from the drafter's distribution (without replacement) instead of taking its best.
+        acceptance: "exact" judges guess by guess; "block" judges a sampled chain as a whole, which is exact too;
+            "typical" keeps what is likely enough, which changes what a sampling request gets: it is lossy.
+        epsilon: of typical acceptance: a guess this probable always stays.
+        delta: of typical acceptance: so does one of delta × exp(-entropy).
+    """
+
+    branching: tuple[int, ...] = ()
+    paths: int | None = None
+    nodes: int | None = None
+    beam: int | None = None
+    sampled: bool = False
+    acceptance: AcceptanceRule = "exact"
+    epsilon: float = 0.09
+    delta: float = 0.3
+    choices: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.choices:
+            self._settle_choices()
+        if any(b < 1 for b in self.branching):
+            raise DraftsmithError(f"branching {self.branching} has a depth without children; use positive numbers.")
+        for name in ("paths", "nodes", "beam"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DraftsmithError(f"{name} is {value}; use a positive number, or leave it out.")
+        if self.sampled and (self.paths is not None or self.nodes is not None or self.beam is not None):
+            raise DraftsmithError(
+                "a sampled draft cannot be pruned by rank, because the survivors would no longer be samples; "
+                "leave out paths, nodes and beam, or sampled."
+            )
+        if self.acceptance not in get_args(AcceptanceRule):
+            raise DraftsmithError(
+                f"acceptance is {self.acceptance!r}; use one of {', '.join(get_args(AcceptanceRule))}."
+            )
+        if self.acceptance == "block" and not (self.sampled and all(children == 1 for children in self.branching)):
+            raise DraftsmithError(
+                f"block verification judges a sampled chain as a whole, but the plan is {self.branching}, "
+                f"{'sampled' if self.sampled else 'not sampled'}; give every depth one child, and sample it."
+            )
+        if not 0 < self.epsilon < 1:
+            raise DraftsmithError(f"epsilon is {self.epsilon}; it must be above 0 and below 1.")
+        if not 0 < self.delta <= 1:
+            raise DraftsmithError(f"delta is {self.delta}; it must be above 0 and at most 1.")
+
+    def _settle_choices(self) -> None:
+        """Check the choices, sort them, and let the branching follow from them."""
+        choices = tuple(sorted(tuple(path) for path in self.choices))
+        known = {(), *choices}
+        for path in choices:
+            if not path or min(path) < 0:
+                raise DraftsmithError(f"the choice {list(path)} is no list of ranks; give one or more, counted from 0.")
+            if path[:-1] not in known:
+                raise DraftsmithError(
+                    f"the choice {list(path)} hangs in the air, because {list(path[:-1])} is missing; add that, or "
+                    "leave it out."
+                )
+        if len(known) <= len(choices):
+            twice = next(path for path, following in pairwise(choices) if path == following)
+            raise DraftsmithError(f"the choice {list(twice)} is given twice; leave one out.")
+        if self.sampled or self.paths is not None or self.nodes is not None or self.beam is not None:
+            raise DraftsmithError(
+                "choices name every node of a tree of the likeliest guesses; leave out paths, nodes, beam and sampled, "
+                "or the choices."
+            )
+        depth = max(map(len, choices))
+        branching = tuple(1 + max(path[d] for path in choices if len(path) > d) for d in range(depth))
+        if self.branching not in ((), branching):
+            raise DraftsmithError(f"branching is {self.branching}, but the choices make it {branching}; leave it out.")
+        # The dataclass is frozen to its users; nobody has seen it yet.
+        object.__setattr__(self, "choices", choices)
+        object.__setattr__(self, "branching", branching)
+
+    def shortened(self, depth: int) -> "Plan":
+        """Return the plan without what lies deeper."""
+        if not self.choices:
+            return replace(self, branching=self.branching[:depth])
+        return replace(self, branching=(), choices=tuple(path for path in self.choices if len(path) <= depth))
+
+    def ranked(self) -> "Plan":
+        """Return a plan whose nodes can be chosen by probability: with choices, a beam through the same widths."""
+        if not self.choices:
+            return self
+        return replace(self, choices=(), beam=max(self.branching))
+
+    @property
+    def depth(self) -> int:
+        """The longest chain of guesses, and so the most tokens a step can accept."""
+        return len(self.branching)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every request gets the target's own text or, sampling, text distributed as the target's own."""
+        return self.acceptance != "typical" or not self.branching
+
+    @property
+    def max_nodes(self) -> int:
+        """The number of node slots (N) that a draft of this plan has."""
+        if self.choices:
+            return len(self.choices)
+        full, frontier = 0, 1
+        for children in self.branching:
+            frontier = children * (frontier if self.beam is None else min(frontier, self.beam))
+            full += frontier
+        if self.paths is not None:
+            full = min(full, self.paths * self.depth)
+        return full if self.nodes is None else min(full, self.nodes)
+
+
+NO_DRAFT = Plan()
