@@ -13,7 +13,8 @@ import training_toy as toy
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.training.recipe import Recipe, build_recipe
-from draftsmith.training.trainer import TrainingInterrupted, train
+from draftsmith.training.train import train
+from draftsmith.training.trainer import TrainingInterrupted
 
 
 def family_recipe(folder: Path, data: Path, drafter: dict[str, Any], *overrides: str) -> Recipe:

@@ -15,7 +15,8 @@ from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.plan import Plan
 from draftsmith.target import Target
-from draftsmith.training.trainer import TrainingInterrupted, TrainingResult, train
+from draftsmith.training.train import train
+from draftsmith.training.trainer import TrainingInterrupted, TrainingResult
 from draftsmith.types import SamplingParams
 
 

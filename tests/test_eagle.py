@@ -25,7 +25,7 @@ from draftsmith.drafters.static_tree import EAGLE_TREE
 from draftsmith.engine import Engine
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.training import trainer
+from draftsmith.training.train import train as run_recipe
 from draftsmith.types import ROOT, Context, DraftsmithError, SamplingParams
 from law import check_law_over_time
 from tiny import VOCABULARY, WIDTH, tiny_model, tiny_target
@@ -209,7 +209,7 @@ def train(folder: Path, data: Path, *overrides: str, resume: bool = False, dies_
         "drafter={family: eagle, depth: 3, draft_vocab_size: 64}",
         "stage1.positions_per_sequence=12", *overrides
     )
-    return trainer.train(
+    return run_recipe(
         toy.recipe(folder, data, *settings), target=toy.target(), generate=toy.generate, evaluate=evaluate,
         resume=resume,
     )

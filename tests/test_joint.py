@@ -20,7 +20,8 @@ from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.recipe import build_recipe
-from draftsmith.training.trainer import TrainingInterrupted, TrainingResult, train
+from draftsmith.training.train import train
+from draftsmith.training.trainer import TrainingInterrupted, TrainingResult
 from draftsmith.types import DraftsmithError, SamplingParams
 from heads_toy import evaluate
 from tiny import TOKENIZER_EOS, TOKENIZER_SIZE, greedy_reference, tiny_model, tiny_tokenizer

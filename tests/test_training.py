@@ -23,7 +23,8 @@ from draftsmith.training.data import noise
 from draftsmith.training.generated import GeneratedText
 from draftsmith.training.lessons import choose_positions, prepare
 from draftsmith.training.recipe import DistillationSection, OnPolicySection, load_recipe
-from draftsmith.training.trainer import TrainingInterrupted, train
+from draftsmith.training.train import train
+from draftsmith.training.trainer import TrainingInterrupted
 from draftsmith.types import DraftsmithError
 
 

@@ -17,7 +17,8 @@ import torch
 from draftsmith.drafters.learner import Learner
 from draftsmith.target import Target
 from draftsmith.training.recipe import Recipe, build_recipe
-from draftsmith.training.trainer import TrainingResult, train
+from draftsmith.training.train import train
+from draftsmith.training.trainer import TrainingResult
 from tiny import TOKENIZER_EOS, TOKENIZER_SIZE, tiny_model, tiny_tokenizer
 
 WORDS = ("draft", "verify", "accept", "token", "tree", "root", "target", "stage", "state", "plan")

@@ -41,7 +41,8 @@ from draftsmith.cli.plans import (
     read_rules,
     read_shape,
 )
-from draftsmith.types import LOSSY, NO_DRAFT, DraftsmithError
+from draftsmith.plan import NO_DRAFT
+from draftsmith.types import LOSSY, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.engine import Engine

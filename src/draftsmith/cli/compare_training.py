@@ -26,7 +26,7 @@ from draftsmith.training.lessons import prepare
 from draftsmith.training.optimizer import build_optimizers
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.training.terminal import progress_bar
-from draftsmith.training.trainer import train
+from draftsmith.training.train import train
 from draftsmith.types import DraftsmithError
 
 PROMPT_TOKENS, BATCH, POSITIONS = 64, 16, 48

@@ -64,7 +64,7 @@ def train(
     if not frozen and dtype == "auto":
         dtype = "fp32"
     target = load_target(recipe.target.name, dtype, recipe.target.device, trust_remote_code, console, native=frozen)
-    from draftsmith.training.trainer import train as run
+    from draftsmith.training.train import train as run
 
     bridge = EngineBridge(target, prompts, eval_prompts, eval_tokens, eval_prompt_tokens)
     bridge.sampling = {"temperature": recipe.stage2.temperature, "top_k": recipe.stage2.top_k, "ignore_eos": True}

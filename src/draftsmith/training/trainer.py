@@ -1,7 +1,5 @@
 """The training run: stage 1 on ground truth, stage 2 on what the target itself writes; the target stays frozen.
 
-A recipe with a section `joint` changes the target as well: see `draftsmith.training.joint`.
-
 Everything random is a function of the recipe's seed and the step, so a run that was killed and resumed ends with the
 weights of one that was not. The engine comes from outside, as two callables.
 """
@@ -36,7 +34,7 @@ from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.schedule import learning_rate
-from draftsmith.training.terminal import one_gentle_interrupt, progress_bar
+from draftsmith.training.terminal import progress_bar
 from draftsmith.types import DraftsmithError, TargetFacts, cast_parameters, resolve_dtype
 
 Evaluate = Callable[[Learner], Mapping[str, float]]
@@ -64,42 +62,6 @@ class TrainingResult:
     evaluations: list[dict[str, Any]]
     target: Path | None = None
     seconds: float | None = None
-
-
-def train(
-    recipe: Recipe,
-    *,
-    target: Target,
-    generate: Generate,
-    evaluate: Evaluate,
-    resume: bool = False,
-    dry_run: bool = False,
-    console: Console | None = None,
-    on_drafter: Callable[[Learner], None] | None = None,
-) -> TrainingResult:
-    """Train the recipe's drafter for a frozen target.
-
-    Args:
-        generate: (prompts, max_tokens, seed) to as many continuations of exactly max_tokens; a function of its inputs.
-        evaluate: measures a speculator by decoding; what it returns is logged, and has `tokens_per_step`, which
-            picks the best checkpoint.
-        resume: go on from the last good checkpoint in output.folder.
-        dry_run: print the plan and write an initialised checkpoint only.
-        on_drafter: is given the speculator so far before stage 2 generates, to make generating faster.
-
-    Raises:
-        DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
-    """
-    kind: type[Run] = Run
-    if recipe.joint is not None:
-        from draftsmith.training.joint import JointRun
-
-        kind = JointRun
-    run = kind(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
-    if dry_run:
-        return run.plan_only()
-    with one_gentle_interrupt() as interrupted:
-        return run.go(resume, interrupted)
 
 
 class Run:

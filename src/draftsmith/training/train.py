@@ -1,0 +1,45 @@
+"""Trains what a recipe describes: the drafter alone, or drafter and target together."""
+
+from collections.abc import Callable
+
+from rich.console import Console
+
+from draftsmith.drafters.learner import Learner
+from draftsmith.target import Target
+from draftsmith.training.generated import Generate
+from draftsmith.training.joint import JointRun
+from draftsmith.training.recipe import Recipe
+from draftsmith.training.terminal import one_gentle_interrupt
+from draftsmith.training.trainer import Evaluate, Run, TrainingResult
+
+
+def train(
+    recipe: Recipe,
+    *,
+    target: Target,
+    generate: Generate,
+    evaluate: Evaluate,
+    resume: bool = False,
+    dry_run: bool = False,
+    console: Console | None = None,
+    on_drafter: Callable[[Learner], None] | None = None,
+) -> TrainingResult:
+    """Train the recipe's drafter for a frozen target or, with a section `joint`, the target as well.
+
+    Args:
+        generate: (prompts, max_tokens, seed) to as many continuations of exactly max_tokens; a function of its inputs.
+        evaluate: measures a speculator by decoding; what it returns is logged, and has `tokens_per_step`, which
+            picks the best checkpoint.
+        resume: go on from the last good checkpoint in output.folder.
+        dry_run: print the plan and write an initialised checkpoint only.
+        on_drafter: is given the speculator so far before stage 2 generates, to make generating faster.
+
+    Raises:
+        DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
+    """
+    kind = Run if recipe.joint is None else JointRun
+    run = kind(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
+    if dry_run:
+        return run.plan_only()
+    with one_gentle_interrupt() as interrupted:
+        return run.go(resume, interrupted)
