@@ -127,8 +127,8 @@ def test_a_killed_comparison_ends_as_one_that_was_not(place: Path):
     more += ("--out", str(cut))
     kill_when(place, more, lambda: (run / "latest").exists())
     (run / "latest").unlink()  # as if the kill had come between a checkpoint and the link to it
-    assert lines(ledger) == 1, "terms alone: it was killed as it trained"
-    kill_when(place, more, lambda: lines(ledger) > 3)
+    assert lines(ledger) == 2, "terms and beginning alone: it was killed as it trained"
+    kill_when(place, more, lambda: lines(ledger) > 4)
     kept = ledger.read_bytes()
     assert lines(ledger) < lines(whole / "measurements.jsonl"), "killed as it measured"
     code, output = compare(place, *more)
@@ -143,6 +143,7 @@ def test_a_killed_comparison_ends_as_one_that_was_not(place: Path):
     one, other = (json.loads((folder / "report.json").read_text()) for folder in (whole, cut))
     spent = [command["seconds"] for command in json.loads((run / "run.json").read_text())["runs"]]
     assert len(spent) == 2 and min(spent) > 0 and other["families"][0]["training_s"] == sum(spent), "both parts count"
+    assert other["begun"]["date"] < other["provenance"]["date"], "the command that was killed began it"
     assert one["orderings"] == other["orderings"]
     for left, right in zip(one["cells"], other["cells"], strict=True):
         assert {name: left.get(name) for name in KEPT} == {name: right.get(name) for name in KEPT}

@@ -104,6 +104,8 @@ def compare(
     }
     if ledger.once("terms", lambda: terms) != terms:
         raise DraftsmithError(f"{out} holds a comparison on other terms; choose another --out, or delete it.")
+    about = provenance(target=loaded.name, dtype=str(loaded.dtype))
+    begun = ledger.once("begun", lambda: about)
     contenders, weighed = enlist(loaded, entries, given, budget, ledger, notes)
     with notes.status("") as status:
         cells = run_contest(
@@ -111,7 +113,9 @@ def compare(
         )
     ordered = orderings(cells, list(questions), weighed)
     result = {
-        "provenance": provenance(target=loaded.name, dtype=str(loaded.dtype)),
+        "provenance": about,
+        # A comparison that was cut, or only reported again, was measured by an earlier command.
+        "begun": begun,
         "target": loaded.name,
         "budget": budget.sentence(),
         "prompts": [prompt_count, sampled_prompt_count],

@@ -154,8 +154,9 @@ class FeatureDrafter(TrainableDrafter):
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Begin with empty storage of the same slots and capacity, in the dtype that drafts of this plan read."""
-        self._memory = None
-        self._memory = RowCache(self.layer_sizes, cache, self.embedding.weight, native=self._knows(plan))
+        self._memory = None  # first, so that there are never two
+        if plan.depth:
+            self._memory = RowCache(self.layer_sizes, cache, self.embedding.weight, native=self._knows(plan))
 
     def _knows(self, plan: Plan) -> bool:
         """Whether the native operator makes drafts of this plan: it makes chains."""

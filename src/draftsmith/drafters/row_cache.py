@@ -53,7 +53,7 @@ class RowCache:
     """
 
     def __init__(self, sizes: LayerSizes, like: KVCache, weight: Tensor, native: bool = False) -> None:
-        # For one text a CPU draws whole trees faster in fp32 than in bf16; for many long ones bf16 is faster.
+        # In fp32 on a CPU, where one text's whole trees are drafted faster so.
         slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
         self.dtype = torch.float32 if slow and not native else weight.dtype
         heads, width = sizes.num_key_value_heads, sizes.head_dim

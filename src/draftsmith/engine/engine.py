@@ -249,7 +249,7 @@ class Engine:
         for b, request in enumerate(rows.requests):
             count, drafted, *tokens = table[b]
             raw_TV = None if result.raw_logits_BTV is None else result.raw_logits_BTV[b]
-            if drafted == NOT_FINITE and before is not None:
+            if drafted == NOT_FINITE and before is not None and result.depth:
                 (count, drafted, *tokens), raw_TV = reread(self._stepper, rows, before, b, DRAFT_ROOM)
             if drafted == NOT_FINITE:
                 request.fail(

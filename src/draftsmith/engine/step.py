@@ -278,9 +278,11 @@ def count_sound(logits_BMV: Tensor, states_BT: Tensor, accepted_B: Tensor) -> Te
     Args:
         states_BT: the root and the accepted path, as nodes; entries behind `accepted_B` + 1 are not looked at.
     """
-    chosen_by_BTV = logits_BMV.gather(1, states_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
+    # Both ends are NaN where anything is, and nothing as wide as the vocabulary is made to find them.
+    least_BM, most_BM = logits_BMV.aminmax(dim=-1)
+    sound_BT = (least_BM.isfinite() & most_BM.isfinite()).gather(1, states_BT)
     used_BT = torch.arange(states_BT.shape[1], device=states_BT.device) <= accepted_B.unsqueeze(1)
-    return (chosen_by_BTV.isfinite().all(dim=2) & used_BT).cumprod(dim=1).sum(dim=1)
+    return (sound_BT & used_BT).cumprod(dim=1).sum(dim=1)
 
 
 def guesses_or_flag(draft: Draft, sound_B: Tensor) -> Tensor:

@@ -290,7 +290,7 @@ class Target:
 
     def _few_tokens(self) -> Tensor:
         """Return the tokens (1, M) of a first forward: several where another forward is compared with it."""
-        count = min(4, self.max_length) if self.native else 1
+        count = min(8, self.max_length) if self.native else 1
         tokens_M = torch.arange(1, count + 1, device=self.device) * (self.vocab_size // (count + 1))
         return tokens_M.unsqueeze(0)
 
