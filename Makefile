@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(VENV)/bin/draftsmith demo
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check
