@@ -150,6 +150,16 @@ def test_no_space_is_said_in_words(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_could_not_be_filled_leaves_nothing(tmp_path: Path):
+    def fill(aside: Path) -> None:
+        (aside / "half").write_text("written")
+        raise DraftsmithError("this drafter cannot be saved.")
+
+    with pytest.raises(DraftsmithError, match="cannot be saved"):
+        storage.write_folder(tmp_path / "x", fill)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_unwritable_place_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DraftsmithError, match=r"cannot write .*file/x .*choose a folder"):

@@ -208,6 +208,7 @@ def test_impossible_grids_are_refused(wrong: dict[str, object]):
 
 def test_a_race_counts_both_sides_and_finds_the_texts_identical(engine: Engine):
     outcome = race(engine, token_prompts(3, shortest=8), NEW_TOKENS)
+    assert outcome.drafted_speed.value / outcome.plain_speed.value == pytest.approx(outcome.speedup.value)
     summary = outcome.summary()
     assert summary["new_tokens_plain"] == summary["new_tokens_drafted"] == 3 * NEW_TOKENS
     assert outcome.comparison.lossless and outcome.comparison.sentence().startswith("yes (3 of 3")

@@ -209,7 +209,7 @@ def test_attention_outside_the_interface_is_refused():
 
 
 def test_a_missing_target_is_one_sentence(tmp_path: Path):
-    with pytest.raises(DraftsmithError, match="nowhere"):
+    with pytest.raises(DraftsmithError, match="nowhere does not exist; check the path"):
         Target.from_pretrained(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DraftsmithError, match=r"empty.*config\.json"):

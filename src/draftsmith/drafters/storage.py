@@ -75,12 +75,13 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         sync_folder(aside)
         replace_folder(aside, folder)
     except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DraftsmithError(f"no space is left on the disk for {folder}; free some and run again.") from error
         raise DraftsmithError(
             f"cannot write {folder} ({error.strerror or error}); choose a folder that can be written."
         ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # it is there only if something went wrong
 
 
 def _set_aside(folder: Path) -> Path:

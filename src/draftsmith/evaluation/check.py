@@ -236,8 +236,8 @@ def check_packing(
         Check(
             "the copy that decodes", True,
             f"{where}: " + (
-                f"accepts within {PACKING_POINTS:.0%} of the unpacked drafter at every depth" if fine
-                else f"WARNING: packing costs {lost[worst]:.1%} of acceptance at depth {worst + 1}"
+                f"at no depth does packing cost more than {100 * PACKING_POINTS:.0f} points of acceptance" if fine
+                else f"WARNING: packing costs {100 * lost[worst]:.1f} points of acceptance at depth {worst + 1}"
             ),
         ),
         shares[0], shares[1],

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.engine import Engine
-from draftsmith.evaluation.intervals import Interval, mean_interval, ratio_interval
+from draftsmith.evaluation.intervals import Interval, ratio_interval
 from draftsmith.evaluation.losslessness import Comparison, compare, is_targets_own
 from draftsmith.evaluation.measure import Measurement, measure
 from draftsmith.plan import NO_DRAFT, Plan
@@ -24,13 +24,13 @@ class Race:
 
     @property
     def plain_speed(self) -> Interval:
-        """Tokens a second without drafting."""
-        return mean_interval([m.tokens_per_second for m in self.plain])
+        """Tokens a second of all rounds without drafting."""
+        return ratio_interval([m.new_tokens for m in self.plain], [m.wall_s for m in self.plain])
 
     @property
     def drafted_speed(self) -> Interval:
-        """Tokens a second with drafting."""
-        return mean_interval([m.tokens_per_second for m in self.drafted])
+        """Tokens a second of all rounds with drafting; over those without, it is `speedup`."""
+        return ratio_interval([m.new_tokens for m in self.drafted], [m.wall_s for m in self.drafted])
 
     @property
     def speedup(self) -> Interval:

@@ -18,6 +18,8 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote
         DraftsmithError: when it is missing, damaged or of an unsupported kind.
     """
     folder = Path(name)
+    if not folder.exists() and (folder.is_absolute() or name.startswith((".", "~"))):
+        raise DraftsmithError(f"folder {name} does not exist; check the path.")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise DraftsmithError(f"{name} has no config.json; give the folder of a saved transformers model.")
     try:
