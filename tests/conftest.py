@@ -17,6 +17,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """Make what a test draws the same, whatever ran before it and in whichever process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def uninitialised_is_nan() -> Iterator[None]:
     """Make `torch.empty` hand out NaN, so that reading what nobody wrote fails every time and not by chance."""
