@@ -12,7 +12,7 @@ from setuptools import setup
 FOLDER = Path("src/draftsmith/native/csrc")
 BUILT = FOLDER.parent / "_kernels.so"
 # What comes out for a row must not depend on the rows beside it, so nothing may reorder or fuse what it likes.
-FLAGS = ["-O3", "-g0", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-O3", "-g0", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 # Apple's compiler has no OpenMP; one thread then does the work.
 THREADS = [] if sys.platform == "darwin" else ["-fopenmp"]
 

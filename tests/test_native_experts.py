@@ -19,7 +19,7 @@ from draftsmith.native.layers import PackedExperts
 EXPERTS, WIDTH, INNER, CHOSEN = 4, 46, 22, 2
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16"])
+@pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16", "amx"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Compute with one instruction set, and give the process its own back."""
     before = kernels_in_use()

@@ -18,7 +18,7 @@ from draftsmith.native.layers import Int8Linear, PackedLinear
 
 ops = torch.ops.draftsmith
 
-SETS = ("portable", "avx2", "avx512", "avx512bf16")
+SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 ROWS = (0, 1, 2, 3, 5, 6, 7, 8, 13, 14, 15, 16, 28, 29, 57, 64, 300)
 SHAPES = ((1, 1), (1, 16), (16, 1), (2, 3), (15, 7), (16, 16), (17, 33), (32, 64), (48, 31), (64, 130), (150, 48))
 """(N, K): odd, even and one; whole panels of 16 and not; one group of panels for a row block and several."""

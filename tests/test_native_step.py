@@ -325,7 +325,7 @@ def test_a_beam_without_a_limit_of_paths_keeps_what_it_did_not_expand():
     assert torch.equal(draft.tokens_BN[certain_B], tokens_BN[certain_B])
 
 
-@pytest.fixture(params=("portable", "avx2", "avx512", "avx512bf16"))
+@pytest.fixture(params=("portable", "avx2", "avx512", "avx512bf16", "amx"))
 def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     before = kernels_in_use()
     if not use_kernels(request.param):

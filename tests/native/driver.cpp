@@ -1,5 +1,6 @@
 // Calls every kernel of every instruction set on heap buffers of exactly the size that it may touch, and compares with
 // plain loops in double. Built with sanitizers, so that one byte read or written beside a buffer ends it.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -97,48 +98,89 @@ void whole_products(const Kernels& k, int64_t rows, int64_t quads, int64_t panel
     }
 }
 
-void attention(const Kernels& k, int64_t groups, int64_t width, int64_t value_width, int64_t first, int64_t committed,
-               int64_t count, int64_t heads) {
-  const int64_t entries = committed + 3 * count, seen = committed - first + count;
-  const int64_t key_stride = heads * width, value_stride = heads * value_width;
+// Some nodes behind `committed` entries. Their paths fork at random, or are one chain that the nodes lie along; every
+// node sees at most `window` places. Entries that a node does not see hold NaN for all but the nodes that do.
+void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, int64_t value_width, int64_t committed,
+               int64_t window, bool chain, bool broken) {
+  const int64_t heads = 2, entries = committed + nodes, key_stride = heads * width, value_stride = heads * value_width;
+  const int64_t query_stride = groups * width + 3;
   // The last head of the last entry ends the buffer, so its rows cannot be overrun unnoticed.
   Exact<bf16> keys(entries * key_stride), values(entries * value_stride);
-  Exact<bf16> queries(groups * width);
-  Exact<float> scores(groups * seen), out(groups * value_width);
-  Exact<int32_t> others(count);
+  Exact<bf16> queries((nodes - 1) * query_stride + groups * width);
+  Exact<float> out(nodes * groups * value_width), one(groups * value_width);
   for (int64_t i = 0; i < keys.count; ++i) keys[i] = narrow(drawn());
   for (int64_t i = 0; i < values.count; ++i) values[i] = narrow(drawn());
   for (int64_t i = 0; i < queries.count; ++i) queries[i] = narrow(drawn());
-  for (int64_t i = 0; i < count; ++i) others[i] = static_cast<int32_t>(committed + 3 * i + (i + 1 == count ? 2 : 0));
+  if (broken) {  // the last entry, which only the last node sees
+    for (int64_t i = 0; i < key_stride; ++i) keys[(entries - 1) * key_stride + i] = 0x7fc0;
+    for (int64_t i = 0; i < value_stride; ++i) values[(entries - 1) * value_stride + i] = i % 2 ? 0x7fc0 : 0xff80;
+  }
+  Exact<int64_t> first(nodes), last(nodes);
+  Exact<int32_t> paths(nodes * nodes);
+  std::vector<std::vector<int64_t>> seen(nodes);  // entries behind the committed ones
+  for (int64_t n = 0; n < nodes; ++n) {
+    const int64_t parent = chain ? n - 1 : below(n + 1) - 1;
+    if (parent >= 0) seen[n] = seen[parent];
+    seen[n].push_back(committed + n);
+    for (size_t i = 0; i < seen[n].size(); ++i) paths[n * nodes + static_cast<int64_t>(i)] = static_cast<int32_t>(seen[n][i]);
+    last[n] = committed + static_cast<int64_t>(seen[n].size());
+    first[n] = std::max<int64_t>(0, last[n] - window);
+  }
   AttentionTask task{};
-  task.queries = queries.data(), task.scale = 0.75f, task.groups = groups, task.width = width, task.value_width = value_width;
+  task.queries = queries.data(), task.query_stride = query_stride, task.scale = 0.75f;
+  task.nodes = nodes, task.groups = groups, task.width = width, task.value_width = value_width;
   task.keys = keys.data() + (heads - 1) * width, task.values = values.data() + (heads - 1) * value_width;
   task.key_stride = key_stride, task.value_stride = value_stride;
-  task.first = first, task.committed = committed, task.others = others.data(), task.count = count;
-  task.scores = scores.data(), task.out = out.data();
+  task.shared = chain ? committed + 1 : committed, task.entries = entries;
+  task.first = first.data(), task.last = last.data();
+  task.paths = chain ? nullptr : paths.data(), task.path_stride = nodes;
+  Exact<float> scratch(k.attention_room(nodes * groups, entries, width, value_width));
+  task.scratch = scratch.data(), task.out = out.data();
+  for (int64_t i = 0; i < scratch.count; ++i) scratch[i] = std::numeric_limits<float>::quiet_NaN();
   k.attend(task);
-  std::vector<int64_t> visible;
-  for (int64_t e = first; e < committed; ++e) visible.push_back(e);
-  for (int64_t i = 0; i < count; ++i) visible.push_back(others[i]);
-  for (int64_t g = 0; g < groups; ++g) {
-    std::vector<double> p;
-    double highest = -std::numeric_limits<double>::infinity(), total = 0;
-    for (const int64_t e : visible) {
-      double score = 0;
-      for (int64_t d = 0; d < width; ++d)
-        score += 0.75 * widen(queries[g * width + d]) * widen(task.keys[e * key_stride + d]);
-      p.push_back(score), highest = std::max(highest, score);
+  const std::string what = sizes({nodes, groups, width, value_width, committed, window, chain, broken});
+  for (int64_t n = 0; n < nodes; ++n) {
+    const bool spoilt = broken && n == nodes - 1;
+    // The node by itself has the same bits, its entries one behind the other as in a text.
+    const int64_t count = last[n];
+    Exact<bf16> own_keys(count * key_stride), own_values(count * value_stride);
+    for (int64_t p = 0; p < count; ++p) {
+      const int64_t e = p < committed ? p : seen[n][static_cast<size_t>(p - committed)];
+      std::copy_n(keys.data() + e * key_stride, key_stride, own_keys.data() + p * key_stride);
+      std::copy_n(values.data() + e * value_stride, value_stride, own_values.data() + p * value_stride);
     }
-    for (double& value : p) total += value = std::exp(value - highest);
-    for (int64_t d = 0; d < value_width; ++d) {
-      double sum = 0, size = 0;
-      for (size_t i = 0; i < visible.size(); ++i) {
-        const double part = p[i] / total * widen(task.values[visible[i] * value_stride + d]);
-        sum += part, size += std::abs(part);
+    AttentionTask alone = task;
+    alone.queries = queries.data() + n * query_stride, alone.nodes = 1, alone.paths = nullptr;
+    alone.keys = own_keys.data() + (heads - 1) * width, alone.values = own_values.data() + (heads - 1) * value_width;
+    alone.shared = alone.entries = count, alone.first = first.data() + n, alone.last = last.data() + n;
+    Exact<float> room(k.attention_room(groups, count, width, value_width));
+    alone.scratch = room.data(), alone.out = one.data();
+    k.attend(alone);
+    for (int64_t g = 0; g < groups; ++g) {
+      std::vector<double> p;
+      double highest = -std::numeric_limits<double>::infinity(), total = 0;
+      for (int64_t e = first[n]; e < count; ++e) {
+        double score = 0;
+        for (int64_t d = 0; d < width; ++d)
+          score += 0.75 * widen(alone.queries[g * width + d]) * widen(alone.keys[e * key_stride + d]);
+        p.push_back(score), highest = std::max(highest, score);
       }
-      // Scores of this size are off by some 1e-5, and so are their exponentials.
-      expect(std::abs(out[g * value_width + d] - sum) <= 1e-4 * size, k.name,
-             "attend" + sizes({groups, width, value_width, first, committed, count, g, d}));
+      for (double& value : p) total += value = std::exp(value - highest);
+      for (int64_t d = 0; d < value_width; ++d) {
+        const float found = out[(n * groups + g) * value_width + d];
+        if (spoilt) {
+          expect(!std::isfinite(found) && !std::isfinite(one[g * value_width + d]), k.name, "attend, not finite" + what);
+          continue;
+        }
+        double sum = 0, size = 0;
+        for (int64_t e = first[n]; e < count; ++e) {
+          const double part = p[static_cast<size_t>(e - first[n])] / total * widen(alone.values[e * value_stride + d]);
+          sum += part, size += std::abs(part);
+        }
+        // Scores of this size are off by some 1e-5, and so are their exponentials.
+        expect(std::abs(found - sum) <= 1e-4 * size, k.name, "attend" + what + " at" + sizes({n, g, d}));
+        expect(found == one[g * value_width + d], k.name, "attend alone" + what + " at" + sizes({n, g, d}));
+      }
     }
   }
 }
@@ -268,22 +310,27 @@ int main() {
   int tables = 0;
   roundings();
   const char* before = kernels().name;
-  for (const char* name : {"portable", "avx2", "avx512", "avx512bf16"}) {
+  for (const char* name : {"portable", "avx2", "avx512", "avx512bf16", "amx"}) {
     if (!use_kernels(name)) continue;
     ++tables;
     const Kernels& k = kernels();
     expect(std::string(k.name) == name, name, "is not what was chosen");
-    for (const int64_t rows : {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 14, 15, 16, 28, 29, 56})
+    for (const int64_t rows : {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 14, 15, 16, 17, 28, 32, 33, 56, 64})
       for (const int64_t panels : {1, 2, 3, 4, 5, 8})
-        for (const int64_t pairs : {1, 2, 5, 16}) products(k, rows, pairs, panels, (rows + pairs) % 3);
-    for (const int64_t rows : {0, 1, 2, 3, 6, 7, 8, 9, 10, 17})
+        for (const int64_t pairs : {1, 2, 5, 16, 21, 48}) products(k, rows, pairs, panels, (rows + pairs) % 3);
+    for (const int64_t rows : {0, 1, 2, 3, 6, 7, 8, 9, 10, 17, 33})
       for (const int64_t panels : {1, 2, 3, 4, 6})
-        for (const int64_t quads : {1, 2, 9}) whole_products(k, rows, quads, panels);
-    for (const int64_t groups : {1, 2, 3, 4, 7})
-      for (const int64_t width : {1, 8, 12, 15, 16, 32, 33, 64, 80, 128})
-        for (const int64_t committed : {0, 1, 5, 16, 37})
-          for (const int64_t count : {1, 2, 16, 19})
-            attention(k, groups, width, width + (groups == 3 ? 5 : 0), committed / 2, committed, count, 2);
+        for (const int64_t quads : {1, 2, 9, 16, 37}) whole_products(k, rows, quads, panels);
+    for (const int64_t groups : {1, 2, 3, 7})
+      for (const int64_t width : {1, 8, 12, 15, 16, 33, 64, 80})
+        for (const int64_t committed : {0, 5, 37})
+          for (const int64_t nodes : {1, 2, 16, 19})
+            attention(k, nodes, groups, width, width + (groups == 3 ? 5 : 0), committed, below(2) ? 1000 : 9, below(2),
+                      nodes > 1 && below(2));
+    for (const int64_t nodes : {1, 5, 33, 70})  // more places than are packed at a time, and more queries
+      for (const int64_t window : {1, 31, 32, 100, 1000})
+        for (const bool chain : {false, true}) attention(k, nodes, 2, 32, 32, 270, window, chain, nodes > 1);
+    attention(k, 2, 71, 16, 16, 20, 1000, false, false);
     for (const int64_t pairs : {0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 40, 65})
       for (const int64_t gap : {0, 1, 2, 33}) panels(k, pairs, gap);
     for (const int64_t count : {1, 2, 15, 16, 17, 31, 32, 48, 63, 64, 65, 127, 128, 129, 513, 1100}) {

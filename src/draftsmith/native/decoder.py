@@ -59,8 +59,8 @@ class NativeDecoder:
     def forward(
         self,
         tokens_BM: Tensor,
-        depths_BM: Tensor,
-        visible_BMM: Tensor,
+        depths_BM: Tensor | None,
+        visible_BMM: Tensor | None,
         cached_B: Tensor,
         keys_SCHD: list[Tensor],
         values_SCHD: list[Tensor],
@@ -68,10 +68,12 @@ class NativeDecoder:
         taps: tuple[int, ...],
         columns: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return logits and tapped states, as `Target.forward` does."""
+        """Return logits and tapped states, as `Target.forward` does; without depths and visible, rows are chains."""
         logits_BMV, features_BMF = self._decoder.forward(
-            tokens_BM.contiguous(), depths_BM.contiguous(), visible_BMM.contiguous(), cached_B.contiguous(),
-            keys_SCHD, values_SCHD, first_row, taps, columns,
+            tokens_BM.contiguous(),
+            None if depths_BM is None else depths_BM.contiguous(),
+            None if visible_BMM is None else visible_BMM.contiguous(),
+            cached_B.contiguous(), keys_SCHD, values_SCHD, first_row, taps, columns,
         )
         return logits_BMV, features_BMF
 

@@ -38,7 +38,7 @@ def why_missing() -> str:
 
 
 def kernels_in_use() -> str:
-    """Name the instruction set that the kernels use: avx512bf16, avx512, avx2 or portable; needs `LIBRARY`."""
+    """Name the instruction set that the kernels use: amx, avx512bf16, avx512, avx2 or portable; needs `LIBRARY`."""
     name: str = torch.ops.draftsmith.kernels_in_use()
     return name
 

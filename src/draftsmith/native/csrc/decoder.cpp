@@ -37,6 +37,7 @@ struct Scratch {
 };
 
 constexpr int64_t kOwnRows = 4;  // so few are normed faster than a barrier is passed
+constexpr int64_t kTaskQueries = 32;  // of some nodes, for which keys and values are read once
 
 class Decoder : public torch::CustomClassHolder {
  public:
@@ -97,10 +98,11 @@ class Decoder : public torch::CustomClassHolder {
 
   // Reads the nodes (B, M) behind `cached` tokens of every row, and writes their keys and values there.
   // Returns the logits (B, M or len(columns), V) and the tapped states (B, M, F · taps).
-  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& tokens, const at::Tensor& depths,
-                                             const at::Tensor& visible, const at::Tensor& cached, const Tensors& keys,
-                                             const Tensors& values, int64_t first_row, std::vector<int64_t> taps,
-                                             const std::optional<at::Tensor>& columns) {
+  // Without depths and visible every row is a chain.
+  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& tokens, const std::optional<at::Tensor>& depths,
+                                             const std::optional<at::Tensor>& visible, const at::Tensor& cached,
+                                             const Tensors& keys, const Tensors& values, int64_t first_row,
+                                             std::vector<int64_t> taps, const std::optional<at::Tensor>& columns) {
     const Pass pass = checked_pass(shape_, tokens, depths, visible, cached, keys, values, first_row, taps, columns);
     const std::lock_guard<std::mutex> alone(busy_);
     const Shape& s = shape_;
@@ -119,10 +121,10 @@ class Decoder : public torch::CustomClassHolder {
     b.wanted = wanted_.of(columns.has_value() ? pass.batch * pass.kept * s.width : 0);
     b.cosines = cosines_.of(rows * s.head_width / 2);
     b.sines = sines_.of(rows * s.head_width / 2);
-    const int64_t groups = s.heads / s.key_heads;
-    b.private_size = groups * (pass.longest + pass.nodes + s.head_width);
+    const int64_t queries = task_nodes() * (s.heads / s.key_heads);
+    b.private_size = queries * s.head_width +
+                     kernels().attention_room(queries, pass.longest + pass.nodes, s.head_width, s.head_width);
     b.private_floats = private_floats_.of(b.private_size * threads);
-    b.private_entries = private_entries_.of(pass.nodes * threads);
     rooms_.resize(threads);
     for (Quantised& room : rooms_) room.reserve(rows, most_quads_);
     b.rooms = rooms_.data();
@@ -136,7 +138,6 @@ class Decoder : public torch::CustomClassHolder {
   struct Buffers {
     bf16 *hidden, *normed, *query, *key, *mixed, *inner, *wanted;
     float *cosines, *sines, *private_floats;
-    int32_t* private_entries;
     int64_t private_size;
     Quantised* rooms;  // one for each thread
   };
@@ -241,42 +242,56 @@ class Decoder : public torch::CustomClassHolder {
     }
   }
 
+  // How many nodes of a row attend together.
+  int64_t task_nodes() const { return std::max<int64_t>(1, kTaskQueries / (shape_.heads / shape_.key_heads)); }
+
   void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, bool owns_heads,
               const Buffers& b) const {
-    const Shape& s = shape_;
-    const int64_t groups = s.heads / s.key_heads, at_keys = s.key_heads * s.head_width;
-    float* out = b.private_floats + team.index * b.private_size;
-    AttentionTask task{};
-    task.out = out, task.scores = out + groups * s.head_width, task.scale = static_cast<float>(s.scale);
-    task.groups = groups, task.width = task.value_width = s.head_width;
-    task.key_stride = task.value_stride = at_keys;
-    int32_t* others = b.private_entries + team.index * pass.nodes;
-    task.others = others;
-    const auto node = [&](int64_t r, int64_t h) {
-      const int64_t batch = r / pass.nodes;
-      const int64_t base = (pass.first_row + batch) * pass.capacity * at_keys + h * s.head_width;
-      task.keys = pass.keys[index] + base, task.values = pass.values[index] + base;
-      task.committed = pass.cached[batch];
-      // The oldest position that the window still shows.
-      const int64_t oldest = layer.window > 0 ? std::max<int64_t>(0, pass.position(r) - layer.window + 1) : 0;
-      task.first = std::min(oldest, task.committed);
-      task.count = 0;
-      const bool* sees = pass.visible + r * pass.nodes;
-      for (int64_t m = 0; m < pass.nodes; ++m)
-        if (sees[m] && pass.position(batch * pass.nodes + m) >= oldest)
-          others[task.count++] = static_cast<int32_t>(task.committed + m);
-      task.queries = b.query + (r * s.heads + h * groups) * s.head_width;
-      kernels().attend(task);
-      kernels().narrow_row(out, groups * s.head_width, b.mixed + (r * s.heads + h * groups) * s.head_width);
-    };
+    const int64_t many = task_nodes(), tasks = (pass.nodes + many - 1) / many, key_heads = shape_.key_heads;
     if (owns_heads) {
-      const auto [first, last] = team.share(s.key_heads);
+      const auto [first, last] = team.share(key_heads);
       for (int64_t h = first; h < last; ++h)
-        for (int64_t r = 0; r < pass.rows(); ++r) node(r, h);
+        for (int64_t i = 0; i < pass.batch * tasks; ++i) attend_some(team, pass, layer, index, i / tasks, i % tasks * many, h, b);
     } else {
       // In turns: the later nodes of a prompt see more than the earlier ones.
-      for (int64_t i = team.index; i < pass.rows() * s.key_heads; i += team.size) node(i / s.key_heads, i % s.key_heads);
+      for (int64_t i = team.index; i < pass.batch * tasks * key_heads; i += team.size) {
+        const int64_t task = i / key_heads;
+        attend_some(team, pass, layer, index, task / tasks, task % tasks * many, i % key_heads, b);
+      }
     }
+  }
+
+  // The nodes of a row from `node` on, as many as attend together, over one key head.
+  void attend_some(const Team& team, const Pass& pass, const Layer& layer, size_t index, int64_t row, int64_t node,
+                   int64_t head, const Buffers& b) const {
+    const Shape& s = shape_;
+    const int64_t groups = s.heads / s.key_heads, at_keys = s.key_heads * s.head_width, r = row * pass.nodes + node;
+    const int64_t base = (pass.first_row + row) * pass.capacity * at_keys + head * s.head_width;
+    int64_t first[kTaskQueries], last[kTaskQueries];
+    AttentionTask task{};
+    task.nodes = std::min(task_nodes(), pass.nodes - node), task.groups = groups;
+    task.width = task.value_width = s.head_width, task.scale = static_cast<float>(s.scale);
+    task.queries = b.query + (r * s.heads + head * groups) * s.head_width, task.query_stride = s.heads * s.head_width;
+    task.keys = pass.keys[index] + base, task.values = pass.values[index] + base;
+    task.key_stride = task.value_stride = at_keys;
+    if (pass.chains[row]) {  // all of them see what the first of them sees
+      task.shared = pass.cached[row] + node + 1, task.entries = pass.cached[row] + node + task.nodes;
+    } else {
+      task.shared = pass.cached[row], task.entries = pass.cached[row] + pass.nodes;
+      task.paths = pass.paths.data() + r * pass.nodes, task.path_stride = pass.nodes;
+    }
+    for (int64_t n = 0; n < task.nodes; ++n) {
+      // The oldest place that the window still shows.
+      first[n] = layer.window > 0 ? std::max<int64_t>(0, pass.position(r + n) - layer.window + 1) : 0;
+      last[n] = pass.place(r + n) + 1;
+    }
+    task.first = first, task.last = last;
+    float* out = b.private_floats + team.index * b.private_size;
+    task.out = out, task.scratch = out + task_nodes() * groups * s.head_width;
+    kernels().attend(task);
+    for (int64_t n = 0; n < task.nodes; ++n)
+      kernels().narrow_row(out + n * groups * s.head_width, groups * s.head_width,
+                           b.mixed + ((r + n) * s.heads + head * groups) * s.head_width);
   }
 
   void add(const Team& team, const Linear& layer, const bf16* from, int64_t rows, const Buffers& b,
@@ -353,7 +368,6 @@ class Decoder : public torch::CustomClassHolder {
   std::mutex busy_;  // the memory below serves one pass at a time
   Scratch<bf16> hidden_, normed_, query_, key_, mixed_, inner_, wanted_;
   Scratch<float> cosines_, sines_, private_floats_;
-  Scratch<int32_t> private_entries_;
   std::vector<Quantised> rooms_;
   int64_t most_quads_ = 0;  // of any int8 layer
 };

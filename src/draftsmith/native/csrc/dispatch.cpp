@@ -9,7 +9,7 @@ namespace draftsmith {
 namespace {
 
 const Kernels* best() {
-  for (const Kernels* table : {avx512bf16_kernels(), avx512_kernels(), avx2_kernels()})
+  for (const Kernels* table : {amx_kernels(), avx512bf16_kernels(), avx512_kernels(), avx2_kernels()})
     if (table != nullptr) return table;
   return portable_kernels();
 }
@@ -24,7 +24,8 @@ std::atomic<const Kernels*>& chosen() {
 const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
 
 bool use_kernels(const char* name) {
-  for (const Kernels* table : {avx512bf16_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()})
+  for (const Kernels* table :
+       {amx_kernels(), avx512bf16_kernels(), avx512_kernels(), avx2_kernels(), portable_kernels()})
     if (table != nullptr && std::strcmp(table->name, name) == 0) {
       chosen() = table;
       return true;

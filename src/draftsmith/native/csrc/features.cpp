@@ -138,7 +138,9 @@ class FeatureLayer : public torch::CustomClassHolder {
   }
 
   int64_t groups() const { return heads_ / key_heads_; }
-  int64_t scratch_size() const { return groups() * (longest_ + head_width_); }
+  int64_t scratch_size() const {
+    return groups() * head_width_ + kernels().attention_room(groups(), longest_, head_width_, head_width_);
+  }
 
   // What stands for the states of the entries: the tapped ones, projected to one, for EAGLE-3.
   void fuse(const Team& team) {
@@ -206,15 +208,16 @@ class FeatureLayer : public torch::CustomClassHolder {
   void finish(const Team& team) {
     const int64_t batch = growth_.batch(), at_keys = key_heads_ * head_width_;
     AttentionTask task{};
-    task.out = scratch_.data() + team.index * scratch_size(), task.scores = task.out + groups() * head_width_;
+    task.out = scratch_.data() + team.index * scratch_size(), task.scratch = task.out + groups() * head_width_;
     task.scale = 1 / std::sqrt(static_cast<float>(head_width_));
-    task.groups = groups(), task.width = task.value_width = head_width_;
+    task.nodes = 1, task.groups = groups(), task.width = task.value_width = head_width_;
     task.key_stride = task.value_stride = at_keys;
     for (int64_t i = team.index; i < batch * key_heads_; i += team.size) {
       const int64_t b = i / key_heads_, g = i % key_heads_, base = b * capacity_ * at_keys + g * head_width_;
       const int64_t head = g * groups() * head_width_;
       task.keys = keys_ + base, task.values = values_ + base;
-      task.committed = entries_[roots_[b]].position + 1;
+      const int64_t first = 0, last = entries_[roots_[b]].position + 1;
+      task.first = &first, task.last = &last, task.shared = task.entries = last;
       task.queries = turned_.data() + roots_[b] * project_.outputs + head;
       kernels().attend(task);
       kernels().narrow_row(task.out, groups() * head_width_, mixed_.data() + b * heads_ * head_width_ + head);

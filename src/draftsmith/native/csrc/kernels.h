@@ -14,26 +14,34 @@ namespace draftsmith {
 using bf16 = uint16_t;           // the bits of a bfloat16
 constexpr int64_t kPanel = 16;   // output features that are computed together
 
-// Grouped queries of one node over the visible keys of one key head.
+// The queries of some nodes of one row of the batch, over the keys of one key head. Query q belongs to node q / groups.
+//
+// What a node sees is told by places, in the order of a text: place p before `shared` is entry p of the row of the
+// cache, and the places from `shared` on are the entries of the node's own path.
 struct AttentionTask {
-  const bf16* queries;       // (groups, width)
-  float scale;               // of the products
-  int64_t groups, width, value_width;
-  const bf16* keys;          // entry e of the cache row begins at keys + e * key_stride
+  const bf16* queries;  // those of node n begin at queries + n * query_stride: (groups, width)
+  int64_t query_stride;
+  float scale;  // of the products
+  int64_t nodes, groups, width, value_width;
+  const bf16* keys;  // entry e begins at keys + e * key_stride
   const bf16* values;
   int64_t key_stride, value_stride;
-  int64_t first, committed;  // the entries first … committed - 1 are visible,
-  const int32_t* others;     // and these behind them, in order
-  int64_t count;
-  float* scores;             // scratch, (groups, committed - first + count)
-  float* out;                // (groups, value_width)
-};
+  int64_t shared;
+  const int64_t* first;  // node n sees the places first[n] … last[n] - 1, at least one
+  const int64_t* last;
+  const int32_t* paths;  // node n has entry paths[n * path_stride + i] at place shared + i; null where it is shared + i
+  int64_t path_stride;
+  int64_t entries;  // all entries that are seen lie before this one
+  float* scratch;   // of Kernels::attention_room(…) values
+  float* out;       // (nodes · groups, value_width)
 
-// The entry of the cache that is seen at place s.
-static inline int64_t entry(const AttentionTask& t, int64_t s) {
-  const int64_t committed = t.committed - t.first;
-  return s < committed ? t.first + s : t.others[s - committed];
-}
+  int64_t node(int64_t query) const { return query / groups; }
+  const bf16* query(int64_t q) const { return queries + node(q) * query_stride + q % groups * width; }
+  // The entry of the cache that a node has at a place.
+  int64_t entry(int64_t n, int64_t place) const {
+    return place < shared || paths == nullptr ? place : paths[n * path_stride + place - shared];
+  }
+};
 
 struct Kernels {
   const char* name;
@@ -46,6 +54,8 @@ struct Kernels {
   void (*gemm_int8)(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,
                     int64_t quads, int64_t panels, const void* ahead, int32_t* y, int64_t y_stride);
   void (*attend)(const AttentionTask& task);
+  // How many floats of scratch a task needs that has so many queries, its places and its entries all being below `places`.
+  int64_t (*attention_room)(int64_t queries, int64_t places, int64_t width, int64_t value_width);
   // out = bf16(bf16(x / rms(x)) · weight)
   void (*rms_norm)(const bf16* x, const bf16* weight, int64_t width, float epsilon, bf16* out);
   // out = bf16(bf16(silu(bf16(gate))) · bf16(up))
@@ -81,6 +91,7 @@ const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512bf16_kernels();
+const Kernels* amx_kernels();
 
 // The best table for this processor, or the one that `use_kernels` chose.
 const Kernels& kernels();

@@ -78,7 +78,7 @@ void interleave(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
 }  // namespace
 
 const Kernels* avx512_kernels() {
-  static const Kernels table{"avx512", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, rms_norm,
+  static const Kernels table{"avx512", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, room_for_scores, rms_norm,
                              silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
                              sum_exponentials, argmax, all_finite, interleave};
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -99,63 +99,71 @@ inline __m512 sums_of(const __m512 (&a)[16]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(d[0], d[1], 0x88), _mm512_shuffle_f32x4(d[0], d[1], 0xdd));
 }
 
-// As `score_keys`, sixteen entries at a time; past the last one, the last is read again and its score thrown away.
-void score_keys_by_pairs(const AttentionTask& t, int64_t seen) {
-  if (t.width % 32 != 0) return score_keys(t, seen);
+// As `score_keys`, sixteen places at a time; past the last one, the last is read again and its score thrown away.
+void score_keys_by_pairs(const AttentionTask& t, const Stretch& s, float* scores, int64_t stride) {
+  if (t.width % 32 != 0) return score_keys(t, s, scores, stride);
   const __m512 scale = _mm512_set1_ps(t.scale);
-  for (int64_t s = 0; s < seen; s += 16) {
-    const bf16* keys[16];
-    for (int64_t i = 0; i < 16; ++i) keys[i] = t.keys + entry(t, s + i < seen ? s + i : seen - 1) * t.key_stride;
-    const __mmask16 inside = static_cast<__mmask16>(seen - s >= 16 ? 0xffff : (1 << (seen - s)) - 1);
-    for (int64_t g = 0; g < t.groups; ++g) {
-      __m512 lanes[16];
-      for (int i = 0; i < 16; ++i) lanes[i] = _mm512_setzero_ps();
+  const int64_t node = t.node(s.query);
+  for (int64_t p = s.from; p < s.to; p += kKeys) {
+    const bf16* keys[kKeys];
+    for (int64_t i = 0; i < kKeys; ++i) keys[i] = t.keys + t.entry(node, p + i < s.to ? p + i : s.to - 1) * t.key_stride;
+    const __mmask16 inside = static_cast<__mmask16>(s.to - p >= kKeys ? 0xffff : (1 << (s.to - p)) - 1);
+    for (int64_t q = s.query; q < s.query + s.queries; ++q) {
+      const bf16* query = t.query(q);
+      __m512 lanes[kKeys];
+      for (int i = 0; i < kKeys; ++i) lanes[i] = _mm512_setzero_ps();
       for (int64_t d = 0; d < t.width; d += 32) {
-        const __m512bh query = reinterpret_cast<__m512bh>(_mm512_loadu_si512(t.queries + g * t.width + d));
-        for (int i = 0; i < 16; ++i)
-          lanes[i] = _mm512_dpbf16_ps(lanes[i], reinterpret_cast<__m512bh>(_mm512_loadu_si512(keys[i] + d)), query);
+        const __m512bh part = reinterpret_cast<__m512bh>(_mm512_loadu_si512(query + d));
+        for (int i = 0; i < kKeys; ++i)
+          lanes[i] = _mm512_dpbf16_ps(lanes[i], reinterpret_cast<__m512bh>(_mm512_loadu_si512(keys[i] + d)), part);
       }
-      _mm512_mask_storeu_ps(t.scores + g * seen + s, inside, _mm512_mul_ps(scale, sums_of(lanes)));
+      _mm512_mask_storeu_ps(scores + q * stride + p, inside, _mm512_mul_ps(scale, sums_of(lanes)));
     }
   }
 }
 
 // As `mix_values` for some of the queries and a stretch of columns: values are widened once for all of these queries.
-template <int kGroups, int kLines>
-inline void mix(const AttentionTask& t, int64_t seen, int64_t group, int64_t column) {
-  __m512 sum[kGroups][kLines];
-  for (int g = 0; g < kGroups; ++g)
-    for (int l = 0; l < kLines; ++l) sum[g][l] = _mm512_setzero_ps();
-  for (int64_t s = 0; s < seen; ++s) {
-    const bf16* value = t.values + entry(t, s) * t.value_stride + column;
+template <int kQueries, int kLines>
+inline void mix(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride, int64_t query,
+                int64_t column) {
+  const int64_t node = t.node(s.query);
+  __m512 sum[kQueries][kLines];
+  for (int q = 0; q < kQueries; ++q)
+    for (int l = 0; l < kLines; ++l) sum[q][l] = _mm512_loadu_ps(t.out + (query + q) * t.value_width + column + 16 * l);
+  for (int64_t p = s.from; p < s.to; ++p) {
+    const bf16* value = t.values + t.entry(node, p) * t.value_stride + column;
     __m512 wide[kLines];
     for (int l = 0; l < kLines; ++l)
       wide[l] = _mm512_castsi512_ps(_mm512_slli_epi32(
           _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value) + l)), 16));
-    for (int g = 0; g < kGroups; ++g) {
-      const __m512 p = _mm512_set1_ps(t.scores[(group + g) * seen + s]);
-      for (int l = 0; l < kLines; ++l) sum[g][l] = _mm512_fmadd_ps(p, wide[l], sum[g][l]);
+    for (int q = 0; q < kQueries; ++q) {
+      const __m512 weight = _mm512_set1_ps(scores[(query + q) * stride + p]);
+      for (int l = 0; l < kLines; ++l) sum[q][l] = _mm512_fmadd_ps(weight, wide[l], sum[q][l]);
     }
   }
-  for (int g = 0; g < kGroups; ++g)
-    for (int l = 0; l < kLines; ++l)
-      _mm512_storeu_ps(t.out + (group + g) * t.value_width + column + 16 * l, sum[g][l]);
+  for (int q = 0; q < kQueries; ++q)
+    for (int l = 0; l < kLines; ++l) _mm512_storeu_ps(t.out + (query + q) * t.value_width + column + 16 * l, sum[q][l]);
 }
 
 template <int kLines>
-inline void mix_stretch(const AttentionTask& t, int64_t seen, int64_t column) {
-  int64_t g = 0;
-  for (; g + 4 <= t.groups; g += 4) mix<4, kLines>(t, seen, g, column);
-  if (t.groups - g == 3) mix<3, kLines>(t, seen, g, column);
-  if (t.groups - g == 2) mix<2, kLines>(t, seen, g, column);
-  if (t.groups - g == 1) mix<1, kLines>(t, seen, g, column);
+inline void mix_columns(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride, int64_t column) {
+  int64_t q = s.query;
+  const int64_t end = s.query + s.queries;
+  for (; q + 4 <= end; q += 4) mix<4, kLines>(t, s, scores, stride, q, column);
+  if (end - q == 3) mix<3, kLines>(t, s, scores, stride, q, column);
+  if (end - q == 2) mix<2, kLines>(t, s, scores, stride, q, column);
+  if (end - q == 1) mix<1, kLines>(t, s, scores, stride, q, column);
 }
 
-void mix_values_by_lines(const AttentionTask& t, int64_t seen) {
-  if (t.value_width % 16 != 0) return mix_values(t, seen);
-  int64_t column = 0;
-  for (; column + 64 <= t.value_width; column += 64) mix_stretch<4>(t, seen, column);
-  for (; column < t.value_width; column += 16) mix_stretch<1>(t, seen, column);
+void mix_values_by_lines(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride) {
+  if (t.value_width % 16 != 0) return mix_values(t, s, scores, stride);
+  constexpr int64_t kPlaces = 128;  // whose values stay in the nearest cache for all queries
+  for (int64_t from = s.from; from < s.to; from += kPlaces) {
+    const Stretch part{s.query, s.queries, from, from + kPlaces < s.to ? from + kPlaces : s.to};
+    int64_t column = 0;
+    for (; column + 64 <= t.value_width; column += 64) mix_columns<4>(t, part, scores, stride, column);
+    for (; column < t.value_width; column += 16) mix_columns<1>(t, part, scores, stride, column);
+  }
 }
 
 }  // namespace
@@ -164,7 +172,7 @@ const Kernels* avx512bf16_kernels() {
   const Kernels* base = avx512_kernels();
   if (base == nullptr || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return nullptr;
   static const Kernels table{"avx512bf16", Of<Pairs>::product, gemm_int8, attend_by<score_keys_by_pairs, mix_values_by_lines>,
-                             rms_norm, silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
+                             room_for_scores, rms_norm, silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
                              sum_exponentials, argmax, all_finite, base->interleave};
   return &table;
 }

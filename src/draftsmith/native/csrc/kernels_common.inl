@@ -8,24 +8,55 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int64_t kLineBytes = 64;  // of packed weights: some inputs of every output of a panel
 
+// Sixteen values at a time, which every compiler turns into the registers it has. Loops over single values with a choice
+// in them would not do: compilers work out the constant side of a choice for all values, and where that is a number too
+// small for its format every one of them costs a hundred cycles.
+using Lanes = float __attribute__((vector_size(64), may_alias, aligned(4)));
+using Words = uint32_t __attribute__((vector_size(64), may_alias, aligned(4)));
+using Halves = bf16 __attribute__((vector_size(32), may_alias, aligned(2)));
+
+inline Lanes lanes_at(const float* values) { return *reinterpret_cast<const Lanes*>(values); }
+inline void put_lanes(Lanes values, float* to) { *reinterpret_cast<Lanes*>(to) = values; }
+inline Lanes widen_lanes(const bf16* values) {
+  return reinterpret_cast<Lanes>(__builtin_convertvector(*reinterpret_cast<const Halves*>(values), Words) << 16);
+}
+// As `narrow`, the bits in the lower half of every word.
+inline Words narrow_lanes(Lanes x) {
+  const Words bits = reinterpret_cast<Words>(x), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return (x == x ? rounded : bits | 0x400000u) >> 16;
+}
+inline void put_narrow(Lanes x, bf16* to) {
+  *reinterpret_cast<Halves*>(to) = __builtin_convertvector(narrow_lanes(x), Halves);
+}
+inline Lanes lanes_through_bf16(Lanes x) { return reinterpret_cast<Lanes>(narrow_lanes(x) << 16); }
+
 // e^x for x ≤ 0 or small, relative error below 3e-7; 0 far below.
-inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
-  union { float f; uint32_t u; } shifted{x * 1.44269504088896341f + 12582912.0f};  // the low bits: a whole number
-  const float whole = shifted.f - 12582912.0f;
-  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  float value = 1.9875691500e-4f;
+inline Lanes exponential(Lanes x) {
+  const Lanes low = Lanes{} - 87.0f, high = Lanes{} + 88.0f;
+  x = x < low ? low : (x > high ? high : x);
+  const Lanes shifted = x * 1.44269504088896341f + 12582912.0f;  // the low bits: a whole number
+  const Lanes whole = shifted - 12582912.0f;
+  const Lanes rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Lanes value = Lanes{} + 1.9875691500e-4f;
   value = value * rest + 1.3981999507e-3f;
   value = value * rest + 8.3334519073e-3f;
   value = value * rest + 4.1665795894e-2f;
   value = value * rest + 1.6666665459e-1f;
   value = value * rest + 5.0000001201e-1f;
   value = value * rest * rest + rest + 1.0f;
-  union { uint32_t u; float f; } power{(shifted.u - 0x4b400000u + 127u) << 23};
-  return value * power.f;
+  return value * reinterpret_cast<Lanes>((reinterpret_cast<Words>(shifted) - 0x4b400000u + 127u) << 23);
 }
 
-inline float sum_of(const float (&lanes)[kLanes]) {
+// The first values of sixteen, the others being `fill`.
+template <class T>
+struct Few {
+  alignas(64) T values[kLanes];
+  Few(const T* from, int64_t count, T fill) {
+    for (int l = 0; l < kLanes; ++l) values[l] = l < count ? from[l] : fill;
+  }
+};
+
+inline float sum_of(Lanes lanes) {
   float total[8];
   for (int l = 0; l < 8; ++l) total[l] = lanes[l] + lanes[l + 8];
   for (int l = 0; l < 4; ++l) total[l] += total[l + 4];
@@ -47,20 +78,32 @@ inline int16_t largest_of(int64_t count, const Value& value) {
 }
 
 inline float dot(const bf16* a, const bf16* b, int64_t width) {
-  float lanes[kLanes] = {};
+  Lanes sums{};
   int64_t d = 0;
-  for (; d + kLanes <= width; d += kLanes)
-    for (int l = 0; l < kLanes; ++l) lanes[l] += widen(a[d + l]) * widen(b[d + l]);
-  for (int l = 0; d + l < width; ++l) lanes[l] += widen(a[d + l]) * widen(b[d + l]);
-  return sum_of(lanes);
+  for (; d + kLanes <= width; d += kLanes) sums += widen_lanes(a + d) * widen_lanes(b + d);
+  for (int l = 0; d + l < width; ++l) sums[l] += widen(a[d + l]) * widen(b[d + l]);
+  return sum_of(sums);
+}
+
+inline float sum_of_squares(const float* x, int64_t count) {
+  Lanes sums{};
+  int64_t d = 0;
+  for (; d + kLanes <= count; d += kLanes) sums += lanes_at(x + d) * lanes_at(x + d);
+  for (int l = 0; d + l < count; ++l) sums[l] += x[d + l] * x[d + l];
+  return sum_of(sums);
 }
 
 void narrow_row(const float* values, int64_t count, bf16* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = narrow(values[i]);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) put_narrow(lanes_at(values + i), to + i);
+  for (; i < count; ++i) to[i] = narrow(values[i]);
 }
 
 void add_row(const float* values, int64_t count, bf16* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = narrow(widen(to[i]) + through_bf16(values[i]));
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    put_narrow(widen_lanes(to + i) + lanes_through_bf16(lanes_at(values + i)), to + i);
+  for (; i < count; ++i) to[i] = narrow(widen(to[i]) + through_bf16(values[i]));
 }
 
 float round_row(const float* values, int64_t count, float* to) {
@@ -98,8 +141,14 @@ float quantise(const bf16* x, int64_t count, int8_t* to) {
 
 void rotate(const bf16* head, const float* cosines, const float* sines, int64_t half, bf16* to) {
   // `to` may be `head` itself: a turn reads and writes the same two places.
-#pragma GCC ivdep
-  for (int64_t d = 0; d < half; ++d) {
+  int64_t d = 0;
+  for (; d + kLanes <= half; d += kLanes) {
+    const Lanes low = widen_lanes(head + d), high = widen_lanes(head + half + d);
+    const Lanes cosine = lanes_at(cosines + d), sine = lanes_at(sines + d);
+    put_narrow(lanes_through_bf16(low * cosine) + lanes_through_bf16(-high * sine), to + d);
+    put_narrow(lanes_through_bf16(high * cosine) + lanes_through_bf16(low * sine), to + half + d);
+  }
+  for (; d < half; ++d) {
     const float low = widen(head[d]), high = widen(head[d + half]);
     to[d] = narrow(through_bf16(low * cosines[d]) + through_bf16(-high * sines[d]));
     to[d + half] = narrow(through_bf16(high * cosines[d]) + through_bf16(low * sines[d]));
@@ -107,28 +156,35 @@ void rotate(const bf16* head, const float* cosines, const float* sines, int64_t 
 }
 
 void rms_norm(const bf16* x, const bf16* weight, int64_t width, float epsilon, bf16* out) {
-  float lanes[kLanes] = {};
+  const float scale = 1.0f / __builtin_sqrtf(dot(x, x, width) / static_cast<float>(width) + epsilon);
   int64_t d = 0;
   for (; d + kLanes <= width; d += kLanes)
-    for (int l = 0; l < kLanes; ++l) lanes[l] += widen(x[d + l]) * widen(x[d + l]);
-  for (int l = 0; d + l < width; ++l) lanes[l] += widen(x[d + l]) * widen(x[d + l]);
-  const float scale = 1.0f / __builtin_sqrtf(sum_of(lanes) / static_cast<float>(width) + epsilon);
-  for (d = 0; d < width; ++d) out[d] = narrow(through_bf16(widen(x[d]) * scale) * widen(weight[d]));
+    put_narrow(lanes_through_bf16(widen_lanes(x + d) * scale) * widen_lanes(weight + d), out + d);
+  for (; d < width; ++d) out[d] = narrow(through_bf16(widen(x[d]) * scale) * widen(weight[d]));
+}
+
+inline Lanes gated(Lanes gate, Lanes up) {
+  const Lanes g = lanes_through_bf16(gate);
+  return lanes_through_bf16(g / (1.0f + exponential(-g))) * lanes_through_bf16(up);
 }
 
 void silu_times(const float* gate, const float* up, int64_t count, bf16* out) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float g = through_bf16(gate[i]);
-    out[i] = narrow(through_bf16(g / (1.0f + exponential(-g))) * through_bf16(up[i]));
-  }
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) put_narrow(gated(lanes_at(gate + i), lanes_at(up + i)), out + i);
+  if (i == count) return;
+  const Few<float> gates(gate + i, count - i, 0), ups(up + i, count - i, 0);
+  bf16 last[kLanes];
+  put_narrow(gated(lanes_at(gates.values), lanes_at(ups.values)), last);
+  for (int l = 0; i + l < count; ++l) out[i + l] = last[l];
 }
 
 // x · Φ(x), by a formula for erf with an absolute error below 2e-7 (Abramowitz and Stegun, 7.1.26).
-inline float gelu(float x) {
-  const float z = (x < 0 ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
-  const float series = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
-  const float tail = 0.5f * series * exponential(-z * z);
-  return x * (x < 0 ? tail : 1.0f - tail);
+inline Lanes gelu(Lanes x) {
+  const Lanes z = (x < 0.0f ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+  const Lanes series =
+      ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+  const Lanes tail = 0.5f * series * exponential(-z * z);
+  return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 
 void activate(const bf16* projected, const bf16* token, float ratio, const float* scale, const float* shift,
@@ -138,22 +194,24 @@ void activate(const bf16* projected, const bf16* token, float ratio, const float
   else
     for (int64_t d = 0; d < width; ++d)
       mixed[d] = through_bf16(widen(projected[d]) + through_bf16(ratio * widen(token[d])));
-  float lanes[kLanes] = {};
-  int64_t d = 0;
-  for (; d + kLanes <= width; d += kLanes)
-    for (int l = 0; l < kLanes; ++l) lanes[l] += mixed[d + l] * mixed[d + l];
-  for (int l = 0; d + l < width; ++l) lanes[l] += mixed[d + l] * mixed[d + l];
-  const float inverse = 1.0f / __builtin_sqrtf(sum_of(lanes) / static_cast<float>(width) + epsilon);
-  for (d = first; d < last; ++d) out[d] = narrow(gelu(through_bf16(mixed[d] * inverse * scale[d] + shift[d])));
+  const float inverse = 1.0f / __builtin_sqrtf(sum_of_squares(mixed, width) / static_cast<float>(width) + epsilon);
+  const auto some = [&](Lanes x, Lanes by, Lanes plus) { return gelu(lanes_through_bf16(x * inverse * by + plus)); };
+  int64_t d = first;
+  for (; d + kLanes <= last; d += kLanes)
+    put_narrow(some(lanes_at(mixed + d), lanes_at(scale + d), lanes_at(shift + d)), out + d);
+  if (d >= last) return;
+  const Few<float> x(mixed + d, last - d, 0), by(scale + d, last - d, 0), plus(shift + d, last - d, 0);
+  bf16 few[kLanes];
+  put_narrow(some(lanes_at(x.values), lanes_at(by.values), lanes_at(plus.values)), few);
+  for (int l = 0; d + l < last; ++l) out[d + l] = few[l];
 }
 
 float sum_exponentials(const float* x, int64_t count, float highest) {
-  float lanes[kLanes] = {};
+  Lanes sums{};
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    for (int l = 0; l < kLanes; ++l) lanes[l] += exponential(x[i + l] - highest);
-  for (int l = 0; i + l < count; ++l) lanes[l] += exponential(x[i + l] - highest);
-  return sum_of(lanes);
+  for (; i + kLanes <= count; i += kLanes) sums += exponential(lanes_at(x + i) - highest);
+  for (int l = 0; i + l < count; ++l) sums[l] += exponential(Lanes{} + (x[i + l] - highest))[0];
+  return sum_of(sums);
 }
 
 int64_t argmax(const bf16* x, int64_t count) {
@@ -177,65 +235,117 @@ int64_t argmax(const bf16* x, int64_t count) {
 }
 
 bool all_finite(const bf16* x, int64_t count) {
-  return largest_of(count, [&](int64_t i) { return static_cast<int16_t>(x[i] & 0x7f80); }) != 0x7f80;
+  Words none{};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Words exponents = reinterpret_cast<Words>(widen_lanes(x + i)) & 0x7f800000u;
+    none |= reinterpret_cast<Words>(exponents == 0x7f800000u);
+  }
+  uint32_t found = 0;
+  for (int l = 0; l < kLanes; ++l) found |= none[l];
+  for (; i < count; ++i) found |= (x[i] & 0x7f80) == 0x7f80;
+  return found == 0;
 }
 
-void interleave_plain(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
+[[maybe_unused]] void interleave_plain(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
   for (int64_t k = 0; k < pairs; ++k, to += 2 * kPanel)
     for (int64_t n = 0; n < kPanel; ++n) __builtin_memcpy(to + 2 * n, rows + n * stride + 2 * k, 2 * sizeof(bf16));
 }
 
-// scores[g, s] = scale · query g · key s, over the visible entries in their order.
-[[maybe_unused]] void score_keys(const AttentionTask& t, int64_t seen) {
-  for (int64_t g = 0; g < t.groups; ++g)
-    for (int64_t s = 0; s < seen; ++s)
-      t.scores[g * seen + s] = t.scale * dot(t.queries + g * t.width, t.keys + entry(t, s) * t.key_stride, t.width);
+// Some queries of a task over the places from … to - 1. They may belong to several nodes, if all of these have the same
+// entries there.
+struct Stretch {
+  int64_t query, queries, from, to;
+};
+
+constexpr int64_t kKeys = 16;  // that all queries of a stretch meet before the next ones are read
+
+// scores[q * stride + p] = scale · query q · key at place p.
+[[maybe_unused]] void score_keys(const AttentionTask& t, const Stretch& s, float* scores, int64_t stride) {
+  const int64_t node = t.node(s.query);
+  for (int64_t block = s.from; block < s.to; block += kKeys)
+    for (int64_t q = s.query; q < s.query + s.queries; ++q)
+      for (int64_t p = block; p < block + kKeys && p < s.to; ++p)
+        scores[q * stride + p] = t.scale * dot(t.query(q), t.keys + t.entry(node, p) * t.key_stride, t.width);
 }
 
-// out[g] = Σ scores[g, s] · value s, one visible entry after the other.
-[[maybe_unused]] void mix_values(const AttentionTask& t, int64_t seen) {
-  for (int64_t g = 0; g < t.groups; ++g) {
-    float* out = t.out + g * t.value_width;
-    for (int64_t d = 0; d < t.value_width; ++d) out[d] = 0;
-    for (int64_t s = 0; s < seen; ++s) {
-      const bf16* value = t.values + entry(t, s) * t.value_stride;
-      const float p = t.scores[g * seen + s];
-      for (int64_t d = 0; d < t.value_width; ++d) out[d] += p * widen(value[d]);
+// out[q] += Σ scores[q * stride + p] · value at place p, one place after the other.
+[[maybe_unused]] void mix_values(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride) {
+  const int64_t node = t.node(s.query);
+  for (int64_t block = s.from; block < s.to; block += kKeys)
+    for (int64_t q = s.query; q < s.query + s.queries; ++q) {
+      float* out = t.out + q * t.value_width;
+      for (int64_t p = block; p < block + kKeys && p < s.to; ++p) {
+        const bf16* value = t.values + t.entry(node, p) * t.value_stride;
+        const float weight = scores[q * stride + p];
+        for (int64_t d = 0; d < t.value_width; ++d) out[d] += weight * widen(value[d]);
+      }
     }
-  }
 }
 
 // Turns the scores of one query into e^(score - highest), and returns one over their sum.
 inline float soften(float* p, int64_t seen) {
-  float most[kLanes], lanes[kLanes] = {};
-  for (int l = 0; l < kLanes; ++l) most[l] = p[0];
+  Lanes most = Lanes{} + p[0], sums{};
   int64_t s = 0;
-  for (; s + kLanes <= seen; s += kLanes)
-    for (int l = 0; l < kLanes; ++l) most[l] = p[s + l] > most[l] ? p[s + l] : most[l];
-  for (int l = 0; s + l < seen; ++l) most[l] = p[s + l] > most[l] ? p[s + l] : most[l];
+  for (; s + kLanes <= seen; s += kLanes) most = lanes_at(p + s) > most ? lanes_at(p + s) : most;
   float highest = most[0];
   for (int l = 1; l < kLanes; ++l) highest = most[l] > highest ? most[l] : highest;
-  for (s = 0; s + kLanes <= seen; s += kLanes)
-    for (int l = 0; l < kLanes; ++l) lanes[l] += p[s + l] = exponential(p[s + l] - highest);
-  for (int l = 0; s + l < seen; ++l) lanes[l] += p[s + l] = exponential(p[s + l] - highest);
-  return 1.0f / sum_of(lanes);
+  for (; s < seen; ++s) highest = p[s] > highest ? p[s] : highest;
+  for (s = 0; s + kLanes <= seen; s += kLanes) {
+    const Lanes some = exponential(lanes_at(p + s) - highest);
+    put_lanes(some, p + s);
+    sums += some;
+  }
+  if (s < seen) {
+    const Few<float> last(p + s, seen - s, highest);
+    const Lanes some = exponential(lanes_at(last.values) - highest);
+    for (int l = 0; s + l < seen; ++l) sums[l] += p[s + l] = some[l];
+  }
+  return 1.0f / sum_of(sums);
 }
 
-template <void (*kScore)(const AttentionTask&, int64_t), void (*kMix)(const AttentionTask&, int64_t)>
-void attend_by(const AttentionTask& t) {
-  const int64_t seen = t.committed - t.first + t.count;
-  kScore(t, seen);
-  constexpr int64_t kMany = 64;
-  for (int64_t from = 0; from < t.groups; from += kMany) {
-    AttentionTask some = t;
-    some.groups = t.groups - from < kMany ? t.groups - from : kMany;
-    some.scores += from * seen, some.out += from * t.value_width;
-    float share[kMany];
-    for (int64_t g = 0; g < some.groups; ++g) share[g] = soften(some.scores + g * seen, seen);
-    kMix(some, seen);
-    for (int64_t g = 0; g < some.groups; ++g)
-      for (int64_t d = 0; d < t.value_width; ++d) some.out[g * t.value_width + d] *= share[g];
+// What the nodes of a task see together.
+struct Sight {
+  int64_t low, all;  // from `low` on some node sees, and from `all` on every one, up to `shared`
+  int64_t places;    // behind the last place of any node
+
+  explicit Sight(const AttentionTask& t) : low(t.shared), all(0), places(t.shared) {
+    for (int64_t n = 0; n < t.nodes; ++n) {
+      low = t.first[n] < low ? t.first[n] : low;
+      all = t.first[n] > all ? t.first[n] : all;
+      places = t.last[n] > places ? t.last[n] : places;
+    }
+    all = all < t.shared ? all : t.shared;
   }
+};
+
+[[maybe_unused]] int64_t room_for_scores(int64_t queries, int64_t places, int64_t, int64_t) {
+  return queries * (places + 1);
+}
+
+// What all nodes see is read once for all of them; what a node sees alone, before and behind it, is read for that node.
+// Every query meets its places in their order all the same.
+template <void (*kScore)(const AttentionTask&, const Stretch&, float*, int64_t),
+          void (*kMix)(const AttentionTask&, const Stretch&, const float*, int64_t)>
+void attend_by(const AttentionTask& t) {
+  const Sight sight(t);
+  const int64_t queries = t.nodes * t.groups, stride = sight.places;
+  float *scores = t.scratch, *share = scores + queries * stride;
+  const auto behind = [&](int64_t n) {
+    return Stretch{n * t.groups, t.groups, t.first[n] > t.shared ? t.first[n] : t.shared, t.last[n]};
+  };
+  kScore(t, {0, queries, sight.low, t.shared}, scores, stride);
+  for (int64_t n = 0; n < t.nodes; ++n) kScore(t, behind(n), scores, stride);
+  for (int64_t q = 0; q < queries; ++q) {
+    const int64_t first = t.first[t.node(q)];
+    share[q] = soften(scores + q * stride + first, t.last[t.node(q)] - first);
+  }
+  for (int64_t i = 0; i < queries * t.value_width; ++i) t.out[i] = 0;
+  for (int64_t n = 0; n < t.nodes; ++n) kMix(t, {n * t.groups, t.groups, t.first[n], sight.all}, scores, stride);
+  kMix(t, {0, queries, sight.all, t.shared}, scores, stride);
+  for (int64_t n = 0; n < t.nodes; ++n) kMix(t, behind(n), scores, stride);
+  for (int64_t q = 0; q < queries; ++q)
+    for (int64_t d = 0; d < t.value_width; ++d) t.out[q * t.value_width + d] *= share[q];
 }
 
 // Whole numbers: any order gives the same sum.

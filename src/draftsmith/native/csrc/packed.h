@@ -79,7 +79,7 @@ void embed(const at::Tensor& table, const at::Tensor& scales, int64_t width, con
 
 constexpr int64_t kChunkPanels = 8;
 constexpr int64_t kChunk = kChunkPanels * kPanel;
-constexpr int64_t kChunkRows = 56;
+constexpr int64_t kChunkRows = 64;
 
 // Rows in whole numbers, of 4 · quads columns, and the scale of each; a row with NaN or infinity has the scale NaN.
 // Every thread has its own, with its memory reserved before the threads start: nothing in a team may throw.
