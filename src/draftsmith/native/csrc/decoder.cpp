@@ -37,7 +37,7 @@ struct Scratch {
 };
 
 constexpr int64_t kOwnRows = 4;  // so few are normed faster than a barrier is passed
-constexpr int64_t kTaskQueries = 32;  // of some nodes, for which keys and values are read once
+constexpr int64_t kTaskQueries = 64;  // of some nodes, for which keys and values are read once
 
 class Decoder : public torch::CustomClassHolder {
  public:

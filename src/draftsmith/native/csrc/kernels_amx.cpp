@@ -12,6 +12,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")
+#include <immintrin.h>
+#define DRAFTSMITH_MULTIPLY_ADD(a, b, c) _mm512_fmadd_ps(a, b, c)
 #endif
 
 #ifdef DRAFTSMITH_HAS_TILES
@@ -166,7 +168,7 @@ void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* pa
 
 // ---- attention
 
-constexpr int64_t kQueries = 32;   // at a time
+constexpr int64_t kQueries = 64;   // at a time
 constexpr int64_t kSegment = 256;  // places whose values are packed at a time
 constexpr int64_t kFewQueries = 4;
 constexpr int64_t kFetched = 64;  // entries that are asked for together
@@ -219,7 +221,7 @@ class Attention {
     __builtin_memset(nothing_, 0, static_cast<uint64_t>(t.value_width) * sizeof(bf16));
   }
 
-  // Some queries of the task, at most 32.
+  // Some queries of the task, at most kQueries.
   void run(int64_t query, int64_t count) {
     query_ = query, count_ = count;
     common_from_ = end_ = 0, common_to_ = t.last[t.node(query)];
@@ -294,18 +296,17 @@ class Attention {
       for (int64_t d = 0; d < width; d += kLineBytes / 2) __builtin_prefetch(from + e * stride + d, 0, 2);
   }
 
-  // From a line for every place to a row for every query, where places are entries.
+  // From a line for every place to a row for every query, where places are entries. Lines behind the last may come along:
+  // nobody sees them.
   void turn(int64_t from, int64_t to, int64_t wide) {
     int64_t p = from;
     alignas(64) float turned[kPanel][kPanel];
-    for (; count_ >= kFewQueries && p + kPanel <= to; p += kPanel)
+    for (; count_ >= kFewQueries && p < to; p += kPanel)
       for (int64_t g = 0; g * kPanel < count_; ++g) {
         interleave_rows(reinterpret_cast<const bf16*>(scores_ + (p - low_) * wide + g * kPanel), 2 * wide, kPanel,
                         reinterpret_cast<bf16*>(turned));
-        for (int64_t l = 0; l < kPanel && g * kPanel + l < count_; ++l) {
-          float* to_row = row(g * kPanel + l) + p;
-          for (int64_t i = 0; i < kPanel; ++i) to_row[i] = turned[l][i] * t.scale;
-        }
+        for (int64_t l = 0; l < kPanel && g * kPanel + l < count_; ++l)
+          put_lanes(lanes_at(turned[l]) * t.scale, row(g * kPanel + l) + p);
       }
     for (int64_t q = 0; q < count_; ++q) {
       float* to_row = row(q);

@@ -30,20 +30,29 @@ inline void put_narrow(Lanes x, bf16* to) {
 }
 inline Lanes lanes_through_bf16(Lanes x) { return reinterpret_cast<Lanes>(narrow_lanes(x) << 16); }
 
+// a · b + c, rounded once where the file that includes this one says how.
+inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
+#ifdef DRAFTSMITH_MULTIPLY_ADD
+  return DRAFTSMITH_MULTIPLY_ADD(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 // e^x for x ≤ 0 or small, relative error below 3e-7; 0 far below.
 inline Lanes exponential(Lanes x) {
-  const Lanes low = Lanes{} - 87.0f, high = Lanes{} + 88.0f;
+  const Lanes low = Lanes{} - 87.0f, high = Lanes{} + 88.0f, magic = Lanes{} + 12582912.0f;
   x = x < low ? low : (x > high ? high : x);
-  const Lanes shifted = x * 1.44269504088896341f + 12582912.0f;  // the low bits: a whole number
-  const Lanes whole = shifted - 12582912.0f;
-  const Lanes rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  const Lanes shifted = multiply_add(x, Lanes{} + 1.44269504088896341f, magic);  // the low bits: a whole number
+  const Lanes whole = shifted - magic;
+  const Lanes rest = multiply_add(whole, Lanes{} + 2.12194440e-4f, multiply_add(whole, Lanes{} - 0.693359375f, x));
   Lanes value = Lanes{} + 1.9875691500e-4f;
-  value = value * rest + 1.3981999507e-3f;
-  value = value * rest + 8.3334519073e-3f;
-  value = value * rest + 4.1665795894e-2f;
-  value = value * rest + 1.6666665459e-1f;
-  value = value * rest + 5.0000001201e-1f;
-  value = value * rest * rest + rest + 1.0f;
+  value = multiply_add(value, rest, Lanes{} + 1.3981999507e-3f);
+  value = multiply_add(value, rest, Lanes{} + 8.3334519073e-3f);
+  value = multiply_add(value, rest, Lanes{} + 4.1665795894e-2f);
+  value = multiply_add(value, rest, Lanes{} + 1.6666665459e-1f);
+  value = multiply_add(value, rest, Lanes{} + 5.0000001201e-1f);
+  value = multiply_add(value * rest, rest, rest) + 1.0f;
   return value * reinterpret_cast<Lanes>((reinterpret_cast<Words>(shifted) - 0x4b400000u + 127u) << 23);
 }
 
@@ -283,24 +292,25 @@ constexpr int64_t kKeys = 16;  // that all queries of a stretch meet before the 
     }
 }
 
-// Turns the scores of one query into e^(score - highest), and returns one over their sum.
+// Turns the scores of one query into e^(score - highest), and returns one over their sum. The fifteen places behind the
+// last have to exist; they stay what they are.
 inline float soften(float* p, int64_t seen) {
   Lanes most = Lanes{} + p[0], sums{};
   int64_t s = 0;
   for (; s + kLanes <= seen; s += kLanes) most = lanes_at(p + s) > most ? lanes_at(p + s) : most;
+  const Words inside = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} < static_cast<uint32_t>(seen - s);
+  const Lanes last = lanes_at(p + s);
+  most = inside & (last > most) ? last : most;
   float highest = most[0];
   for (int l = 1; l < kLanes; ++l) highest = most[l] > highest ? most[l] : highest;
-  for (; s < seen; ++s) highest = p[s] > highest ? p[s] : highest;
   for (s = 0; s + kLanes <= seen; s += kLanes) {
     const Lanes some = exponential(lanes_at(p + s) - highest);
     put_lanes(some, p + s);
     sums += some;
   }
-  if (s < seen) {
-    const Few<float> last(p + s, seen - s, highest);
-    const Lanes some = exponential(lanes_at(last.values) - highest);
-    for (int l = 0; s + l < seen; ++l) sums[l] += p[s + l] = some[l];
-  }
+  const Lanes some = exponential(last - highest);
+  put_lanes(inside ? some : last, p + s);
+  sums += inside ? some : Lanes{};
   return 1.0f / sum_of(sums);
 }
 
@@ -320,7 +330,7 @@ struct Sight {
 };
 
 [[maybe_unused]] int64_t room_for_scores(int64_t queries, int64_t places, int64_t, int64_t) {
-  return queries * (places + 1);
+  return queries * (places + 1) + kLanes;
 }
 
 // What all nodes see is read once for all of them; what a node sees alone, before and behind it, is read for that node.
