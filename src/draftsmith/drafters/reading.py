@@ -47,9 +47,11 @@ class PathReader:
             tokens_BM = torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces])
             ends = {b: length - 1 - start for b, length in enumerate(lengths) if start < length <= start + size}
             columns = sorted(set(ends.values())) or [0]
-            logits_BUV = self._forward(
-                tokens_BM.to(self.model.device), torch.arange(size), torch.ones((size, size), dtype=torch.bool).tril(),
-                [h + min(start, length) for h, length in zip(held, lengths, strict=True)], columns, first_row,
+            before = [h + min(start, length) for h, length in zip(held, lengths, strict=True)]
+            device = self.model.device
+            logits_BUV, _ = self.model.read_chain(
+                self.cache, tokens_BM.to(device), torch.tensor(before, device=device), (), first_row,
+                torch.tensor(columns, device=device),
             )
             for b, end in ends.items():
                 last[b] = logits_BUV[b, columns.index(end)]
@@ -73,12 +75,11 @@ class PathReader:
             path_M = torch.arange(count).repeat_interleave(length)
             visible_MM = (path_M.unsqueeze(1) == path_M) & torch.ones((len(path_M),) * 2, dtype=torch.bool).tril()
             columns = list(range(length - 1, count * length, length))
-            logits.append(self._forward(nodes_BM, torch.arange(length).repeat(count), visible_MM, held, columns, 0))
+            logits.append(self._read_tree(nodes_BM, torch.arange(length).repeat(count), visible_MM, held, columns))
         return torch.cat(logits, dim=1).flatten(0, 1), start
 
-    def _forward(
-        self, tokens_BM: Tensor, depths_M: Tensor, visible_MM: Tensor, held: Sequence[int], columns: list[int],
-        first_row: int,
+    def _read_tree(
+        self, tokens_BM: Tensor, depths_M: Tensor, visible_MM: Tensor, held: Sequence[int], columns: list[int]
     ) -> Tensor:
         batch, nodes = tokens_BM.shape
         device = self.model.device
@@ -90,7 +91,6 @@ class PathReader:
             torch.tensor(held, device=device),
             None if self.model.is_native else torch.arange(max(held) + nodes, device=device),
             taps=(),
-            first_row=first_row,
             keep_logits=None if len(columns) == nodes else torch.tensor(columns, device=device),
         )
         return logits_BUV

@@ -227,19 +227,13 @@ class Stepper:
         features = []
         for start in range(0, longest, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, longest)
-            size = stop - start
-            depths_BM = torch.arange(size, device=device).expand(batch, -1)
-            visible_BMM = torch.ones((size, size), dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
             ending = {b: length - 1 - start for b, length in enumerate(lengths) if start < length <= stop}
             # Logits only where a prompt ends; one column is computed when none does, because none cannot be asked for.
             columns = sorted(set(ending.values())) or [0]
-            logits_BUV, features_BMF = self.target.forward(
+            logits_BUV, features_BMF = self.target.read_chain(
                 self.cache,
                 tokens_BM[:, start:stop],
-                depths_BM,
-                visible_BMM,
                 torch.full((batch,), start, device=device),
-                torch.arange(stop, device=device),
                 self.drafter.taps,
                 first_row,
                 torch.tensor(columns, device=device),

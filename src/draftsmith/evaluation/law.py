@@ -57,7 +57,7 @@ def read_plainly(target: Target) -> Reader:
     """Return the reader by transformers' own forward: no cache, no tree, no draft."""
 
     def read(tokens_PT: Tensor) -> Tensor:
-        _, logits_PTV = target.encode(tokens_PT, logits=True)
+        _, logits_PTV = target.encode(tokens_PT, logits=True, by_model=True)
         assert logits_PTV is not None
         return logits_PTV[:, -1]
 
@@ -70,16 +70,12 @@ def read_by_decoding(target: Target) -> Reader:
     def read(tokens_PT: Tensor) -> Tensor:
         prefixes, length = tokens_PT.shape
         device = target.device
-        logits_P1V, _ = target.forward(
+        logits_P1V, _ = target.read_chain(
             target.new_cache(prefixes, length),
             tokens_PT,
-            torch.arange(length, device=device).expand(prefixes, -1),
-            torch.ones((length, length), dtype=torch.bool, device=device).tril().expand(prefixes, -1, -1),
             torch.zeros(prefixes, dtype=torch.long, device=device),
-            torch.arange(length, device=device),
             (),
-            0,
-            torch.tensor([length - 1], device=device),
+            keep_logits=torch.tensor([length - 1], device=device),
         )
         return logits_P1V[:, 0]
 

@@ -137,7 +137,7 @@ def is_targets_own(target: Target, completion: Completion) -> bool:
     """
     tokens = completion.prompt_tokens + completion.tokens
     tokens_1T = torch.tensor([tokens[:-1]], device=target.device)
-    _, logits_1TV = target.encode(tokens_1T, logits=True)
+    _, logits_1TV = target.encode(tokens_1T, logits=True, by_model=True)
     assert logits_1TV is not None
     logits_TV = logits_1TV[0, len(completion.prompt_tokens) - 1 :].double()
     best_T = logits_TV.max(dim=1).values
@@ -155,7 +155,7 @@ def rounding_step(value: float, dtype: torch.dtype) -> float:
 def last_logits(target: Target, tokens: Sequence[int]) -> Tensor:
     """Return the logits (V) behind a prefix, in fp32 or better."""
     tokens_1T = torch.tensor([list(tokens)], device=target.device)
-    _, logits_1TV = target.encode(tokens_1T, logits=True)
+    _, logits_1TV = target.encode(tokens_1T, logits=True, by_model=True)
     assert logits_1TV is not None
     last_V = logits_1TV[0, -1]
     return last_V.double() if last_V.dtype == torch.float64 else last_V.float()

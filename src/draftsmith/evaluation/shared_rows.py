@@ -18,17 +18,22 @@ class WrappedTarget(Target):
         self.inner = inner
 
     def encode(
-        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False, gradients: bool = False
+        self,
+        tokens_BT: Tensor,
+        taps: tuple[int, ...] = (-1,),
+        logits: bool = False,
+        gradients: bool = False,
+        by_model: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Let the inner target read whole sequences."""
-        return self.inner.encode(tokens_BT, taps, logits, gradients)
+        return self.inner.encode(tokens_BT, taps, logits, gradients, by_model)
 
     def forward(
         self,
         cache: KVCache,
         tokens_BM: Tensor,
-        depths_BM: Tensor,
-        visible_BMM: Tensor,
+        depths_BM: Tensor | None,
+        visible_BMM: Tensor | None,
         cached_B: Tensor,
         columns_S: Tensor | None,
         taps: tuple[int, ...] = (-1,),
@@ -53,8 +58,8 @@ class SharedRows(WrappedTarget):
         self,
         cache: KVCache,
         tokens_BM: Tensor,
-        depths_BM: Tensor,
-        visible_BMM: Tensor,
+        depths_BM: Tensor | None,
+        visible_BMM: Tensor | None,
         cached_B: Tensor,
         columns_S: Tensor | None,
         taps: tuple[int, ...] = (-1,),
@@ -65,11 +70,9 @@ class SharedRows(WrappedTarget):
         batch, nodes = tokens_BM.shape
         slots_B = torch.arange(first_row, first_row + batch, device=tokens_BM.device)
         span = int(cached_B.max()) + nodes
-        keys_BX = torch.cat(
-            [tokens_BM, depths_BM, visible_BMM.reshape(batch, -1).long(), cached_B.unsqueeze(1),
-             self._digest(cache, slots_B, cached_B).unsqueeze(1)],
-            dim=1,
-        )
+        tree = [] if depths_BM is None or visible_BMM is None else [depths_BM, visible_BMM.reshape(batch, -1).long()]
+        digest_B = self._digest(cache, slots_B, cached_B)
+        keys_BX = torch.cat([tokens_BM, *tree, cached_B.unsqueeze(1), digest_B.unsqueeze(1)], dim=1)
         _, which_B = torch.unique(keys_BX, dim=0, return_inverse=True)
         count = int(which_B.max()) + 1
         first_U = torch.full((count,), batch, device=which_B.device)
@@ -83,8 +86,11 @@ class SharedRows(WrappedTarget):
         for mine_RCHD, theirs_RCHD in zip(few.tensors, cache.tensors, strict=True):
             mine_RCHD[:, :span] = theirs_RCHD[slots_B[first_U], :span]
         logits_UMV, features_UMF = self.inner.forward(
-            few, tokens_BM[first_U], depths_BM[first_U], visible_BMM[first_U], cached_B[first_U], columns_S, taps, 0,
-            keep_logits,
+            few,
+            tokens_BM[first_U],
+            None if depths_BM is None else depths_BM[first_U],
+            None if visible_BMM is None else visible_BMM[first_U],
+            cached_B[first_U], columns_S, taps, 0, keep_logits,
         )
         for mine_RCHD, theirs_RCHD in zip(few.tensors, cache.tensors, strict=True):
             theirs_RCHD[slots_B, :span] = mine_RCHD[which_B, :span]

@@ -28,6 +28,8 @@ from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_pa
 
 # How far the logits of the native forward may be from the model's own, relative to their size; bf16 gives 0.01 or so.
 NATIVE_TOLERANCE = 0.05
+# Tokens of whole sequences that are read together natively; more would only need more memory.
+ENCODED_TOKENS = 8192
 
 log = logging.getLogger(__name__)
 
@@ -185,9 +187,17 @@ class Target:
         return KVCache(self.kv_shapes, slots, capacity, self.dtype, self.device)
 
     def encode(
-        self, tokens_BT: Tensor, taps: tuple[int, ...] = (-1,), logits: bool = False, gradients: bool = False
+        self,
+        tokens_BT: Tensor,
+        taps: tuple[int, ...] = (-1,),
+        logits: bool = False,
+        gradients: bool = False,
+        by_model: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Read whole sequences without a cache, for training; with `gradients`, for training the target too.
+        """Read whole sequences, for training; with `gradients`, for training the target too.
+
+        Args:
+            by_model: let the model's own code read, where a native operator would: a second opinion.
 
         Returns:
             features_BTF, where entry t is the state after reading token t (so it predicts token t + 1), and
@@ -196,6 +206,9 @@ class Target:
         nothing_BT0 = torch.empty((*tokens_BT.shape, 0), dtype=self.dtype, device=self.device)
         if not taps and not logits:
             return nothing_BT0, None
+        if self._decoder is not None and not gradients and not by_model:
+            features_BTF, logits_BTV = self._encode_natively(tokens_BT, taps, logits)
+            return features_BTF, logits_BTV if logits else None
         self._wanted = set(taps)
         with torch.set_grad_enabled(gradients):
             out = self.model(
@@ -203,12 +216,46 @@ class Target:
             )
         return self._features(taps) if taps else nothing_BT0, out.logits if logits else None
 
+    def _encode_natively(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor]:
+        length = tokens_BT.shape[1]
+        keep = None if logits else torch.empty(0, dtype=torch.long)
+        features, scores = [], []
+        for rows_BT in tokens_BT.split(max(1, ENCODED_TOKENS // max(1, length))):
+            cache = self.new_cache(len(rows_BT), length)
+            pieces = []
+            for begin in range(0, max(1, length), ENCODED_TOKENS):
+                piece_BM, cached_B = rows_BT[:, begin : begin + ENCODED_TOKENS], torch.full((len(rows_BT),), begin)
+                pieces.append(self.read_chain(cache, piece_BM, cached_B, taps, keep_logits=keep))
+            scores.append(_joined([logits_BMV for logits_BMV, _ in pieces], 1))
+            features.append(_joined([features_BMF for _, features_BMF in pieces], 1))
+        return _joined(features, 0), _joined(scores, 0)
+
+    def read_chain(
+        self,
+        cache: KVCache,
+        tokens_BM: Tensor,
+        cached_B: Tensor,
+        taps: tuple[int, ...] = (-1,),
+        first_row: int = 0,
+        keep_logits: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read tokens of a text behind every row, each seeing those before it; see `forward`."""
+        if self._decoder is not None:
+            return self.forward(cache, tokens_BM, None, None, cached_B, None, taps, first_row, keep_logits)
+        batch, size = tokens_BM.shape
+        depths_BM = torch.arange(size, device=self.device).expand(batch, -1)
+        visible_BMM = torch.ones((size, size), dtype=torch.bool, device=self.device).tril().expand(batch, -1, -1)
+        columns_S = torch.arange(int(cached_B.max()) + size, device=self.device)
+        return self.forward(
+            cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
+        )
+
     def forward(
         self,
         cache: KVCache,
         tokens_BM: Tensor,
-        depths_BM: Tensor,
-        visible_BMM: Tensor,
+        depths_BM: Tensor | None,
+        visible_BMM: Tensor | None,
         cached_B: Tensor,
         columns_S: Tensor | None,
         taps: tuple[int, ...] = (-1,),
@@ -220,7 +267,8 @@ class Target:
         Args:
             tokens_BM: root and drafted nodes.
             depths_BM: depth of every node, 0 for the root.
-            visible_BMM: entry (i, j) says whether node i may see node j: itself and its ancestors.
+            visible_BMM: entry (i, j) says whether node i may see node j: itself and its ancestors. Where `is_native`,
+                both may be None: every row is then a chain.
             cached_B: tokens of every row that the cache already holds; the root goes behind them.
             columns_S: 0, 1, 2 … S - 1: the cached entries to look at; S is at least the largest cached_B + M. A
                 tensor, so that compiled code can leave its length open; None where `is_native`, which needs none.
@@ -236,7 +284,7 @@ class Target:
                 tokens_BM, depths_BM, visible_BMM, cached_B, cache.keys_RCHD[: self.layers],
                 cache.values_RCHD[: self.layers], first_row, taps, keep_logits,
             )
-        assert columns_S is not None
+        assert columns_S is not None and depths_BM is not None and visible_BMM is not None
         batch, nodes = tokens_BM.shape
         tree_pass = lay_out_pass(cache, depths_BM, visible_BMM, cached_B, columns_S, first_row, self.max_length)
         self._wanted = set(taps)
@@ -323,14 +371,16 @@ class Target:
         tokens_BM = self._few_tokens()
         count = tokens_BM.shape[1]
         cache = self.new_cache(1, count)
-        depths_BM = torch.arange(count).unsqueeze(0)
-        visible_BMM = torch.ones((1, count, count), dtype=torch.bool).tril()
         native_BMV, _ = decoder.forward(
-            tokens_BM, depths_BM, visible_BMM, torch.zeros(1, dtype=torch.long), cache.keys_RCHD, cache.values_RCHD, 0,
-            (), None,
+            tokens_BM, None, None, torch.zeros(1, dtype=torch.long), cache.keys_RCHD, cache.values_RCHD, 0, (), None
         )
         centred_BMV = own_BMV.float() - own_BMV.float().mean(-1, keepdim=True)
         return ((native_BMV.float() - own_BMV.float()).norm() / centred_BMV.norm()).item()
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate, without a copy where there is nothing to join: logits of long texts are large."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _head(model: PreTrainedModel, name: str) -> nn.Linear:

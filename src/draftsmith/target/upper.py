@@ -144,7 +144,7 @@ class UpperLayers:
         target = self.target
         count = min(8, target.max_length)
         tokens_1T = torch.arange(1, count + 1, device=target.device).unsqueeze(0) * (target.vocab_size // (count + 1))
-        states_1TF, _ = target.encode(tokens_1T, (self.layer, -1))
+        states_1TF, _ = target.encode(tokens_1T, (self.layer, -1), by_model=True)
         entry_1TF, own_1TF = states_1TF.chunk(2, dim=-1)
         final_1TF = self.read_text(entry_1TF, self.new_cache(1, count))
         distance = (final_1TF.float() - own_1TF.float()).norm() / own_1TF.float().norm()

@@ -310,26 +310,30 @@ class Decoder : public torch::CustomClassHolder {
     Quantised& room = b.rooms[team.index];
     if (layer.gate.quantised != nullptr || layer.up.quantised != nullptr)
       room.take(normed, width, rows, width, (width + 3) / 4);
-    for (int64_t panel = from; panel < to; panel += kChunkPanels) {
-      const int64_t panels = std::min(kChunkPanels, to - panel);
-      const void* following = panel + panels < to ? layer.gate.panel(panel + panels) : layer.down.begin(team);
-      for (int64_t row = 0; row < rows; row += kChunkRows) {
-        const int64_t some = std::min(kChunkRows, rows - row);
-        const bf16* x = normed + row * width;
-        const Team alone{0, 1, nullptr};
-        multiply_taken(alone, layer.gate.stretch(panel, panels), x, width, some,
-                 [&](int64_t r, int64_t n, int64_t count, const float* values) {
-                   std::copy_n(values, count, gates + r * kChunk + n);
-                 },
-                 &room, row, layer.up.panel(panel));
-        bf16* mixed = b.inner + row * inner + panel * kPanel;
-        multiply_taken(alone, layer.up.stretch(panel, panels), x, width, some,
-                 [&](int64_t r, int64_t n, int64_t count, const float* values) {
-                   kernels().silu_times(gates + r * kChunk + n, values, count, mixed + r * inner + n);
-                 },
-                 &room, row, following);
+    const int64_t many = near_rows(width);
+    for (int64_t group = 0; group < rows; group += many)
+      for (int64_t panel = from; panel < to; panel += kChunkPanels) {
+        const int64_t panels = std::min(kChunkPanels, to - panel);
+        const void* following = layer.down.begin(team);
+        if (panel + panels < to) following = layer.gate.panel(panel + panels);
+        else if (group + many < rows) following = layer.gate.panel(from);
+        for (int64_t row = group; row < std::min(group + many, rows); row += kChunkRows) {
+          const int64_t some = std::min(kChunkRows, rows - row);
+          const bf16* x = normed + row * width;
+          const Team alone{0, 1, nullptr};
+          multiply_taken(alone, layer.gate.stretch(panel, panels), x, width, some,
+                         [&](int64_t r, int64_t n, int64_t count, const float* values) {
+                           std::copy_n(values, count, gates + r * kChunk + n);
+                         },
+                         &room, row, layer.up.panel(panel));
+          bf16* mixed = b.inner + row * inner + panel * kPanel;
+          multiply_taken(alone, layer.up.stretch(panel, panels), x, width, some,
+                         [&](int64_t r, int64_t n, int64_t count, const float* values) {
+                           kernels().silu_times(gates + r * kChunk + n, values, count, mixed + r * inner + n);
+                         },
+                         &room, row, following);
+        }
       }
-    }
   }
 
   void tap(const Team& team, const Pass& pass, int64_t which, const bf16* states, bf16* features) const {

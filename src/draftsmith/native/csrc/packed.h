@@ -91,6 +91,13 @@ struct Quantised {
   void take(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t quads);
 };
 
+// How many rows of so many inputs are multiplied by all weights before the next ones: so many that they stay near while
+// the weights come by, and weights come by rarely.
+inline int64_t near_rows(int64_t inputs) {
+  constexpr int64_t kBytes = 1 << 20;
+  return std::max<int64_t>(1, kBytes / (inputs * 2 * kChunkRows)) * kChunkRows;
+}
+
 // Multiplies rows of x by this thread's share of the panels, and hands stretches of the result to
 // store(row, first output, count, values); results carry the bias. An int8 layer reads the rows from `taken`, from its
 // row `taken_row` on, in the place of x. `ahead` is as in kernels.h.
@@ -100,32 +107,36 @@ void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_
   alignas(64) float results[kChunkRows * kChunk];
   alignas(64) int32_t sums[kChunkRows * kChunk];
   const auto [from, to] = team.share(layer.panels);
-  for (int64_t panel = from; panel < to; panel += kChunkPanels) {
-    const int64_t panels = std::min(kChunkPanels, to - panel), first = panel * kPanel;
-    const Linear part = layer.stretch(panel, panels);
-    const void* next = ahead != nullptr && panel + panels < to ? layer.panel(panel + panels) : ahead;
-    for (int64_t row = 0; row < rows; row += kChunkRows) {
-      const int64_t some = std::min(kChunkRows, rows - row);
-      if (layer.quantised == nullptr) {
-        kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, next, results,
-                       kChunk);
-      } else {
-        const int64_t width = layer.quads() * 4, at = taken_row + row;
-        kernels().gemm_int8(taken->values.data() + at * width, width, some, part.quantised, part.sums, layer.quads(),
-                            panels, next, sums, kChunk);
-        for (int64_t r = 0; r < some; ++r)
-          for (int64_t n = 0; n < panels * kPanel; ++n)
-            results[r * kChunk + n] =
-                static_cast<float>(sums[r * kChunk + n]) * (taken->scales[at + r] * part.scales[n]);
-      }
-      for (int64_t r = 0; r < some; ++r) {
-        float* values = results + r * kChunk;
-        if (part.bias != nullptr)
-          for (int64_t n = 0; n < part.outputs; ++n) values[n] += part.bias[n];
-        store(row + r, first, part.outputs, values);
+  const int64_t many = near_rows(layer.inputs);
+  for (int64_t group = 0; group < rows; group += many)
+    for (int64_t panel = from; panel < to; panel += kChunkPanels) {
+      const int64_t panels = std::min(kChunkPanels, to - panel), first = panel * kPanel;
+      const Linear part = layer.stretch(panel, panels);
+      const void* next = ahead;
+      if (ahead != nullptr && panel + panels < to) next = layer.panel(panel + panels);
+      if (ahead != nullptr && panel + panels == to && group + many < rows) next = layer.panel(from);
+      for (int64_t row = group; row < std::min(group + many, rows); row += kChunkRows) {
+        const int64_t some = std::min(kChunkRows, rows - row);
+        if (layer.quantised == nullptr) {
+          kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, next, results,
+                         kChunk);
+        } else {
+          const int64_t width = layer.quads() * 4, at = taken_row + row;
+          kernels().gemm_int8(taken->values.data() + at * width, width, some, part.quantised, part.sums, layer.quads(),
+                              panels, next, sums, kChunk);
+          for (int64_t r = 0; r < some; ++r)
+            for (int64_t n = 0; n < panels * kPanel; ++n)
+              results[r * kChunk + n] =
+                  static_cast<float>(sums[r * kChunk + n]) * (taken->scales[at + r] * part.scales[n]);
+        }
+        for (int64_t r = 0; r < some; ++r) {
+          float* values = results + r * kChunk;
+          if (part.bias != nullptr)
+            for (int64_t n = 0; n < part.outputs; ++n) values[n] += part.bias[n];
+          store(row + r, first, part.outputs, values);
+        }
       }
     }
-  }
 }
 
 // The same, every thread quantising the rows for itself where the layer is int8; `mine` is this thread's room for them.
