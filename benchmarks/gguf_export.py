@@ -152,9 +152,10 @@ class LlamaCpp:
     Args:
         room: most tokens of the sequence, and of a step.
         flash: attention by llama.cpp's fused kernel, which its own programs choose where they can.
+        piece: most tokens that it computes at a time; all of a step by default.
     """
 
-    def __init__(self, path: Path, threads: int, room: int, flash: bool = True) -> None:
+    def __init__(self, path: Path, threads: int, room: int, flash: bool = True, piece: int | None = None) -> None:
         self._api: ModuleType = importlib.import_module("llama_cpp")
         api = self._api
         quiet_llama_cpp()
@@ -163,7 +164,8 @@ class LlamaCpp:
         if not self._model:
             raise DraftsmithError(f"llama.cpp could not load {path.name}.")
         params = api.llama_context_default_params()
-        params.n_ctx = params.n_batch = params.n_ubatch = room
+        params.n_ctx = params.n_batch = room
+        params.n_ubatch = piece or room
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = (
             api.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -184,11 +186,12 @@ class LlamaCpp:
         self._api.llama_memory_seq_rm(self._memory, 0, length, -1)
         self.held = min(self.held, length)
 
-    def stage(self, tokens: Sequence[int]) -> None:
-        """Write the tokens of the next step, to be read behind those held."""
+    def stage(self, tokens: Sequence[int], every: bool = True) -> None:
+        """Write the tokens of the next step, to be read behind those held; logits behind every one, or the last."""
         self._batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
             self._batch.token[i], self._batch.pos[i] = token, self.held + i
+            self._batch.logits[i] = every or i + 1 == len(tokens)
 
     def read_staged(self) -> None:
         """Read the staged tokens, and wait for the logits behind all of them."""
@@ -240,11 +243,13 @@ def about_llama_cpp() -> dict[str, str]:
 
 
 @contextmanager
-def llama_cpp_of(model: PreTrainedModel, folder: Path, threads: int, room: int, flash: bool) -> Iterator[LlamaCpp]:
+def llama_cpp_of(
+    model: PreTrainedModel, folder: Path, threads: int, room: int, flash: bool, piece: int | None = None
+) -> Iterator[LlamaCpp]:
     """Export a model into a folder, and give it opened in llama.cpp."""
     path = folder / "model.gguf"
     write_gguf(model, path, "model")
-    opened = LlamaCpp(path, threads, room, flash)
+    opened = LlamaCpp(path, threads, room, flash, piece)
     try:
         yield opened
     finally:

@@ -8,6 +8,7 @@ native       `Target`, one native operator for the whole model
 eager        the transformers model itself with its own cache
 inductor     `Target(native=False)` under level "full": torch.compile, frozen weights, max_autotune
 prepacked    `Target(native=False)` at level "off": eager, with weights in oneDNN's layout (only when asked for)
+native:NAME  native, on the instruction set of that name (only when asked for)
 llama.cpp    `llama_decode` on the weights exported as bf16 GGUF, logits behind every token (with `--llama-cpp`)
 
 A step reads M tokens behind 64 to 164 cached ones and gives the logits behind all M. Choosing tokens and taking guesses
@@ -57,6 +58,7 @@ from common import (
 )
 from gguf_export import about_llama_cpp, add_peer_site, find_packages, llama_cpp_of
 from step_contestants import (
+    Logits,
     Step,
     eager_step,
     llama_cpp_step,
@@ -70,12 +72,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.engine.compiled import Compiler
-from draftsmith.native import why_missing
+from draftsmith.native import kernels_in_use, use_kernels, why_missing
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError
 
 NATIVE, EAGER, INDUCTOR, PREPACKED, LLAMA_CPP = "native", "eager", "inductor", "prepacked", "llama.cpp"
 PRODUCTS, CALLS = "products", "calls"
+INSTRUCTIONS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
 # How far apart the logits of two contestants may be, relative to their size; bf16 gives 0.01 to 0.03.
 TOLERANCE = 0.1
 
@@ -174,6 +177,22 @@ def skipped(texts: Sequence[str], models: Sequence[str]) -> set[tuple[str, str]]
 # Models
 
 
+def on_instructions(step: Step, name: str) -> Step:
+    """Let a native step run on one instruction set, and the others on their own."""
+    own = kernels_in_use()
+    if not use_kernels(name):
+        raise DraftsmithError(f"this processor has no {name}.")
+    use_kernels(own)
+
+    def switched(context: int, nodes: int) -> tuple[float, Logits]:
+        use_kernels(name)
+        spent = step(context, nodes)
+        use_kernels(own)
+        return spent
+
+    return switched
+
+
 def make_steps(
     folder: str, names: Sequence[str], tokens_1L: Tensor, sizes: Sequence[int], args: Any, stack: ExitStack
 ) -> tuple[dict[str, Step], dict[str, float], int]:
@@ -201,6 +220,9 @@ def make_steps(
             threads, room = torch.get_num_threads(), tokens_1L.shape[1]
             opened = stack.enter_context(llama_cpp_of(model, scratch, threads, room, args.flash_attention))
             steps[LLAMA_CPP] = llama_cpp_step(opened, tokens_1L)
+    for name in names:
+        if name.startswith(f"{NATIVE}:"):
+            steps[name] = on_instructions(native_step(target, tokens_1L), name.partition(":")[2])
     if PREPACKED in names:
         plain = Target.from_pretrained(folder, dtype="bf16", device="cpu", native=False)
         steps[PREPACKED] = native_step(plain, tokens_1L)
@@ -294,7 +316,8 @@ def run() -> None:
     parser.set_defaults(threads=2)
     parser.add_argument("--models", nargs="+", default=["demo", "134m", "500m"], choices=["demo", *GEOMETRIES])
     parser.add_argument(
-        "--contestants", nargs="+", default=[NATIVE, EAGER, INDUCTOR], choices=[NATIVE, EAGER, INDUCTOR, PREPACKED]
+        "--contestants", nargs="+", default=[NATIVE, EAGER, INDUCTOR],
+        choices=[NATIVE, EAGER, INDUCTOR, PREPACKED, *(f"{NATIVE}:{name}" for name in INSTRUCTIONS)]
     )
     parser.add_argument("--llama-cpp", action="store_true", help="also llama.cpp; needs llama-cpp-python and gguf")
     parser.add_argument(

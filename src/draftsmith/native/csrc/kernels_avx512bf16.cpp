@@ -4,6 +4,8 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")
 #include <immintrin.h>
+#define DRAFTSMITH_WORDS_AT(values) \
+  reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))))
 
 #include "kernels_common.inl"
 

@@ -17,9 +17,14 @@ using Halves = bf16 __attribute__((vector_size(32), may_alias, aligned(2)));
 
 inline Lanes lanes_at(const float* values) { return *reinterpret_cast<const Lanes*>(values); }
 inline void put_lanes(Lanes values, float* to) { *reinterpret_cast<Lanes*>(to) = values; }
-inline Lanes widen_lanes(const bf16* values) {
-  return reinterpret_cast<Lanes>(__builtin_convertvector(*reinterpret_cast<const Halves*>(values), Words) << 16);
+inline Words words_at(const bf16* values) {
+#ifdef DRAFTSMITH_WORDS_AT  // compilers need several instructions where the file that includes this one knows a single one
+  return DRAFTSMITH_WORDS_AT(values);
+#else
+  return __builtin_convertvector(*reinterpret_cast<const Halves*>(values), Words);
+#endif
 }
+inline Lanes widen_lanes(const bf16* values) { return reinterpret_cast<Lanes>(words_at(values) << 16); }
 // As `narrow`, the bits in the lower half of every word.
 inline Words narrow_lanes(Lanes x) {
   const Words bits = reinterpret_cast<Words>(x), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
