@@ -6,8 +6,8 @@ A step reads a chain of one root and N guesses behind 64 to 164 tokens of each o
 all of them. Its cost over that of a step without guesses is what τ, the tokens that a row gains a step, has to exceed
 (drafting itself not counted). Sizes take turns in random order at one context a round.
 
-vllm  (with `--vllm-python`): milliseconds a step of its plain decoding at as many rows, compiled, as it is by default:
-      the time for 65 tokens behind prompts of 64 less that for one token, over 64
+engine  a plain step of `Engine.generate`: the time for 65 tokens behind prompts of 64 less that for one token, over 64
+vllm    (with `--vllm-python`) the same with its `LLM.generate`, compiled, as it is by default, on as many threads
 
 Shapes: B rows, N guesses, L tokens.
 """
@@ -15,7 +15,7 @@ Shapes: B rows, N guesses, L tokens.
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,40 +37,61 @@ from common import (
 )
 from vllm_peer import VLLM, Vllm, add_vllm, vllm_of
 
+from draftsmith.engine import Engine
 from draftsmith.target import Target
-from draftsmith.types import DraftsmithError
+from draftsmith.types import DraftsmithError, SamplingParams
 
 PROMPT, NEW = 64, 64
 
 Size = tuple[int, int]
-"""Rows and guesses; -1 guesses stand for a plain step of vLLM."""
+"""Rows and guesses; the two below stand in the place of guesses for plain decoding."""
+ENGINE_STEP, VLLM_STEP = -1, -2
+
+Generate = Callable[[list[list[int]], int], float]
+"""Decodes so many new tokens behind prompts; returns the seconds."""
 
 
-def vllm_step(vllm: Vllm, rows: int, vocabulary: int, rng: random.Random) -> float:
-    """Return the milliseconds of a plain step of vLLM, see the head of this file."""
+def decoded_step(generate: Generate, rows: int, vocabulary: int, rng: random.Random) -> float:
+    """Return the milliseconds of a step of plain decoding, see the head of this file."""
     prompts = [[rng.randrange(vocabulary) for _ in range(PROMPT)] for _ in range(rows)]
-    first = vllm.generate(prompts, 1)
-    return 1000 * (vllm.generate(prompts, NEW + 1) - first) / NEW
+    first = generate(prompts, 1)
+    return 1000 * (generate(prompts, NEW + 1) - first) / NEW
+
+
+def generate_of_ours(target: Target, rows: int) -> Generate:
+    """Decode through the engine."""
+    engine = Engine(target, None, max_batch=rows)
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> float:
+        begun = time.perf_counter()
+        done = engine.generate(prompts, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+        seconds = time.perf_counter() - begun
+        assert all(len(completion.tokens) == new_tokens for completion in done)
+        return seconds
+
+    return generate
 
 
 def measure(target: Target, vllm: Vllm | None, args: argparse.Namespace, label: str) -> dict[Size, list[list[float]]]:
     """Return milliseconds of every size, by round."""
+    decoders: dict[int, Generate] = {ENGINE_STEP: generate_of_ours(target, max(args.rows))}
+    if vllm is not None:
+        decoders[VLLM_STEP] = vllm.generate
     most, length = max(args.rows), args.last_context + max(args.guesses) + args.steps + 1
     rng = random.Random(args.seed)
     tokens_BL = torch.from_numpy(np.random.default_rng(args.seed).integers(0, target.vocab_size, (most, length)))
     cache = target.new_cache(most, length)
     target.read_chain(cache, tokens_BL, torch.zeros(most, dtype=torch.long), ())
     sizes = [(rows, guesses) for rows in args.rows for guesses in args.guesses]
-    sizes += [(rows, -1) for rows in args.rows if vllm is not None]
+    sizes += [(rows, decoder) for rows in args.rows for decoder in decoders]
     spent: dict[Size, list[list[float]]] = {size: [] for size in sizes}
     contexts = np.linspace(args.first_context, args.last_context, args.rounds).round().astype(int).tolist()
     begun = time.perf_counter()
     for index, context in enumerate([contexts[0]] * args.warmups + contexts):
         for size in rng.sample(sizes, len(sizes)):
             rows, guesses = size
-            if guesses < 0:
-                assert vllm is not None
-                taken = [vllm_step(vllm, rows, target.vocab_size, rng)]
+            if guesses in decoders:
+                taken = [decoded_step(decoders[guesses], rows, target.vocab_size, rng)]
             else:
                 taken = [step(target, cache, tokens_BL[:rows], context + i, guesses) for i in range(args.steps + 1)][1:]
             if index >= args.warmups:
@@ -93,11 +114,11 @@ def report(result: dict[str, Any], rows: Sequence[int], guesses: Sequence[int]) 
     """Print milliseconds, and the τ from which drafts pay."""
     cells = {(cell["rows"], cell["guesses"]): cell for cell in result["cells"]}
     title = f"{result['name']}, {result['implementation']}"
-    has_vllm = any(count < 0 for _, count in cells)
+    decoders = {ENGINE_STEP: "engine", VLLM_STEP: VLLM}
+    decoders = {count: name for count, name in decoders.items() if (rows[0], count) in cells}
     names = ["plain" if count == 0 else f"{count} guesses" for count in guesses]
-    columns = [*guesses, *([-1] * has_vllm)]
-    table = [[str(row), *(span(cells[row, count]["ms"], 1) for count in columns)] for row in rows]
-    show_table(f"{title}: milliseconds a step", ["rows", *names, *([VLLM] * has_vllm)], table)
+    table = [[str(row), *(span(cells[row, count]["ms"]) for count in [*guesses, *decoders])] for row in rows]
+    show_table(f"{title}: milliseconds a step", ["rows", *names, *decoders.values()], table)
     paying = [[str(row), *(span(cells[row, count]["times_plain"]) for count in guesses if count)] for row in rows]
     show_table(f"{title}: τ from which drafts pay", ["rows", *(name for name in names if name != "plain")], paying)
 

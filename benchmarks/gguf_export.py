@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -186,12 +186,12 @@ class LlamaCpp:
         self._api.llama_memory_seq_rm(self._memory, 0, length, -1)
         self.held = min(self.held, length)
 
-    def stage(self, tokens: Sequence[int], every: bool = True) -> None:
-        """Write the tokens of the next step, to be read behind those held; logits behind every one, or the last."""
+    def stage(self, tokens: Sequence[int], which: Literal["all", "last", "none"] = "all") -> None:
+        """Write the tokens of the next step, to be read behind those held; logits behind all, the last or none."""
         self._batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
             self._batch.token[i], self._batch.pos[i] = token, self.held + i
-            self._batch.logits[i] = every or i + 1 == len(tokens)
+            self._batch.logits[i] = which == "all" or (which == "last" and i + 1 == len(tokens))
 
     def read_staged(self) -> None:
         """Read the staged tokens, and wait for the logits behind all of them."""

@@ -6,9 +6,10 @@ Contestants, all with the same weights and on the same token ids, one prompt at 
 
 draftsmith    `Engine.generate` of one token
 transformers  one forward with its own cache, logits of the last token only
-compiled      the same under torch.compile, one graph for each length, without keeping keys and values
+compiled      the same under torch.compile with its defaults, one graph for each length, without keeping keys and values
 llama.cpp     `llama_decode` on the weights exported as bf16 GGUF, in pieces of 512, logits of the last token only
-vllm          its `LLM.generate` of one token, nothing kept from prompt to prompt, compiled as it is by default
+vllm          its `LLM.generate` of one token, nothing kept from prompt to prompt, compiled as it is by default, on as
+              many threads as ours
 
 They take turns in random order, a new prompt each round, after rounds that are thrown away. Medians with 95 % bootstrap
 intervals; "times ours" is the ratio of medians over the same rounds.
@@ -90,7 +91,7 @@ def reader_of_llama_cpp(opened: Any) -> Reader:
         opened.cut(0)
         spent = 0.0
         for begin in range(0, len(prompt), PIECE):
-            opened.stage(prompt[begin : begin + PIECE], every=False)
+            opened.stage(prompt[begin : begin + PIECE], which="last" if begin + PIECE >= len(prompt) else "none")
             begun = time.perf_counter()
             opened.read_staged()
             spent += time.perf_counter() - begun

@@ -7,9 +7,10 @@ out again; then name its Python with `--vllm-python`.
 import argparse
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,8 @@ class Vllm:
     def __init__(self, python: Path, folder: str, longest: int, rows: int, threads: int) -> None:
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads),
+            # Left to itself it keeps one processor free of its computing threads.
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads])),
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "HF_HUB_OFFLINE": "1",
@@ -34,22 +37,40 @@ class Vllm:
         worker = Path(__file__).with_name("vllm_worker.py")
         self._process = subprocess.Popen(
             [python, worker, folder, str(longest), str(rows)], env=environment, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
         )
-        self.version: str = self._answer()["version"]
+        try:
+            self.version: str = self._answer()["version"]
+        except DraftsmithError:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-        """Decode greedily; return the seconds that vLLM's own call took."""
+        """Decode greedily; return the seconds that vLLM's own call took.
+
+        Between calls its processes are stopped: their threads wait by spinning, which would slow all others down.
+        """
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps({"prompts": [list(p) for p in prompts], "new_tokens": new_tokens}) + "\n")
         self._process.stdin.flush()
-        return float(self._answer()["seconds"])
+        seconds = float(self._answer()["seconds"])
+        self._signal(signal.SIGSTOP)
+        return seconds
 
     def close(self) -> None:
-        """End the worker."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
+        """End the worker and what it started."""
+        self._signal(signal.SIGCONT)
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=20)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

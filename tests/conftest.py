@@ -11,6 +11,21 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+from draftsmith.native import kernels_in_use, use_kernels
+
+INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Compute with one instruction set, and give the process its own back. Needs the native kernels."""
+    before = kernels_in_use()
+    if not use_kernels(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    assert kernels_in_use() == request.param
+    yield request.param
+    assert use_kernels(before)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:

@@ -3,13 +3,12 @@
 R rows, E experts, C experts a row, F width, I inner width.
 """
 
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from draftsmith.native import LIBRARY, kernels_in_use, use_kernels, why_missing
+from draftsmith.native import LIBRARY, why_missing
 
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
@@ -17,16 +16,6 @@ if not LIBRARY:
 from draftsmith.native.layers import PackedExperts
 
 EXPERTS, WIDTH, INNER, CHOSEN = 4, 46, 22, 2
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16", "amx"])
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Compute with one instruction set, and give the process its own back."""
-    before = kernels_in_use()
-    if not use_kernels(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    assert use_kernels(before)
 
 
 def tables() -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from draftsmith.native.layers import PackedLinear
 from draftsmith.plan import Plan
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError
-from test_native_step import SHAPES, certain_rows, context_for, instructions, threads  # noqa: F401
+from test_native_step import SHAPES, certain_rows, context_for, threads  # noqa: F401
 from tiny import VOCABULARY, WIDTH, tiny_model
 
 Maker = Callable[[], RowwiseDrafter]
@@ -93,7 +93,7 @@ def test_native_guesses_are_those_of_the_written_out_heads(name: str, plan: Plan
 @pytest.mark.parametrize("name", ["medusa of two layers", "hydra", "recurrent, projected to an odd width", "sums"])
 @pytest.mark.parametrize("plan", [Plan((1, 1, 1)), Plan((4, 2, 1), paths=4), Plan((3, 3, 2), paths=5, beam=4)], ids=str)
 def test_a_row_guesses_the_same_in_any_company(
-    instructions: None, threads: Callable[[int], None], name: str, plan: Plan  # noqa: F811
+    instructions: str, threads: Callable[[int], None], name: str, plan: Plan  # noqa: F811
 ):
     native = VARIANTS[name]()
     native.go_native(int8=name == "hydra")

@@ -18,21 +18,9 @@ from draftsmith.native.layers import Int8Linear, PackedLinear
 
 ops = torch.ops.draftsmith
 
-SETS = ("portable", "avx2", "avx512", "avx512bf16", "amx")
 ROWS = (0, 1, 2, 3, 5, 6, 7, 8, 13, 14, 15, 16, 28, 29, 57, 64, 300)
 SHAPES = ((1, 1), (1, 16), (16, 1), (2, 3), (15, 7), (16, 16), (17, 33), (32, 64), (48, 31), (64, 130), (150, 48))
 """(N, K): odd, even and one; whole panels of 16 and not; one group of panels for a row block and several."""
-
-
-@pytest.fixture(params=SETS)
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Compute with one instruction set, and give the process its own back."""
-    before = kernels_in_use()
-    if not use_kernels(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    assert kernels_in_use() == request.param
-    yield request.param
-    assert use_kernels(before)
 
 
 @pytest.fixture
@@ -151,6 +139,18 @@ def test_products_of_any_number_of_rows_are_right_to_rounding(
     for rows in ROWS:
         x_MK = draw(rows, inputs, seed=2)
         assert_within_rounding(ops.linear(x_MK, packed, bias_N, outputs), x_MK, weight_NK, bias_N)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rows", [64, 65, 128, 200])
+def test_rows_so_wide_that_they_go_in_groups_are_those_of_a_row_alone(instructions: str, rows: int, int8: bool):
+    x, weight_NK = draw(rows, 8192), draw(40, 8192)
+    layer = Int8Linear(weight_NK, None) if int8 else PackedLinear(weight_NK, None)
+    together = layer(x)
+    if not int8:
+        assert_within_rounding(together, x, weight_NK, None)
+    for row in {0, 63, rows - 1, rows // 2}:
+        assert same_bits(together[row], layer(x[row : row + 1])[0])
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)

@@ -19,7 +19,7 @@ from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.engine.step import Layout, commit_greedy, commit_greedy_natively
-from draftsmith.native import LIBRARY, kernels_in_use, use_kernels, why_missing
+from draftsmith.native import LIBRARY, why_missing
 from draftsmith.plan import Plan
 from draftsmith.target import Target
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
@@ -325,15 +325,6 @@ def test_a_beam_without_a_limit_of_paths_keeps_what_it_did_not_expand():
     assert torch.equal(draft.tokens_BN[certain_B], tokens_BN[certain_B])
 
 
-@pytest.fixture(params=("portable", "avx2", "avx512", "avx512bf16", "amx"))
-def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = kernels_in_use()
-    if not use_kernels(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield
-    assert use_kernels(before)
-
-
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
@@ -342,7 +333,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.parametrize("plan", [Plan((1, 1, 1)), Plan((4, 2, 1), paths=4), Plan((3, 3, 2), paths=5, beam=4)], ids=str)
-def test_a_row_guesses_the_same_in_any_company(instructions: None, threads: Callable[[int], None], plan: Plan):
+def test_a_row_guesses_the_same_in_any_company(instructions: str, threads: Callable[[int], None], plan: Plan):
     native = speculator(1, inner_dim=48, draft_vocab_size=77)
     native.go_native()
     context = context_for(9, 5, WIDTH, 4)

@@ -111,10 +111,12 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
   for (int64_t i = 0; i < keys.count; ++i) keys[i] = narrow(drawn());
   for (int64_t i = 0; i < values.count; ++i) values[i] = narrow(drawn());
   for (int64_t i = 0; i < queries.count; ++i) queries[i] = narrow(drawn());
-  if (broken) {  // the last entry, which only the last node sees
+  // One channel of the last entry, which only the last node sees, is no number; in half of the cases its keys are none
+  // either, so that nothing of the node is one.
+  const bool nothing = broken && nodes % 2 == 0;
+  if (broken) values[(entries - 1) * value_stride + (heads - 1) * value_width] = nodes % 3 == 0 ? 0x7fc0 : 0xff80;
+  if (nothing)
     for (int64_t i = 0; i < key_stride; ++i) keys[(entries - 1) * key_stride + i] = 0x7fc0;
-    for (int64_t i = 0; i < value_stride; ++i) values[(entries - 1) * value_stride + i] = i % 2 ? 0x7fc0 : 0xff80;
-  }
   Exact<int64_t> first(nodes), last(nodes);
   Exact<int32_t> paths(nodes * nodes);
   std::vector<std::vector<int64_t>> seen(nodes);  // entries behind the committed ones
@@ -140,7 +142,7 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
   k.attend(task);
   const std::string what = sizes({nodes, groups, width, value_width, committed, window, chain, broken});
   for (int64_t n = 0; n < nodes; ++n) {
-    const bool spoilt = broken && n == nodes - 1;
+    const bool last_one = broken && n == nodes - 1;
     // The node by itself has the same bits, its entries one behind the other as in a text.
     const int64_t count = last[n];
     Exact<bf16> own_keys(count * key_stride), own_values(count * value_stride);
@@ -168,8 +170,11 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
       for (double& value : p) total += value = std::exp(value - highest);
       for (int64_t d = 0; d < value_width; ++d) {
         const float found = out[(n * groups + g) * value_width + d];
-        if (spoilt) {
-          expect(!std::isfinite(found) && !std::isfinite(one[g * value_width + d]), k.name, "attend, not finite" + what);
+        const float alone_found = one[g * value_width + d];
+        expect(found == alone_found || (std::isnan(found) && std::isnan(alone_found)), k.name,
+               "attend alone" + what + " at" + sizes({n, g, d}));
+        if (last_one && (nothing || d == 0)) {
+          expect(!std::isfinite(found), k.name, "attend, not finite" + what);
           continue;
         }
         double sum = 0, size = 0;
@@ -179,7 +184,6 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
         }
         // Scores of this size are off by some 1e-5, and so are their exponentials.
         expect(std::abs(found - sum) <= 1e-4 * size, k.name, "attend" + what + " at" + sizes({n, g, d}));
-        expect(found == one[g * value_width + d], k.name, "attend alone" + what + " at" + sizes({n, g, d}));
       }
     }
   }

@@ -51,7 +51,7 @@ class PathReader:
             device = self.model.device
             logits_BUV, _ = self.model.read_chain(
                 self.cache, tokens_BM.to(device), torch.tensor(before, device=device), (), first_row,
-                torch.tensor(columns, device=device),
+                torch.tensor(columns, device=device), max(before),
             )
             for b, end in ends.items():
                 last[b] = logits_BUV[b, columns.index(end)]

@@ -228,15 +228,16 @@ class Stepper:
         for start in range(0, longest, PREFILL_CHUNK):
             stop = min(start + PREFILL_CHUNK, longest)
             ending = {b: length - 1 - start for b, length in enumerate(lengths) if start < length <= stop}
-            # Logits only where a prompt ends; one column is computed when none does, because none cannot be asked for.
-            columns = sorted(set(ending.values())) or [0]
+            # Logits only where a prompt ends. A model's own code cannot be asked for none.
+            columns = sorted(set(ending.values())) or ([] if self.target.is_native else [0])
             logits_BUV, features_BMF = self.target.read_chain(
                 self.cache,
                 tokens_BM[:, start:stop],
                 torch.full((batch,), start, device=device),
                 self.drafter.taps,
                 first_row,
-                torch.tensor(columns, device=device),
+                torch.tensor(columns, dtype=torch.long, device=device),
+                start,
             )
             features.append(features_BMF)
             if last_BV is None:

@@ -28,8 +28,9 @@ from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_pa
 
 # How far the logits of the native forward may be from the model's own, relative to their size; bf16 gives 0.01 or so.
 NATIVE_TOLERANCE = 0.05
-# Tokens of whole sequences that are read together natively; more would only need more memory.
-ENCODED_TOKENS = 8192
+# Tokens of whole sequences that are read together natively: they need keys and values in all layers, and more tokens at
+# a time would not be read faster.
+ENCODED_TOKENS = 2048
 
 log = logging.getLogger(__name__)
 
@@ -217,18 +218,26 @@ class Target:
         return self._features(taps) if taps else nothing_BT0, out.logits if logits else None
 
     def _encode_natively(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor]:
-        length = tokens_BT.shape[1]
+        batch, length = tokens_BT.shape
+        some = max(1, ENCODED_TOKENS // max(1, length))
         keep = None if logits else torch.empty(0, dtype=torch.long)
-        features, scores = [], []
-        for rows_BT in tokens_BT.split(max(1, ENCODED_TOKENS // max(1, length))):
-            cache = self.new_cache(len(rows_BT), length)
-            pieces = []
-            for begin in range(0, max(1, length), ENCODED_TOKENS):
-                piece_BM, cached_B = rows_BT[:, begin : begin + ENCODED_TOKENS], torch.full((len(rows_BT),), begin)
-                pieces.append(self.read_chain(cache, piece_BM, cached_B, taps, keep_logits=keep))
-            scores.append(_joined([logits_BMV for logits_BMV, _ in pieces], 1))
-            features.append(_joined([features_BMF for _, features_BMF in pieces], 1))
-        return _joined(features, 0), _joined(scores, 0)
+        cache = self.new_cache(min(some, batch), length)
+        if batch <= some and length <= ENCODED_TOKENS:
+            scores_BTV, features_BTF = self.read_chain(cache, tokens_BT, torch.zeros(batch, dtype=torch.long), taps,
+                                                       keep_logits=keep)
+            return features_BTF, scores_BTV
+        features_BTF = torch.empty((batch, length, self.feature_size(taps)), dtype=self.dtype)
+        scores_BTV = torch.empty((batch, length if logits else 0, self.vocab_size), dtype=self.dtype)
+        for row in range(0, batch, some):
+            for begin in range(0, length, ENCODED_TOKENS):
+                piece = slice(row, row + some), slice(begin, begin + ENCODED_TOKENS)
+                cached_B = torch.full((len(tokens_BT[piece]),), begin)
+                logits_BMV, features_BTF[piece] = self.read_chain(
+                    cache, tokens_BT[piece], cached_B, taps, keep_logits=keep
+                )
+                if logits:
+                    scores_BTV[piece] = logits_BMV
+        return features_BTF, scores_BTV
 
     def read_chain(
         self,
@@ -238,14 +247,19 @@ class Target:
         taps: tuple[int, ...] = (-1,),
         first_row: int = 0,
         keep_logits: Tensor | None = None,
+        longest: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Read tokens of a text behind every row, each seeing those before it; see `forward`."""
+        """Read tokens of a text behind every row, each seeing those before it; see `forward`.
+
+        Args:
+            longest: the largest of `cached_B`; without it the device is asked.
+        """
         if self._decoder is not None:
             return self.forward(cache, tokens_BM, None, None, cached_B, None, taps, first_row, keep_logits)
         batch, size = tokens_BM.shape
         depths_BM = torch.arange(size, device=self.device).expand(batch, -1)
         visible_BMM = torch.ones((size, size), dtype=torch.bool, device=self.device).tril().expand(batch, -1, -1)
-        columns_S = torch.arange(int(cached_B.max()) + size, device=self.device)
+        columns_S = torch.arange((int(cached_B.max()) if longest is None else longest) + size, device=self.device)
         return self.forward(
             cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
         )
@@ -376,11 +390,6 @@ class Target:
         )
         centred_BMV = own_BMV.float() - own_BMV.float().mean(-1, keepdim=True)
         return ((native_BMV.float() - own_BMV.float()).norm() / centred_BMV.norm()).item()
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate, without a copy where there is nothing to join: logits of long texts are large."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _head(model: PreTrainedModel, name: str) -> nn.Linear:

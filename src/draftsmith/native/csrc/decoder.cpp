@@ -37,7 +37,6 @@ struct Scratch {
 };
 
 constexpr int64_t kOwnRows = 4;  // so few are normed faster than a barrier is passed
-constexpr int64_t kTaskQueries = 64;  // of some nodes, for which keys and values are read once
 
 class Decoder : public torch::CustomClassHolder {
  public:
@@ -123,7 +122,7 @@ class Decoder : public torch::CustomClassHolder {
     b.sines = sines_.of(rows * s.head_width / 2);
     const int64_t queries = task_nodes() * (s.heads / s.key_heads);
     b.private_size = queries * s.head_width +
-                     kernels().attention_room(queries, pass.longest + pass.nodes, s.head_width, s.head_width);
+                     attention_room(queries, pass.longest + pass.nodes, s.head_width, s.head_width);
     b.private_floats = private_floats_.of(b.private_size * threads);
     rooms_.resize(threads);
     for (Quantised& room : rooms_) room.reserve(rows, most_quads_);
@@ -243,7 +242,7 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // How many nodes of a row attend together.
-  int64_t task_nodes() const { return std::max<int64_t>(1, kTaskQueries / (shape_.heads / shape_.key_heads)); }
+  int64_t task_nodes() const { return std::max<int64_t>(1, kMostQueries / (shape_.heads / shape_.key_heads)); }
 
   void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, bool owns_heads,
               const Buffers& b) const {
@@ -267,7 +266,7 @@ class Decoder : public torch::CustomClassHolder {
     const Shape& s = shape_;
     const int64_t groups = s.heads / s.key_heads, at_keys = s.key_heads * s.head_width, r = row * pass.nodes + node;
     const int64_t base = (pass.first_row + row) * pass.capacity * at_keys + head * s.head_width;
-    int64_t first[kTaskQueries], last[kTaskQueries];
+    int64_t first[kMostQueries], last[kMostQueries];
     AttentionTask task{};
     task.nodes = std::min(task_nodes(), pass.nodes - node), task.groups = groups;
     task.width = task.value_width = s.head_width, task.scale = static_cast<float>(s.scale);

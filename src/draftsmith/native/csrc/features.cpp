@@ -139,7 +139,7 @@ class FeatureLayer : public torch::CustomClassHolder {
 
   int64_t groups() const { return heads_ / key_heads_; }
   int64_t scratch_size() const {
-    return groups() * head_width_ + kernels().attention_room(groups(), longest_, head_width_, head_width_);
+    return groups() * head_width_ + attention_room(groups(), longest_, head_width_, head_width_);
   }
 
   // What stands for the states of the entries: the tapped ones, projected to one, for EAGLE-3.

@@ -13,6 +13,7 @@ namespace draftsmith {
 
 using bf16 = uint16_t;           // the bits of a bfloat16
 constexpr int64_t kPanel = 16;   // output features that are computed together
+constexpr int64_t kMostQueries = 64;  // of an attention task, for which keys and values are read once
 
 // The queries of some nodes of one row of the batch, over the keys of one key head. Query q belongs to node q / groups.
 //
@@ -32,7 +33,7 @@ struct AttentionTask {
   const int32_t* paths;  // node n has entry paths[n * path_stride + i] at place shared + i; null where it is shared + i
   int64_t path_stride;
   int64_t entries;  // all entries that are seen lie before this one
-  float* scratch;   // of Kernels::attention_room(…) values
+  float* scratch;   // of attention_room(…) values
   float* out;       // (nodes · groups, value_width)
 
   int64_t node(int64_t query) const { return query / groups; }
@@ -54,7 +55,7 @@ struct Kernels {
   void (*gemm_int8)(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,
                     int64_t quads, int64_t panels, const void* ahead, int32_t* y, int64_t y_stride);
   void (*attend)(const AttentionTask& task);
-  // How many floats of scratch a task needs that has so many queries, its places and its entries all being below `places`.
+  // As the function of this name, for this table.
   int64_t (*attention_room)(int64_t queries, int64_t places, int64_t width, int64_t value_width);
   // out = bf16(bf16(x / rms(x)) · weight)
   void (*rms_norm)(const bf16* x, const bf16* weight, int64_t width, float epsilon, bf16* out);
@@ -97,13 +98,16 @@ const Kernels* amx_kernels();
 const Kernels& kernels();
 // Returns false where the name is unknown or its instructions are not here.
 bool use_kernels(const char* name);
+// How many floats of scratch are enough for an attention task with so many queries, its places and entries all being
+// below `places`, whichever table computes it.
+int64_t attention_room(int64_t queries, int64_t places, int64_t width, int64_t value_width);
 
 static inline float widen(bf16 bits) {
   union { uint32_t u; float f; } value{static_cast<uint32_t>(bits) << 16};
   return value.f;
 }
 
-// The three below are static: one copy for every file, because each is compiled for other instructions.
+// The functions below are static: one copy for every file, because each is compiled for other instructions.
 // Round to nearest, ties to even; NaN stays NaN.
 static inline bf16 narrow(float x) {
   union { float f; uint32_t u; } value{x};

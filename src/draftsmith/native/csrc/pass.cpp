@@ -22,11 +22,14 @@ void find_paths(const bool* visible, Pass& pass) {
     pass.paths.resize(pass.rows() * nodes);
     for (int64_t r = b * nodes; r < (b + 1) * nodes; ++r) {
       int64_t count = 0;
-      for (int64_t m = 0; m < nodes; ++m)
-        if (visible[r * nodes + m]) pass.paths[r * nodes + count++] = static_cast<int32_t>(pass.cached[b] + m);
-      TORCH_CHECK_INDEX(count == pass.depths[r] + 1 && visible[r * nodes + r % nodes],
-                        "draftsmith: node ", r % nodes, " is ", pass.depths[r], " deep, but sees ", count,
-                        " nodes, which have to be its path");
+      for (int64_t m = 0; m < nodes; ++m) {
+        if (!visible[r * nodes + m]) continue;
+        TORCH_CHECK_INDEX(pass.depths[b * nodes + m] == count && m <= r % nodes, "draftsmith: node ", r % nodes,
+                          " sees node ", m, ", which is not node ", count, " of its path");
+        pass.paths[r * nodes + count++] = static_cast<int32_t>(pass.cached[b] + m);
+      }
+      TORCH_CHECK_INDEX(count == pass.depths[r] + 1 && visible[r * nodes + r % nodes], "draftsmith: node ", r % nodes,
+                        " is ", pass.depths[r], " deep, but its path has ", count, " nodes");
     }
   }
 }

@@ -28,17 +28,17 @@ inline void tiles_will_read() { asm volatile("" ::: "memory"); }
 inline void shape_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
 
-template <int kTile>
+template <int kNumber>
 inline void zero_tile() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+  asm volatile("tilezero %%tmm%c0" ::"i"(kNumber));
 }
-template <int kTile>
+template <int kNumber>
 inline void load_tile(const void* from, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile));
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kNumber));
 }
-template <int kTile>
+template <int kNumber>
 inline void store_tile(void* to, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kNumber) : "memory");
 }
 template <int kSum, int kA, int kB>
 inline void multiply_bf16_tiles() {
@@ -74,22 +74,22 @@ inline void shape_tiles(const TileShapes& shapes) {
 
 inline void release_tiles() { tiles.shaped = false; }
 
-template <int kTile>
+template <int kNumber>
 inline void zero_tile() {
   insist(tiles.shaped);
-  __builtin_memset(tiles.data[kTile], 0, sizeof tiles.data[kTile]);
+  __builtin_memset(tiles.data[kNumber], 0, sizeof tiles.data[kNumber]);
 }
-template <int kTile>
+template <int kNumber>
 inline void load_tile(const void* from, int64_t stride) {
   insist(tiles.shaped);
-  for (int r = 0; r < tiles.shapes.rows[kTile]; ++r)
-    __builtin_memcpy(tiles.data[kTile][r], static_cast<const char*>(from) + r * stride, tiles.shapes.bytes[kTile]);
+  for (int r = 0; r < tiles.shapes.rows[kNumber]; ++r)
+    __builtin_memcpy(tiles.data[kNumber][r], static_cast<const char*>(from) + r * stride, tiles.shapes.bytes[kNumber]);
 }
-template <int kTile>
+template <int kNumber>
 inline void store_tile(void* to, int64_t stride) {
   insist(tiles.shaped);
-  for (int r = 0; r < tiles.shapes.rows[kTile]; ++r)
-    __builtin_memcpy(static_cast<char*>(to) + r * stride, tiles.data[kTile][r], tiles.shapes.bytes[kTile]);
+  for (int r = 0; r < tiles.shapes.rows[kNumber]; ++r)
+    __builtin_memcpy(static_cast<char*>(to) + r * stride, tiles.data[kNumber][r], tiles.shapes.bytes[kNumber]);
 }
 
 template <class T>
