@@ -32,7 +32,8 @@ from draftsmith.verify import (
     tree_tables,
 )
 
-PREFILL_CHUNK = 512
+PREFILL_TOKENS = 2048
+"""Tokens of prompts, of all rows together, that are read in one forward."""
 # Stands in the table for a row's number of guesses when the logits that chose its first token are NaN or infinite.
 NOT_FINITE = -1
 
@@ -225,8 +226,9 @@ class Stepper:
         batch, longest = tokens_BM.shape
         last_BV: Tensor | None = None
         features = []
-        for start in range(0, longest, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, longest)
+        piece = max(1, PREFILL_TOKENS // batch)
+        for start in range(0, longest, piece):
+            stop = min(start + piece, longest)
             ending = {b: length - 1 - start for b, length in enumerate(lengths) if start < length <= stop}
             # Logits only where a prompt ends. A model's own code cannot be asked for none.
             columns = sorted(set(ending.values())) or ([] if self.target.is_native else [0])

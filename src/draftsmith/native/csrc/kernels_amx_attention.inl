@@ -64,22 +64,22 @@ class Attention {
     }
     stop_ = round_up(end_, kBlock);
     score();
-    float share[kMostQueries];
-    for (int64_t q = 0; q < count; ++q) share[q] = soften_row(q);
+    for (int64_t q = 0; q < count; ++q) highest_[q] = highest(q), totals_[q] = Lanes{};
     const int64_t wide = round_up(t.value_width, kPanel);
     for (int64_t i = 0; i < 2 * count * wide; ++i) sums_[i] = 0;
     // Whole blocks of places at which all nodes have the same entries; what lies behind is read node by node.
     const int64_t together = t.paths == nullptr ? stop_ : t.shared / kBlock * kBlock;
     for (int64_t from = low_; from < stop_; from += kSegment) {
       const int64_t to = least(from + kSegment, stop_);
-      for (int64_t q = 0; q < count; ++q) split(q, from, to);
+      for (int64_t q = 0; q < count; ++q) soften(q, from, to);
       if (from < together) mix(0, count, from, from, least(to, together));
       if (to > together) mix_nodes(0, count, from, most(from, together), to);
     }
     for (int64_t q = 0; q < count; ++q) {
       const float *coarse = sums_ + 2 * q * wide, *fine = coarse + wide;
+      const float share = 1.0f / sum_of(totals_[q]);
       float* out = t.out + (query + q) * t.value_width;
-      for (int64_t d = 0; d < t.value_width; ++d) out[d] = (coarse[d] + fine[d]) * share[q];
+      for (int64_t d = 0; d < t.value_width; ++d) out[d] = (coarse[d] + fine[d]) * share;
     }
   }
 
@@ -144,25 +144,37 @@ class Attention {
     }
   }
 
-  // Makes probabilities of a row, zero where the query sees nothing; returns one over their sum.
-  float soften_row(int64_t q) {
-    float* mine = row(q);
-    for (int64_t p = low_; p < first(q); ++p) mine[p] = 0;
-    for (int64_t p = last(q); p < stop_; ++p) mine[p] = 0;
-    return soften(mine + first(q), last(q) - first(q));
+  // The largest score that a query sees.
+  float highest(int64_t q) const {
+    const float* mine = row(q);
+    Lanes most_yet = Lanes{} + mine[first(q)];
+    int64_t p = first(q);
+    for (; p + kPanel <= last(q); p += kPanel) most_yet = lanes_at(mine + p) > most_yet ? lanes_at(mine + p) : most_yet;
+    float found = most_yet[0];
+    for (int l = 1; l < kPanel; ++l) found = most_yet[l] > found ? most_yet[l] : found;
+    for (; p < last(q); ++p) found = mine[p] > found ? mine[p] : found;
+    return found;
   }
 
-  // The probabilities of some places as two rows of bf16: the upper half of the bits, and what is left of the value.
-  void split(int64_t q, int64_t from, int64_t to) {
-    const float* mine = row(q) + from;
-    bf16 *coarse = probabilities_ + 2 * q * kStride, *fine = coarse + kStride;
-    for (int64_t i = 0; i < to - from; i += kPanel) {
-      const Lanes probability = lanes_at(mine + i);
+  // The probabilities of a query at some places, not yet divided by their sum, as two rows of bf16: the upper half of the
+  // bits, and what is left of the value. Where the query sees nothing they are zero.
+  void soften(int64_t q, int64_t from, int64_t to) {
+    const float* mine = row(q);
+    bf16 *coarse = probabilities_ + 2 * q * kStride - from, *fine = coarse + kStride;
+    const Words index{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int64_t begin = first(q), end = last(q);
+    Lanes total = totals_[q];
+    for (int64_t p = from; p < to; p += kPanel) {
+      Lanes probability = exponential(lanes_at(mine + p) - highest_[q]);
+      if (p < begin || p + kPanel > end)
+        probability = index + static_cast<uint32_t>(p - begin) < static_cast<uint32_t>(end - begin) ? probability : Lanes{};
+      total += probability;
       const Words kept = reinterpret_cast<Words>(probability) & 0xffff0000u;
       const Words rest = reinterpret_cast<Words>(probability - reinterpret_cast<Lanes>(kept)) + 0x8000u;
-      *reinterpret_cast<Halves*>(coarse + i) = __builtin_convertvector(kept >> 16, Halves);
-      *reinterpret_cast<Halves*>(fine + i) = __builtin_convertvector(rest >> 16, Halves);
+      *reinterpret_cast<Halves*>(coarse + p) = __builtin_convertvector(kept >> 16, Halves);
+      *reinterpret_cast<Halves*>(fine + p) = __builtin_convertvector(rest >> 16, Halves);
     }
+    totals_[q] = total;
   }
 
   // Adds the values of the places from … to - 1, whole blocks, to the sums of some queries, whose nodes have the same
@@ -220,6 +232,8 @@ class Attention {
   int64_t end_ = 0, stop_ = 0;               // none sees a place from `end` on; whole blocks until `stop`
   bf16 *packed_queries_, *keys_, *probabilities_, *values_, *nothing_;
   float *scores_, *rows_, *sums_;
+  float highest_[kMostQueries];  // score of every query
+  Lanes totals_[kMostQueries];   // of its probabilities
 };
 
 void attend(const AttentionTask& t) {
