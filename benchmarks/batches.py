@@ -25,9 +25,9 @@ from common import (
     GEOMETRIES,
     arguments,
     as_json,
-    bootstrap,
     finish,
     main,
+    median_of,
     model_folder,
     ratio_of,
     say,
@@ -147,8 +147,7 @@ def run() -> None:
             spent = measure(target, vllm, args, model)
         cells = []
         for (rows, guesses), rounds in spent.items():
-            table = np.array(rounds)
-            median = bootstrap(len(table), lambda t, table=table: float(np.median(table[t])), args.seed)  # type: ignore[misc]
+            median = median_of(rounds, args.seed)
             ratio = ratio_of(rounds, spent[rows, 0], args.seed) if guesses >= 0 else None
             cells.append({
                 "rows": rows, "guesses": guesses, "ms": median, "times_plain": ratio, "ms_rounds": rounds

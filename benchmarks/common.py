@@ -334,6 +334,12 @@ def bootstrap(
     return Interval(float(statistic(np.arange(count))), float(low), float(high))
 
 
+def median_of(rounds: Sequence[Sequence[float]], seed: int) -> Interval:
+    """Median over all values, resampling rounds."""
+    table = np.array(rounds)
+    return bootstrap(len(table), lambda t: float(np.median(table[t])), seed)
+
+
 def ratio_of(tops: Sequence[Sequence[float]], bottoms: Sequence[Sequence[float]], seed: int) -> Interval:
     """Ratio of the medians, paired by round."""
     top, bottom = np.array(tops), np.array(bottoms)

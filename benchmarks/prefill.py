@@ -26,16 +26,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from common import (
     GEOMETRIES,
     Geometry,
     arguments,
     as_json,
-    bootstrap,
     finish,
     main,
+    median_of,
     ratio_of,
     say,
     show_table,
@@ -163,11 +162,11 @@ def cells_of(spent: Mapping[tuple[str, int], list[float]], seed: int) -> list[di
     """Turn times into cells: median, and how many times ours."""
     cells = []
     for (name, length), times in spent.items():
-        table = np.array(times)
-        median = bootstrap(len(table), lambda t, table=table: float(np.median(table[t])), seed)  # type: ignore[misc]
-        ours = [[value] for value in spent[OURS, length]]
-        ratio = ratio_of([[value] for value in times], ours, seed)
-        cells.append({"contestant": name, "tokens": length, "ms": median, "times_ours": ratio, "ms_rounds": times})
+        rounds, ours = [[value] for value in times], [[value] for value in spent[OURS, length]]
+        cells.append({
+            "contestant": name, "tokens": length, "ms": median_of(rounds, seed),
+            "times_ours": ratio_of(rounds, ours, seed), "ms_rounds": times,
+        })
     return cells
 
 

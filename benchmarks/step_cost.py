@@ -49,6 +49,7 @@ from common import (
     bootstrap,
     finish,
     main,
+    median_of,
     model_folder,
     ratio_of,
     say,
@@ -122,12 +123,6 @@ def distances(steps: Mapping[str, Step], context: int, nodes: int, label: str) -
 
 
 # Reporting
-
-
-def median_of(rounds: Sequence[Sequence[float]], seed: int) -> Any:
-    """Median over all steps, resampling rounds."""
-    table = np.array(rounds)
-    return bootstrap(len(table), lambda t: float(np.median(table[t])), seed)
 
 
 def products_share(timings: Timings, read_bytes: int, seed: int) -> dict[str, Any]:
