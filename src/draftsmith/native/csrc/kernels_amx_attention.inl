@@ -8,7 +8,7 @@ namespace draftsmith {
 namespace {
 
 constexpr int64_t kSegment = 256;  // places whose values are packed at a time
-constexpr int64_t kFewQueries = 4;
+constexpr int64_t kFewQueries = 4;  // below which scores are moved one by one
 constexpr int64_t kFetched = 64;  // entries that are asked for together
 constexpr int64_t kStride = kSegment + 32;  // of rows of probabilities, so that they do not meet in one set of the cache
 
@@ -38,7 +38,8 @@ int64_t room_on_tiles(int64_t queries, int64_t places, int64_t width, int64_t va
 
 class Attention {
  public:
-  Attention(const AttentionTask& task, const Sight& sight) : t(task), low_(sight.low / kBlock * kBlock) {
+  Attention(const AttentionTask& task, const Sight& sight)
+      : t(task), interleave_(base()->interleave), low_(sight.low / kBlock * kBlock) {
     const int64_t places = most(sight.places, t.entries) - low_;
     const Parts parts(least(t.nodes * t.groups, kMostQueries), places, t.width, t.value_width);
     row_stride_ = Parts::row_stride(places);
@@ -96,7 +97,7 @@ class Attention {
       __builtin_memset(keys_, 0, static_cast<uint64_t>(kPanel * stride) * sizeof(bf16));
       for (int64_t l = 0; l < kPanel && g * kPanel + l < count_; ++l)
         __builtin_memcpy(keys_ + l * stride, t.query(query_ + g * kPanel + l), static_cast<uint64_t>(bytes));
-      base()->interleave(keys_, stride, pairs, packed_queries_ + g * pairs * 2 * kPanel);
+      interleave_(keys_, stride, pairs, packed_queries_ + g * pairs * 2 * kPanel);
     }
     const int64_t entries = t.paths == nullptr ? end_ : t.entries;
     if (t.width % 2 == 0) {
@@ -133,8 +134,8 @@ class Attention {
     alignas(64) float turned[kPanel][kPanel];
     for (; count_ >= kFewQueries && p < to; p += kPanel)
       for (int64_t g = 0; g * kPanel < count_; ++g) {
-        base()->interleave(reinterpret_cast<const bf16*>(scores_ + (p - low_) * wide + g * kPanel), 2 * wide, kPanel,
-                        reinterpret_cast<bf16*>(turned));
+        interleave_(reinterpret_cast<const bf16*>(scores_ + (p - low_) * wide + g * kPanel), 2 * wide, kPanel,
+                    reinterpret_cast<bf16*>(turned));
         for (int64_t l = 0; l < kPanel && g * kPanel + l < count_; ++l)
           put_lanes(lanes_at(turned[l]) * t.scale, row(g * kPanel + l) + p);
       }
@@ -226,7 +227,9 @@ class Attention {
   static void pair(Words even, Words odd, bf16* line) { *reinterpret_cast<Words*>(line) = even | odd << 16; }
 
   const AttentionTask& t;
-  int64_t low_, row_stride_ = 0;             // the first block of places
+  void (*interleave_)(const bf16*, int64_t, int64_t, bf16*);  // of the instruction set below this one
+  int64_t low_;                              // where the first block of places begins
+  int64_t row_stride_ = 0;
   int64_t query_ = 0, count_ = 0;
   int64_t common_from_ = 0, common_to_ = 0;  // every query sees the places between
   int64_t end_ = 0, stop_ = 0;               // none sees a place from `end` on; whole blocks until `stop`
