@@ -20,15 +20,20 @@ def check_law_over_time(drafter: TrainableDrafter, target: Target) -> None:
     texts_RL = torch.randint(0, target.vocab_size, (6, 60), generator=generator)
     states_RLF, _ = target.encode(texts_RL, drafter.taps)
     drafter.attach(target.new_cache(5, 100), Plan((1,) * drafter.max_depth))
-    # Each stage: rows in batch order, the last of them moved into the place of one that left; -1 is padding.
+    # Each stage: rows in batch order; -1 is padding. Rows take free slots and keep them.
     stages = [[0], [0, 1, 2], [0, 1, 2], [2, 1], [2, 1, 3, -1], [2, 1, 3, -1], [3, 1, 4, 5], [5], [5]]
     lengths = {row: int(torch.randint(2, 20, (), generator=generator)) for row in range(6)}
     known: dict[int, int] = {}
+    slot_of: dict[int, int] = {}
     for number, rows in enumerate(stages):
         drafter.reset_rows([row for row in known if row not in rows])
         for row in rows:
             if row in known:
                 lengths[row] += int(torch.randint(1, drafter.max_depth + 2, (), generator=generator))
+        slot_of = {row: slot for row, slot in slot_of.items() if row in rows and row >= 0}
+        for row in rows:
+            if row not in slot_of:
+                slot_of[row] = next(slot for slot in (3, 0, 4, 1, 2) if slot not in slot_of.values())
         counts = [1 if row < 0 else lengths[row] - known.get(row, 1) for row in rows]
         if not drafter.reads_prompt:
             counts = [min(count, drafter.max_depth + 1) for count in counts]
@@ -43,7 +48,7 @@ def check_law_over_time(drafter: TrainableDrafter, target: Target) -> None:
         context = Context(
             tokens_BT, features_BTF, torch.tensor(counts),
             torch.tensor([lengths.get(row, 1000) for row in rows]), torch.tensor(rows),
-            torch.ones(len(rows)), torch.arange(len(rows)),
+            torch.ones(len(rows)), torch.arange(len(rows)), slots_B=torch.tensor([slot_of[row] for row in rows]),
         )
         if number == 1:
             drafter.follow(context)

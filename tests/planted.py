@@ -4,7 +4,7 @@ Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), F featur
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from draftsmith.evaluation.drawing import MakeStepper
 from draftsmith.evaluation.shared_rows import WrappedTarget
 from draftsmith.evaluation.small_world import TableDrafter
 from draftsmith.plan import Plan
-from draftsmith.target import KVCache, Target
+from draftsmith.target import KVCache, Nodes, Target
 from draftsmith.types import Context, Draft
 from draftsmith.verify import Acceptance, Stream, probabilities
 from mutants import CHAIN, best_as_sample, chain_rule, drawn_in_bf16, one_token_too_many
@@ -70,53 +70,44 @@ class BrokenDraft(TableDrafter):
 class BrokenForward(WrappedTarget):
     """Reads drafts (a root and guesses behind cached tokens) with something wrong."""
 
-    def is_draft(self, tokens_BM: Tensor, cached_B: Tensor) -> bool:
-        return tokens_BM.shape[1] > 1 and bool((cached_B > 0).all())
+    def is_draft(self, nodes: Nodes) -> bool:
+        return nodes.tokens_BM.shape[1] > 1 and bool((nodes.cached_B > 0).all())
 
 
 class LeakyMask(BrokenForward):
     """Lets a node see all nodes before it, siblings too."""
 
     def forward(
-        self, cache: KVCache, tokens_BM: Tensor, depths_BM: Tensor, visible_BMM: Tensor, cached_B: Tensor,
-        columns_S: Tensor | None, taps: tuple[int, ...] = (-1,), first_row: int = 0, keep_logits: Tensor | None = None,
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self.is_draft(tokens_BM, cached_B):
-            visible_BMM = torch.ones_like(visible_BMM).tril()
-        return super().forward(
-            cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
-        )
+        if self.is_draft(nodes):
+            nodes = replace(nodes, visible_BMM=torch.ones_like(nodes.visible_BMM).tril())
+        return super().forward(cache, nodes, taps, keep_logits)
 
 
 class WrongPosition(BrokenForward):
     """Takes guesses for one position further on."""
 
     def forward(
-        self, cache: KVCache, tokens_BM: Tensor, depths_BM: Tensor, visible_BMM: Tensor, cached_B: Tensor,
-        columns_S: Tensor | None, taps: tuple[int, ...] = (-1,), first_row: int = 0, keep_logits: Tensor | None = None,
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        if self.is_draft(tokens_BM, cached_B):
-            depths_BM = depths_BM + (depths_BM > 0)
-        return super().forward(
-            cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
-        )
+        if self.is_draft(nodes):
+            nodes = replace(nodes, depths_BM=nodes.depths_BM + (nodes.depths_BM > 0))
+        return super().forward(cache, nodes, taps, keep_logits)
 
 
 class StaleEntry(BrokenForward):
     """Does not store the keys of the root when there is a draft: what lay there stays."""
 
     def forward(
-        self, cache: KVCache, tokens_BM: Tensor, depths_BM: Tensor, visible_BMM: Tensor, cached_B: Tensor,
-        columns_S: Tensor | None, taps: tuple[int, ...] = (-1,), first_row: int = 0, keep_logits: Tensor | None = None,
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        slots_B = torch.arange(first_row, first_row + tokens_BM.shape[0])
-        before = [keys_RCHD[slots_B, cached_B].clone() for keys_RCHD in cache.keys_RCHD]
-        out = super().forward(
-            cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
-        )
-        if self.is_draft(tokens_BM, cached_B):
+        root_B = cache.entries(nodes.slots_B, nodes.cached_B.unsqueeze(1)).flatten()
+        before = [keys_RCHD.flatten(0, 1)[root_B] for keys_RCHD in cache.keys_RCHD]
+        out = super().forward(cache, nodes, taps, keep_logits)
+        if self.is_draft(nodes):
             for keys_RCHD, old_BHD in zip(cache.keys_RCHD, before, strict=True):
-                keys_RCHD[slots_B, cached_B] = old_BHD
+                keys_RCHD.flatten(0, 1)[root_B] = old_BHD
         return out
 
 

@@ -1,7 +1,7 @@
 """Drafting with whole models: separate ones of any kind, the target's first layers, its int8 copy."""
 
 import json
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from draftsmith.drafters.cross_vocabulary import CrossVocabularyDraftModel, Shar
 from draftsmith.drafters.draft_model import draft_with
 from draftsmith.drafters.early_exit import EarlyExit
 from draftsmith.drafters.model_drafter import DraftModel
-from draftsmith.drafters.reading import PathReader, RowSlots
+from draftsmith.drafters.reading import PathReader
 from draftsmith.drafters.registry import families, load_drafter
 from draftsmith.engine import Engine
 from draftsmith.native import why_missing
@@ -170,16 +170,21 @@ def test_chunks_and_paths_read_what_one_sequence_says():
         torch.testing.assert_close(logits_V, model(torch.tensor([text])).logits[0, -1], rtol=0, atol=1e-10)
 
 
-def test_rows_move_to_any_order():
-    cache = tiny_target().new_cache(6, 4)
-    slots = RowSlots(cache)
-    orders = [[7, 8, 9], [9, 8], [8, 9, 3], [3, 9, 8, 4, 5], [5, -1, 3, -1], [3, 5], [6, 3]]
-    for before, order in pairwise([[], *orders]):
-        slots.arrange(order, dict.fromkeys(before, 4))
-        for slot, row in enumerate(order):
-            if row in before:
-                assert bool((cache.keys_RCHD[0][slot] == row).all()), order
-            cache.keys_RCHD[0][slot] = row
+@pytest.mark.parametrize("native", [False, True])
+def test_rows_are_read_where_their_slots_are(native: bool):
+    """Ragged rows in slots of any order, some of them done long before others, each as if it were alone."""
+    target = Target(tiny_model("llama").bfloat16()) if native else tiny_target("llama")
+    texts, slots_B = prompts(4, shortest=3, longest=21), torch.tensor([5, 0, 3, 1])
+    reader = PathReader(target, target.new_cache(6, 60), chunk=5)
+    found_BV = reader.read([0] * 4, texts, slots_B)
+    paths_BFD = torch.tensor(prompts(8, shortest=2, longest=2, seed=4)).view(4, 2, 2)
+    found_RV, _ = reader.read_paths([len(text) for text in texts], paths_BFD, slots_B)
+    for b, text in enumerate(texts):
+        alone = PathReader(target, target.new_cache(1, 60), chunk=5)
+        close = {"rtol": 0, "atol": 0 if target.is_native else 1e-10}
+        torch.testing.assert_close(found_BV[b], alone.read([0], [text])[0], **close)
+        mine_RV, _ = alone.read_paths([len(text)], paths_BFD[b : b + 1])
+        torch.testing.assert_close(found_RV.view(4, 2, -1)[b], mine_RV, **close)
 
 
 def test_the_joint_law_of_three_tokens():

@@ -261,10 +261,7 @@ def test_packed_for_the_demo_target(limit: int):
     text_1L = torch.tensor([questions[0] + texts[0]])
     length = text_1L.shape[1]
     cache = target.new_cache(1, 64)
-    _, features_1LF = target.forward(
-        cache, text_1L, torch.arange(length).unsqueeze(0), torch.ones((1, length, length), dtype=torch.bool).tril(),
-        torch.zeros(1, dtype=torch.long), torch.arange(length), drafter.taps,
-    )
+    _, features_1LF = target.read_chain(cache, text_1L, torch.zeros(1, dtype=torch.long), drafter.taps)
     decoding.attach(cache, decoding.default_plan())
     one_1 = torch.ones(1, dtype=torch.long)
     root = Context(

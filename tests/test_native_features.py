@@ -133,7 +133,7 @@ def test_a_row_guesses_the_same_in_any_company(threads: Callable[[int], None], n
     assert torch.equal(drafts(native, steps), together)
 
 
-def test_rows_move_to_other_slots_with_what_they_hold():
+def test_rows_keep_their_slots_when_others_leave():
     native = native_form(VARIANTS["eagle"]())
     steps = contexts(4, 1, 5)
     expected = drafts(native, steps)
@@ -143,11 +143,11 @@ def test_rows_move_to_other_slots_with_what_they_hold():
     native.reset_rows([1])
     left = torch.tensor([0, 3, 2])
     last = steps[2]
-    moved = replace(
+    staying = replace(
         last, tokens_BT=last.tokens_BT[left], features_BTF=last.features_BTF[left], counts_B=last.counts_B[left],
-        lengths_B=last.lengths_B[left], rows_B=last.rows_B[left],
+        lengths_B=last.lengths_B[left], rows_B=last.rows_B[left], slots_B=left,
     )
-    assert torch.equal(native.propose(moved, CHAIN).tokens_BN, expected[2][left])
+    assert torch.equal(native.propose(staying, CHAIN).tokens_BN, expected[2][left])
 
 
 def test_trees_and_samples_go_the_other_way():

@@ -28,7 +28,7 @@ from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.native.layers import Int8Linear, PackedEmbedding, PackedExperts, PackedLinear
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.target import KVCache, Target, keep_path
+from draftsmith.target import KVCache, Nodes, Target, keep_path
 from draftsmith.types import ROOT, UNUSED, SamplingParams
 from draftsmith.verify import tree_tables
 from oracle import OracleDrafter
@@ -131,21 +131,14 @@ def read(
 ) -> list[tuple[Tensor, Tensor]]:
     """Prefill every row but for its last token, which is the root."""
     found = []
-    for tokens in rows:
-        first, count = cache.admit(1), len(tokens) - 1
-        found.append(
-            target.forward(
-                cache,
-                torch.tensor([tokens[:-1]]),
-                torch.arange(count).unsqueeze(0),
-                torch.ones((1, count, count), dtype=torch.bool).tril(),
-                torch.zeros(1, dtype=torch.long),
-                torch.arange(cache.capacity),
-                taps,
-                first,
-                columns,
-            )
+    for slot, tokens in enumerate(rows):
+        count = len(tokens) - 1
+        nodes = Nodes(
+            torch.tensor([tokens[:-1]]), torch.zeros(1, dtype=torch.long), torch.tensor([slot]),
+            torch.arange(count).unsqueeze(0), torch.ones((1, count, count), dtype=torch.bool).tril(),
+            columns_S=torch.arange(cache.capacity),
         )
+        found.append(target.forward(cache, nodes, taps, columns))
     return found
 
 
@@ -156,19 +149,17 @@ def verify(
     guesses_BN: Tensor,
     trees: list[list[int]],
     taps: tuple[int, ...] = (-1, 0),
+    slots_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Read the root and the tree of every row, one step."""
     visible_BMM, depths_BM = tree_tables(torch.tensor(trees).view(len(rows), -1).long(), guesses_BN.shape[1])
     roots_B1 = torch.tensor([[tokens[-1]] for tokens in rows])
-    return target.forward(
-        cache,
-        torch.cat([roots_B1, guesses_BN], dim=1),
-        depths_BM,
-        visible_BMM,
-        torch.tensor([len(tokens) - 1 for tokens in rows]),
-        torch.arange(cache.capacity),
-        taps,
+    cached_B = torch.tensor([len(tokens) - 1 for tokens in rows])
+    nodes = Nodes(
+        torch.cat([roots_B1, guesses_BN], dim=1), cached_B, slots_B, depths_BM, visible_BMM,
+        columns_S=torch.arange(cache.capacity),
     )
+    return target.forward(cache, nodes, taps)
 
 
 @torch.no_grad()
@@ -223,8 +214,6 @@ def test_a_node_is_the_same_bits_as_the_last_token_of_a_text(name: str):
                     one = target.new_cache(slots=2, capacity=64)
                     if t:
                         read(target, one, [text[: t + 1]])
-                    else:
-                        one.admit(1)
                     single_1MV, _ = verify(target, one, [text[: t + 1]], torch.zeros((1, 0), dtype=torch.long), [[]])
                     assert torch.equal(single_1MV[0, 0], all_1TV[0, t])
 
@@ -284,11 +273,10 @@ def test_a_kept_path_and_a_freed_row_leave_a_cache_as_if_read_plainly():
     cache = target.new_cache(slots=3, capacity=48)
     read(target, cache, rows)
     verify(target, cache, rows, guesses_BN, [tree] * 3)
-    keep_path(cache.tensors, torch.tensor([len(row) - 1 for row in rows]), torch.tensor([[2, 5, 6]] * 3))
+    keep_path(cache, torch.tensor([len(row) - 1 for row in rows]), torch.tensor([[2, 5, 6]] * 3))
     rows = [row + guesses_BN[b, [1, 4, 5]].tolist() + [b] for b, row in enumerate(rows)]
-    cache.release(0, last_length=len(rows[2]) - 1)
     rows = [rows[2], rows[1]]
-    logits_BMV, _ = verify(target, cache, rows, guesses_BN[:2], [tree] * 2)
+    logits_BMV, _ = verify(target, cache, rows, guesses_BN[:2], [tree] * 2, slots_B=torch.tensor([2, 1]))
     fresh = target.new_cache(slots=2, capacity=48)
     read(target, fresh, rows)
     assert torch.equal(verify(target, fresh, rows, guesses_BN[:2], [tree] * 2)[0], logits_BMV)

@@ -21,7 +21,7 @@ from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.engine.step import Layout, commit_greedy, commit_greedy_natively
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.plan import Plan
-from draftsmith.target import Target
+from draftsmith.target import KVCache, Target
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
 from draftsmith.verify import tree_tables
 from test_tree import random_parents
@@ -115,11 +115,13 @@ def layout_of(context: Context, draft: Draft) -> Layout:
     return Layout(draft, *laid_out(context, draft))
 
 
-def new_cache(slots: int, seed: int) -> list[Tensor]:
+def new_cache(slots: int, seed: int) -> KVCache:
     """Draw keys and values of two layers, of different widths; nothing in them repeats."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(2, 6), (1, 5), (2, 6), (1, 3)]
-    return [torch.randn((slots, CAPACITY, *shape), generator=generator).bfloat16() for shape in shapes]
+    cache = KVCache([(2, 6, 1, 5), (2, 6, 1, 3)], slots, CAPACITY, torch.bfloat16, torch.device("cpu"))
+    for tensor in cache.tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return cache
 
 
 def assert_commits_alike(logits_BMV: Tensor, features_BMF: Tensor, draft: Draft, context: Context, seed: int) -> Tensor:
@@ -142,10 +144,10 @@ def assert_commits_alike(logits_BMV: Tensor, features_BMF: Tensor, draft: Draft,
         assert torch.equal(found.features_BTF[b, :count], expected.features_BTF[b, :count])
         assert torch.equal(own_path_BD[b, : count - 1], path_BD[b, : count - 1])
         committed = int(context.lengths_B[b]) - 1 + count
-        for own, other in zip(ours, theirs, strict=True):
+        for own, other in zip(ours.tensors, theirs.tensors, strict=True):
             assert torch.equal(own[b, :committed], other[b, :committed])
     untouched = new_cache(len(context.counts_B) + 1, seed)
-    assert all(torch.equal(own[-1], before[-1]) for own, before in zip(ours, untouched, strict=True))
+    assert all(torch.equal(own[-1], before[-1]) for own, before in zip(ours.tensors, untouched.tensors, strict=True))
     assert found.rows_B is context.rows_B and found.seeds_B is context.seeds_B
     return expected.counts_B - 1
 
@@ -205,7 +207,7 @@ def test_a_draft_that_does_not_fit_is_refused():
     draft, context = random_draft(2, 6, 3, 3, 5), context_for(2, 4, 2, 0)
     layout = layout_of(context, draft)
     logits_BMV, features_BMF = torch.zeros((2, 7, 3)).bfloat16(), torch.zeros((2, 7, 2)).bfloat16()
-    tensors = new_cache(2, 0)
+    tensors = new_cache(2, 0).tensors
 
     def refused(error: type[Exception], message: str, *given: object) -> None:
         with pytest.raises(error, match=f"^draftsmith: {message}"):

@@ -22,7 +22,7 @@ from draftsmith.evaluation.sampling_proof import ALPHA
 from draftsmith.evaluation.shared_rows import SharedRows
 from draftsmith.evaluation.small_world import PROMPT, STAND_IN, TableDrafter, small_drafter, small_target
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.target import Target
+from draftsmith.target import Nodes, Target
 from draftsmith.types import DraftsmithError, SamplingParams
 from planted import PLANTED, LeakyMask, Planted
 from tiny import prompts, save_tiny_target, tiny_target
@@ -89,13 +89,10 @@ def test_rows_with_equal_inputs_are_read_once_and_get_the_same_texts():
 def test_a_row_with_a_stale_cache_is_not_taken_for_a_sound_one():
     toy = small_target()
     cache = toy.new_cache(2, 8)
-    cache.rows = 2
     for target in (toy, SharedRows(toy)):
-        inputs = (torch.zeros((2, 1), dtype=torch.long), torch.ones((2, 1, 1), dtype=torch.bool))
         cache.keys_RCHD[0][1, 0] = 1.0
-        logits_BMV, _ = target.forward(
-            cache, inputs[0] + 3, inputs[0], inputs[1], torch.ones(2, dtype=torch.long), torch.arange(2), ()
-        )
+        nodes = Nodes(torch.full((2, 1), 3), torch.ones(2, dtype=torch.long))
+        logits_BMV, _ = target.forward(cache, nodes, ())
         assert not torch.equal(logits_BMV[0], logits_BMV[1])
 
 

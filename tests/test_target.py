@@ -20,7 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from draftsmith.target import Target, keep_path
+from draftsmith.target import Nodes, Target, keep_path
 from draftsmith.types import ROOT, UNUSED, DraftsmithError
 from draftsmith.verify.tree import tree_tables
 from tiny import ARCHITECTURES, CONTEXT, VOCABULARY, WIDTH, prompts, save_tiny_target, tiny_model, tiny_target
@@ -106,11 +106,10 @@ def test_a_kept_path_and_a_freed_row_leave_a_cache_as_if_read_plainly(architectu
     read(target, cache, rows)
     verify(target, cache, rows, guesses_BN, [tree] * 3)
     path_BP = torch.tensor([[2, 5, 6]] * 3)
-    keep_path(cache.tensors, torch.tensor([len(row) - 1 for row in rows]), path_BP)
+    keep_path(cache, torch.tensor([len(row) - 1 for row in rows]), path_BP)
     rows = [row + guesses_BN[b, [1, 4, 5]].tolist() + [b] for b, row in enumerate(rows)]
-    cache.release(0, last_length=len(rows[2]) - 1)
     rows = [rows[2], rows[1]]
-    logits_BMV, _ = verify(target, cache, rows, guesses_BN[:2], [tree] * 2)
+    logits_BMV, _ = verify(target, cache, rows, guesses_BN[:2], [tree] * 2, torch.tensor([2, 1]))
     for row, tokens in enumerate(rows):
         torch.testing.assert_close(logits_BMV[row, 0], reference(model, tokens)[0][-1], **TOLERANCE)
         leaf = tokens + path_to(5, tree, guesses_BN[row].tolist())
@@ -119,38 +118,27 @@ def test_a_kept_path_and_a_freed_row_leave_a_cache_as_if_read_plainly(architectu
 
 def read(target: Target, cache, rows: list[list[int]]) -> None:
     """Prefill every row but for its last token, which is the root."""
-    for tokens in rows:
-        first = cache.admit(1)
-        count = len(tokens) - 1
-        causal_1TT = torch.ones((1, count, count), dtype=torch.bool).tril()
+    for slot, tokens in enumerate(rows):
         with torch.no_grad():
-            target.forward(
-                cache,
-                torch.tensor([tokens[:-1]]),
-                torch.arange(count).unsqueeze(0),
-                causal_1TT,
-                torch.zeros(1, dtype=torch.long),
-                torch.arange(cache.capacity),
-                taps=(),
-                first_row=first,
+            target.read_chain(
+                cache, torch.tensor([tokens[:-1]]), torch.zeros(1, dtype=torch.long), (), torch.tensor([slot])
             )
 
 
-def verify(target: Target, cache, rows: list[list[int]], guesses_BN: Tensor, trees: list[list[int]]):
+def verify(
+    target: Target, cache, rows: list[list[int]], guesses_BN: Tensor, trees: list[list[int]],
+    slots_B: Tensor | None = None,
+):
     """Read the root and the tree of every row, one step."""
     visible_BMM, depths_BM = tree_tables(torch.tensor(trees), guesses_BN.shape[1])
     roots_B1 = torch.tensor([[tokens[-1]] for tokens in rows])
     cached_B = torch.tensor([len(tokens) - 1 for tokens in rows])
     with torch.no_grad():
-        return target.forward(
-            cache,
-            torch.cat([roots_B1, guesses_BN], dim=1),
-            depths_BM,
-            visible_BMM,
-            cached_B,
-            torch.arange(cache.capacity),
-            taps=(-1, 0),
+        nodes = Nodes(
+            torch.cat([roots_B1, guesses_BN], dim=1), cached_B, slots_B, depths_BM, visible_BMM,
+            columns_S=torch.arange(cache.capacity),
         )
+        return target.forward(cache, nodes, taps=(-1, 0))
 
 
 def test_facts_name_what_a_drafter_must_match():

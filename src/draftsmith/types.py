@@ -67,6 +67,7 @@ class Context:
         seeds_B: seed of each row's noise.
         first_B: the very first token of every row, which no state predicted and so no context holds; None when the
             maker of the context does not know it.
+        slots_B: the slot of each row in the cache, which it keeps as long as it runs; None for row b in slot b.
     """
 
     tokens_BT: Tensor
@@ -77,11 +78,13 @@ class Context:
     temperature_B: Tensor
     seeds_B: Tensor
     first_B: Tensor | None = None
+    slots_B: Tensor | None = None
 
     def after(self, tokens_BT: Tensor, features_BTF: Tensor, counts_B: Tensor, lengths_B: Tensor) -> "Context":
         """Return the context of the same rows after a step that committed these tokens."""
         return Context(
-            tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B, self.first_B
+            tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B, self.first_B,
+            self.slots_B,
         )
 
     def root(self) -> tuple[Tensor, Tensor]:

@@ -173,7 +173,7 @@ class FeatureDrafter(TrainableDrafter):
     def _chain(self, context: Context, memory: RowCache, depth: int) -> tuple[Tensor, Tensor]:
         tokens_BN, parents_BN = self._native.propose(
             context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, memory.settle(context),
-            memory.keys_RCGW, memory.values_RCGW, depth,
+            context.slots_B, memory.keys_RCGW, memory.values_RCGW, depth,
         )
         return tokens_BN, parents_BN
 

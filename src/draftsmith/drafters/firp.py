@@ -186,7 +186,8 @@ class FIRPDrafter(TrainableDrafter):
         cached_B, depths = context.lengths_B - 1, self.config.n_predict
         span = int(cached_B.max()) + depths
         states_BDF = self.guess_states(feature_BF.to(self.upper.target.dtype))
-        final_BDF = self.upper.refine(states_BDF, self.upper.chain(self._cache, cached_B, depths, span))
+        chain = self.upper.chain(self._cache, cached_B, depths, span, context.slots_B)
+        final_BDF = self.upper.refine(states_BDF, chain)
         rows_B = torch.arange(len(root_B), device=root_B.device)
         return root_B, (rows_B, _Guesses(self.score(final_BDF, self.upper)))
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from draftsmith.drafters.base import StagewiseDrafter, best
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.reading import ROOM, SCRATCH, PathReader, RowSlots
+from draftsmith.drafters.reading import ROOM, SCRATCH, PathReader
 from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Target
 from draftsmith.types import UNUSED, Context, Draft
@@ -42,6 +42,7 @@ class ModelDrafter(StagewiseDrafter):
         self._reader: PathReader | None = None
         self._held: list[int] = []
         self._fresh: list[list[int]] = []
+        self._slots_B: Tensor | None = None
         # Of the guesses, those that the cache holds as if they were text; see `PathReader.read_paths`.
         self._ahead_BD: Tensor | None = None
         self._is_chain = True
@@ -70,6 +71,7 @@ class ModelDrafter(StagewiseDrafter):
     def begin(self, context: Context) -> tuple[Tensor, Tensor]:
         """Take in what was committed; reading it is left to the first step."""
         self._held, self._fresh = self.take_in(context)
+        self._slots_B = context.slots_B
         self._ahead_BD, self._is_chain = None, True
         root_B = context.root()[0]
         return root_B, root_B.new_empty((root_B.shape[0], 0))
@@ -91,7 +93,7 @@ class ModelDrafter(StagewiseDrafter):
     def _read(self, depth: int, state: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
         assert self._reader is not None, "a drafter is attached to a cache before it drafts"
         if depth == 0:
-            return self.to_target(self._reader.read(self._held, self._fresh)), state
+            return self.to_target(self._reader.read(self._held, self._fresh, self._slots_B)), state
         paths_RD = torch.cat([state, self.to_own(tokens_R).unsqueeze(1)], dim=1)
         batch = len(self._held)
         paths_BFD = paths_RD.view(batch, -1, depth)
@@ -99,9 +101,10 @@ class ModelDrafter(StagewiseDrafter):
         # A frontier may also narrow to one node, whose path the cache does not hold.
         self._is_chain = self._is_chain and paths_BFD.shape[1] == 1
         if self._is_chain:
-            logits_RW, kept = self._reader.read_paths([end + depth - 1 for end in ends], paths_BFD[:, :, -1:])
+            newest = [end + depth - 1 for end in ends]
+            logits_RW, kept = self._reader.read_paths(newest, paths_BFD[:, :, -1:], self._slots_B)
         else:
-            logits_RW, kept = self._reader.read_paths(ends, paths_BFD)
+            logits_RW, kept = self._reader.read_paths(ends, paths_BFD, self._slots_B)
         self._ahead_BD = paths_BFD[:, kept]
         return self.to_target(logits_RW), paths_RD
 
@@ -138,7 +141,7 @@ class RowText:
 
 
 class DraftModel(ModelDrafter):
-    """A separate model with the target's tokenizer, and a cache of its own that follows the engine's rows.
+    """A separate model with the target's tokenizer, and a cache of its own with the engine's slots.
 
     What it read of its own guesses stays in the cache as far as they were accepted. Texts longer than the model's
     context get no guesses any more.
@@ -149,7 +152,6 @@ class DraftModel(ModelDrafter):
     def __init__(self, model: Target, vocab_size: int, guesses: int) -> None:
         super().__init__(model, vocab_size, guesses)
         self._cache: KVCache | None = None
-        self._slots: RowSlots | None = None
         self._limit = 0
         self._texts: dict[int, RowText] = {}
         self._too_long: set[int] = set()
@@ -166,11 +168,10 @@ class DraftModel(ModelDrafter):
     def attach(self, cache: KVCache, plan: Plan) -> None:
         """Make room for as many rows, and forget all of them."""
         self._limit = min(self.model.max_length, self.longest_text(cache))
-        sizes = (cache.slots + 1, self._limit + ROOM)
+        sizes = (cache.slots, self._limit + ROOM)
         if self._cache is None or (self._cache.slots, self._cache.capacity) != sizes:
             self._cache = self.model.new_cache(*sizes)
         self._reader = PathReader(self.model, self._cache)
-        self._slots = RowSlots(self._cache)
         self._texts, self._too_long, self._order, self._ahead_BD = {}, set(), [], None
 
     def reset_rows(self, rows: list[int]) -> None:
@@ -178,18 +179,14 @@ class DraftModel(ModelDrafter):
         for row in rows:
             self._texts.pop(row, None)
             self._too_long.discard(row)
-        if self._slots is not None:
-            self._slots.forget(rows)
 
     def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:
         """Find for every row the longest prefix of its text that the cache holds; the rest is to be read."""
-        assert self._slots is not None, "a drafter is attached to a cache before it drafts"
         first_B = context.first_B
         head_BX = [context.rows_B, context.counts_B, *([] if first_B is None else [first_B])]
         table = torch.cat([torch.stack(head_BX, dim=1), context.tokens_BT], dim=1).tolist()  # one transfer
         in_cache = self._in_cache()
-        order = [entry[0] for entry in table]
-        self._slots.arrange(order, {row: len(tokens) for row, tokens in in_cache.items()})
+        self._order = [entry[0] for entry in table]
         held, fresh = [], []
         for row, count, *tokens in table:
             firsts = tokens[: len(head_BX) - 2]
@@ -213,7 +210,6 @@ class DraftModel(ModelDrafter):
             same = stay + shared_prefix(there[stay:], text[stay:-1])
             held.append(same)
             fresh.append(self._readable(text[same:]))
-        self._order = order
         return held, fresh
 
     def _readable(self, tokens: list[int]) -> list[int]:

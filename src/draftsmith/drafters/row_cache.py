@@ -1,7 +1,7 @@
 """Keys and values that a drafter keeps of its own, and where the new ones of each row go.
 
-Slot b belongs to row b of the batch, as in the target's cache, so that what a batch needs is a slice and never a copy;
-only when rows leave do the entries of the rows that moved up move too.
+A row has the slot here that it has in the target's cache, and keeps it as long as it runs, so that nothing moves when
+others leave. Where the slots of a batch follow each other, what it needs is a slice and never a copy.
 
 Shapes: B rows, N newly committed entries of all rows together, S entries looked at, C capacity of a slot, H query
 heads, G key/value heads, W head width, E width of what attention reads, T context tokens, F feature width.
@@ -24,7 +24,8 @@ class Reading:
     Args:
         tokens_N: the tokens.
         features_NF: the states that predicted them.
-        slots: slot of every entry (N), or 0 for a batch of one.
+        slots: slot of every entry (N), or the slot of a batch of one.
+        rows: the slots of the rows (B), or a slice where they follow each other.
         places: position of every entry in its row, as indices (N) or, for a batch of one, as a slice.
         roots: index of every row's root among the entries (B), or a slice for a batch of one.
         last_B1: position of every row's root.
@@ -35,6 +36,7 @@ class Reading:
     tokens_N: Tensor
     features_NF: Tensor
     slots: Tensor | int
+    rows: Tensor | slice
     places: Tensor | slice
     roots: Tensor | slice
     last_B1: Tensor
@@ -59,73 +61,79 @@ class RowCache:
         heads, width = sizes.num_key_value_heads, sizes.head_dim
         storage = KVCache([(heads, width, heads, width)], like.slots, like.capacity, self.dtype, weight.device)
         self.keys_RCGW, self.values_RCGW = storage.keys_RCHD[0], storage.values_RCHD[0]
-        self._rows: list[int] = []
-        self._seen: Tensor | None = None
+        self._slot_of: dict[int, int] = {}
+        self._padded = False
+        self._seen: tuple[Tensor, Tensor | None] | None = None
+        self._rows: slice | Tensor = slice(0, 0)
         self._longest = 0
 
     def forget(self, rows: list[int]) -> None:
         """Let go of rows that ended, and of what they held: NaN left there would reach later rows through a mask."""
-        ended = set(rows)
-        slots = [slot for slot, row in enumerate(self._rows) if row in ended]
+        slots = [self._slot_of.pop(row) for row in rows if row in self._slot_of]
         for storage_RCGW in (self.keys_RCGW, self.values_RCGW):
             storage_RCGW[slots, : self._longest] = 0
-        self._rows = [-1 if row in ended else row for row in self._rows]
         self._seen = None
 
-    def _arrange(self, rows_B: Tensor) -> None:
-        """Bring every row that is known to its slot."""
-        # The engine hands over the same tensor until rows come or go, which saves asking the device.
-        if rows_B is self._seen:
+    def _note(self, rows_B: Tensor, slots_B: Tensor | None) -> None:
+        """Take note of which row has which slot."""
+        # The engine hands over the same tensors until rows come or go, which saves asking the device.
+        if self._seen is not None and self._seen[0] is rows_B and self._seen[1] is slots_B:
             return
-        wanted = rows_B.tolist()
-        if len(wanted) > len(self.keys_RCGW):
+        rows = rows_B.tolist()
+        slots = list(range(len(rows))) if slots_B is None else slots_B.tolist()
+        if max(slots) >= len(self.keys_RCGW):
             raise DraftsmithError(
-                f"{len(wanted)} rows are drafted for at once, but there is room for {len(self.keys_RCGW)}; raise "
+                f"{max(slots) + 1} rows are drafted for at once, but there is room for {len(self.keys_RCGW)}; raise "
                 "max_batch."
             )
-        held = {row: slot for slot, row in enumerate(self._rows) if row >= 0}
-        moved = [(held[row], slot) for slot, row in enumerate(wanted) if held.get(row, slot) != slot]
-        if moved:
-            sources, targets = (list(side) for side in zip(*moved, strict=True))
-            for storage_RCGW in (self.keys_RCGW, self.values_RCGW):
-                storage_RCGW[targets, : self._longest] = storage_RCGW[sources, : self._longest]
-        self._rows, self._seen = wanted, rows_B
+        self._slot_of |= {row: slot for row, slot in zip(rows, slots, strict=True) if row >= 0}
+        self._padded = min(rows) < 0
+        first, last = slots[0], slots[0] + len(slots)
+        if slots_B is None or slots == list(range(first, last)):
+            self._rows = slice(first, last)
+        else:
+            self._rows = slots_B
+        self._seen = (rows_B, slots_B)
 
     def _starts(self, context: Context) -> Tensor:
         """Return how many entries each row held before what the context adds (B)."""
         starts_B = context.lengths_B - 1 - context.counts_B
-        if min(self._rows) < 0:
+        if self._padded:
             # The lengths of padding rows go on growing and mean nothing.
             starts_B = starts_B.masked_fill(context.rows_B < 0, 0)
         return starts_B
 
     def settle(self, context: Context) -> Tensor:
-        """Bring the rows to their slots; return how many entries each held before what the context adds (B)."""
-        self._arrange(context.rows_B)
+        """Take note of the rows; return how many entries each held before what the context adds (B)."""
+        self._note(context.rows_B, context.slots_B)
         starts_B = self._starts(context)
-        self._longest = max(1, int((starts_B + context.counts_B).max()))
+        self._longest = max(self._longest, 1, int((starts_B + context.counts_B).max()))
         return starts_B
 
     def lay_out(self, context: Context) -> Reading:
         """Find the place of everything that the context adds."""
-        self._arrange(context.rows_B)
-        lengths = context.lengths_B.tolist()
+        self._note(context.rows_B, context.slots_B)
         # Of n committed tokens n - 1 are entries: the first token of a text was predicted by nothing.
-        end = max(length for length, row in zip(lengths, self._rows, strict=True) if row >= 0) - 1
-        self._longest = max(end, 1)
-        if len(lengths) == 1:
+        if self._padded:
+            end = int(context.lengths_B[context.rows_B >= 0].max()) - 1
+        else:
+            end = max(context.lengths_B.tolist()) - 1
+        self._longest = max(self._longest, end, 1)
+        rows = self._rows
+        if isinstance(rows, slice) and len(context.lengths_B) == 1:
             count = int(context.counts_B)
             return Reading(
-                context.tokens_BT[0, :count], context.features_BTF[0, :count], 0, slice(end - count, end),
-                slice(count - 1, count), context.lengths_B.unsqueeze(1) - 2, end, None,
+                context.tokens_BT[0, :count], context.features_BTF[0, :count], rows.start, rows,
+                slice(end - count, end), slice(count - 1, count), context.lengths_B.unsqueeze(1) - 2, end, None,
             )
         counts_B, starts_B = context.counts_B, self._starts(context)
         columns_T = torch.arange(context.tokens_BT.shape[1], device=counts_B.device)
         rows_N, columns_N = (columns_T < counts_B.unsqueeze(1)).nonzero(as_tuple=True)
+        slots_N = rows_N + rows.start if isinstance(rows, slice) else rows[rows_N]
         last_B1 = (starts_B + counts_B - 1).unsqueeze(1)
         mask_B1S = (torch.arange(end, device=counts_B.device) <= last_B1).unsqueeze(1)
         return Reading(
-            context.tokens_BT[rows_N, columns_N], context.features_BTF[rows_N, columns_N], rows_N,
+            context.tokens_BT[rows_N, columns_N], context.features_BTF[rows_N, columns_N], slots_N, rows,
             starts_B[rows_N] + columns_N, counts_B.cumsum(0) - 1, last_B1, end, mask_B1S,
         )
 
@@ -142,8 +150,7 @@ class RowCache:
         slots, places = reading.slots, reading.places
         q_NHW, k_NGW, v_NGW = attention.turn(heads, cos_PW[places].unsqueeze(1), sin_PW[places].unsqueeze(1))
         self.keys_RCGW[slots, places], self.values_RCGW[slots, places] = k_NGW, v_NGW
-        batch = len(reading.last_B1)
-        return q_NHW, self.keys_RCGW[:batch, : reading.span], self.values_RCGW[:batch, : reading.span]
+        return q_NHW, self.keys_RCGW[reading.rows, : reading.span], self.values_RCGW[reading.rows, : reading.span]
 
 
 def attached(memory: RowCache | None) -> RowCache:

@@ -202,13 +202,16 @@ class Engine:
         clock = Clock(self.target.device)
         try:
             while waiting or rows is not None:
-                if waiting and self._cache.rows < self.max_batch:
-                    group = self._next_group(waiting)
+                running = rows.count if rows else 0
+                if waiting and running < self.max_batch:
+                    group = self._next_group(waiting, self.max_batch - running)
                     clock.start("prefill")
-                    arrivals, result = self._stepper.prefill(group, chosen.depth + 1)
+                    arrivals, result = self._stepper.prefill(group, chosen.depth + 1, self._free(rows)[: len(group)])
                     yield self._commit(arrivals, result, clock)
                     bucket = self._compiler.bucket((rows.count if rows else 0) + arrivals.count, self._slots)
-                    rows = join(rows, arrivals, self.target.vocab_size, self.target.device, bucket)
+                    rows = join(
+                        rows, arrivals, self.target.vocab_size, self.target.device, bucket, self._cache.slots
+                    )
                 else:
                     assert rows is not None
                     busy = self.draft_rows is not None and rows.count > self.draft_rows
@@ -219,15 +222,19 @@ class Engine:
                     yield self._commit(rows, result, clock, before)
                 rows = self._dismiss(rows)
         finally:
-            self._cache.rows = 0
             self._running = False
             self.drafter.reset_rows([request.index for request in requests])
 
-    def _next_group(self, waiting: deque[Request]) -> list[Request]:
+    def _free(self, rows: Rows | None) -> list[int]:
+        """Return the slots that no request has."""
+        taken = _slots_of(rows)[: rows.count] if rows else []
+        return [slot for slot in range(self._cache.slots) if slot not in taken]
+
+    def _next_group(self, waiting: deque[Request], most: int) -> list[Request]:
         """Take the next prompts that fit the free slots and, padded to the longest, a bounded amount of work."""
         group = [waiting.popleft()]
         longest = len(group[0].prompt)
-        while waiting and self._cache.rows + len(group) < self.max_batch:
+        while waiting and len(group) < most:
             longest = max(longest, len(waiting[0].prompt))
             if longest * (len(group) + 1) > PREFILL_TOKENS:
                 break
@@ -275,7 +282,7 @@ class Engine:
             committed.append((request, tokens[:taken]))
         for b in range(rows.count, len(table)):
             if table[b][1] == NOT_FINITE:  # padding wanders over the vocabulary too, and its slot will be a row's
-                self._cache.wipe(b, 0, DRAFT_ROOM)
+                self._cache.wipe(_slots_of(rows)[b], 0, DRAFT_ROOM)
         seconds["rest" if before is not None else "prefill"] += time.perf_counter() - begun
         for request in rows.requests:
             statistics = request.statistics
@@ -286,23 +293,26 @@ class Engine:
         return committed
 
     def _dismiss(self, rows: Rows) -> Rows | None:
-        """Free the rows whose requests ended, mirroring how the cache moves its last row into the gap."""
+        """Free the rows whose requests ended."""
         ended = [b for b, request in enumerate(rows.requests) if request.finish_reason is not None]
         if not ended:
             return rows
-        order = list(range(rows.count))
-        for b in reversed(ended):
+        order = [b for b in range(rows.count) if b not in ended]
+        for b in ended:
             if rows.requests[b].error is not None:
                 # No forward writes further into a row: prompts are padded to the longest.
-                self._cache.wipe(b, 0, rows.longest + DRAFT_ROOM)
-            self._cache.release(b, rows.requests[order[-1]].length)
-            order[b] = order[-1]
-            order.pop()
+                self._cache.wipe(_slots_of(rows)[b], 0, rows.longest + DRAFT_ROOM)
         self.drafter.reset_rows([rows.requests[b].index for b in ended])
         if not order:
             return None
         bucket = self._compiler.bucket(len(order), self._slots)
-        return leave(rows, order, self.target.vocab_size, self.target.device, bucket)
+        return leave(rows, order, self.target.vocab_size, self.target.device, bucket, self._cache.slots)
+
+
+def _slots_of(rows: Rows) -> list[int]:
+    assert rows.context.slots_B is not None
+    slots: list[int] = rows.context.slots_B.tolist()
+    return slots
 
 
 def _logprobs(logits_TV: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:

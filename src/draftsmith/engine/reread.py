@@ -14,6 +14,7 @@ from torch import Tensor
 from draftsmith.engine.rows import Rows, leave
 from draftsmith.engine.step import Layout, Stepper, commit, empty_draft
 from draftsmith.plan import NO_DRAFT
+from draftsmith.target import Nodes
 from draftsmith.types import Context
 from draftsmith.verify import tree_tables
 
@@ -31,19 +32,19 @@ def reread(stepper: Stepper, rows: Rows, before: Context, row: int, room: int) -
         target's logits (1, V).
     """
     target, cache = stepper.target, stepper.cache
-    one = leave(replace(rows, context=before), [row], target.vocab_size, target.device, 1)
+    one = leave(replace(rows, context=before), [row], target.vocab_size, target.device, 1, cache.slots)
     context, length = one.context, rows.requests[row].length
-    cache.wipe(row, length - 1, length - 1 + room)
+    assert context.slots_B is not None
+    cache.wipe(int(context.slots_B), length - 1, length - 1 + room)
     draft = empty_draft(context)
     visible_BMM, depths_BM = tree_tables(draft.parents_BN, 0)
     root_B1 = context.root()[0].unsqueeze(1)
     columns_S = torch.arange(length, device=target.device)
-    logits_BMV, features_BMF = target.forward(
-        cache, root_B1, depths_BM, visible_BMM, context.lengths_B - 1, columns_S, stepper.drafter.taps, row
-    )
+    nodes = Nodes(root_B1, context.lengths_B - 1, context.slots_B, columns_S=columns_S)
+    logits_BMV, features_BMF = target.forward(cache, nodes, stepper.drafter.taps)
     acceptance = stepper.choose(one, logits_BMV, draft, visible_BMM, NO_DRAFT)
     layout = Layout(draft, root_B1, depths_BM, visible_BMM)
-    after, table_BX, _ = commit(cache.tensors, acceptance, logits_BMV, features_BMF, layout, context)
+    after, table_BX, _ = commit(cache, acceptance, logits_BMV, features_BMF, layout, context)
     rows.context = replace(
         rows.context,
         tokens_BT=spliced(rows.context.tokens_BT, row, after.tokens_BT),

@@ -43,19 +43,21 @@ class Rows:
 
 
 def join(
-    rows: "Rows | None", arrivals: Rows, vocab_size: int, device: torch.device, bucket: int
+    rows: "Rows | None", arrivals: Rows, vocab_size: int, device: torch.device, bucket: int, slots: int
 ) -> Rows:
     """Put newly prefilled rows behind the running ones, padded to `bucket` rows."""
     parts = [arrivals] if rows is None or rows.count == 0 else [rows, arrivals]
     requests = [r for part in parts for r in part.requests]
     keep = [(part, list(range(part.count))) for part in parts]
-    return _assemble(requests, keep, vocab_size, device, bucket)
+    return _assemble(requests, keep, vocab_size, device, bucket, slots)
 
 
-def leave(rows: Rows, order: Sequence[int], vocab_size: int, device: torch.device, bucket: int) -> Rows:
+def leave(
+    rows: Rows, order: Sequence[int], vocab_size: int, device: torch.device, bucket: int, slots: int
+) -> Rows:
     """Keep only the rows in `order` (indices into the running ones), padded to `bucket` rows."""
     requests = [rows.requests[b] for b in order]
-    return _assemble(requests, [(rows, list(order))], vocab_size, device, bucket)
+    return _assemble(requests, [(rows, list(order))], vocab_size, device, bucket, slots)
 
 
 def _assemble(
@@ -64,6 +66,7 @@ def _assemble(
     vocab_size: int,
     device: torch.device,
     bucket: int,
+    slots: int,
 ) -> Rows:
     width = max(part.context.tokens_BT.shape[1] for part, _ in parts)
     padding = bucket - len(requests)
@@ -90,6 +93,7 @@ def _assemble(
         temperature_B=gather("temperature_B", 0.0),
         seeds_B=gather("seeds_B", 0),
         first_B=gather("first_B", 0),
+        slots_B=_slots(parts, padding, slots),
     )
     params = [r.params for r in requests]
     sampling = SamplingBatch.build([*params, *params[:1] * padding], vocab_size, device)
@@ -100,3 +104,14 @@ def _assemble(
         device,
     ) if sampling.needs_history else None
     return Rows(requests, context, sampling, history)
+
+
+def _slots(parts: list[tuple[Rows, list[int]]], padding: int, slots: int) -> Tensor:
+    """Keep the slots of the rows, and give padding free ones."""
+    kept: list[int] = []
+    for part, order in parts:
+        held = part.context.slots_B
+        assert held is not None
+        kept += [held.tolist()[b] for b in order]
+    free = [slot for slot in range(slots) if slot not in kept]
+    return torch.tensor(kept + free[:padding], device=parts[0][0].context.tokens_BT.device)

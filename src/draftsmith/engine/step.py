@@ -15,7 +15,7 @@ from draftsmith.engine.compiled import Compiler
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Rows
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.target import KVCache, Target, keep_path
+from draftsmith.target import KVCache, Nodes, Target, keep_path
 from draftsmith.types import UNUSED, Context, Draft, SamplingParams
 from draftsmith.verify import (
     Acceptance,
@@ -125,27 +125,22 @@ class Stepper:
         if not self.target.is_native:
             columns_S = self._compiler.span(rows.longest + plan.max_nodes, self.cache.capacity, self.target.device)
         clock.start("target")
-        logits_BMV, features_BMF = self._forward(
-            self.cache,
-            layout.tokens_BM,
-            layout.depths_BM,
-            layout.visible_BMM,
-            context.lengths_B - 1,
-            columns_S,
-            self.drafter.taps,
+        nodes = Nodes(
+            layout.tokens_BM, context.lengths_B - 1, context.slots_B, layout.depths_BM, layout.visible_BMM,
+            columns_S=columns_S,
         )
+        logits_BMV, features_BMF = self._forward(self.cache, nodes, self.drafter.taps)
         if self.drafter.observes and plan.depth:
             clock.start("drafter")
             # On a CPU a maximum is found several times faster than an argmax.
             self.drafter.observe(context, draft, logits_BMV.max(dim=-1).indices)
         clock.start("rest")
-        tensors = self.cache.tensors
         if rows.sampling.all_greedy and not rows.sampling.needs_shaping:
-            rows.context, table_BX, path_BD = self._commit_greedy(tensors, logits_BMV, features_BMF, layout, context)
+            rows.context, table_BX, path_BD = self._commit_greedy(self.cache, logits_BMV, features_BMF, layout, context)
         else:
             acceptance = self.choose(rows, logits_BMV, draft, layout.visible_BMM, plan)
             rows.context, table_BX, path_BD = commit(
-                tensors, acceptance, logits_BMV, features_BMF, layout, context
+                self.cache, acceptance, logits_BMV, features_BMF, layout, context
             )
         if rows.count < len(context.rows_B):
             # Padding writes the same few places again and again; left to grow, it would outgrow the cache.
@@ -165,14 +160,14 @@ class Stepper:
         """Apply the rules of acceptance; a method, so that a proof can put a broken rule in their place."""
         return choose(rows, logits_BMV, draft, visible_BMM, plan)
 
-    def prefill(self, requests: list[Request], width: int) -> tuple[Rows, StepResult]:
-        """Read the prompts of new requests into the slots behind the running rows; choose their first token each.
+    def prefill(self, requests: list[Request], width: int, slots: list[int]) -> tuple[Rows, StepResult]:
+        """Read the prompts of new requests into these slots; choose their first token each.
 
         Args:
             width: context tokens (T) that the running rows have, so that compiled code keeps its shapes.
         """
         device = self.target.device
-        first_row = self.cache.admit(len(requests))
+        slots_B = torch.tensor(slots, device=device)
         lengths = [len(r.prompt) for r in requests]
         longest = max(lengths)
         # Padded with the row's own token: one that the row does not have may have no finite state, and attention
@@ -180,7 +175,7 @@ class Stepper:
         padded = [r.prompt + r.prompt[-1:] * (longest - len(r.prompt)) for r in requests]
         tokens_BM = torch.tensor(padded, device=device)
         lengths_B = torch.tensor(lengths, device=device)
-        last_logits_BV, features_BMF = self._read_prompts(tokens_BM, lengths, first_row)
+        last_logits_BV, features_BMF = self._read_prompts(tokens_BM, lengths, slots_B)
 
         params = [r.params for r in requests]
         seeds_B = torch.tensor([r.seed for r in requests], device=device)
@@ -193,6 +188,7 @@ class Stepper:
             temperature_B=torch.tensor([p.temperature for p in params], device=device),
             seeds_B=seeds_B,
             first_B=tokens_BM[:, 0].clone(),
+            slots_B=slots_B,
         )
         rows = first_rows(requests, context, params, self.target.vocab_size)
         no_draft = empty_draft(context)
@@ -220,7 +216,7 @@ class Stepper:
         raw = logits_B1V if rows.logprobs_wanted() is not None else None
         return rows, StepResult(table_BX, 0, raw)
 
-    def _read_prompts(self, tokens_BM: Tensor, lengths: list[int], first_row: int) -> tuple[Tensor, Tensor]:
+    def _read_prompts(self, tokens_BM: Tensor, lengths: list[int], slots_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits after every row's last prompt token (B, V) and all states (B, M, F)."""
         device = tokens_BM.device
         batch, longest = tokens_BM.shape
@@ -237,7 +233,7 @@ class Stepper:
                 tokens_BM[:, start:stop],
                 torch.full((batch,), start, device=device),
                 self.drafter.taps,
-                first_row,
+                slots_B,
                 torch.tensor(columns, dtype=torch.long, device=device),
                 start,
             )
@@ -322,29 +318,29 @@ def judge(p_BMV: Tensor, draft: Draft, rows: Rows, plan: Plan) -> Acceptance:
 
 
 def commit_greedy(
-    tensors: list[Tensor], logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
+    cache: KVCache, logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
 ) -> tuple[Context, Tensor, Tensor]:
     """Accept the path of argmaxes and commit it; see `commit`."""
     acceptance = accept_greedy(logits_BMV.argmax(dim=-1), layout.draft)
-    return commit(tensors, acceptance, logits_BMV, features_BMF, layout, context)
+    return commit(cache, acceptance, logits_BMV, features_BMF, layout, context)
 
 
 def commit_greedy_natively(
-    tensors: list[Tensor], logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
+    cache: KVCache, logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
 ) -> tuple[Context, Tensor, Tensor]:
     """Do as `commit_greedy`, in one native operator where logits and states are bf16."""
     if logits_BMV.dtype != torch.bfloat16 or features_BMF.dtype != torch.bfloat16:
-        return commit_greedy(tensors, logits_BMV, features_BMF, layout, context)
+        return commit_greedy(cache, logits_BMV, features_BMF, layout, context)
     draft = layout.draft
     tokens_BT, features_BTF, counts_B, lengths_B, table_BX, path_BD = torch.ops.draftsmith.commit_greedy(
-        [] if draft.is_chain else tensors, logits_BMV, features_BMF, layout.tokens_BM, draft.parents_BN,
-        context.lengths_B, draft.depth,
+        [] if draft.is_chain else cache.tensors, logits_BMV, features_BMF, layout.tokens_BM, draft.parents_BN,
+        context.lengths_B, draft.depth, context.slots_B, None, cache.tables_RJ,
     )
     return context.after(tokens_BT, features_BTF, counts_B, lengths_B), table_BX, path_BD
 
 
 def commit(
-    tensors: list[Tensor],
+    cache: KVCache,
     acceptance: Acceptance,
     logits_BMV: Tensor,
     features_BMF: Tensor,
@@ -360,7 +356,7 @@ def commit(
     draft = layout.draft
     # The nodes of a chain lie where they will stay.
     if draft.depth and not draft.is_chain:
-        keep_path(tensors, context.lengths_B - 1, path_BD)
+        keep_path(cache, context.lengths_B - 1, path_BD, context.slots_B)
     tokens_BT = torch.cat([layout.tokens_BM.gather(1, path_BD), next_B.unsqueeze(1)], dim=1)
     tokens_BT = tokens_BT.scatter(1, accepted_B.unsqueeze(1), next_B.unsqueeze(1))
     states_BT = torch.cat([torch.zeros_like(accepted_B).unsqueeze(1), path_BD], dim=1)

@@ -78,7 +78,6 @@ def draw(
         try:
             _decode(stepper, target, requests, plan, draws)
         finally:
-            cache.rows = 0
             drafter.reset_rows(list(range(len(requests))))
         draws.texts += [request.tokens for request in requests]
         if on_progress is not None:
@@ -88,16 +87,15 @@ def draw(
 
 def _decode(stepper: Stepper, target: Target, requests: list[Request], plan: Plan, draws: Draws) -> None:
     clock = Clock(target.device)
-    arrivals, result = stepper.prefill(requests, plan.depth + 1)
+    arrivals, result = stepper.prefill(requests, plan.depth + 1, list(range(len(requests))))
     _commit(arrivals, result, target)
-    rows = join(None, arrivals, target.vocab_size, target.device, len(requests))
+    rows = join(None, arrivals, target.vocab_size, target.device, len(requests), stepper.cache.slots)
     while True:
         going = [b for b, request in enumerate(rows.requests) if request.finish_reason is None]
         if not going:
             return
         if len(going) < rows.count:
-            _keep(stepper.cache, going, rows.longest)
-            rows = leave(rows, going, target.vocab_size, target.device, len(going))
+            rows = leave(rows, going, target.vocab_size, target.device, len(going), stepper.cache.slots)
         result = stepper.step(rows, plan, clock)
         clock.stop()
         draws.steps += rows.count
@@ -112,11 +110,3 @@ def _commit(rows: Rows, result: StepResult, target: Target) -> int:
             raise DraftsmithError(f"{target.name} gave no finite logits; its weights are damaged, or try fp32.")
         taken += request.commit(tokens[:count])
     return taken
-
-
-def _keep(cache: KVCache, rows: list[int], length: int) -> None:
-    """Move these rows of the cache to the front and free the others."""
-    index_B = torch.tensor(rows, device=cache.tensors[0].device)
-    for tensor_RCHD in cache.tensors:
-        tensor_RCHD[: len(rows), :length] = tensor_RCHD[index_B, :length]
-    cache.rows = len(rows)

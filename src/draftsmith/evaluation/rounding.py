@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.evaluation.losslessness import LARGEST_TIE, Divergence, Explained, last_logits, rounding_step
-from draftsmith.target import Target
+from draftsmith.target import Nodes, Target
 from draftsmith.types import ROOT, DraftsmithError
 from draftsmith.verify import tree_tables
 
@@ -69,7 +69,6 @@ def _read(
     """Cache some tokens, read the nodes behind them (a chain without parents), and return the last row (M, V)."""
     device = target.device
     cache = target.new_cache(batch, len(cached) + len(nodes))
-    cache.admit(batch)
     logits_BMV = torch.empty(0)
     for tokens, above, held in ((cached, None, 0), (nodes, parents, len(cached))):
         if not tokens:
@@ -77,15 +76,14 @@ def _read(
         up = list(above) if above is not None else list(range(ROOT, len(tokens) - 2))
         parents_BN = torch.tensor([up], dtype=torch.long, device=device).expand(batch, -1)
         visible_BMM, depths_BM = tree_tables(parents_BN, len(up))
-        logits_BMV, _ = target.forward(
-            cache,
+        tree = Nodes(
             torch.tensor([list(tokens)], device=device).expand(batch, -1).contiguous(),
-            depths_BM,
-            visible_BMM,
             torch.full((batch,), held, device=device),
-            torch.arange(held + len(tokens), device=device),
-            (),
+            depths_BM=depths_BM,
+            visible_BMM=visible_BMM,
+            columns_S=torch.arange(held + len(tokens), device=device),
         )
+        logits_BMV, _ = target.forward(cache, tree, ())
     return logits_BMV[-1]
 
 

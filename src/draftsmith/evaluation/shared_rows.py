@@ -6,7 +6,7 @@ Shapes: B rows, U different rows, M nodes, V vocabulary, S cached tokens.
 import torch
 from torch import Tensor
 
-from draftsmith.target import KVCache, Target
+from draftsmith.target import KVCache, Nodes, Target
 
 
 class WrappedTarget(Target):
@@ -29,21 +29,10 @@ class WrappedTarget(Target):
         return self.inner.encode(tokens_BT, taps, logits, gradients, by_model)
 
     def forward(
-        self,
-        cache: KVCache,
-        tokens_BM: Tensor,
-        depths_BM: Tensor | None,
-        visible_BMM: Tensor | None,
-        cached_B: Tensor,
-        columns_S: Tensor | None,
-        taps: tuple[int, ...] = (-1,),
-        first_row: int = 0,
-        keep_logits: Tensor | None = None,
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Let the inner target read; see `Target.forward`."""
-        return self.inner.forward(
-            cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
-        )
+        return self.inner.forward(cache, nodes, taps, keep_logits)
 
 
 class SharedRows(WrappedTarget):
@@ -55,46 +44,52 @@ class SharedRows(WrappedTarget):
     """
 
     def forward(
-        self,
-        cache: KVCache,
-        tokens_BM: Tensor,
-        depths_BM: Tensor | None,
-        visible_BMM: Tensor | None,
-        cached_B: Tensor,
-        columns_S: Tensor | None,
-        taps: tuple[int, ...] = (-1,),
-        first_row: int = 0,
-        keep_logits: Tensor | None = None,
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Find the different rows, read them, and copy what they got and stored; see `Target.forward`."""
-        batch, nodes = tokens_BM.shape
-        slots_B = torch.arange(first_row, first_row + batch, device=tokens_BM.device)
-        span = int(cached_B.max()) + nodes
-        tree = [] if depths_BM is None or visible_BMM is None else [depths_BM, visible_BMM.reshape(batch, -1).long()]
-        digest_B = self._digest(cache, slots_B, cached_B)
-        keys_BX = torch.cat([tokens_BM, *tree, cached_B.unsqueeze(1), digest_B.unsqueeze(1)], dim=1)
-        _, which_B = torch.unique(keys_BX, dim=0, return_inverse=True)
-        count = int(which_B.max()) + 1
-        first_U = torch.full((count,), batch, device=which_B.device)
-        first_U.scatter_reduce_(0, which_B, torch.arange(batch, device=which_B.device), "amin")
-        if count == batch:
-            return self.inner.forward(
-                cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
-            )
-        few = self.inner.new_cache(count, cache.capacity)
-        few.rows = count
-        for mine_RCHD, theirs_RCHD in zip(few.tensors, cache.tensors, strict=True):
-            mine_RCHD[:, :span] = theirs_RCHD[slots_B[first_U], :span]
-        logits_UMV, features_UMF = self.inner.forward(
-            few,
-            tokens_BM[first_U],
-            None if depths_BM is None else depths_BM[first_U],
-            None if visible_BMM is None else visible_BMM[first_U],
-            cached_B[first_U], columns_S, taps, 0, keep_logits,
+        batch, count = nodes.tokens_BM.shape
+        device = nodes.tokens_BM.device
+        slots_B = torch.arange(batch, device=device) if nodes.slots_B is None else nodes.slots_B
+        span = int(nodes.cached_B.max()) + count
+        digest_B = self._digest(cache, slots_B, nodes.cached_B)
+        parts = [nodes.tokens_BM, nodes.cached_B.unsqueeze(1), digest_B.unsqueeze(1)]
+        if nodes.depths_BM is not None and nodes.visible_BMM is not None:
+            parts += [nodes.depths_BM, nodes.visible_BMM.reshape(batch, -1).long()]
+        if nodes.counts_B is not None:
+            parts.append(nodes.counts_B.unsqueeze(1))
+        if keep_logits is not None and keep_logits.ndim == 2:
+            parts.append(keep_logits)
+        _, which_B = torch.unique(torch.cat(parts, dim=1), dim=0, return_inverse=True)
+        different = int(which_B.max()) + 1
+        if different == batch:
+            return self.inner.forward(cache, nodes, taps, keep_logits)
+        first_U = torch.full((different,), batch, device=device)
+        first_U.scatter_reduce_(0, which_B, torch.arange(batch, device=device), "amin")
+
+        def of_these(tensor_BX: Tensor | None) -> Tensor | None:
+            return None if tensor_BX is None else tensor_BX[first_U]
+
+        few = self.inner.new_cache(different, cache.capacity)
+        places_UP = torch.arange(span, device=device).expand(different, -1)
+        self._copy(cache, cache.entries(slots_B[first_U], places_UP), few, few.entries(None, places_UP))
+        some = Nodes(
+            nodes.tokens_BM[first_U], nodes.cached_B[first_U], None, of_these(nodes.depths_BM),
+            of_these(nodes.visible_BMM), of_these(nodes.counts_B), nodes.columns_S,
         )
-        for mine_RCHD, theirs_RCHD in zip(few.tensors, cache.tensors, strict=True):
-            theirs_RCHD[slots_B, :span] = mine_RCHD[which_B, :span]
+        own = keep_logits[first_U] if keep_logits is not None and keep_logits.ndim == 2 else keep_logits
+        logits_UMV, features_UMF = self.inner.forward(few, some, taps, own)
+        # What a row holds is what the row that was read for it held; new are its nodes.
+        number_BM = torch.arange(count, device=device).expand(batch, -1)
+        if nodes.counts_B is not None:
+            number_BM = torch.minimum(number_BM, nodes.counts_B.unsqueeze(1) - 1)
+        places_BM = nodes.cached_B.unsqueeze(1) + number_BM
+        self._copy(few, few.entries(which_B, places_BM), cache, cache.entries(slots_B, places_BM))
         return logits_UMV[which_B], features_UMF[which_B]
+
+    @staticmethod
+    def _copy(source: KVCache, from_BP: Tensor, destination: KVCache, to_BP: Tensor) -> None:
+        for theirs_RCHD, mine_RCHD in zip(source.tensors, destination.tensors, strict=True):
+            mine_RCHD.flatten(0, 1)[to_BP.flatten()] = theirs_RCHD.flatten(0, 1)[from_BP.flatten()]
 
     def _digest(self, cache: KVCache, slots_B: Tensor, cached_B: Tensor) -> Tensor:
         """Return 64 bits (B, int64) of every row's cached keys and values: a sum of their bits with odd weights."""
@@ -103,8 +98,10 @@ class SharedRows(WrappedTarget):
         if longest == 0:
             return digest_B
         held_BS = torch.arange(longest, device=cached_B.device) < cached_B.unsqueeze(1)
+        entries_BS = cache.entries(slots_B, torch.arange(longest, device=cached_B.device).expand(len(slots_B), -1))
+        entries_BS = entries_BS.masked_fill(~held_BS, 0)
         for number, tensor_RCHD in enumerate(cache.tensors):
-            rows_BSX = tensor_RCHD[slots_B, :longest].flatten(2)
+            rows_BSX = tensor_RCHD.flatten(0, 1)[entries_BS].flatten(2)
             bits_BSX = rows_BSX.view(torch.int16).long()
             weights_SX = _odd_weights(number, bits_BSX.shape[1], bits_BSX.shape[2]).to(bits_BSX.device)
             digest_B = digest_B * 31 + ((bits_BSX * weights_SX).sum(2) * held_BS).sum(1)

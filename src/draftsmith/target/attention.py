@@ -4,7 +4,8 @@ The function below is registered with transformers' attention interface. A forwa
 keys and values of its nodes behind the committed tokens and attends under the tree mask; one without is plain causal
 attention over its own tokens (training, encoding).
 
-Shapes: B rows, M nodes (root first), S cached tokens looked at, H query heads, G query heads a key head, D head width.
+Shapes: B rows, M nodes (root first), S cached tokens looked at, H query heads, G query heads a key head, D head width,
+K = B · M nodes of all rows.
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.target.cache import KVCache
+from draftsmith.target.nodes import Nodes, neighbours
 
 ATTENTION_NAME = "draftsmith_tree"
 # Arguments that change nothing here; any other one (attention sinks, position biases, indices) would be lost silently.
@@ -29,8 +31,11 @@ class TreePass:
 
     Args:
         cache: where keys and values live.
-        first_row: slot of the first row of this pass.
-        slots_K: flat (slot × capacity) write position of every node, B·M of them.
+        tokens_BM: token of every node.
+        writes_K: the entry of the storage that every node writes.
+        sources_K: the node whose keys and values it writes there; None for its own.
+        rows: the slots of the rows as a slice, to be read as they lie; None where `reads_BS` says what to gather.
+        reads_BS: the entries of the storage that are looked at.
         positions_BM: absolute position of every node.
         key_positions_BS: absolute position of what each looked-at slot entry holds.
         allowed_BMS: which entries each node may see, sliding windows left out.
@@ -38,13 +43,34 @@ class TreePass:
     """
 
     cache: KVCache
-    first_row: int
-    slots_K: Tensor
+    tokens_BM: Tensor
+    writes_K: Tensor
+    sources_K: Tensor | None
+    rows: slice | None
+    reads_BS: Tensor | None
     positions_BM: Tensor
     key_positions_BS: Tensor
     allowed_BMS: Tensor
     span: int
     masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    def store(self, layer: int, key_BHMD: Tensor, value_BHMD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of the nodes; return those of all entries looked at, both (B, H, S, D)."""
+        sides = []
+        for storage_RCHD, new_BHMD in (
+            (self.cache.keys_RCHD[layer], key_BHMD), (self.cache.values_RCHD[layer], value_BHMD)
+        ):
+            new_KHD = new_BHMD.transpose(1, 2).flatten(0, 1)
+            if self.sources_K is not None:
+                new_KHD = new_KHD.index_select(0, self.sources_K)
+            entries_EHD = storage_RCHD.flatten(0, 1)
+            entries_EHD.index_copy_(0, self.writes_K, new_KHD)
+            if self.reads_BS is None:
+                held_BSHD = storage_RCHD[self.rows, : self.span]
+            else:
+                held_BSHD = entries_EHD.index_select(0, self.reads_BS.flatten()).unflatten(0, self.reads_BS.shape)
+            sides.append(held_BSHD.transpose(1, 2))
+        return sides[0], sides[1]
 
     def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask (B, 1, G·M, S) for layers of this window and grouping; built once a pass."""
@@ -121,39 +147,51 @@ def tree_attention(
         mask = _causal_mask(nodes, sliding_window, query).repeat(groups, 1)
         keys_BHSD, values_BHSD = key, value
     else:
-        cache, first, span = tree_pass.cache, tree_pass.first_row, tree_pass.span
-        keys_RCHD, values_RCHD = cache.keys_RCHD[layer], cache.values_RCHD[layer]
-        keys_RCHD.flatten(0, 1).index_copy_(0, tree_pass.slots_K, key.transpose(1, 2).flatten(0, 1))
-        values_RCHD.flatten(0, 1).index_copy_(0, tree_pass.slots_K, value.transpose(1, 2).flatten(0, 1))
-        keys_BHSD = keys_RCHD[first : first + batch, :span].transpose(1, 2)
-        values_BHSD = values_RCHD[first : first + batch, :span].transpose(1, 2)
+        keys_BHSD, values_BHSD = tree_pass.store(layer, key, value)
         mask = tree_pass.mask(sliding_window, groups, query.dtype)
     folded_BHMD = query.reshape(batch, key_heads, groups * nodes, width)
     out_BHMD = _masked_attention(folded_BHMD, keys_BHSD, values_BHSD, mask, scale, softcap)
     return out_BHMD.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 
-def lay_out_pass(
-    cache: KVCache,
-    depths_BM: Tensor,
-    visible_BMM: Tensor,
-    cached_B: Tensor,
-    columns_S: Tensor,
-    first_row: int,
-    max_length: int,
-) -> TreePass:
-    """Say where every node is written, at which position it stands and what it may see."""
-    batch, nodes = depths_BM.shape
-    device = depths_BM.device
-    cached_B1 = cached_B.unsqueeze(1)
+def lay_out_pass(cache: KVCache, nodes: Nodes, max_length: int) -> TreePass:
+    """Say where every node is written, at which position it stands and what it may see.
+
+    A node that its row does not have is read as the last one that it has, and written in the same place.
+    """
+    tokens_BM, cached_B1 = nodes.tokens_BM, nodes.cached_B.unsqueeze(1)
+    batch, count = tokens_BM.shape
+    device = tokens_BM.device
+    number_BM = torch.arange(count, device=device).expand(batch, -1)
+    depths_BM, visible_BMM = nodes.depths_BM, nodes.visible_BMM
+    if depths_BM is None or visible_BMM is None:
+        depths_BM = number_BM
+        visible_BMM = torch.ones((count, count), dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+    sources_K = None
+    if nodes.counts_B is not None:
+        first_B1 = torch.arange(batch, device=device).unsqueeze(1) * count
+        number_BM = torch.minimum(number_BM, nodes.counts_B.unsqueeze(1) - 1)
+        sources_K = (first_B1 + number_BM).flatten()
+        tokens_BM, depths_BM = tokens_BM.gather(1, number_BM), depths_BM.gather(1, number_BM)
+        visible_BMM = visible_BMM.gather(1, number_BM.unsqueeze(2).expand(-1, -1, count))
     # Guesses past the context can never be committed; clamping keeps learned position tables from overflowing.
     positions_BM = (cached_B1 + depths_BM).clamp(max=max_length - 1)
-    slot_B1 = (first_row + torch.arange(batch, device=device)).unsqueeze(1) * cache.capacity
-    slots_K = (slot_B1 + cached_B1 + torch.arange(nodes, device=device)).flatten()
+    writes_K = cache.entries(nodes.slots_B, cached_B1 + number_BM).flatten()
+    columns_S = nodes.columns_S
+    if columns_S is None:
+        columns_S = torch.arange(int(nodes.cached_B.max()) + count, device=device)
     node_BS = columns_S - cached_B1
-    inside_BS = (node_BS >= 0) & (node_BS < nodes)
-    node_BS = node_BS.clamp(0, nodes - 1)
+    inside_BS = (node_BS >= 0) & (node_BS < count)
+    node_BS = node_BS.clamp(0, count - 1)
     key_positions_BS = torch.where(inside_BS, positions_BM.gather(1, node_BS), columns_S)
-    tree_BMS = visible_BMM.gather(2, node_BS.unsqueeze(1).expand(-1, nodes, -1))
+    tree_BMS = visible_BMM.gather(2, node_BS.unsqueeze(1).expand(-1, count, -1))
     allowed_BMS = (columns_S < cached_B1).unsqueeze(1) | (tree_BMS & inside_BS.unsqueeze(1))
-    return TreePass(cache, first_row, slots_K, positions_BM, key_positions_BS, allowed_BMS, columns_S.shape[0])
+    rows = neighbours(nodes.slots_B, batch)
+    reads_BS = None
+    if rows is None:
+        # What lies behind a row's last node is not looked for: the node itself stands for it, out of sight.
+        reads_BS = cache.entries(nodes.slots_B, torch.minimum(columns_S, cached_B1 + number_BM[:, -1:]))
+    return TreePass(
+        cache, tokens_BM, writes_K, sources_K, rows, reads_BS, positions_BM, key_positions_BS, allowed_BMS,
+        columns_S.shape[0],
+    )

@@ -1,7 +1,7 @@
 """Keys and values of everything the target has read: one slot a row, and the draft behind the committed tokens.
 
 Shapes: L layers, R slots, C capacity of a slot in tokens, H key/value heads, D head width, B active rows, P path nodes,
-M nodes of a verification. Active rows are the first `rows` slots, in the order of the engine's own lists.
+M nodes of a verification. A row keeps its slot as long as it runs; nothing moves when others leave.
 
 Storage starts as zeros, because attention multiplies even what its mask hides, and NaN left in old memory would
 survive that. On a CPU the zeros come from the operating system, which backs only the pages that hold tokens.
@@ -17,7 +17,7 @@ ALIGNMENT = 64
 
 
 class KVCache:
-    """Own storage for keys and values; the attention function writes and reads it, the engine moves its rows.
+    """Own storage for keys and values, which the attention function writes and reads.
 
     Args:
         shapes: (key heads, key width, value heads, value width) of every layer.
@@ -39,32 +39,24 @@ class KVCache:
         self.values_RCHD = [_lazy_zeros((slots, capacity, h, d), dtype, device) for _, _, h, d in shapes]
         self.tensors = self.keys_RCHD + self.values_RCHD
         """All storage, keys of every layer and then values."""
-        self.rows = 0
+        self.tables_RJ: Tensor | None = None
+        """For native operators: the blocks of every slot; None where a slot is one block."""
 
-    def admit(self, count: int) -> int:
-        """Take `count` slots behind the active rows and return the first."""
-        first = self.rows
-        if first + count > self.slots:
-            raise RuntimeError(f"the cache has {self.slots} slots, and {first + count} are needed.")
-        self.rows += count
-        return first
+    def entries(self, slots_B: Tensor | None, places_BP: Tensor) -> Tensor:
+        """Return where places of rows lie in the storage, as numbers of entries (B, P).
 
-    def copy_row(self, source: int, destination: int, length: int) -> None:
-        """Copy the first `length` tokens of one row over another."""
+        Args:
+            slots_B: slot of every row; None for row b in slot b.
+            places_BP: numbers of tokens in their rows.
+        """
+        if slots_B is None:
+            slots_B = torch.arange(places_BP.shape[0], device=places_BP.device)
+        return slots_B.unsqueeze(1) * self.capacity + places_BP
+
+    def wipe(self, slot: int, begin: int, end: int) -> None:
+        """Zero the tokens from `begin` to `end` - 1 of a slot after NaN: masked attention would carry it on."""
         for tensor_RCHD in self.tensors:
-            tensor_RCHD[destination, :length] = tensor_RCHD[source, :length]
-
-    def wipe(self, row: int, begin: int, end: int) -> None:
-        """Zero the tokens from `begin` to `end` - 1 of a row after NaN: masked attention would carry it on."""
-        for tensor_RCHD in self.tensors:
-            tensor_RCHD[row, begin:end] = 0
-
-    def release(self, row: int, last_length: int) -> None:
-        """Free a row at once: the last active row, `last_length` tokens long, moves into its slot."""
-        last = self.rows - 1
-        if row != last:
-            self.copy_row(last, row, last_length)
-        self.rows = last
+            tensor_RCHD[slot, begin:end] = 0
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -77,18 +69,25 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return torch.from_numpy(memory[skip : skip + size]).view(dtype).view(shape)
 
 
-def keep_path(tensors: list[Tensor], cached_B: Tensor, path_BP: Tensor) -> None:
-    """Move the accepted nodes of every active row into place behind its committed tokens.
+def keep_path(
+    cache: KVCache, cached_B: Tensor, path_BP: Tensor, slots_B: Tensor | None = None, counts_B: Tensor | None = None
+) -> None:
+    """Move the accepted nodes of every row into place behind its committed tokens.
 
     Args:
-        tensors: storage, each (R, C, H, D).
         cached_B: tokens the row held before the verification; the root sits at this index, node n at + 1 + n.
         path_BP: nodes of the accepted path, 1-based (0 is the root) and increasing; entry p moves to index
             cached + 1 + p. Entries past a row's accepted count may be anything: what they move is not committed.
+        slots_B: slot of every row; None for row b in slot b.
+        counts_B: nodes that the row has, the root included; None for all. Nothing moves behind them.
     """
-    rows_B1 = torch.arange(cached_B.shape[0], device=cached_B.device).unsqueeze(1)
-    base_B1 = cached_B.unsqueeze(1)
-    sources_BP = base_B1 + path_BP
-    targets_BP = base_B1 + 1 + torch.arange(path_BP.shape[1], device=cached_B.device)
-    for tensor_RCHD in tensors:
-        tensor_RCHD[rows_B1, targets_BP] = tensor_RCHD[rows_B1, sources_BP]
+    targets_BP = torch.arange(1, 1 + path_BP.shape[1], device=path_BP.device).expand_as(path_BP)
+    if counts_B is not None:
+        beyond_BP = targets_BP >= counts_B.unsqueeze(1)
+        targets_BP, path_BP = targets_BP.masked_fill(beyond_BP, 0), path_BP.masked_fill(beyond_BP, 0)
+    cached_B1 = cached_B.unsqueeze(1)
+    targets_K = cache.entries(slots_B, cached_B1 + targets_BP).flatten()
+    sources_K = cache.entries(slots_B, cached_B1 + path_BP).flatten()
+    for tensor_RCHD in cache.tensors:
+        entries_KHD = tensor_RCHD.flatten(0, 1)
+        entries_KHD.index_copy_(0, targets_K, entries_KHD.index_select(0, sources_K))

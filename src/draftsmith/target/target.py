@@ -21,6 +21,7 @@ from draftsmith.target.attention import ShapeProbe, lay_out_pass
 from draftsmith.target.cache import KVCache
 from draftsmith.target.layers import layer_stack, shortened
 from draftsmith.target.loading import load_model, resolve_device
+from draftsmith.target.nodes import Nodes
 from draftsmith.target.packing import can_prepack, prepack_linears
 from draftsmith.target.support import fingerprint, refuse_unsupported, use_tree_attention
 from draftsmith.target.tokens import end_tokens, load_tokenizer, tokenizer_hash
@@ -33,6 +34,21 @@ NATIVE_TOLERANCE = 0.05
 ENCODED_TOKENS = 2048
 
 log = logging.getLogger(__name__)
+
+
+class OwnColumns:
+    """Hands the head of a model only the states that logits are wanted of, where these differ from row to row."""
+
+    def __init__(self) -> None:
+        self.columns_BU: Tensor | None = None
+
+    def pick(self, _: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Take the wanted nodes of every row out of (B, M, F); a hook before the head."""
+        if self.columns_BU is None:
+            return None
+        states_BMF = given[0]
+        index_BUF = self.columns_BU.unsqueeze(2).expand(-1, -1, states_BMF.shape[2])
+        return (states_BMF.gather(1, index_BUF), *given[1:])
 
 
 class Target:
@@ -77,6 +93,7 @@ class Target:
         """How many there are; packing turns parameters into buffers, so it is counted before."""
         self._captured: dict[int, Tensor] = {}
         self._wanted: set[int] = {-1}
+        self._own_columns = OwnColumns()
         self._install_taps()
         self.packing_s = 0.0
         self.native = native and can_pack(self.device, self.dtype)
@@ -88,6 +105,7 @@ class Target:
                 f"quantize is {quantize!r}, which needs the native kernels and a bf16 model on a CPU; "
                 f"{why_missing() or f'this is {self.dtype} on {self.device}'}."
             )
+        self.model.get_output_embeddings().register_forward_pre_hook(self._own_columns.pick)
         # Packing comes first: weights that are mapped from files are then read once, and not by this forward as well.
         probe, logits_1MV = self._probe()
         self.kv_shapes = [probe.shapes[layer] for layer in range(self.layers)]
@@ -245,72 +263,61 @@ class Target:
         tokens_BM: Tensor,
         cached_B: Tensor,
         taps: tuple[int, ...] = (-1,),
-        first_row: int = 0,
+        slots_B: Tensor | None = None,
         keep_logits: Tensor | None = None,
         longest: int | None = None,
+        counts_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Read tokens of a text behind every row, each seeing those before it; see `forward`.
+        """Read tokens of a text behind every row, each seeing those before it; see `Nodes` and `forward`.
 
         Args:
             longest: the largest of `cached_B`; without it the device is asked.
         """
-        if self._decoder is not None:
-            return self.forward(cache, tokens_BM, None, None, cached_B, None, taps, first_row, keep_logits)
-        batch, size = tokens_BM.shape
-        depths_BM = torch.arange(size, device=self.device).expand(batch, -1)
-        visible_BMM = torch.ones((size, size), dtype=torch.bool, device=self.device).tril().expand(batch, -1, -1)
-        columns_S = torch.arange((int(cached_B.max()) if longest is None else longest) + size, device=self.device)
-        return self.forward(
-            cache, tokens_BM, depths_BM, visible_BMM, cached_B, columns_S, taps, first_row, keep_logits
-        )
+        columns_S = None
+        if self._decoder is None and longest is not None:
+            columns_S = torch.arange(longest + tokens_BM.shape[1], device=self.device)
+        nodes = Nodes(tokens_BM, cached_B, slots_B, counts_B=counts_B, columns_S=columns_S)
+        return self.forward(cache, nodes, taps, keep_logits)
 
     def forward(
-        self,
-        cache: KVCache,
-        tokens_BM: Tensor,
-        depths_BM: Tensor | None,
-        visible_BMM: Tensor | None,
-        cached_B: Tensor,
-        columns_S: Tensor | None,
-        taps: tuple[int, ...] = (-1,),
-        first_row: int = 0,
-        keep_logits: Tensor | None = None,
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Read a draft tree behind every row and store its keys and values; the caller decides what stays.
+        """Read nodes behind every row and store their keys and values; the caller decides what stays.
 
         Args:
-            tokens_BM: root and drafted nodes.
-            depths_BM: depth of every node, 0 for the root.
-            visible_BMM: entry (i, j) says whether node i may see node j: itself and its ancestors. Where `is_native`,
-                both may be None: every row is then a chain.
-            cached_B: tokens of every row that the cache already holds; the root goes behind them.
-            columns_S: 0, 1, 2 … S - 1: the cached entries to look at; S is at least the largest cached_B + M. A
-                tensor, so that compiled code can leave its length open; None where `is_native`, which needs none.
+            nodes: what to read, and where.
             taps: hidden states to return, see `Drafter.taps`.
-            first_row: slot of the first row.
-            keep_logits: node indices to compute logits at; None computes all.
+            keep_logits: nodes to compute logits at: the same of all rows (U), or of every row its own (B, U); None
+                computes all.
 
         Returns:
-            logits (B, M or len(keep_logits), V) and features_BMF.
+            logits (B, M or U, V) and features_BMF. Of nodes that a row does not have, the logits are anything, and the
+            features zero.
         """
         if self._decoder is not None:
             return self._decoder.forward(
-                tokens_BM, depths_BM, visible_BMM, cached_B, cache.keys_RCHD[: self.layers],
-                cache.values_RCHD[: self.layers], first_row, taps, keep_logits,
+                nodes, cache.keys_RCHD[: self.layers], cache.values_RCHD[: self.layers], taps, keep_logits
             )
-        assert columns_S is not None and depths_BM is not None and visible_BMM is not None
-        batch, nodes = tokens_BM.shape
-        tree_pass = lay_out_pass(cache, depths_BM, visible_BMM, cached_B, columns_S, first_row, self.max_length)
+        tree_pass = lay_out_pass(cache, nodes, self.max_length)
         self._wanted = set(taps)
+        own = keep_logits is not None and keep_logits.ndim == 2
+        self._own_columns.columns_BU = keep_logits if own else None
         out = self.model(
-            input_ids=tokens_BM,
+            input_ids=tree_pass.tokens_BM,
             position_ids=tree_pass.positions_BM,
             use_cache=False,
-            logits_to_keep=0 if keep_logits is None else keep_logits,
+            logits_to_keep=0 if keep_logits is None or own else keep_logits,
             return_dict=True,
             tree_pass=tree_pass,
         )
-        return out.logits, self._features(taps) if taps else out.logits.new_empty((batch, nodes, 0))
+        self._own_columns.columns_BU = None
+        if not taps:
+            return out.logits, out.logits.new_empty((*nodes.tokens_BM.shape, 0))
+        features_BMF = self._features(taps)
+        if nodes.counts_B is not None:
+            number_M = torch.arange(features_BMF.shape[1], device=self.device)
+            features_BMF = features_BMF.masked_fill((number_M >= nodes.counts_B.unsqueeze(1)).unsqueeze(2), 0)
+        return out.logits, features_BMF
 
     def _features(self, taps: tuple[int, ...]) -> Tensor:
         states = [self._captured[tap] for tap in taps]
@@ -386,7 +393,7 @@ class Target:
         count = tokens_BM.shape[1]
         cache = self.new_cache(1, count)
         native_BMV, _ = decoder.forward(
-            tokens_BM, None, None, torch.zeros(1, dtype=torch.long), cache.keys_RCHD, cache.values_RCHD, 0, (), None
+            Nodes(tokens_BM, torch.zeros(1, dtype=torch.long)), cache.keys_RCHD, cache.values_RCHD, (), None
         )
         centred_BMV = own_BMV.float() - own_BMV.float().mean(-1, keepdim=True)
         return ((native_BMV.float() - own_BMV.float()).norm() / centred_BMV.norm()).item()

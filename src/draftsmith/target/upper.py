@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from draftsmith.target.attention import TreePass, lay_out_pass
 from draftsmith.target.cache import KVCache
 from draftsmith.target.layers import layer_stack, twin
+from draftsmith.target.nodes import Nodes
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -83,18 +84,21 @@ class UpperLayers:
         ]
         return KVCache(shapes, rows, capacity, self.target.dtype, self.target.device)
 
-    def chain(self, cache: KVCache, cached_B: Tensor, length: int, span: int) -> TreePass:
-        """Lay out `length` states a row, one behind the other, behind what the first rows of the cache hold.
+    def chain(
+        self, cache: KVCache, cached_B: Tensor, length: int, span: int, slots_B: Tensor | None = None
+    ) -> TreePass:
+        """Lay out `length` states a row, one behind the other, behind what rows of the cache hold.
 
         Args:
             cached_B: tokens that the cache holds a row.
             span: at least the largest of them + `length`.
+            slots_B: slot of every row; None for row b in slot b.
         """
         batch, device = cached_B.shape[0], cached_B.device
-        depths_BM = torch.arange(length, device=device).expand(batch, -1)
-        visible_BMM = torch.ones((length, length), dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
-        columns_S = torch.arange(span, device=device)
-        return lay_out_pass(cache, depths_BM, visible_BMM, cached_B, columns_S, 0, self.target.max_length)
+        # What is read are states, not tokens.
+        tokens_BM = torch.zeros((batch, length), dtype=torch.long, device=device)
+        nodes = Nodes(tokens_BM, cached_B, slots_B, columns_S=torch.arange(span, device=device))
+        return lay_out_pass(cache, nodes, self.target.max_length)
 
     def branches(self, cache: KVCache, length: int, positions_BP: Tensor, depths: int) -> TreePass:
         """Lay out a chain of `depths` states behind every one of these positions of texts that the cache holds.
@@ -114,10 +118,13 @@ class UpperLayers:
         text_T, node_M = torch.arange(length, device=device), torch.arange(len(depth_M), device=device)
         own_MM = (chain_M.unsqueeze(1) == chain_M) & (depth_M.unsqueeze(1) >= depth_M)
         allowed_BMS = torch.cat([text_T <= origins_BM.unsqueeze(2), own_MM.expand(batch, -1, -1)], dim=2)
-        slots_BM = torch.arange(batch, device=device).unsqueeze(1) * cache.capacity + length + node_M
+        writes_K = cache.entries(None, (length + node_M).expand(batch, -1)).flatten()
         key_positions_BS = torch.cat([text_T.expand(batch, -1), positions_BM], dim=1)
         span = length + len(node_M)
-        return TreePass(cache, 0, slots_BM.flatten(), positions_BM, key_positions_BS, allowed_BMS, span)
+        tokens_BM = torch.zeros_like(positions_BM)
+        return TreePass(
+            cache, tokens_BM, writes_K, None, slice(0, batch), None, positions_BM, key_positions_BS, allowed_BMS, span
+        )
 
     def refine(self, states_BMF: Tensor, tree_pass: TreePass) -> Tensor:
         """Take outputs of layer `layer` through the rest; return the states after the final norm (B, M, F).

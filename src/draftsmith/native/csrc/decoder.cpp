@@ -5,7 +5,7 @@
 // where transformers does. Attention reads the visible entries of a row in the order of their positions, so a node of
 // a tree computes bit by bit what it would compute as the last token of a text.
 //
-// Words: B rows, M nodes, R = B · M, F width of the model, H query heads, G query heads a key head, D width of a head.
+// Words: B rows, M nodes, F width of the model, H query heads, G query heads a key head, D width of a head.
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
@@ -95,19 +95,25 @@ class Decoder : public torch::CustomClassHolder {
       if (weights_[i].scalar_type() == at::kChar) most_quads_ = std::max(most_quads_, weights_[i].size(1));
   }
 
-  // Reads the nodes (B, M) behind `cached` tokens of every row, and writes their keys and values there.
-  // Returns the logits (B, M or len(columns), V) and the tapped states (B, M, F · taps).
-  // Without depths and visible every row is a chain.
+  // Reads the nodes (B, M) behind `cached` tokens of every row, and writes their keys and values there. Row b lies in
+  // slot slots[b] of the cache, or b without slots, and has counts[b] of the nodes, or all.
+  // Returns the logits (B, M or columns, V) and the tapped states (B, M, F · taps). Of nodes that a row does not have,
+  // the logits are anything, and the states zero. Without depths and visible every row is a chain.
   std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& tokens, const std::optional<at::Tensor>& depths,
                                              const std::optional<at::Tensor>& visible, const at::Tensor& cached,
-                                             const Tensors& keys, const Tensors& values, int64_t first_row,
-                                             std::vector<int64_t> taps, const std::optional<at::Tensor>& columns) {
-    const Pass pass = checked_pass(shape_, tokens, depths, visible, cached, keys, values, first_row, taps, columns);
+                                             const Tensors& keys, const Tensors& values,
+                                             const std::optional<at::Tensor>& slots,
+                                             const std::optional<at::Tensor>& counts, std::vector<int64_t> taps,
+                                             const std::optional<at::Tensor>& columns) {
+    const Pass pass =
+        checked_pass(shape_, tokens, depths, visible, cached, keys, values, slots, counts, taps, columns);
     const std::lock_guard<std::mutex> alone(busy_);
     const Shape& s = shape_;
     at::Tensor logits = at::empty({pass.batch, pass.kept, s.vocabulary}, norms_.back().options());
     at::Tensor features =
         at::empty({pass.batch, pass.nodes, s.width * static_cast<int64_t>(taps.size())}, norms_.back().options());
+    if (pass.rows() < pass.batch * pass.nodes) features.zero_();
+    if (pass.rows() == 0) return {logits, features};
     const int64_t rows = pass.rows(), inside = s.heads * s.head_width, at_keys = s.key_heads * s.head_width;
     const int64_t threads = at::get_num_threads();
     Buffers b;
@@ -117,13 +123,16 @@ class Decoder : public torch::CustomClassHolder {
     b.key = key_.of(rows * at_keys);
     b.mixed = mixed_.of(rows * inside);
     b.inner = inner_.of(rows * s.inner);
-    b.wanted = wanted_.of(columns.has_value() ? pass.batch * pass.kept * s.width : 0);
+    b.wanted = wanted_.of(static_cast<int64_t>(pass.wanted.size()) * s.width);
     b.cosines = cosines_.of(rows * s.head_width / 2);
     b.sines = sines_.of(rows * s.head_width / 2);
     const int64_t queries = task_nodes() * (s.heads / s.key_heads);
     b.private_size = queries * s.head_width +
                      attention_room(queries, pass.longest + pass.nodes, s.head_width, s.head_width);
     b.private_floats = private_floats_.of(b.private_size * threads);
+    tasks_.clear();
+    for (int64_t row = 0; row < pass.batch; ++row)
+      for (int64_t node = 0; node < pass.count(row); node += task_nodes()) tasks_.emplace_back(row, node);
     rooms_.resize(threads);
     for (Quantised& room : rooms_) room.reserve(rows, most_quads_);
     b.rooms = rooms_.data();
@@ -155,7 +164,7 @@ class Decoder : public torch::CustomClassHolder {
     const Shape& s = shape_;
     const int64_t rows = pass.rows();
     const auto [first, last] = team.share(rows);
-    embed(embedding_, scales_.back(), s.width, pass.tokens, first, last, b.hidden);
+    embed(embedding_, scales_.back(), s.width, pass.tokens.data(), first, last, b.hidden);
     const float* frequencies = frequencies_.const_data_ptr<float>();
     for (int64_t r = first; r < last; ++r)
       for (int64_t d = 0, half = s.head_width / 2; d < half; ++d) {
@@ -246,16 +255,16 @@ class Decoder : public torch::CustomClassHolder {
 
   void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, bool owns_heads,
               const Buffers& b) const {
-    const int64_t many = task_nodes(), tasks = (pass.nodes + many - 1) / many, key_heads = shape_.key_heads;
+    const int64_t tasks = static_cast<int64_t>(tasks_.size()), key_heads = shape_.key_heads;
     if (owns_heads) {
       const auto [first, last] = team.share(key_heads);
       for (int64_t h = first; h < last; ++h)
-        for (int64_t i = 0; i < pass.batch * tasks; ++i) attend_some(team, pass, layer, index, i / tasks, i % tasks * many, h, b);
+        for (const auto& [row, node] : tasks_) attend_some(team, pass, layer, index, row, node, h, b);
     } else {
       // In turns: the later nodes of a prompt see more than the earlier ones.
-      for (int64_t i = team.index; i < pass.batch * tasks * key_heads; i += team.size) {
-        const int64_t task = i / key_heads;
-        attend_some(team, pass, layer, index, task / tasks, task % tasks * many, i % key_heads, b);
+      for (int64_t i = team.index; i < tasks * key_heads; i += team.size) {
+        const auto [row, node] = tasks_[i / key_heads];
+        attend_some(team, pass, layer, index, row, node, i % key_heads, b);
       }
     }
   }
@@ -264,11 +273,11 @@ class Decoder : public torch::CustomClassHolder {
   void attend_some(const Team& team, const Pass& pass, const Layer& layer, size_t index, int64_t row, int64_t node,
                    int64_t head, const Buffers& b) const {
     const Shape& s = shape_;
-    const int64_t groups = s.heads / s.key_heads, at_keys = s.key_heads * s.head_width, r = row * pass.nodes + node;
-    const int64_t base = (pass.first_row + row) * pass.capacity * at_keys + head * s.head_width;
+    const int64_t groups = s.heads / s.key_heads, at_keys = s.key_heads * s.head_width, r = pass.begins[row] + node;
+    const int64_t base = pass.slots[row] * pass.capacity * at_keys + head * s.head_width;
     int64_t first[kMostQueries], last[kMostQueries];
     AttentionTask task{};
-    task.nodes = std::min(task_nodes(), pass.nodes - node), task.groups = groups;
+    task.nodes = std::min(task_nodes(), pass.count(row) - node), task.groups = groups;
     task.width = task.value_width = s.head_width, task.scale = static_cast<float>(s.scale);
     task.queries = b.query + (r * s.heads + head * groups) * s.head_width, task.query_stride = s.heads * s.head_width;
     task.keys = pass.keys[index] + base, task.values = pass.values[index] + base;
@@ -276,7 +285,7 @@ class Decoder : public torch::CustomClassHolder {
     if (pass.chains[row]) {  // all of them see what the first of them sees
       task.shared = pass.cached[row] + node + 1, task.entries = pass.cached[row] + node + task.nodes;
     } else {
-      task.shared = pass.cached[row], task.entries = pass.cached[row] + pass.nodes;
+      task.shared = pass.cached[row], task.entries = pass.cached[row] + pass.count(row);
       task.paths = pass.paths.data() + r * pass.nodes, task.path_stride = pass.nodes;
     }
     for (int64_t n = 0; n < task.nodes; ++n) {
@@ -341,23 +350,24 @@ class Decoder : public torch::CustomClassHolder {
     for (int64_t t = 0; t < taps; ++t)
       if (pass.taps[t] == which)
         for (int64_t r = first; r < last; ++r)
-          std::copy_n(states + r * width, width, features + (r * taps + t) * width);
+          std::copy_n(states + r * width, width, features + (pass.line(r) * taps + t) * width);
   }
 
   // Logits of the nodes that are wanted: all, or some columns of every row, gathered so that the head is read once.
   void score(const Team& team, const Pass& pass, const bf16* normed, const Buffers& b, bf16* logits) const {
-    const int64_t vocabulary = shape_.vocabulary, width = shape_.width, rows = pass.batch * pass.kept;
+    const int64_t vocabulary = shape_.vocabulary, width = shape_.width;
+    const int64_t rows = pass.some_columns ? static_cast<int64_t>(pass.wanted.size()) : pass.rows();
     const bf16* states = normed;
-    if (pass.columns != nullptr) {
+    if (pass.some_columns) {
       const auto [first, last] = team.share(rows);
-      for (int64_t r = first; r < last; ++r)
-        std::copy_n(normed + (r / pass.kept * pass.nodes + pass.columns[r % pass.kept]) * width, width,
-                    b.wanted + r * width);
+      for (int64_t i = first; i < last; ++i)
+        std::copy_n(normed + pass.wanted[i].first * width, width, b.wanted + i * width);
       team.barrier();
       states = b.wanted;
     }
     multiply(team, head_, states, width, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
-      kernels().narrow_row(values, count, logits + r * vocabulary + n);
+      const int64_t line = pass.some_columns ? pass.wanted[r].second : pass.line(r);
+      kernels().narrow_row(values, count, logits + line * vocabulary + n);
     }, b.rooms[team.index], layers_.front().query.begin(team));
   }
 
@@ -372,6 +382,7 @@ class Decoder : public torch::CustomClassHolder {
   Scratch<bf16> hidden_, normed_, query_, key_, mixed_, inner_, wanted_;
   Scratch<float> cosines_, sines_, private_floats_;
   std::vector<Quantised> rooms_;
+  std::vector<std::pair<int64_t, int64_t>> tasks_;  // row and first node of the nodes that attend together
   int64_t most_quads_ = 0;  // of any int8 layer
 };
 

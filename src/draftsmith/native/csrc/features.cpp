@@ -58,16 +58,17 @@ class FeatureLayer : public torch::CustomClassHolder {
     growth_.limit(embedding_.size(0));
   }
 
-  // Stores the entries of a context behind the first starts[b] of every row, slot b of keys and values (slots,
-  // capacity, G, D), and returns chains of `depth` guesses: tokens and parents (B, depth). What is read of the guesses
+  // Stores the entries of a context behind the first starts[b] of every row, slot slots[b] (or b) of keys and values
+  // (slots, capacity, G, D), and returns chains of `depth` guesses: tokens and parents (B, depth). What is read of the guesses
   // lies behind the committed entries, where the next call overwrites it.
   std::tuple<at::Tensor, at::Tensor> propose(const at::Tensor& tokens, const at::Tensor& features,
-                                             const at::Tensor& counts, const at::Tensor& starts, at::Tensor keys,
+                                             const at::Tensor& counts, const at::Tensor& starts,
+                                             const std::optional<at::Tensor>& slots, at::Tensor keys,
                                              at::Tensor values, int64_t depth) {
     const std::lock_guard<std::mutex> alone(busy_);
     const int64_t threads = at::get_num_threads();
     growth_.begin(tokens, features, counts, taps_, std::vector<int64_t>(depth, 1), 0, depth, threads);
-    lay_out(tokens, features, counts, starts, keys, values, depth);
+    lay_out(tokens, features, counts, starts, slots, keys, values, depth);
     reserve(threads);
     run_team(threads, [&](const Team& team) {
       if (normed_) fuse(team);
@@ -94,16 +95,25 @@ class FeatureLayer : public torch::CustomClassHolder {
   };
 
   void lay_out(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& counts,
-               const at::Tensor& starts, at::Tensor& keys, at::Tensor& values, int64_t depth) {
+               const at::Tensor& starts, const std::optional<at::Tensor>& slots, at::Tensor& keys, at::Tensor& values,
+               int64_t depth) {
     const int64_t batch = tokens.size(0), columns = tokens.size(1);
     capacity_ = keys.dim() == 4 ? keys.size(1) : 0;
     for (const at::Tensor& t : {keys, values})
       TORCH_CHECK(t.dim() == 4 && t.is_contiguous() && t.scalar_type() == at::kBFloat16 &&
-                      t.sizes() == at::IntArrayRef({keys.size(0), capacity_, key_heads_, head_width_}) &&
-                      t.size(0) >= batch,
+                      t.sizes() == at::IntArrayRef({keys.size(0), capacity_, key_heads_, head_width_}),
                   "draftsmith: the memory of the layer has another shape");
     TORCH_CHECK(starts.is_contiguous() && starts.scalar_type() == at::kLong && starts.numel() == batch,
                 "draftsmith: the starts have to be int64 (B)");
+    TORCH_CHECK(!slots.has_value() || (slots->is_contiguous() && slots->scalar_type() == at::kLong &&
+                                       slots->numel() == batch),
+                "draftsmith: the slots have to be int64 (B)");
+    slots_.resize(batch);
+    for (int64_t b = 0; b < batch; ++b) {
+      slots_[b] = slots.has_value() ? slots->const_data_ptr<int64_t>()[b] : b;
+      TORCH_CHECK_INDEX(slots_[b] >= 0 && slots_[b] < keys.size(0), "draftsmith: the memory of the layer has ",
+                        keys.size(0), " slots");
+    }
     keys_ = mutable_bits(keys), values_ = mutable_bits(values);
     entries_.clear(), roots_.clear(), longest_ = 0;
     for (int64_t b = 0; b < batch; ++b) {
@@ -193,7 +203,7 @@ class FeatureLayer : public torch::CustomClassHolder {
         sines[d] = through_bf16(std::sin(angle) * rotary_scale_);
       }
       bf16* heads = turned_.data() + r * project_.outputs;
-      const int64_t place = (entry.row * capacity_ + entry.position) * at_keys;
+      const int64_t place = (slots_[entry.row] * capacity_ + entry.position) * at_keys;
       for (int64_t h = is_root ? 0 : heads_; h < heads_; ++h)
         kernels().rotate(heads + h * head_width_, cosines, sines, half, heads + h * head_width_);
       for (int64_t g = 0; g < key_heads_; ++g)
@@ -213,7 +223,7 @@ class FeatureLayer : public torch::CustomClassHolder {
     task.nodes = 1, task.groups = groups(), task.width = task.value_width = head_width_;
     task.key_stride = task.value_stride = at_keys;
     for (int64_t i = team.index; i < batch * key_heads_; i += team.size) {
-      const int64_t b = i / key_heads_, g = i % key_heads_, base = b * capacity_ * at_keys + g * head_width_;
+      const int64_t b = i / key_heads_, g = i % key_heads_, base = slots_[b] * capacity_ * at_keys + g * head_width_;
       const int64_t head = g * groups() * head_width_;
       task.keys = keys_ + base, task.values = values_ + base;
       const int64_t first = 0, last = entries_[roots_[b]].position + 1;
@@ -273,6 +283,7 @@ class FeatureLayer : public torch::CustomClassHolder {
   Growth growth_;
   std::vector<Entry> entries_;
   std::vector<int64_t> roots_;  // the last entry of every row
+  std::vector<int64_t> slots_;  // of every row, in the memory
   int64_t capacity_ = 0, longest_ = 0;
   bf16 *keys_ = nullptr, *values_ = nullptr;
   std::vector<bf16> tapped_, fused_, joined_, residual_, turned_, states_, normal_, mixed_, inside_;

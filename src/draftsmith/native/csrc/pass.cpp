@@ -4,10 +4,10 @@
 namespace draftsmith {
 namespace {
 
-bool is_chain(const int64_t* depths, const bool* visible, int64_t nodes) {
-  for (int64_t m = 0; m < nodes; ++m, visible += nodes)
+bool is_chain(const int64_t* depths, const bool* visible, int64_t count, int64_t nodes) {
+  for (int64_t m = 0; m < count; ++m, visible += nodes)
     if (depths[m] != m || !std::all_of(visible, visible + m + 1, [](bool sees) { return sees; }) ||
-        std::any_of(visible + m + 1, visible + nodes, [](bool sees) { return sees; }))
+        std::any_of(visible + m + 1, visible + count, [](bool sees) { return sees; }))
       return false;
   return true;
 }
@@ -17,80 +17,106 @@ void find_paths(const bool* visible, Pass& pass) {
   const int64_t nodes = pass.nodes;
   pass.chains.resize(pass.batch);
   for (int64_t b = 0; b < pass.batch; ++b) {
-    pass.chains[b] = is_chain(pass.depths + b * nodes, visible + b * nodes * nodes, nodes);
+    const int64_t begin = pass.begins[b], count = pass.count(b);
+    const bool* sees = visible + b * nodes * nodes;
+    pass.chains[b] = is_chain(pass.depths.data() + begin, sees, count, nodes);
     if (pass.chains[b]) continue;
     pass.paths.resize(pass.rows() * nodes);
-    for (int64_t r = b * nodes; r < (b + 1) * nodes; ++r) {
-      int64_t count = 0;
-      for (int64_t m = 0; m < nodes; ++m) {
-        if (!visible[r * nodes + m]) continue;
-        TORCH_CHECK_INDEX(pass.depths[b * nodes + m] == count && m <= r % nodes, "draftsmith: node ", r % nodes,
-                          " sees node ", m, ", which is not node ", count, " of its path");
-        pass.paths[r * nodes + count++] = static_cast<int32_t>(pass.cached[b] + m);
+    for (int64_t n = 0; n < count; ++n, sees += nodes) {
+      int64_t seen = 0;
+      for (int64_t m = 0; m < count; ++m) {
+        if (!sees[m]) continue;
+        TORCH_CHECK_INDEX(pass.depths[begin + m] == seen && m <= n, "draftsmith: node ", n, " sees node ", m,
+                          ", which is not node ", seen, " of its path");
+        pass.paths[(begin + n) * nodes + seen++] = static_cast<int32_t>(pass.cached[b] + m);
       }
-      TORCH_CHECK_INDEX(count == pass.depths[r] + 1 && visible[r * nodes + r % nodes], "draftsmith: node ", r % nodes,
-                        " is ", pass.depths[r], " deep, but its path has ", count, " nodes");
+      TORCH_CHECK_INDEX(seen == pass.depths[begin + n] + 1 && sees[n], "draftsmith: node ", n, " is ",
+                        pass.depths[begin + n], " deep, but its path has ", seen, " nodes");
     }
   }
 }
 
+// Writes down which logits are wanted: all, or those of some columns, one list (U) for all rows or one (B, U) for each.
+void find_wanted(const std::optional<at::Tensor>& columns, Pass& pass) {
+  pass.some_columns = columns.has_value();
+  pass.kept = pass.nodes;
+  if (!pass.some_columns) return;
+  TORCH_CHECK(is_whole(*columns) && (columns->dim() == 1 || (columns->dim() == 2 && columns->size(0) == pass.batch)),
+              "draftsmith: columns have to be int64 (U) or (B, U)");
+  pass.kept = columns->size(-1);
+  const int64_t stride = columns->dim() == 1 ? 0 : pass.kept;
+  for (int64_t b = 0; b < pass.batch; ++b)
+    for (int64_t u = 0; u < pass.kept; ++u) {
+      const int64_t column = columns->const_data_ptr<int64_t>()[b * stride + u];
+      TORCH_CHECK_INDEX(column >= 0 && column < pass.nodes, "draftsmith: there is no node ", column);
+      if (column < pass.count(b)) pass.wanted.emplace_back(pass.begins[b] + column, b * pass.kept + u);
+    }
+}
+
 }  // namespace
+
+bool is_whole(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.scalar_type() == at::kLong && tensor.is_contiguous();
+}
 
 Pass checked_pass(const Shape& s, const at::Tensor& tokens, const std::optional<at::Tensor>& depths,
                   const std::optional<at::Tensor>& visible, const at::Tensor& cached, const Tensors& keys,
-                  const Tensors& values, int64_t first_row, const std::vector<int64_t>& taps,
+                  const Tensors& values, const std::optional<at::Tensor>& slots,
+                  const std::optional<at::Tensor>& counts, const std::vector<int64_t>& taps,
                   const std::optional<at::Tensor>& columns) {
-  const auto whole = [](const at::Tensor& t) {
-    return t.is_cpu() && t.scalar_type() == at::kLong && t.is_contiguous();
-  };
-  TORCH_CHECK(tokens.dim() == 2 && whole(tokens), "draftsmith: tokens have to be (B, M), int64 and contiguous");
+  TORCH_CHECK(tokens.dim() == 2 && is_whole(tokens), "draftsmith: tokens have to be (B, M), int64 and contiguous");
   Pass pass;
-  pass.batch = tokens.size(0), pass.nodes = tokens.size(1), pass.first_row = first_row, pass.taps = taps;
+  pass.batch = tokens.size(0), pass.nodes = tokens.size(1), pass.taps = taps;
   pass.max_length = s.max_length;
-  TORCH_CHECK(whole(cached) && cached.numel() == pass.batch, "draftsmith: cached has to be int64 (B)");
+  TORCH_CHECK(is_whole(cached) && cached.numel() == pass.batch, "draftsmith: cached has to be int64 (B)");
+  for (const auto* of_rows : {&slots, &counts})
+    TORCH_CHECK(!of_rows->has_value() || (is_whole(**of_rows) && (*of_rows)->numel() == pass.batch),
+                "draftsmith: slots and counts have to be int64 (B)");
   TORCH_CHECK(depths.has_value() == visible.has_value(), "draftsmith: depths and visible are given together");
   if (visible.has_value())
-    TORCH_CHECK(whole(*depths) && depths->sizes() == tokens.sizes() && visible->is_cpu() &&
+    TORCH_CHECK(is_whole(*depths) && depths->sizes() == tokens.sizes() && visible->is_cpu() &&
                     visible->scalar_type() == at::kBool && visible->is_contiguous() &&
                     visible->sizes() == at::IntArrayRef({pass.batch, pass.nodes, pass.nodes}),
                 "draftsmith: depths have to be int64 (B, M), and visible bool (B, M, M), both contiguous");
   const size_t layers = static_cast<size_t>(s.layers);
   TORCH_CHECK(keys.size() == layers && values.size() == layers && !keys.empty(),
               "draftsmith: the cache has another number of layers");
-  const int64_t slots = keys[0].size(0);
+  const int64_t slots_of_cache = keys[0].size(0);
   pass.capacity = keys[0].size(1);
   for (const Tensors* side : {&keys, &values})
     for (const at::Tensor& t : *side)
       TORCH_CHECK(t.is_cpu() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() &&
-                      t.sizes() == at::IntArrayRef({slots, pass.capacity, s.key_heads, s.head_width}),
+                      t.sizes() == at::IntArrayRef({slots_of_cache, pass.capacity, s.key_heads, s.head_width}),
                   "draftsmith: the cache has another shape");
   for (at::Tensor t : keys) pass.keys.push_back(mutable_bits(t));
   for (at::Tensor t : values) pass.values.push_back(mutable_bits(t));
-  pass.tokens = tokens.const_data_ptr<int64_t>(), pass.cached = cached.const_data_ptr<int64_t>();
-  pass.depths = depths.has_value() ? depths->const_data_ptr<int64_t>() : nullptr;
-  pass.columns = nullptr, pass.kept = pass.nodes;
-  if (columns.has_value()) {
-    TORCH_CHECK(whole(*columns) && columns->dim() == 1, "draftsmith: columns have to be int64 of one dimension");
-    pass.columns = columns->const_data_ptr<int64_t>(), pass.kept = columns->numel();
-    for (int64_t i = 0; i < pass.kept; ++i)
-      TORCH_CHECK_INDEX(pass.columns[i] >= 0 && pass.columns[i] < pass.nodes, "draftsmith: there is no node ",
-                        pass.columns[i]);
-  }
-  TORCH_CHECK_INDEX(first_row >= 0 && first_row + pass.batch <= slots, "draftsmith: the cache has ", slots, " slots");
   pass.longest = 0;
-  for (int64_t r = 0; r < pass.batch; ++r) {
-    TORCH_CHECK_INDEX(pass.cached[r] >= 0 && pass.cached[r] + pass.nodes <= pass.capacity, "draftsmith: ",
-                      pass.cached[r], " cached tokens and ", pass.nodes, " nodes do not fit a slot of ",
-                      pass.capacity);
-    pass.longest = std::max(pass.longest, pass.cached[r]);
+  pass.begins.assign(1, 0);
+  pass.slots.resize(pass.batch), pass.cached.resize(pass.batch);
+  const int64_t* depth = visible.has_value() ? depths->const_data_ptr<int64_t>() : nullptr;
+  for (int64_t b = 0; b < pass.batch; ++b) {
+    const int64_t slot = slots.has_value() ? slots->const_data_ptr<int64_t>()[b] : b;
+    const int64_t count = counts.has_value() ? counts->const_data_ptr<int64_t>()[b] : pass.nodes;
+    const int64_t held = cached.const_data_ptr<int64_t>()[b];
+    TORCH_CHECK_INDEX(slot >= 0 && slot < slots_of_cache, "draftsmith: the cache has ", slots_of_cache, " slots");
+    TORCH_CHECK_INDEX(count >= 0 && count <= pass.nodes, "draftsmith: ", count, " of ", pass.nodes,
+                      " nodes cannot exist");
+    TORCH_CHECK_INDEX(held >= 0 && held + count <= pass.capacity, "draftsmith: ", held, " cached tokens and ", count,
+                      " nodes do not fit a slot of ", pass.capacity);
+    pass.slots[b] = slot, pass.cached[b] = held, pass.longest = std::max(pass.longest, held);
+    for (int64_t m = 0; m < count; ++m) {
+      const int64_t token = tokens.const_data_ptr<int64_t>()[b * pass.nodes + m];
+      TORCH_CHECK_INDEX(token >= 0 && token < s.vocabulary, "draftsmith: there is no token ", token);
+      pass.tokens.push_back(token), pass.rows_of.push_back(b), pass.numbers.push_back(m);
+      if (depth != nullptr) pass.depths.push_back(depth[b * pass.nodes + m]);
+    }
+    pass.begins.push_back(pass.begins.back() + count);
   }
+  find_wanted(columns, pass);
   if (visible.has_value())
     find_paths(visible->const_data_ptr<bool>(), pass);
   else
     pass.chains.assign(pass.batch, true);
-  for (int64_t r = 0; r < pass.rows(); ++r)
-    TORCH_CHECK_INDEX(pass.tokens[r] >= 0 && pass.tokens[r] < s.vocabulary, "draftsmith: there is no token ",
-                      pass.tokens[r]);
   for (const int64_t tap : taps)
     TORCH_CHECK_INDEX(tap >= -1 && tap < s.layers, "draftsmith: there is no tap ", tap);
   return pass;

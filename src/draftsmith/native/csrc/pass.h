@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "packed.h"
@@ -15,31 +16,43 @@ struct Shape {
   double epsilon, scale, rotary_scale;
 };
 
-// B rows of M nodes each; r counts the nodes of all rows.
+// B rows of up to M nodes each. Only nodes that exist are computed: r counts them through all rows.
 struct Pass {
-  int64_t batch, nodes, kept, first_row, capacity, longest, max_length;
-  const int64_t *tokens, *cached, *columns;
-  const int64_t* depths;  // null where every row is a chain
+  int64_t batch, nodes, kept, capacity, longest, max_length;
+  std::vector<int64_t> slots;   // of every row, in the cache
+  std::vector<int64_t> cached;  // tokens of every row before its first node
+  std::vector<int64_t> begins;  // the first node of every row, and behind the last row the number of all nodes
+  std::vector<int64_t> rows_of, numbers;  // of every node: its row, and its number there
+  std::vector<int64_t> tokens;            // of every node
+  std::vector<int64_t> depths;            // of every node; empty where every row is a chain
   std::vector<bf16*> keys, values;
   std::vector<int64_t> taps;
+  bool some_columns;  // whether logits are wanted of some nodes only
+  std::vector<std::pair<int64_t, int64_t>> wanted;  // those nodes, and the line of the logits where each belongs
   // Of rows that are no chain: the entries of every node's path, root first and itself last, M for each node.
   std::vector<int32_t> paths;
   std::vector<char> chains;  // of every row: whether each of its nodes sees all nodes before it, and itself
 
-  int64_t rows() const { return batch * nodes; }
+  int64_t rows() const { return begins.back(); }
+  int64_t count(int64_t row) const { return begins[row + 1] - begins[row]; }
   // Where node r stands in its text.
   int64_t position(int64_t r) const { return std::min(place(r), max_length - 1); }
   // The same, past the end of the context too.
-  int64_t place(int64_t r) const { return cached[r / nodes] + (depths == nullptr ? r % nodes : depths[r]); }
+  int64_t place(int64_t r) const { return cached[rows_of[r]] + (depths.empty() ? numbers[r] : depths[r]); }
   // The entry of the cache that node r writes.
-  int64_t slot(int64_t r) const {
-    return (first_row + r / nodes) * capacity + cached[r / nodes] + r % nodes;
-  }
+  int64_t slot(int64_t r) const { return slots[rows_of[r]] * capacity + cached[rows_of[r]] + numbers[r]; }
+  // The line of node r among the nodes of all rows that are M nodes long.
+  int64_t line(int64_t r) const { return rows_of[r] * nodes + numbers[r]; }
 };
 
 // Raises where the tensors are not what Decoder::forward says, or do not fit each other.
 Pass checked_pass(const Shape& shape, const at::Tensor& tokens, const std::optional<at::Tensor>& depths,
-                  const std::optional<at::Tensor>& visible, const at::Tensor& cached, const Tensors& keys, const Tensors& values,
-                  int64_t first_row, const std::vector<int64_t>& taps, const std::optional<at::Tensor>& columns);
+                  const std::optional<at::Tensor>& visible, const at::Tensor& cached, const Tensors& keys,
+                  const Tensors& values, const std::optional<at::Tensor>& slots,
+                  const std::optional<at::Tensor>& counts, const std::vector<int64_t>& taps,
+                  const std::optional<at::Tensor>& columns);
+
+// Whether a tensor is int64, contiguous and on the CPU.
+bool is_whole(const at::Tensor& tensor);
 
 }  // namespace draftsmith

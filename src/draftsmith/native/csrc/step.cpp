@@ -7,11 +7,48 @@
 #include <vector>
 
 #include "packed.h"
+#include "pass.h"
 
 namespace draftsmith {
 namespace {
 
 constexpr int64_t kUnused = -2;
+
+// Where the places of rows lie in the tensors of a cache, each (blocks, entries of a block, H, D).
+struct Slots {
+  int64_t block = 0, across = 1, capacity = 0;
+  const int64_t* slots;
+  const int32_t* tables;
+
+  Slots(const Tensors& cache, int64_t batch, const std::optional<at::Tensor>& given,
+        const std::optional<at::Tensor>& tables_RJ)
+      : slots(given.has_value() ? given->const_data_ptr<int64_t>() : nullptr),
+        tables(tables_RJ.has_value() ? tables_RJ->const_data_ptr<int32_t>() : nullptr) {
+    TORCH_CHECK(tables == nullptr || (tables_RJ->dim() == 2 && tables_RJ->is_contiguous()),
+                "draftsmith: the tables of the cache have to be int32 (slots, J)");
+    if (tables != nullptr) across = tables_RJ->size(1);
+    for (const at::Tensor& t : cache) {
+      TORCH_CHECK(t.dim() == 4 && t.is_contiguous() && t.sizes().slice(0, 2) == cache[0].sizes().slice(0, 2),
+                  "draftsmith: the cache has another shape");
+      block = t.size(1);
+    }
+    capacity = across * block;
+    if (cache.empty()) return;
+    const int64_t blocks = cache[0].size(0), held = tables == nullptr ? blocks : tables_RJ->size(0);
+    for (int64_t b = 0; b < batch; ++b) {
+      TORCH_CHECK(slot(b) >= 0 && slot(b) < held, "draftsmith: the cache has another shape");
+      for (int64_t j = 0; tables != nullptr && j < across; ++j)
+        TORCH_CHECK_INDEX(tables[slot(b) * across + j] >= 0 && tables[slot(b) * across + j] < blocks,
+                          "draftsmith: there is no block ", tables[slot(b) * across + j]);
+    }
+  }
+
+  int64_t slot(int64_t row) const { return slots == nullptr ? row : slots[row]; }
+  int64_t entry(int64_t row, int64_t place) const {
+    const int64_t part = slot(row) * across + place / block;
+    return (tables == nullptr ? part : tables[part]) * block + place % block;
+  }
+};
 
 void check_tree(const at::Tensor& tokens_BN, const at::Tensor& parents_BN) {
   TORCH_CHECK(tokens_BN.dim() == 2 && tokens_BN.sizes() == parents_BN.sizes() && tokens_BN.scalar_type() == at::kLong &&
@@ -51,12 +88,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out(const at::Tensor& tokens_
   return {tokens_BM, depths_BM, visible_BMM};
 }
 
-// Accepts the longest path of the target's own choices, and moves its keys and values into place.
+// Accepts the longest path of the target's own choices, and moves its keys and values into place. Row b has the first
+// counts[b] nodes, or all, and lies in slot slots[b] of the cache, or b. With tables (slots, J), block tables[slot, j] of
+// the cache holds the j-th part of a slot; without, block and slot are one.
 // Returns the tokens (B, T), features (B, T, F), counts (B) and lengths (B) of the next context, the table of
 // engine/step.py (B, T + 2), and the path (B, D).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> commit_greedy(
     const Tensors& cache, const at::Tensor& logits, const at::Tensor& features,
-    const at::Tensor& tokens_BM, const at::Tensor& parents, const at::Tensor& lengths_B, int64_t depth) {
+    const at::Tensor& tokens_BM, const at::Tensor& parents, const at::Tensor& lengths_B, int64_t depth,
+    const std::optional<at::Tensor>& slots, const std::optional<at::Tensor>& existing,
+    const std::optional<at::Tensor>& tables) {
   const at::Tensor logits_BMV = logits.contiguous(), features_BMF = features.contiguous();
   const at::Tensor parents_BN = parents.contiguous();
   const int64_t batch = tokens_BM.size(0), nodes = tokens_BM.size(1), guesses = nodes - 1;
@@ -69,8 +110,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
                   features_BMF.sizes() == at::IntArrayRef({batch, nodes, width}) &&
                   features_BMF.scalar_type() == at::kBFloat16,
               "draftsmith: logits, features, tokens and parents do not belong to one draft");
-  for (const at::Tensor& t : cache)
-    TORCH_CHECK(t.dim() == 4 && t.is_contiguous() && t.size(0) >= batch, "draftsmith: the cache has another shape");
+  for (const auto* of_rows : {&slots, &existing})
+    TORCH_CHECK(!of_rows->has_value() || (is_whole(**of_rows) && (*of_rows)->numel() == batch),
+                "draftsmith: slots and counts have to be int64 (B)");
+  const Slots places(cache, batch, slots, tables);
   const int64_t kept = depth + 1;
   at::Tensor out_tokens = at::empty({batch, kept}, tokens_BM.options());
   at::Tensor out_features = at::empty({batch, kept, width}, features_BMF.options());
@@ -84,9 +127,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     const int64_t* tokens = tokens_BM.const_data_ptr<int64_t>() + b * nodes;
     const int64_t* parent = parents_BN.const_data_ptr<int64_t>() + b * guesses;
     const bf16* scores = bits(logits_BMV) + b * nodes * vocabulary;
+    const int64_t exist = existing.has_value() ? existing->const_data_ptr<int64_t>()[b] : nodes;
+    TORCH_CHECK_INDEX(exist > 0 && exist <= nodes, "draftsmith: ", exist, " of ", nodes, " nodes cannot exist");
     int64_t drafted = 0, end = 0;
     level[0] = 0, up[0] = 0, choice[0] = kernels().argmax(scores, vocabulary);
-    for (int64_t n = 0; n < guesses; ++n) {
+    for (int64_t n = 0; n < exist - 1; ++n) {
       const bool used = parent[n] != kUnused;
       drafted += used;
       up[n + 1] = std::max<int64_t>(parent[n] + 1, 0);
@@ -121,9 +166,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       if (path[d] == d + 1) continue;
       for (const at::Tensor& t : cache) {
         const int64_t bytes = t.size(2) * t.size(3) * static_cast<int64_t>(t.element_size());
-        TORCH_CHECK_INDEX(length - 1 + nodes <= t.size(1), "draftsmith: the draft does not fit its slot");
-        char* slot = static_cast<char*>(t.data_ptr()) + (b * t.size(1) + length - 1) * bytes;
-        std::copy_n(slot + path[d] * bytes, bytes, slot + (d + 1) * bytes);
+        TORCH_CHECK_INDEX(length - 1 + exist <= places.capacity, "draftsmith: the draft does not fit its slot");
+        char* storage = static_cast<char*>(t.data_ptr());
+        std::copy_n(storage + places.entry(b, length - 1 + path[d]) * bytes, bytes,
+                    storage + places.entry(b, length + d) * bytes);
       }
     }
   }
@@ -137,7 +183,8 @@ TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
               " -> (Tensor, Tensor, Tensor)");
   library.def(
       "commit_greedy(Tensor(a!)[] cache, Tensor logits_BMV, Tensor features_BMF, Tensor tokens_BM, Tensor parents_BN,"
-      " Tensor lengths_B, int depth) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      " Tensor lengths_B, int depth, Tensor? slots_B=None, Tensor? counts_B=None,"
+      " Tensor? tables_RJ=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
