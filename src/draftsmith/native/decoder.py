@@ -3,16 +3,13 @@
 Shapes: B rows, M nodes, S slots, C capacity, H key heads, D head width, F width, V vocabulary.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.native.layers import Int8Linear, PackedLinear, packed_parts
-
-if TYPE_CHECKING:
-    from draftsmith.target.nodes import Nodes
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types of this shape. What they have besides (biases, norms on the heads, windows) is read from the model."""
@@ -61,18 +58,23 @@ class NativeDecoder:
 
     def forward(
         self,
-        nodes: "Nodes",
+        tokens_BM: Tensor,
+        depths_BM: Tensor | None,
+        visible_BMM: Tensor | None,
+        cached_B: Tensor,
         keys_SCHD: list[Tensor],
         values_SCHD: list[Tensor],
+        slots_B: Tensor | None,
+        counts_B: Tensor | None,
         taps: tuple[int, ...],
         columns: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits and tapped states, as `Target.forward` does."""
         logits_BMV, features_BMF = self._decoder.forward(
-            nodes.tokens_BM.contiguous(),
-            None if nodes.depths_BM is None else nodes.depths_BM.contiguous(),
-            None if nodes.visible_BMM is None else nodes.visible_BMM.contiguous(),
-            nodes.cached_B.contiguous(), keys_SCHD, values_SCHD, nodes.slots_B, nodes.counts_B, taps,
+            tokens_BM.contiguous(),
+            None if depths_BM is None else depths_BM.contiguous(),
+            None if visible_BMM is None else visible_BMM.contiguous(),
+            cached_B.contiguous(), keys_SCHD, values_SCHD, slots_B, counts_B, taps,
             None if columns is None else columns.contiguous(),
         )
         return logits_BMV, features_BMF

@@ -296,7 +296,8 @@ class Target:
         """
         if self._decoder is not None:
             return self._decoder.forward(
-                nodes, cache.keys_RCHD[: self.layers], cache.values_RCHD[: self.layers], taps, keep_logits
+                nodes.tokens_BM, nodes.depths_BM, nodes.visible_BMM, nodes.cached_B, cache.keys_RCHD[: self.layers],
+                cache.values_RCHD[: self.layers], nodes.slots_B, nodes.counts_B, taps, keep_logits,
             )
         tree_pass = lay_out_pass(cache, nodes, self.max_length)
         self._wanted = set(taps)
@@ -393,7 +394,8 @@ class Target:
         count = tokens_BM.shape[1]
         cache = self.new_cache(1, count)
         native_BMV, _ = decoder.forward(
-            Nodes(tokens_BM, torch.zeros(1, dtype=torch.long)), cache.keys_RCHD, cache.values_RCHD, (), None
+            tokens_BM, None, None, torch.zeros(1, dtype=torch.long), cache.keys_RCHD, cache.values_RCHD, None, None, (),
+            None,
         )
         centred_BMV = own_BMV.float() - own_BMV.float().mean(-1, keepdim=True)
         return ((native_BMV.float() - own_BMV.float()).norm() / centred_BMV.norm()).item()
