@@ -71,7 +71,7 @@ class BrokenForward(WrappedTarget):
     """Reads drafts (a root and guesses behind cached tokens) with something wrong."""
 
     def is_draft(self, nodes: Nodes) -> bool:
-        return nodes.tokens_BM.shape[1] > 1 and bool((nodes.cached_B > 0).all())
+        return nodes.depths_BM is not None and nodes.tokens_BM.shape[1] > 1 and bool((nodes.cached_B > 0).all())
 
 
 class LeakyMask(BrokenForward):
@@ -103,11 +103,11 @@ class StaleEntry(BrokenForward):
         self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         root_B = cache.entries(nodes.slots_B, nodes.cached_B.unsqueeze(1)).flatten()
-        before = [keys_RCHD.flatten(0, 1)[root_B] for keys_RCHD in cache.keys_RCHD]
+        before = [keys_NEHD.flatten(0, 1)[root_B] for keys_NEHD in cache.keys_NEHD]
         out = super().forward(cache, nodes, taps, keep_logits)
         if self.is_draft(nodes):
-            for keys_RCHD, old_BHD in zip(cache.keys_RCHD, before, strict=True):
-                keys_RCHD.flatten(0, 1)[root_B] = old_BHD
+            for keys_NEHD, old_BHD in zip(cache.keys_NEHD, before, strict=True):
+                keys_NEHD.flatten(0, 1)[root_B] = old_BHD
         return out
 
 

@@ -65,8 +65,8 @@ def test_a_text_read_in_pieces_has_the_bits_of_one_read_whole(
     logits_1TV, features_1TF, whole = read(own, tokens_1T, LENGTH)
     other_logits_1TV, other_features_1TF, cut = read(own, tokens_1T, piece, rest)
     assert same_bits(logits_1TV, other_logits_1TV) and same_bits(features_1TF, other_features_1TF)
-    for mine_RCHD, other_RCHD in zip(whole.tensors, cut.tensors, strict=True):
-        assert same_bits(mine_RCHD, other_RCHD)
+    for mine_NEHD, other_NEHD in zip(whole.tensors, cut.tensors, strict=True):
+        assert same_bits(mine_NEHD, other_NEHD)
 
 
 def test_a_model_so_wide_that_its_rows_go_in_groups_reads_alike_in_pieces(instructions: str):

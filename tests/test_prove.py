@@ -90,7 +90,7 @@ def test_a_row_with_a_stale_cache_is_not_taken_for_a_sound_one():
     toy = small_target()
     cache = toy.new_cache(2, 8)
     for target in (toy, SharedRows(toy)):
-        cache.keys_RCHD[0][1, 0] = 1.0
+        cache.keys_NEHD[0][1, 0] = 1.0
         nodes = Nodes(torch.full((2, 1), 3), torch.ones(2, dtype=torch.long))
         logits_BMV, _ = target.forward(cache, nodes, ())
         assert not torch.equal(logits_BMV[0], logits_BMV[1])

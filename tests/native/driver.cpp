@@ -187,6 +187,29 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
       }
     }
   }
+  // In blocks that lie anywhere, among others of which nothing is a number, the bits are the same.
+  const int64_t used = (entries + kBlockEntries - 1) / kBlockEntries, all = used + 2;
+  std::vector<int32_t> numbers(static_cast<size_t>(all));
+  for (int64_t i = 0; i < all; ++i) numbers[static_cast<size_t>(i)] = static_cast<int32_t>(i);
+  std::shuffle(numbers.begin(), numbers.end(), generator);
+  Exact<int32_t> table(used);
+  for (int64_t i = 0; i < used; ++i) table[i] = numbers[static_cast<size_t>(i)];
+  Exact<bf16> block_keys(all * kBlockEntries * key_stride), block_values(all * kBlockEntries * value_stride);
+  for (int64_t i = 0; i < block_keys.count; ++i) block_keys[i] = 0x7fc0;
+  for (int64_t i = 0; i < block_values.count; ++i) block_values[i] = 0x7fc0;
+  for (int64_t e = 0; e < entries; ++e) {
+    const int64_t line = table[e / kBlockEntries] * kBlockEntries + e % kBlockEntries;
+    std::copy_n(keys.data() + e * key_stride, key_stride, block_keys.data() + line * key_stride);
+    std::copy_n(values.data() + e * value_stride, value_stride, block_values.data() + line * value_stride);
+  }
+  task.keys = block_keys.data() + (heads - 1) * width, task.values = block_values.data() + (heads - 1) * value_width;
+  task.blocks = table.data();
+  Exact<float> again(out.count);
+  task.out = again.data();
+  k.attend(task);
+  for (int64_t i = 0; i < out.count; ++i)
+    expect(again[i] == out[i] || (std::isnan(again[i]) && std::isnan(out[i])), k.name,
+           "attend in blocks" + what + " at" + sizes({i}));
 }
 
 void elementwise(const Kernels& k, int64_t count) {

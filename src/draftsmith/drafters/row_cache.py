@@ -60,7 +60,7 @@ class RowCache:
         self.dtype = torch.float32 if slow and not native else weight.dtype
         heads, width = sizes.num_key_value_heads, sizes.head_dim
         storage = KVCache([(heads, width, heads, width)], like.slots, like.capacity, self.dtype, weight.device)
-        self.keys_RCGW, self.values_RCGW = storage.keys_RCHD[0], storage.values_RCHD[0]
+        self.keys_RCGW, self.values_RCGW = storage.keys_NEHD[0], storage.values_NEHD[0]
         self._slot_of: dict[int, int] = {}
         self._padded = False
         self._seen: tuple[Tensor, Tensor | None] | None = None

@@ -88,8 +88,8 @@ class SharedRows(WrappedTarget):
 
     @staticmethod
     def _copy(source: KVCache, from_BP: Tensor, destination: KVCache, to_BP: Tensor) -> None:
-        for theirs_RCHD, mine_RCHD in zip(source.tensors, destination.tensors, strict=True):
-            mine_RCHD.flatten(0, 1)[to_BP.flatten()] = theirs_RCHD.flatten(0, 1)[from_BP.flatten()]
+        for theirs_NEHD, mine_NEHD in zip(source.tensors, destination.tensors, strict=True):
+            mine_NEHD.flatten(0, 1)[to_BP.flatten()] = theirs_NEHD.flatten(0, 1)[from_BP.flatten()]
 
     def _digest(self, cache: KVCache, slots_B: Tensor, cached_B: Tensor) -> Tensor:
         """Return 64 bits (B, int64) of every row's cached keys and values: a sum of their bits with odd weights."""
@@ -100,8 +100,8 @@ class SharedRows(WrappedTarget):
         held_BS = torch.arange(longest, device=cached_B.device) < cached_B.unsqueeze(1)
         entries_BS = cache.entries(slots_B, torch.arange(longest, device=cached_B.device).expand(len(slots_B), -1))
         entries_BS = entries_BS.masked_fill(~held_BS, 0)
-        for number, tensor_RCHD in enumerate(cache.tensors):
-            rows_BSX = tensor_RCHD.flatten(0, 1)[entries_BS].flatten(2)
+        for number, tensor_NEHD in enumerate(cache.tensors):
+            rows_BSX = tensor_NEHD.flatten(0, 1)[entries_BS].flatten(2)
             bits_BSX = rows_BSX.view(torch.int16).long()
             weights_SX = _odd_weights(number, bits_BSX.shape[1], bits_BSX.shape[2]).to(bits_BSX.device)
             digest_B = digest_B * 31 + ((bits_BSX * weights_SX).sum(2) * held_BS).sum(1)

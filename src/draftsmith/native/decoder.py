@@ -1,6 +1,7 @@
 """Builds the native forward of a Llama-shaped model, and makes sure that it says what the model itself says.
 
-Shapes: B rows, M nodes, S slots, C capacity, H key heads, D head width, F width, V vocabulary.
+Shapes: B rows, M nodes, N pieces of a cache of E entries, R slots, J blocks of a slot, H key heads,
+D head width, F width, V vocabulary.
 """
 
 from typing import Any
@@ -62,8 +63,9 @@ class NativeDecoder:
         depths_BM: Tensor | None,
         visible_BMM: Tensor | None,
         cached_B: Tensor,
-        keys_SCHD: list[Tensor],
-        values_SCHD: list[Tensor],
+        keys_NEHD: list[Tensor],
+        values_NEHD: list[Tensor],
+        tables_RJ: Tensor | None,
         slots_B: Tensor | None,
         counts_B: Tensor | None,
         taps: tuple[int, ...],
@@ -74,7 +76,7 @@ class NativeDecoder:
             tokens_BM.contiguous(),
             None if depths_BM is None else depths_BM.contiguous(),
             None if visible_BMM is None else visible_BMM.contiguous(),
-            cached_B.contiguous(), keys_SCHD, values_SCHD, slots_B, counts_B, taps,
+            cached_B.contiguous(), keys_NEHD, values_NEHD, tables_RJ, slots_B, counts_B, taps,
             None if columns is None else columns.contiguous(),
         )
         return logits_BMV, features_BMF

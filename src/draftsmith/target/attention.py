@@ -57,18 +57,18 @@ class TreePass:
     def store(self, layer: int, key_BHMD: Tensor, value_BHMD: Tensor) -> tuple[Tensor, Tensor]:
         """Write the keys and values of the nodes; return those of all entries looked at, both (B, H, S, D)."""
         sides = []
-        for storage_RCHD, new_BHMD in (
-            (self.cache.keys_RCHD[layer], key_BHMD), (self.cache.values_RCHD[layer], value_BHMD)
+        for storage_NEHD, new_BHMD in (
+            (self.cache.keys_NEHD[layer], key_BHMD), (self.cache.values_NEHD[layer], value_BHMD)
         ):
             new_KHD = new_BHMD.transpose(1, 2).flatten(0, 1)
             if self.sources_K is not None:
                 new_KHD = new_KHD.index_select(0, self.sources_K)
-            entries_EHD = storage_RCHD.flatten(0, 1)
-            entries_EHD.index_copy_(0, self.writes_K, new_KHD)
+            entries_KHD = storage_NEHD.flatten(0, 1)
+            entries_KHD.index_copy_(0, self.writes_K, new_KHD)
             if self.reads_BS is None:
-                held_BSHD = storage_RCHD[self.rows, : self.span]
+                held_BSHD = storage_NEHD[self.rows, : self.span]
             else:
-                held_BSHD = entries_EHD.index_select(0, self.reads_BS.flatten()).unflatten(0, self.reads_BS.shape)
+                held_BSHD = entries_KHD.index_select(0, self.reads_BS.flatten()).unflatten(0, self.reads_BS.shape)
             sides.append(held_BSHD.transpose(1, 2))
         return sides[0], sides[1]
 
@@ -186,7 +186,7 @@ def lay_out_pass(cache: KVCache, nodes: Nodes, max_length: int) -> TreePass:
     key_positions_BS = torch.where(inside_BS, positions_BM.gather(1, node_BS), columns_S)
     tree_BMS = visible_BMM.gather(2, node_BS.unsqueeze(1).expand(-1, count, -1))
     allowed_BMS = (columns_S < cached_B1).unsqueeze(1) | (tree_BMS & inside_BS.unsqueeze(1))
-    rows = neighbours(nodes.slots_B, batch)
+    rows = neighbours(nodes.slots_B, batch) if cache.tables_RJ is None else None
     reads_BS = None
     if rows is None:
         # What lies behind a row's last node is not looked for: the node itself stands for it, out of sight.

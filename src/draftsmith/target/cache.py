@@ -1,7 +1,10 @@
 """Keys and values of everything the target has read: one slot a row, and the draft behind the committed tokens.
 
-Shapes: L layers, R slots, C capacity of a slot in tokens, H key/value heads, D head width, B active rows, P path nodes,
-M nodes of a verification. A row keeps its slot as long as it runs; nothing moves when others leave.
+A row keeps its slot as long as it runs; nothing moves when others leave. A slot is one piece of memory, or a table of
+blocks of `BLOCK` entries that lie anywhere in the storage and may serve several slots, see `Blocks`.
+
+Shapes: N pieces of storage (slots, or blocks) of E entries each, R slots, J blocks of a slot, C capacity of a slot in
+tokens, H key/value heads, D head width, B active rows, P places or path nodes, K entries of all rows, F state width.
 
 Storage starts as zeros, because attention multiplies even what its mask hides, and NaN left in old memory would
 survive that. On a CPU the zeros come from the operating system, which backs only the pages that hold tokens.
@@ -14,6 +17,10 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
+BLOCK = 64
+"""Entries of a block. The native kernels know this number."""
+NO_BLOCK = -1
+"""Stands in a table where a slot has no block."""
 
 
 class KVCache:
@@ -23,6 +30,9 @@ class KVCache:
         shapes: (key heads, key width, value heads, value width) of every layer.
         slots: most rows at a time.
         capacity: most tokens a row, the nodes of a draft included.
+        blocks: how many blocks all slots share; `Blocks` says which slot has which. None gives every slot memory of its
+            own for its whole capacity.
+        features: width of the states that are kept beside keys and values, for drafters that read prompts; 0 for none.
     """
 
     def __init__(
@@ -32,31 +42,59 @@ class KVCache:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
+        blocks: int | None = None,
+        features: int = 0,
     ) -> None:
         self.slots, self.capacity = slots, capacity
+        size = (slots, capacity) if blocks is None else (blocks, BLOCK)
         # One tensor a layer and side: compiled code mutates each in place, which aliases of one tensor would prevent.
-        self.keys_RCHD = [_lazy_zeros((slots, capacity, h, d), dtype, device) for h, d, _, _ in shapes]
-        self.values_RCHD = [_lazy_zeros((slots, capacity, h, d), dtype, device) for _, _, h, d in shapes]
-        self.tensors = self.keys_RCHD + self.values_RCHD
-        """All storage, keys of every layer and then values."""
+        self.keys_NEHD = [_lazy_zeros((*size, h, d), dtype, device) for h, d, _, _ in shapes]
+        self.values_NEHD = [_lazy_zeros((*size, h, d), dtype, device) for _, _, h, d in shapes]
+        self.tensors = self.keys_NEHD + self.values_NEHD
+        """Keys of every layer and then values, (N, E, H, D) each."""
+        self.states_NEF = _lazy_zeros((*size, features), dtype, device) if features else None
+        """States of the entries; None where none are kept."""
         self.tables_RJ: Tensor | None = None
-        """For native operators: the blocks of every slot; None where a slot is one block."""
+        """The blocks of every slot, int32; None where every slot is one piece."""
+        if blocks is not None:
+            self.tables_RJ = torch.full((slots, -(-capacity // BLOCK)), NO_BLOCK, dtype=torch.int32, device=device)
 
     def entries(self, slots_B: Tensor | None, places_BP: Tensor) -> Tensor:
         """Return where places of rows lie in the storage, as numbers of entries (B, P).
 
         Args:
             slots_B: slot of every row; None for row b in slot b.
-            places_BP: numbers of tokens in their rows.
+            places_BP: numbers of tokens in their rows. Where the slot has no block for a place, the number is negative.
         """
+        if self.tables_RJ is not None:
+            tables_BJ = self.tables_RJ[: len(places_BP)] if slots_B is None else self.tables_RJ.index_select(0, slots_B)
+            return tables_BJ.gather(1, places_BP // BLOCK).long() * BLOCK + places_BP % BLOCK
         if slots_B is None:
-            slots_B = torch.arange(places_BP.shape[0], device=places_BP.device)
+            slots_B = torch.arange(len(places_BP), device=places_BP.device)
         return slots_B.unsqueeze(1) * self.capacity + places_BP
 
     def wipe(self, slot: int, begin: int, end: int) -> None:
-        """Zero the tokens from `begin` to `end` - 1 of a slot after NaN: masked attention would carry it on."""
-        for tensor_RCHD in self.tensors:
-            tensor_RCHD[slot, begin:end] = 0
+        """Zero the tokens from `begin` to `end` - 1 of a slot after NaN: masked attention would carry it on.
+
+        With blocks there is nothing to do: then no forward looks at entries that its row did not write.
+        """
+        if self.tables_RJ is None:
+            for tensor_NEHD in self.tensors:
+                tensor_NEHD[slot, begin:end] = 0
+
+    def store_states(self, slots_B: Tensor | None, places_BP: Tensor, states_BPF: Tensor) -> None:
+        """Keep states beside the keys and values of these places; see `entries`."""
+        assert self.states_NEF is not None, "the cache was made without room for states"
+        entries_K = self.entries(slots_B, places_BP).flatten()
+        self.states_NEF.flatten(0, 1).index_copy_(0, entries_K, states_BPF.flatten(0, 1).to(self.states_NEF.dtype))
+
+    def read_states(self, slot: int, begin: int, end: int) -> Tensor:
+        """Return a copy of the states of the places from `begin` to `end` - 1 of a slot (P, F)."""
+        assert self.states_NEF is not None, "the cache was made without room for states"
+        device = self.states_NEF.device
+        places_1P = torch.arange(begin, end, device=device).unsqueeze(0)
+        entries_1P = self.entries(torch.tensor([slot], device=device), places_1P)
+        return self.states_NEF.flatten(0, 1).index_select(0, entries_1P[0])
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -88,6 +126,6 @@ def keep_path(
     cached_B1 = cached_B.unsqueeze(1)
     targets_K = cache.entries(slots_B, cached_B1 + targets_BP).flatten()
     sources_K = cache.entries(slots_B, cached_B1 + path_BP).flatten()
-    for tensor_RCHD in cache.tensors:
-        entries_KHD = tensor_RCHD.flatten(0, 1)
+    for tensor_NEHD in cache.tensors:
+        entries_KHD = tensor_NEHD.flatten(0, 1)
         entries_KHD.index_copy_(0, targets_K, entries_KHD.index_select(0, sources_K))

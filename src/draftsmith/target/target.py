@@ -201,9 +201,9 @@ class Target:
             view._decoder = NativeDecoder(view.model, view.windows, self.max_length)
         return view
 
-    def new_cache(self, slots: int, capacity: int) -> KVCache:
-        """Allocate keys and values for `slots` rows of `capacity` tokens."""
-        return KVCache(self.kv_shapes, slots, capacity, self.dtype, self.device)
+    def new_cache(self, slots: int, capacity: int, blocks: int | None = None, features: int = 0) -> KVCache:
+        """Allocate keys and values for `slots` rows of `capacity` tokens; see `KVCache` for blocks and features."""
+        return KVCache(self.kv_shapes, slots, capacity, self.dtype, self.device, blocks, features)
 
     def encode(
         self,
@@ -296,8 +296,8 @@ class Target:
         """
         if self._decoder is not None:
             return self._decoder.forward(
-                nodes.tokens_BM, nodes.depths_BM, nodes.visible_BMM, nodes.cached_B, cache.keys_RCHD[: self.layers],
-                cache.values_RCHD[: self.layers], nodes.slots_B, nodes.counts_B, taps, keep_logits,
+                nodes.tokens_BM, nodes.depths_BM, nodes.visible_BMM, nodes.cached_B, cache.keys_NEHD[: self.layers],
+                cache.values_NEHD[: self.layers], cache.tables_RJ, nodes.slots_B, nodes.counts_B, taps, keep_logits,
             )
         tree_pass = lay_out_pass(cache, nodes, self.max_length)
         self._wanted = set(taps)
@@ -394,8 +394,8 @@ class Target:
         count = tokens_BM.shape[1]
         cache = self.new_cache(1, count)
         native_BMV, _ = decoder.forward(
-            tokens_BM, None, None, torch.zeros(1, dtype=torch.long), cache.keys_RCHD, cache.values_RCHD, None, None, (),
-            None,
+            tokens_BM, None, None, torch.zeros(1, dtype=torch.long), cache.keys_NEHD, cache.values_NEHD, None, None,
+            None, (), None,
         )
         centred_BMV = own_BMV.float() - own_BMV.float().mean(-1, keepdim=True)
         return ((native_BMV.float() - own_BMV.float()).norm() / centred_BMV.norm()).item()

@@ -96,17 +96,19 @@ class Decoder : public torch::CustomClassHolder {
   }
 
   // Reads the nodes (B, M) behind `cached` tokens of every row, and writes their keys and values there. Row b lies in
-  // slot slots[b] of the cache, or b without slots, and has counts[b] of the nodes, or all.
+  // slot slots[b] of the cache, or b without slots, and has counts[b] of the nodes, or all. With tables (slots, J), a slot is made
+  // of blocks of the cache, and block tables[slot, j] holds its j-th part.
   // Returns the logits (B, M or columns, V) and the tapped states (B, M, F · taps). Of nodes that a row does not have,
   // the logits are anything, and the states zero. Without depths and visible every row is a chain.
   std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& tokens, const std::optional<at::Tensor>& depths,
                                              const std::optional<at::Tensor>& visible, const at::Tensor& cached,
                                              const Tensors& keys, const Tensors& values,
+                                             const std::optional<at::Tensor>& tables,
                                              const std::optional<at::Tensor>& slots,
                                              const std::optional<at::Tensor>& counts, std::vector<int64_t> taps,
                                              const std::optional<at::Tensor>& columns) {
     const Pass pass =
-        checked_pass(shape_, tokens, depths, visible, cached, keys, values, slots, counts, taps, columns);
+        checked_pass(shape_, tokens, depths, visible, cached, keys, values, tables, slots, counts, taps, columns);
     const std::lock_guard<std::mutex> alone(busy_);
     const Shape& s = shape_;
     at::Tensor logits = at::empty({pass.batch, pass.kept, s.vocabulary}, norms_.back().options());
@@ -274,14 +276,14 @@ class Decoder : public torch::CustomClassHolder {
                    int64_t head, const Buffers& b) const {
     const Shape& s = shape_;
     const int64_t groups = s.heads / s.key_heads, at_keys = s.key_heads * s.head_width, r = pass.begins[row] + node;
-    const int64_t base = pass.slots[row] * pass.capacity * at_keys + head * s.head_width;
+    const int64_t base = pass.base(row) * at_keys + head * s.head_width;
     int64_t first[kMostQueries], last[kMostQueries];
     AttentionTask task{};
     task.nodes = std::min(task_nodes(), pass.count(row) - node), task.groups = groups;
     task.width = task.value_width = s.head_width, task.scale = static_cast<float>(s.scale);
     task.queries = b.query + (r * s.heads + head * groups) * s.head_width, task.query_stride = s.heads * s.head_width;
     task.keys = pass.keys[index] + base, task.values = pass.values[index] + base;
-    task.key_stride = task.value_stride = at_keys;
+    task.key_stride = task.value_stride = at_keys, task.blocks = pass.blocks(row);
     if (pass.chains[row]) {  // all of them see what the first of them sees
       task.shared = pass.cached[row] + node + 1, task.entries = pass.cached[row] + node + task.nodes;
     } else {

@@ -13,19 +13,22 @@ namespace draftsmith {
 
 using bf16 = uint16_t;           // the bits of a bfloat16
 constexpr int64_t kPanel = 16;   // output features that are computed together
+constexpr int64_t kBlockEntries = 64;  // of a cache whose rows lie in blocks
 constexpr int64_t kMostQueries = 64;  // of an attention task, for which keys and values are read once
 
 // The queries of some nodes of one row of the batch, over the keys of one key head. Query q belongs to node q / groups.
 //
 // What a node sees is told by places, in the order of a text: place p before `shared` is entry p of the row of the
-// cache, and the places from `shared` on are the entries of the node's own path.
+// cache, and the places from `shared` on are the entries of the node's own path. Where entries lie makes no difference to
+// what comes out: one behind the other, or in blocks that lie anywhere.
 struct AttentionTask {
   const bf16* queries;  // those of node n begin at queries + n * query_stride: (groups, width)
   int64_t query_stride;
   float scale;  // of the products
   int64_t nodes, groups, width, value_width;
-  const bf16* keys;  // entry e begins at keys + e * key_stride
+  const bf16* keys;  // entry e begins at keys + line(e) * key_stride
   const bf16* values;
+  const int32_t* blocks;  // entry e is entry e % kBlockEntries of block blocks[e / kBlockEntries]; null: e of all
   int64_t key_stride, value_stride;
   int64_t shared;
   const int64_t* first;  // node n sees the places first[n] … last[n] - 1, at least one
@@ -42,6 +45,12 @@ struct AttentionTask {
   int64_t entry(int64_t n, int64_t place) const {
     return place < shared || paths == nullptr ? place : paths[n * path_stride + place - shared];
   }
+  // Where an entry of the row lies in the storage.
+  int64_t line(int64_t e) const {
+    return blocks == nullptr ? e : blocks[e / kBlockEntries] * kBlockEntries + e % kBlockEntries;
+  }
+  const bf16* key(int64_t e) const { return keys + line(e) * key_stride; }
+  const bf16* value(int64_t e) const { return values + line(e) * value_stride; }
 };
 
 struct Kernels {

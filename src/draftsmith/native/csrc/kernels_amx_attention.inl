@@ -9,7 +9,8 @@ namespace {
 
 constexpr int64_t kSegment = 256;  // places whose values are packed at a time
 constexpr int64_t kFewQueries = 4;  // below which scores are moved one by one
-constexpr int64_t kFetched = 64;  // entries that are asked for together
+constexpr int64_t kFetched = 64;  // entries that are asked for together, and lie in one block
+static_assert(kFetched == kBlockEntries && kBlockEntries % kBlock == 0, "tiles are cut where blocks end");
 constexpr int64_t kStride = kSegment + 32;  // of rows of probabilities, so that they do not meet in one set of the cache
 
 inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
@@ -101,16 +102,16 @@ class Attention {
     }
     const int64_t entries = t.paths == nullptr ? end_ : t.entries;
     if (t.width % 2 == 0) {
-      for (int64_t e = low_; e < entries; e += kFetched) {
-        const int64_t next = least(e + kFetched, entries);
-        fetch(t.keys, t.key_stride, t.width, next, least(next + kFetched, entries));
-        gemm(t.keys + e * t.key_stride, t.key_stride, next - e, packed_queries_, pairs, groups, nullptr,
-             scores_ + (e - low_) * wide, wide);
+      for (int64_t e = low_, next = 0; e < entries; e = next) {
+        next = least((e / kFetched + 1) * kFetched, entries);
+        if (next < entries) fetch(t.key(next), t.key_stride, t.width, least(kFetched, entries - next));
+        gemm(t.key(e), t.key_stride, next - e, packed_queries_, pairs, groups, nullptr, scores_ + (e - low_) * wide,
+             wide);
       }
     } else {  // the last pair would reach beside the key
       keys_[t.width] = 0;
       for (int64_t e = low_; e < entries; ++e) {
-        __builtin_memcpy(keys_, t.keys + e * t.key_stride, static_cast<uint64_t>(bytes));
+        __builtin_memcpy(keys_, t.key(e), static_cast<uint64_t>(bytes));
         gemm(keys_, stride, 1, packed_queries_, pairs, groups, nullptr, scores_ + (e - low_) * wide, wide);
       }
     }
@@ -121,9 +122,9 @@ class Attention {
         row(q)[p] = scores_[(t.entry(t.node(query_ + q), p) - low_) * wide + q] * t.scale;
   }
 
-  // Asks for some entries: those of a head lie far apart, where the processor does not see them coming.
-  static void fetch(const bf16* from, int64_t stride, int64_t width, int64_t first, int64_t last) {
-    for (int64_t e = first; e < last; ++e)
+  // Asks for some entries of a block: those of a head lie far apart, where the processor does not see them coming.
+  static void fetch(const bf16* from, int64_t stride, int64_t width, int64_t count) {
+    for (int64_t e = 0; e < count; ++e)
       for (int64_t d = 0; d < width; d += kLineBytes / 2) __builtin_prefetch(from + e * stride + d, 0, 2);
   }
 
@@ -188,13 +189,14 @@ class Attention {
     const int64_t seen_from = alone ? first(query) : common_from_, seen_to = alone ? last(query) : common_to_;
     const int64_t end = alone ? last(query) : end_;
     for (int64_t k = 0; k < pairs; ++k) {
-      const int64_t soon = least(from + 2 * k + kFetched, least(end, t.shared));
-      if (2 * k % kBlock == 0) fetch(t.values, t.value_stride, t.value_width, soon, least(soon + kBlock, t.shared));
+      const int64_t soon = from + 2 * k + kFetched, far = least(end, t.shared);
+      if (2 * k % kBlock == 0 && soon < far)
+        fetch(t.value(soon), t.value_stride, t.value_width, least(kBlock, far - soon));
       const bf16* two[2];
       for (int64_t i = 0; i < 2; ++i) {
         const int64_t p = from + 2 * k + i;
         const bool seen = p >= seen_from && p < seen_to;
-        two[i] = p < end && (seen || !alone) ? t.values + t.entry(node, p) * t.value_stride : nothing_;
+        two[i] = p < end && (seen || !alone) ? t.value(t.entry(node, p)) : nothing_;
         if (!seen && !all_finite(two[i], t.value_width)) return mix_nodes(query, count, segment, from, to);
       }
       zip(two[0], two[1], values_ + k * 2 * kPanel, pairs * 2 * kPanel);

@@ -9,29 +9,51 @@ struct Stretch {
   int64_t query, queries, from, to;
 };
 
+// Finds the keys, or the values, that a node has at the places from … from + count - 1. What lies in one block follows
+// each other, so one look into the table is enough for it.
+inline void find(const AttentionTask& t, int64_t node, const bf16* sides, int64_t stride, int64_t from, int64_t count,
+                 const bf16** found) {
+  int64_t i = 0;
+  const int64_t even = t.paths == nullptr || from + count <= t.shared ? count : t.shared > from ? t.shared - from : 0;
+  while (i < even) {
+    int64_t end = even;
+    if (t.blocks != nullptr && (from + i) / kBlockEntries < (from + even - 1) / kBlockEntries)
+      end = ((from + i) / kBlockEntries + 1) * kBlockEntries - from;
+    for (const bf16* next = sides + t.line(from + i) * stride; i < end; ++i, next += stride) found[i] = next;
+  }
+  for (; i < count; ++i) found[i] = sides + t.line(t.entry(node, from + i)) * stride;
+}
+
 constexpr int64_t kKeys = 16;  // that all queries of a stretch meet before the next ones are read
 
 // scores[q * stride + p] = scale · query q · key at place p.
 [[maybe_unused]] void score_keys(const AttentionTask& t, const Stretch& s, float* scores, int64_t stride) {
   const int64_t node = t.node(s.query);
-  for (int64_t block = s.from; block < s.to; block += kKeys)
+  const bf16* keys[kKeys];
+  for (int64_t from = s.from; from < s.to; from += kKeys) {
+    const int64_t count = s.to - from < kKeys ? s.to - from : kKeys;
+    find(t, node, t.keys, t.key_stride, from, count, keys);
     for (int64_t q = s.query; q < s.query + s.queries; ++q)
-      for (int64_t p = block; p < block + kKeys && p < s.to; ++p)
-        scores[q * stride + p] = t.scale * dot(t.query(q), t.keys + t.entry(node, p) * t.key_stride, t.width);
+      for (int64_t i = 0; i < count; ++i)
+        scores[q * stride + from + i] = t.scale * dot(t.query(q), keys[i], t.width);
+  }
 }
 
 // out[q] += Σ scores[q * stride + p] · value at place p, one place after the other.
 [[maybe_unused]] void mix_values(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride) {
   const int64_t node = t.node(s.query);
-  for (int64_t block = s.from; block < s.to; block += kKeys)
+  const bf16* values[kKeys];
+  for (int64_t from = s.from; from < s.to; from += kKeys) {
+    const int64_t count = s.to - from < kKeys ? s.to - from : kKeys;
+    find(t, node, t.values, t.value_stride, from, count, values);
     for (int64_t q = s.query; q < s.query + s.queries; ++q) {
       float* out = t.out + q * t.value_width;
-      for (int64_t p = block; p < block + kKeys && p < s.to; ++p) {
-        const bf16* value = t.values + t.entry(node, p) * t.value_stride;
-        const float weight = scores[q * stride + p];
-        for (int64_t d = 0; d < t.value_width; ++d) out[d] += weight * widen(value[d]);
+      for (int64_t i = 0; i < count; ++i) {
+        const float weight = scores[q * stride + from + i];
+        for (int64_t d = 0; d < t.value_width; ++d) out[d] += weight * widen(values[i][d]);
       }
     }
+  }
 }
 
 // Turns the scores of one query into e^(score - highest), and returns one over their sum. The fifteen places behind the

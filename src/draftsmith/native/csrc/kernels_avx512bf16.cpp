@@ -108,7 +108,9 @@ void score_keys_by_pairs(const AttentionTask& t, const Stretch& s, float* scores
   const int64_t node = t.node(s.query);
   for (int64_t p = s.from; p < s.to; p += kKeys) {
     const bf16* keys[kKeys];
-    for (int64_t i = 0; i < kKeys; ++i) keys[i] = t.keys + t.entry(node, p + i < s.to ? p + i : s.to - 1) * t.key_stride;
+    const int64_t count = s.to - p < kKeys ? s.to - p : kKeys;
+    find(t, node, t.keys, t.key_stride, p, count, keys);
+    for (int64_t i = count; i < kKeys; ++i) keys[i] = keys[count - 1];
     const __mmask16 inside = static_cast<__mmask16>(s.to - p >= kKeys ? 0xffff : (1 << (s.to - p)) - 1);
     for (int64_t q = s.query; q < s.query + s.queries; ++q) {
       const bf16* query = t.query(q);
@@ -125,15 +127,15 @@ void score_keys_by_pairs(const AttentionTask& t, const Stretch& s, float* scores
 }
 
 // As `mix_values` for some of the queries and a stretch of columns: values are widened once for all of these queries.
+// `values` are those of the places of the stretch.
 template <int kQueries, int kLines>
-inline void mix(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride, int64_t query,
-                int64_t column) {
-  const int64_t node = t.node(s.query);
+inline void mix(const AttentionTask& t, const Stretch& s, const bf16* const* values, const float* scores, int64_t stride,
+                int64_t query, int64_t column) {
   __m512 sum[kQueries][kLines];
   for (int q = 0; q < kQueries; ++q)
     for (int l = 0; l < kLines; ++l) sum[q][l] = _mm512_loadu_ps(t.out + (query + q) * t.value_width + column + 16 * l);
   for (int64_t p = s.from; p < s.to; ++p) {
-    const bf16* value = t.values + t.entry(node, p) * t.value_stride + column;
+    const bf16* value = values[p - s.from] + column;
     __m512 wide[kLines];
     for (int l = 0; l < kLines; ++l)
       wide[l] = _mm512_castsi512_ps(_mm512_slli_epi32(
@@ -148,23 +150,28 @@ inline void mix(const AttentionTask& t, const Stretch& s, const float* scores, i
 }
 
 template <int kLines>
-inline void mix_columns(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride, int64_t column) {
+inline void mix_columns(const AttentionTask& t, const Stretch& s, const bf16* const* values, const float* scores,
+                        int64_t stride, int64_t column) {
   int64_t q = s.query;
   const int64_t end = s.query + s.queries;
-  for (; q + 4 <= end; q += 4) mix<4, kLines>(t, s, scores, stride, q, column);
-  if (end - q == 3) mix<3, kLines>(t, s, scores, stride, q, column);
-  if (end - q == 2) mix<2, kLines>(t, s, scores, stride, q, column);
-  if (end - q == 1) mix<1, kLines>(t, s, scores, stride, q, column);
+  for (; q + 4 <= end; q += 4) mix<4, kLines>(t, s, values, scores, stride, q, column);
+  if (end - q == 3) mix<3, kLines>(t, s, values, scores, stride, q, column);
+  if (end - q == 2) mix<2, kLines>(t, s, values, scores, stride, q, column);
+  if (end - q == 1) mix<1, kLines>(t, s, values, scores, stride, q, column);
 }
 
 void mix_values_by_lines(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride) {
   if (t.value_width % 16 != 0) return mix_values(t, s, scores, stride);
   constexpr int64_t kPlaces = 128;  // whose values stay in the nearest cache for all queries
-  for (int64_t from = s.from; from < s.to; from += kPlaces) {
-    const Stretch part{s.query, s.queries, from, from + kPlaces < s.to ? from + kPlaces : s.to};
+  const bf16* values[kPlaces];
+  for (int64_t from = s.from, to = 0; from < s.to; from = to) {
+    to = (from / kPlaces + 1) * kPlaces;
+    to = to < s.to ? to : s.to;
+    const Stretch part{s.query, s.queries, from, to};
+    find(t, t.node(s.query), t.values, t.value_stride, part.from, part.to - part.from, values);
     int64_t column = 0;
-    for (; column + 64 <= t.value_width; column += 64) mix_columns<4>(t, part, scores, stride, column);
-    for (; column < t.value_width; column += 16) mix_columns<1>(t, part, scores, stride, column);
+    for (; column + 64 <= t.value_width; column += 64) mix_columns<4>(t, part, values, scores, stride, column);
+    for (; column < t.value_width; column += 16) mix_columns<1>(t, part, values, scores, stride, column);
   }
 }
 

@@ -61,7 +61,8 @@ bool is_whole(const at::Tensor& tensor) {
 
 Pass checked_pass(const Shape& s, const at::Tensor& tokens, const std::optional<at::Tensor>& depths,
                   const std::optional<at::Tensor>& visible, const at::Tensor& cached, const Tensors& keys,
-                  const Tensors& values, const std::optional<at::Tensor>& slots,
+                  const Tensors& values, const std::optional<at::Tensor>& tables,
+                  const std::optional<at::Tensor>& slots,
                   const std::optional<at::Tensor>& counts, const std::vector<int64_t>& taps,
                   const std::optional<at::Tensor>& columns) {
   TORCH_CHECK(tokens.dim() == 2 && is_whole(tokens), "draftsmith: tokens have to be (B, M), int64 and contiguous");
@@ -81,12 +82,20 @@ Pass checked_pass(const Shape& s, const at::Tensor& tokens, const std::optional<
   const size_t layers = static_cast<size_t>(s.layers);
   TORCH_CHECK(keys.size() == layers && values.size() == layers && !keys.empty(),
               "draftsmith: the cache has another number of layers");
-  const int64_t slots_of_cache = keys[0].size(0);
-  pass.capacity = keys[0].size(1);
+  const int64_t blocks = keys[0].size(0), block = keys[0].size(1);
+  const int64_t slots_of_cache = tables.has_value() ? tables->size(0) : blocks;
+  pass.tables = nullptr, pass.across = 1;
+  if (tables.has_value()) {
+    TORCH_CHECK(tables->dim() == 2 && tables->is_cpu() && tables->scalar_type() == at::kInt && tables->is_contiguous() &&
+                    block == kBlockEntries,
+                "draftsmith: tables have to be int32 (slots, J), of blocks of ", kBlockEntries, " entries");
+    pass.tables = tables->const_data_ptr<int32_t>(), pass.across = tables->size(1);
+  }
+  pass.capacity = pass.across * block;
   for (const Tensors* side : {&keys, &values})
     for (const at::Tensor& t : *side)
       TORCH_CHECK(t.is_cpu() && t.scalar_type() == at::kBFloat16 && t.is_contiguous() &&
-                      t.sizes() == at::IntArrayRef({slots_of_cache, pass.capacity, s.key_heads, s.head_width}),
+                      t.sizes() == at::IntArrayRef({blocks, block, s.key_heads, s.head_width}),
                   "draftsmith: the cache has another shape");
   for (at::Tensor t : keys) pass.keys.push_back(mutable_bits(t));
   for (at::Tensor t : values) pass.values.push_back(mutable_bits(t));
@@ -103,6 +112,11 @@ Pass checked_pass(const Shape& s, const at::Tensor& tokens, const std::optional<
                       " nodes cannot exist");
     TORCH_CHECK_INDEX(held >= 0 && held + count <= pass.capacity, "draftsmith: ", held, " cached tokens and ", count,
                       " nodes do not fit a slot of ", pass.capacity);
+    for (int64_t j = 0; tables.has_value() && j * block < held + count; ++j) {
+      const int32_t number = pass.tables[slot * pass.across + j];
+      TORCH_CHECK_INDEX(number >= 0 && number < blocks, "draftsmith: slot ", slot, " has no block for place ", j * block,
+                        ", and ", held + count, " are needed");
+    }
     pass.slots[b] = slot, pass.cached[b] = held, pass.longest = std::max(pass.longest, held);
     for (int64_t m = 0; m < count; ++m) {
       const int64_t token = tokens.const_data_ptr<int64_t>()[b * pass.nodes + m];

@@ -16,10 +16,14 @@ struct Shape {
   double epsilon, scale, rotary_scale;
 };
 
+// Places of a row follow each other in its slot of the cache, or lie in blocks that a table names.
+//
 // B rows of up to M nodes each. Only nodes that exist are computed: r counts them through all rows.
 struct Pass {
   int64_t batch, nodes, kept, capacity, longest, max_length;
   std::vector<int64_t> slots;   // of every row, in the cache
+  const int32_t* tables;        // of the blocks of every slot, `across` each; null where a slot is in one piece
+  int64_t across;
   std::vector<int64_t> cached;  // tokens of every row before its first node
   std::vector<int64_t> begins;  // the first node of every row, and behind the last row the number of all nodes
   std::vector<int64_t> rows_of, numbers;  // of every node: its row, and its number there
@@ -40,7 +44,15 @@ struct Pass {
   // The same, past the end of the context too.
   int64_t place(int64_t r) const { return cached[rows_of[r]] + (depths.empty() ? numbers[r] : depths[r]); }
   // The entry of the cache that node r writes.
-  int64_t slot(int64_t r) const { return slots[rows_of[r]] * capacity + cached[rows_of[r]] + numbers[r]; }
+  int64_t slot(int64_t r) const {
+    const int64_t row = rows_of[r], place = cached[row] + numbers[r];
+    if (tables == nullptr) return slots[row] * capacity + place;
+    return blocks(row)[place / kBlockEntries] * kBlockEntries + place % kBlockEntries;
+  }
+  // The blocks of a row; null where its slot is in one piece.
+  const int32_t* blocks(int64_t row) const { return tables == nullptr ? nullptr : tables + slots[row] * across; }
+  // The first entry of what all entries of a row are counted from.
+  int64_t base(int64_t row) const { return tables == nullptr ? slots[row] * capacity : 0; }
   // The line of node r among the nodes of all rows that are M nodes long.
   int64_t line(int64_t r) const { return rows_of[r] * nodes + numbers[r]; }
 };
@@ -48,7 +60,8 @@ struct Pass {
 // Raises where the tensors are not what Decoder::forward says, or do not fit each other.
 Pass checked_pass(const Shape& shape, const at::Tensor& tokens, const std::optional<at::Tensor>& depths,
                   const std::optional<at::Tensor>& visible, const at::Tensor& cached, const Tensors& keys,
-                  const Tensors& values, const std::optional<at::Tensor>& slots,
+                  const Tensors& values, const std::optional<at::Tensor>& tables,
+                  const std::optional<at::Tensor>& slots,
                   const std::optional<at::Tensor>& counts, const std::vector<int64_t>& taps,
                   const std::optional<at::Tensor>& columns);
 

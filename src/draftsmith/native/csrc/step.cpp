@@ -16,7 +16,7 @@ constexpr int64_t kUnused = -2;
 
 // Where the places of rows lie in the tensors of a cache, each (blocks, entries of a block, H, D).
 struct Slots {
-  int64_t block = 0, across = 1, capacity = 0;
+  int64_t block = 0, blocks = 0, across = 1, capacity = 0;
   const int64_t* slots;
   const int32_t* tables;
 
@@ -24,9 +24,11 @@ struct Slots {
         const std::optional<at::Tensor>& tables_RJ)
       : slots(given.has_value() ? given->const_data_ptr<int64_t>() : nullptr),
         tables(tables_RJ.has_value() ? tables_RJ->const_data_ptr<int32_t>() : nullptr) {
-    TORCH_CHECK(tables == nullptr || (tables_RJ->dim() == 2 && tables_RJ->is_contiguous()),
-                "draftsmith: the tables of the cache have to be int32 (slots, J)");
-    if (tables != nullptr) across = tables_RJ->size(1);
+    if (tables != nullptr) {
+      TORCH_CHECK(tables_RJ->dim() == 2 && tables_RJ->is_contiguous(),
+                  "draftsmith: the tables of the cache have to be int32 (slots, J)");
+      across = tables_RJ->size(1);
+    }
     for (const at::Tensor& t : cache) {
       TORCH_CHECK(t.dim() == 4 && t.is_contiguous() && t.sizes().slice(0, 2) == cache[0].sizes().slice(0, 2),
                   "draftsmith: the cache has another shape");
@@ -34,19 +36,18 @@ struct Slots {
     }
     capacity = across * block;
     if (cache.empty()) return;
-    const int64_t blocks = cache[0].size(0), held = tables == nullptr ? blocks : tables_RJ->size(0);
-    for (int64_t b = 0; b < batch; ++b) {
+    blocks = cache[0].size(0);
+    const int64_t held = tables == nullptr ? blocks : tables_RJ->size(0);
+    for (int64_t b = 0; b < batch; ++b)
       TORCH_CHECK(slot(b) >= 0 && slot(b) < held, "draftsmith: the cache has another shape");
-      for (int64_t j = 0; tables != nullptr && j < across; ++j)
-        TORCH_CHECK_INDEX(tables[slot(b) * across + j] >= 0 && tables[slot(b) * across + j] < blocks,
-                          "draftsmith: there is no block ", tables[slot(b) * across + j]);
-    }
   }
 
   int64_t slot(int64_t row) const { return slots == nullptr ? row : slots[row]; }
   int64_t entry(int64_t row, int64_t place) const {
     const int64_t part = slot(row) * across + place / block;
-    return (tables == nullptr ? part : tables[part]) * block + place % block;
+    const int64_t number = tables == nullptr ? part : tables[part];
+    TORCH_CHECK_INDEX(number >= 0 && number < blocks, "draftsmith: slot ", slot(row), " has no block for place ", place);
+    return number * block + place % block;
   }
 };
 
