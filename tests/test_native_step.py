@@ -21,7 +21,8 @@ from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.engine.step import Layout, commit_greedy, commit_greedy_natively
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.plan import Plan
-from draftsmith.target import KVCache, Target
+from draftsmith.target import Blocks, KVCache, Target
+from draftsmith.target.cache import BLOCK
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
 from draftsmith.verify import tree_tables
 from test_tree import random_parents
@@ -33,6 +34,7 @@ if not LIBRARY:
 ops = torch.ops.draftsmith
 
 CAPACITY = 80
+KV_SHAPES = [(2, 6, 1, 5), (2, 6, 1, 3)]
 
 
 def context_for(batch: int, width: int, features: int, seed: int, vocabulary: int = VOCABULARY) -> Context:
@@ -118,7 +120,7 @@ def layout_of(context: Context, draft: Draft) -> Layout:
 def new_cache(slots: int, seed: int) -> KVCache:
     """Draw keys and values of two layers, of different widths; nothing in them repeats."""
     generator = torch.Generator().manual_seed(seed)
-    cache = KVCache([(2, 6, 1, 5), (2, 6, 1, 3)], slots, CAPACITY, torch.bfloat16, torch.device("cpu"))
+    cache = KVCache(KV_SHAPES, slots, CAPACITY, torch.bfloat16, torch.device("cpu"))
     for tensor in cache.tensors:
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache
@@ -194,6 +196,53 @@ def test_a_wide_vocabulary_has_one_highest_score_wherever_it_stands():
         logits_BMV[torch.arange(11), 0, places.clamp(min=places[-2])] = high  # one more of the same further on
         accepted_B = assert_commits_alike(logits_BMV, torch.zeros((11, 2, 3)).bfloat16(), draft, context, 0)
         assert accepted_B.tolist() == ([1] * 11 if low != high else [1] + [0] * 10)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("batch", "nodes", "depth"), TREES[2:])
+def test_a_row_commits_what_its_own_nodes_say(blocks: bool, batch: int, nodes: int, depth: int):
+    """Rows of fewer nodes, in slots and blocks of any order, commit what each commits alone, in one piece."""
+    fewer = 0
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        logits_BMV = torch.randint(-2, 3, (batch, nodes + 1, 3), generator=generator).bfloat16()
+        features_BMF = torch.randn((batch, nodes + 1, 5), generator=generator).bfloat16()
+        draft, context = random_draft(batch, nodes, depth, 3, seed), context_for(batch, 4, 5, seed)
+        tokens_BM = layout_of(context, draft).tokens_BM
+        counts_B = torch.randint(1, nodes + 2, (batch,), generator=generator)
+        slots_B = torch.randperm(batch + 2, generator=generator)[:batch]
+        memory = new_cache(batch + 2, seed)
+        if blocks:
+            memory = KVCache(KV_SHAPES, batch + 2, CAPACITY, torch.bfloat16, torch.device("cpu"), 2 * batch + 4)
+            owner = Blocks(memory)
+            for length in (BLOCK, CAPACITY):
+                for slot in range(batch + 2):
+                    owner.reserve(slot, length)
+        places_BP = torch.arange(CAPACITY).expand(batch, -1)
+        entries_BP = memory.entries(slots_B, places_BP)
+        drawn = [
+            torch.randn((batch, CAPACITY, *tensor.shape[2:]), generator=generator).bfloat16()
+            for tensor in memory.tensors
+        ]
+        for tensor, one in zip(memory.tensors, drawn, strict=True):
+            tensor.flatten(0, 1)[entries_BP] = one
+        found = ops.commit_greedy(
+            memory.tensors, logits_BMV, features_BMF, tokens_BM, draft.parents_BN, context.lengths_B, depth, slots_B,
+            counts_B, memory.tables_RJ,
+        )
+        for b, count in enumerate(counts_B.tolist()):
+            fewer += count <= nodes
+            own = [one[b : b + 1].clone() for one in drawn]
+            row = slice(b, b + 1)
+            alone = ops.commit_greedy(
+                own, logits_BMV[row, :count], features_BMF[row, :count], tokens_BM[row, :count].contiguous(),
+                draft.parents_BN[row, : count - 1], context.lengths_B[row], depth,
+            )
+            for mine, theirs in zip(found, alone, strict=True):
+                assert torch.equal(mine[row], theirs)
+            for tensor, one in zip(memory.tensors, own, strict=True):
+                assert torch.equal(tensor.flatten(0, 1)[entries_BP[b]], one[0])
+    assert fewer
 
 
 def test_a_chain_lies_where_it_stays():
