@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.engine.layout import Layout
 from draftsmith.engine.rows import Rows
 from draftsmith.engine.step import Stepper
 from draftsmith.evaluation.drawing import MakeStepper
@@ -31,24 +32,21 @@ class BrokenRule(Stepper):
         super().__init__(*parts)  # type: ignore[arg-type]
         self.rule = rule
 
-    def choose(
-        self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, plan: Plan
-    ) -> Acceptance:
+    def choose(self, rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
+        draft = layout.draft
         if draft.q_BMV is None or not draft.is_chain or rows.sampling.needs_shaping:
-            return super().choose(rows, logits_BMV, draft, visible_BMM, plan)
+            return super().choose(rows, context, logits_BMV, layout)
         p_BMV = probabilities(logits_BMV, rows.sampling)
-        return self.rule(p_BMV, draft, rows.context.seeds_B, rows.context.lengths_B)
+        return self.rule(p_BMV, draft, context.seeds_B, context.lengths_B)
 
 
 class ForgetsPenalties(Stepper):
     """Lets the penalties of a node count no drafted token."""
 
-    def choose(
-        self, rows: Rows, logits_BMV: Tensor, draft: Draft, visible_BMM: Tensor, plan: Plan
-    ) -> Acceptance:
-        root_alone_BMM = visible_BMM.clone()
+    def choose(self, rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
+        root_alone_BMM = layout.visible_BMM.clone()
         root_alone_BMM[:, :, 1:] = False
-        return super().choose(rows, logits_BMV, draft, root_alone_BMM, plan)
+        return super().choose(rows, context, logits_BMV, replace(layout, visible_BMM=root_alone_BMM))
 
 
 class BrokenDraft(TableDrafter):

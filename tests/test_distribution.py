@@ -178,7 +178,7 @@ def test_without_rules_the_logits_pass_untouched() -> None:
 def test_committed_tokens_count_up_to_each_rows_length() -> None:
     history = History.of([[1, 2, 99], []], [[3], []], 5, "cpu")
     history.commit(torch.tensor([[3, 4, 1], [0, 2, 2]]), torch.tensor([2, 3]))
-    assert history.prompt_seen_BV.int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]
-    assert history.output_counts_BV.tolist() == [[0, 0, 0, 2, 1], [1, 0, 2, 0, 0]]
+    assert history.prompt_seen_RV.int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]
+    assert history.output_counts_RV.tolist() == [[0, 0, 0, 2, 1], [1, 0, 2, 0, 0]]
     history.commit(torch.tensor([[7, -1], [4, 9]]), torch.tensor([0, 1]))
-    assert history.output_counts_BV.tolist() == [[0, 0, 0, 2, 1], [1, 0, 2, 0, 1]]
+    assert history.output_counts_RV.tolist() == [[0, 0, 0, 2, 1], [1, 0, 2, 0, 1]]

@@ -61,11 +61,10 @@ def test_memory_that_was_never_written_cannot_matter(uninitialised_is_nan: None)
     assert tokens_of(engine.generate(questions, SamplingParams(max_tokens=12))) == answers
 
 
-def test_a_prompt_read_in_pieces_gives_the_same_text(monkeypatch: pytest.MonkeyPatch):
+def test_a_prompt_read_in_pieces_gives_the_same_text():
     questions = prompts(4)
     answers = [greedy_reference(tiny_model("mistral"), question, 12) for question in questions]
-    monkeypatch.setattr("draftsmith.engine.step.PREFILL_TOKENS", 5)
-    engine = Engine(tiny_target("mistral"), oracle_for(tiny_model("mistral"), questions), plan=TREE)
+    engine = Engine(tiny_target("mistral"), oracle_for(tiny_model("mistral"), questions), plan=TREE, piece_tokens=5)
     assert tokens_of(engine.generate(questions, SamplingParams(max_tokens=12))) == answers
 
 

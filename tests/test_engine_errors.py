@@ -52,14 +52,20 @@ def test_a_batch_of_none_is_refused():
         Engine(tiny_target(), max_batch=0)
 
 
-def test_an_engine_that_is_streaming_refuses_a_second_call():
-    engine = Engine(tiny_target())
-    stream = engine.stream(prompts(2), SamplingParams(max_tokens=9))
-    next(stream)
-    with pytest.raises(DraftsmithError, match="stream"):
-        engine.generate(prompts(1), ONE)
-    assert sum(len(chunk.tokens) for chunk in stream) == 17
-    assert len(engine.generate(prompts(1), ONE)[0].tokens) == 2
+def test_a_call_while_another_streams_changes_neither():
+    engine = Engine(tiny_target(), max_batch=2)
+    params = SamplingParams(max_tokens=9)
+    expected = [completion.tokens for completion in engine.generate(prompts(3), params)]
+    stream = engine.stream(prompts(2), params)
+    streamed: list[list[int]] = [[], []]
+    for _ in range(3):
+        chunk = next(stream)
+        streamed[chunk.index] += chunk.tokens
+    assert engine.generate(prompts(3)[2:], params)[0].tokens == expected[2]
+    for chunk in stream:
+        streamed[chunk.index] += chunk.tokens
+    assert streamed == expected[:2]
+    assert not engine.core.has_work
 
 
 @pytest.mark.parametrize(

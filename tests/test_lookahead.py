@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from contract import check_draft
-from draftsmith.drafters.lookahead import LookaheadDrafter, LookaheadOptions
+from draftsmith.drafters.lookahead import LookaheadDrafter, LookaheadOptions, LookaheadRow
 from draftsmith.engine import Engine
-from draftsmith.plan import Plan
 from draftsmith.target import Target
 from draftsmith.types import ROOT, Context, Draft, SamplingParams
 from lookup_toy import context_of, counting_model, trees
@@ -56,12 +55,12 @@ class Auditor(LookaheadDrafter):
         super().__init__(LookaheadOptions(window=2, length=3, guesses=2))
         self.texts = {row: question[:1] for row, question in enumerate(questions)}
 
-    def propose(self, context: Context, plan: Plan) -> Draft:
+    def _read(self, context: Context) -> list[LookaheadRow | None]:
         for row, count, tokens in zip(
             context.rows_B.tolist(), context.counts_B.tolist(), context.tokens_BT.tolist(), strict=True
         ):
             self.texts[row] += tokens[:count]
-        return super().propose(context, plan)
+        return super()._read(context)
 
     def observe(self, context: Context, draft: Draft, choice_BM: torch.Tensor) -> None:
         model = tiny_model("gpt2")

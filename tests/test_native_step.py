@@ -18,7 +18,8 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.drafters.trainable import RowwiseDrafter
-from draftsmith.engine.step import Layout, commit_greedy, commit_greedy_natively
+from draftsmith.engine.commit import commit_greedily_natively, commit_greedy
+from draftsmith.engine.layout import Layout
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.plan import Plan
 from draftsmith.target import Blocks, KVCache, Target
@@ -131,7 +132,7 @@ def assert_commits_alike(logits_BMV: Tensor, features_BMF: Tensor, draft: Draft,
     layout = layout_of(context, draft)
     theirs, ours = new_cache(len(context.counts_B) + 1, seed), new_cache(len(context.counts_B) + 1, seed)
     expected, table_BX, path_BD = commit_greedy(theirs, logits_BMV, features_BMF, layout, context)
-    found, own_table_BX, own_path_BD = commit_greedy_natively(ours, logits_BMV, features_BMF, layout, context)
+    found, own_table_BX, own_path_BD = commit_greedily_natively(ours, logits_BMV, features_BMF, layout, context)
     assert torch.equal(found.counts_B, expected.counts_B)
     assert torch.equal(found.lengths_B, expected.lengths_B)
     assert torch.equal(own_table_BX[:, :2], table_BX[:, :2])
@@ -178,7 +179,7 @@ def test_the_same_is_committed_where_scores_are_not_finite():
             logits_BMV[torch.rand(logits_BMV.shape, generator=generator) < 0.04] = value
         draft, context = random_draft(4, 8, 3, 3, seed), context_for(4, 4, 2, seed)
         assert_commits_alike(logits_BMV, torch.randn((4, 9, 2)).bfloat16(), draft, context, seed)
-        table_BX = commit_greedy_natively(
+        table_BX = commit_greedily_natively(
             new_cache(4, 0), logits_BMV, torch.zeros((4, 9, 2)).bfloat16(), layout_of(context, draft), context
         )[1]
         flagged |= set((table_BX[:, 1] == -1).tolist())

@@ -87,6 +87,17 @@ class Context:
             self.slots_B,
         )
 
+    def part(self, begin: int, end: int) -> "Context":
+        """Return the rows `begin` to `end` - 1."""
+        if begin == 0 and end == len(self.rows_B):
+            return self
+        return Context(
+            self.tokens_BT[begin:end], self.features_BTF[begin:end], self.counts_B[begin:end],
+            self.lengths_B[begin:end], self.rows_B[begin:end], self.temperature_B[begin:end], self.seeds_B[begin:end],
+            None if self.first_B is None else self.first_B[begin:end],
+            None if self.slots_B is None else self.slots_B[begin:end],
+        )
+
     def root(self) -> tuple[Tensor, Tensor]:
         """Return the root's token (B) and the state that predicted it (B, F)."""
         last_B1 = (self.counts_B - 1).unsqueeze(1)

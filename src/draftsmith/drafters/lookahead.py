@@ -124,7 +124,7 @@ class LookaheadDrafter(HostDrafter[LookaheadRow]):
     def __init__(self, options: LookaheadOptions) -> None:
         super().__init__()
         self.options = options
-        self._observed: tuple[Tensor, Tensor] | None = None
+        self._observed: list[tuple[Tensor, Tensor]] = []
 
     def default_plan(self) -> Plan:
         options = self.options
@@ -135,19 +135,18 @@ class LookaheadDrafter(HostDrafter[LookaheadRow]):
         return Plan((options.guesses + 2,) * depth, nodes=options.guesses * height + window)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
-        self._observed = None
+        self._observed = []
 
     def new_row(self) -> LookaheadRow:
         return LookaheadRow(self.options)
 
     def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
         # Read with the next context, when the device has finished anyway.
-        self._observed = context.rows_B, choice_BM
+        self._observed.append((context.rows_B, choice_BM))
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        if self._observed is not None:
-            rows_B, choice_BM = self._observed
-            self._observed = None
+        observed, self._observed = self._observed, []
+        for rows_B, choice_BM in observed:
             for number, choices in zip(rows_B.tolist(), choice_BM.tolist(), strict=True):
                 if number in self._rows:
                     self._rows[number].advance(choices)

@@ -154,6 +154,8 @@ class DraftModel(ModelDrafter):
         self._cache: KVCache | None = None
         self._limit = 0
         self._texts: dict[int, RowText] = {}
+        # Of rows, the guesses that the cache holds behind their texts.
+        self._guesses: dict[int, list[int]] = {}
         self._too_long: set[int] = set()
         self._order: list[int] = []
 
@@ -172,12 +174,13 @@ class DraftModel(ModelDrafter):
         if self._cache is None or (self._cache.slots, self._cache.capacity) != sizes:
             self._cache = self.model.new_cache(*sizes)
         self._reader = PathReader(self.model, self._cache)
-        self._texts, self._too_long, self._order, self._ahead_BD = {}, set(), [], None
+        self._texts, self._guesses, self._too_long, self._order, self._ahead_BD = {}, {}, set(), [], None
 
     def reset_rows(self, rows: list[int]) -> None:
         """Forget rows that ended."""
         for row in rows:
             self._texts.pop(row, None)
+            self._guesses.pop(row, None)
             self._too_long.discard(row)
 
     def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:
@@ -185,7 +188,7 @@ class DraftModel(ModelDrafter):
         first_B = context.first_B
         head_BX = [context.rows_B, context.counts_B, *([] if first_B is None else [first_B])]
         table = torch.cat([torch.stack(head_BX, dim=1), context.tokens_BT], dim=1).tolist()  # one transfer
-        in_cache = self._in_cache()
+        self._note_guesses()
         self._order = [entry[0] for entry in table]
         held, fresh = [], []
         for row, count, *tokens in table:
@@ -196,6 +199,7 @@ class DraftModel(ModelDrafter):
                 if row not in self._texts:
                     self._texts[row] = self.new_text()
                     new = firsts + new
+                there = self._texts[row].tokens + self._guesses.pop(row, [])
                 stay = self._texts[row].extend(new)
                 if len(self._texts[row].tokens) > self._limit:
                     self._too_long.add(row)
@@ -205,7 +209,6 @@ class DraftModel(ModelDrafter):
                 continue
             text = self._texts[row].tokens
             # The root is read even if it is there, for the logits after it.
-            there = in_cache.get(row, [])
             stay = min(stay, len(there), len(text) - 1)
             same = stay + shared_prefix(there[stay:], text[stay:-1])
             held.append(same)
@@ -215,14 +218,19 @@ class DraftModel(ModelDrafter):
     def _readable(self, tokens: list[int]) -> list[int]:
         return [min(token, self.model.vocab_size - 1) for token in tokens]
 
-    def _in_cache(self) -> dict[int, list[int]]:
-        """Return of every row the tokens whose keys and values lie in the cache, text and accepted or idle guesses."""
-        ahead = self._ahead_BD.tolist() if self._ahead_BD is not None else [[]] * len(self._order)
-        return {
-            row: self._texts[row].tokens + guesses
-            for row, guesses in zip(self._order, ahead, strict=True)
-            if row in self._texts and row not in self._too_long
-        }
+    def _note_guesses(self) -> None:
+        """Write down which guesses of the last draft lie in the cache behind the texts of its rows."""
+        if self._ahead_BD is not None:
+            for row, guesses in zip(self._order, self._ahead_BD.tolist(), strict=True):
+                if row in self._texts and row not in self._too_long:
+                    self._guesses[row] = guesses
+            self._ahead_BD = None
+
+    def follow(self, context: Context) -> None:
+        """Read what was committed, and guess nothing."""
+        assert self._reader is not None, "a drafter is attached to a cache before it drafts"
+        held, fresh = self.take_in(context)
+        self._reader.read(held, fresh, context.slots_B)
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a tree of any shape; rows longer than the model's context get only unused nodes."""

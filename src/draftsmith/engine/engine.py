@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,17 +12,13 @@ from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine.admission import Prompt, admit
 from draftsmith.engine.clock import Clock
-from draftsmith.engine.compiled import Compiler
+from draftsmith.engine.core import LARGEST_PIECE, PIECE_TOKENS, EngineCore, Limits, Progress
+from draftsmith.engine.policy import Fixed, OffAbove, Policy
 from draftsmith.engine.request import Request
-from draftsmith.engine.reread import reread
-from draftsmith.engine.rows import Rows, join, leave
-from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
-from draftsmith.types import CompileLevel, Completion, Context, DraftsmithError, SamplingParams, TokenLogprob, unbroken
+from draftsmith.types import CompileLevel, Completion, DraftsmithError, SamplingParams, unbroken
 
-DRAFT_ROOM = 256
-PREFILL_TOKENS = 8192
 GPU_LENGTH = 4096
 
 
@@ -39,15 +35,23 @@ class Chunk:
 class Engine:
     """Decodes with a drafter, or plainly; the text is the target's own either way, unless a plan asks for less.
 
+    Calls may overlap: while one streams, another may start, and every step serves both.
+
     Args:
         target: the model.
-        drafter: what guesses ahead; None is plain decoding.
+        drafter: what guesses ahead, or several by name for a policy to choose from; None is plain decoding.
         plan: shape of the drafts; None takes the drafter's own.
+        policy: chooses the draft of every row before every step, in the place of `plan` and `draft_rows`.
         max_batch: most rows at a time; further prompts wait.
         max_length: most tokens a row, prompt and output; None takes the target's context, on a GPU at most 4,096 of
             it, because there the cache is memory from the start.
+        max_tokens_in_flight: most tokens that the texts of all rows may come to together, which bounds the memory of
+            keys and values; further prompts wait. None allows every row its `max_length`.
         draft_rows: most rows at a time with which it still drafts; a busier engine decodes plainly, because then the
             hardware has no idle arithmetic to check guesses with. None always drafts.
+        piece_tokens: most tokens of prompts that a step reads, and so what a running row waits for at most; None takes
+            512, and 2,048 while no row decodes.
+        share_prefixes: read and store once what prompts have in common, also with those of earlier calls.
         compile: "off", "trace" or "full", see `Compiler`; `prepare` pays and tells the cost beforehand. Where
             target and drafter are native there is nothing to compile, and every level is "off".
     """
@@ -55,33 +59,48 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Mapping[str, Drafter] | None = None,
         *,
         plan: Plan | None = None,
+        policy: Policy | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
+        max_tokens_in_flight: int | None = None,
         draft_rows: int | None = None,
+        piece_tokens: int | None = None,
+        share_prefixes: bool = True,
         compile: CompileLevel = "off",
     ) -> None:
         if max_batch < 1:
             raise DraftsmithError(f"max_batch is {max_batch}; use at least 1.")
-        self.target = target
-        self.drafter = drafter if drafter is not None else NoDrafter()
-        self.plan = plan if plan is not None else self.drafter.default_plan()
-        if draft_rows is not None and draft_rows < 0:
-            raise DraftsmithError(f"draft_rows is {draft_rows}; use 0 (never draft) or a positive number.")
-        self.max_batch = max_batch
-        self.draft_rows = draft_rows
         if max_length is not None and max_length < 2:
             raise DraftsmithError(f"max_length is {max_length}; a prompt and its continuation need at least 2.")
+        if max_tokens_in_flight is not None and max_tokens_in_flight < 2:
+            raise DraftsmithError(
+                f"max_tokens_in_flight is {max_tokens_in_flight}; a prompt and its continuation need at least 2."
+            )
+        if policy is not None and (plan is not None or draft_rows is not None):
+            raise DraftsmithError("a policy chooses every draft; leave out plan and draft_rows, or the policy.")
+        self.target = target
+        drafters = drafter if isinstance(drafter, Mapping) else {"drafter": drafter or NoDrafter()}
+        if not drafters:
+            raise DraftsmithError("the mapping of drafters is empty; name at least one, or give none.")
+        self.drafter = next(iter(drafters.values()))
+        self.plan = plan if plan is not None else self.drafter.default_plan()
+        if policy is None:
+            policy = Fixed(self.plan) if draft_rows is None else OffAbove(self.plan, draft_rows)
+        self.max_batch = max_batch
         roomy = target.max_length if target.device.type == "cpu" else min(target.max_length, GPU_LENGTH)
         self.max_length = roomy if max_length is None else min(max_length, target.max_length)
-        self.is_native = target.is_native and self.drafter.is_native
-        self._compiler = Compiler(compile, target.device, self.is_native)
-        self._slots = self._compiler.slots(max_batch)
-        self._cache = target.new_cache(self._slots, self.max_length + DRAFT_ROOM)
-        self._stepper = Stepper(target, self.drafter, self._cache, self._compiler)
-        self._running = False
+        in_flight = max_batch * self.max_length if max_tokens_in_flight is None else max_tokens_in_flight
+        if piece_tokens is not None and piece_tokens < 1:
+            raise DraftsmithError(f"piece_tokens is {piece_tokens}; use at least 1.")
+        beside, alone = (PIECE_TOKENS, LARGEST_PIECE) if piece_tokens is None else (piece_tokens, piece_tokens)
+        limits = Limits(max_batch, self.max_length, in_flight, beside, alone, share_prefixes)
+        self.core = EngineCore(target, drafters, policy, limits, compile)
+        """What decodes; adding to it and stepping it by hand is a face of the engine like the others."""
+        self.is_native = self.core.is_native
+        self._inboxes: dict[int, deque[list[Progress]]] = {}
 
     @classmethod
     def from_pretrained(
@@ -95,6 +114,7 @@ class Engine:
         plan: Plan | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
+        max_tokens_in_flight: int | None = None,
         draft_rows: int | None = None,
         compile: CompileLevel = "off",
     ) -> "Engine":
@@ -106,8 +126,8 @@ class Engine:
         loaded = Target.from_pretrained(target, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         guesser = load_drafter(drafter, loaded) if drafter is not None else None
         return cls(
-            loaded, guesser, plan=plan, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows,
-            compile=compile,
+            loaded, guesser, plan=plan, max_batch=max_batch, max_length=max_length,
+            max_tokens_in_flight=max_tokens_in_flight, draft_rows=draft_rows, compile=compile,
         )
 
     def generate(
@@ -132,10 +152,10 @@ class Engine:
             DraftsmithError: for no prompts, an empty prompt, token ids the target does not have, or a prompt that
                 does not fit the context together with its `max_tokens`.
         """
-        requests = admit(prompts, params, self.target, self.max_length)
-        for committed in self._run(requests, plan):
+        requests = self.admit_call(prompts, params, plan)
+        for committed in self._run(requests):
             if on_progress is not None:
-                on_progress(sum(len(tokens) for _, tokens in committed))
+                on_progress(sum(len(progress.tokens) for progress in committed))
         return [request.completion() for request in requests]
 
     def stream(
@@ -148,11 +168,12 @@ class Engine:
 
         A row without finite logits ends as in `generate`.
         """
-        requests = admit(prompts, params, self.target, self.max_length)
-        for committed in self._run(requests, plan):
-            for request, tokens in committed:
-                done = request.completion() if request.finish_reason is not None else None
-                yield Chunk(request.index, tokens, request.text.take(), done)
+        requests = self.admit_call(prompts, params, plan)
+        for committed in self._run(requests):
+            for progress in committed:
+                request = progress.request
+                done = request.completion() if progress.finished else None
+                yield Chunk(request.index, progress.tokens, request.text.take(), done)
 
     def prepare(self, batch: int = 1, plan: Plan | None = None) -> float:
         """Run a few tokens so that everything of this batch size and plan is compiled; return the seconds it took."""
@@ -172,154 +193,69 @@ class Engine:
 
     def at_level(self, compile: CompileLevel) -> "Engine":
         """Return an engine of the same parts and sizes at another level of compilation."""
-        return Engine(
-            self.target, self.drafter, plan=self.plan, max_batch=self.max_batch, max_length=self.max_length,
-            draft_rows=self.draft_rows, compile=compile,
+        limits = self.core.limits
+        engine = Engine(
+            self.target, self.core.drafters, policy=self.core.policy, max_batch=limits.max_batch,
+            max_length=limits.max_length, max_tokens_in_flight=limits.max_tokens, piece_tokens=limits.piece,
+            share_prefixes=limits.share, compile=compile,
         )
+        engine.plan = self.plan
+        return engine
 
     @property
     def compiled(self) -> CompileLevel:
         """The level of compilation in force."""
-        return self._compiler.level
+        return self.core.compiler.level
 
-    @torch.no_grad()
-    def _run(self, requests: list[Request], plan: Plan | None) -> Iterator[list[tuple[Request, list[int]]]]:
-        """Decode to the end, yielding what every round committed; frees all rows however it ends."""
-        chosen = plan if plan is not None else self.plan
-        if chosen.max_nodes >= DRAFT_ROOM:
-            raise DraftsmithError(
-                f"the plan drafts {chosen.max_nodes} nodes, but there is room for {DRAFT_ROOM - 1}; "
-                "give it fewer children, or keep fewer paths or nodes."
-            )
-        if self._running:
-            raise DraftsmithError("this engine is still streaming; finish or close that stream before the next call.")
-        self._running = True
-        for request in requests:
-            request.statistics.lossless = chosen.lossless or request.params.temperature == 0
-        self.drafter.attach(self._cache, chosen)
-        waiting = deque(requests)
-        rows: Rows | None = None
-        clock = Clock(self.target.device)
-        try:
-            while waiting or rows is not None:
-                running = rows.count if rows else 0
-                if waiting and running < self.max_batch:
-                    group = self._next_group(waiting, self.max_batch - running)
-                    clock.start("prefill")
-                    arrivals, result = self._stepper.prefill(group, chosen.depth + 1, self._free(rows)[: len(group)])
-                    yield self._commit(arrivals, result, clock)
-                    bucket = self._compiler.bucket((rows.count if rows else 0) + arrivals.count, self._slots)
-                    rows = join(
-                        rows, arrivals, self.target.vocab_size, self.target.device, bucket, self._cache.slots
-                    )
-                else:
-                    assert rows is not None
-                    busy = self.draft_rows is not None and rows.count > self.draft_rows
-                    if busy and chosen.depth:
-                        self.drafter.follow(rows.context)
-                    before = rows.context
-                    result = self._stepper.step(rows, NO_DRAFT if busy else chosen, clock)
-                    yield self._commit(rows, result, clock, before)
-                rows = self._dismiss(rows)
-        finally:
-            self._running = False
-            self.drafter.reset_rows([request.index for request in requests])
-
-    def _free(self, rows: Rows | None) -> list[int]:
-        """Return the slots that no request has."""
-        taken = _slots_of(rows)[: rows.count] if rows else []
-        return [slot for slot in range(self._cache.slots) if slot not in taken]
-
-    def _next_group(self, waiting: deque[Request], most: int) -> list[Request]:
-        """Take the next prompts that fit the free slots and, padded to the longest, a bounded amount of work."""
-        group = [waiting.popleft()]
-        longest = len(group[0].prompt)
-        while waiting and len(group) < most:
-            longest = max(longest, len(waiting[0].prompt))
-            if longest * (len(group) + 1) > PREFILL_TOKENS:
-                break
-            group.append(waiting.popleft())
-        return group
-
-    def _commit(
-        self, rows: Rows, result: StepResult, clock: Clock, before: Context | None = None
-    ) -> list[tuple[Request, list[int]]]:
-        """Hand the tokens of a round to their requests, with their share of the time.
+    def admit_call(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        plan: Plan | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> list[Request]:
+        """Check a whole call before anything of it runs; return its requests, which the core can take in.
 
         Args:
-            before: the context that a step began with; None after a prefill.
+            priority: the larger, the sooner their turn comes.
+            timeout: seconds after which they end with what they have; None for none.
         """
-        table = result.table_BX.tolist()  # the one transfer from the device in a step
-        seconds = clock.stop()
-        begun = time.perf_counter()
-        committed: list[tuple[Request, list[int]]] = []
-        for b, request in enumerate(rows.requests):
-            count, drafted, *tokens = table[b]
-            raw_TV = None if result.raw_logits_BTV is None else result.raw_logits_BTV[b]
-            if drafted == NOT_FINITE and before is not None and result.depth:
-                (count, drafted, *tokens), raw_TV = reread(self._stepper, rows, before, b, DRAFT_ROOM)
-            if drafted == NOT_FINITE:
-                request.fail(
-                    f"{self.target.name} gave no finite logits after {request.length} tokens of row {request.index}; "
-                    "its weights are damaged or its dtype is too narrow, so try fp32."
-                )
-                committed.append((request, []))
-                continue
-            taken = request.commit(tokens[:count])
-            statistics = request.statistics
-            if before is not None:
-                accepted = taken - 1
-                statistics.steps += 1
-                statistics.drafted += drafted
-                statistics.accepted += accepted
-                by_depth = statistics.accepted_by_depth
-                by_depth.extend([0] * (result.depth - len(by_depth)))
-                for d in range(accepted):
-                    by_depth[d] += 1
-                request.accepted_lengths.append(accepted)
-            if raw_TV is not None and request.params.logprobs is not None:
-                request.logprobs += _logprobs(raw_TV[:taken], tokens, request.params.logprobs)
-            committed.append((request, tokens[:taken]))
-        for b in range(rows.count, len(table)):
-            if table[b][1] == NOT_FINITE:  # padding wanders over the vocabulary too, and its slot will be a row's
-                self._cache.wipe(_slots_of(rows)[b], 0, DRAFT_ROOM)
-        seconds["rest" if before is not None else "prefill"] += time.perf_counter() - begun
-        for request in rows.requests:
-            statistics = request.statistics
-            statistics.prefill_s += seconds.get("prefill", 0.0) / rows.count
-            statistics.target_s += seconds.get("target", 0.0) / rows.count
-            statistics.drafter_s += seconds.get("drafter", 0.0) / rows.count
-            statistics.rest_s += seconds.get("rest", 0.0) / rows.count
-        return committed
+        if timeout is not None and not timeout > 0:
+            raise DraftsmithError(f"timeout is {timeout}; give seconds above 0, or leave it out.")
+        requests = admit(prompts, params, self.target, self.max_length)
+        for request in requests:
+            request.plan, request.priority = plan, priority
+            request.deadline = None if timeout is None else time.monotonic() + timeout
+            self.core.check(request)
+        return requests
 
-    def _dismiss(self, rows: Rows) -> Rows | None:
-        """Free the rows whose requests ended."""
-        ended = [b for b, request in enumerate(rows.requests) if request.finish_reason is not None]
-        if not ended:
-            return rows
-        order = [b for b in range(rows.count) if b not in ended]
-        for b in ended:
-            if rows.requests[b].error is not None:
-                # No forward writes further into a row: prompts are padded to the longest.
-                self._cache.wipe(_slots_of(rows)[b], 0, rows.longest + DRAFT_ROOM)
-        self.drafter.reset_rows([rows.requests[b].index for b in ended])
-        if not order:
-            return None
-        bucket = self._compiler.bucket(len(order), self._slots)
-        return leave(rows, order, self.target.vocab_size, self.target.device, bucket, self._cache.slots)
+    def _run(self, requests: list[Request]) -> Iterator[list[Progress]]:
+        """Step until these requests have ended, yielding what every step brought them; frees them however it ends."""
+        core, inbox = self.core, deque[list[Progress]]()
+        try:
+            for request in requests:
+                self._inboxes[core.add(request)] = inbox
+            left = len(requests)
+            while left:
+                if not inbox:
+                    self._step()
+                while inbox:
+                    committed = inbox.popleft()
+                    left -= sum(progress.finished for progress in committed)
+                    yield committed
+        finally:
+            for request in requests:
+                self._inboxes.pop(request.id, None)
+                core.abort(request.id)
 
-
-def _slots_of(rows: Rows) -> list[int]:
-    assert rows.context.slots_B is not None
-    slots: list[int] = rows.context.slots_B.tolist()
-    return slots
-
-
-def _logprobs(logits_TV: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
-    logprobs_TV = torch.log_softmax(logits_TV.float() if logits_TV.dtype != torch.float64 else logits_TV, dim=-1)
-    results = []
-    for t in range(logprobs_TV.shape[0]):
-        best = logprobs_TV[t].topk(top)
-        alternatives = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        results.append(TokenLogprob(tokens[t], logprobs_TV[t, tokens[t]].item(), alternatives))
-    return results
+    def _step(self) -> None:
+        """Advance everybody, and put what it brought into the inboxes of the calls."""
+        inboxes = self._inboxes
+        arrived: dict[int, tuple[deque[list[Progress]], list[Progress]]] = {}
+        for progress in self.core.step():
+            inbox = inboxes.get(progress.request.id)
+            if inbox is not None:
+                arrived.setdefault(id(inbox), (inbox, []))[1].append(progress)
+        for inbox, committed in arrived.values():
+            inbox.append(committed)

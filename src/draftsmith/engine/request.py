@@ -4,13 +4,28 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.text import TextStream
+from draftsmith.plan import Plan
 from draftsmith.types import Completion, SamplingParams, Statistics, TokenLogprob
+
+NO_SLOT = -1
 
 
 @dataclass
 class Request:
-    """The state of one continuation; `index` is its place in the caller's order."""
+    """The state of one continuation.
+
+    Args:
+        index: its place in the caller's order, for messages.
+        plan: the shape of its drafts; None leaves it to the engine's policy.
+        priority: the larger, the sooner its turn comes.
+        deadline: the time of `time.monotonic` at which it ends with what it has; None never.
+        id: unique for the life of the core that decodes it; drafters with a memory know the row by it.
+        slot: where the cache keeps its keys and values, for as long as it runs.
+        read: tokens of the prompt whose keys and values the cache holds.
+        shared: of these, how many were there from another request.
+    """
 
     index: int
     prompt: list[int]
@@ -18,12 +33,27 @@ class Request:
     seed: int
     end_tokens: frozenset[int]
     text: TextStream
+    plan: Plan | None = None
+    priority: int = 0
+    deadline: float | None = None
+    id: int = -1
+    slot: int = NO_SLOT
+    read: int = 0
+    shared: int = 0
     tokens: list[int] = field(default_factory=list)
-    accepted_lengths: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
     finish_reason: str | None = None
     error: str | None = None
+    deepest: int = 0
+    """The most guesses that any step could have accepted."""
+    began: dict[str, float] = field(default_factory=dict)
+    """A row's share of all seconds of the core when this one began to decode."""
+    history: RowHistory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.history = RowHistory(self.params.temperature > 0, len(self.prompt))
+        self.statistics.prompt_tokens = len(self.prompt)
 
     @classmethod
     def make(
@@ -37,46 +67,69 @@ class Request:
     ) -> "Request":
         """Start a request; the end tokens are the target's own unless ignored, and the caller's."""
         ends = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
-        request = cls(index, prompt, params, seed, ends, TextStream(tokenizer, params.stop))
-        request.statistics.prompt_tokens = len(prompt)
-        return request
+        return cls(index, prompt, params, seed, ends, TextStream(tokenizer, params.stop))
 
     @property
     def length(self) -> int:
         """All committed tokens, prompt and root included."""
         return len(self.prompt) + len(self.tokens)
 
+    @property
+    def never_drafts(self) -> bool:
+        """Whether no step of it will ever draft, so that drafters need not know it."""
+        return self.plan is not None and self.plan.depth == 0
+
     def commit(self, tokens: list[int]) -> int:
         """Append tokens up to the first that ends the request; return how many were taken."""
+        room = self.params.max_tokens - len(self.tokens)
+        if len(tokens) < room and not self.text.watches and self.end_tokens.isdisjoint(tokens):
+            self.tokens += tokens
+            self.text.extend(tokens)
+            return len(tokens)
         for taken, token in enumerate(tokens, start=1):
             self.tokens.append(token)
             stopped = self.text.push(token)
             if stopped or token in self.end_tokens:
-                self.finish_reason = "stop"
-            elif len(self.tokens) == self.params.max_tokens:
-                self.finish_reason = "length"
+                self.finish("stop")
+            elif taken == room:
+                self.finish("length")
             if self.finish_reason is not None:
-                self.text.finish()
-                self.statistics.new_tokens += taken
                 return taken
-        self.statistics.new_tokens += len(tokens)
         return len(tokens)
 
-    def fail(self, error: str) -> None:
-        """End the request with a sentence that says why; what was committed before stands."""
-        self.finish_reason, self.error = "error", error
+    def record(self, taken: int, drafted: int, depth: int) -> None:
+        """Note a step: the tokens it committed, the guesses it verified, and the most it could have accepted."""
+        self.history.accepted.append(taken - 1)
+        self.history.drafted.append(drafted)
+        if depth > self.deepest:
+            self.deepest = depth
+
+    def finish(self, reason: str) -> None:
+        """End the request; what was committed before stands."""
+        self.finish_reason = reason
         self.text.finish()
+
+    def fail(self, error: str) -> None:
+        """End the request with a sentence that says why."""
+        self.error = error
+        self.finish("error")
 
     def completion(self) -> Completion:
         """Return the finished result."""
         assert self.finish_reason is not None
+        accepted = self.history.accepted
+        statistics = self.statistics
+        statistics.new_tokens = len(self.tokens)
+        statistics.steps, statistics.accepted = len(accepted), sum(accepted)
+        statistics.drafted = sum(self.history.drafted)
+        statistics.accepted_by_depth = [sum(1 for count in accepted if count > d) for d in range(self.deepest)]
         return Completion(
             prompt_tokens=self.prompt,
             tokens=self.tokens,
             text=self.text.text,
             finish_reason=self.finish_reason,
-            statistics=self.statistics,
-            accepted_lengths=self.accepted_lengths,
+            statistics=statistics,
+            accepted_lengths=accepted,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             error=self.error,
         )

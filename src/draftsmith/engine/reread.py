@@ -8,18 +8,22 @@ Shapes: B rows, T context tokens, F feature width, V vocabulary.
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from draftsmith.engine.rows import Rows, leave
-from draftsmith.engine.step import Layout, Stepper, commit, empty_draft
+from draftsmith.engine.commit import commit
+from draftsmith.engine.layout import Layout, empty_draft
+from draftsmith.engine.policy import Choice
+from draftsmith.engine.rows import Penalties, Rows, make_rows, pick
+from draftsmith.engine.step import Stepper
 from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Nodes
 from draftsmith.types import Context
-from draftsmith.verify import tree_tables
+from draftsmith.verify import accept_greedy, tree_tables
 
 
-def reread(stepper: Stepper, rows: Rows, before: Context, row: int, room: int) -> tuple[list[int], Tensor]:
+def reread(
+    stepper: Stepper, rows: Rows, before: Context, row: int, penalties: Penalties, room: int
+) -> tuple[list[int], Tensor]:
     """Take back what a step did to one row, and let it go on by one token of the target's own.
 
     Args:
@@ -31,19 +35,22 @@ def reread(stepper: Stepper, rows: Rows, before: Context, row: int, room: int) -
         the row's line of the table of `StepResult`, which says `NOT_FINITE` if no guess was to blame, and the
         target's logits (1, V).
     """
-    target, cache = stepper.target, stepper.cache
-    one = leave(replace(rows, context=before), [row], target.vocab_size, target.device, 1, cache.slots)
-    context, length = one.context, rows.requests[row].length
-    assert context.slots_B is not None
-    cache.wipe(int(context.slots_B), length - 1, length - 1 + room)
+    target, cache, request = stepper.target, stepper.cache, rows.requests[row]
+    penalties.restore(request)
+    context = pick(before, [row])
+    one = make_rows([request], context, Choice(NO_DRAFT), target.vocab_size, penalties)
+    cache.wipe(request.slot, request.length - 1, request.length - 1 + room)
     draft = empty_draft(context)
     visible_BMM, depths_BM = tree_tables(draft.parents_BN, 0)
     root_B1 = context.root()[0].unsqueeze(1)
-    columns_S = torch.arange(length, device=target.device)
-    nodes = Nodes(root_B1, context.lengths_B - 1, context.slots_B, columns_S=columns_S)
-    logits_BMV, features_BMF = target.forward(cache, nodes, stepper.drafter.taps)
-    acceptance = stepper.choose(one, logits_BMV, draft, visible_BMM, NO_DRAFT)
+    logits_BMV, features_BMF = target.forward(
+        cache, Nodes(root_B1, context.lengths_B - 1, context.slots_B, depths_BM, visible_BMM), stepper.taps
+    )
     layout = Layout(draft, root_B1, depths_BM, visible_BMM)
+    if one.simple:
+        acceptance = accept_greedy(logits_BMV.argmax(dim=-1), draft)
+    else:
+        acceptance = stepper.choose(one, context, logits_BMV, layout)
     after, table_BX, _ = commit(cache, acceptance, logits_BMV, features_BMF, layout, context)
     rows.context = replace(
         rows.context,
@@ -52,9 +59,8 @@ def reread(stepper: Stepper, rows: Rows, before: Context, row: int, room: int) -
         counts_B=spliced(rows.context.counts_B, row, after.counts_B),
         lengths_B=spliced(rows.context.lengths_B, row, after.lengths_B),
     )
-    if rows.history is not None and one.history is not None:
+    if one.history is not None:
         one.history.commit(after.tokens_BT, after.counts_B)
-        rows.history.output_counts_BV[row] = one.history.output_counts_BV[0]
     line: list[int] = table_BX[0].tolist()
     return line, logits_BMV[0]
 

@@ -1,17 +1,24 @@
-"""The tensors of the rows that are decoding together, one index a row, in the order of the cache's slots.
+"""The tensors of rows that draft alike: one index a row, in any order of their slots.
+
+Within a group, rows that are greedy and ask for nothing else come first, so that they stay on the shortest way whatever
+the others ask for.
 
 Shapes: B rows (padded to a bucket in compiled mode), T context tokens, F feature width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from draftsmith.engine.policy import Choice
 from draftsmith.engine.request import Request
-from draftsmith.types import Context
+from draftsmith.types import Context, SamplingParams
 from draftsmith.verify import History, SamplingBatch
+
+# What stands in the rows of padding.
+FILL = {"counts_B": 1, "lengths_B": 1, "rows_B": -1}
 
 
 @dataclass
@@ -19,10 +26,18 @@ class Rows:
     """Running requests and their device-side state. Row b of every tensor belongs to `requests[b]`.
 
     Tensors may have more rows than there are requests: compiled code sees few batch sizes, and the rest is padding.
+
+    Args:
+        context: of all rows.
+        choice: what they draft.
+        simple: how many of them, from the first on, are greedy without any change of their logits.
+        sampling, history: of the others, and of padding where there are others; history is None where no penalty is.
     """
 
     requests: list[Request]
     context: Context
+    choice: Choice
+    simple: int
     sampling: SamplingBatch
     history: History | None
 
@@ -32,86 +47,135 @@ class Rows:
         return len(self.requests)
 
     @property
+    def size(self) -> int:
+        """Rows of the tensors."""
+        return len(self.context.rows_B)
+
+    @property
+    def simple_rows(self) -> int:
+        """Rows of the tensors that are simple; padding goes with the others, if there are any."""
+        return self.size if self.simple == self.count else self.simple
+
+    @property
+    def never_drafts(self) -> bool:
+        """Whether no step of these rows will ever draft."""
+        return self.requests[0].never_drafts
+
+    @property
     def longest(self) -> int:
         """Most committed tokens of any row."""
         return max(request.length for request in self.requests)
 
-    def logprobs_wanted(self) -> int | None:
-        """The most alternatives that any row asks log-probabilities for, or None."""
-        wanted = [r.params.logprobs for r in self.requests if r.params.logprobs is not None]
-        return max(wanted) if wanted else None
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether any row asks for log-probabilities."""
+        return any(request.params.logprobs is not None for request in self.requests)
 
 
-def join(
-    rows: "Rows | None", arrivals: Rows, vocab_size: int, device: torch.device, bucket: int, slots: int
-) -> Rows:
-    """Put newly prefilled rows behind the running ones, padded to `bucket` rows."""
-    parts = [arrivals] if rows is None or rows.count == 0 else [rows, arrivals]
-    requests = [r for part in parts for r in part.requests]
-    keep = [(part, list(range(part.count))) for part in parts]
-    return _assemble(requests, keep, vocab_size, device, bucket, slots)
-
-
-def leave(
-    rows: Rows, order: Sequence[int], vocab_size: int, device: torch.device, bucket: int, slots: int
-) -> Rows:
-    """Keep only the rows in `order` (indices into the running ones), padded to `bucket` rows."""
-    requests = [rows.requests[b] for b in order]
-    return _assemble(requests, [(rows, list(order))], vocab_size, device, bucket, slots)
-
-
-def _assemble(
-    requests: list[Request],
-    parts: list[tuple[Rows, list[int]]],
-    vocab_size: int,
-    device: torch.device,
-    bucket: int,
-    slots: int,
-) -> Rows:
-    width = max(part.context.tokens_BT.shape[1] for part, _ in parts)
-    padding = bucket - len(requests)
-
-    def gather(name: str, fill: float) -> Tensor:
-        pieces = []
-        for part, order in parts:
-            tensor: Tensor = getattr(part.context, name)
-            piece = tensor[torch.tensor(order, device=device, dtype=torch.long)]
-            if piece.ndim > 1 and piece.shape[1] < width:
-                pad = piece.new_zeros((piece.shape[0], width - piece.shape[1], *piece.shape[2:]))
-                piece = torch.cat([piece, pad], dim=1)
-            pieces.append(piece)
-        if padding:
-            pieces.append(pieces[0].new_full((padding, *pieces[0].shape[1:]), fill))
-        return torch.cat(pieces)
-
-    context = Context(
-        tokens_BT=gather("tokens_BT", 0),
-        features_BTF=gather("features_BTF", 0.0),
-        counts_B=gather("counts_B", 1),
-        lengths_B=gather("lengths_B", 1),
-        rows_B=gather("rows_B", -1),
-        temperature_B=gather("temperature_B", 0.0),
-        seeds_B=gather("seeds_B", 0),
-        first_B=gather("first_B", 0),
-        slots_B=_slots(parts, padding, slots),
+def is_simple(params: SamplingParams) -> bool:
+    """Whether a request takes the likeliest token as the target has it."""
+    return (
+        params.temperature == 0 and not params.logit_bias and params.repetition_penalty == 1
+        and params.presence_penalty == 0 and params.frequency_penalty == 0
     )
-    params = [r.params for r in requests]
-    sampling = SamplingBatch.build([*params, *params[:1] * padding], vocab_size, device)
-    history = History.of(
-        [r.prompt for r in requests] + [[]] * padding,
-        [r.tokens for r in requests] + [[]] * padding,
-        vocab_size,
-        device,
-    ) if sampling.needs_history else None
-    return Rows(requests, context, sampling, history)
 
 
-def _slots(parts: list[tuple[Rows, list[int]]], padding: int, slots: int) -> Tensor:
-    """Keep the slots of the rows, and give padding free ones."""
-    kept: list[int] = []
-    for part, order in parts:
-        held = part.context.slots_B
-        assert held is not None
-        kept += [held.tolist()[b] for b in order]
-    free = [slot for slot in range(slots) if slot not in kept]
-    return torch.tensor(kept + free[:padding], device=parts[0][0].context.tokens_BT.device)
+def gather(
+    parts: Sequence[tuple[Context, list[int]]], width: int, bucket: int, spare_slots: Sequence[int]
+) -> Context:
+    """Put rows of several contexts, by their indices, into one.
+
+    Args:
+        width: T, at least; a group keeps it, so that compiled code sees one shape.
+        bucket: rows, padding included.
+        spare_slots: slots for the rows of padding.
+    """
+    count = sum(len(order) for _, order in parts)
+    picked = [pick(part, order) for part, order in parts]
+    if bucket > count:
+        picked.append(padding_like(picked[0], list(spare_slots[: bucket - count])))
+    return join_contexts(picked, width)
+
+
+def pick(context: Context, order: list[int]) -> Context:
+    """Return the rows of a context in this order."""
+    if order == list(range(len(context.rows_B))):
+        return context
+    index_B = torch.tensor(order, device=context.rows_B.device, dtype=torch.long)
+    return Context(**{name: tensor[index_B] for name, tensor in tensors_of(context).items()})
+
+
+def padding_like(context: Context, slots: list[int]) -> Context:
+    """Return rows of padding in these slots, as wide as those of a context."""
+    rows = {
+        name: tensor.new_full((len(slots), *tensor.shape[1:]), FILL.get(name, 0))
+        for name, tensor in tensors_of(context).items()
+    }
+    return Context(**rows | {"slots_B": torch.tensor(slots, device=context.rows_B.device)})
+
+
+def join_contexts(contexts: Sequence[Context], width: int = 0) -> Context:
+    """Put contexts behind each other, row after row; narrower ones get zeros behind their tokens, up to `width` too."""
+    width = max(width, *(context.tokens_BT.shape[1] for context in contexts))
+    if len(contexts) == 1 and contexts[0].tokens_BT.shape[1] == width:
+        return contexts[0]
+    several = [tensors_of(context) for context in contexts]
+    return Context(**{name: torch.cat([widened(each[name], width) for each in several]) for name in several[0]})
+
+
+def widened(tensor: Tensor, width: int) -> Tensor:
+    """Add zeros behind the tokens of a tensor (B, T, …) up to a width; a tensor (B) stays as it is."""
+    if tensor.ndim == 1 or tensor.shape[1] == width:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros((len(tensor), width - tensor.shape[1], *tensor.shape[2:]))], dim=1)
+
+
+def tensors_of(context: Context) -> dict[str, Tensor]:
+    """Return the fields of a context, all of which the engine fills."""
+    return {field.name: getattr(context, field.name) for field in fields(Context)}
+
+
+class Penalties:
+    """What penalties remember of every slot; made when somebody first needs it, and changed for the newcomer alone."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self._slots, self._vocab_size, self._device = slots, vocab_size, device
+        self._whole: History | None = None
+        self._known: dict[int, int] = {}
+
+    def of(self, requests: Sequence[Request], slots_B: Tensor) -> History:
+        """Return the history of these rows, entering those that are new (and padding, by its slot)."""
+        if self._whole is None:
+            self._whole = History.empty(self._slots, self._vocab_size, self._device)
+        for request in requests:
+            if self._known.get(request.slot) != request.id:
+                self._whole.enter(request.slot, request.prompt, request.tokens)
+                self._known[request.slot] = request.id
+        return self._whole.at(slots_B)
+
+    def restore(self, request: Request) -> None:
+        """Let a row have read and written what its request has, whatever a step that was taken back counted."""
+        if self._whole is not None:
+            self._whole.enter(request.slot, request.prompt, request.tokens)
+
+
+def make_rows(
+    requests: list[Request], context: Context, choice: Choice, vocab_size: int, penalties: Penalties
+) -> Rows:
+    """Make a group of requests that come in order, the simple ones first."""
+    device = context.tokens_BT.device
+    slots_B = slots_of(context)
+    simple = next((b for b, request in enumerate(requests) if not is_simple(request.params)), len(requests))
+    others = requests[simple:]
+    params = [request.params for request in others]
+    if others:
+        params += params[:1] * (len(context.rows_B) - len(requests))
+    sampling = SamplingBatch.build(params, vocab_size, device)
+    history = penalties.of(others, slots_B[simple:]) if sampling.needs_history else None
+    return Rows(requests, context, choice, simple, sampling, history)
+
+
+def slots_of(context: Context) -> Tensor:
+    """Return the slots of a context's rows, which the engine always gives (B)."""
+    assert context.slots_B is not None
+    return context.slots_B

@@ -32,6 +32,16 @@ class TextStream:
         self.stopped = False
         self._shown = 0
 
+    @property
+    def watches(self) -> bool:
+        """Whether it looks for stop strings, and so wants tokens one by one."""
+        return bool(self._stop) and self._tokenizer is not None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens at once; for streams that watch for nothing."""
+        if self._tokenizer is not None:
+            self._tokens += tokens
+
     def push(self, token: int) -> bool:
         """Append a token; return whether a stop string is now complete (the text is cut before it)."""
         if self._tokenizer is None:

@@ -5,7 +5,7 @@ step itself on so short texts; prefill, drafting, the target's forward over its 
 paths are the engine's. Rows that are done leave at once, as in the engine. Shapes: B rows, L tokens, S cached tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,16 +13,23 @@ import torch
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.admission import SEED_STRIDE
 from draftsmith.engine.clock import Clock
+from draftsmith.engine.commit import NOT_FINITE
 from draftsmith.engine.compiled import Compiler
+from draftsmith.engine.core import lists_of
+from draftsmith.engine.policy import Choice
+from draftsmith.engine.prefill import PromptReader
 from draftsmith.engine.request import Request
-from draftsmith.engine.rows import Rows, join, leave
-from draftsmith.engine.step import NOT_FINITE, Stepper, StepResult
+from draftsmith.engine.rows import Penalties, Rows, make_rows, pick
+from draftsmith.engine.scheduler import Piece
+from draftsmith.engine.step import Stepper
 from draftsmith.engine.text import TextStream
 from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
-MakeStepper = Callable[[Target, Drafter, KVCache, Compiler], Stepper]
+MakeStepper = Callable[[Target, Mapping[str, Drafter], KVCache, Compiler], Stepper]
+PROMPT_TOKENS = 8192
+"""Tokens of prompts, of all rows together, that are read in one forward."""
 
 
 @dataclass
@@ -66,46 +73,63 @@ def draw(
     capacity = len(prompt) + params.max_tokens + 2 * room
     cache = target.new_cache(batch, capacity)
     compiler = Compiler("off", target.device, target.is_native and drafter.is_native)
-    stepper = make_stepper(target, drafter, cache, compiler)
+    stepper = make_stepper(target, {"drafter": drafter}, cache, compiler)
+    penalties = Penalties(batch, target.vocab_size, target.device)
+    reader = PromptReader(stepper, penalties)
     draws = Draws()
     silent = TextStream(None, ())
     for first in range(0, count, batch):
         requests = [
-            Request(row, list(prompt), params, (seed * 1_000_003 + number * SEED_STRIDE) % 2**63, frozenset(), silent)
-            for row, number in enumerate(range(first, min(first + batch, count)))
+            Request(
+                slot, list(prompt), params, (seed * 1_000_003 + number * SEED_STRIDE) % 2**63, frozenset(), silent,
+                id=number, slot=slot,
+            )
+            for slot, number in enumerate(range(first, min(first + batch, count)))
         ]
         drafter.attach(cache, plan)
         try:
-            _decode(stepper, target, requests, plan, draws)
+            _decode(stepper, reader, penalties, requests, plan, draws)
         finally:
-            drafter.reset_rows(list(range(len(requests))))
+            drafter.reset_rows([request.id for request in requests])
         draws.texts += [request.tokens for request in requests]
         if on_progress is not None:
             on_progress(len(requests))
     return draws
 
 
-def _decode(stepper: Stepper, target: Target, requests: list[Request], plan: Plan, draws: Draws) -> None:
-    clock = Clock(target.device)
-    arrivals, result = stepper.prefill(requests, plan.depth + 1, list(range(len(requests))))
-    _commit(arrivals, result, target)
-    rows = join(None, arrivals, target.vocab_size, target.device, len(requests), stepper.cache.slots)
-    while True:
-        going = [b for b, request in enumerate(rows.requests) if request.finish_reason is None]
-        if not going:
-            return
-        if len(going) < rows.count:
-            rows = leave(rows, going, target.vocab_size, target.device, len(going), stepper.cache.slots)
-        result = stepper.step(rows, plan, clock)
+def _decode(
+    stepper: Stepper, reader: PromptReader, penalties: Penalties, requests: list[Request], plan: Plan, draws: Draws
+) -> None:
+    clock, target, length = Clock(stepper.target.device), stepper.target, len(requests[0].prompt)
+    step = max(1, PROMPT_TOKENS // len(requests))
+    for begin in range(0, length, step):
+        found = reader.read([Piece(request, begin, min(begin + step, length)) for request in requests])
+    (first,) = found
+    _commit(first.rows, first.table_BX.tolist(), target)
+    rows = _remaining(first.rows, Choice(plan), target, penalties)
+    while rows is not None:
+        (result,) = stepper.step([rows], clock)
         clock.stop()
         draws.steps += rows.count
-        draws.accepted += _commit(rows, result, target) - rows.count
+        draws.accepted += _commit(rows, lists_of([result])[0], target) - rows.count
+        rows = _remaining(rows, Choice(plan), target, penalties)
 
 
-def _commit(rows: Rows, result: StepResult, target: Target) -> int:
-    """Hand the tokens of a round to their requests; return how many were taken."""
+def _remaining(rows: Rows, choice: Choice, target: Target, penalties: Penalties) -> Rows | None:
+    """Return the rows that go on, None for none; where they lie in the cache they stay."""
+    going = [b for b, request in enumerate(rows.requests) if request.finish_reason is None]
+    if not going:
+        return None
+    if len(going) == rows.count and rows.choice == choice:
+        return rows
+    requests = [rows.requests[b] for b in going]
+    return make_rows(requests, pick(rows.context, going), choice, target.vocab_size, penalties)
+
+
+def _commit(rows: Rows, table: list[list[int]], target: Target) -> int:
+    """Hand the tokens of a step to their requests; return how many were taken."""
     taken = 0
-    for request, (count, drafted, *tokens) in zip(rows.requests, result.table_BX.tolist(), strict=True):
+    for request, (count, drafted, *tokens) in zip(rows.requests, table, strict=True):
         if drafted == NOT_FINITE:
             raise DraftsmithError(f"{target.name} gave no finite logits; its weights are damaged, or try fp32.")
         taken += request.commit(tokens[:count])

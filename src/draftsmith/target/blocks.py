@@ -1,4 +1,4 @@
-"""Which blocks of a cache belong to which slot: given out as texts grow, shared by texts that begin alike, kept a while.
+"""Which blocks of a cache belong to which slot: given out as texts grow, shared by texts that begin alike.
 
 A block holds `BLOCK` tokens. Full blocks of a text can be made findable (`publish`) and then serve other texts that
 begin with the same tokens (`share`), because keys and values depend on nothing but the tokens up to theirs. Only full
@@ -178,18 +178,15 @@ class Blocks:
         if held.blocks:
             raise ValueError(f"slot {slot} is not empty; release it first")
         held.namespace = namespace
-        pieces: list[_Piece] = []
-        behind = self._roots.get(namespace, {})
-        for begin in range(0, (len(tokens) - 1) // BLOCK * BLOCK, BLOCK):
-            piece = behind.get(tuple(tokens[begin : begin + BLOCK]))
-            if piece is None:
-                break
-            pieces.append(piece)
-            behind = piece.behind
+        pieces = self._find(tokens, namespace)
         self._refer(slot, [piece.block for piece in pieces])
         held.pieces = pieces
         self.hits += len(pieces) * BLOCK
         return len(pieces) * BLOCK
+
+    def findable(self, tokens: Sequence[int], namespace: Namespace = 0) -> int:
+        """Return how many tokens `share` would find now."""
+        return len(self._find(tokens, namespace)) * BLOCK
 
     def publish(self, slot: int, tokens: Sequence[int]) -> None:
         """Make the full blocks of a slot findable, which holds exactly these tokens so far.
@@ -241,6 +238,18 @@ class Blocks:
         return self._references[block] == 1 and block not in self._piece_of
 
     # ---- inside
+
+    def _find(self, tokens: Sequence[int], namespace: Namespace) -> list[_Piece]:
+        """Follow a text through the findable pieces, as far as they go and its last token is left."""
+        pieces: list[_Piece] = []
+        behind = self._roots.get(namespace, {})
+        for begin in range(0, (len(tokens) - 1) // BLOCK * BLOCK, BLOCK):
+            piece = behind.get(tuple(tokens[begin : begin + BLOCK]))
+            if piece is None:
+                break
+            pieces.append(piece)
+            behind = piece.behind
+        return pieces
 
     def _refer(self, slot: int, blocks: list[int]) -> None:
         """Give a slot blocks that exist already."""

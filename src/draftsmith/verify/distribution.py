@@ -10,11 +10,20 @@ from draftsmith.types import DraftsmithError, SamplingParams
 
 
 @dataclass(frozen=True)
+class Bias:
+    """What is added to the logits of rows, entry by entry (K): the row, the token and the value (fp32)."""
+
+    rows_K: Tensor
+    tokens_K: Tensor
+    values_K: Tensor
+
+
+@dataclass(frozen=True)
 class SamplingBatch:
     """The parameters of B requests as tensors (float64, top_k int64), with flags that let a step skip what nobody uses.
 
-    `bias_BV` (fp32) exists only where a request has a bias. `largest_top_k` is 0 when no sampled row has a top-k, and
-    `all_top_k` says whether every row is sampled with one.
+    `bias` exists only where a request has one. `largest_top_k` is 0 when no sampled row has a top-k, and `all_top_k`
+    says whether every row is sampled with one.
     """
 
     temperature_B: Tensor
@@ -24,7 +33,7 @@ class SamplingBatch:
     repetition_B: Tensor
     presence_B: Tensor
     frequency_B: Tensor
-    bias_BV: Tensor | None
+    bias: Bias | None
     all_greedy: bool
     any_greedy: bool
     needs_history: bool
@@ -36,7 +45,7 @@ class SamplingBatch:
     @property
     def needs_shaping(self) -> bool:
         """Whether any request changes logits before they become probabilities."""
-        return self.needs_history or self.bias_BV is not None
+        return self.needs_history or self.bias is not None
 
     @property
     def needs_filter(self) -> bool:
@@ -63,7 +72,7 @@ class SamplingBatch:
             repetition_B=repetition_B,
             presence_B=presence_B,
             frequency_B=frequency_B,
-            bias_BV=_bias(params, vocab_size, device),
+            bias=_bias(params, vocab_size, device),
             all_greedy=not sampled,
             any_greedy=len(sampled) < len(params),
             needs_history=any(
@@ -76,53 +85,77 @@ class SamplingBatch:
         )
 
 
-def _bias(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> Tensor | None:
-    if not any(p.logit_bias for p in params):
+def _bias(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> Bias | None:
+    entries = [(row, token, value) for row, p in enumerate(params) for token, value in p.logit_bias.items()]
+    if not entries:
         return None
-    bias_BV = torch.zeros((len(params), vocab_size), dtype=torch.float32)
-    for row, p in enumerate(params):
-        for token, value in p.logit_bias.items():
-            if not 0 <= token < vocab_size:
-                raise DraftsmithError(
-                    f"logit_bias names token {token}, but the model's tokens go from 0 to {vocab_size - 1}; "
-                    "use an id in this range."
-                )
-            bias_BV[row, token] = value
-    return bias_BV.to(device)
+    wrong = next((token for _, token, _ in entries if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise DraftsmithError(
+            f"logit_bias names token {wrong}, but the model's tokens go from 0 to {vocab_size - 1}; "
+            "use an id in this range."
+        )
+    rows, tokens, values = zip(*entries, strict=True)
+    return Bias(
+        torch.tensor(rows, device=device), torch.tensor(tokens, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+    )
 
 
 @dataclass
 class History:
-    """What each row has read and written: the memory of the penalties.
+    """What rows have read and written: the memory of the penalties. Row b of a batch has its own in slot `slots_B[b]`.
 
     Args:
-        prompt_seen_BV: whether the token is in the prompt (bool).
-        output_counts_BV: how often the token was generated (int32).
+        prompt_seen_RV: whether the token is in the prompt (bool).
+        output_counts_RV: how often the token was generated (int32).
     """
 
-    prompt_seen_BV: Tensor
-    output_counts_BV: Tensor
+    prompt_seen_RV: Tensor
+    output_counts_RV: Tensor
+    slots_B: Tensor
+
+    @staticmethod
+    def empty(slots: int, vocab_size: int, device: torch.device | str) -> "History":
+        """Return room for so many rows."""
+        return History(
+            torch.zeros((slots, vocab_size), dtype=torch.bool, device=device),
+            torch.zeros((slots, vocab_size), dtype=torch.int32, device=device),
+            torch.arange(slots, device=device),
+        )
 
     @staticmethod
     def of(
         prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str
     ) -> "History":
-        """Return the history of rows with these prompts and outputs (token ids).
+        """Return the history of rows with these prompts and outputs (token ids)."""
+        history = History.empty(len(prompts), vocab_size, device)
+        for slot, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            history.enter(slot, prompt, output)
+        return history
+
+    def enter(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Put a row with this prompt and output into a slot.
 
         Prompt tokens beyond the logits' width, which no penalty can touch, are left out.
         """
-        seen_BV = torch.zeros((len(prompts), vocab_size), dtype=torch.bool)
-        counts_BV = torch.zeros((len(prompts), vocab_size), dtype=torch.int32)
-        for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-            seen_BV[row, torch.tensor([t for t in prompt if t < vocab_size], dtype=torch.int64)] = True
-            counts_BV[row] = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=vocab_size)
-        return History(seen_BV.to(device), counts_BV.to(device))
+        seen_V, counts_V = self.prompt_seen_RV[slot], self.output_counts_RV[slot]
+        width, device = seen_V.shape[0], seen_V.device
+        seen_V.zero_()
+        seen_V[torch.tensor([t for t in prompt if t < width], dtype=torch.int64, device=device)] = True
+        counts_V.copy_(torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=width))
+
+    def at(self, slots_B: Tensor) -> "History":
+        """Return the history of the rows in these slots; it shares its memory with this one."""
+        return History(self.prompt_seen_RV, self.output_counts_RV, slots_B)
 
     def commit(self, tokens_BT: Tensor, counts_B: Tensor) -> None:
         """Count the first `counts_B[b]` tokens of every row as output, in place; the rest may be anything."""
-        slots_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        valid_BT = slots_T < counts_B.unsqueeze(1)
-        self.output_counts_BV.scatter_add_(1, tokens_BT.masked_fill(~valid_BT, 0), valid_BT.to(torch.int32))
+        columns_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        valid_BT = columns_T < counts_B.unsqueeze(1)
+        self.output_counts_RV.index_put_(
+            (self.slots_B.unsqueeze(1), tokens_BT.masked_fill(~valid_BT, 0)), valid_BT.to(torch.int32), accumulate=True
+        )
 
 
 def shape_logits(
@@ -137,17 +170,18 @@ def shape_logits(
     if not batch.needs_shaping:
         return logits_BMV
     logits_BMV = logits_BMV.float()
-    if batch.bias_BV is not None:
-        logits_BMV = logits_BMV + batch.bias_BV.unsqueeze(1)
+    if batch.bias is not None:
+        bias, logits_BMV = batch.bias, logits_BMV.clone()
+        logits_BMV[bias.rows_K, :, bias.tokens_K] += bias.values_K.unsqueeze(1)
     if not batch.needs_history:
         return logits_BMV
     if history is None:
         raise ValueError("penalties need the history of their rows")
     nodes = logits_BMV.shape[1]
-    counts_BMV = history.output_counts_BV.unsqueeze(1).repeat(1, nodes, 1)
+    counts_BMV = history.output_counts_RV[history.slots_B].unsqueeze(1).repeat(1, nodes, 1)
     tokens_BMN = tokens_BN.clamp(min=0).unsqueeze(1).expand(-1, nodes, -1)
     counts_BMV.scatter_add_(2, tokens_BMN, visible_BMM[:, :, 1:].to(torch.int32))
-    seen_BMV = (counts_BMV > 0) | history.prompt_seen_BV.unsqueeze(1)
+    seen_BMV = (counts_BMV > 0) | history.prompt_seen_RV[history.slots_B].unsqueeze(1)
     repetition_B11 = batch.repetition_B.float()[:, None, None]
     repeated_BMV = torch.where(logits_BMV > 0, logits_BMV / repetition_B11, logits_BMV * repetition_B11)
     logits_BMV = torch.where(seen_BMV, repeated_BMV, logits_BMV)

@@ -1,0 +1,363 @@
+"""The core that everything else drives: requests come and go between steps, and a step serves all that are there.
+
+    waiting → reading (a slot, and the prompt piece by piece) → decoding → finished
+
+Not safe for threads by itself: one caller at a time; `AsyncEngine` is for many.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftsmith.drafters.base import Drafter, NoDrafter
+from draftsmith.engine.clock import Clock
+from draftsmith.engine.commit import NOT_FINITE
+from draftsmith.engine.compiled import Compiler
+from draftsmith.engine.logprobs import logprobs_of
+from draftsmith.engine.policy import Choice, Load, Policy
+from draftsmith.engine.prefill import PromptReader
+from draftsmith.engine.request import Request
+from draftsmith.engine.reread import reread
+from draftsmith.engine.rows import Penalties, Rows, gather, is_simple, make_rows
+from draftsmith.engine.scheduler import Piece, Scheduler, whole
+from draftsmith.engine.step import Stepper, StepResult, union_of_taps
+from draftsmith.plan import Plan
+from draftsmith.target import BLOCK, Blocks, Target
+from draftsmith.types import CompileLevel, Context, DraftsmithError
+
+DRAFT_ROOM = 256
+"""Places behind a row's text that the nodes of a draft may take."""
+PIECE_TOKENS = 512
+"""Tokens of prompts that are read in a step while rows decode."""
+LARGEST_PIECE = 2048
+"""The same while none does."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step brought to one request: tokens, and whether they are the last, so that its `completion` is ready."""
+
+    request: Request
+    tokens: list[int]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of a core.
+
+    Args:
+        max_batch: most rows at a time; further requests wait.
+        max_length: most tokens a row, prompt and output.
+        max_tokens: most tokens that the texts of all rows may come to together; what would exceed it waits.
+        piece: tokens of prompts that are read in a step while rows decode: the longest wait of a running row.
+        largest_piece: the same while none decodes.
+        share: read and store once what prompts have in common.
+    """
+
+    max_batch: int
+    max_length: int
+    max_tokens: int
+    piece: int = PIECE_TOKENS
+    largest_piece: int = LARGEST_PIECE
+    share: bool = True
+
+
+class EngineCore:
+    """Adds, aborts and steps.
+
+    Args:
+        target: the model.
+        drafters: what guesses ahead, by name; a policy chooses among them, the first where it names none. Without any
+            it decodes plainly.
+        policy: what every row drafts.
+        limits: sizes; see there.
+        compile: "off", "trace" or "full", see `Compiler`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: Mapping[str, Drafter] | None,
+        policy: Policy,
+        limits: Limits,
+        compile: CompileLevel = "off",
+    ) -> None:
+        self.target, self.policy, self.limits = target, policy, limits
+        self.drafters = dict(drafters) if drafters else {"none": NoDrafter()}
+        self.is_native = target.is_native and all(drafter.is_native for drafter in self.drafters.values())
+        self.compiler = Compiler(compile, target.device, self.is_native)
+        slots = self.compiler.slots(limits.max_batch)
+        capacity = limits.max_length + DRAFT_ROOM
+        blocks = -(-limits.max_tokens // BLOCK) + slots * (DRAFT_ROOM // BLOCK + 2)
+        remembers = any(drafter.reads_prompt for drafter in self.drafters.values())
+        taps = union_of_taps(list(self.drafters.values()))
+        self.cache = target.new_cache(
+            slots, capacity, blocks=blocks,
+            features=target.feature_size(taps) if remembers and limits.share else 0,
+        )
+        self.blocks = Blocks(self.cache)
+        # Rows of padding write where nobody reads.
+        self._spare_slots = list(range(limits.max_batch, slots))
+        for slot in self._spare_slots:
+            self.blocks.reserve(slot, DRAFT_ROOM)
+        self.stepper = Stepper(target, self.drafters, self.cache, self.compiler)
+        self._penalties = Penalties(slots, target.vocab_size, target.device)
+        self._prompts = PromptReader(self.stepper, self._penalties)
+        # Drafters that work on the target's own cache write as much as they like there.
+        borrows = any(drafter.borrows_layers for drafter in self.drafters.values())
+        self.scheduler = Scheduler(
+            self.blocks, limits.max_batch, limits.max_tokens, limits.piece, limits.largest_piece,
+            DRAFT_ROOM if borrows else 1, limits.share,
+        )
+        self._ids = count()
+        self._requests: dict[int, Request] = {}
+        self._groups: list[Rows] = []
+        self._choices: list[Choice] = []
+        self._changed = False
+        # Of rows that are not in their group yet: a context, and where in it they are.
+        self._sources: dict[int, tuple[Context, int]] = {}
+        self._clock = Clock(target.device)
+        # A row's share of all seconds so far: what a request has cost is the difference between two readings.
+        self._spent = {"target": 0.0, "drafter": 0.0, "rest": 0.0}
+        for choice in policy.choices:
+            self.check_plan(choice.plan)
+
+    # ---- what callers use
+
+    def add(self, request: Request) -> int:
+        """Let a request in; it waits until there is room. Returns its id.
+
+        Raises:
+            DraftsmithError: when it can never fit.
+        """
+        self.check(request)
+        plans = [request.plan] if request.plan is not None else [choice.plan for choice in self.policy.choices]
+        request.statistics.lossless = request.params.temperature == 0 or all(plan.lossless for plan in plans)
+        if not self.scheduler.has_work:
+            self._attach(plans)
+        request.id = next(self._ids)
+        self._requests[request.id] = request
+        self.scheduler.add(request)
+        return request.id
+
+    def abort(self, id: int) -> None:
+        """End a request now, wherever it is; one that has ended, or was never there, is left alone."""
+        request = self._requests.get(id)
+        if request is not None:
+            request.finish("abort")
+            self._let_go(request)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work
+
+    @torch.no_grad()
+    def step(self) -> list[Progress]:
+        """Schedule, run, finish: read pieces of prompts, advance every row that decodes, and say what came of it."""
+        progress = [self._expire(request) for request in self.scheduler.overdue()]
+        pieces = self.scheduler.pieces()
+        if pieces:
+            progress += self._read(pieces)
+        self._regroup()
+        if self._groups:
+            progress += self._decode()
+        return progress
+
+    def check(self, request: Request) -> None:
+        """Raise DraftsmithError for a request that can never fit."""
+        if whole(request) > min(self.limits.max_length, self.limits.max_tokens):
+            most = min(self.limits.max_length, self.limits.max_tokens)
+            raise DraftsmithError(
+                f"a request of {len(request.prompt)} tokens that asks for {request.params.max_tokens} more can never "
+                f"fit into {most}; shorten its prompt, lower max_tokens, or give the engine more room."
+            )
+        if request.plan is not None:
+            self.check_plan(request.plan)
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise DraftsmithError for a plan that there is no room for."""
+        if plan.max_nodes >= DRAFT_ROOM:
+            raise DraftsmithError(
+                f"the plan drafts {plan.max_nodes} nodes, but there is room for {DRAFT_ROOM - 1}; "
+                "give it fewer children, or keep fewer paths or nodes."
+            )
+
+    # ---- run
+
+    def _read(self, pieces: list[Piece]) -> list[Progress]:
+        """Read pieces of prompts; requests whose prompt ends begin to decode."""
+        self._clock.start("prefill")
+        found = self._prompts.read(pieces)
+        lines = [first.table_BX.tolist() for first in found]
+        seconds = self._clock.stop()["prefill"] / len(pieces)
+        for piece in pieces:
+            piece.request.read = piece.end
+            piece.request.statistics.prefill_s += seconds
+        progress = []
+        for first, table in zip(found, lines, strict=True):
+            for b, request in enumerate(first.rows.requests):
+                self.scheduler.done_reading(request)
+                request.began = dict(self._spent)
+                self._sources[request.id] = (first.rows.context, b)
+                raw_TV = None if first.raw_logits_B1V is None else first.raw_logits_B1V[b]
+                progress.append(self._take(request, table[b], raw_TV))
+        # Natively keys and values that are no numbers stay with the tokens they belong to; elsewhere attention carries
+        # them on, and only a text that was read to a finite end is handed to others.
+        for piece in pieces:
+            request = piece.request
+            still_there = self.limits.share and request.slot >= 0
+            if still_there and (self.target.is_native or piece.ends_prompt):
+                self.blocks.publish(request.slot, request.prompt[: piece.end])
+        self._changed = True
+        return progress
+
+    def _regroup(self) -> None:
+        """Ask the policy, and put the rows that will draft alike together; nothing moves where nothing changed."""
+        running = list(self.scheduler.decoding.values())
+        scheduler = self.scheduler
+        load = Load(len(running), len(scheduler.reading), len(scheduler.waiting), self.limits.max_batch)
+        asked = self.policy.choose(load, [request.history for request in running])
+        choices = [
+            choice if request.plan is None else Choice(request.plan)
+            for request, choice in zip(running, asked, strict=True)
+        ]
+        if not self._changed and choices == self._choices:
+            return
+        self._changed, self._choices = False, choices
+        for rows in self._groups:
+            for b, request in enumerate(rows.requests):
+                self._sources[request.id] = (rows.context, b)
+        alike: dict[tuple[Choice, bool], list[Request]] = {}
+        for request, choice in zip(running, choices, strict=True):
+            alike.setdefault((choice, request.never_drafts), []).append(request)
+        self._groups = [self._group(requests, choice) for (choice, _), requests in alike.items()]
+        self._sources.clear()
+
+    def _group(self, requests: list[Request], choice: Choice) -> Rows:
+        """Make a group of these requests, wherever their tensors are now."""
+        # In the order of their slots, which spares gathering where these are the first ones.
+        requests.sort(key=lambda request: (not is_simple(request.params), request.slot))
+        parts: list[tuple[Context, list[int]]] = []
+        for request in requests:
+            context, b = self._sources[request.id]
+            if parts and parts[-1][0] is context:
+                parts[-1][1].append(b)
+            else:
+                parts.append((context, [b]))
+        bucket = self.compiler.bucket(len(requests), len(requests) + len(self._spare_slots))
+        context = gather(parts, choice.plan.depth + 1, bucket, self._spare_slots)
+        return make_rows(requests, context, choice, self.target.vocab_size, self._penalties)
+
+    def _decode(self) -> list[Progress]:
+        """Advance every row, and hand its tokens to its request."""
+        for rows in self._groups:
+            room = rows.choice.plan.max_nodes + self.scheduler.room
+            for request in rows.requests:
+                self.blocks.reserve(request.slot, request.length + room)
+        clock = self._clock
+        results = self.stepper.step(self._groups, clock)
+        tables = lists_of(results)  # the one transfer from the device in a step
+        seconds = clock.stop()
+        begun = time.perf_counter()
+        progress = []
+        for rows, result, table in zip(self._groups, results, tables, strict=True):
+            raw_BTV = result.raw_logits_BTV
+            for b, request in enumerate(rows.requests):
+                line, raw_TV = table[b], None if raw_BTV is None else raw_BTV[b]
+                if line[1] == NOT_FINITE and result.depth:
+                    line, raw_TV = reread(self.stepper, rows, result.before, b, self._penalties, DRAFT_ROOM)
+                progress.append(self._take(request, line, raw_TV, result.depth))
+        seconds["rest"] += time.perf_counter() - begun
+        rows_now = len(progress)
+        for part in self._spent:
+            self._spent[part] += seconds.get(part, 0.0) / rows_now
+        for one in progress:
+            if one.finished:
+                self._add_up(one.request)
+        return progress
+
+    # ---- finish
+
+    def _take(self, request: Request, line: list[int], raw_TV: Tensor | None, depth: int | None = None) -> Progress:
+        """Hand a line of a step's table to its request; `depth` is None for the first token, which no step made."""
+        count, drafted = line[0], line[1]
+        if drafted == NOT_FINITE:
+            request.fail(
+                f"{self.target.name} gave no finite logits after {request.length} tokens of row {request.index}; "
+                "its weights are damaged or its dtype is too narrow, so try fp32."
+            )
+            self._let_go(request)
+            return Progress(request, [], True)
+        tokens = line[2 : 2 + count]
+        taken = request.commit(tokens)
+        if taken < count:
+            tokens = tokens[:taken]
+        if depth is not None:
+            request.record(taken, drafted, depth)
+        if raw_TV is not None and request.params.logprobs is not None:
+            request.logprobs += logprobs_of(raw_TV[:taken], tokens, request.params.logprobs)
+        if request.finish_reason is not None:
+            self._let_go(request)
+        return Progress(request, tokens, request.finish_reason is not None)
+
+    def _expire(self, request: Request) -> Progress:
+        """End a request whose deadline has passed; what it has stands."""
+        request.finish("deadline")
+        self._let_go(request)
+        return Progress(request, [], True)
+
+    def _let_go(self, request: Request) -> None:
+        """Free what a request that ended holds, for others to use or to share."""
+        del self._requests[request.id]
+        self._sources.pop(request.id, None)
+        if request.slot >= 0:
+            for drafter in self.drafters.values():
+                drafter.reset_rows([request.id])
+        stored: list[int] | None = None
+        if request.error is not None:
+            pass  # nobody else shall begin with what could not be read
+        elif request.tokens:
+            stored = request.prompt + request.tokens[:-1]
+        else:
+            stored = request.prompt[: request.read]
+        self.scheduler.remove(request, stored)
+        self._changed = True
+        if not self.scheduler.decoding:
+            self._groups = []
+
+    def _add_up(self, request: Request) -> None:
+        """Give a request its share of the seconds since it began to decode."""
+        statistics, began = request.statistics, request.began
+        statistics.target_s = self._spent["target"] - began["target"]
+        statistics.drafter_s = self._spent["drafter"] - began["drafter"]
+        statistics.rest_s = self._spent["rest"] - began["rest"]
+
+    def _attach(self, plans: Sequence[Plan]) -> None:
+        """Tell drafters where rows will be, now that none is there; they may have served another core meanwhile."""
+        largest = max(plans, key=lambda plan: plan.max_nodes)
+        if largest.depth:
+            for drafter in self.drafters.values():
+                drafter.attach(self.cache, largest)
+
+
+def lists_of(results: Sequence[StepResult]) -> list[list[list[int]]]:
+    """Bring the tables of all groups to the host, in one transfer."""
+    tables = [table_BX for result in results for table_BX in result.tables]
+    if len(tables) == 1:
+        lines = tables[0].tolist()
+    else:
+        width = max(table_BX.shape[1] for table_BX in tables)
+        lines = torch.cat([pad(table_BX, (0, width - table_BX.shape[1])) for table_BX in tables]).tolist()
+    found = []
+    for result in results:
+        size = sum(len(table_BX) for table_BX in result.tables)
+        found.append(lines[:size])
+        lines = lines[size:]
+    return found

@@ -1,0 +1,144 @@
+"""A draft becomes nodes that the target reads: the tree behind its root, and trees of several groups of rows as one.
+
+Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), T context tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.plan import Plan
+from draftsmith.types import UNUSED, Context, Draft
+from draftsmith.verify import tree_tables
+
+
+@dataclass
+class Layout:
+    """A draft with its root, laid out for the target: tokens and depths (B, M), and who sees whom (B, M, M).
+
+    Args:
+        nodes_B: how many nodes, the root included, each row really has; None where all of them have M.
+    """
+
+    draft: Draft
+    tokens_BM: Tensor
+    depths_BM: Tensor
+    visible_BMM: Tensor
+    nodes_B: Tensor | None = None
+
+    def part(self, begin: int, end: int) -> "Layout":
+        """Return the rows `begin` to `end` - 1."""
+        if begin == 0 and end == len(self.tokens_BM):
+            return self
+        draft = self.draft
+        q_BMV = None if draft.q_BMV is None else draft.q_BMV[begin:end]
+        rows = replace(
+            draft, tokens_BN=draft.tokens_BN[begin:end], parents_BN=draft.parents_BN[begin:end], q_BMV=q_BMV
+        )
+        return Layout(
+            rows, self.tokens_BM[begin:end], self.depths_BM[begin:end], self.visible_BMM[begin:end],
+            None if self.nodes_B is None else self.nodes_B[begin:end],
+        )
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter with what comes behind it, as one piece to compile.
+
+    Args:
+        drafter: guesses.
+        native: lay out by the native operator.
+        static: give every draft the plan's full size, because what reads it is compiled for fixed shapes; drafts
+            that are compiled themselves have it anyway.
+    """
+
+    drafter: Drafter
+    native: bool
+    static: bool
+
+    def lay_out(self, context: Context, plan: Plan) -> Layout:
+        """Let the drafter guess, and put its tree behind the root in the form the target reads."""
+        draft = self.drafter.propose(context, plan) if plan.depth else empty_draft(context)
+        if self.static:
+            draft = filled(draft, plan)
+        if self.native:
+            tokens_BM, depths_BM, visible_BMM = torch.ops.draftsmith.lay_out(
+                context.tokens_BT, context.counts_B, draft.tokens_BN, draft.parents_BN
+            )
+            return Layout(draft, tokens_BM, depths_BM, visible_BMM, nodes_of(draft))
+        visible_BMM, depths_BM = tree_tables(draft.parents_BN, draft.depth)
+        tokens_BM = torch.cat([context.root()[0].unsqueeze(1), draft.tokens_BN], dim=1)
+        return Layout(draft, tokens_BM, depths_BM, visible_BMM)
+
+
+def nodes_of(draft: Draft) -> Tensor | None:
+    """Count the nodes of every row up to the last that is used, the root included (B); None where all have the same."""
+    width = draft.parents_BN.shape[1]
+    if width == 0:
+        return None
+    places_N = torch.arange(2, width + 2, device=draft.parents_BN.device)
+    return torch.where(draft.parents_BN != UNUSED, places_N, 1).amax(dim=1)
+
+
+def together(layouts: Sequence[Layout]) -> Layout:
+    """Put the rows of several layouts behind each other; smaller drafts get unused nodes, which nobody computes."""
+    if len(layouts) == 1:
+        return layouts[0]
+    width = max(layout.tokens_BM.shape[1] for layout in layouts)
+    whole = [padded(layout, width) for layout in layouts]
+    draft = Draft(
+        torch.cat([layout.draft.tokens_BN for layout in whole]),
+        torch.cat([layout.draft.parents_BN for layout in whole]),
+        max(layout.draft.depth for layout in layouts),
+    )
+    counts = [
+        layout.tokens_BM.new_full((len(layout.tokens_BM),), layout.tokens_BM.shape[1])
+        if layout.nodes_B is None else layout.nodes_B
+        for layout in layouts
+    ]
+    return Layout(
+        draft, torch.cat([layout.tokens_BM for layout in whole]), torch.cat([layout.depths_BM for layout in whole]),
+        torch.cat([layout.visible_BMM for layout in whole]), torch.cat(counts),
+    )
+
+
+def padded(layout: Layout, width: int) -> Layout:
+    """Add unused nodes up to `width`; they see the root and themselves."""
+    missing = width - layout.tokens_BM.shape[1]
+    if missing == 0:
+        return layout
+    nodes = layout.tokens_BM.shape[1]
+    # Padded with the row's own root: another token may have no finite state, and attention multiplies what its mask
+    # hides.
+    tokens_BM = torch.cat([layout.tokens_BM, layout.tokens_BM[:, :1].expand(-1, missing)], dim=1)
+    visible_BMM = pad(layout.visible_BMM, (0, missing, 0, missing))
+    visible_BMM[:, nodes:, 0] = True
+    own = torch.arange(nodes, width, device=visible_BMM.device)
+    visible_BMM[:, own, own] = True
+    draft = replace(
+        layout.draft, tokens_BN=tokens_BM[:, 1:], parents_BN=pad(layout.draft.parents_BN, (0, missing), value=UNUSED)
+    )
+    return Layout(draft, tokens_BM, pad(layout.depths_BM, (0, missing), value=1), visible_BMM, layout.nodes_B)
+
+
+def empty_draft(context: Context) -> Draft:
+    """Return the draft without guesses: plain decoding."""
+    none_BN = context.tokens_BT.new_empty((context.tokens_BT.shape[0], 0))
+    return Draft(tokens_BN=none_BN, parents_BN=none_BN, depth=0)
+
+
+def filled(draft: Draft, plan: Plan) -> Draft:
+    """Pad a draft to the nodes and the depth of its plan; one without guesses stays empty, which is a shape too."""
+    missing = plan.max_nodes - draft.tokens_BN.shape[1]
+    if draft.depth == 0 or draft.q_BMV is not None or missing < 0:
+        return draft
+    return replace(
+        draft,
+        tokens_BN=pad(draft.tokens_BN, (0, missing)),
+        parents_BN=pad(draft.parents_BN, (0, missing), value=UNUSED),
+        depth=plan.depth,
+    )

@@ -1,0 +1,92 @@
+"""Who drafts how much: a policy is asked before every step, and may answer differently for every row.
+
+Exactness does not depend on the answers, as long as a policy keeps to one rule, *non-anticipation*: what it answers for
+the next tokens of a row may depend only on what was known before them, which is all that it is handed. A policy that
+looked at the noise of tokens to come, or at guesses already drawn, could favour some tokens over others.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.types import DraftsmithError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one row does in the next step: `drafter` is the name of one of the engine's, None the first of them."""
+
+    plan: Plan
+    drafter: str | None = None
+
+
+@dataclass
+class RowHistory:
+    """What is known of a row before a step.
+
+    Args:
+        sampled: whether its temperature is above 0.
+        prompt_tokens: length of its prompt.
+        accepted: of every step so far, how many guesses stayed.
+        drafted: of every step so far, how many guesses were verified.
+    """
+
+    sampled: bool
+    prompt_tokens: int
+    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the engine is: rows that decode, prompts being read, requests that wait, and its most rows."""
+
+    decoding: int
+    reading: int
+    waiting: int
+    max_batch: int
+
+
+class Policy(ABC):
+    """Chooses the draft of every row, step by step."""
+
+    @property
+    @abstractmethod
+    def choices(self) -> tuple[Choice, ...]:
+        """All that it may ever choose, so that room is kept for the largest."""
+
+    @abstractmethod
+    def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
+        """Return one of `choices` for each row; asked once a step."""
+
+
+class Fixed(Policy):
+    """The same draft for every row at every step."""
+
+    def __init__(self, plan: Plan, drafter: str | None = None) -> None:
+        self._choice = Choice(plan, drafter)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return (self._choice,)
+
+    def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
+        return [self._choice] * len(rows)
+
+
+class OffAbove(Policy):
+    """Drafts while at most `rows` rows decode; a busier engine has no idle arithmetic to check guesses with."""
+
+    def __init__(self, plan: Plan, rows: int, drafter: str | None = None) -> None:
+        if rows < 0:
+            raise DraftsmithError(f"draft_rows is {rows}; use 0 (never draft) or a positive number.")
+        self._rows = rows
+        self._on, self._off = Choice(plan, drafter), Choice(NO_DRAFT, drafter)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return self._on, self._off
+
+    def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
+        return [self._on if load.decoding <= self._rows else self._off] * len(rows)
