@@ -5,7 +5,9 @@ Nodes are numbered from 0 with parents before children; `ROOT` is the parent of 
 padding that makes ragged trees fit one tensor and is never accepted.
 """
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
 import torch
@@ -120,8 +122,8 @@ class SamplingParams:
         frequency_penalty: subtracted for every occurrence in the output.
         logit_bias: added to the logits of these token ids.
         max_tokens: exactly how many tokens to generate, unless a stop comes first.
-        stop: strings that end the text; they are cut off.
-        stop_token_ids: tokens that end the text; kept as last token.
+        stop: strings that end the text, or one; they are cut off. Kept as a tuple.
+        stop_token_ids: tokens that end the text, or one; kept as last token. Kept as a tuple.
         ignore_eos: go on after the target's own end token.
         seed: of this request's noise; None draws one.
         n: independent continuations.
@@ -137,8 +139,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     max_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
@@ -149,6 +151,26 @@ class SamplingParams:
             if not ok:
                 raise DraftsmithError(f"{name} is {getattr(self, name)!r}; it must be {rule}.")
 
+        def whole(value: object) -> bool:
+            return isinstance(value, Integral)
+
+        for name, kind in (("stop", str), ("stop_token_ids", Integral)):
+            given = getattr(self, name)
+            several = (given,) if isinstance(given, kind) else tuple(given) if isinstance(given, Iterable) else (None,)
+            rule = "a string or several" if kind is str else "a token id, which is a whole number, or several"
+            need(all(isinstance(one, kind) for one in several), name, rule)
+            object.__setattr__(self, name, several)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            need(isinstance(getattr(self, name), Real), name, "a number")
+        for name in ("top_k", "max_tokens", "n"):
+            need(whole(getattr(self, name)), name, "a whole number")
+        need(self.seed is None or whole(self.seed), "seed", "a whole number or None")
+        need(self.logprobs is None or whole(self.logprobs), "logprobs", "a whole number or None")
+        need(
+            isinstance(self.logit_bias, Mapping) and all(map(whole, self.logit_bias))
+            and all(isinstance(value, Real) for value in self.logit_bias.values()),
+            "logit_bias", "a dictionary from token ids, which are whole numbers, to numbers",
+        )
         need(self.temperature == 0 or 1e-4 <= self.temperature <= 1e4, "temperature", "0 (greedy) or 0.0001 to 10000")
         need(self.top_k >= 0, "top_k", "0 (off) or a positive whole number")
         need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")

@@ -67,7 +67,7 @@ class Request:
     ) -> "Request":
         """Start a request; the end tokens are the target's own unless ignored, and the caller's."""
         ends = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
-        return cls(index, prompt, params, seed, ends, TextStream(tokenizer, params.stop))
+        return cls(index, prompt, params, seed, ends, TextStream(tokenizer, params.stop, prompt))
 
     @property
     def length(self) -> int:

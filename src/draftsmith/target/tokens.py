@@ -1,7 +1,11 @@
-"""The tokenizer that belongs to a target: loading it, telling it from others, and the tokens that end a text."""
+"""The tokenizer that belongs to a target: loading it, telling it from others, what its tokens write, which end a text."""
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
+from enum import Enum
+from functools import cached_property
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -11,6 +15,65 @@ from draftsmith.types import DraftsmithError
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
 )
+
+_BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenKind(Enum):
+    """What a token does to a text that is decoded without special tokens."""
+
+    TEXT = "text"
+    BYTE = "byte"
+    """One byte of a character that the vocabulary does not have; decoded together with the bytes beside it."""
+    SILENT = "silent"
+    """Nothing: it is special, or unknown to the tokenizer."""
+
+
+class TokenText:
+    """The text of tokens as a tokenizer writes it, without special tokens, nothing cleaned up."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._kinds: dict[int, TokenKind] = {}
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of some tokens."""
+        text = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    @cached_property
+    def has_byte_tokens(self) -> bool:
+        """Whether the tokenizer writes the bytes of unknown characters as tokens such as `<0x41>`."""
+        token = self._tokenizer.convert_tokens_to_ids("<0x41>")
+        return isinstance(token, int) and self._name(token) == "<0x41>" and self.decode([token]) == "A"
+
+    def kind(self, token: int) -> TokenKind:
+        """Return what a token does to a text."""
+        found = self._kinds.get(token)
+        if found is None:
+            found = self._kinds[token] = self._tell(token)
+        return found
+
+    def byte(self, token: int) -> bytes:
+        """Return the byte of a `TokenKind.BYTE`."""
+        found = _BYTE_NAME.fullmatch(self._name(token) or "")
+        assert found is not None
+        return bytes.fromhex(found[1])
+
+    def _tell(self, token: int) -> TokenKind:
+        name = self._name(token)
+        if name is None:
+            return TokenKind.SILENT
+        if self.decode([token]) or not self.decode([token], skip_special_tokens=False):
+            return TokenKind.BYTE if self.has_byte_tokens and _BYTE_NAME.fullmatch(name) else TokenKind.TEXT
+        return TokenKind.SILENT
+
+    def _name(self, token: int) -> str | None:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        return name if isinstance(name, str) else None
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:

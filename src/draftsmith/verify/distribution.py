@@ -1,6 +1,6 @@
 """The distribution a request asks for. Shapes: B rows, N drafted, M = N + 1 verified nodes, T tokens, V vocabulary."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,17 +89,23 @@ def _bias(params: Sequence[SamplingParams], vocab_size: int, device: torch.devic
     entries = [(row, token, value) for row, p in enumerate(params) for token, value in p.logit_bias.items()]
     if not entries:
         return None
-    wrong = next((token for _, token, _ in entries if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise DraftsmithError(
-            f"logit_bias names token {wrong}, but the model's tokens go from 0 to {vocab_size - 1}; "
-            "use an id in this range."
-        )
+    for p in params:
+        check_bias(p.logit_bias, vocab_size)
     rows, tokens, values = zip(*entries, strict=True)
     return Bias(
         torch.tensor(rows, device=device), torch.tensor(tokens, device=device),
         torch.tensor(values, dtype=torch.float32, device=device),
     )
+
+
+def check_bias(logit_bias: Mapping[int, float], vocab_size: int) -> None:
+    """Raise DraftsmithError for a token that the model does not have."""
+    for token in logit_bias:
+        if not 0 <= token < vocab_size:
+            raise DraftsmithError(
+                f"logit_bias names token {token}, but the model's tokens go from 0 to {vocab_size - 1}; "
+                "use an id in this range."
+            )
 
 
 @dataclass
