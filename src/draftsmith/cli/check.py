@@ -77,7 +77,8 @@ def check(
     texts = gather_prompts(data, task)
 
     def load(kind: str, native: bool) -> "Target":
-        return load_target(target, kind, device, trust_remote_code, notes, native)
+        option = "--serving-dtype " if native else "--dtype "
+        return load_target(target, kind, device, trust_remote_code, notes, native, dtype_option=option)
 
     def say(what: str) -> None:
         notes.print(f"[dim]{what} …[/dim]")

@@ -93,11 +93,17 @@ def load_target(
     console: Console,
     native: bool = True,
     quantize: Quantization = "none",
+    dtype_option: str = "--dtype ",
 ) -> "Target":
-    """Load a target, the embedded one by default, and say what reads it."""
+    """Load a target, the embedded one by default, and say what reads it.
+
+    Args:
+        dtype_option: how the user of this command names a dtype.
+    """
     from transformers.utils import logging
 
     from draftsmith.target import Target
+    from draftsmith.target.loading import short_name
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -111,6 +117,12 @@ def load_target(
         f"[dim]{loaded.name}: {loaded.implementation}, loaded in {time.perf_counter() - begun:.1f} s"
         f"{f' ({loaded.packing_s:.2f} s of it packing)' if loaded.native else ''}.[/dim]"
     )
+    if loaded.precision_on_disk:
+        stored = loaded.precision_on_disk
+        console.print(
+            f"[dim]{loaded.name}: weights are {stored} on disk; using {short_name(loaded.dtype)} here "
+            f"({dtype_option}{stored} keeps them).[/dim]"
+        )
     if native and loaded.why_not_native:
         console.print(f"[dim]{loaded.why_not_native}.[/dim]")
     return loaded

@@ -1,5 +1,6 @@
 """`draftsmith generate`: a prompt in, the target's text out as it comes."""
 
+import io
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -43,15 +44,22 @@ from draftsmith.plan import NO_DRAFT
 from draftsmith.types import LOSSY, Completion, DraftsmithError, SamplingParams, Statistics
 
 if TYPE_CHECKING:
-    from draftsmith.engine import Engine
+    from draftsmith.engine import Engine, Prompt
     from draftsmith.plan import Plan
 
-SAMPLING = "Sampling"
+SAMPLING, CHAT = "Sampling", "Chat"
 
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; without it, standard input.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the text to continue from a file.")] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="The text is a user's message: use the chat template.", rich_help_panel=CHAT),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="With --chat: what the system message says.", rich_help_panel=CHAT)
+    ] = None,
     target: TargetOption = None,
     drafter: DrafterOption = None,
     dtype: DtypeOption = "auto",
@@ -114,10 +122,14 @@ def generate(
     A continuation for which the target has no finite logits ends there; the others are written whole, and the exit
     code is 2.
 
-    Example: `draftsmith generate "def fibonacci(n):" --max-tokens 100 --stats`
+    Example: `draftsmith generate "def fibonacci(n):" --max-tokens 100 --stats`, or, of a model trained to chat,
+    `draftsmith generate "What is a speculator?" --chat --target TARGET`
     """
     check_outputs(json_path)
+    if system is not None and not chat:
+        raise DraftsmithError(f"--system is {system!r}, but only a chat has a system message; add --chat.")
     text = read_prompt(prompt, prompt_file)
+    asked = as_messages(text, system) if chat else text
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
     params = SamplingParams(
         temperature=temperature,
@@ -156,7 +168,7 @@ def generate(
     engine = settle_compilation(
         notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
     )
-    completions = write_out(engine, text, params, shape)
+    completions = write_out(engine, asked, params, shape)
     if not all(completion.statistics.lossless for completion in completions):
         notes.print(f"[dim]This text is {LOSSY}: it is not distributed as the target's own.[/dim]")
     if stats:
@@ -172,7 +184,7 @@ def generate(
             compiled=engine.compiled,
             plan=asdict(used),
         )
-        write_json(json_path, {"provenance": where, "prompt": text, "completions": [as_json(c) for c in completions]})
+        write_json(json_path, {"provenance": where, "prompt": asked, "completions": [as_json(c) for c in completions]})
     failed = [(number, completion.error) for number, completion in enumerate(completions, 1) if completion.error]
     for number, sentence in failed:
         say(f"Error: continuation {number}: {sentence}" if n > 1 else f"Error: {sentence}")
@@ -192,10 +204,29 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise DraftsmithError(f"the prompt file {prompt_file} cannot be read as text; check the path.") from error
     else:
-        text = sys.stdin.read()
+        text = read_standard_input()
     if not text:
         raise DraftsmithError("the prompt is empty; give some text as argument, in a file or on standard input.")
     return text
+
+
+def read_standard_input() -> str:
+    """Read all of it as UTF-8, whatever the locale says; DraftsmithError if it is not."""
+    given = sys.stdin.buffer.read()
+    try:
+        text = given.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DraftsmithError(
+            f"standard input is not UTF-8 (byte {error.start + 1} is 0x{given[error.start]:02x}); convert it, "
+            "with iconv for example."
+        ) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
+    """Return a conversation that waits for its first answer."""
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return [*first, {"role": "user", "content": text}]
 
 
 def read_bias(pairs: list[str]) -> dict[int, float]:
@@ -210,8 +241,11 @@ def read_bias(pairs: list[str]) -> dict[int, float]:
     return bias
 
 
-def write_out(engine: "Engine", prompt: str, params: SamplingParams, plan: "Plan | None") -> list[Completion]:
+def write_out(engine: "Engine", prompt: "Prompt", params: SamplingParams, plan: "Plan | None") -> list[Completion]:
     """Write one continuation as it comes, or several one after the other; return them all."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A locale may know fewer characters than the target: "\\u4f60" is better than an end in the middle.
+        sys.stdout.reconfigure(errors="backslashreplace")
     if params.n > 1:
         completions = engine.generate([prompt], params, plan=plan)
         for number, completion in enumerate(completions, 1):

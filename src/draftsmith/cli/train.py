@@ -63,7 +63,10 @@ def train(
     frozen, dtype = recipe.joint is None, recipe.target.dtype
     if not frozen and dtype == "auto":
         dtype = "fp32"
-    target = load_target(recipe.target.name, dtype, recipe.target.device, trust_remote_code, console, native=frozen)
+    target = load_target(
+        recipe.target.name, dtype, recipe.target.device, trust_remote_code, console, native=frozen,
+        dtype_option="target.dtype=",
+    )
     from draftsmith.training.train import train as run
 
     bridge = EngineBridge(target, prompts, eval_prompts, eval_tokens, eval_prompt_tokens)

@@ -20,7 +20,7 @@ from draftsmith.native.layers import can_pack, pack_model
 from draftsmith.target.attention import ShapeProbe, lay_out_pass
 from draftsmith.target.cache import KVCache
 from draftsmith.target.layers import layer_stack, shortened
-from draftsmith.target.loading import load_model, resolve_device
+from draftsmith.target.loading import load_model, precision_on_disk, resolve_device, short_name
 from draftsmith.target.nodes import Nodes
 from draftsmith.target.packing import can_prepack, prepack_linears
 from draftsmith.target.support import fingerprint, refuse_unsupported, use_tree_attention
@@ -116,6 +116,8 @@ class Target:
         self._decoder: NativeDecoder | None = None
         self.implementation = "PyTorch"
         """What reads the model, in words."""
+        self.precision_on_disk = ""
+        """What the weights were before the dtype "auto" made them coarser, such as "fp32"; empty where it did not."""
         self.why_not_native = ""
         """Why a model that the native kernels are made for goes without them; empty when it does not."""
         if self.native:
@@ -146,7 +148,14 @@ class Target:
         kind = resolve_dtype(dtype, where)
         model = load_model(name, kind, where, trust_remote_code)
         tokenizer, folder = load_tokenizer(name, trust_remote_code), Path(name)
-        return cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name, native, quantize)
+        target = cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name, native, quantize)
+        if dtype == "auto":
+            target.precision_on_disk = precision_on_disk(name, kind, trust_remote_code)
+            if target.precision_on_disk:
+                log.info(
+                    "%s: weights are %s on disk; using %s here", target.name, target.precision_on_disk, short_name(kind)
+                )
+        return target
 
     @property
     def embedding_weight_VF(self) -> Tensor:

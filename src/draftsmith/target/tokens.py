@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to a target: loading it, telling it from others, what its tokens write, which end a text."""
+"""The tokenizer that belongs to a target: loading it, telling it from others, its tokens' text and ends."""
 
 import hashlib
 import json
