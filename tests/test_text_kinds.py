@@ -124,6 +124,10 @@ def test_a_character_that_the_prompt_begins_is_in_the_text_whole(kind: str, char
         end = [tokenizer.convert_tokens_to_ids("<tool>")]
         assert streamed(tokenizer, prompt, end)[0] == continuation(tokenizer, prompt, end)
         assert streamed(tokenizer, prompt, end)[0].strip() == "<tool>"
+        for more in range(1, missing):
+            end = [*rest[:more], tokenizer.convert_tokens_to_ids("<tool>")]
+            text, _ = streamed(tokenizer, prompt, end, ("no such text",))
+            assert text == continuation(tokenizer, prompt, end)
 
 
 @pytest.mark.parametrize("kind", BYTE_TOKENS)
@@ -140,6 +144,28 @@ def test_one_byte_that_does_not_fit_spoils_its_run_and_none_of_it_was_shown(kind
     for token in (lead, *rest, lead, *rest, *word):
         stream.push(token)
     assert stream.take().strip() == "你你<tool>"
+
+
+def test_a_stop_string_that_a_run_only_seems_to_have_changes_nothing():
+    tokenizer = tiny_tokenizer_of("llama")
+    # The space that begins a text is not written, and then a byte that does not fit spoils the run.
+    run = [tokenizer.convert_tokens_to_ids(name) for name in ("<0x20>", "<0x78>", "<0xC3>", "<tool>")]
+    assert decoded(tokenizer, run[:2]) == "x"
+    text, taken = streamed(tokenizer, [tokenizer.bos_token_id], run, (" x",))
+    assert (text, taken) == (decoded(tokenizer, run), 4) and text.startswith("�")
+
+
+@pytest.mark.parametrize("kind", WITH_BYTES)
+def test_special_tokens_inside_a_character_leave_it_whole(kind: str):
+    tokenizer = tiny_tokenizer_of(kind)
+    tokens = tokenizer(WRITTEN * 2)["input_ids"]
+    for gap in (1, 10, 40):
+        broken_up = [tokens[0]]
+        for token in tokens[1:]:
+            broken_up += [tokenizer.eos_token_id] * gap + [token]
+        text, _ = streamed(tokenizer, broken_up[:1], broken_up[1:], ("no such text",))
+        assert text == continuation(tokenizer, tokens[:1], tokens[1:])
+        assert text.endswith("你好, Ω👍🏽!" + WRITTEN.partition("!")[2])
 
 
 def test_word_pieces_join_the_prompts_last_word():

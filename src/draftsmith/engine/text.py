@@ -144,7 +144,7 @@ class TextStream:
         self._bytes.reset()
         self._tail = self.text[-self._hold :] if self._hold else ""
         if self._read > self.WINDOW:
-            self._move_window(tokenizer, text, open_end)
+            self._move_window(tokenizer, open_end)
 
     def _take_in(self, text: str, settled: int) -> None:
         """Append what is new of the window's text, of which the first `settled` characters stay as they are."""
@@ -163,11 +163,11 @@ class TextStream:
             self.text = self.text[: min(found)]
             self.stopped = True
 
-    def _move_window(self, tokenizer: TokenText, text: str, open_end: int) -> None:
-        """Forget the first tokens of the window, unless what is left would end in another way."""
+    def _move_window(self, tokenizer: TokenText, open_end: int) -> None:
+        """Forget the first tokens of the window, unless what is left writes nothing by itself."""
         first = self._read - self.CONTEXT
         shorter = tokenizer.decode(self._window[first : self._read])
-        if shorter and text and shorter[-1] == text[-1] and not self._prompt_texts:
+        if shorter and not self._prompt_texts:
             self._settled = len(shorter) - open_end
             self._window = self._window[first:]
             self._read -= first
