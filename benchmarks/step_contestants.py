@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from draftsmith.engine.compiled import Compiler
 from draftsmith.native.layers import PackedLinear
-from draftsmith.target import Target
+from draftsmith.target import Nodes, Target
 
 Logits = Callable[[], Tensor]
 Step = Callable[[int, int], tuple[float, Logits]]
@@ -34,7 +34,7 @@ def target_step(target: Target, tokens_1L: Tensor, compiler: Compiler) -> Step:
     forward = target.forward if target.is_native else compiler.wrap(target.forward)
     depths_1L = torch.arange(length).unsqueeze(0)
     visible_1LL = torch.ones((1, length, length), dtype=torch.bool).tril()
-    target.forward(cache, tokens_1L, depths_1L, visible_1LL, torch.tensor([0]), depths_1L[0], ())
+    target.read_chain(cache, tokens_1L, torch.tensor([0]), ())
 
     def step(context: int, nodes: int) -> tuple[float, Logits]:
         tokens_1M = tokens_1L[:, context : context + nodes].contiguous()
@@ -42,8 +42,9 @@ def target_step(target: Target, tokens_1L: Tensor, compiler: Compiler) -> Step:
         visible_1MM = visible_1LL[:, :nodes, :nodes].contiguous()
         cached_1 = torch.tensor([context])
         columns_S = None if target.is_native else compiler.span(context + nodes, cache.capacity, target.device)
+        nodes_1 = Nodes(tokens_1M, cached_1, None, depths_1M, visible_1MM, columns_S=columns_S)
         begun = time.perf_counter()
-        logits_1MV, _ = forward(cache, tokens_1M, depths_1M, visible_1MM, cached_1, columns_S, ())
+        logits_1MV, _ = forward(cache, nodes_1, ())
         return time.perf_counter() - begun, lambda: logits_1MV[0].float()
 
     return step

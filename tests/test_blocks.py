@@ -129,9 +129,11 @@ def test_a_published_text_is_found_by_its_tokens_and_never_whole():
     text = list(range(3 * BLOCK))
     blocks.reserve(0, len(text))
     assert blocks.share(1, text) == 0
+    due = []
     for length in range(0, len(text) + 1, 16):
+        due += [length] if blocks.is_due(0, length) else []
         blocks.publish(0, text[:length])
-    blocks.publish(0, text)
+    assert due == [BLOCK, 2 * BLOCK, 3 * BLOCK]
     blocks.release(1)
     assert blocks.share(1, text) == 2 * BLOCK, "the last token is left to be read"
     assert blocks.blocks_of(1) == blocks.blocks_of(0)[:2]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.engine.compiled import Compiler
 from draftsmith.native import LIBRARY, kernels_in_use, use_kernels
 from draftsmith.target import Blocks, KVCache, Nodes, Target, keep_path
 from draftsmith.verify import tree_tables
@@ -211,6 +212,28 @@ def test_shared_and_forked_blocks_read_as_ones_own(target: Target):
     assert_same(target, read(0, longer, 100), alone(longer))
     assert_same(target, read(1, [*second, 8], 100), alone([*second, 8]))
     assert blocks.held_tokens == 4 * 64
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", CACHES)
+def test_recorded_forwards_read_the_same(kind: str):
+    """One recording serves cached texts of any length, and slots and blocks of any order."""
+    target, trees = tiny_target("gemma3"), Trees.draw()
+    compiler = Compiler("trace", target.device)
+    forward = compiler.wrap(target.forward)
+    for longest in (60, 100):
+        trees.texts = [text[:longest] for text in trees.texts]
+        memories = [CACHES[kind](target) for _ in range(2)]
+        found = []
+        for memory, read in zip(memories, (forward, target.forward), strict=True):
+            read_texts(target, memory, trees)
+            nodes = trees.nodes([0, 1, 2, 3], trees.slots_B, 12, trees.counts_B)
+            nodes.columns_S = compiler.span(longest + 12, CAPACITY, target.device)
+            found += read(memory, nodes, (-1, 0))
+        assert_same(target, found[1], found[3])
+        for b, count in enumerate(trees.counts_B.tolist()):
+            assert_same(target, found[0][b, :count], found[2][b, :count])
+        trees.slots_B = trees.slots_B.flip(0)
 
 
 @pytest.mark.skipif(not LIBRARY, reason="there are no native kernels")

@@ -1,4 +1,4 @@
-"""Which blocks of a cache belong to which slot: given out as texts grow, shared by texts that begin alike.
+"""Which blocks of a cache belong to which slot: they come as texts grow, serve texts that begin alike, and stay on.
 
 A block holds `BLOCK` tokens. Full blocks of a text can be made findable (`publish`) and then serve other texts that
 begin with the same tokens (`share`), because keys and values depend on nothing but the tokens up to theirs. Only full
@@ -187,6 +187,11 @@ class Blocks:
     def findable(self, tokens: Sequence[int], namespace: Namespace = 0) -> int:
         """Return how many tokens `share` would find now."""
         return len(self._find(tokens, namespace)) * BLOCK
+
+    def is_due(self, slot: int, length: int) -> bool:
+        """Whether `publish` would do anything for a slot that holds so many tokens: a block has become full."""
+        pieces = self._slots[slot].pieces
+        return length // BLOCK > len(pieces) or bool(pieces and not pieces[-1].findable)
 
     def publish(self, slot: int, tokens: Sequence[int]) -> None:
         """Make the full blocks of a slot findable, which holds exactly these tokens so far.
