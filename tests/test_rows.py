@@ -152,6 +152,26 @@ def test_ragged_rows_read_as_each_alone(target: Target, kind: str, uninitialised
         assert_same(target, picked_B2V[b], own_1MV[0, columns_B2[b]])
 
 
+@pytest.mark.skipif(not LIBRARY, reason="there are no native kernels")
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_threads_change_no_bit_of_ragged_rows(name: str, threads: int):
+    trees, found = Trees.draw(), []
+    used_BM = torch.arange(12) < trees.counts_B.unsqueeze(1)
+    before = torch.get_num_threads()
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            memory = in_blocks(native(name))
+            read = read_texts(native(name), memory, trees)
+            nodes = trees.nodes([0, 1, 2, 3], trees.slots_B, 12, trees.counts_B)
+            logits_BMV, features_BMF = native(name).forward(memory, nodes, (-1, 0))
+            found.append([*read, logits_BMV[used_BM], features_BMF])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("target", ALL, indirect=True, ids=" ".join)
