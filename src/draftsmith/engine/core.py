@@ -160,14 +160,17 @@ class EngineCore:
 
     @torch.no_grad()
     def step(self) -> list[Progress]:
-        """Schedule, run, finish: read pieces of prompts, advance every row that decodes, and say what came of it."""
+        """Advance every row that decodes, let in who fits, read pieces of prompts; say what came of it.
+
+        A request appears at most once in what is returned.
+        """
         progress = [self._expire(request) for request in self.scheduler.overdue()]
-        pieces = self.scheduler.pieces()
-        if pieces:
-            progress += self._read(pieces)
         self._regroup()
         if self._groups:
             progress += self._decode()
+        pieces = self.scheduler.pieces()
+        if pieces:
+            progress += self._read(pieces)
         return progress
 
     def check(self, request: Request) -> None:
