@@ -82,7 +82,7 @@ class PathReader:
             in the end, token after token, as if it were text.
         """
         frontier, length = paths_BFD.shape[1:]
-        most = max(1, (self.cache.capacity - max(held)) // length)
+        most = max(1, min(self.cache.capacity - max(held), ROOM) // length)
         logits = []
         for start in range(0, frontier, most):
             nodes_BM = paths_BFD[:, start : start + most].flatten(1)

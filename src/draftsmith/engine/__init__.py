@@ -1,6 +1,12 @@
-"""Decoding: requests, steps and the engine that runs them."""
+"""Decoding: the core that steps, and its faces: a blocking engine and one for asyncio."""
 
 from draftsmith.engine.admission import Prompt
+from draftsmith.engine.async_engine import AsyncEngine
+from draftsmith.engine.core import EngineCore, Limits, Progress
 from draftsmith.engine.engine import Chunk, Engine
+from draftsmith.engine.policy import Choice, Fixed, Load, OffAbove, Policy, RowHistory
 
-__all__ = ["Chunk", "Engine", "Prompt"]
+__all__ = [
+    "AsyncEngine", "Choice", "Chunk", "Engine", "EngineCore", "Fixed", "Limits", "Load", "OffAbove", "Policy",
+    "Progress", "Prompt", "RowHistory",
+]

@@ -5,6 +5,7 @@ task, a closed stream) takes the request out.
 """
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +16,8 @@ from draftsmith.engine.engine import Chunk, Engine
 from draftsmith.engine.request import Request
 from draftsmith.plan import Plan
 from draftsmith.types import Completion, DraftsmithError, SamplingParams
+
+log = logging.getLogger(__name__)
 
 Inbox = asyncio.Queue[Chunk | BaseException]
 
@@ -144,8 +147,8 @@ class AsyncEngine:
         except BaseException as error:
             with self._work:
                 self._failure, self._stopping = error, True
+            log.exception("the engine has stopped")
             self._end(error)
-            raise
 
     def _end(self, error: BaseException) -> None:
         """Tell everybody who still listens why nothing more will come."""

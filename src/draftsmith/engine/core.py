@@ -263,7 +263,7 @@ class EngineCore:
         for rows in self._groups:
             room = rows.choice.plan.max_nodes + self.scheduler.room
             for request in rows.requests:
-                self.blocks.reserve(request.slot, request.length + room)
+                self.blocks.reserve(request.slot, min(request.length + room, self.cache.capacity))
         clock = self._clock
         results = self.stepper.step(self._groups, clock)
         tables = lists_of(results)  # the one transfer from the device in a step

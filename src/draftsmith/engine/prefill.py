@@ -161,8 +161,11 @@ class PromptReader:
         request, begin = piece.request, piece.begin
         if begin == 0 or begin != request.shared:
             return
-        tokens_1T = torch.tensor([request.prompt[1 : begin + 1]], device=self._stepper.target.device)
-        features_1TF = self._stepper.cache.read_states(request.slot, 0, begin).unsqueeze(0)
+        target, cache = self._stepper.target, self._stepper.cache
+        tokens_1T = torch.tensor([request.prompt[1 : begin + 1]], device=target.device)
+        features_1TF = torch.empty((1, begin, 0), dtype=target.dtype, device=target.device)
+        if cache.states_NEF is not None:
+            features_1TF = cache.read_states(request.slot, 0, begin).unsqueeze(0)
         counts_1 = torch.tensor([begin], device=tokens_1T.device)
         self._stepper.follow(self._context([request], tokens_1T, features_1TF, counts_1, counts_1 + 1), None)
 

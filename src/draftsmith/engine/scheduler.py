@@ -100,7 +100,7 @@ class Scheduler:
                 request.read = request.shared = self.blocks.share(request.slot, request.prompt)
             end = min(len(request.prompt), request.read + budget)
             budget -= end - request.read
-            self.blocks.reserve(request.slot, end + self.room)
+            self.blocks.reserve(request.slot, min(end + self.room, self.blocks.cache.capacity))
             pieces.append(Piece(request, request.read, end))
         return pieces
 

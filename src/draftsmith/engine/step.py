@@ -173,6 +173,12 @@ class Stepper:
                 rows.history.commit(after.tokens_BT, after.counts_B)
             done.append((after, table_BX, path_BD))
         rows.context = join_contexts([after for after, _, _ in done])
+        if self.cache.states_NEF is not None:
+            # Beside the keys and values of the tokens just read, for whoever begins with the same text later.
+            states_BTF = rows.context.features_BTF
+            places_T = torch.arange(states_BTF.shape[1], device=states_BTF.device)
+            places_BT = (context.lengths_B - 1).unsqueeze(1) + places_T
+            self.cache.store_states(context.slots_B, places_BT, states_BTF)
         if rows.count < size:
             # Padding writes the same few places again and again; left to grow, it would outgrow the cache.
             lengths_B = torch.where(context.rows_B < 0, context.lengths_B, rows.context.lengths_B)
