@@ -85,6 +85,8 @@ class NativeDecoder:
 def has_native_form(model: PreTrainedModel) -> bool:
     """Whether the model is one that `NativeDecoder` can read: of a known family, plain in all that it assumes."""
     config = model.config.get_text_config(decoder=True)
+    if config is not model.config:
+        return False  # the text part of a model that sees or hears, one level further down
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return False
     base: Any = model.base_model

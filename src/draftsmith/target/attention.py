@@ -22,6 +22,7 @@ ATTENTION_NAME = "draftsmith_tree"
 HARMLESS = frozenset({
     "dropout", "is_causal", "position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "past_key_values", "token_type_ids",
+    "logits_to_keep",
 })
 
 
@@ -97,12 +98,26 @@ class ShapeProbe:
 
 
 def _masked_attention(
-    query_BHMD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor, mask: Tensor, scaling: float, softcap: float | None
+    query_BHMD: Tensor,
+    key_BHSD: Tensor,
+    value_BHSD: Tensor,
+    mask: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks_HM: Tensor | None,
 ) -> Tensor:
-    if softcap is None:
+    if softcap is None and sinks_HM is None:
         return F.scaled_dot_product_attention(query_BHMD, key_BHSD, value_BHSD, attn_mask=mask, scale=scaling)
-    scores_BHMS = softcap * torch.tanh(query_BHMD @ key_BHSD.transpose(2, 3) * scaling / softcap) + mask
-    return torch.softmax(scores_BHMS, dim=-1, dtype=torch.float32).to(value_BHSD.dtype) @ value_BHSD
+    scores_BHMS = query_BHMD @ key_BHSD.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores_BHMS = softcap * torch.tanh(scores_BHMS / softcap)
+    scores_BHMS = scores_BHMS + mask
+    if sinks_HM is not None:  # one more place, which takes attention and gives nothing
+        sinks_BHM1 = sinks_HM.to(scores_BHMS.dtype).expand(len(scores_BHMS), -1, -1).unsqueeze(3)
+        scores_BHMS = torch.cat([scores_BHMS, sinks_BHM1], dim=3)
+    exact = torch.promote_types(torch.float32, scores_BHMS.dtype)
+    weights_BHMS = torch.softmax(scores_BHMS, dim=-1, dtype=exact).to(value_BHSD.dtype)
+    return weights_BHMS[..., : key_BHSD.shape[2]] @ value_BHSD
 
 
 def _causal_mask(length: int, window: int | None, like: Tensor) -> Tensor:
@@ -124,10 +139,12 @@ def tree_attention(
     softcap: float | None = None,
     tree_pass: TreePass | None = None,
     shape_probe: ShapeProbe | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Attend for one layer; called by transformers with query, key, value as (B, heads, M, D).
 
+    `s_aux` are attention sinks, a score a query head that competes with those of the keys.
     Grouped heads are folded into the query length, so that cached keys are read once and never repeated.
     Returns (B, M, H, D) and no weights, as the interface expects.
     """
@@ -141,6 +158,8 @@ def tree_attention(
         shape_probe.windows[layer] = sliding_window
         shape_probe.softcaps.add(softcap)
         shape_probe.unknown |= {name for name, value in others.items() if value is not None} - HARMLESS
+        if attention_mask is not None:  # ours come from the pass: this one is the model's own
+            shape_probe.unknown.add("attention_mask")
     if tree_pass is None:
         if key.shape[2] != nodes:
             raise RuntimeError("a model wrapped in a Target reads through the Target, not through caches of its own.")
@@ -150,7 +169,8 @@ def tree_attention(
         keys_BHSD, values_BHSD = tree_pass.store(layer, key, value)
         mask = tree_pass.mask(sliding_window, groups, query.dtype)
     folded_BHMD = query.reshape(batch, key_heads, groups * nodes, width)
-    out_BHMD = _masked_attention(folded_BHMD, keys_BHSD, values_BHSD, mask, scale, softcap)
+    sinks_HM = None if s_aux is None else s_aux.view(key_heads, groups).repeat_interleave(nodes, dim=1)
+    out_BHMD = _masked_attention(folded_BHMD, keys_BHSD, values_BHSD, mask, scale, softcap, sinks_HM)
     return out_BHMD.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 

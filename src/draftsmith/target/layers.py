@@ -13,9 +13,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def layer_stack(model: PreTrainedModel, layers: int, name: str) -> tuple[str, nn.ModuleList]:
-    """Find the one list of that many layers inside the base model, with its attribute's name."""
-    children = model.base_model.named_children()
-    stacks = [(key, m) for key, m in children if isinstance(m, nn.ModuleList) and len(m) == layers]
+    """Find the one list of that many layers inside the base model, with its path there (`layers`, `decoder.layers`)."""
+    base: nn.Module = model.base_model
+    stacks = _stacks(base, layers)
+    if len(stacks) > 1:  # a model that sees or hears has towers beside its decoder, or inside it and further down
+        inside = set(model.get_decoder().modules())
+        stacks = [found for found in stacks if found[1] in inside] or stacks
+        depths = [path.count(".") for path, _ in stacks]
+        stacks = [stack for stack, depth in zip(stacks, depths, strict=True) if depth == min(depths)]
     if len(stacks) != 1:
         raise DraftsmithError(
             f"{name} has {len(stacks)} stacks of {layers} layers where one is needed to tap states; "
@@ -24,17 +29,36 @@ def layer_stack(model: PreTrainedModel, layers: int, name: str) -> tuple[str, nn
     return stacks[0]
 
 
+def _stacks(base: nn.Module, layers: int) -> list[tuple[str, nn.ModuleList]]:
+    """Find the lists of that many modules that lie in no such list themselves."""
+    found: list[tuple[str, nn.ModuleList]] = []
+    for path, module in base.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, nn.ModuleList) and len(module) == layers and not inside:
+            found.append((path, module))
+    return found
+
+
 def shortened(model: PreTrainedModel, layers: int, kept: int) -> PreTrainedModel:
     """Return a model of the first `kept` of a model's `layers` layers that shares every weight with it.
 
-    The two outer modules are copies without hooks; the layers, embeddings, norms and the head are the same objects.
+    The modules around the layers are copies without hooks; the layers, embeddings, norms and the head are the same
+    objects.
     """
-    key, stack = layer_stack(model, layers, type(model).__name__)
-    base: nn.Module = model.base_model
-    short_base, short = twin(base), twin(model)
-    short_base._modules[key] = nn.ModuleList(list(stack)[:kept])
-    short._modules[model.base_model_prefix] = short_base
+    path, stack = layer_stack(model, layers, type(model).__name__)
+    short = twin(model)
+    short._modules[model.base_model_prefix] = with_stack(model.base_model, path, nn.ModuleList(list(stack)[:kept]))
     return short
+
+
+def with_stack(base: M, path: str, stack: nn.ModuleList) -> M:
+    """Return a copy of a base model with another list of layers at that path; what lies beside the path is shared."""
+    outer, _, rest = path.partition(".")
+    changed = twin(base)
+    inner = base._modules[outer]
+    assert inner is not None
+    changed._modules[outer] = with_stack(inner, rest, stack) if rest else stack
+    return changed
 
 
 def twin(module: M) -> M:

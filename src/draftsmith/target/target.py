@@ -23,12 +23,22 @@ from draftsmith.target.layers import layer_stack, shortened
 from draftsmith.target.loading import load_model, precision_on_disk, resolve_device, short_name
 from draftsmith.target.nodes import Nodes
 from draftsmith.target.packing import can_prepack, prepack_linears
-from draftsmith.target.support import fingerprint, refuse_unsupported, use_tree_attention
+from draftsmith.target.self_check import Reading, SelfCheck
+from draftsmith.target.support import (
+    SHORT_WINDOW,
+    fingerprint,
+    longest_text,
+    refuse_attention,
+    refuse_unsupported,
+    short_windows,
+    use_tree_attention,
+)
 from draftsmith.target.tokens import end_tokens, load_tokenizer, tokenizer_hash
 from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_parameters, resolve_dtype
 
-# How far the logits of the native forward may be from the model's own, relative to their size; bf16 gives 0.01 or so.
-NATIVE_TOLERANCE = 0.05
+# How far the native forward may be from the model's own code, relative to its size; bf16 gives 0.01 or so, and int8,
+# which rounds what goes into a layer too, two to four times that.
+NATIVE_TOLERANCE: dict[Quantization, float] = {"none": 0.05, "int8": 0.1}
 # Tokens of whole sequences that are read together natively: they need keys and values in all layers, and more tokens at
 # a time would not be read faster.
 ENCODED_TOKENS = 2048
@@ -76,7 +86,7 @@ class Target:
         quantize: Quantization = "none",
     ) -> None:
         refuse_unsupported(model.config, name)
-        use_tree_attention(model, name)
+        own_attention = use_tree_attention(model, name)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
@@ -87,7 +97,7 @@ class Target:
         self._head: nn.Module = _head(model, name)
         self.vocab_size: int = self._head.weight.shape[0]
         self.layers: int = self.config.num_hidden_layers
-        self.max_length: int = self.config.max_position_embeddings
+        self.max_length = longest_text(self.config, name)
         self.eos_token_ids: frozenset[int] = end_tokens(model, tokenizer)
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         """How many there are; packing turns parameters into buffers, so it is counted before."""
@@ -106,26 +116,34 @@ class Target:
                 f"{why_missing() or f'this is {self.dtype} on {self.device}'}."
             )
         self.model.get_output_embeddings().register_forward_pre_hook(self._own_columns.pick)
-        # Packing comes first: weights that are mapped from files are then read once, and not by this forward as well.
-        probe, logits_1MV = self._probe()
-        self.kv_shapes = [probe.shapes[layer] for layer in range(self.layers)]
-        self.windows = [probe.windows[layer] for layer in range(self.layers)]
-        """The sliding window of every layer, None for full attention."""
+        self._decoder: NativeDecoder | None = None
         self.packed = True
         """Whether linear layers use what `prepack_linears` gave them; generated code wants the plain weights."""
-        self._decoder: NativeDecoder | None = None
         self.implementation = "PyTorch"
         """What reads the model, in words."""
         self.precision_on_disk = ""
         """What the weights were before the dtype "auto" made them coarser, such as "fp32"; empty where it did not."""
         self.why_not_native = ""
         """Why a model that the native kernels are made for goes without them; empty when it does not."""
-        if self.native:
-            self._go_native(probe, logits_1MV)
-        elif self.device.type == "cpu" and self.dtype == torch.bfloat16:
-            self.why_not_native = why_missing()
-            if can_prepack(self.device, self.dtype):
-                prepack_linears(model, lambda: self.packed)
+        # Packing came first: weights that are mapped from files are then read once, and not by these forwards as well.
+        with short_windows(model, self.config) as window:
+            check = SelfCheck(self, own_attention, self._read_by_model)
+            probe = self._probe(check)
+            self.kv_shapes = [probe.shapes[layer] for layer in range(self.layers)]
+            self.windows = [probe.windows[layer] for layer in range(self.layers)]
+            """The sliding window of every layer, None for full attention."""
+            if self.native:
+                self._go_native(probe, check, NATIVE_TOLERANCE[quantize])
+            elif self.device.type == "cpu" and self.dtype == torch.bfloat16:
+                self.why_not_native = why_missing()
+                if can_prepack(self.device, self.dtype):
+                    prepack_linears(model, lambda: self.packed)
+            if self._decoder is None:
+                check.trees()
+        if window is not None:
+            self.windows = [window if short == SHORT_WINDOW else short for short in self.windows]
+            if self._decoder is not None:
+                self._decoder = NativeDecoder(model, self.windows, self.max_length)
 
     @classmethod
     def from_pretrained(
@@ -338,40 +356,40 @@ class Target:
         def catch(tap: int) -> Callable[[nn.Module, Any, Any], None]:
             def hook(_: nn.Module, __: Any, output: Any) -> None:
                 if tap in self._wanted:
-                    self._captured[tap] = output if isinstance(output, Tensor) else output[0]
+                    state = output if isinstance(output, Tensor) else output[0]
+                    if state.dim() != 3 or state.shape[2] != self.hidden_size:
+                        raise DraftsmithError(
+                            f"{self.name} ({self.config.model_type}) hands states of shape {tuple(state.shape)} from "
+                            f"layer to layer, where one of {self.hidden_size} a token is needed; it is not supported "
+                            "yet."
+                        )
+                    self._captured[tap] = state
 
             return hook
 
         base = self.model.base_model
-        _, stack = layer_stack(self.model, self.layers, self.name)
-        base.register_forward_hook(catch(-1))
+        path, stack = layer_stack(self.model, self.layers, self.name)
+        # Some heads call the decoder inside the base model and pass that by; where both come, the outer one comes last.
+        for module in {base.get_submodule(path.rpartition(".")[0]), base}:
+            module.register_forward_hook(catch(-1))
         for index, layer in enumerate(stack):
             layer.register_forward_hook(catch(index))
 
-    def _probe(self) -> tuple[ShapeProbe, Tensor]:
-        """Read a few tokens by the model's own code; return what its layers asked for, and the logits (1, M, V)."""
-        probe = ShapeProbe()
-        with torch.no_grad():
-            out = self.model(input_ids=self._few_tokens(), use_cache=False, shape_probe=probe, return_dict=True)
-        self._captured.clear()
-        if probe.unknown:
-            raise DraftsmithError(
-                f"{self.name} ({self.config.model_type}) hands its attention {', '.join(sorted(probe.unknown))}, which "
-                "is not supported yet; leaving it out would change what the model says."
-            )
-        if len(probe.shapes) != self.layers:
-            raise DraftsmithError(
-                f"{self.name} ({self.config.model_type}) sends {len(probe.shapes)} of its {self.layers} layers through "
-                "the attention interface; recurrent or hybrid layers, and attention of another kind, are not "
-                "supported yet."
-            )
-        return probe, out.logits
+    @torch.no_grad()
+    def _read_by_model(self, tokens_RT: Tensor, taps: tuple[int, ...], probe: ShapeProbe | None = None) -> Reading:
+        """Read whole texts by the model's own code, through whichever attention it has now."""
+        self._wanted = set(taps)
+        more = {} if probe is None else {"shape_probe": probe}
+        out = self.model(input_ids=tokens_RT, use_cache=False, return_dict=True, **more)
+        return Reading(out.logits, self._features(taps))
 
-    def _few_tokens(self) -> Tensor:
-        """Return the tokens (1, M) of a first forward: several where another forward is compared with it."""
-        count = min(8, self.max_length) if self.native else 1
-        tokens_M = torch.arange(1, count + 1, device=self.device) * (self.vocab_size // (count + 1))
-        return tokens_M.unsqueeze(0)
+    def _probe(self, check: SelfCheck) -> ShapeProbe:
+        """Read whole texts through our attention; return what its layers asked for."""
+        probe = ShapeProbe()
+        reading = self._read_by_model(check.sample.tokens_RT, check.taps, probe)
+        refuse_attention(probe, self.layers, f"{self.name} ({self.config.model_type})")
+        check.whole_texts(reading)
+        return probe
 
     def _pack(self, quantize: Quantization) -> None:
         """Pack the linear layers, in place."""
@@ -380,34 +398,21 @@ class Target:
         self.packing_s = time.perf_counter() - begun
         log.info("%s: packed in %.2f s", self.name, self.packing_s)
 
-    def _go_native(self, probe: ShapeProbe, logits_1MV: Tensor) -> None:
+    def _go_native(self, probe: ShapeProbe, check: SelfCheck, allowed: float) -> None:
         """Take the native forward if it says what the model said."""
         self.implementation = f"native {kernels_in_use()} layers"
         if has_native_form(self.model) and probe.softcaps == {None}:
-            decoder = NativeDecoder(self.model, self.windows, self.max_length)
-            distance = self._distance(decoder, logits_1MV)
-            if distance < NATIVE_TOLERANCE:
-                self._decoder = decoder
+            self._decoder = NativeDecoder(self.model, self.windows, self.max_length)
+            distance = check.tree_distance()
+            if distance < allowed:
                 self.implementation = f"native {kernels_in_use()} forward"
             else:
+                self._decoder = None
                 log.warning(
                     "%s: the native forward differs from the model's own by %.3f, so it is not used.",
                     self.name, distance,
                 )
         log.info("%s: %s", self.name, self.implementation)
-
-    @torch.no_grad()
-    def _distance(self, decoder: NativeDecoder, own_BMV: Tensor) -> float:
-        """Compare the native logits over the first tokens with the model's own, relative to their size."""
-        tokens_BM = self._few_tokens()
-        count = tokens_BM.shape[1]
-        cache = self.new_cache(1, count)
-        native_BMV, _ = decoder.forward(
-            tokens_BM, None, None, torch.zeros(1, dtype=torch.long), cache.keys_NEHD, cache.values_NEHD, None, None,
-            None, (), None,
-        )
-        centred_BMV = own_BMV.float() - own_BMV.float().mean(-1, keepdim=True)
-        return ((native_BMV.float() - own_BMV.float()).norm() / centred_BMV.norm()).item()
 
 
 def _head(model: PreTrainedModel, name: str) -> nn.Linear:

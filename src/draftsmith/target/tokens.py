@@ -102,7 +102,7 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     generation = model.generation_config
     ids = generation.eos_token_id if generation is not None else None
     if ids is None:
-        ids = model.config.get_text_config(decoder=True).eos_token_id
+        ids = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
     if ids is None and tokenizer is not None:
         ids = tokenizer.eos_token_id
     if ids is None:

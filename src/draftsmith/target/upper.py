@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from draftsmith.target.attention import TreePass, lay_out_pass
 from draftsmith.target.cache import KVCache
-from draftsmith.target.layers import layer_stack, twin
+from draftsmith.target.layers import layer_stack, with_stack
 from draftsmith.target.nodes import Nodes
 from draftsmith.types import DraftsmithError
 
@@ -46,12 +46,11 @@ class UpperLayers:
                 f"use 0 to {target.layers - 2}."
             )
         self.target, self.layer = target, layer
-        key, stack = layer_stack(target.model, target.layers, target.name)
+        path, stack = layer_stack(target.model, target.layers, target.name)
         # The layers keep their places, because some models look up by place what they hand to a layer.
         entrances = [_Entrance() for _ in range(layer + 1)]
         base: nn.Module = target.model.base_model
-        self._base = twin(base)
-        self._base._modules[key] = nn.ModuleList([*entrances, *stack[layer + 1 :]])
+        self._base = with_stack(base, path, nn.ModuleList([*entrances, *stack[layer + 1 :]]))
         self._check()
 
     def __deepcopy__(self, _: Any) -> "UpperLayers":
