@@ -18,6 +18,7 @@ from draftsmith.evaluation.drawing import MakeStepper, draw
 from draftsmith.evaluation.law import Law, check_size, enumerate_law, read_by_decoding, read_plainly
 from draftsmith.evaluation.shared_rows import SharedRows
 from draftsmith.evaluation.small_world import PROMPT
+from draftsmith.evaluation.wavering import NAME, MakePolicy, Wavering, draw_under_policy
 from draftsmith.evaluation.wording import words
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
@@ -30,6 +31,7 @@ CONTROL = 128
 MOST_APART = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 1e-3, torch.float64: 1e-5}
 REPETITION, FREQUENCY = 1.2, 1.5
 SMALL_ROWS = 8192
+POLICY_ROWS = 512
 # Penalties on the real target cost several times as much a draw, and get so many times fewer.
 COSTLY = 8
 SMALL_PLANS = (
@@ -219,12 +221,17 @@ def prove_sampling_small(
     seed: int = 0,
     plans: Sequence[Plan] = SMALL_PLANS,
     make_stepper: MakeStepper = Stepper,
+    make_policy: MakePolicy = lambda requests: Wavering(),
     report: Report = lambda what, done, total: None,
 ) -> list[Cell]:
-    """Draw from the small target without any top-k, with every kind of plan and a tenth as often with penalties."""
+    """Draw from the small target without any top-k, with every kind of plan.
+
+    A tenth as often with penalties, and half of that under a policy that changes every row's plan at every step.
+    """
     whole = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)
-    runs = [(words(plan), plan, whole, draws) for plan in plans]
+    runs: list[tuple[str, Plan | None, SamplingParams, int]] = [(words(plan), plan, whole, draws) for plan in plans]
     runs.append((f"{words(plans[-1])}, penalties", plans[-1], with_penalties(whole), max(1000, draws // 10)))
+    runs.append((NAME, None, whole, max(1000, draws // 20)))
     cells, done, total = [], 0, sum(count for *_, count in runs)
     for number, (name, plan, params, count) in enumerate(runs):
 
@@ -235,10 +242,16 @@ def prove_sampling_small(
 
         law = enumerate_law(read_plainly(target), target, PROMPT, params, length)
         begun = time.perf_counter()
-        found = draw(
-            target, drafter, PROMPT, params, plan, count, batch=min(SMALL_ROWS, count), seed=seed + number,
-            make_stepper=make_stepper, on_progress=advance,
-        )
+        if plan is None:
+            found = draw_under_policy(
+                target, drafter, PROMPT, params, count, batch=min(POLICY_ROWS, count), seed=seed + number,
+                make_policy=make_policy, on_progress=advance,
+            )
+        else:
+            found = draw(
+                target, drafter, PROMPT, params, plan, count, batch=min(SMALL_ROWS, count), seed=seed + number,
+                make_stepper=make_stepper, on_progress=advance,
+            )
         cells.append(
             judge(
                 "small alphabet", name, drafter_name, law, found.texts, seed, time.perf_counter() - begun,
