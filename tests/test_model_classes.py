@@ -202,6 +202,30 @@ def test_what_the_interface_does_not_show_is_refused(kind: type[nn.Module], dtyp
         Target(planted(kind, dtype), name="it", native=False)
 
 
+@pytest.mark.parametrize("kind", [None, Shifted])
+def test_a_token_that_cannot_be_read_is_no_excuse(kind: type[nn.Module] | None, caplog: pytest.LogCaptureFixture):
+    """Other tokens are read then; where all weights are damaged nothing can be compared, and the target loads."""
+    model = planted(kind, torch.float64)
+    model.get_input_embeddings().weight.data[VOCABULARY // 9] = torch.nan
+    if kind is None:
+        Target(model)
+        model.get_input_embeddings().weight.data.fill_(torch.nan)
+        Target(model, name="it")
+        assert "it: its own logits are not finite" in caplog.text
+        return
+    with pytest.raises(DraftsmithError, match="does not say what its own code says"):
+        Target(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_check_is_cheap(dtype: torch.dtype):
+    model = planted(None, dtype)
+    read: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda module, tokens, out: read.append(tokens[0].numel()))
+    Target(model, native=False)
+    assert len(read) == 4 and sum(read) <= 40
+
+
 if __name__ == "__main__":  # the table of docs/targets.md
     reasons: dict[str, list[str]] = {}
     for name in MODEL_TYPES:
