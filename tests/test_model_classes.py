@@ -17,6 +17,7 @@ from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
+from draftsmith.target.upper import UpperLayers
 from draftsmith.types import DraftsmithError, SamplingParams
 from model_classes import MODEL_TYPES, VOCABULARY, own_text, tiny_model
 from oracle import OracleDrafter
@@ -62,6 +63,7 @@ def judge(model_type: str, changes: dict[str, Any]) -> tuple[str, str]:
         (None, NO_DRAFT),
         (OracleDrafter(known, VOCABULARY, error_rate=0.3), TREE),
         (load_drafter("ngram", target), None),
+        (load_drafter("early-exit:layers=1", target), None),
     ]
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     for drafter, plan in drafters:
@@ -224,6 +226,18 @@ def test_the_check_is_cheap(dtype: torch.dtype):
     model.get_input_embeddings().register_forward_hook(lambda module, tokens, out: read.append(tokens[0].numel()))
     Target(model, native=False)
     assert len(read) == 4 and sum(read) <= 40
+
+
+@pytest.mark.parametrize("model_type", ["opt", "bert", "gemma3", "gpt_oss"])
+def test_the_last_layers_of_a_deeper_stack_go_on_by_themselves(model_type: str):
+    target = Target(tiny_model(model_type))
+    assert UpperLayers(target, 0).layer == 0
+
+
+@pytest.mark.parametrize("model_type", ["ctrl", "gemma4", "gemma4_text"])
+def test_last_layers_that_look_back_are_refused(model_type: str):
+    with pytest.raises(DraftsmithError, match="do not go on from that layer's output alone"):
+        UpperLayers(Target(tiny_model(model_type)), 0)
 
 
 if __name__ == "__main__":  # the table of docs/targets.md

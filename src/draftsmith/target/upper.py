@@ -152,10 +152,16 @@ class UpperLayers:
         tokens_1T = torch.arange(1, count + 1, device=target.device).unsqueeze(0) * (target.vocab_size // (count + 1))
         states_1TF, _ = target.encode(tokens_1T, (self.layer, -1), by_model=True)
         entry_1TF, own_1TF = states_1TF.chunk(2, dim=-1)
-        final_1TF = self.read_text(entry_1TF, self.new_cache(1, count))
+        refusal = DraftsmithError(
+            f"the layers of {target.name} ({target.config.model_type}) behind layer {self.layer} do not go on from "
+            "that layer's output alone, so future states cannot be handed to them; use another drafter."
+        )
+        try:
+            final_1TF = self.read_text(entry_1TF, self.new_cache(1, count))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:  # they look for the tokens as well
+            raise refusal from error
         distance = (final_1TF.float() - own_1TF.float()).norm() / own_1TF.float().norm()
         if not distance < TOLERANCE:
-            raise DraftsmithError(
-                f"the layers of {target.name} ({target.config.model_type}) behind layer {self.layer} do not go on from "
-                "that layer's output alone, so future states cannot be handed to them; use another drafter."
-            )
+            raise refusal
