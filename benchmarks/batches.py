@@ -38,6 +38,7 @@ from common import (
 from vllm_peer import VLLM, Vllm, add_vllm, vllm_of
 
 from draftsmith.engine import Engine
+from draftsmith.evaluation.turns import turns
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
@@ -87,17 +88,18 @@ def measure(target: Target, vllm: Vllm | None, args: argparse.Namespace, label: 
     spent: dict[Size, list[list[float]]] = {size: [] for size in sizes}
     contexts = np.linspace(args.first_context, args.last_context, args.rounds).round().astype(int).tolist()
     begun = time.perf_counter()
-    for index, context in enumerate([contexts[0]] * args.warmups + contexts):
-        for size in rng.sample(sizes, len(sizes)):
-            rows, guesses = size
-            if guesses in decoders:
-                taken = [decoded_step(decoders[guesses], rows, target.vocab_size, rng)]
-            else:
-                taken = [step(target, cache, tokens_BL[:rows], context + i, guesses) for i in range(args.steps + 1)][1:]
-            if index >= args.warmups:
-                spent[size].append(taken)
-        if (index + 1) % 8 == 0:
-            say(f"{label}: round {index + 1} of {len(contexts) + args.warmups}, {time.perf_counter() - begun:.0f} s")
+    contexts = [contexts[0]] * args.warmups + contexts
+    for number, (index, size, timed) in enumerate(turns(sizes, args.rounds, rng, args.warmups), 1):
+        rows, guesses = size
+        if guesses in decoders:
+            taken = [decoded_step(decoders[guesses], rows, target.vocab_size, rng)]
+        else:
+            times = [step(target, cache, tokens_BL[:rows], contexts[index] + i, guesses) for i in range(args.steps + 1)]
+            taken = times[1:]
+        if timed:
+            spent[size].append(taken)
+        if number % len(sizes) == 0 and (index + 1) % 8 == 0:
+            say(f"{label}: round {index + 1} of {len(contexts)}, {time.perf_counter() - begun:.0f} s")
     return spent
 
 

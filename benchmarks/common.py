@@ -31,9 +31,10 @@ from draftsmith.evaluation.bench import Peer, Run, run_engine, run_peer
 from draftsmith.evaluation.intervals import RESAMPLES, Interval
 from draftsmith.evaluation.losslessness import Comparison, compare, judge, last_logits
 from draftsmith.evaluation.prompts import cut, embedded_prompts
-from draftsmith.evaluation.provenance import provenance
 from draftsmith.evaluation.report import ensure_writable, markdown_table, write_json
+from draftsmith.evaluation.turns import turns
 from draftsmith.plan import Plan
+from draftsmith.provenance import provenance
 from draftsmith.target import Target
 from draftsmith.types import CompileLevel, Completion, DraftsmithError, Statistics
 
@@ -280,12 +281,12 @@ def interleave(
     rng = random.Random(seed)
     runs: dict[str, list[Run]] = {name: [] for name in settings}
     begun = time.perf_counter()
-    for index, prompt in enumerate([*prompts[:warmups], *prompts]):
-        for name in rng.sample(list(settings), len(settings)):
-            run = settings[name](prompt)
-            if index >= warmups:
-                runs[name].append(run)
-        if index + 1 == warmups or (index + 1) % 16 == 0:
+    shown = [*prompts[:warmups], *prompts]
+    for number, (index, name, timed) in enumerate(turns(settings, len(prompts), rng, warmups), 1):
+        run = settings[name](shown[index])
+        if timed:
+            runs[name].append(run)
+        if number % len(settings) == 0 and (index + 1 == warmups or (index + 1) % 16 == 0):
             say(f"{label} round {index + 1} of {len(prompts) + warmups}, {time.perf_counter() - begun:.0f} s")
     return runs
 

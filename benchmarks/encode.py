@@ -29,6 +29,7 @@ from common import (
     start,
 )
 
+from draftsmith.evaluation.turns import turns
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError
 
@@ -50,12 +51,11 @@ def measure(targets: dict[str, Target], size: tuple[int, int], logits: bool, arg
     rng = random.Random(args.seed)
     spent: dict[str, list[list[float]]] = {name: [] for name in targets}
     tokens_BT = torch.from_numpy(np.random.default_rng(args.seed).integers(0, targets[NATIVE].vocab_size, size))
-    for index in range(args.warmups + args.rounds):
-        for name in rng.sample(list(targets), len(targets)):
-            begun = time.perf_counter()
-            targets[name].encode(tokens_BT, logits=logits)
-            if index >= args.warmups:
-                spent[name].append([1000 * (time.perf_counter() - begun)])
+    for _, name, timed in turns(targets, args.rounds, rng, args.warmups):
+        begun = time.perf_counter()
+        targets[name].encode(tokens_BT, logits=logits)
+        if timed:
+            spent[name].append([1000 * (time.perf_counter() - begun)])
     return spent
 
 

@@ -30,6 +30,7 @@ from transformers import AutoConfig
 
 from draftsmith import assets
 from draftsmith.evaluation.intervals import RESAMPLES, Interval
+from draftsmith.evaluation.turns import turns
 from draftsmith.native import LIBRARY, kernels_in_use, why_missing
 from draftsmith.native.layers import Int8Linear, PackedLinear
 from draftsmith.types import DraftsmithError
@@ -73,7 +74,7 @@ def race(
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     begun, finished = time.perf_counter(), -2  # two rounds warm up
     while finished < args.rounds or (finished < 200 and time.perf_counter() - begun < args.seconds):
-        for name in rng.sample(list(contestants), len(contestants)):
+        for _, name, _ in turns(contestants, 1, rng):
             before = time.perf_counter()
             contestants[name](x_MK)
             taken = time.perf_counter() - before

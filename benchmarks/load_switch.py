@@ -28,6 +28,7 @@ from draftsmith import assets
 from draftsmith.engine import Engine
 from draftsmith.evaluation.intervals import ratio_interval
 from draftsmith.evaluation.measure import Measurement, measure
+from draftsmith.evaluation.turns import turns
 from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
 from draftsmith.types import SamplingParams
@@ -58,12 +59,11 @@ def run() -> None:
         ways = {"plain": (engine, NO_DRAFT), "always": (engine, plan), "switched": (switching, plan)}
         found: dict[str, list[Measurement]] = {name: [] for name in ways}
         prompts = make_prompts(target, args.task, args.prompt_tokens, batch * (args.rounds + 1), args.seed)
-        for number in range(args.rounds + 1):
+        for number, name, timed in turns(ways, args.rounds, rng, warmups=1):
             chosen = prompts[number * batch : (number + 1) * batch]
-            for name in rng.sample(list(ways), len(ways)):
-                measured = measure(ways[name][0], chosen, params, ways[name][1])
-                if number:  # the first round warms up
-                    found[name].append(measured)
+            measured = measure(ways[name][0], chosen, params, ways[name][1])
+            if timed:
+                found[name].append(measured)
         seconds = {name: [m.wall_s for m in several] for name, several in found.items()}
         texts = {name: [c.tokens for m in several for c in m.completions] for name, several in found.items()}
         ratios = {name: ratio_interval(seconds["plain"], seconds[name], seed=args.seed) for name in ways}

@@ -39,6 +39,7 @@ from transformers import AutoConfig
 
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import run_engine
+from draftsmith.evaluation.turns import turns
 from draftsmith.native import why_missing
 from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
@@ -65,24 +66,23 @@ def load_times(folder: str, prompt: list[int], loads: int, seed: int, cold: bool
     """Load in turns, and decode one token each time."""
     rng = random.Random(seed)
     seconds: Seconds = {moment: {way: [] for way in WAYS} for moment in MOMENTS}
-    for index in range(loads + 1):
-        for way in rng.sample(WAYS, len(WAYS)):
-            gc.collect()
-            if cold:
-                forget(folder)
-            with patch.object(target_module, "can_prepack", lambda *_: False):
-                begun = time.perf_counter()
-                target = Target.from_pretrained(folder, dtype="bf16", device="cpu", native=way == "packed")
-                loaded = time.perf_counter() - begun
-            if target.native != (way == "packed"):
-                raise DraftsmithError(f"{target.name} is not packed; {why_missing()}.")
-            engine = Engine(target, max_batch=1, max_length=len(prompt) + 1, compile="off")
-            run_engine(engine, [prompt], NO_DRAFT, 1)
-            first = time.perf_counter() - begun
-            del target, engine
-            if index:
-                seconds["loaded"][way].append(loaded)
-                seconds["first_token"][way].append(first)
+    for _, way, timed in turns(WAYS, loads, rng, warmups=1):
+        gc.collect()
+        if cold:
+            forget(folder)
+        with patch.object(target_module, "can_prepack", lambda *_: False):
+            begun = time.perf_counter()
+            target = Target.from_pretrained(folder, dtype="bf16", device="cpu", native=way == "packed")
+            loaded = time.perf_counter() - begun
+        if target.native != (way == "packed"):
+            raise DraftsmithError(f"{target.name} is not packed; {why_missing()}.")
+        engine = Engine(target, max_batch=1, max_length=len(prompt) + 1, compile="off")
+        run_engine(engine, [prompt], NO_DRAFT, 1)
+        first = time.perf_counter() - begun
+        del target, engine
+        if timed:
+            seconds["loaded"][way].append(loaded)
+            seconds["first_token"][way].append(first)
     return seconds
 
 

@@ -47,6 +47,7 @@ from vllm_peer import VLLM, add_vllm, vllm_of
 
 from draftsmith import assets
 from draftsmith.engine import Engine
+from draftsmith.evaluation.turns import turns
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
@@ -150,7 +151,7 @@ def measure(
     for index in range(args.warmups + args.rounds):
         for length in lengths:
             prompt = [rng.randrange(vocabulary) for _ in range(length)]
-            for name in rng.sample(list(readers), len(readers)):
+            for _, name, _ in turns(readers, 1, rng):
                 seconds = readers[name](prompt)
                 if index >= args.warmups:
                     spent[name, length].append(1000 * seconds)

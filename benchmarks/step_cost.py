@@ -73,6 +73,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.engine.compiled import Compiler
+from draftsmith.evaluation.turns import turns
 from draftsmith.native import kernels_in_use, use_kernels, why_missing
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError
@@ -99,12 +100,12 @@ def measure(
     visits = [(name, nodes) for name in steps for nodes in sizes[name]]
     timings: Timings = {visit: [] for visit in visits}
     begun = time.perf_counter()
-    for index, context in enumerate([contexts[0]] * warmups + list(contexts)):
-        for name, nodes in rng.sample(visits, len(visits)):
-            spent = [1000 * steps[name](context + i, nodes)[0] for i in range(timed + 1)]
-            if index >= warmups:
-                timings[name, nodes].append(spent[1:])
-        if index + 1 == warmups or (index + 1) % 8 == 0:
+    places = [contexts[0]] * warmups + list(contexts)
+    for number, (index, (name, nodes), counts) in enumerate(turns(visits, len(contexts), rng, warmups), 1):
+        spent = [1000 * steps[name](places[index] + i, nodes)[0] for i in range(timed + 1)]
+        if counts:
+            timings[name, nodes].append(spent[1:])
+        if number % len(visits) == 0 and (index + 1 == warmups or (index + 1) % 8 == 0):
             say(f"{label}: round {index + 1} of {len(contexts) + warmups}, {time.perf_counter() - begun:.0f} s")
     return timings
 

@@ -263,3 +263,17 @@ def test_the_files_of_every_published_layout_are_found(tmp_path: Path, name: str
     assert [check.passed for check in checks] == [True, True], checks
     (tmp_path / name / drafter.weights_file).unlink()
     assert not check_files(tmp_path / name)[0].passed
+
+
+def test_short_prompts_are_checked_on(models: Path):
+    lines = [json.dumps({"text": text}) for text in ("def f(x):", "a = 1", "return", "for i in range(3):")]
+    (models / "short.jsonl").write_text("\n".join(lines))
+    code, output = run(models / "drafter", "--target", models / "target", "--data", models / "short.jsonl")
+    assert code in (0, 1) and "parity, depth by depth" in " ".join(output.split()), output
+
+
+def test_the_drafter_is_named_as_in_all_commands_and_only_once(models: Path, tmp_path: Path):
+    code, output = run(models / "drafter", "--drafter", models / "drafter")
+    assert code == 2 and "give one of them" in output
+    code, output = run("--target", models / "target", "--drafter", tmp_path / "absent")
+    assert code == 2 and "absent does not exist" in " ".join(output.split())

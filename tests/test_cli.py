@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
+from draftsmith import __version__
 from draftsmith.cli import app
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
@@ -57,16 +59,26 @@ def refused(result: Result, *parts: str) -> None:
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "generate", "bench", "check", "prove"])
-def test_help_teaches_with_an_example(command: str):
+COMMANDS = ("demo", "train", "generate", "bench", "compare", "check", "prove", "families")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches_with_an_example_and_says_where_more_stands(command: str):
     result = run(command, "--help")
     assert result.exit_code == 0
     assert f"draftsmith {command} " in result.output and "Example" in result.output
+    (page,) = set(re.findall(r"More: (\S+?\.md)", result.output))
+    assert (Path(__file__).parent.parent / page).is_file()
 
 
 def test_no_command_shows_the_commands():
     result = run()
-    assert all(command in result.output for command in ("demo", "train", "generate", "bench"))
+    assert all(command in result.output for command in COMMANDS)
+
+
+def test_the_version_is_that_of_the_package():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"draftsmith {__version__}\n")
 
 
 def test_generate_streams_the_same_text_with_and_without_a_drafter(target: Path, drafter: Path, tmp_path: Path):
@@ -244,6 +256,33 @@ def test_train_from_a_recipe_leaves_a_drafter_that_generates(target: Path, tmp_p
     again = run("train", tmp_path / "recipe.yaml", "stage1.steps=1", *few)
     refused(again, "already holds a run")
     assert run("train", tmp_path / "recipe.yaml", "stage1.steps=1", *few, "--resume").exit_code == 0
+
+
+def test_train_names_target_data_family_and_folder_as_all_commands_do(target: Path, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    few = ("--eval-prompts", "1", "--eval-tokens", "8", "--eval-prompt-tokens", "16")
+    small = ("target.dtype=fp32", "stage1.length=32", "stage2.prompt_tokens=8", "stage2.new_tokens=12")
+    words = ("train", "--target", target, "--data", tmp_path / "text.txt", "--out", tmp_path / "run", *few, *small)
+    planned = run(*words, "--family", "medusa:num_heads=2", "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    made = tmp_path / "run" / "dry-run"
+    assert json.loads((made / "config.json").read_text())["medusa_num_heads"] == 2
+    steps = ("stage1.steps=1", "stage2.steps=1", "stage2.batch=2", "stage1.batch=2", "optimizer.precision=fp32")
+    result = run(*words, "--drafter", made, *steps)
+    assert result.exit_code == 0, result.output
+    recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert recipe["target"]["name"] == str(target)
+    assert recipe["data"]["sources"][0]["path"] == str(tmp_path / "text.txt")
+    assert recipe["drafter"]["family"] == "medusa" and recipe["drafter"]["num_heads"] == 2, "those of the drafter given"
+    assert recipe["drafter"]["init_from"] == str(made) and (tmp_path / "run" / "drafter" / "config.json").exists()
+
+
+def test_train_of_a_family_needs_no_recipe(target: Path, tmp_path: Path):
+    lengths = ("stage1.length=32", "stage2.prompt_tokens=8", "stage2.new_tokens=12", "--eval-prompt-tokens", "16")
+    words = ("train", "--out", tmp_path / "run", "--dry-run", f"target.name={target}", *lengths)
+    result = run(*words, "drafter.family=medusa", "drafter.num_heads=2")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "run/dry-run/config.json").read_text())["medusa_num_heads"] == 2
 
 
 def test_demo_measures_trains_races_and_reports(target: Path, drafter: Path, tmp_path: Path):

@@ -7,18 +7,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import draftsmith
 from draftsmith.cli.app import app
+from draftsmith.cli.compare import print_table
 from draftsmith.evaluation.contest import Contender
 from draftsmith.evaluation.contest_orderings import ordering_rows, orderings, summary
 from draftsmith.evaluation.contest_plots import figures
-from draftsmith.evaluation.contest_report import cell_table, losers, verdict
+from draftsmith.evaluation.contest_report import cell_table, losers, short_table, verdict
 from draftsmith.evaluation.ledger import Ledger
 from draftsmith.plan import Plan
 from draftsmith.types import DraftsmithError
@@ -85,11 +88,13 @@ def test_two_options_of_one_family(place: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--family", "mpl"), "there is no drafter family 'mpl'; known are"),
+        (("--family", "mpl"), "there is no drafter family 'mpl'; did you mean mlp? Known are draft-model, eagle"),
         (("--family", "mlp:n_predct=3"), "mlp:n_predct is unknown; did you mean mlp:n_predict?"),
         (("--family", "mlp", "--family", "mlp"), "named twice"),
         (("--minutes", "2"), "two budgets"),
-        (("--drafter", "x"), "not of the form NAME=FOLDER"),
+        (("--drafter", "x="), "not of the form FOLDER or NAME=FOLDER"),
+        (("--drafter", "absent/x"), "folder absent/x does not exist"),
+        (("--drafter", "a/drafter", "--drafter", "b/a"), "two drafters would be called 'a'"),
         (("--family", "mlp", "--rounds", "0"), "rounds is 0; it must be at least 1"),
         (("--family", "mlp", "--tasks", "poems"), "there are no prompts of task 'poems'"),
     ],
@@ -262,6 +267,50 @@ def test_pictures_are_drawn_of_any_contenders(tmp_path: Path):
     shares = {text.get_text() for text in drawn["acceptance-code.png"].axes[0].texts}
     assert shares == {"50%", "25%"}
     assert {text.get_text() for text in drawn["tau-and-cost.png"].axes[0].texts} >= {"mlp", "ngram", "drafting pays"}
+
+
+def test_pictures_tell_fifteen_contenders_apart_and_cut_no_title():
+    names = [f"family-{i}" for i in range(15)]
+    cells = [cell(name, 1 + i / 10, step_cost=1 + i / 9) for i, name in enumerate(names)]
+    drawn = figures(cells, ["code"])
+    points = drawn["tau-and-cost.png"].axes[0].texts
+    assert len({text.get_color() for text in points if text.get_text() in names}) == 15
+    for figure in drawn.values():
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        assert axes.get_xlabel() and axes.get_title(loc="left")
+        for text in (axes._left_title, axes.xaxis.label, axes.yaxis.label):
+            box = text.get_window_extent()
+            assert not text.get_text() or (
+                box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+            ), text
+
+
+def test_tables_fit_a_terminal_and_cut_no_number():
+    header, *rows = short_table(
+        [cell(name, 1.25, mode="T=1", plan="tree 2^12 nodes 12 sampled") for name in ("int8-self", "mlp:n_predict=7")],
+        "code", "T=1",
+    )
+    console = Console(width=80, file=StringIO())
+    print_table(console, "code", header, rows)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in printed and max(map(len, printed.splitlines())) <= 80
+    assert printed.count("1.25× (1.15–1.35)") == 2 and "int8-self" in printed
+
+
+def test_an_unknown_family_leaves_no_folder(place: Path):
+    code, _ = compare(place, "--family", "mpl", "--out", str(place / "nothing"))
+    assert code == 2 and not (place / "nothing").exists()
+
+
+def test_short_prompts_are_compared_on(place: Path):
+    texts = [json.dumps({"text": f"a{i} = ", "task": "code"}) for i in range(4)]
+    (place / "short.jsonl").write_text("\n".join(texts))
+    more = ("--family", "ngram", "--prompts", str(place / "short.jsonl"), "--out", str(place / "brief"))
+    code, output = compare(place, *more)
+    assert code == 0, output
+    cells = json.loads((place / "brief" / "report.json").read_text())["cells"]
+    assert {cell["task"] for cell in cells} == {"code", "edit"} and all(cell["identical"] == 3 for cell in cells)
 
 
 def test_shapes_fit_the_drafter():

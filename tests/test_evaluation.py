@@ -1,6 +1,8 @@
 """Measuring: prompts of exact length, intervals on known data, cells of the benchmark, ties told from faults."""
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,13 @@ from draftsmith.evaluation.losslessness import (
     rounding_step,
 )
 from draftsmith.evaluation.peers import transformers_peer
-from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts, load_prompts
-from draftsmith.evaluation.provenance import provenance, without_folders
+from draftsmith.evaluation.prompts import Prompt, cut, distinct, embedded_prompts, load_prompts
 from draftsmith.evaluation.race import race
 from draftsmith.evaluation.report import ensure_writable, markdown_table, write_json
+from draftsmith.evaluation.turns import turns
+from draftsmith.files import JsonLines, replace_text, replacing
 from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.provenance import provenance, without_folders
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 from tiny import prompts as token_prompts
@@ -79,6 +83,14 @@ def test_prompts_are_cut_to_exact_lengths_and_repeat_when_used_up(target: Target
 def test_prompts_that_are_too_short_are_refused(target: Target):
     with pytest.raises(DraftsmithError, match="no prompt has 10 tokens .the longest has 4."):
         cut(target, [Prompt("a", "s", "abcd")], 10, 1)
+
+
+def test_short_texts_are_taken_whole_where_lengths_may_differ(target: Target):
+    texts = [Prompt("a", "s", "x" * 25), Prompt("a", "s", "yyyy"), Prompt("a", "s", "")]
+    pieces = cut(target, texts, 10, 4, exact=False)
+    assert [len(piece) for piece in pieces] == [10, 4, 10, 10], "beginnings first, then windows, then over again"
+    assert pieces[3] == pieces[0] and pieces[2] != pieces[1]
+    assert distinct(pieces) == [pieces[0], pieces[1]], "the second window of x is as the first"
 
 
 def test_own_prompts_come_from_jsonl_or_text(tmp_path: Path):
@@ -276,3 +288,63 @@ def test_results_replace_files_whole_and_unwritable_places_are_named(tmp_path: P
 
 def test_tables_align_numbers_to_the_right():
     assert markdown_table(["a", "b"], [["x", "1"]]) == "| a | b |\n| --- | ---: |\n| x | 1 |"
+
+
+def stopped(after: int) -> Callable[[str, int], None]:
+    """Interrupt as Ctrl-C does, once so many runs are done."""
+    done = 0
+
+    def note(_: str, more: int) -> None:
+        nonlocal done
+        done += more
+        if done == after:
+            raise KeyboardInterrupt
+
+    return note
+
+
+@pytest.mark.parametrize(("after", "trials"), [(3, []), (7, [2, 2]), (9, [3, 3]), (12, [4, 4]), (15, [4, 4, 1, 1])])
+def test_an_interrupted_grid_hands_over_whole_rounds(engine: Engine, after: int, trials: list[int]):
+    """Two settings; one warm-up and four trials a batch size: 10 runs make the first."""
+    grid = Grid((1, 2), (0, 1), (8,), new_tokens=4, trials=4, warmups=1)
+    found: list[list[int]] = [[]]
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(
+            engine, engine.plan, embedded_prompts("prose"), grid, None, stopped(after),
+            lambda cells: found.append([cell["trials"] for cell in cells]),
+        )
+    assert found[-1] == trials
+
+
+def test_all_ways_take_turns_in_every_round():
+    seen = list(turns(("a", "b", "c"), 20, random.Random(0), warmups=2))
+    assert [turn.number for turn in seen] == [number for number in range(22) for _ in range(3)]
+    rounds = [[turn.way for turn in seen if turn.number == number] for number in range(22)]
+    assert all(sorted(ways) == ["a", "b", "c"] for ways in rounds) and len(set(map(tuple, rounds))) == 6
+    assert [turn.timed for turn in seen] == [False] * 6 + [True] * 60
+
+
+def test_a_log_drops_what_a_kill_left_and_names_what_is_damaged(tmp_path: Path):
+    log = JsonLines(tmp_path / "log.jsonl", "delete it", "go on")
+    assert log.read() == []
+    for value in (1, {"a": [2]}):
+        log.append(value)
+    with log.path.open("a") as handle:
+        handle.write('{"a": 3')
+    assert log.read() == [1, {"a": [2]}] and log.path.read_text() == '1\n{"a": [2]}\n'
+    log.rewrite([4])
+    assert log.read() == [4]
+    log.path.write_text("1\nx\n2\n")
+    with pytest.raises(DraftsmithError, match=r"line 2 of .*log.jsonl is damaged; delete it\."):
+        log.read()
+    with pytest.raises(DraftsmithError, match=r"cannot write .*free some space, then go on\."):
+        JsonLines(Path("/proc/none/log.jsonl"), "", "go on").append(1)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    replace_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and [file.name for file in tmp_path.iterdir()] == ["a.txt"]

@@ -220,7 +220,7 @@ def test_dry_run_leaves_the_target_alone(tmp_path: Path, data: Path):
 
 
 def test_mistakes_are_one_clear_sentence(tmp_path: Path, data: Path):
-    with pytest.raises(DraftsmithError, match=r"held in torch\.bfloat16; load it in fp32 with native=False"):
+    with pytest.raises(DraftsmithError, match=r"held in torch\.bfloat16; load it in fp32 .target.dtype=fp32."):
         run(tmp_path / "run", data, target=new_target(dtype=torch.bfloat16))
     with pytest.raises(DraftsmithError, match=r"recipe key joint\.wait is unknown; did you mean joint\.weight\?"):
         build_recipe({"joint": {"wait": 1}})

@@ -5,15 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.drafters.registry import BUILT_IN
+
 SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
     ("types",),
-    ("assets", "native", "plan"),
+    ("assets", "files", "native", "plan", "provenance"),
     ("target", "verify"),
     ("drafters",),
     ("engine",),
     ("serving", "evaluation", "tuning", "training", "export"),
+    ("workflows",),
     ("cli",),
     ("__main__",),
 )
@@ -53,6 +56,20 @@ def test_imports_point_downward(path: Path):
         assert other in LEVEL, f"{path.name} imports {name}; import the part that owns the name."
         allowed = other == part or (LEVEL[other] < LEVEL[part] and (part, other) not in STRANGERS)
         assert allowed, f"{part} ({path.name}) must not import {name}."
+
+
+ABOVE = [path for path in FILES if part_of(path) in ("cli", "workflows", "evaluation", "training", "engine")]
+
+
+@pytest.mark.parametrize("path", ABOVE, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_nothing_above_the_drafters_names_a_family(path: Path):
+    """What has to be known of a family stands in its `Family`, so that one of another package is treated alike."""
+    modules = {family.make.__module__ for family in BUILT_IN}
+    for name in imported_modules(path):
+        assert not any(name == module or name.startswith(f"{module}.") for module in modules), name
+    known = {family.name for family in BUILT_IN}
+    words = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+    assert not known & {word for word in words if isinstance(word, str)}
 
 
 def test_relative_and_nested_imports_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,17 +2,26 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import draftsmith
 import training_toy as toy
 from contract import check_drafter, check_forward_law
+from draftsmith.drafters.family import Compared
 from draftsmith.drafters.registry import families, family_named, load_drafter
 from draftsmith.drafters.trainable import TrainableDrafter
+from draftsmith.evaluation.bench import Grid
+from draftsmith.evaluation.contest import Settings
+from draftsmith.evaluation.contest_orderings import pairs
+from draftsmith.evaluation.prompts import Prompt
 from draftsmith.plan import Plan
-from tiny import tiny_model, tiny_target
+from draftsmith.workflows.contenders import Budget
+from draftsmith.workflows.models import Loading
+from tiny import save_tiny_target, tiny_model, tiny_target
 
 PAGE = Path(__file__).parent.parent / "docs" / "new-family.md"
 
@@ -65,3 +74,43 @@ def test_it_is_trained_by_a_recipe_and_loaded_again(tmp_path: Path):
     drafter = load_drafter(result.drafter, toy.target())
     assert isinstance(drafter, TrainableDrafter) and drafter.family_name == "a mixer" and drafter.max_depth == 2
     assert drafter.d2t is not None and len(drafter.d2t) == 20
+
+
+@pytest.mark.usefixtures("package")
+def test_it_is_compared_checked_and_timed_like_ours(tmp_path: Path):
+    save_tiny_target(tmp_path / "target")
+    texts = [Prompt("code", "here", f"def f{i}(x):\n    return x + {i}\n" * 12) for i in range(6)]
+    name = "mixer:width=16,depth=2"
+    found = draftsmith.compare(
+        tmp_path / "target", [name, "ngram"],
+        budget=Budget(tmp_path / "out", positions=1000, texts=16, text_tokens=24),
+        settings=Settings(("code",), prompts=2, sampled_prompts=2, prompt_tokens=16, new_tokens=8, rounds=2),
+        prompts=texts, loading=Loading("fp32"),
+    )
+    facts = found.result.families[0]
+    assert (facts.name, facts.trained, facts.summary) == (name, True, "one linear layer a token")
+    greedy = [cell for cell in found.result.cells if cell.mode == "greedy"]
+    assert {cell.contender for cell in greedy} == {name, "ngram"} and all(cell.identical == 2 for cell in greedy)
+    assert any(cell.sampled_chain is not None for cell in found.result.cells if cell.contender == name)
+
+    folder = next((tmp_path / "out" / "runs").glob("mixer*")) / "drafter"
+    checked = draftsmith.check(folder, tmp_path / "target", prompts=texts, prompt_count=3, new_tokens=8)
+    outcome = {check.name: check.passed for check in checked.report.checks}
+    assert outcome["made for this target"] and outcome["parity, depth by depth"]
+
+    grid = Grid((1,), (0, 1), (16,), new_tokens=8, trials=1, warmups=0)
+    timed = draftsmith.bench(tmp_path / "target", folder, grid, prompts=texts, loading=Loading("fp32"))
+    assert [(cell.candidates, cell.identical_texts) for cell in timed.cells] == [(0, 1), (1, 1)]
+    assert timed.cells[1].ms_per_token > 0 and timed.cells[1].nodes == 2
+
+
+@pytest.mark.usefixtures("package")
+def test_it_says_how_the_literature_ranks_it(monkeypatch: pytest.MonkeyPatch):
+    import mixer
+
+    ranked = replace(mixer.FAMILY, compared=Compared(better_than=("mlp",), looks_up=False))
+    monkeypatch.setattr(mixer, "FAMILY", ranked)
+    families.cache_clear()
+    tau = {"tokens_per_step": 2.0}
+    facts = [{"name": "mixer", "trained": True}, {"name": "mlp", "trained": True}]
+    assert pairs("code", {"mixer": tau, "mlp": tau}, facts) == [("between trained", "mixer", "mlp")]

@@ -189,6 +189,17 @@ def test_the_command_proves_a_pair_and_writes_json(models: Path):
     assert {"draws", "p_value", "tv", "tv_noise", "smallest_shift", "cells"} <= written["sampling"].keys()
 
 
+def test_short_prompts_do_and_each_counts_once(models: Path):
+    lines = [json.dumps({"text": text}) for text in ("a = 1", "a = 1", "b = 22", "c")]
+    (models / "short.jsonl").write_text("\n".join(lines))
+    more = ("--data", str(models / "short.jsonl"), "--prompts", "9", "--draws", "1000")
+    code, output = run(models, *more, "--json", str(models / "short.json"))
+    assert code == 0, output
+    assert json.loads((models / "short.json").read_text())["greedy"]["prompts"] == 3
+    said = " ".join(output.split())
+    assert "The texts give 3 different prompts, so it is these and not 9." in said and "…" not in output
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

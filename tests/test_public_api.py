@@ -20,7 +20,12 @@ def test_the_public_names_are_exactly_these():
         "SamplingParams",
         "Target",
         "__version__",
+        "bench",
+        "check",
+        "compare",
         "load_drafter",
+        "prove",
+        "train",
     ]
     assert dir(draftsmith) == sorted(draftsmith.__all__)
 

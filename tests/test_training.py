@@ -150,7 +150,7 @@ def test_options_train_and_resume_alike(tmp_path: Path, data: Path, overrides: t
 
     arguments = {"target": toy.target(), "generate": toy.generate}
     recipe = toy.recipe(tmp_path / "twice", data, *overrides, "evaluation.every=3")
-    with pytest.raises(TrainingInterrupted, match=r"stopped at step 3 of \d+; everything is saved in .*with resume"):
+    with pytest.raises(TrainingInterrupted, match=r"stopped at step 3 of \d+; everything is saved .*go on with --res"):
         train(recipe, evaluate=stop_in_the_middle, **arguments)
     train(recipe, evaluate=toy.evaluate, resume=True, **arguments)
     for name in ("latest/model.safetensors", "latest/optimizer.safetensors"):
@@ -333,9 +333,9 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(tmp_path: Path, dat
         toy.run(folder, data, resume=True)
     toy.run(folder, data)
     before = toy.outcome(folder)
-    with pytest.raises(DraftsmithError, match="already holds a run, at step 10; resume it, or choose another"):
+    with pytest.raises(DraftsmithError, match="already holds a run, at step 10; add --resume .* or choose another"):
         toy.run(folder, data)
-    with pytest.raises(DraftsmithError, match=r"stage1\.rate is 0\.5, but the run in .* has 0\.01; resume with"):
+    with pytest.raises(DraftsmithError, match=r"stage1\.rate is 0\.5, but the run in .* has 0\.01; go on with"):
         toy.run(folder, data, "stage1.rate=0.5", resume=True)
     assert toy.run(folder, data, "output.keep=1", resume=True).step == 10
     assert toy.outcome(folder) == before, "resuming a finished run repeats nothing"

@@ -12,10 +12,28 @@ if TYPE_CHECKING:
     from draftsmith.plan import Plan
     from draftsmith.target import Target
     from draftsmith.types import DraftsmithError, SamplingParams
+    from draftsmith.workflows.benchmark import bench
+    from draftsmith.workflows.checking import check
+    from draftsmith.workflows.comparison import compare
+    from draftsmith.workflows.proving import prove
+    from draftsmith.workflows.training import train
 
 __version__ = "0.1.0"
 
-__all__ = ["DraftsmithError", "Engine", "Plan", "SamplingParams", "Target", "__version__", "load_drafter"]
+__all__ = [
+    "DraftsmithError",
+    "Engine",
+    "Plan",
+    "SamplingParams",
+    "Target",
+    "__version__",
+    "bench",
+    "check",
+    "compare",
+    "load_drafter",
+    "prove",
+    "train",
+]
 
 _HOMES = {
     "DraftsmithError": "draftsmith.types",
@@ -23,7 +41,12 @@ _HOMES = {
     "Plan": "draftsmith.plan",
     "SamplingParams": "draftsmith.types",
     "Target": "draftsmith.target",
+    "bench": "draftsmith.workflows.benchmark",
+    "check": "draftsmith.workflows.checking",
+    "compare": "draftsmith.workflows.comparison",
     "load_drafter": "draftsmith.drafters.registry",
+    "prove": "draftsmith.workflows.proving",
+    "train": "draftsmith.workflows.training",
 }
 
 

@@ -22,7 +22,7 @@ def demo_drafter() -> Path:
 
 def demo_first_stage() -> Path:
     """Return the folder of the MLP speculator after its first training stage, from which `demo` goes on."""
-    return _model(FIRST_STAGE_NAME, "--init-from")
+    return _model(FIRST_STAGE_NAME, "--drafter")
 
 
 def prompt_file(split: str = "prompts") -> Path:

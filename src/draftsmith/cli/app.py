@@ -3,15 +3,18 @@
 import errno
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+from draftsmith import __version__
 from draftsmith.cli.bench import bench
 from draftsmith.cli.check import check
 from draftsmith.cli.common import say
 from draftsmith.cli.compare import compare
 from draftsmith.cli.demo import demo
+from draftsmith.cli.families import families
 from draftsmith.cli.generate import generate
 from draftsmith.cli.prove import prove
 from draftsmith.cli.train import train
@@ -56,8 +59,37 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, generate, bench, compare, check, prove):
-    app.command()(command)
+LISTED = "`draftsmith families` lists the families."
+MORE: dict[Callable[..., None], str] = {
+    demo: "README.md",
+    train: f"docs/training.md. {LISTED}",
+    generate: f"docs/verification.md, of the drafts. {LISTED}",
+    bench: f"benchmarks/README.md. {LISTED}",
+    compare: f"docs/compare.md. {LISTED}",
+    check: "docs/prove.md",
+    prove: "docs/prove.md",
+    families: "docs/which-family.md",
+}
+"""Every command with where more is said of it."""
+
+for command, more in MORE.items():
+    app.command(epilog=f"More: {more}")(command)
+
+
+def say_version(wanted: bool) -> None:
+    """Print the version and end."""
+    if wanted:
+        typer.echo(f"draftsmith {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=say_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Hold the options in front of the command; what the command line is for is said where `app` is made."""
 
 
 def main() -> None:

@@ -1,15 +1,16 @@
 """`draftsmith bench`: the report's tables of latency, batch × candidates × prompt length."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-from draftsmith import assets
 from draftsmith.cli.common import (
     OUTPUT,
     SPEED,
@@ -23,10 +24,7 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
-    gather_prompts,
-    load_engine,
     numbers,
-    settle_compilation,
 )
 from draftsmith.cli.plans import (
     AcceptanceOption,
@@ -36,19 +34,16 @@ from draftsmith.cli.plans import (
     NodesOption,
     SampledOption,
     ShapeOption,
-    check_drafter,
     check_prunable,
     read_rules,
     read_shape,
 )
 from draftsmith.plan import NO_DRAFT
-from draftsmith.types import LOSSY, DraftsmithError
+from draftsmith.types import LOSSY
+from draftsmith.workflows.models import Loading
 
-if TYPE_CHECKING:
-    from draftsmith.engine import Engine
-    from draftsmith.evaluation.bench import Grid, Peer
-
-PEERS = ("transformers",)
+# What a column needs beside its text, and the first one in all.
+BORDERS, BATCH_WIDTH = 3, 9
 
 
 def bench(
@@ -96,14 +91,11 @@ def bench(
     Example: `draftsmith bench --task code --batch 1,4 --candidates 0,1,4,8 --trials 8 --json bench.json`
     """
     check_outputs(json_path, plots)
-    if peer is not None and peer not in PEERS:
-        raise DraftsmithError(f"--peer is {peer!r}; known is {', '.join(PEERS)}.")
-    if peer is not None and temperature != 0:
-        raise DraftsmithError(f"--peer decodes greedily, but --temperature is {temperature}; leave one of them out.")
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
-    from draftsmith.evaluation.bench import BASELINE, CANDIDATES, Grid, prepare_grid, run_grid
-    from draftsmith.evaluation.provenance import provenance
+    from draftsmith.evaluation.bench import CANDIDATES, Grid
     from draftsmith.evaluation.report import write_json
+    from draftsmith.workflows.benchmark import BenchResult
+    from draftsmith.workflows.benchmark import bench as run
 
     tree = read_shape(plan) if plan is not None else NO_DRAFT
     if candidates is not None:
@@ -121,96 +113,100 @@ def bench(
         rules=rules,
         temperature=temperature,
     )
-    prompts = gather_prompts(data, task)
-    console = Console()
-    drafting = any(count != BASELINE for count in grid.counts)
-    engine = load_engine(
-        Console(stderr=True),
-        target=target,
-        drafter=drafter,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        native=native,
-        quantize=quantize,
-        max_batch=max(grid.batches),
-        max_length=max(grid.prompt_tokens) + new_tokens,
-        draft=drafting,
-    )
-    if max(grid.prompt_tokens) + new_tokens > engine.target.max_length:
-        raise DraftsmithError(
-            f"{max(grid.prompt_tokens)} prompt tokens and {new_tokens} new ones do not fit the context of "
-            f"{engine.target.max_length}; shorten one of them."
-        )
-    if drafting:
-        check_drafter(engine.drafter, rules)
-    grid.plans(engine.plan)  # refuses what cannot be made before anything is measured
-    other = load_peer(target, engine, trust_remote_code) if peer is not None else None
-    tokens = grid.runs * new_tokens * sum(grid.batches) // len(grid.batches)
-    engine = settle_compilation(
-        console, engine, compile, tokens, lambda compiled: prepare_grid(compiled, compiled.plan, grid)
-    )
-    cells = run_with_progress(engine, grid, lambda report: run_grid(engine, engine.plan, prompts, grid, other, report))
-    show(console, cells)
-    where = provenance(
-        target=engine.target.name,
-        drafter=Path(drafter).name if drafter else assets.DRAFTER_NAME if drafting else None,
-        dtype=str(engine.target.dtype).removeprefix("torch."),
-        device=str(engine.target.device),
-        compiled=engine.compiled,
-        temperature=temperature,
-        task=task,
-        data=data.name if data is not None else "embedded held-out prompts",
-    )
-    if json_path is not None:
-        write_json(json_path, {"provenance": where, "cells": cells})
-    if plots is not None:
-        write_plots(plots, cells)
+
+    kept: list[BenchResult] = []
+
+    def keep(found: BenchResult) -> None:
+        kept[:] = [found]
+        if json_path is not None:
+            write_json(json_path, found.as_json())
+
+    console, notes = Console(), Console(stderr=True)
+    try:
+        with progress(notes, grid.runs) as report:
+            run(
+                target, drafter, grid, prompts=data, task=task, peer=peer, compile=compile,
+                loading=Loading(dtype, device, trust_remote_code, native, quantize), console=notes,
+                on_progress=report, on_cells=keep,
+            )
+    finally:
+        # After Ctrl-C too: what was measured is shown, and is in the file already.
+        for found in kept:
+            cells = found.as_json()["cells"]
+            show(console, cells)
+            if plots is not None:
+                write_plots(plots, cells)
 
 
-def load_peer(target: str | None, engine: "Engine", trust_remote_code: bool) -> "Peer":
-    """Load transformers' own decoding of the same target."""
-    from draftsmith.evaluation.peers import transformers_peer
-
-    return transformers_peer(target or assets.demo_target(), engine.target, trust_remote_code)
-
-
-def run_with_progress(engine: "Engine", grid: "Grid", work: Any) -> list[dict[str, Any]]:
-    """Run the grid behind a progress bar on stderr."""
+@contextmanager
+def progress(console: Console, runs: int) -> Iterator[Callable[[str, int], None]]:
+    """Give what shows how many runs are done; the bar comes with the first of them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("measuring", total=grid.runs)
+    bars = Progress(*columns, console=console, transient=True)
+    bar = bars.add_task("measuring", total=runs, start=False)
 
-        def report(label: str, done: int) -> None:
-            progress.update(bar, description=label, advance=done)
+    def report(label: str, done: int) -> None:
+        bars.start()
+        bars.start_task(bar)
+        bars.update(bar, description=label, advance=done)
 
-        cells: list[dict[str, Any]] = work(report)
-    return cells
+    try:
+        yield report
+    finally:
+        bars.stop()
 
 
 def show(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
-    """Print one table a prompt length, in the report's layout, τ in the last row."""
+    """Print one table a prompt length, in the report's layout, τ in the last row; a wide one in several pieces."""
     for length in sorted({cell["prompt_tokens"] for cell in cells}):
         mine = [cell for cell in cells if cell["prompt_tokens"] == length]
-        counts = sorted({cell["candidates"] for cell in mine if cell["candidates"] is not None})
-        peers = sorted({cell["engine"] for cell in mine if cell["candidates"] is None})
-        table = Table(
-            title=f"ms a token, prompts of {length}, {mine[0]['new_tokens']} new tokens, {mine[0]['trials']} trials "
-            f"(95 % interval; × against candidates 0){'' if lossless(mine) else f'; {LOSSY}'}",
-            title_justify="left",
+        title = (
+            f"ms a token, prompts of {length}, {mine[0]['new_tokens']} new tokens, {mine[0]['trials']} trials "
+            f"(95 % interval; × against candidates 0){'' if lossless(mine) else f'; {LOSSY}'}"
         )
-        table.add_column("batch", justify="right")
-        for name in [*(str(count) for count in counts), *peers]:
-            table.add_column(name, justify="right")
-        for batch in sorted({cell["batch"] for cell in mine}):
-            cells_here = [c for c in mine if c["batch"] == batch]
-            row = {(c["engine"] if c["candidates"] is None else c["candidates"]): c for c in cells_here}
-            table.add_row(str(batch), *(entry(row[key]) if key in row else "" for key in [*counts, *peers]))
-        table.add_section()
-        table.add_row("τ", *(f"{mean_tau(mine, count):.2f}" for count in counts), *("" for _ in peers))
-        console.print(table)
+        console.print(title, style="italic", highlight=False)
+        for columns in pieces(columns_of(mine), console.width):
+            table = Table()
+            table.add_column("batch", justify="right", no_wrap=True)
+            for name, _ in columns:
+                table.add_column(name, justify="right", no_wrap=True)
+            *rows, tau = zip(*(entries for _, entries in columns), strict=True)
+            for batch, row in zip(sorted({cell["batch"] for cell in mine}), rows, strict=True):
+                table.add_row(str(batch), *row)
+            table.add_section()
+            table.add_row("τ", *tau)
+            console.print(table)
         if any(cell["candidates"] for cell in mine):
             console.print(verdict(mine))
+
+
+def columns_of(mine: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return what stands under each number of candidates and each peer: an entry a batch size, then τ."""
+    counts = sorted({cell["candidates"] for cell in mine if cell["candidates"] is not None})
+    peers = sorted({cell["engine"] for cell in mine if cell["candidates"] is None})
+    batches = sorted({cell["batch"] for cell in mine})
+    columns = []
+    for key in [*counts, *peers]:
+        own = [c for c in mine if key == (c["engine"] if c["candidates"] is None else c["candidates"])]
+        found = {c["batch"]: entry(c) for c in own}
+        tau = f"{mean_tau(mine, key):.2f}" if isinstance(key, int) else ""
+        columns.append((str(key), [*(found.get(batch, "") for batch in batches), tau]))
+    return columns
+
+
+def pieces(columns: Sequence[tuple[str, list[str]]], width: int) -> list[list[tuple[str, list[str]]]]:
+    """Cut columns into pieces that fit beside the batch sizes, so that no number is cut."""
+    found: list[list[tuple[str, list[str]]]] = [[]]
+    left = width - BATCH_WIDTH
+    for name, entries in columns:
+        lines = [line for text in (name, *entries) for line in Text.from_markup(text).plain.split("\n")]
+        needed = max(map(len, lines)) + BORDERS
+        if needed > left and found[-1]:
+            found.append([])
+            left = width - BATCH_WIDTH
+        found[-1].append((name, entries))
+        left -= needed
+    return found
 
 
 def lossless(cells: Sequence[Mapping[str, Any]]) -> bool:
@@ -253,7 +249,7 @@ def write_plots(folder: Path, cells: Sequence[Mapping[str, Any]]) -> None:
     }
     first = [c for c in cells if c["candidates"] and c["batch"] == cells[0]["batch"]]
     series = {
-        f"{c['candidates']} candidates": c["accepted_by_depth"]
+        f"{c['candidates']} candidate{'s' if c['candidates'] > 1 else ''}": c["accepted_by_depth"]
         for c in first
         if c["prompt_tokens"] == cells[0]["prompt_tokens"]
     }

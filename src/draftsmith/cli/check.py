@@ -7,35 +7,30 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith import assets
 from draftsmith.cli.common import (
+    MODELS,
     OUTPUT,
     DeviceOption,
     JsonOption,
     TargetOption,
     TrustOption,
     check_outputs,
-    gather_prompts,
-    load_target,
 )
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from draftsmith.evaluation.check import Report
-    from draftsmith.evaluation.prompts import Prompt
-    from draftsmith.target import Target
 
 FAILED = 1
-SHORTEST, LONGEST = 8, 160
 
 
 def check(
-    draft: Annotated[
-        Path | None, typer.Argument(help="Folder of a trained drafter; the embedded one by default.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(hidden=True)] = None,
     target: TargetOption = None,
+    drafter: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a trained drafter; the embedded one by default.", rich_help_panel=MODELS),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Precision of the comparison with training: fp32 or fp64 for parity to the last guess.")
     ] = "fp32",
@@ -64,85 +59,29 @@ def check(
 
     The exit code is 1 if a check fails; the depth and the likely cause are named.
 
-    Example: `draftsmith check runs/mine/drafter --target my-model --json check.json`
+    Example: `draftsmith check --target my-model --drafter runs/mine/drafter --json check.json`
     """
     check_outputs(json_path)
-    if prompts < 3 or new_tokens < 4:
-        raise DraftsmithError(f"{prompts} prompts of {new_tokens} tokens are too few; use at least 3 of 4 tokens.")
-    from draftsmith.evaluation.provenance import provenance
+    if folder is not None and drafter is not None:
+        raise DraftsmithError(f"there is {folder} and --drafter {drafter}; give one of them.")
     from draftsmith.evaluation.report import write_json
+    from draftsmith.workflows.checking import check as run
 
-    folder = draft if draft is not None else assets.demo_drafter()
     notes, console = Console(stderr=True), Console()
-    texts = gather_prompts(data, task)
-
-    def load(kind: str, native: bool) -> "Target":
-        option = "--serving-dtype " if native else "--dtype "
-        return load_target(target, kind, device, trust_remote_code, notes, native, dtype_option=option)
 
     def say(what: str) -> None:
         notes.print(f"[dim]{what} …[/dim]")
 
-    report, name = check_folder(folder, load, dtype, serving_dtype, texts, prompts, new_tokens, say)
-    show(console, report, explain)
+    result = run(
+        drafter or folder, target, dtype=dtype, serving_dtype=serving_dtype, device=device,
+        trust_remote_code=trust_remote_code, prompts=data, task=task, prompt_count=prompts, new_tokens=new_tokens,
+        console=notes, on_progress=say,
+    )
+    show(console, result.report, explain)
     if json_path is not None:
-        where = provenance(
-            target=name, drafter=folder.name, dtype=dtype, serving_dtype=serving_dtype, prompts=prompts,
-            new_tokens=new_tokens,
-        )
-        write_json(json_path, {"provenance": where, **report.summary()})
-    if not report.passed:
+        write_json(json_path, result.as_json())
+    if not result.passed:
         raise typer.Exit(FAILED)
-
-
-def check_folder(
-    folder: Path,
-    load: "Callable[[str, bool], Target]",
-    dtype: str,
-    serving_dtype: str,
-    texts: "list[Prompt]",
-    prompts: int,
-    new_tokens: int,
-    say: "Callable[[str], None]",
-) -> "tuple[Report, str]":
-    """Run every check on a folder; what a failure makes impossible is not run. Returns the target's name too."""
-    from draftsmith.evaluation.check import (
-        Check,
-        Report,
-        check_drafter,
-        check_files,
-        check_packing,
-        load_pair,
-        training_form,
-    )
-    from draftsmith.evaluation.prompts import cut
-
-    report = Report(check_files(folder))
-    reference = load(dtype, False)
-    if not report.passed:
-        return report, reference.name
-    drafter, made_for = load_pair(folder, reference)
-    report.checks.append(made_for)
-    if drafter is None:
-        return report, reference.name
-    learner = training_form(folder, drafter, reference)
-    longest = min(LONGEST, reference.max_length - new_tokens)
-    windows = cut(reference, texts, longest, prompts)
-    ragged = [window[: SHORTEST + (longest - SHORTEST) * i // (prompts - 1)] for i, window in enumerate(windows)]
-    found = check_drafter(reference, learner, drafter, ragged, new_tokens, say)
-    report.checks += found.checks
-    report.parity = found.parity
-    say("measuring the copy that decodes")
-    serving = load(serving_dtype, True)
-    packed, loads = load_pair(folder, serving)
-    if packed is None:
-        report.checks.append(Check("the copy that decodes", False, loads.detail))
-        return report, reference.name
-    cost, report.packed, report.unpacked = check_packing(
-        serving, packed, drafter, learner.max_depth, ragged, new_tokens
-    )
-    report.checks.append(cost)
-    return report, reference.name
 
 
 def show(console: Console, report: "Report", explain: bool) -> None:

@@ -1,6 +1,7 @@
 """`draftsmith compare`: which draft family pays, for which task, on this machine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +18,15 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
-    gather_prompts,
-    load_target,
 )
 from draftsmith.types import DraftsmithError
+from draftsmith.workflows.models import Loading
 
-# Of the measurements that a comparison keeps; those of another format are not gone on with.
-FORMAT = 2
+FOLDED = "fastest draft"
+# Of a table: what a column needs beside its text, and the longest name that is not folded.
+BORDERS, LONGEST_NAME = 3, 14
+# What a run calls the folder of its drafter.
+EXPORTED = "drafter"
 
 
 def compare(
@@ -31,12 +34,13 @@ def compare(
     family: Annotated[
         list[str] | None,
         typer.Option(
-            help="A family, with options or without: mlp, mlp:n_predict=7, ngram. Repeat it; all families by default."
+            help="A family, with options or without: NAME or NAME:key=value,key=value; `draftsmith families` lists "
+            "them. Repeat it; all families by default."
         ),
     ] = None,
     drafter: Annotated[
         list[str] | None,
-        typer.Option(help="Also a drafter that is trained already, as NAME=FOLDER. Repeat it for more."),
+        typer.Option(help="Also a drafter that is trained already, as FOLDER or NAME=FOLDER. Repeat it for more."),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Text whose beginnings the target continues to train on; embedded by default.")
@@ -75,78 +79,63 @@ def compare(
 
     Example: `draftsmith compare --family mlp --family medusa --family ngram --minutes 1`
     """
-    check_outputs(json_path, out)
-    from draftsmith.cli.compare_training import Budget, enlist, read_entries
-    from draftsmith.evaluation.contest import Settings, gather, run_contest
-    from draftsmith.evaluation.contest_orderings import orderings, summary
-    from draftsmith.evaluation.contest_plots import figures
-    from draftsmith.evaluation.contest_report import to_markdown, verdict
-    from draftsmith.evaluation.ledger import Ledger
-    from draftsmith.evaluation.provenance import provenance
-    from draftsmith.evaluation.report import write_json, write_report
+    check_outputs(json_path)
+    from draftsmith.evaluation.contest import Settings
+    from draftsmith.evaluation.report import write_json
+    from draftsmith.workflows.comparison import compare as run
+    from draftsmith.workflows.contenders import Budget
 
     budget = Budget(out, positions, minutes, data, texts, text_tokens, seed)
-    entries = [] if drafter and not family else read_entries(family or [])
     wanted = tuple(task for task in tasks.replace(" ", "").split(",") if task)
     settings = Settings(wanted, prompt_count, sampled_prompt_count, prompt_tokens, new_tokens, rounds, seed)
-    given = dict(named_folder(item) for item in drafter or [])
+    given = named_folders(drafter or [])
     console, notes = Console(), Console(stderr=True)
-    loaded = load_target(target, dtype, device, trust_remote_code, notes, native)
-    questions = gather(loaded, gather_prompts(prompts, None), settings)
-    ledger = Ledger(out / "measurements.jsonl")
-    terms = {
-        "format": FORMAT, "target": loaded.name, "dtype": str(loaded.dtype), "data": data and str(data),
-        "positions": positions, "minutes": minutes, "texts": [texts, text_tokens], "seed": seed,
-        "prompts": [prompt_count, sampled_prompt_count, prompt_tokens, new_tokens],
-        "prompts_from": prompts and str(prompts),
-        "device": str(loaded.device), "implementation": loaded.implementation,
-        "given": {name: fingerprint(folder) for name, folder in given.items()},
-    }
-    if ledger.once("terms", lambda: terms) != terms:
-        raise DraftsmithError(f"{out} holds a comparison on other terms; choose another --out, or delete it.")
-    about = provenance(target=loaded.name, dtype=str(loaded.dtype))
-    begun = ledger.once("begun", lambda: about)
-    contenders, weighed = enlist(loaded, entries, given, budget, ledger, notes)
-    with notes.status("") as status:
-        cells = run_contest(
-            loaded, contenders, questions, settings, ledger, lambda label: status.update(f"decoding, {label}")
+    with progress(notes) as report:
+        done = run(
+            target, family or [], given, budget=budget, settings=settings, prompts=prompts,
+            loading=Loading(dtype, device, trust_remote_code, native), console=notes, on_progress=report,
         )
-    ordered = orderings(cells, list(questions), weighed)
-    result = {
-        "provenance": about,
-        # A comparison that was cut, or only reported again, was measured by an earlier command.
-        "begun": begun,
-        "target": loaded.name,
-        "budget": budget.sentence(),
-        "prompts": [prompt_count, sampled_prompt_count],
-        "rounds": rounds,
-        "tasks": list(questions),
-        "families": weighed,
-        "cells": cells,
-        "orderings": ordered,
-        "verdict": verdict(cells, list(questions)) + summary(ordered),
-    }
+    result = done.as_json()
     show(console, result)
-    console.print(f"\nReport: {write_report(out, to_markdown(result), result, figures(cells, list(questions)))}")
+    console.print(f"\nReport: {done.report}")
     if json_path is not None:
         write_json(json_path, result)
 
 
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Give what shows what is being decoded; the line comes with the first of it."""
+    status = console.status("")
+
+    def report(label: str) -> None:
+        status.update(f"decoding, {label}")
+        status.start()
+
+    try:
+        yield report
+    finally:
+        status.stop()
+
+
+def named_folders(items: Sequence[str]) -> dict[str, str]:
+    """Read every --drafter; DraftsmithError where two would be called the same."""
+    given: dict[str, str] = {}
+    for name, folder in map(named_folder, items):
+        if name in given:
+            raise DraftsmithError(f"two drafters would be called {name!r}; name them, as NAME=FOLDER.")
+        given[name] = folder
+    return given
+
+
 def named_folder(item: str) -> tuple[str, str]:
-    """Read NAME=FOLDER."""
-    name, _, folder = item.partition("=")
+    """Read NAME=FOLDER, or FOLDER, which is called by its own name, or by its run's where that says nothing."""
+    name, equals, folder = item.partition("=")
+    if not equals:
+        path = Path(item).absolute()
+        return path.parent.name if path.name == EXPORTED else path.name, item
     if not name or not folder:
-        raise DraftsmithError(f"--drafter {item!r} is not of the form NAME=FOLDER.")
+        raise DraftsmithError(f"--drafter {item!r} is not of the form FOLDER or NAME=FOLDER.")
     return name, folder
-
-
-def fingerprint(folder: str) -> str:
-    """Return a digest of a drafter's folder, by which a comparison knows that it is the same drafter."""
-    from draftsmith.drafters.storage import MANIFEST, require_folder, sha256
-
-    require_folder(Path(folder))
-    sealed = Path(folder) / MANIFEST
-    return sha256(sealed if sealed.exists() else Path(folder) / "config.json")
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
@@ -162,19 +151,37 @@ def show(console: Console, result: dict[str, Any]) -> None:
             print_table(console, f"{task}, {mode}", header, rows)
     if result["orderings"]:
         rows = contest_orderings.ordering_rows(result["orderings"])
-        print_table(console, "Orderings (tree)", contest_orderings.HEADER, rows)
+        header = ["T" if name == "temperature" else name for name in contest_orderings.HEADER]
+        print_table(console, "Orderings (tree)", header, rows)
     console.print("[bold]Verdict[/bold]")
     for sentence in result["verdict"]:
         console.print(f"· {sentence}")
 
 
 def print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: words to the left, numbers to the right."""
+    """Print a table: words to the left, numbers to the right. Where space is short, words are folded, numbers never."""
     table = Table(title=title, title_justify="left")
-    for index, name in enumerate(header):
-        wordy = index == 0 or name in ("fastest draft", "task", "holds here")
-        whole = index == 0 or name in ("speed-up", "difference in τ")
-        table.add_column(name, justify="left" if wordy else "right", overflow="fold", no_wrap=whole)
+    columns = [(name, [row[index] for row in rows]) for index, name in enumerate(header)]
+    for index, ((name, _), width) in enumerate(zip(columns, widths(columns, console.width), strict=True)):
+        wordy = index == 0 or name in (FOLDED, "task", "holds here")
+        table.add_column(name, justify="left" if wordy else "right", overflow="fold", width=width)
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def widths(columns: Sequence[tuple[str, Sequence[str]]], width: int) -> list[int]:
+    """Share a line among columns: first what numbers and the longest words need, then what would fold nothing."""
+    whole = [max(map(len, [name, *entries])) for name, entries in columns]
+    least = []
+    for index, (name, entries) in enumerate(columns):
+        words = [word for text in (name, *entries) for word in text.split()]
+        # A contender's options may be longer than a line.
+        found = max(map(len, words if name == FOLDED else [*name.split(), *entries]), default=0)
+        least.append(min(found, LONGEST_NAME) if index == 0 else found)
+    spare = width - 1 - sum(least) - BORDERS * len(columns)
+    for index, wanted in enumerate(whole):
+        more = max(0, min(spare, wanted - least[index]))
+        least[index] += more
+        spare -= more
+    return least

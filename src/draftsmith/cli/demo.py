@@ -1,14 +1,18 @@
 """`draftsmith demo`: the whole idea on the embedded model, trained and measured before your eyes in a few minutes."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draftsmith import assets
 from draftsmith.cli.common import (
+    MODELS,
     OUTPUT,
     CompileOption,
     DeviceOption,
@@ -17,20 +21,12 @@ from draftsmith.cli.common import (
     NativeOption,
     TargetOption,
     check_outputs,
-    gather_prompts,
-    load_target,
-    settle_compilation,
 )
-from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
+from draftsmith.workflows.models import Loading
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.mlp import MLPSpeculator
-    from draftsmith.evaluation.measure import Measurement
-    from draftsmith.target import Target
-
-TASKS = ("code", "prose")
-ROWS = 8
+    from draftsmith.workflows.live import Show
 
 
 def demo(
@@ -40,8 +36,12 @@ def demo(
     new_tokens: Annotated[int, typer.Option(help="Exactly so many tokens behind each.")] = 128,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
     target: TargetOption = None,
-    init_from: Annotated[
-        str | None, typer.Option(help="Speculator to go on from; the embedded first stage by default.")
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            "--drafter", "--init-from", help="Folder of the speculator to go on from; the embedded first stage by "
+            "default.", rich_help_panel=MODELS,
+        ),
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
@@ -59,88 +59,47 @@ def demo(
         if not 0 < value < 1e6:
             raise DraftsmithError(f"{name} is too small or too large; try the default.")
     check_outputs(json_path, out)
-    console = Console()
-    first_stage = Path(init_from) if init_from is not None else assets.demo_first_stage()
-    texts = gather_prompts(None, None)
-    loaded = load_target(target, dtype, device, False, console, native)
-    if prompt_tokens + max(new_tokens, 2) > loaded.max_length:
-        raise DraftsmithError(
-            f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the context of {loaded.max_length}; "
-            "shorten one of them."
-        )
-
-    import torch
-
-    from draftsmith.cli.demo_report import DemoResult, coloured_sample, print_race, print_training, write_demo_report
-    from draftsmith.cli.demo_training import LiveSettings, train_live
-    from draftsmith.drafters.mlp import MLPSpeculator
-    from draftsmith.drafters.registry import load_drafter
-    from draftsmith.engine import Engine
-    from draftsmith.evaluation.prompts import cut, embedded_prompts
-    from draftsmith.evaluation.provenance import provenance
-    from draftsmith.evaluation.race import race
+    from draftsmith.cli.demo_report import coloured_sample, print_race, print_training, write_demo_report
     from draftsmith.evaluation.report import write_json
+    from draftsmith.workflows.demonstration import demonstrate
+    from draftsmith.workflows.live import LiveSettings
 
-    speculator = MLPSpeculator.from_pretrained(first_stage, loaded, dtype=torch.float32)
-    held_out = {task: cut(loaded, [p for p in texts if p.task == task], prompt_tokens, prompts) for task in TASKS}
-    console.print(
-        f"Target {loaded.name}: {loaded.weights / 1e6:.1f} M parameters, "
-        f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}. Speculator {first_stage.name}: "
-        f"{speculator.config.n_predict} stages, {sum(p.numel() for p in speculator.parameters()) / 1e6:.1f} M."
-    )
-    with console.status("Measuring tokens per step on held-out text, before training …"):
-        before = tokens_per_step(loaded, speculator, held_out, new_tokens)
+    console = Console()
     settings = LiveSettings(minutes=minutes, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)
-    pieces = cut(loaded, embedded_prompts(split="train"), prompt_tokens, 4000)
-    live = train_live(loaded, speculator, pieces, settings, console)
-    with console.status("Measuring again, after training …"):
-        after = tokens_per_step(loaded, live.speculator, held_out, new_tokens)
-    print_training(console, before, after, live)
-
-    # What is raced is what was saved, read back as any user would read it.
-    live.speculator.to(loaded.dtype).save_pretrained(out / "drafter", loaded.facts(), {"trained_by": "draftsmith demo"})
-    drafter = load_drafter(out / "drafter", loaded)
-    engine = Engine(loaded, drafter, max_batch=1, max_length=prompt_tokens + new_tokens)
-    tokens = 2 * len(TASKS) * prompts * new_tokens
-    engine = settle_compilation(
-        console, engine, compile, tokens, lambda compiled: compiled.prepare(1, NO_DRAFT) + compiled.prepare(1)
-    )
-    races = {}
-    with console.status("Racing plain decoding against drafted decoding …"):
-        for task in TASKS:
-            races[task] = race(engine, held_out[task], new_tokens, seed=seed)
-    print_race(console, races)
-    result = DemoResult(
-        provenance(
-            target=loaded.name,
-            drafter=first_stage.name,
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            device=str(loaded.device),
-            compiled=engine.compiled,
-            prompts="embedded held-out prompts",
-        ),
-        before,
-        after,
-        live,
-        settings,
-        races,
-        time.monotonic() - begun,
-    )
-    coloured_sample(console, engine, races["code"])
-    path = write_demo_report(out, result, loaded)
+    with training_bar(console, 60 * minutes) as show:
+        result = demonstrate(
+            out, settings, target, drafter, prompts=prompts, compile=compile,
+            loading=Loading(dtype, device, native=native), console=console, show=show,
+            on_trained=partial(print_training, console),
+        )
+    print_race(console, result.races)
+    coloured_sample(console, result.target, result.races["code"])
+    path = write_demo_report(out, result)
     if json_path is not None:
         write_json(json_path, result.as_json())
-    console.print(f"\nReport: {path}, trained speculator: {out / 'drafter'}. {time.monotonic() - begun:.0f} s in all.")
+    console.print(f"\nReport: {path}, trained speculator: {result.drafter}. {time.monotonic() - begun:.0f} s in all.")
 
 
-def tokens_per_step(
-    target: "Target", drafter: "MLPSpeculator", held_out: dict[str, list[list[int]]], new_tokens: int
-) -> "dict[str, Measurement]":
-    """Decode the held-out prompts of every task greedily with this speculator."""
-    from draftsmith.engine import Engine
-    from draftsmith.evaluation.measure import measure
-    from draftsmith.types import SamplingParams
+@contextmanager
+def training_bar(console: Console, seconds: float) -> "Iterator[Show]":
+    """Give what shows how much of the time is spent, what is being done and how fast; the bar goes when it is over."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    progress = Progress(*columns, console=console, transient=True)
+    bar = progress.add_task("The target writes", total=seconds, rate="", start=False)
+    begun: list[float] = []
 
-    engine = Engine(target, drafter.for_decoding(target), max_batch=ROWS)
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    return {task: measure(engine, prompts, params) for task, prompts in held_out.items()}
+    def show(description: str, rate: str) -> None:
+        if not description:
+            progress.stop()
+            return
+        if not begun:
+            begun.append(time.monotonic())
+            progress.start()
+            progress.start_task(bar)
+        done = min(seconds, time.monotonic() - begun[0])
+        progress.update(bar, description=description, rate=rate, completed=done)
+
+    try:
+        yield show
+    finally:
+        progress.stop()

@@ -1,16 +1,12 @@
 """What the demo shows and leaves behind: tables, a sample in colour, a report folder."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.cli.demo_training import LiveResult, LiveSettings
-from draftsmith.engine import Engine
 from draftsmith.evaluation.measure import Measurement
 from draftsmith.evaluation.plots import (
     acceptance_by_depth,
@@ -23,32 +19,10 @@ from draftsmith.evaluation.race import Race
 from draftsmith.evaluation.report import markdown_table, write_report
 from draftsmith.target import Target
 from draftsmith.types import Completion
+from draftsmith.workflows.demonstration import DemoResult
+from draftsmith.workflows.live import LiveResult
 
 SAMPLE_TOKENS = 96
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """Everything the demo measured; `before`, `after` and `races` by task."""
-
-    provenance: dict[str, Any]
-    before: dict[str, Measurement]
-    after: dict[str, Measurement]
-    live: LiveResult
-    settings: LiveSettings
-    races: dict[str, Race]
-    seconds: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
-        return {
-            "provenance": self.provenance,
-            "before": {task: m.summary() for task, m in self.before.items()},
-            "after": {task: m.summary() for task, m in self.after.items()},
-            "training": self.live.summary(self.settings),
-            "races": {task: r.summary() for task, r in self.races.items()},
-            "seconds": self.seconds,
-        }
 
 
 def pieces_of(completion: Completion, target: Target, limit: int | None = None) -> list[tuple[str, bool]]:
@@ -74,12 +48,12 @@ def most_varied(race: Race) -> Completion:
     return max(race.completions(), key=lambda completion: len(set(completion.tokens)))
 
 
-def coloured_sample(console: Console, engine: Engine, race: Race) -> None:
+def coloured_sample(console: Console, target: Target, race: Race) -> None:
     """Print one text, the most varied, drafted-and-accepted tokens in colour."""
     chosen = most_varied(race)
-    assert engine.target.tokenizer is not None
-    text = Text(str(engine.target.tokenizer.decode(chosen.prompt_tokens[-24:])), style="dim")
-    for piece, drafted in pieces_of(chosen, engine.target, SAMPLE_TOKENS):
+    assert target.tokenizer is not None
+    text = Text(str(target.tokenizer.decode(chosen.prompt_tokens[-24:])), style="dim")
+    for piece, drafted in pieces_of(chosen, target, SAMPLE_TOKENS):
         text.append(piece, style="bold green" if drafted else "not dim")
     console.print("\nA sample: [dim]prompt[/dim], target's own tokens, [bold green]drafted and accepted[/bold green]")
     console.print(text)
@@ -126,9 +100,9 @@ def print_race(console: Console, races: Mapping[str, Race]) -> None:
         console.print(f"identical, {task}: {outcome.sentence()}")
 
 
-def write_demo_report(folder: Path, result: DemoResult, target: Target) -> Path:
+def write_demo_report(folder: Path, result: DemoResult) -> Path:
     """Write report.md, report.json and the pictures; return the path of report.md."""
-    sample = pieces_of(most_varied(result.races["code"]), target, SAMPLE_TOKENS)
+    sample = pieces_of(most_varied(result.races["code"]), result.target, SAMPLE_TOKENS)
     figures = {
         "speed.png": speed_bars(
             {task: {"plain": r.plain_speed, "drafted": r.drafted_speed} for task, r in result.races.items()}

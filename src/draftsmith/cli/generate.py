@@ -174,8 +174,8 @@ def generate(
     if stats:
         show_statistics(notes, completions)
     if json_path is not None:
-        from draftsmith.evaluation.provenance import provenance
         from draftsmith.evaluation.report import write_json
+        from draftsmith.provenance import provenance
 
         used = shape if shape is not None else engine.plan
         where = provenance(

@@ -1,18 +1,17 @@
 """What the commands let their users say about drafts: shape, choice of guesses, and the rule that judges them."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from draftsmith.cli.common import numbers
 from draftsmith.plan import NO_DRAFT, AcceptanceRule, Plan
 from draftsmith.types import DraftsmithError
+from draftsmith.workflows.drafts import Drafts, check_drafter, check_prunable
 
-if TYPE_CHECKING:
-    from draftsmith.drafters.base import Drafter
+__all__ = ["check_drafter", "check_prunable"]
 
 DRAFTS = "Drafts"
 
@@ -20,8 +19,9 @@ ShapeOption = Annotated[
     str | None,
     typer.Option(
         "--plan",
-        help="Children of every node, depth by depth, such as 4,2,1; or a published tree: eagle, medusa; or FILE.json "
-        "with a tree as a list of lists of ranks, such as [[0], [0, 0], [1]]. The drafter's own by default.",
+        help="Children of every node, depth by depth, such as 4,2,1; or a family's name, for the tree published with "
+        "it; or FILE.json with a tree as a list of lists of ranks, such as [[0], [0, 0], [1]]. The drafter's own by "
+        "default.",
         rich_help_panel=DRAFTS,
     ),
 ]
@@ -95,10 +95,12 @@ def read_rules(
 
 def read_shape(shape: str) -> Plan:
     """Read "4,2,1", the name of a published tree, or a JSON file with a list of lists of ranks."""
-    from draftsmith.drafters.static_tree import PUBLISHED, read_choices
+    from draftsmith.drafters.registry import published_trees
+    from draftsmith.drafters.static_tree import read_choices
 
-    if shape in PUBLISHED:
-        return Plan(choices=PUBLISHED[shape])
+    published = published_trees()
+    if shape in published:
+        return Plan(choices=published[shape])
     if shape.endswith(".json"):
         try:
             values = json.loads(Path(shape).read_text(encoding="utf-8"))
@@ -107,57 +109,20 @@ def read_shape(shape: str) -> Plan:
         return read_choices(values, f"--plan {shape}")
     if not set(shape) <= set("0123456789, "):
         raise DraftsmithError(
-            f"--plan is {shape!r}; give numbers of children such as 4,2,1, a published tree ({', '.join(PUBLISHED)}), "
-            "or a .json file with a list of lists of ranks."
+            f"--plan is {shape!r}; give numbers of children such as 4,2,1, a published tree "
+            f"({', '.join(sorted(published))}), or a .json file with a list of lists of ranks."
         )
     return Plan(numbers(shape, "--plan"))
 
 
 def parse_plan(shape: str | None, candidates: int | None, default: Plan, rules: Plan = NO_DRAFT) -> Plan | None:
-    """Build a plan from --plan, --candidates K and the rules; None leaves the drafter's own.
+    """Build a plan from --plan, --candidates K and the rules, see `Drafts.plan`; None leaves the drafter's own."""
+    return read_drafts(shape, candidates, rules).plan(default)
 
-    Without --plan the drafter's own tree is taken; sampled, one chain as deep; with --beam or --nodes, all its paths,
-    of a static tree those that a beam finds within its widths.
-    """
-    from draftsmith.evaluation.bench import plan_for
 
-    if candidates is not None and candidates < 0:
-        raise DraftsmithError(f"--candidates is {candidates}; give 0 (no drafting) or a positive number.")
+def read_drafts(shape: str | None, candidates: int | None, rules: Plan) -> Drafts:
+    """Read --plan, and put it beside --candidates and the rules."""
     given = read_shape(shape) if shape is not None else None
-    if candidates is not None:
-        if given is not None:
-            check_prunable(given, shape)
-        return plan_for(default, candidates, given.branching if given is not None else None, rules)
-    if given is not None:
-        return replace(rules, branching=given.branching, choices=given.choices)
-    if rules == NO_DRAFT:
-        return None
-    if rules.sampled:
-        return replace(rules, branching=(1,) * default.depth)
-    bounded = rules.beam is not None or rules.nodes is not None
-    if bounded:
-        default = default.ranked()
-    return replace(
-        default,
-        paths=None if bounded else default.paths,
-        nodes=default.nodes if rules.nodes is None else rules.nodes,
-        beam=default.beam if rules.beam is None else rules.beam,
-        acceptance=rules.acceptance,
-        epsilon=rules.epsilon,
-        delta=rules.delta,
-    )
-
-
-def check_prunable(given: Plan, shape: str | None) -> None:
-    """Raise DraftsmithError where the likeliest paths are to be chosen of a tree that names every node."""
-    if given.choices:
-        raise DraftsmithError(
-            f"--candidates keeps the likeliest paths of a tree, but --plan {shape} names every node; give numbers of "
-            "children such as 4,2,1."
-        )
-
-
-def check_drafter(drafter: "Drafter", rules: Plan) -> None:
-    """Raise DraftsmithError where sampled drafts are asked of a drafter that takes its best guesses only."""
-    if rules.sampled and not drafter.can_sample:
-        raise DraftsmithError("--sampled needs a drafter that can draw its guesses, and this one cannot; leave it out.")
+    if given is not None and candidates is not None:
+        check_prunable(given, shape)
+    return Drafts(given, candidates, rules)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from draftsmith import assets
 from draftsmith.cli.common import (
     SPEED,
     DeviceOption,
@@ -22,8 +21,6 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
-    gather_prompts,
-    load_engine,
 )
 from draftsmith.cli.plans import (
     AcceptanceOption,
@@ -33,20 +30,18 @@ from draftsmith.cli.plans import (
     NodesOption,
     SampledOption,
     ShapeOption,
-    check_drafter,
-    parse_plan,
+    read_drafts,
     read_rules,
 )
-from draftsmith.types import DraftsmithError
+from draftsmith.workflows.models import Loading
 
 if TYPE_CHECKING:
     from draftsmith.evaluation.prove import Proof
     from draftsmith.evaluation.sampling_proof import Cell
 
 DEFECT = 1
-QUICK_SHARE = 10
-SHORTEST, LONGEST = 16, 64
-LAW_PROMPT = 8
+# Plans are for sampled text as well as greedy here.
+ANY_TEMPERATURE = 1.0
 
 
 def prove(
@@ -98,53 +93,26 @@ def prove(
     Example: `draftsmith prove --dtype bf16 --plan 4,2,1 --json proof.json`
     """
     check_outputs(json_path)
-    if prompts < 1:
-        raise DraftsmithError(f"--prompts is {prompts}; it must be at least 1.")
-    if quick:
-        prompts, draws = max(8, prompts // QUICK_SHARE), max(1000, draws // QUICK_SHARE)
-    from draftsmith.drafters.registry import family_of
-    from draftsmith.evaluation.prompts import cut
-    from draftsmith.evaluation.prove import SmallWorld, Workload
-    from draftsmith.evaluation.prove import prove as run
-    from draftsmith.evaluation.provenance import provenance
+    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, ANY_TEMPERATURE)
+    drafts = read_drafts(plan, candidates, rules)
+    from draftsmith.evaluation.prove import Workload
     from draftsmith.evaluation.report import write_json
-    from draftsmith.evaluation.small_world import small_drafter, small_target
+    from draftsmith.workflows.proving import prove as run
 
     work = Workload(
         new_tokens=new_tokens, batch=batch, draws=draws, small_draws=10 * draws, law_tokens=law_tokens, top_k=top_k,
         rows=rows, seed=seed,
     )
-    # Plans are for sampled text as well as greedy here.
-    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, 1.0)
-    texts = gather_prompts(data, task)
     notes, console = Console(stderr=True), Console()
-    engine = load_engine(
-        notes, target=target, drafter=drafter, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
-        native=native, quantize=quantize, max_batch=1, max_length=LONGEST + new_tokens,
-    )
-    check_drafter(engine.drafter, rules)
-    shape = parse_plan(plan, candidates, engine.plan, rules) or engine.plan
-    longest = min(LONGEST, engine.target.max_length - new_tokens)
-    windows = cut(engine.target, texts, max(1, longest), prompts)
-    # Of different lengths, so that the batch is ragged.
-    ragged = [window[: max(1, longest - (longest - SHORTEST) * (i % 7) // 7)] for i, window in enumerate(windows)]
-    path = drafter if drafter is not None else str(assets.demo_drafter())
-    toy = small_target()
-    guesser, named = small_drafter(toy, family_of(path))
     with progress(notes) as report:
-        proof = run(
-            engine.target, engine.drafter, shape, ragged, SmallWorld(toy, guesser, named), work,
-            law_prompts=[window[:LAW_PROMPT] for window in windows], report=report,
+        result = run(
+            target, drafter, drafts, prompts=data, task=task, prompt_count=prompts, work=work, quick=quick,
+            loading=Loading(dtype, device, trust_remote_code, native, quantize), console=notes, on_progress=report,
         )
-    show(console, proof, named, quick)
+    show(console, result.proof, result.small_alphabet, quick)
     if json_path is not None:
-        where = provenance(
-            target=engine.target.name, drafter=Path(path).name, dtype=str(engine.target.dtype).removeprefix("torch."),
-            device=str(engine.target.device), forward=engine.target.implementation, plan=str(shape),
-            small_alphabet=named, data=data.name if data is not None else "embedded held-out prompts", quick=quick,
-        )
-        write_json(json_path, {"provenance": where, **proof.summary()})
-    if proof.verdict == "defect":
+        write_json(json_path, result.as_json())
+    if result.verdict == "defect":
         raise typer.Exit(DEFECT)
 
 
@@ -152,16 +120,20 @@ def prove(
 def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Show a bar for each part of the work as it comes."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        tasks: dict[str, int] = {}
+    bars = Progress(*columns, console=console, transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def report(what: str, done: int, total: int) -> None:
-            part = what.partition(":")[0]
-            if part not in tasks:
-                tasks[part] = bars.add_task(what, total=total)
-            bars.update(bars.task_ids[tasks[part]], description=what, completed=done)
+    def report(what: str, done: int, total: int) -> None:
+        bars.start()  # with the first of the work; what is said of loading comes before
+        part = what.partition(":")[0]
+        if part not in tasks:
+            tasks[part] = bars.add_task(what, total=total)
+        bars.update(tasks[part], description=what, completed=done)
 
+    try:
         yield report
+    finally:
+        bars.stop()
 
 
 def show(console: Console, proof: "Proof", small_drafter: str, quick: bool) -> None:
@@ -173,7 +145,7 @@ def show(console: Console, proof: "Proof", small_drafter: str, quick: bool) -> N
     batches = " and ".join(map(str, greedy.batches))
     moved = greedy.movement
     for row in (
-        ("prompts, greedy tokens", f"{greedy.prompts}, {greedy.tokens:,}"),
+        ("different prompts, greedy tokens", f"{greedy.prompts}, {greedy.tokens:,}"),
         (f"texts compared with plain decoding (batch {batches})", str(greedy.compared)),
         ("the same token for token", str(greedy.compared - len(greedy.partings))),
         ("parting at a tie of the rounding", str(greedy.ties)),

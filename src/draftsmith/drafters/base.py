@@ -1,6 +1,7 @@
 """The contract of a drafter. Shapes: B rows, R = B × frontier nodes, S state width, F feature width, V vocabulary."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -77,6 +78,10 @@ class Drafter(ABC):
         is the one that the draft was made from. The tokens are the argmax of the plain logits, whatever the sampling.
         """
         return
+
+    def remark(self, texts: Sequence[str]) -> str | None:
+        """Return a sentence that a user should know before decoding texts such as these; None where there is none."""
+        return None
 
     def reset_rows(self, rows: list[int]) -> None:
         """Forget the state of rows whose requests ended; drafters without state do nothing."""

@@ -237,6 +237,10 @@ class CrossVocabularyDraftModel(DraftModel):
         by_use = f", and {shared.coverage_of(texts):.1%} of those in the texts" if texts else ""
         return f"{model} drafts for {target} across vocabularies: {all_told}{by_use}"
 
+    def remark(self, texts: Sequence[str]) -> str:
+        """Say how much is shared."""
+        return self.sharing(texts)
+
     def new_text(self) -> RowText:
         """Return an empty text that is translated as it grows."""
         return TranslatedText(self.shared)

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.decoder_layer import DecoderLayer, LayerSizes
 from draftsmith.drafters.eagle_config import EagleOptions, Tree, sizes_from_json, sizes_to_json
-from draftsmith.drafters.family import Family
+from draftsmith.drafters.family import Compared, Family
 from draftsmith.drafters.feature_drafter import FeatureDrafter
 from draftsmith.drafters.lesson import Lesson
+from draftsmith.drafters.static_tree import EAGLE_TREE
 from draftsmith.drafters.storage import TENSOR_NAMES
 from draftsmith.drafters.trainable import FrozenTable, check_target
 from draftsmith.types import DraftsmithError
@@ -195,5 +196,6 @@ def make_eagle(options: EagleOptions, target: "Target", draft_tokens: Tensor | N
 
 FAMILY = Family(
     "eagle", "EAGLE: one decoder layer predicts the target's next state (arXiv:2401.15077, 2406.16858)",
-    EagleOptions, make_eagle, Eagle.load, Eagle.recognises, trainable=True,
+    EagleOptions, make_eagle, Eagle.load, Eagle.recognises, trainable=True, reopen=Eagle.from_pretrained,
+    tree=EAGLE_TREE, compared=Compared(static_tree=True, confident_twin="eagle2"),
 )

@@ -239,5 +239,5 @@ def make_eagle3(options: Eagle3Options, target: "Target", draft_tokens: Tensor |
 
 FAMILY = Family(
     "eagle3", "EAGLE-3: one decoder layer over states of several layers, trained on its own outputs (arXiv:2503.01840)",
-    Eagle3Options, make_eagle3, Eagle3.load, Eagle3.recognises, trainable=True,
+    Eagle3Options, make_eagle3, Eagle3.load, Eagle3.recognises, trainable=True, reopen=Eagle3.from_pretrained,
 )

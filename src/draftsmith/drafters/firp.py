@@ -320,4 +320,5 @@ def make_firp(options: FIRPOptions, target: "Target", draft_tokens: Tensor | Non
 FAMILY = Family(
     "firp", "FIRP: guessed intermediate states of future tokens, through the target's last layers (arXiv:2410.20488)",
     FIRPOptions, make_firp, FIRPDrafter.load, FIRPDrafter.recognises, trainable=True,
+    reopen=FIRPDrafter.from_pretrained,
 )

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from draftsmith.drafters import storage
 from draftsmith.drafters.decoder_layer import LayerSizes
 from draftsmith.drafters.eagle_config import FeatureOptions, sizes_from_json, sizes_to_json
-from draftsmith.drafters.family import Family
+from draftsmith.drafters.family import Compared, Family
 from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock, native_steps
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.prefix_attention import PrefixAttention
@@ -277,13 +277,24 @@ def make_hydra(options: HydraOptions, target: "Target", draft_tokens: Tensor | N
     return drafter
 
 
+def hydra_in(folder: Path) -> type[HydraDrafter]:
+    """Tell the architecture of the heads in a folder."""
+    config = storage.read_json(Path(folder) / "config.json")
+    return HydraPrefixDrafter if HydraPrefixDrafter.recognises(config) else HydraDrafter
+
+
 def load_hydra(folder: Path, target: "Target") -> HydraDrafter:
     """Load for decoding heads of either architecture."""
-    config = storage.read_json(Path(folder) / "config.json")
-    return (HydraPrefixDrafter if HydraPrefixDrafter.recognises(config) else HydraDrafter).load(folder, target)
+    return hydra_in(folder).load(folder, target)
+
+
+def reopen_hydra(folder: Path, target: "Target | None", dtype: torch.dtype) -> HydraDrafter:
+    """Load for training heads of either architecture."""
+    return hydra_in(folder).from_pretrained(folder, target, dtype)
 
 
 FAMILY = Family(
     "hydra", "Hydra heads: Medusa's, reading the tokens guessed before theirs as well (arXiv:2402.05109)",
-    HydraOptions, make_hydra, load_hydra, HydraDrafter.recognises, trainable=True,
+    HydraOptions, make_hydra, load_hydra, HydraDrafter.recognises, trainable=True, reopen=reopen_hydra,
+    compared=Compared(better_than=("medusa",)),
 )

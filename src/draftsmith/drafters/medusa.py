@@ -201,4 +201,5 @@ def make_medusa(options: MedusaOptions, target: "Target", draft_tokens: Tensor |
 FAMILY = Family(
     "medusa", "Medusa heads: each guesses one token further ahead from the target's state (arXiv:2401.10774)",
     MedusaOptions, make_medusa, MedusaDrafter.load, MedusaDrafter.recognises, trainable=True,
+    reopen=MedusaDrafter.from_pretrained, tree=MEDUSA_TREE,
 )

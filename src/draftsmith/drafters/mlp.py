@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters.family import Family
+from draftsmith.drafters.family import Compared, Family
 from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPOptions, MLPSpeculatorConfig
 from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter, check_target
 from draftsmith.native.layers import packed_parts
@@ -264,4 +264,8 @@ def make_mlp(options: MLPOptions, target: "Target", draft_tokens: Tensor | None)
 FAMILY = Family(
     "mlp", "MLP speculator: one small stage a token, fed the target's state and each guess (arXiv:2404.19124)",
     MLPOptions, make_mlp, MLPSpeculator.load, MLPSpeculator.recognises, trainable=True, rate=3e-3,
+    reopen=MLPSpeculator.from_pretrained,
+    compared=Compared(
+        options={"n_predict": 4, "tie_weights": True, "init_from_target": "embeddings+head"}, better_than=("medusa",)
+    ),
 )

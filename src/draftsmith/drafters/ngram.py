@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.family import Family, Options
+from draftsmith.drafters.family import Compared, Family, Options
 from draftsmith.drafters.host import HostDrafter, Tree
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT, DraftsmithError
@@ -127,5 +127,5 @@ def make_ngram(options: NgramOptions, target: "Target", draft_tokens: Tensor | N
 
 FAMILY = Family(
     "ngram", "prompt lookup: what followed the newest tokens earlier in prompt or output; no training",
-    NgramOptions, make_ngram,
+    NgramOptions, make_ngram, compared=Compared(looks_up=True, better_on_repeats=("mlp",)),
 )

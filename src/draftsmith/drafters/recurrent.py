@@ -175,4 +175,5 @@ def make_recurrent(options: RecurrentOptions, target: "Target", draft_tokens: Te
 FAMILY = Family(
     "recurrent", "recurrent drafter (ReDrafter): one small RNN and a beam search (arXiv:2403.09919)",
     RecurrentOptions, make_recurrent, RecurrentDrafter.load, RecurrentDrafter.recognises, trainable=True,
+    reopen=RecurrentDrafter.from_pretrained,
 )

@@ -4,6 +4,7 @@ A folder's family is told by its config.json. Other packages add families throug
 `draftsmith.drafters`: the value is a `Family`.
 """
 
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -29,6 +30,9 @@ from draftsmith.drafters.suffix import FAMILY as SUFFIX
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
+    import torch
+
+    from draftsmith.drafters.learner import Learner
     from draftsmith.target import Target
 
 ENTRY_POINTS = "draftsmith.drafters"
@@ -43,6 +47,10 @@ HUB_FILES = [
 BUILT_IN: tuple[Family, ...] = (
     MLP, MEDUSA, HYDRA, EAGLE, EAGLE3, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, INT8_SELF,
 )
+
+
+DEFAULT_FAMILY = MLP.name
+"""What a recipe trains that names none."""
 
 
 @cache
@@ -66,8 +74,21 @@ def family_named(name: str) -> Family:
     """Return a family; DraftsmithError lists those that exist."""
     known = families()
     if name not in known:
-        raise DraftsmithError(f"there is no drafter family {name!r}; known are {', '.join(sorted(known))}.")
+        raise DraftsmithError(f"there is no drafter family {name!r}; {near_family(name)}.")
     return known[name]
+
+
+def near_family(name: str) -> str:
+    """Say which family may be meant by a name that is none, and which there are."""
+    known = sorted(families())
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    listed = f"known are {', '.join(known)} (`draftsmith families` says more)"
+    return f"did you mean {near[0]}? {listed[0].upper()}{listed[1:]}" if near else listed
+
+
+def published_trees() -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Return the static trees that were published with families, by the family's name."""
+    return {family.name: family.tree for family in families().values() if family.tree}
 
 
 def fetch(name: str) -> Path:
@@ -104,6 +125,11 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
         family = families().get(word)
         if family is not None:
             return family.ready(family.read_options(values, f"{word}:"), target)
+        if not set(str(name)) & set("/.~\\"):
+            raise DraftsmithError(
+                f"{word!r} is neither a folder nor a drafter family; {near_family(word)}. Families with training are "
+                "given as the folder of a trained drafter."
+            )
     if is_local(name):
         folder = Path(name).expanduser()
         storage.require_folder(folder)
@@ -117,6 +143,20 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
     raise DraftsmithError(
         f"{folder} is of the drafter family {config.get('model_type')!r}, which is unknown; known are {known}."
     )
+
+
+def reopen(folder: Path, target: "Target", dtype: "torch.dtype") -> "Learner":
+    """Load the drafter in a folder to be trained on.
+
+    Raises:
+        DraftsmithError: there is none, it is damaged, or its family does not say how.
+    """
+    storage.require_folder(folder)
+    family = family_of(folder)
+    if family is None or family.reopen is None:
+        trained = ", ".join(sorted(family.name for family in families().values() if family.reopen is not None))
+        raise DraftsmithError(f"{folder} holds no drafter that can be trained on; give one of {trained}.")
+    return family.reopen(folder, target, dtype)
 
 
 def family_of(name: str | Path) -> Family | None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.draft_model import draft_with
-from draftsmith.drafters.family import Family, TrainedOptions
+from draftsmith.drafters.draft_model import draft_with, load_draft_model
+from draftsmith.drafters.family import Compared, Family, TrainedOptions
 from draftsmith.drafters.learner import Learner, check_target
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.target import Target as DraftTarget
@@ -150,7 +150,13 @@ def make_small_lm(options: SmallLMOptions, target: "Target", draft_tokens: Tenso
     return made
 
 
+def trained_here(config: Mapping[str, Any]) -> bool:
+    """Tell a folder of ours from any other language model's by what is ours alone in its config.json."""
+    return "draftsmith" in config and SmallLM.recognises(config)
+
+
 FAMILY = Family(
     "small-lm", "a small Llama with the target's vocabulary, trained here, drafts as a draft model (arXiv:2310.08461)",
-    SmallLMOptions, make_small_lm, trainable=True,
+    SmallLMOptions, make_small_lm, load_draft_model, trained_here, trainable=True, reopen=SmallLM.from_pretrained,
+    compared=Compared(options={"draft_vocab_size": 0}),
 )

@@ -33,8 +33,6 @@ MEDUSA_TREE = _paths(
 )
 """Medusa (arXiv:2401.10774, section 2.3.3) with the authors' default choices: 63 guesses, in order of merit."""
 
-PUBLISHED = {"eagle": EAGLE_TREE, "medusa": MEDUSA_TREE}
-
 
 def plan_of(choices: Choices, depth: int, vocabulary: int) -> Plan:
     """Return the plan of a tree as far as a drafter of this depth that scores so many tokens can make it."""

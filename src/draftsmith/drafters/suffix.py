@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.family import Family, Options
+from draftsmith.drafters.family import Compared, Family, Options
 from draftsmith.drafters.host import HostDrafter, Tree
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT
@@ -306,5 +306,5 @@ def make_suffix(options: SuffixOptions, target: "Target", draft_tokens: Tensor |
 FAMILY = Family(
     "suffix", "suffix drafting: what followed the newest tokens in this request and in earlier outputs, by how often; "
     "no training (arXiv:2411.04975)",
-    SuffixOptions, make_suffix,
+    SuffixOptions, make_suffix, compared=Compared(looks_up=True, better_on_repeats=("mlp",)),
 )

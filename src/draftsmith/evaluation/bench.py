@@ -18,6 +18,7 @@ from draftsmith.evaluation.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.losslessness import first_divergence, is_targets_own
 from draftsmith.evaluation.measure import Measurement, measure
 from draftsmith.evaluation.prompts import Prompt, cut
+from draftsmith.evaluation.turns import turns
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import DraftsmithError, SamplingParams
 
@@ -138,37 +139,68 @@ def run_grid(
     grid: Grid,
     peer: Peer | None = None,
     on_progress: Callable[[str, int], None] | None = None,
+    on_cells: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every cell; `on_progress` gets a label and the number of runs done since the last call."""
+    """Measure every cell.
+
+    Args:
+        on_progress: gets a label and the number of runs done since the last call.
+        on_cells: gets all cells so far, whenever those of a batch size and prompt length are done, and after Ctrl-C
+            once more with the rounds that were whole.
+    """
     rng = random.Random(grid.seed)
     plans = grid.plans(default)
     cells: list[dict[str, Any]] = []
     for length in grid.prompt_tokens:
         for batch in grid.batches:
-            rounds = grid.warmups + grid.trials
-            pieces = cut(engine.target, prompts, length, batch * rounds)
             settings: list[int | str] = [*plans, *([PEER_NAME] if peer is not None and batch == 1 else [])]
             runs: dict[int | str, list[Run]] = {setting: [] for setting in settings}
-            for index in range(rounds):
-                chosen = pieces[index * batch : (index + 1) * batch]
-                for setting in rng.sample(settings, len(settings)):
-                    if isinstance(setting, int):
-                        run = run_engine(
-                            engine, chosen, plans[setting], grid.new_tokens, grid.temperature, grid.seed + index * batch
-                        )
-                    else:
-                        assert peer is not None
-                        run = run_peer(peer, chosen, grid.new_tokens)
-                    if index >= grid.warmups:
-                        runs[setting].append(run)
-                    if on_progress is not None:
-                        on_progress(f"prompt {length}, batch {batch}, round {index + 1} of {rounds}", 1)
+            shape = {"batch": batch, "prompt_tokens": length, "new_tokens": grid.new_tokens}
+
+            def made(
+                runs: dict[int | str, list[Run]] = runs, shape: dict[str, int] = shape
+            ) -> list[dict[str, Any]]:
+                return [
+                    cell_of(setting, runs, shape, plans, grid.seed) | {"temperature": grid.temperature}
+                    for setting in runs
+                ]
+
+            try:
+                _run_rounds(engine, prompts, grid, plans, peer, runs, shape, rng, on_progress)
+            except KeyboardInterrupt:
+                whole = min(map(len, runs.values()))
+                if whole and on_cells is not None:
+                    # Rounds that every setting took part in are kept, as a smaller number of trials.
+                    on_cells([*cells, *made({setting: several[:whole] for setting, several in runs.items()})])
+                raise
             if grid.temperature == 0:
                 _check_baseline(engine, runs[BASELINE])
-            shape = {"batch": batch, "prompt_tokens": length, "new_tokens": grid.new_tokens}
-            for setting in settings:
-                cells.append(cell_of(setting, runs, shape, plans, grid.seed) | {"temperature": grid.temperature})
+            cells += made()
+            if on_cells is not None:
+                on_cells(cells)
     return cells
+
+
+def _run_rounds(
+    engine: Engine, prompts: Sequence[Prompt], grid: Grid, plans: dict[int, Plan], peer: Peer | None,
+    runs: dict[int | str, list[Run]], shape: dict[str, int], rng: random.Random,
+    on_progress: Callable[[str, int], None] | None,
+) -> None:
+    """Fill `runs` round by round, every setting once a round in random order."""
+    rounds, batch, length = grid.warmups + grid.trials, shape["batch"], shape["prompt_tokens"]
+    pieces = cut(engine.target, prompts, length, batch * rounds)
+    for index, setting, timed in turns(runs, grid.trials, rng, grid.warmups):
+        chosen = pieces[index * batch : (index + 1) * batch]
+        if isinstance(setting, int):
+            seed = grid.seed + index * batch
+            run = run_engine(engine, chosen, plans[setting], grid.new_tokens, grid.temperature, seed)
+        else:
+            assert peer is not None
+            run = run_peer(peer, chosen, grid.new_tokens)
+        if timed:
+            runs[setting].append(run)
+        if on_progress is not None:
+            on_progress(f"prompt {length}, batch {batch}, round {index + 1} of {rounds}", 1)
 
 
 def prepare_grid(engine: Engine, default: Plan, grid: Grid) -> float:

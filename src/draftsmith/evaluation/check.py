@@ -8,8 +8,7 @@ from typing import Any
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.learner import Learner
-from draftsmith.drafters.registry import load_drafter
-from draftsmith.drafters.small_lm import SmallLM
+from draftsmith.drafters.registry import family_of, load_drafter
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.losslessness import first_divergence
@@ -116,16 +115,16 @@ def load_pair(folder: Path, target: Target) -> tuple[Drafter | None, Check]:
 
 
 def training_form(folder: Path, drafter: Drafter, target: Target) -> Learner:
-    """Return what a loaded drafter was while it learnt: mostly itself; a small language model has an object of its own.
+    """Return what a loaded drafter was while it learnt: mostly itself; else its family knows how to reopen it.
 
     Raises:
         DraftsmithError: nothing here trained it.
     """
     if isinstance(drafter, TrainableDrafter):
         return drafter
-    config = storage.read_config(folder)
-    if "draftsmith" in config and SmallLM.recognises(config):
-        return SmallLM.from_pretrained(folder, target, target.dtype).to(target.device).eval()
+    family = family_of(folder)
+    if family is not None and family.reopen is not None:
+        return family.reopen(folder, target, target.dtype).to(target.device).eval()
     raise DraftsmithError(f"{folder} holds a drafter without a training forward, so there is nothing to compare.")
 
 

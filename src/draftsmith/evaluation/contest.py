@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
-from draftsmith.drafters.static_tree import EAGLE_TREE, pruned
+from draftsmith.drafters.static_tree import Choices, pruned
 from draftsmith.engine import Engine
 from draftsmith.evaluation.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.ledger import Ledger
 from draftsmith.evaluation.measure import measure
 from draftsmith.evaluation.prompts import Prompt, cut, encode
+from draftsmith.evaluation.turns import turns
 from draftsmith.evaluation.wording import words
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
@@ -27,8 +28,10 @@ from draftsmith.types import DraftsmithError, SamplingParams
 PLAIN = "plain"
 CHAIN = 4
 TREE_NODES, TREE_WIDTH = 14, 4
-STATIC_TREE = pruned(EAGLE_TREE, TREE_NODES)
 EDIT = "edit"
+# A file that is repeated is so many times as long as a prompt; its beginning, half a prompt, is given again.
+REPEATED = 3
+TASKS = ("code", "prose", "dialogue", EDIT)
 MODES = {"greedy": 0.0, "T=1": 1.0}
 # Rows at a time where τ is measured, which does not depend on it; more would only take more memory for each engine.
 ROWS = 16
@@ -41,7 +44,7 @@ class Settings:
     At temperature 1 the first `sampled_prompts` do: τ varies less from prompt to prompt there, and takes more steps.
     """
 
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...] = TASKS
     prompts: int = 40
     sampled_prompts: int = 16
     prompt_tokens: int = 64
@@ -57,17 +60,22 @@ class Settings:
             raise DraftsmithError(f"new_tokens is {self.new_tokens}; it must be at least 2.")
 
 
+def static_tree(published: Choices) -> Choices:
+    """Return a published tree with as many nodes as all trees of a comparison have."""
+    return pruned(published, TREE_NODES)
+
+
 @dataclass(frozen=True)
 class Contender:
     """One drafter under the name that the tables have for it.
 
-    `static` makes its tree the same at every step, as EAGLE-1's is: the published one, cut to as many nodes as all
-    others have. They keep the nodes they are surest of.
+    `published` makes its tree the same at every step: that one, cut to as many nodes as all others have. They keep the
+    nodes they are surest of.
     """
 
     name: str
     drafter: Drafter
-    static: bool = False
+    published: Choices = ()
 
     @property
     def reach(self) -> int:
@@ -82,8 +90,8 @@ class Contender:
 
     def tree(self) -> Plan:
         """The tree of at most `TREE_NODES` nodes that all are compared with."""
-        if self.static:
-            return Plan(choices=STATIC_TREE).shortened(self.reach)
+        if self.published:
+            return Plan(choices=static_tree(self.published)).shortened(self.reach)
         depth = min(CHAIN + 1, self.reach) if isinstance(self.drafter, StagewiseDrafter) else self.reach
         return Plan((TREE_WIDTH,) * depth, beam=TREE_WIDTH, nodes=TREE_NODES)
 
@@ -105,7 +113,7 @@ class Contender:
 
 
 def gather(target: Target, prompts: Sequence[Prompt], settings: Settings) -> dict[str, list[list[int]]]:
-    """Return, for every task, the prompts of calibration (2), then those measured on.
+    """Return, for every task, the prompts of calibration (2), then those measured on; short texts are taken whole.
 
     The task `edit` is made from code: a file, and then its beginning again, as an editor's model is asked to write it.
     """
@@ -113,15 +121,15 @@ def gather(target: Target, prompts: Sequence[Prompt], settings: Settings) -> dic
     chosen = {}
     for task in settings.tasks:
         if task == EDIT:
-            whole = 3 * settings.prompt_tokens
-            files = cut(target, [prompt for prompt in prompts if prompt.task == "code"], whole, count)
+            whole = REPEATED * settings.prompt_tokens
+            files = cut(target, [prompt for prompt in prompts if prompt.task == "code"], whole, count, exact=False)
             again = encode(target, "\n\n# The same file, edited:\n")
-            chosen[task] = [file + again + file[: settings.prompt_tokens // 2] for file in files]
+            chosen[task] = [file + again + file[: len(file) // (2 * REPEATED)] for file in files]
             continue
         mine = [prompt for prompt in prompts if prompt.task == task]
         if not mine:
             raise DraftsmithError(f"there are no prompts of task {task!r}; give some with --prompts, or leave it out.")
-        chosen[task] = cut(target, mine, settings.prompt_tokens, count)
+        chosen[task] = cut(target, mine, settings.prompt_tokens, count, exact=False)
     return chosen
 
 
@@ -231,7 +239,7 @@ def time_round(
     warm = replace(params, max_tokens=min(8, params.max_tokens))
     found: dict[str, Any] = {}
     texts: dict[str, list[int]] = {}
-    for way in random.Random(seed).sample(ways, len(ways)):
+    for _, way, _ in turns(ways, 1, random.Random(seed)):
         engine, plan = (plain_engine, NO_DRAFT) if way == PLAIN else (engines[way], shapes[way])
         measure(engine, [prompt], warm, plan)
         result = measure(engine, [prompt], params, plan)

@@ -7,13 +7,14 @@ same prompts on both sides. The tree holds best guesses at every temperature, so
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from draftsmith.drafters.family import Compared
+from draftsmith.drafters.registry import families as known_families
 from draftsmith.evaluation.contest import EDIT, MODES
 from draftsmith.evaluation.intervals import Interval, ratio_difference
 
 Cells = Sequence[Mapping[str, Any]]
 
 HEADER = ["ordering", "task", "temperature", "difference in τ", "holds here"]
-LOOKUPS = ("ngram", "suffix")
 # Where looking up should win, and where what was trained should: text that repeats what came before, and new text.
 REPEATED, NEW = EDIT, "prose"
 BETWEEN, LOOKED_UP, TRAINED = "between trained", "looked up over trained", "trained over looked up"
@@ -46,15 +47,27 @@ def pairs(
 ) -> list[tuple[str, str, str]]:
     """Return (kind, better, worse) of what is to be compared on one task."""
     trained = [family["name"] for family in families if family["trained"]]
-    lookups = [f["name"] for f in families if not f["trained"] and f["name"].split(":")[0] in LOOKUPS]
-    wanted = [(BETWEEN, *pair) for pair in (("mlp", "medusa"), ("hydra", "medusa"), ("eagle2", "eagle"))]
+    lookups = [f["name"] for f in families if not f["trained"] and facts_of(f["name"]).looks_up]
+    wanted = []
+    for name, family in known_families().items():
+        wanted += [(BETWEEN, name, worse) for worse in family.compared.better_than]
+        if family.compared.confident_twin is not None:
+            wanted.append((BETWEEN, family.compared.confident_twin, name))
     if task == REPEATED:
-        wanted += [(LOOKED_UP, lookup, "mlp") for lookup in lookups]
+        wanted += [
+            (LOOKED_UP, f["name"], worse) for f in families for worse in facts_of(f["name"]).better_on_repeats
+        ]
     if task == NEW and lookups:
         # The best of them on these very prompts: an advantage for the lookup.
         best = max(lookups, key=lambda name: taus[name]["tokens_per_step"])
         wanted += [(TRAINED, name, best) for name in trained]
     return [(kind, better, worse) for kind, better, worse in wanted if better in taus and worse in taus]
+
+
+def facts_of(contender: str) -> Compared:
+    """Return what the family of a contender, named with or without options, says of itself."""
+    family = known_families().get(contender.partition(":")[0])
+    return family.compared if family is not None else Compared()
 
 
 def difference(better: Mapping[str, Any], worse: Mapping[str, Any]) -> Interval:

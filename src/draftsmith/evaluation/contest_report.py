@@ -3,19 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftsmith.evaluation.contest import CHAIN, MODES, STATIC_TREE, TREE_NODES
+from draftsmith.drafters.registry import families
+from draftsmith.evaluation.contest import CHAIN, MODES, TREE_NODES, static_tree
 from draftsmith.evaluation.contest_orderings import HEADER, Cells, ordering_rows
 from draftsmith.evaluation.intervals import ratio_interval
 from draftsmith.evaluation.report import markdown_table
 
 FAMILY_HEADER = ["contender", "parameters", "own memory, MB", "trained, s", "positions", "what it is"]
-READING = f"""\
-- **τ** = 1 + accepted / steps: the tokens that a step brings. "τ chain" is of {CHAIN} guesses in a row, so at most \
-{CHAIN + 1}; "τ tree" of the {TREE_NODES} nodes that a drafter is surest of, at most {CHAIN + 1} deep but for \
-lookups. eagle's tree is the published static one cut to {TREE_NODES} nodes, which leaves it \
-{max(map(len, STATIC_TREE))} deep. Otherwise both are the same for all, and their cost is left out. A drafter that is \
-nearly always right gains more from a longer chain than from a tree, which spends nodes on second guesses.
-- At T=1 chain and tree hold best guesses, which the target's draw often misses; "τ sampled" is of a chain of {CHAIN} \
+READING = """\
+- **τ** = 1 + accepted / steps: the tokens that a step brings. "τ chain" is of {chain} guesses in a row, so at most \
+{deepest}; "τ tree" of the {nodes} nodes that a drafter is surest of, at most {deepest} deep but for lookups. \
+{static}Otherwise both are the same for all, and their cost is left out. A drafter that is nearly always right gains \
+more from a longer chain than from a tree, which spends nodes on second guesses.
+- At T=1 chain and tree hold best guesses, which the target's draw often misses; "τ sampled" is of a chain of {chain} \
 drawn from the drafter's own distribution, for those that have one.
 - **Fastest draft**: the shape that was fastest here on two other prompts, and "its τ", which may be above both. \
 "drafting" is its share of the decoding time; "a step costs" is its time over that of a plain step. Drafting pays \
@@ -27,6 +27,19 @@ distribution (`draftsmith prove` tests that), so there is nothing to count.
 order. The fastest is named on the same rounds that measured it, which flatters it a little.
 - Intervals are 95 % bootstraps: over prompts for τ, over rounds for speed. Each is of a single cell, uncorrected for \
 how many there are: expect about one in twenty to miss."""
+
+
+def reading(contenders: Sequence[str]) -> str:
+    """Say how to read the tables of these contenders."""
+    static = ""
+    for name in contenders:
+        family = families().get(name)
+        if family is not None and family.compared.static_tree:
+            depth = max(map(len, static_tree(family.tree)))
+            static += (
+                f"{name}'s tree is the published static one cut to {TREE_NODES} nodes, which leaves it {depth} deep. "
+            )
+    return READING.format(chain=CHAIN, deepest=CHAIN + 1, nodes=TREE_NODES, static=static)
 
 
 def of(cells: Cells, task: str, mode: str) -> list[Mapping[str, Any]]:
@@ -193,7 +206,7 @@ def to_markdown(result: Mapping[str, Any]) -> str:
         "## Verdict",
         "\n".join(f"- {sentence}" for sentence in result["verdict"]),
         "## How to read the tables",
-        READING,
+        reading([family["name"] for family in result["families"]]),
         "## Contenders",
         markdown_table(FAMILY_HEADER, family_rows(result["families"])),
     ]

@@ -76,21 +76,32 @@ def encode(target: Target, text: str) -> list[int]:
     return ids
 
 
-def cut(target: Target, prompts: Sequence[Prompt], tokens: int, count: int) -> list[list[int]]:
-    """Return `count` prompts of exactly `tokens` tokens: the beginnings of all texts first, then later windows.
+def cut(target: Target, prompts: Sequence[Prompt], tokens: int, count: int, exact: bool = True) -> list[list[int]]:
+    """Return `count` prompts of `tokens` tokens: the beginnings of all texts first, then later windows.
 
-    Windows repeat once all are used up. Raises DraftsmithError when no text is long enough.
+    Windows repeat once all are used up.
+
+    Args:
+        exact: texts that are shorter are passed over; otherwise they are taken whole.
+
+    Raises:
+        DraftsmithError: no text is long enough.
     """
     encoded = [encode(target, prompt.text) for prompt in prompts]
-    windows: list[list[int]] = []
     longest = max((len(ids) for ids in encoded), default=0)
-    for start in range(0, max(0, longest - tokens + 1), tokens):
-        windows += [ids[start : start + tokens] for ids in encoded if len(ids) >= start + tokens]
+    windows = [ids[:tokens] for ids in encoded if ids and (len(ids) >= tokens or not exact)]
+    for start in range(tokens, max(0, longest - tokens + 1), tokens):
         if len(windows) >= count:
             break
+        windows += [ids[start : start + tokens] for ids in encoded if len(ids) >= start + tokens]
     if not windows:
         raise DraftsmithError(
             f"no prompt has {tokens} tokens (the longest has {longest}); shorten the prompt length, or give longer "
             "texts with --data."
         )
     return [windows[index % len(windows)] for index in range(count)]
+
+
+def distinct(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return each prompt once, in the order in which they first come."""
+    return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]

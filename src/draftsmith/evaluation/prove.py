@@ -12,6 +12,7 @@ from draftsmith.engine import Engine
 from draftsmith.engine.step import Stepper
 from draftsmith.evaluation.drawing import MakeStepper
 from draftsmith.evaluation.greedy_proof import GreedyProof, MakeEngine, Report, prove_greedy
+from draftsmith.evaluation.prompts import distinct
 from draftsmith.evaluation.sampling_proof import (
     ALPHA,
     SMALL_PLANS,
@@ -141,7 +142,7 @@ def prove(
     """Prove or disprove that drafts leave the text alone.
 
     Args:
-        prompts: token ids, of different lengths for the ragged batch.
+        prompts: token ids, of different lengths for the ragged batch; each counts once.
         law_prompts: short ones to draw from; None takes the first 8 tokens of the others.
         make_engine: builds the engine of the greedy part.
         make_stepper: builds what steps in the sampling part. Both are there so that faults can be planted.
@@ -149,6 +150,7 @@ def prove(
     """
     if plan.depth == 0:
         raise DraftsmithError("the plan drafts nothing, so there is nothing to prove; give a drafter and a plan.")
+    prompts = distinct(prompts)  # a prompt that comes twice proves nothing more
     greedy = prove_greedy(target, drafter, plan, prompts, work.new_tokens, work.batch, make_engine, report)
     starts = law_prompts if law_prompts is not None else [list(prompt[:8]) for prompt in prompts]
     here = prove_sampling_here(

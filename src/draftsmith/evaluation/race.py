@@ -9,6 +9,7 @@ from draftsmith.engine import Engine
 from draftsmith.evaluation.intervals import Interval, ratio_interval
 from draftsmith.evaluation.losslessness import Comparison, compare, is_targets_own
 from draftsmith.evaluation.measure import Measurement, measure
+from draftsmith.evaluation.turns import turns
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Completion, SamplingParams
 
@@ -88,10 +89,9 @@ def race(
         for way in ways.values():
             measure(engine, [prompts[0]], params, way)
     rounds: dict[str, list[Measurement]] = {name: [] for name in ways}
-    for prompt in prompts:
-        for name in rng.sample(list(ways), len(ways)):
-            rounds[name].append(measure(engine, [prompt], params, ways[name]))
-        if on_progress is not None:
+    for index, name, _ in turns(ways, len(prompts), rng):
+        rounds[name].append(measure(engine, [prompts[index]], params, ways[name]))
+        if on_progress is not None and all(len(several) == index + 1 for several in rounds.values()):
             on_progress()
     texts = {name: [completion for m in runs for completion in m.completions] for name, runs in rounds.items()}
     own = sum(is_targets_own(engine.target, completion) for completion in texts["plain"])

@@ -1,15 +1,14 @@
 """Results on disk: JSON and report folders, whole or not at all, and checked to be writable before the work begins."""
 
 import json
-import os
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from draftsmith.files import replace_text, replacing
 from draftsmith.types import DraftsmithError
 
 
@@ -30,22 +29,6 @@ def ensure_folder(folder: Path) -> None:
         raise DraftsmithError(f"the folder {folder} cannot be written to ({error.strerror}); use another.") from error
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`, and put it in place when all went well."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _unwritten(path: Path, error: OSError) -> DraftsmithError:
     return DraftsmithError(f"{path} could not be written ({error.strerror}); free some space, or choose another place.")
 
@@ -53,8 +36,7 @@ def _unwritten(path: Path, error: OSError) -> DraftsmithError:
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; DraftsmithError when it cannot be."""
     try:
-        with _replacing(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        replace_text(path, text)
     except OSError as error:
         raise _unwritten(path, error) from error
 
@@ -67,7 +49,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 def write_figure(path: Path, figure: Figure) -> None:
     """Write a PNG whole or not at all."""
     try:
-        with _replacing(path) as temporary:
+        with replacing(path) as temporary:
             figure.savefig(temporary, format="png")
     except OSError as error:
         raise _unwritten(path, error) from error

@@ -82,7 +82,9 @@ class Checkpoints:
             storage.sync_folder(self.run)
         except OSError as error:
             reason = error.strerror
-            raise DraftsmithError(f"cannot write {self.run / name} ({reason}); mend that and resume.") from error
+            raise DraftsmithError(
+                f"cannot write {self.run / name} ({reason}); mend that, then go on with the run."
+            ) from error
 
     def linked(self, name: str) -> int | None:
         """Return the step that a link points at, or None."""
@@ -118,7 +120,9 @@ class Checkpoints:
                 warnings.warn(f"{damage} Going back to the checkpoint before it.", RuntimeWarning, stacklevel=2)
         if damage:
             raise DraftsmithError(f"no checkpoint in {self.folder} is whole; the first one: {damage}")
-        raise DraftsmithError(f"{self.run} has no checkpoint to resume from; start the run without resume.")
+        raise DraftsmithError(
+            f"{self.run} has no checkpoint to resume from; leave out --resume (resume=False) to start one."
+        )
 
     def _read(self, folder: Path) -> Checkpoint:
         if not (folder / storage.MANIFEST).exists():

@@ -4,14 +4,13 @@ It is made in numbered batches, each with its own prompts and seed, so a run tha
 batch that is missing. Shapes: B sequences, L = prompt + new tokens.
 """
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from draftsmith.files import JsonLines
 from draftsmith.training.data import Loader, noise
 from draftsmith.training.recipe import OnPolicySection
 from draftsmith.types import DraftsmithError
@@ -26,9 +25,10 @@ class GeneratedText:
         self.path, self.section, self.seed = path, section, seed
         needed = section.steps * section.batch * section.accumulate
         self.count = -(-needed // section.epochs)
-        self.sequences: list[list[int]] = []
         self._orders: dict[int, list[int]] = {}
-        self._read()
+        # What a kill left of the last line is made again.
+        self.log = JsonLines(path, "restore it from a good copy, or delete it to write again", "go on with the run")
+        self.sequences: list[list[int]] = [tokens for record in self.log.read() for tokens in record["sequences"]]
 
     @classmethod
     def of(cls, path: Path, section: OnPolicySection, seed: int) -> "GeneratedText":
@@ -59,19 +59,6 @@ class GeneratedText:
         """Sequences still to be made."""
         return max(0, self.count - len(self.sequences))
 
-    def _read(self) -> None:
-        if not self.path.exists():
-            return
-        whole = 0
-        with self.path.open("rb") as lines:
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                self.sequences += json.loads(line)["sequences"]
-                whole += len(line)
-        # What a kill left of the last line is made again.
-        os.truncate(self.path, whole)
-
     def make(self, prompts: Loader, generate: Generate) -> Iterator[int]:
         """Make what is missing, yielding how many sequences there are after each batch.
 
@@ -90,13 +77,7 @@ class GeneratedText:
                     "shorten stage2.new_tokens to what fits its context."
                 )
             fresh = [prompt + list(tokens) for prompt, tokens in zip(batch, written, strict=True)]
-            try:
-                with self.path.open("a") as handle:
-                    handle.write(json.dumps({"sequences": fresh}) + "\n")
-                    handle.flush()
-                    os.fsync(handle.fileno())
-            except OSError as error:
-                raise DraftsmithError(f"cannot write {self.path} ({error.strerror}); free space and resume.") from error
+            self.log.append({"sequences": fresh})
             self.sequences += fresh
             yield len(self.sequences)
 

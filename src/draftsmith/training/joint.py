@@ -24,16 +24,89 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.drafters import storage
-from draftsmith.drafters.lesson import Lesson
+from draftsmith.drafters.learner import Learner
+from draftsmith.target import Target
 from draftsmith.target.support import LABEL
 from draftsmith.training.lessons import as_lesson
 from draftsmith.training.optimizer import set_rate
 from draftsmith.training.recipe import JointSection, StageSection
+from draftsmith.training.step import Positions, TrainingStep
 from draftsmith.training.trainer import Run, TrainingResult
 from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
 
 TARGET_FILE = "target.safetensors"
 TARGET_FOLDER = "target"
+
+
+class JointStep(TrainingStep):
+    """Steps that move the target as well; `done` counts those before this one."""
+
+    def __init__(self, section: JointSection, drafter: Learner, target: Target, *more: Any) -> None:
+        self.joint, self.done = section, 0
+        self.weights = list(target.model.parameters())
+        super().__init__(drafter, target, *more)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the target still stands still."""
+        return self.done < self.joint.warmup_steps
+
+    def heads_weight(self) -> float:
+        """Return λ at this step; heads that learn alone count in full."""
+        if self.waits:
+            return 1.0
+        done, ramp = self.done - self.joint.warmup_steps + 1, self.joint.ramp_steps
+        return self.joint.weight * (math.sin(math.pi / 2 * done / ramp) if done < ramp else 1.0)
+
+    def fresh_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return those of the heads, and behind them the target's own."""
+        section = self.section
+        own = torch.optim.AdamW(
+            self.weights, lr=0.0, betas=section.betas, weight_decay=section.weight_decay, fused=True
+        )
+        return [*super().fresh_optimizers(), own]
+
+    def set_rate(self, rate: float) -> None:
+        """Set both rates, and let the target learn or stand still."""
+        set_rate(self.optimizers[:-1], rate)
+        set_rate(self.optimizers[-1:], 0.0 if self.waits else rate / self.joint.heads_rate_factor)
+        self.target.model.requires_grad_(not self.waits)
+        self.noted["heads_weight"] = self.heads_weight()
+
+    def judge(
+        self, tokens_BL: Tensor, positions: Positions, seed: tuple[object, ...], accumulate: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Judge heads and target on one reading; see `TrainingStep.judge`."""
+        tokens_BL = tokens_BL.to(self.target.device)
+        with self.autocast(self.section.precision == "bf16"):
+            features_BLF, logits_BLV = self.target.encode(
+                tokens_BL, self.drafter.taps, logits=True, gradients=not self.waits
+            )
+            assert logits_BLV is not None
+            lesson = as_lesson(
+                self.drafter, tokens_BL, features_BLF, logits_BLV.detach() if self.distillation.weight > 0 else None,
+                first=positions.first, count=positions.count, distillation=self.distillation, seed=seed,
+            )
+            loss_N, hits_N = self.losses(lesson)
+        # What the drafter's first label stands behind is where the target's own labels begin.
+        own_BTV, labels_BT = logits_BLV[:, positions.first + 1 : -1], tokens_BL[:, positions.first + 2 :]
+        own = F.cross_entropy(own_BTV.flatten(0, 1).float(), labels_BT.flatten())
+        self.noted["target_loss"] = self.noted.get("target_loss", 0.0) + own.item() / accumulate
+        decay_N = self.joint.decay ** torch.arange(1, len(loss_N) + 1, device=loss_N.device)
+        objective = self.heads_weight() * (loss_N * decay_N).sum()
+        return objective if self.waits else own + objective, loss_N, hits_N
+
+    def clip(self) -> float:
+        """Limit the gradients of heads and target, each on its own scale; return the norm of both before."""
+        heads = super().clip()
+        if self.waits:
+            return heads
+        return math.hypot(heads, torch.nn.utils.clip_grad_norm_(self.weights, self.section.clip).item())
+
+    def apply(self) -> None:
+        """Move both; what the drafter borrows from the target follows it."""
+        super().apply()
+        self.drafter.bind(self.target)
 
 
 class JointRun(Run):
@@ -46,76 +119,19 @@ class JointRun(Run):
         if self.target.native or self.target.dtype not in (torch.float32, torch.float64):
             raise DraftsmithError(
                 f"the recipe has a section joint, which changes the target, but {self.target.name!r} is held in "
-                f"{'packed layers' if self.target.native else self.target.dtype}; load it in fp32 with native=False."
+                f"{'packed layers' if self.target.native else self.target.dtype}; load it in fp32 "
+                "(target.dtype=fp32), from Python with native=False."
             )
         self.made_for = self.target.facts()
         self.fingerprint: str | None = None
-        self._weights = list(self.target.model.parameters())
 
-    @property
-    def _waits(self) -> bool:
-        """Whether the target still stands still."""
-        return self.step < self.section.warmup_steps
+    def _make_learning(self) -> "JointStep":
+        return JointStep(self.section, self.drafter, self.target, self.recipe.optimizer, self.recipe.distillation)
 
-    def heads_weight(self) -> float:
-        """Return λ at this step; heads that learn alone count in full."""
-        if self._waits:
-            return 1.0
-        done, ramp = self.step - self.section.warmup_steps + 1, self.section.ramp_steps
-        return self.section.weight * (math.sin(math.pi / 2 * done / ramp) if done < ramp else 1.0)
-
-    def _fresh_optimizers(self) -> list[torch.optim.Optimizer]:
-        section = self.recipe.optimizer
-        own = torch.optim.AdamW(
-            self._weights, lr=0.0, betas=section.betas, weight_decay=section.weight_decay, fused=True
-        )
-        return [*super()._fresh_optimizers(), own]
-
-    def _set_rate(self, rate: float) -> None:
-        heads, own = self.optimizers[:-1], self.optimizers[-1]
-        set_rate(heads, rate)
-        set_rate([own], 0.0 if self._waits else rate / self.section.heads_rate_factor)
-        self.target.model.requires_grad_(not self._waits)
-        self.noted["heads_weight"] = self.heads_weight()
-
-    def _judge(
-        self, stage: StageSection, tokens_BL: Tensor, first: int, micro: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tokens_BL = tokens_BL.to(self.target.device)
-        half = self.recipe.optimizer.precision == "bf16"
-        with self._autocast(half):
-            features_BLF, logits_BLV = self.target.encode(
-                tokens_BL, self.drafter.taps, logits=True, gradients=not self._waits
-            )
-            assert logits_BLV is not None
-            loss_N, hits_N = self._losses(self._lesson(stage, tokens_BL, features_BLF, logits_BLV, first, micro))
-        # What the drafter's first label stands behind is where the target's own labels begin.
-        own = F.cross_entropy(logits_BLV[:, first + 1 : -1].flatten(0, 1).float(), tokens_BL[:, first + 2 :].flatten())
-        self.noted["target_loss"] = self.noted.get("target_loss", 0.0) + own.item() / stage.accumulate
-        decay_N = self.section.decay ** torch.arange(1, len(loss_N) + 1, device=loss_N.device)
-        objective = self.heads_weight() * (loss_N * decay_N).sum()
-        return objective if self._waits else own + objective, loss_N, hits_N
-
-    def _lesson(
-        self, stage: StageSection, tokens_BL: Tensor, features_BLF: Tensor, logits_BLV: Tensor, first: int, micro: int
-    ) -> Lesson:
-        distillation = self.recipe.distillation
-        return as_lesson(
-            self.drafter, tokens_BL, features_BLF, logits_BLV.detach() if distillation.weight > 0 else None,
-            first=first, count=stage.positions_per_sequence, distillation=distillation,
-            seed=self._positions_seed(micro),
-        )
-
-    def _clip(self) -> float:
-        """Limit the gradients of heads and target, each on its own scale; return the norm of both before."""
-        heads = super()._clip()
-        if self._waits:
-            return heads
-        return math.hypot(heads, torch.nn.utils.clip_grad_norm_(self._weights, self.recipe.optimizer.clip).item())
-
-    def _apply(self) -> None:
-        super()._apply()
-        self.drafter.bind(self.target)
+    def _one_step(self, stage: StageSection, local: int) -> dict[str, Any]:
+        assert isinstance(self.learning, JointStep)
+        self.learning.done = self.step
+        return super()._one_step(stage, local)
 
     def _write_weights(self, folder: Path) -> None:
         super()._write_weights(folder)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from draftsmith.drafters.family import Family, TrainedOptions
-from draftsmith.drafters.registry import family_named
+from draftsmith.drafters.family import Family, TrainedOptions, complaint
+from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named
 from draftsmith.training.split import HELD_OUT_EVERY
 from draftsmith.types import DraftsmithError
 
@@ -41,7 +41,7 @@ class DrafterSection(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    family: str = "mlp"
+    family: str = DEFAULT_FAMILY
     init_from: str | None = None
 
     @model_validator(mode="before")
@@ -282,5 +282,6 @@ def _explain(error: Any) -> str:
         near = get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {prefix}{near[0]}?" if near else f"known here are {', '.join(known)}."
         return f"recipe key {where} is unknown; {hint}"
-    message = error["msg"][0].lower() + error["msg"][1:]
-    return f"recipe key {where} is {error['input']!r}; {message}."
+    if error["type"] == "missing":
+        return f"recipe key {where} is missing; it has no default, so give it."
+    return f"recipe key {where} is {error['input']!r}; {complaint(error)}."

@@ -5,23 +5,17 @@ seconds it took; `metrics.jsonl` has a record a line; `curves.png` draws it.
 """
 
 import json
-import os
-import platform
-import shlex
-import sys
 import time
 from dataclasses import asdict
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import torch
-import transformers
 import yaml
 
 from draftsmith.drafters import storage
+from draftsmith.files import JsonLines, replace_text, replacing
+from draftsmith.provenance import provenance
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.types import DraftsmithError, TargetFacts
 
@@ -38,6 +32,7 @@ class RunFolder:
         self._board: Any = None
         self._runs: list[dict[str, Any]] = []
         self._begun = 0.0
+        self._log = JsonLines(self.metrics, "restore it from a good copy, or delete it", "go on with the run")
 
     @property
     def metrics(self) -> Path:
@@ -70,7 +65,7 @@ class RunFolder:
             else:
                 for leftover in (self.metrics, self.generated):
                     leftover.unlink(missing_ok=True)
-            storage.write_bytes(self.path / "recipe.yaml", self.recipe.to_yaml().encode())
+            replace_text(self.path / "recipe.yaml", self.recipe.to_yaml())
             self._note_command(resumed_step)
         except OSError as error:
             raise DraftsmithError(
@@ -94,52 +89,35 @@ class RunFolder:
                 changed = [(f"{section}.{k}", old[section][k], v) for k, v in value.items() if old[section][k] != v]
             name, before, now = changed[0]
             raise DraftsmithError(
-                f"{name} is {now!r}, but the run in {self.path} has {before!r}; resume with the same recipe, "
+                f"{name} is {now!r}, but the run in {self.path} has {before!r}; go on with the same recipe, "
                 "or start a new run (drafter.init_from takes its weights along)."
             )
 
     def _rewind(self, step: int) -> None:
-        if self.metrics.exists():
-            for line in self.metrics.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                    self.records.append(json.loads(line))
-        content = "".join(json.dumps(record) + "\n" for record in self.records)
-        aside = self.metrics.with_suffix(".tmp")
-        storage.write_bytes(aside, content.encode())
-        os.replace(aside, self.metrics)
+        self.records = [record for record in self._log.read() if record["step"] <= step]
+        self._log.rewrite(self.records)
 
     def _note_command(self, resumed_step: int | None) -> None:
         path = self.path / "run.json"
         self._runs = storage.read_json(path)["runs"] if path.exists() and resumed_step is not None else []
-        self._runs.append({
-            "command": shlex.join(sys.argv), "from_step": resumed_step or 0, "target": asdict(self.facts),
-            "versions": {
-                "draftsmith": _own_version(), "python": platform.python_version(), "torch": torch.__version__,
-                "transformers": transformers.__version__, "safetensors": safetensors.__version__,
-            },
-            "threads": torch.get_num_threads(),
-        })
+        self._runs.append(provenance(target=asdict(self.facts)) | {"from_step": resumed_step or 0})
         self.note_time()
 
     def note_time(self) -> None:
         """Write down what this command took so far; if it is killed, what came after the last note is not counted."""
         self._runs[-1]["seconds"] = time.monotonic() - self._begun
         path = self.path / "run.json"
-        aside = path.with_suffix(".tmp")
         try:
-            storage.write_json(aside, {"runs": self._runs})
-            os.replace(aside, path)
+            replace_text(path, json.dumps({"runs": self._runs}, indent=2, allow_nan=False) + "\n")
         except OSError as error:
-            raise DraftsmithError(f"cannot write {path} ({error.strerror}); free space and resume.") from error
+            raise DraftsmithError(
+                f"cannot write {path} ({error.strerror}); free some space, then go on with the run."
+            ) from error
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a record, with its `step`, to the metrics."""
         self.records.append(record)
-        try:
-            with self.metrics.open("a") as handle:
-                handle.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise DraftsmithError(f"cannot write {self.metrics} ({error.strerror}); free space and resume.") from error
+        self._log.append(record, flush=False)
         if self._board is not None:
             for key, value in _scalars(record):
                 self._board.add_scalar(key, value, record["step"])
@@ -150,13 +128,6 @@ class RunFolder:
         draw_curves(self.records, self.path / "curves.png")
         if self._board is not None:
             self._board.close()
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("draftsmith")
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _tensorboard(path: Path, first_step: int) -> Any:
@@ -191,21 +162,24 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2)
     steps = [record["step"] for record in training]
-    for title, key, axis in (
-        ("loss by head (nats)", "loss_by_head", axes[0][0]),
-        ("training accuracy by head (not acceptance when serving)", "training_accuracy_by_head", axes[0][1]),
+    for title, unit, key, axis in (
+        ("loss by head", "nats", "loss_by_head", axes[0][0]),
+        ("right first guesses in training (not acceptance)", "share", "training_accuracy_by_head", axes[0][1]),
     ):
         for head in range(len(training[0][key]) if training else 0):
             axis.plot(steps, [record[key][head] for record in training], label=f"head {head + 1}")
-        axis.set(title=title, xlabel="step")
-        if training:
-            axis.legend(fontsize="small")
+        axis.set(title=title, xlabel="step", ylabel=unit)
     measured = [(record["step"], record["evaluation"]["tokens_per_step"]) for record in evaluations]
     axes[1][0].plot([step for step, _ in measured], [tau for _, tau in measured], marker="o")
-    axes[1][0].set(title="τ, tokens per step by decoding (target's own included)", xlabel="step")
+    axes[1][0].set(title="τ by decoding (the target's own token included)", xlabel="step", ylabel="tokens per step")
     axes[1][1].plot(steps, [record["rate"] for record in training])
-    axes[1][1].set(title="learning rate", xlabel="step")
+    axes[1][1].set(title="learning rate", xlabel="step", ylabel="rate")
     for step in [b["step"] for a, b in pairwise(training) if a["stage"] != b["stage"]]:
         for axis in axes.flat:
-            axis.axvline(step, color="grey", linewidth=0.8, linestyle=":")
-    figure.savefig(path, dpi=110)
+            axis.axvline(step, color="grey", linewidth=0.8, linestyle=":", label="stage 2 begins")
+    for axis in axes[0] if training else ():
+        axis.legend(fontsize="small")
+    for axis in axes.flat:
+        axis.title.set_fontsize("medium")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)

@@ -23,6 +23,7 @@ def train(
     dry_run: bool = False,
     console: Console | None = None,
     on_drafter: Callable[[Learner], None] | None = None,
+    go_on: str | None = None,
 ) -> TrainingResult:
     """Train the recipe's drafter for a frozen target or, with a section `joint`, the target as well.
 
@@ -32,6 +33,7 @@ def train(
             picks the best checkpoint.
         resume: go on from the last good checkpoint in output.folder.
         dry_run: print the plan and write an initialised checkpoint only.
+        go_on: how to go on after Ctrl-C, where that is not `resume`.
         on_drafter: is given the speculator so far before stage 2 generates, to make generating faster.
 
     Raises:
@@ -39,6 +41,8 @@ def train(
     """
     kind = Run if recipe.joint is None else JointRun
     run = kind(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
+    if go_on is not None:
+        run.go_on = go_on
     if dry_run:
         return run.plan_only()
     with one_gentle_interrupt() as interrupted:

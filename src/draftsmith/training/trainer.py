@@ -5,7 +5,6 @@ weights of one that was not. The engine comes from outside, as two callables.
 """
 
 import copy
-import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,11 +28,10 @@ from draftsmith.training.checkpoint import (
 )
 from draftsmith.training.data import Loader, Packing, noise
 from draftsmith.training.generated import Generate, GeneratedText
-from draftsmith.training.lessons import prepare
-from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.schedule import learning_rate
+from draftsmith.training.step import NotFinite, Positions, TrainingStep
 from draftsmith.training.terminal import progress_bar
 from draftsmith.types import DraftsmithError, TargetFacts, cast_parameters, resolve_dtype
 
@@ -78,13 +76,12 @@ class Run:
             raise DraftsmithError("stage1.steps and stage2.steps are both 0; give at least one of them steps.")
         self.folder = RunFolder(recipe, target.facts())
         self.checkpoints = Checkpoints(self.folder.path, recipe.output.keep)
+        self.go_on = "go on with --resume (resume=True)"
         self.step = 0
         self.best: float | None = None
         self.best_step: int | None = None
         self.loader: Loader | None = None
         self.generated: GeneratedText | None = None
-        self.noted: dict[str, float] = {}
-        """What else the record of a step says."""
 
     def _build(self) -> None:
         self.drafter = build_drafter(self.recipe, self.target)
@@ -131,14 +128,13 @@ class Run:
         if checkpoint is None and self.checkpoints.steps():
             raise DraftsmithError(
                 f"{self.folder.path} already holds a run, at step {self.checkpoints.steps()[-1]}; "
-                "resume it, or choose another output.folder."
+                "add --resume (resume=True) to go on with it, or choose another output.folder."
             )
         self.folder.open(checkpoint.progress["step"] if checkpoint else None)
         self._build()
-        self.optimizers = self._fresh_optimizers()
+        self.learning = self._make_learning()
         if checkpoint is not None:
             self._take_up(checkpoint)
-        self._losses = torch.compile(self.drafter.losses) if self.recipe.optimizer.compile else self.drafter.losses
         try:
             self._stages(interrupted, fresh=checkpoint is None)
         finally:
@@ -153,13 +149,13 @@ class Run:
             self.best_step = progress["best_step"]
             self.checkpoints.link(BEST, self.best_step)
         if self._within_stage() and self.step < self.steps:
-            load_optimizer_tensors(self.optimizers, checkpoint.optimizer)
+            load_optimizer_tensors(self.learning.optimizers, checkpoint.optimizer)
             if self.step < self.recipe.stage1.steps:
                 self._stage1_loader().load_state_dict(progress["loader"])
         self.console.print(f"resuming at step {self.step} of {self.steps}")
 
-    def _fresh_optimizers(self) -> list[torch.optim.Optimizer]:
-        return build_optimizers(self.drafter, self.recipe.optimizer)
+    def _make_learning(self) -> TrainingStep:
+        return TrainingStep(self.drafter, self.target, self.recipe.optimizer, self.recipe.distillation)
 
     def _load_weights(self, folder: Path) -> None:
         """Take the weights of a checkpoint."""
@@ -186,7 +182,7 @@ class Run:
         if self.step >= self.steps:
             return
         if not self._within_stage():
-            self.optimizers = self._fresh_optimizers()
+            self.learning.renew()
         self._make_text(interrupted)
         self._steps(self.recipe.stage2, first, interrupted)
 
@@ -235,75 +231,39 @@ class Run:
 
     def _stopped(self) -> TrainingInterrupted:
         return TrainingInterrupted(
-            f"stopped at step {self.step} of {self.steps}; everything is saved in {self.folder.path}: "
-            "run the same command with resume to go on."
+            f"stopped at step {self.step} of {self.steps}; everything is saved in {self.folder.path}: {self.go_on}."
         )
 
-    def _micro_batch(self, stage: StageSection, number: int) -> tuple[Tensor, int]:
-        """Return tokens_BL and the first position to train on."""
+    def _micro_batch(self, stage: StageSection, number: int) -> Tensor:
+        """Return tokens_BL."""
         if stage is self.recipe.stage1:
-            return self._stage1_loader().next_batch(stage.batch), 0
+            return self._stage1_loader().next_batch(stage.batch)
         assert self.generated is not None
+        return self.generated.batch(number)
+
+    def _first_position(self, stage: StageSection) -> int:
         # The root may be the prompt's last token, so that everything predicted is generated.
-        return self.generated.batch(number), self.recipe.stage2.prompt_tokens - 2
+        return 0 if stage is self.recipe.stage1 else self.recipe.stage2.prompt_tokens - 2
 
     def _one_step(self, stage: StageSection, local: int) -> dict[str, Any]:
-        self.noted = {}
         rate = learning_rate(local, stage.steps, stage.rate, stage.final_rate)
-        self._set_rate(rate)
-        losses, hits = [], []
-        for micro in range(stage.accumulate):
-            tokens_BL, first = self._micro_batch(stage, local * stage.accumulate + micro)
-            objective, loss_N, hits_N = self._judge(stage, tokens_BL, first, micro)
-            (objective / stage.accumulate).backward()
-            losses.append(loss_N.detach())
-            hits.append(hits_N)
-        loss_N, hits_N = torch.stack(losses).mean(0), torch.stack(hits).mean(0)
-        norm = self._clip()
-        if not math.isfinite(loss_N.sum().item()) or not math.isfinite(norm):
-            raise DraftsmithError(
-                f"the loss became {loss_N.sum().item()} (gradient norm {norm}) at step {self.step + 1}; "
-                f"the checkpoint of step {self.checkpoints.steps()[-1]} is kept; lower the rate or look at the data."
+        batches = (self._micro_batch(stage, local * stage.accumulate + micro) for micro in range(stage.accumulate))
+        try:
+            found = self.learning(
+                batches, rate=rate, positions=Positions(self._first_position(stage), stage.positions_per_sequence),
+                seed=(self.recipe.seed, "positions", self.step), accumulate=stage.accumulate,
             )
-        self._apply()
+        except NotFinite as error:
+            raise DraftsmithError(
+                f"{error} at step {self.step + 1}; the checkpoint of step {self.checkpoints.steps()[-1]} is kept; "
+                "lower the rate or look at the data."
+            ) from error
         self.step += 1
         return {
-            "loss": loss_N.sum().item(), "loss_by_head": loss_N.tolist(), "training_accuracy_by_head": hits_N.tolist(),
-            "rate": rate, "gradient_norm": norm, **self.noted,
+            "loss": found.loss, "loss_by_head": found.loss_N.tolist(),
+            "training_accuracy_by_head": found.hits_N.tolist(), "rate": rate, "gradient_norm": found.gradient_norm,
+            **found.noted,
         }
-
-    def _judge(
-        self, stage: StageSection, tokens_BL: Tensor, first: int, micro: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what a micro-batch minimises, the losses of the depths and their right first guesses."""
-        half = self.recipe.optimizer.precision == "bf16"
-        # A target that is bf16 already only loses time under autocast.
-        with self._autocast(half and self.target.dtype == torch.float32):
-            lesson = prepare(
-                self.drafter, self.target, tokens_BL, first=first, count=stage.positions_per_sequence,
-                distillation=self.recipe.distillation, seed=self._positions_seed(micro),
-            )
-        with self._autocast(half):
-            loss_N, hits_N = self._losses(lesson)
-        return loss_N.sum(), loss_N, hits_N
-
-    def _positions_seed(self, micro: int) -> tuple[object, ...]:
-        return self.recipe.seed, "positions", self.step, micro
-
-    def _set_rate(self, rate: float) -> None:
-        set_rate(self.optimizers, rate)
-
-    def _clip(self) -> float:
-        """Limit the gradients and return their norm before."""
-        return torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.optimizer.clip).item()
-
-    def _apply(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-    def _autocast(self, enabled: bool) -> torch.autocast:
-        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
 
     @torch.no_grad()
     def _served(self) -> Learner:
@@ -330,7 +290,7 @@ class Run:
         progress = {
             "best": self.best, "best_step": self.best_step, "loader": loader.state_dict() if loader else None,
         }
-        self.checkpoints.save(self.step, self._write_weights, progress, optimizer_tensors(self.optimizers))
+        self.checkpoints.save(self.step, self._write_weights, progress, optimizer_tensors(self.learning.optimizers))
         if improved:
             self.checkpoints.link(BEST, self.step)
         self.folder.note_time()

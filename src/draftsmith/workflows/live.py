@@ -1,4 +1,4 @@
-"""The demo's live training: the target writes, the speculator learns from it, all within a promised time.
+"""The demo's live training: the target writes, the drafter learns from it, all within a promised time.
 
 This is stage 2 of the report (section 3.2) by the clock instead of by steps, so that it ends when it was promised to
 on any machine. Shapes: B sequences, L tokens, N stages.
@@ -12,21 +12,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from draftsmith.drafters.mlp import MLPSpeculator
+from draftsmith.drafters.learner import Learner
 from draftsmith.engine import Engine
 from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
-from draftsmith.training.lessons import prepare
-from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import DistillationSection, OptimizerSection
 from draftsmith.training.schedule import learning_rate
+from draftsmith.training.step import NotFinite, Positions, TrainingStep
 from draftsmith.types import DraftsmithError, SamplingParams, unbroken
 
 RESOLUTION = 1000
 """The schedule knows steps; the clock is cut into so many."""
+
+Show = Callable[[str, str], None]
+"""Told what is being done, and how fast; when all is done, both texts are empty."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LiveSettings:
 class LiveResult:
     """The trained speculator and what was done; `curve` holds (seconds, loss)."""
 
-    speculator: MLPSpeculator
+    speculator: Learner
     sequences: int
     steps: int
     curve: list[tuple[float, float]]
@@ -81,34 +81,23 @@ class LiveResult:
 
 
 def train_live(
-    target: Target, speculator: MLPSpeculator, prompts: list[list[int]], settings: LiveSettings, console: Console
+    target: Target, speculator: Learner, prompts: list[list[int]], settings: LiveSettings, show: Show
 ) -> LiveResult:
-    """Train an fp32 speculator in place for `settings.minutes`, with a progress bar of time, rate and loss."""
+    """Train an fp32 speculator in place for `settings.minutes`."""
     begun = time.monotonic()
-    total = 60 * settings.minutes
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("The target writes", total=total, rate="")
-
-        def show(description: str, rate: str) -> None:
-            progress.update(bar, description=description, rate=rate, completed=min(total, time.monotonic() - begun))
-
-        sequences = write(target, speculator.for_decoding(target), prompts, settings, show)
-        curve = learn(target, speculator, sequences, settings, begun, show)
+    sequences = write(target, speculator, prompts, settings, show)
+    curve = learn(target, speculator, sequences, settings, begun, show)
+    show("", "")
     return LiveResult(speculator, len(sequences), len(curve), curve, time.monotonic() - begun)
 
 
 def write(
-    target: Target,
-    drafter: MLPSpeculator,
-    prompts: list[list[int]],
-    settings: LiveSettings,
-    show: Callable[[str, str], None],
+    target: Target, speculator: Learner, prompts: list[list[int]], settings: LiveSettings, show: Show
 ) -> list[list[int]]:
     """Let the target continue prompts, greedily as it will be raced; at least one batch."""
     begun = time.monotonic()
     longest = settings.prompt_tokens + settings.new_tokens
-    engine = Engine(target, drafter, max_batch=settings.write_batch, max_length=longest)
+    engine = Engine(target, speculator.for_decoding(target), max_batch=settings.write_batch, max_length=longest)
     sequences: list[list[int]] = []
     tokens = 0
 
@@ -138,44 +127,30 @@ def write(
 
 def learn(
     target: Target,
-    speculator: MLPSpeculator,
+    speculator: Learner,
     sequences: list[list[int]],
     settings: LiveSettings,
     begun: float,
-    show: Callable[[str, str], None],
+    show: Show,
 ) -> list[tuple[float, float]]:
     """Train until the time is up, at least one step; return (seconds, loss) of every step."""
     rng = random.Random(settings.seed)
-    section = OptimizerSection()
-    optimizers = build_optimizers(speculator.train(), section)
-    distillation = DistillationSection(weight=settings.distillation)
+    section = OptimizerSection(precision="bf16" if target.dtype == torch.bfloat16 else "fp32")
+    step = TrainingStep(speculator.train(), target, section, DistillationSection(weight=settings.distillation))
+    positions = Positions(settings.prompt_tokens - 2, settings.positions)
     start, end = time.monotonic(), begun + 60 * settings.minutes
     curve: list[tuple[float, float]] = []
     mean = math.nan
     while not curve or time.monotonic() < end:
         share = (time.monotonic() - start) / max(1e-6, end - start)
         local = min(RESOLUTION - 1, int(share * RESOLUTION))
-        set_rate(optimizers, learning_rate(local, RESOLUTION, settings.rate, settings.final_rate))
+        rate = learning_rate(local, RESOLUTION, settings.rate, settings.final_rate)
         tokens_BL = torch.tensor(rng.sample(sequences, min(settings.batch, len(sequences))))
-        with torch.autocast(target.device.type, torch.bfloat16, enabled=target.dtype == torch.bfloat16):
-            lesson = prepare(
-                speculator,
-                target,
-                tokens_BL,
-                first=settings.prompt_tokens - 2,
-                count=settings.positions,
-                distillation=distillation,
-                seed=(settings.seed, len(curve)),
-            )
-            loss_N, _ = speculator.losses(lesson)
-        loss_N.sum().backward()
-        torch.nn.utils.clip_grad_norm_(speculator.parameters(), section.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        loss = loss_N.mean().item()
-        if not math.isfinite(loss):
-            raise DraftsmithError(f"the loss became {loss} at step {len(curve) + 1} of the demo; lower the rate.")
+        try:
+            found = step([tokens_BL], rate=rate, positions=positions, seed=(settings.seed, len(curve)), accumulate=1)
+        except NotFinite as error:
+            raise DraftsmithError(f"{error} at step {len(curve) + 1} of the demo; lower the rate.") from error
+        loss = found.loss_N.mean().item()
         curve.append((time.monotonic() - begun, loss))
         mean = loss if math.isnan(mean) else 0.95 * mean + 0.05 * loss
         speed = len(curve) / (time.monotonic() - start)

@@ -1,4 +1,4 @@
-"""The contenders of `draftsmith compare`: each family trained by the same trainer, on the same texts and budget."""
+"""The contenders of a comparison: each family trained by the same trainer, on the same texts and budget."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from draftsmith import assets
-from draftsmith.cli.train import EngineBridge
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.family import Family, read_spec
+from draftsmith.drafters.family import Choices, Family, read_spec
 from draftsmith.drafters.registry import families, family_named, load_drafter
 from draftsmith.evaluation.contest import Contender
 from draftsmith.evaluation.ledger import Ledger
@@ -22,12 +20,12 @@ from draftsmith.training.build import build_drafter, build_loader
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data import Packing, noise
 from draftsmith.training.generated import GeneratedText
-from draftsmith.training.lessons import prepare
-from draftsmith.training.optimizer import build_optimizers
 from draftsmith.training.recipe import Recipe, build_recipe
+from draftsmith.training.step import Positions, TrainingStep
 from draftsmith.training.terminal import progress_bar
 from draftsmith.training.train import train
 from draftsmith.types import DraftsmithError
+from draftsmith.workflows.bridge import EngineBridge
 
 PROMPT_TOKENS, BATCH, POSITIONS = 64, 16, 48
 SCORED = 2048
@@ -35,14 +33,6 @@ EVALUATION_PROMPTS, EVALUATION_TOKENS = 2, 48
 PROBED_STEPS = 3
 # What the default budget trains on: with the decoding, all families take half an hour or so on two cores.
 DEFAULT_POSITIONS = 100_000
-
-# What a family is compared with where its defaults are those of a large target.
-COMPARED: Mapping[str, Mapping[str, Any]] = {
-    "mlp": {"n_predict": 4, "tie_weights": True, "init_from_target": "embeddings+head"},
-    "small-lm": {"draft_vocab_size": 0},
-}
-# EAGLE-2 is EAGLE with another tree: one training serves both.
-OTHER_TREE = {"eagle": "eagle2"}
 
 
 @dataclass(frozen=True)
@@ -63,14 +53,13 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.positions is not None and self.minutes is not None:
-            raise DraftsmithError("--positions and --minutes are two budgets; give one of them.")
+            raise DraftsmithError("positions and minutes are two budgets; give one of them.")
         for name in ("positions", "minutes", "texts", "text_tokens"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise DraftsmithError(f"--{name.replace('_', '-')} is {value}; give a positive number.")
-
+                raise DraftsmithError(f"{name} is {value}; give a positive number.")
         if self.texts % BATCH:
-            raise DraftsmithError(f"--texts is {self.texts}; give a multiple of {BATCH}, the sequences of one step.")
+            raise DraftsmithError(f"texts is {self.texts}; give a multiple of {BATCH}, the sequences of one step.")
 
     @property
     def path(self) -> Path:
@@ -107,12 +96,12 @@ class Entry:
 def read_entries(specs: list[str]) -> list[Entry]:
     """Read what to compare; all families that can be made without more being said where nothing is asked for."""
     if not specs:
-        return [Entry(name, family, COMPARED.get(name, {})) for name, family in families().items() if ready(family)]
+        return [Entry(name, known, known.compared.options) for name, known in families().items() if ready(known)]
     entries = []
     for spec in specs:
         name, values = read_spec(spec)
         family = family_named(name)
-        options = {**COMPARED.get(name, {}), **values}
+        options = {**family.compared.options, **values}
         family.read_options(options, f"{name}:")
         entries.append(Entry(spec, family, options))
     if len({entry.folder for entry in entries}) < len(entries):
@@ -160,23 +149,15 @@ def write_texts(entry: Entry, target: Target, budget: Budget, bridge: EngineBrid
 
 def seconds_a_step(recipe: Recipe, target: Target, texts: Path) -> float:
     """Train a throwaway drafter for a few steps, and return what one takes."""
-    drafter = build_drafter(recipe, target)
-    optimizers = build_optimizers(drafter, recipe.optimizer)
     section = recipe.stage2
+    step = TrainingStep(build_drafter(recipe, target), target, recipe.optimizer, recipe.distillation)
+    positions = Positions(section.prompt_tokens - 2, section.positions_per_sequence)
     sequences = GeneratedText(texts, section, 0)
     begun = time.monotonic()
-    for step in range(PROBED_STEPS + 1):
-        if step == 1:  # the first one warms up
+    for number in range(PROBED_STEPS + 1):
+        if number == 1:  # the first one warms up
             begun = time.monotonic()
-        lesson = prepare(
-            drafter, target, sequences.batch(step), first=section.prompt_tokens - 2,
-            count=section.positions_per_sequence, distillation=recipe.distillation, seed=(step,),
-        )
-        with torch.autocast(target.device.type, torch.bfloat16, enabled=recipe.optimizer.precision == "bf16"):
-            drafter.losses(lesson)[0].sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        step([sequences.batch(number)], rate=0.0, positions=positions, seed=(number,), accumulate=1)
     return (time.monotonic() - begun) / PROBED_STEPS
 
 
@@ -195,7 +176,8 @@ def train_entry(
     def run() -> dict[str, Any]:
         resume = bool(Checkpoints(Path(recipe.output.folder), recipe.output.keep).steps())
         result = train(
-            recipe, target=target, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, console=console
+            recipe, target=target, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, console=console,
+            go_on="give the same command again to go on",
         )
         return {
             "drafter": str(result.drafter),
@@ -210,7 +192,8 @@ def train_entry(
 
 
 def enlist(
-    target: Target, entries: list[Entry], given: Mapping[str, str], budget: Budget, ledger: Ledger, console: Console
+    target: Target, entries: list[Entry], given: Mapping[str, str | Path], budget: Budget, ledger: Ledger,
+    console: Console,
 ) -> tuple[list[Contender], list[dict[str, Any]]]:
     """Train what has to be trained; return all contenders, and what each weighs and took.
 
@@ -221,9 +204,9 @@ def enlist(
     weighed: list[dict[str, Any]] = []
 
     def add(
-        name: str, drafter: Drafter, summary: str, trained: bool = True, static: bool = False, **facts: Any
+        name: str, drafter: Drafter, summary: str, trained: bool = True, tree: Choices = (), **facts: Any
     ) -> None:
-        contenders.append(Contender(name, drafter, static))
+        contenders.append(Contender(name, drafter, tree))
         weighed.append(
             {
                 "name": name, "summary": summary, "trained": trained, "parameters": drafter.parameter_count(),
@@ -232,17 +215,21 @@ def enlist(
         )
 
     learners = [entry for entry in entries if entry.family.trainable]
-    bridge = EngineBridge(target, embedded_prompts(), EVALUATION_PROMPTS, EVALUATION_TOKENS, PROMPT_TOKENS)
-    bridge.sampling = {"temperature": 0.0, "ignore_eos": True}
+    bridge = EngineBridge(
+        target, embedded_prompts(), EVALUATION_PROMPTS, EVALUATION_TOKENS, PROMPT_TOKENS,
+        {"temperature": 0.0, "ignore_eos": True},
+    )
     if learners:
         write_texts(learners[0], target, budget, bridge, console)
     for entry in learners:
         facts = dict(train_entry(entry, target, budget, bridge, ledger, console))
         drafter = load_drafter(facts.pop("drafter"), target)
-        other = OTHER_TREE.get(entry.name)
-        add(entry.name, drafter, entry.family.summary, static=other is not None, **facts)
-        if other is not None:
-            add(other, drafter, f"the same weights as {entry.name}, with a tree of what it is surest of", **facts)
+        # A family with options is compared for these, with the tree that all have.
+        as_published = entry.name == entry.family.name and entry.family.compared.static_tree
+        add(entry.name, drafter, entry.family.summary, tree=entry.family.tree if as_published else (), **facts)
+        twin = entry.family.compared.confident_twin
+        if as_published and twin is not None:
+            add(twin, drafter, f"the same weights as {entry.name}, with a tree of what it is surest of", **facts)
     for entry in entries:
         if not entry.family.trainable:
             options = entry.family.read_options(entry.options, f"{entry.name}:")
@@ -250,5 +237,5 @@ def enlist(
     for name, folder in given.items():
         add(name, load_drafter(folder, target), f"trained before: {Path(folder).name}")
     if not contenders:
-        raise DraftsmithError("there is nothing to compare; name a --family or a --drafter.")
+        raise DraftsmithError("there is nothing to compare; name a family or a drafter.")
     return contenders, weighed

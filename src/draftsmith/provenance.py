@@ -1,4 +1,4 @@
-"""Where a number comes from: command, date, machine, versions. No host names and no absolute paths."""
+"""Where a result comes from: command, date, machine, versions. No host names and no absolute paths."""
 
 import os
 import platform
@@ -22,6 +22,7 @@ def provenance(**more: Any) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": _version("transformers"),
+            "safetensors": _version("safetensors"),
             "draftsmith": _version("draftsmith"),
         },
         "git_revision": git_revision(),
@@ -33,7 +34,8 @@ def provenance(**more: Any) -> dict[str, Any]:
 def command_line() -> str:
     """Return the command as it was typed, with absolute paths cut to their last part."""
     program, *arguments = sys.argv
-    words = [Path(program).name if Path(program).name != "__main__.py" else "python -m draftsmith", *arguments]
+    path = Path(program)
+    words = [path.name if path.name != "__main__.py" else f"python -m {path.parent.name}", *arguments]
     return " ".join(without_folders(word) for word in words)
 
 

@@ -1,0 +1,176 @@
+"""The report's tables of latency, batch × candidates × prompt length: `draftsmith bench`, from Python."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+
+from draftsmith import assets
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine import Engine
+from draftsmith.evaluation.bench import BASELINE, Grid, Peer, prepare_grid, run_grid
+from draftsmith.evaluation.prompts import Prompt
+from draftsmith.provenance import provenance
+from draftsmith.target import Target
+from draftsmith.types import DraftsmithError
+from draftsmith.workflows.drafts import check_drafter
+from draftsmith.workflows.models import (
+    CompileChoice,
+    Loading,
+    dtype_name,
+    load_engine,
+    name_of,
+    quiet,
+    settle_compilation,
+)
+from draftsmith.workflows.sources import gather_prompts, name_of_source
+
+PEERS = ("transformers",)
+
+
+class BenchCell(BaseModel):
+    """One setting of the grid, measured; what only drafts have is None or empty for a peer.
+
+    Times are wall-clock of whole calls; intervals are [low, high] of 95 %. `candidates` is None for a peer.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    candidates: int | None
+    engine: str
+    trials: int
+    generated_tokens: int
+    ms_per_token: float
+    ms_per_token_ci: list[float]
+    ms_per_token_trials: list[float]
+    speedup: float
+    speedup_ci: list[float]
+    identical_texts: int
+    texts: int
+    lossless: bool = True
+    tokens_per_step: float | None = None
+    accepted_by_depth: list[float] = []
+    step_ms: float | None = None
+    share: dict[str, float] = {}
+    prefill_ms: float | None = None
+    decode_ms_per_token: float | None = None
+    branching: list[int] = []
+    nodes: int = 0
+    sampled: bool = False
+    acceptance: str = "exact"
+    choices: list[list[int]] = []
+    realised: float | None = None
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Every cell that was measured, in the order of the grid; `complete` says whether that is all of it."""
+
+    provenance: Mapping[str, Any]
+    cells: list[BenchCell]
+    complete: bool = True
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `draftsmith bench --json` writes."""
+        cells = [cell.model_dump(exclude_unset=True) for cell in self.cells]
+        return {"provenance": dict(self.provenance), "complete": self.complete, "cells": cells}
+
+
+def bench(
+    target: Target | str | Path | None = None,
+    drafter: Drafter | str | Path | None = None,
+    grid: Grid | None = None,
+    *,
+    prompts: Path | str | Sequence[str | Prompt] | None = None,
+    task: str | None = None,
+    peer: str | None = None,
+    compile: CompileChoice = "auto",
+    loading: Loading | None = None,
+    console: Console | None = None,
+    on_progress: Callable[[str, int], None] | None = None,
+    on_cells: Callable[[BenchResult], None] | None = None,
+) -> BenchResult:
+    """Measure ms a token over batch size and number of candidates, baseline and drafts interleaved.
+
+    Args:
+        target: a folder, a hub name or a `Target`; the embedded one by default.
+        drafter: the same; by default the embedded target's own.
+        grid: what to measure.
+        prompts: a file, or texts; the embedded held-out ones by default.
+        task: only prompts of this task.
+        peer: also time `transformers` at batch 1, in the same rounds.
+        compile: how much of the step PyTorch compiles.
+        loading: how models given by name are loaded.
+        console: where loading and compiling are told; nowhere by default.
+        on_progress: gets a label and the number of runs done since the last call.
+        on_cells: gets the result so far whenever some cells are done, so that a run that is cut keeps them.
+
+    Raises:
+        DraftsmithError: settings that clash, or prompts that do not fit the context.
+    """
+    grid, loading, console = grid or Grid(), loading or Loading(), console or quiet()
+    check_peer(peer, grid.temperature)
+    texts = gather_prompts(prompts, task)
+    drafting = any(count != BASELINE for count in grid.counts)
+    longest = max(grid.prompt_tokens) + grid.new_tokens
+    engine = load_engine(
+        console, target=target, drafter=drafter, dtype=loading.dtype, device=loading.device,
+        trust_remote_code=loading.trust_remote_code, native=loading.native, quantize=loading.quantize,
+        max_batch=max(grid.batches), max_length=longest, draft=drafting,
+    )
+    if longest > engine.target.max_length:
+        raise DraftsmithError(
+            f"{max(grid.prompt_tokens)} prompt tokens and {grid.new_tokens} new ones do not fit the context of "
+            f"{engine.target.max_length}; shorten one of them."
+        )
+    if drafting:
+        check_drafter(engine.drafter, grid.rules)
+    grid.plans(engine.plan)  # refuses what cannot be made before anything is measured
+    other = load_peer(target, engine, loading.trust_remote_code) if peer is not None else None
+    tokens = grid.runs * grid.new_tokens * sum(grid.batches) // len(grid.batches)
+    engine = settle_compilation(
+        console, engine, compile, tokens, lambda compiled: prepare_grid(compiled, compiled.plan, grid)
+    )
+    where = provenance(
+        target=engine.target.name, drafter=name_of(drafter, assets.DRAFTER_NAME if drafting else None),
+        dtype=dtype_name(engine.target), device=str(engine.target.device), compiled=engine.compiled,
+        temperature=grid.temperature, task=task, data=name_of_source(prompts),
+    )
+
+    planned = sum(
+        len(grid.counts) + (other is not None and batch == 1) for batch in grid.batches for _ in grid.prompt_tokens
+    )
+
+    def result(cells: Sequence[Mapping[str, Any]]) -> BenchResult:
+        whole = len(cells) == planned and all(cell["trials"] == grid.trials for cell in cells)
+        return BenchResult(where, [BenchCell.model_validate(cell) for cell in cells], whole)
+
+    def tell(cells: Sequence[Mapping[str, Any]]) -> None:
+        if on_cells is not None:
+            on_cells(result(cells))
+
+    return result(run_grid(engine, engine.plan, texts, grid, other, on_progress, tell))
+
+
+def check_peer(peer: str | None, temperature: float) -> None:
+    """Raise DraftsmithError for a peer that is unknown, or that cannot sample as we do."""
+    if peer is not None and peer not in PEERS:
+        raise DraftsmithError(f"--peer is {peer!r}; known is {', '.join(PEERS)}.")
+    if peer is not None and temperature != 0:
+        raise DraftsmithError(f"--peer decodes greedily, but --temperature is {temperature}; leave one of them out.")
+
+
+def load_peer(target: Target | str | Path | None, engine: Engine, trust_remote_code: bool) -> Peer:
+    """Load transformers' own decoding of the same target."""
+    from draftsmith.evaluation.peers import transformers_peer
+
+    if isinstance(target, Target):
+        raise DraftsmithError("a peer reads the target from its folder; give that instead of a Target.")
+    return transformers_peer(target or assets.demo_target(), engine.target, trust_remote_code)

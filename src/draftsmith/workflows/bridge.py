@@ -1,0 +1,67 @@
+"""Lends an engine to training, which knows none: text that the target writes, and τ measured by decoding."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.learner import Learner
+from draftsmith.engine import Engine
+from draftsmith.evaluation.measure import measure
+from draftsmith.evaluation.prompts import Prompt, cut
+from draftsmith.plan import NO_DRAFT
+from draftsmith.target import Target
+from draftsmith.types import SamplingParams, Statistics, unbroken
+
+ROWS = 64
+EVALUATION_ROWS = 8
+MOST_DRAFTED_ROWS = 8
+
+
+class EngineBridge:
+    """Writes and measures for a run.
+
+    Args:
+        prompts: what τ is measured on, by task.
+        sampling: how the target writes, as `SamplingParams` takes it.
+    """
+
+    def __init__(
+        self, target: Target, prompts: Sequence[Prompt], prompts_a_task: int, new_tokens: int, prompt_tokens: int,
+        sampling: Mapping[str, Any],
+    ) -> None:
+        self.target, self.new_tokens, self.sampling = target, new_tokens, dict(sampling)
+        self.drafter: Drafter | None = None
+        tasks = sorted({prompt.task for prompt in prompts})
+        self.prompts = {
+            task: cut(target, [p for p in prompts if p.task == task], prompt_tokens, prompts_a_task, exact=False)
+            for task in tasks
+        }
+
+    def use(self, drafter: Learner) -> None:
+        """Write the coming text with this drafter, for speed; the text's law does not depend on it."""
+        self.drafter = drafter.for_decoding(self.target)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
+        """Let the target write exactly `max_tokens` behind every prompt."""
+        longest = max(map(len, prompts)) + max_tokens
+        engine = Engine(self.target, self.drafter, max_batch=ROWS, max_length=longest)
+        rules = [
+            SamplingParams(max_tokens=max_tokens, seed=(seed + 7919 * i) % 2**63, **self.sampling)
+            for i in range(len(prompts))
+        ]
+        # Many rows fill a CPU's arithmetic by themselves; guesses would only be more work.
+        crowded = self.target.device.type == "cpu" and len(prompts) > MOST_DRAFTED_ROWS
+        done = unbroken(engine.generate(prompts, rules, NO_DRAFT if crowded else None))
+        return [completion.tokens for completion in done]
+
+    def evaluate(self, drafter: Learner) -> Mapping[str, float]:
+        """Measure τ, greedy, over all tasks and for each."""
+        longest = max(len(prompt) for prompts in self.prompts.values() for prompt in prompts) + self.new_tokens
+        engine = Engine(self.target, drafter.for_decoding(self.target), max_batch=EVALUATION_ROWS, max_length=longest)
+        params = SamplingParams(max_tokens=self.new_tokens, ignore_eos=True)
+        total, scores = Statistics(), {}
+        for task, prompts in self.prompts.items():
+            result = measure(engine, prompts, params)
+            scores[f"tokens_per_step_{task}"] = result.tokens_per_step
+            total += result.statistics
+        return {"tokens_per_step": total.tokens_per_step, **scores}

@@ -1,0 +1,149 @@
+"""Does a drafter decode as well as its training promises? `draftsmith check`, from Python."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from draftsmith import assets
+from draftsmith.drafters import storage
+from draftsmith.evaluation.check import (
+    Check,
+    Report,
+    check_drafter,
+    check_files,
+    check_packing,
+    load_pair,
+    training_form,
+)
+from draftsmith.evaluation.prompts import Prompt, cut
+from draftsmith.provenance import provenance
+from draftsmith.target import Target
+from draftsmith.types import DraftsmithError
+from draftsmith.workflows.models import Loading, load_target, quiet
+from draftsmith.workflows.sources import gather_prompts
+
+SHORTEST, LONGEST = 8, 160
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """All checks, and what they were made with."""
+
+    provenance: Mapping[str, Any]
+    report: Report
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed and everything ran."""
+        return self.report.passed
+
+    def sentence(self) -> str:
+        """Say the result, and the first failure with its cause."""
+        return self.report.sentence()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `draftsmith check --json` writes."""
+        return {"provenance": dict(self.provenance), **self.report.summary()}
+
+
+def check(
+    drafter: str | Path | None = None,
+    target: str | Path | None = None,
+    *,
+    dtype: str = "fp32",
+    serving_dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    prompts: Path | str | Sequence[str | Prompt] | None = None,
+    task: str | None = None,
+    prompt_count: int = 24,
+    new_tokens: int = 64,
+    console: Console | None = None,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> CheckResult:
+    """Check a trained drafter before it is published: what training predicts, decoding has to accept.
+
+    What a failure makes impossible is not run.
+
+    Args:
+        drafter: the folder of a trained drafter; the embedded one by default.
+        target: a folder or hub name, because it is loaded in two precisions; the embedded one by default.
+        dtype: precision of the comparison with training: fp32 or fp64 for parity to the last guess.
+        serving_dtype: precision of the copy that decodes.
+        device: auto, cpu, cuda and so on.
+        trust_remote_code: run code that comes with the model.
+        prompts: a file, or texts; the embedded held-out ones by default.
+        task: only prompts of this task.
+        prompt_count: how many, of 8 to 160 tokens; at least 3.
+        new_tokens: greedy tokens a prompt, at least 4.
+        console: where loading is told; nowhere by default.
+        on_progress: gets what is being done.
+
+    Raises:
+        DraftsmithError: too few prompts or tokens, or a folder that does not exist.
+    """
+    if prompt_count < 3 or new_tokens < 4:
+        raise DraftsmithError(f"{prompt_count} prompts of {new_tokens} tokens are too few; use at least 3 of 4 tokens.")
+    folder = Path(drafter) if drafter is not None else assets.demo_drafter()
+    storage.require_folder(folder)
+    texts, shown = gather_prompts(prompts, task), console or quiet()
+
+    def load(kind: str, native: bool) -> Target:
+        option = "--serving-dtype " if native else "--dtype "
+        return load_target(
+            target, Loading(kind, device, trust_remote_code, native, dtype_option=option), shown
+        )
+
+    report, name = check_folder(folder, load, dtype, serving_dtype, texts, prompt_count, new_tokens, on_progress)
+    where = provenance(
+        target=name, drafter=folder.name, dtype=dtype, serving_dtype=serving_dtype, prompts=prompt_count,
+        new_tokens=new_tokens,
+    )
+    return CheckResult(where, report)
+
+
+def check_folder(
+    folder: Path,
+    load: Callable[[str, bool], Target],
+    dtype: str,
+    serving_dtype: str,
+    texts: Sequence[Prompt],
+    prompts: int,
+    new_tokens: int,
+    say: Callable[[str], None],
+) -> tuple[Report, str]:
+    """Run every check on a folder; what a failure makes impossible is not run. Returns the target's name too."""
+    report = Report(check_files(folder))
+    reference = load(dtype, False)
+    if not report.passed:
+        return report, reference.name
+    drafter, made_for = load_pair(folder, reference)
+    report.checks.append(made_for)
+    if drafter is None:
+        return report, reference.name
+    learner = training_form(folder, drafter, reference)
+    windows = ragged(reference, texts, prompts, new_tokens)
+    found = check_drafter(reference, learner, drafter, windows, new_tokens, say)
+    report.checks += found.checks
+    report.parity = found.parity
+    say("measuring the copy that decodes")
+    serving = load(serving_dtype, True)
+    packed, loads = load_pair(folder, serving)
+    if packed is None:
+        report.checks.append(Check("the copy that decodes", False, loads.detail))
+        return report, reference.name
+    cost, report.packed, report.unpacked = check_packing(
+        serving, packed, drafter, learner.max_depth, windows, new_tokens
+    )
+    report.checks.append(cost)
+    return report, reference.name
+
+
+def ragged(target: Target, texts: Sequence[Prompt], count: int, new_tokens: int) -> list[list[int]]:
+    """Return so many prompts, each longer than the one before."""
+    longest = min(LONGEST, target.max_length - new_tokens)
+    windows = cut(target, texts, longest, count, exact=False)
+    return [window[: SHORTEST + (longest - SHORTEST) * i // (count - 1)] for i, window in enumerate(windows)]

@@ -1,0 +1,75 @@
+"""Which drafts a job makes, as far as somebody says so; the drafter's own plan fills in the rest."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.drafters.base import Drafter
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What is asked for.
+
+    Args:
+        shape: a tree; of this plan only branching and choices count. None takes the drafter's own.
+        candidates: verify only the best K paths of the tree; 0 drafts nothing.
+        rules: a plan without branching that holds everything else.
+    """
+
+    shape: Plan | None = None
+    candidates: int | None = None
+    rules: Plan = NO_DRAFT
+
+    def plan(self, default: Plan) -> Plan | None:
+        """Return the plan; None leaves the drafter's own, `default`.
+
+        Without a shape the drafter's own tree is taken; sampled, one chain as deep; with a beam or a number of nodes,
+        all its paths, of a static tree those that a beam finds within its widths.
+        """
+        from draftsmith.evaluation.bench import plan_for
+
+        given, rules = self.shape, self.rules
+        if self.candidates is not None and self.candidates < 0:
+            raise DraftsmithError(f"--candidates is {self.candidates}; give 0 (no drafting) or a positive number.")
+        if self.candidates is not None:
+            if given is not None:
+                check_prunable(given)
+            return plan_for(default, self.candidates, given.branching if given is not None else None, rules)
+        if given is not None:
+            return replace(rules, branching=given.branching, choices=given.choices)
+        if rules == NO_DRAFT:
+            return None
+        if rules.sampled:
+            return replace(rules, branching=(1,) * default.depth)
+        bounded = rules.beam is not None or rules.nodes is not None
+        if bounded:
+            default = default.ranked()
+        return replace(
+            default,
+            paths=None if bounded else default.paths,
+            nodes=default.nodes if rules.nodes is None else rules.nodes,
+            beam=default.beam if rules.beam is None else rules.beam,
+            acceptance=rules.acceptance,
+            epsilon=rules.epsilon,
+            delta=rules.delta,
+        )
+
+
+def check_prunable(given: Plan, shape: str | None = None) -> None:
+    """Raise DraftsmithError where the likeliest paths are to be chosen of a tree that names every node."""
+    if given.choices:
+        named = f"--plan {shape}" if shape is not None else "the plan"
+        raise DraftsmithError(
+            f"--candidates keeps the likeliest paths of a tree, but {named} names every node; give numbers of "
+            "children such as 4,2,1."
+        )
+
+
+def check_drafter(drafter: "Drafter", rules: Plan) -> None:
+    """Raise DraftsmithError where sampled drafts are asked of a drafter that takes its best guesses only."""
+    if rules.sampled and not drafter.can_sample:
+        raise DraftsmithError("--sampled needs a drafter that can draw its guesses, and this one cannot; leave it out.")

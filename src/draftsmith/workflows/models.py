@@ -1,0 +1,159 @@
+"""What every job begins with: target and drafter, given by name or as they are, and a compiled step where it pays."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console
+
+from draftsmith import assets
+from draftsmith.types import Quantization
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from draftsmith.drafters.base import Drafter
+    from draftsmith.engine import Engine
+    from draftsmith.target import Target
+
+CompileChoice = Literal["auto", "off", "trace", "full"]
+
+# What full compilation takes at first, and the share of a step it saves: benchmarks/README.md has both measured.
+FULL_COSTS_S, FULL_SAVES = 120.0, 0.5
+# Below this nobody waits for a compiler, and not even for the measurement that would tell.
+FEWEST_TOKENS = 1000
+# Characters of each embedded text by which tokens are weighed.
+SAMPLE = 1000
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How models that are given by name are loaded; what is given as an object is taken as it is.
+
+    Args:
+        dtype: auto (bf16 where the hardware has it), bf16, fp16, fp32 or fp64.
+        device: auto, cpu, cuda, cuda:1 and so on.
+        trust_remote_code: run code that comes with the model.
+        native: use the native kernels (bf16 on a CPU).
+        quantize: "int8" quantises the target's linear layers on a CPU; the text is then that of the quantised model.
+        dtype_option: how the user of this job names a dtype, for a line that recommends one.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+    native: bool = True
+    quantize: Quantization = "none"
+    dtype_option: str = "--dtype "
+
+
+def quiet() -> Console:
+    """Return a console that shows nothing: what a job called from Python has, unless it is handed another."""
+    return Console(quiet=True)
+
+
+def dtype_name(target: "Target") -> str:
+    """Return the target's precision as results name it: "bfloat16"."""
+    return str(target.dtype).removeprefix("torch.")
+
+
+def name_of(drafter: "Drafter | str | Path | None", default: str | None = None) -> str | None:
+    """Return what results call a drafter: the last part of its folder or name."""
+    if drafter is None:
+        return default
+    return Path(drafter).name if isinstance(drafter, str | Path) else type(drafter).__name__
+
+
+def load_target(target: "Target | str | Path | None", loading: Loading, console: Console) -> "Target":
+    """Load a target, the embedded one by default, and say what reads it."""
+    from transformers.utils import logging
+
+    from draftsmith.target import Target
+    from draftsmith.target.loading import short_name
+
+    if isinstance(target, Target):
+        return target
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    path = str(target) if target is not None else str(assets.demo_target())
+    begun = time.perf_counter()
+    with console.status(f"Loading the target {Path(path).name} …"):
+        loaded = Target.from_pretrained(
+            path, dtype=loading.dtype, device=loading.device, trust_remote_code=loading.trust_remote_code,
+            native=loading.native, quantize=loading.quantize,
+        )
+    console.print(
+        f"[dim]{loaded.name}: {loaded.implementation}, loaded in {time.perf_counter() - begun:.1f} s"
+        f"{f' ({loaded.packing_s:.2f} s of it packing)' if loaded.native else ''}.[/dim]"
+    )
+    if loaded.precision_on_disk:
+        stored = loaded.precision_on_disk
+        console.print(
+            f"[dim]{loaded.name}: weights are {stored} on disk; using {short_name(loaded.dtype)} here "
+            f"({loading.dtype_option}{stored} keeps them).[/dim]"
+        )
+    if loading.native and loaded.why_not_native:
+        console.print(f"[dim]{loaded.why_not_native}.[/dim]")
+    return loaded
+
+
+def load_engine(
+    console: Console,
+    *,
+    target: "Target | str | Path | None",
+    drafter: "Drafter | str | Path | None",
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    native: bool = True,
+    quantize: Quantization = "none",
+    max_batch: int = 8,
+    max_length: int | None = None,
+    draft_rows: int | None = None,
+    draft: bool = True,
+) -> "Engine":
+    """Load target and drafter, nothing compiled yet: both embedded by default, no drafter for another target."""
+    from draftsmith.drafters.registry import load_drafter
+    from draftsmith.engine import Engine
+    from draftsmith.evaluation.prompts import embedded_prompts
+
+    if drafter is None and target is None and draft:
+        drafter = str(assets.demo_drafter())
+    loaded = load_target(target, Loading(dtype, device, trust_remote_code, native, quantize), console)
+    if drafter is None and draft:
+        console.print(f"[dim]No drafter for {loaded.name}: decoding without one; give one with --drafter.[/dim]")
+    if not draft:
+        drafter = None
+    guesser = load_drafter(drafter, loaded) if isinstance(drafter, str | Path) else drafter
+    if guesser is not None:
+        remark = guesser.remark([prompt.text[:SAMPLE] for prompt in embedded_prompts(None)])
+        if remark is not None:
+            console.print(f"[dim]{remark} that ship with Draftsmith.[/dim]")
+    return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows)
+
+
+def settle_compilation(
+    console: Console, engine: "Engine", choice: CompileChoice, tokens: int, prepare: "Callable[[Engine], float]"
+) -> "Engine":
+    """Return the engine to use for a job of so many tokens, compiled if asked for or if it pays; say cost and gain.
+
+    Args:
+        prepare: compiles every shape of the job and returns the seconds it took.
+    """
+    if engine.is_native or choice == "off" or (choice == "auto" and tokens < FEWEST_TOKENS):
+        return engine
+    before = engine.pace()
+    if choice == "auto":
+        choice = "full" if tokens * before * FULL_SAVES > FULL_COSTS_S else "off"
+    if choice == "off":
+        return engine
+    compiled = engine.at_level(choice)
+    with console.status(f"Compiling the step ({choice}) …"):
+        seconds = prepare(compiled)
+    after = compiled.pace()
+    console.print(
+        f"[dim]Compiled ({choice}) in {seconds:.1f} s: a plain step takes {after * 1e3:.2f} ms instead of "
+        f"{before * 1e3:.2f} ({before / after:.2f}×).[/dim]"
+    )
+    return compiled

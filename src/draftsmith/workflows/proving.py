@@ -1,0 +1,138 @@
+"""Is this pair of target and drafter lossless on this machine? `draftsmith prove`, from Python."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from draftsmith import assets
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.registry import family_of
+from draftsmith.evaluation.greedy_proof import GreedyProof
+from draftsmith.evaluation.prompts import Prompt, cut, distinct
+from draftsmith.evaluation.prove import Proof, SmallWorld, Verdict, Workload
+from draftsmith.evaluation.prove import prove as prove_pair
+from draftsmith.evaluation.sampling_proof import SamplingProof
+from draftsmith.evaluation.small_world import small_drafter, small_target
+from draftsmith.plan import Plan
+from draftsmith.provenance import provenance
+from draftsmith.target import Target
+from draftsmith.types import DraftsmithError
+from draftsmith.workflows.drafts import Drafts, check_drafter
+from draftsmith.workflows.models import Loading, dtype_name, load_engine, name_of, quiet
+from draftsmith.workflows.sources import gather_prompts, name_of_source
+
+QUICK_SHARE = 10
+SHORTEST, LONGEST = 16, 64
+LAW_PROMPT = 8
+
+
+@dataclass(frozen=True)
+class ProveResult:
+    """The proof, what it was made with, and the drafter of the small alphabet in words."""
+
+    provenance: Mapping[str, Any]
+    proof: Proof
+    small_alphabet: str
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return lossless, lossless up to ties, lossy by choice or defect."""
+        return self.proof.verdict
+
+    @property
+    def greedy(self) -> GreedyProof:
+        """The part about greedy text."""
+        return self.proof.greedy
+
+    @property
+    def sampling(self) -> SamplingProof:
+        """The part about sampled text."""
+        return self.proof.sampling
+
+    def sentence(self) -> str:
+        """Say the verdict with what it rests on."""
+        return self.proof.sentence()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `draftsmith prove --json` writes."""
+        return {"provenance": dict(self.provenance), **self.proof.summary()}
+
+
+def prove(
+    target: Target | str | Path | None = None,
+    drafter: Drafter | str | Path | None = None,
+    plan: Plan | Drafts | None = None,
+    *,
+    prompts: Path | str | Sequence[str | Prompt] | None = None,
+    task: str | None = None,
+    prompt_count: int = 120,
+    work: Workload | None = None,
+    quick: bool = False,
+    loading: Loading | None = None,
+    console: Console | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> ProveResult:
+    """Prove, or disprove, that drafting leaves this target's text alone: see docs/prove.md.
+
+    Args:
+        target: a folder, a hub name or a `Target`; the embedded one by default.
+        drafter: the same; by default the embedded target's own.
+        plan: which drafts; the drafter's own by default.
+        prompts: a file, or texts; the embedded held-out ones by default.
+        task: only prompts of this task.
+        prompt_count: prompts of the greedy part.
+        work: how much else to do; ten times as many draws from the small alphabet are usual.
+        quick: a tenth of the prompts and draws.
+        loading: how models given by name are loaded.
+        console: where loading is told; nowhere by default.
+        on_progress: gets what is being done, how much of it is done, and how much there is.
+
+    Raises:
+        DraftsmithError: nothing drafts, or the settings make no sense.
+    """
+    if prompt_count < 1:
+        raise DraftsmithError(f"--prompts is {prompt_count}; it must be at least 1.")
+    loading, console, work = loading or Loading(), console or quiet(), work or Workload()
+    if quick:
+        prompt_count = max(8, prompt_count // QUICK_SHARE)
+        draws = max(1000, work.draws // QUICK_SHARE)
+        work = replace(work, draws=draws, small_draws=draws * work.small_draws // work.draws)
+    asked = Drafts(plan, rules=replace(plan, branching=(), choices=())) if isinstance(plan, Plan) else plan or Drafts()
+    texts = gather_prompts(prompts, task)
+    engine = load_engine(
+        console, target=target, drafter=drafter, dtype=loading.dtype, device=loading.device,
+        trust_remote_code=loading.trust_remote_code, native=loading.native, quantize=loading.quantize, max_batch=1,
+        max_length=LONGEST + work.new_tokens,
+    )
+    check_drafter(engine.drafter, asked.rules)
+    shape = asked.plan(engine.plan) or engine.plan
+    windows = ragged(engine.target, texts, prompt_count, work.new_tokens)
+    if len(windows) < prompt_count:
+        console.print(
+            f"[dim]The texts give {len(windows)} different prompts, so it is these and not {prompt_count}.[/dim]"
+        )
+    toy = small_target()
+    named = drafter if isinstance(drafter, str | Path) else str(assets.demo_drafter()) if drafter is None else None
+    guesser, words = small_drafter(toy, family_of(named) if named is not None else None)
+    proof = prove_pair(
+        engine.target, engine.drafter, shape, windows, SmallWorld(toy, guesser, words), work,
+        law_prompts=[window[:LAW_PROMPT] for window in windows], report=on_progress,
+    )
+    where = provenance(
+        target=engine.target.name, drafter=name_of(drafter, assets.DRAFTER_NAME), dtype=dtype_name(engine.target),
+        device=str(engine.target.device), forward=engine.target.implementation, plan=str(shape), small_alphabet=words,
+        data=name_of_source(prompts), quick=quick,
+    )
+    return ProveResult(where, proof, words)
+
+
+def ragged(target: Target, texts: Sequence[Prompt], count: int, new_tokens: int) -> list[list[int]]:
+    """Return so many prompts, or as many different ones as there are, of different lengths for a ragged batch."""
+    longest = min(LONGEST, target.max_length - new_tokens)
+    windows = cut(target, texts, max(1, longest), count, exact=False)
+    return distinct(
+        [window[: max(1, longest - (longest - SHORTEST) * (i % 7) // 7)] for i, window in enumerate(windows)]
+    )

@@ -1,0 +1,42 @@
+"""Where a job's prompts come from: the embedded held-out texts, a file, or texts handed over."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.evaluation.prompts import Prompt
+
+EMBEDDED = "embedded held-out prompts"
+
+
+def gather_prompts(source: "Path | str | Sequence[str | Prompt] | None", task: str | None = None) -> "list[Prompt]":
+    """Return prompts from a file or from a sequence of texts; None takes the embedded held-out ones.
+
+    Args:
+        source: a path (JSONL with `text` a line, or a text file), or texts, with or without a task.
+        task: only prompts of this task; all by default.
+    """
+    from draftsmith.evaluation.prompts import Prompt, embedded_prompts, load_prompts
+
+    if source is None:
+        return embedded_prompts(task)
+    if isinstance(source, str | Path):
+        prompts = load_prompts(Path(source))
+    else:
+        prompts = [item if isinstance(item, Prompt) else Prompt("text", "given", item) for item in source]
+    chosen = [prompt for prompt in prompts if task is None or prompt.task == task]
+    if not chosen:
+        place = source if isinstance(source, str | Path) else "what was given"
+        known = ", ".join(sorted({prompt.task for prompt in prompts})) or "none at all"
+        raise DraftsmithError(f"{place} holds no prompt of task {task!r}; choose one of {known}.")
+    return chosen
+
+
+def name_of_source(source: "Path | str | Sequence[str | Prompt] | None") -> str:
+    """Say in a result where the prompts came from, without folders."""
+    if source is None:
+        return EMBEDDED
+    return Path(source).name if isinstance(source, str | Path) else f"{len(source)} texts"

@@ -1,0 +1,212 @@
+"""A drafter from a recipe, with τ measured by decoding: `draftsmith train`, from Python."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from draftsmith import assets
+from draftsmith.drafters import storage
+from draftsmith.drafters.family import read_spec
+from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named, family_of
+from draftsmith.evaluation.prompts import Prompt
+from draftsmith.provenance import provenance
+from draftsmith.target import Target
+from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
+from draftsmith.training.train import train as run
+from draftsmith.training.trainer import TrainingResult
+from draftsmith.workflows.bridge import EngineBridge
+from draftsmith.workflows.models import Loading, load_target, quiet
+from draftsmith.workflows.sources import gather_prompts
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What τ is measured on while training: prompts a task, their length, and new tokens behind each.
+
+    `prompts` are a file or texts; None takes the embedded held-out ones.
+    """
+
+    prompts: Path | str | Sequence[str | Prompt] | None = None
+    prompts_a_task: int = 4
+    new_tokens: int = 64
+    prompt_tokens: int = 64
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What the run brought: `training.drafter` is the folder to decode with."""
+
+    provenance: Mapping[str, Any]
+    training: TrainingResult
+
+    @property
+    def drafter(self) -> Path:
+        """The folder of the exported drafter, the best by τ."""
+        return self.training.drafter
+
+    @property
+    def best(self) -> float | None:
+        """Its τ, tokens per step, by decoding; None where nothing was trained."""
+        return self.training.best
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `draftsmith train --json` writes."""
+        paths = {name: str(path) for name, path in vars(self.training).items() if isinstance(path, Path)}
+        return {"provenance": dict(self.provenance), "result": asdict(self.training) | paths}
+
+
+def train(
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
+    *overrides: str,
+    target: Target | str | Path | None = None,
+    data: Path | str | Sequence[Path | str] | None = None,
+    family: str | None = None,
+    init_from: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    dry_run: bool = False,
+    evaluation: Evaluation | None = None,
+    trust_remote_code: bool = False,
+    console: Console | None = None,
+) -> TrainResult:
+    """Train a drafter for a frozen target: on text, then on what the target itself writes.
+
+    Args:
+        recipe: a YAML file, its values, or a `Recipe`. None is a small run for the target, data or family that is
+            named, see `starter_recipe`; where none is, the second stage of the embedded speculator.
+        overrides: `section.field=value`, as on the command line.
+        target: a folder or hub name, in place of the recipe's `target.name`; or a `Target`, taken as it is.
+        data: files or folders of text, in place of the recipe's `data.sources`.
+        family: of the drafter, with options or without, in place of the recipe's: "mlp", "mlp:n_predict=4".
+        init_from: start a new run from this drafter (a warm start, not a resume).
+        out: folder of the run, in place of the recipe's `output.folder`.
+        resume: go on with the run in that folder.
+        dry_run: write an untrained drafter only.
+        evaluation: what τ is measured on.
+        trust_remote_code: run the target's own code.
+        console: where progress is shown; nowhere by default.
+
+    Raises:
+        DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
+    """
+    base = recipe
+    if recipe is None and (target is not None or data is not None or family is not None or names_another(overrides)):
+        recipe = starter_recipe(family_in(family, overrides))
+    elif recipe is None:
+        recipe = embedded_recipe()
+    if base is None and init_from is not None and family is None and family_of(init_from) is not None:
+        assert isinstance(recipe, dict)
+        recipe |= {"drafter": options_in(Path(init_from))}
+    chosen = [*named(target, data, family, init_from, out), *overrides]
+    settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)
+    probe, shown = evaluation or Evaluation(), console or quiet()
+    prompts = gather_prompts(probe.prompts)
+    frozen, dtype = settled.joint is None, settled.target.dtype
+    if not frozen and dtype == "auto":
+        dtype = "fp32"
+    loading = Loading(
+        dtype, settled.target.device, trust_remote_code, native=frozen, dtype_option="target.dtype="
+    )
+    loaded = load_target(target if isinstance(target, Target) else settled.target.name, loading, shown)
+    second = settled.stage2
+    bridge = EngineBridge(
+        loaded, prompts, probe.prompts_a_task, probe.new_tokens, probe.prompt_tokens,
+        {"temperature": second.temperature, "top_k": second.top_k, "ignore_eos": True},
+    )
+    result = run(
+        settled, target=loaded, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, dry_run=dry_run,
+        console=shown, on_drafter=bridge.use,
+    )
+    return TrainResult(provenance(target=loaded.name), result)
+
+
+def named(
+    target: Target | str | Path | None, data: Path | str | Sequence[Path | str] | None, family: str | None,
+    init_from: str | Path | None, out: str | Path | None,
+) -> list[str]:
+    """Return the overrides that stand for what has an argument of its own."""
+    found = []
+    if target is not None and not isinstance(target, Target):
+        found.append(f"target.name={json.dumps(str(target))}")
+    if data is not None:
+        paths = [data] if isinstance(data, str | Path) else data
+        found.append(f"data.sources={json.dumps([{'path': str(path)} for path in paths])}")
+    if family is not None:
+        name, options = read_spec(family)
+        found.append(f"drafter={json.dumps({'family': name, **options})}")
+    if init_from is not None:
+        found.append(f"drafter.init_from={json.dumps(str(init_from))}")
+    if out is not None:
+        found.append(f"output.folder={json.dumps(str(out))}")
+    return found
+
+
+def names_another(overrides: Sequence[str]) -> bool:
+    """Whether overrides name a family or a target, so that the embedded run would make no sense."""
+    return any(override.partition("=")[0].strip() in ("drafter.family", "target.name") for override in overrides)
+
+
+def family_in(family: str | None, overrides: Sequence[str]) -> str:
+    """Return the name of the family that is asked for."""
+    if family is not None:
+        return read_spec(family)[0]
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.strip() == "drafter.family":
+            return value.strip()
+    return DEFAULT_FAMILY
+
+
+def read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a file or of values, overrides applied."""
+    if isinstance(recipe, str | Path):
+        return load_recipe(recipe, list(overrides))
+    values = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
+    return build_recipe(dict(values), list(overrides))
+
+
+def embedded_recipe() -> dict[str, Any]:
+    """Return the run to do without a recipe: stage 2 of the embedded speculator, on the embedded training texts."""
+    return {
+        "drafter": options_in(assets.demo_first_stage()),
+        "data": {"sources": [{"path": str(assets.prompt_file("train"))}], "held_out_every": 1_000_000},
+        "stage2": {"steps": 100, "batch": 16, "new_tokens": 128, "epochs": 4, "positions_per_sequence": 32},
+        "output": {"folder": "runs/demo-mlp"},
+    }
+
+
+def options_in(folder: Path) -> dict[str, Any]:
+    """Return the section `drafter` of a recipe that goes on from the drafter in a folder."""
+    family = family_of(folder)
+    assert family is not None
+    found = storage.read_json(folder / "config.json")
+    if family.reopen is not None:
+        found |= family.reopen(folder, None, torch.float32).sizes()
+    known = {name: found[name] for name in family.options.model_fields if name in found}
+    return {"family": family.name, **known, "init_from": str(folder)}
+
+
+def starter_recipe(family: str) -> dict[str, Any]:
+    """Return a run of some minutes to an hour for a small target on a CPU, from which to go on with a recipe.
+
+    Both stages, on the embedded training texts unless `data.sources` says otherwise; half of the loss is the
+    divergence from the target's own distribution.
+    """
+    rate = family_named(family).rate
+    rates = {"rate": rate, "final_rate": rate / 20, "batch": 16}
+    return {
+        "drafter": {"family": family},
+        "data": {"sources": [{"path": str(assets.prompt_file("train"))}]},
+        "stage1": {"steps": 500, "length": 256, **rates},
+        "stage2": {
+            "steps": 500, "prompt_tokens": 64, "new_tokens": 128, "temperature": 0, "epochs": 4, "generate_batch": 64,
+            "positions_per_sequence": 48, **rates,
+        },
+        "distillation": {"weight": 0.5},
+        "output": {"folder": f"runs/{family}"},
+    }

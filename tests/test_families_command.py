@@ -1,0 +1,54 @@
+"""`draftsmith families`, and what a mistyped family is answered with."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from draftsmith.cli import app
+from draftsmith.drafters.registry import families
+
+
+def run(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_families_are_listed_with_options_and_whether_they_are_trained(tmp_path: Path):
+    result = run("families", "--json", tmp_path / "f.json")
+    assert result.exit_code == 0
+    listed = {facts["name"]: facts for facts in json.loads((tmp_path / "f.json").read_text())["families"]}
+    assert set(listed) == set(families()) and all(name in result.stdout for name in listed)
+    assert "max_length=4" in " ".join(result.stdout.split())
+    assert listed["mlp"]["trained"] and not listed["ngram"]["trained"] and listed["eagle"]["tree"]
+    options = {option["name"]: option for option in listed["ngram"]["options"]}
+    assert options["max_length"] == {
+        "name": "max_length", "default": 4, "required": False,
+        "what": "the most that are looked up; the longest match is tried first.",
+    }
+    (path, *_) = listed["draft-model"]["options"]
+    assert path["name"] == "path" and path["required"] and path["default"] is None
+
+
+def test_one_family_is_told_in_full():
+    result = run("families", "eagle")
+    told = " ".join(result.stdout.replace("│", " ").split())
+    assert result.exit_code == 0 and "--plan eagle takes its published tree" in told
+    assert "of the cross-entropy against the target's own distribution in the loss." in told
+    assert "feature_weight 1.0" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["families", "medsa"], "medusa"),
+        (["train", "drafter.family=eagel"], "eagle"),
+        (["generate", "x", "--drafter", "ngrm:max_length=3", "--dtype", "fp32"], "ngram"),
+        (["generate", "x", "--drafter", "sufix", "--dtype", "fp32"], "suffix"),
+    ],
+)
+def test_a_mistyped_family_is_answered_with_the_nearest_and_the_list(words: list[str], near: str):
+    result = run(*words)
+    sentence = " ".join(result.stderr.split())
+    assert result.exit_code == 2 and result.stdout == ""
+    assert f"did you mean {near}? Known are draft-model" in sentence and "`draftsmith families` says more" in sentence
