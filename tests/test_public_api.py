@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_public_names_are_exactly_these():
     assert draftsmith.__all__ == [
+        "AsyncEngine",
         "DraftsmithError",
         "Engine",
         "Plan",
@@ -26,6 +27,7 @@ def test_the_public_names_are_exactly_these():
         "load_drafter",
         "prove",
         "train",
+        "wrap",
     ]
     assert dir(draftsmith) == sorted(draftsmith.__all__)
 

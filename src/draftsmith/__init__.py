@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftsmith.drafters.registry import load_drafter
-    from draftsmith.engine import Engine
+    from draftsmith.engine import AsyncEngine, Engine
+    from draftsmith.engine.wrapped import wrap
     from draftsmith.plan import Plan
     from draftsmith.target import Target
     from draftsmith.types import DraftsmithError, SamplingParams
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
     "DraftsmithError",
     "Engine",
     "Plan",
@@ -33,9 +35,11 @@ __all__ = [
     "load_drafter",
     "prove",
     "train",
+    "wrap",
 ]
 
 _HOMES = {
+    "AsyncEngine": "draftsmith.engine",
     "DraftsmithError": "draftsmith.types",
     "Engine": "draftsmith.engine",
     "Plan": "draftsmith.plan",
@@ -47,6 +51,7 @@ _HOMES = {
     "load_drafter": "draftsmith.drafters.registry",
     "prove": "draftsmith.workflows.proving",
     "train": "draftsmith.workflows.training",
+    "wrap": "draftsmith.engine.wrapped",
 }
 
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from draftsmith.drafters.learner import Learner
     from draftsmith.target import Target
 
+NEEDS_NO_TRAINING = NGRAM.name
+"""What drafts for any target as it is, where nobody chose."""
+
 ENTRY_POINTS = "draftsmith.drafters"
 HUB_FILES = [
     "config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json",

@@ -306,6 +306,9 @@ class EngineCore:
             request.record(taken, drafted, depth)
         if raw_TV is not None and request.params.logprobs is not None:
             request.logprobs += logprobs_of(raw_TV[:taken], tokens, request.params.logprobs)
+        if raw_TV is not None and request.keeps_logits:
+            # A copy: what it was cut from holds the logits of all rows, and of guesses that were rejected.
+            request.raw_logits.append(raw_TV[:taken].to(torch.float32, copy=True))
         if request.finish_reason is not None:
             self._let_go(request)
         return Progress(request, tokens, request.finish_reason is not None)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.engine.policy import RowHistory
@@ -23,6 +24,7 @@ class Request:
         deadline: the time of `time.monotonic` at which it ends with what it has; None never.
         id: unique for the life of the core that decodes it; drafters with a memory know the row by it.
         slot: where the cache keeps its keys and values, for as long as it runs.
+        keeps_logits: whether `raw_logits` is filled, which costs a row of the vocabulary's width for every token.
         read: tokens of the prompt whose keys and values the cache holds.
         shared: of these, how many were there from another request.
     """
@@ -38,10 +40,13 @@ class Request:
     deadline: float | None = None
     id: int = -1
     slot: int = NO_SLOT
+    keeps_logits: bool = False
     read: int = 0
     shared: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    raw_logits: list[Tensor] = field(default_factory=list)
+    """The target's logits that chose the tokens, fp32, piece by piece (tokens of a step, vocabulary)."""
     statistics: Statistics = field(default_factory=Statistics)
     finish_reason: str | None = None
     error: str | None = None
@@ -73,6 +78,11 @@ class Request:
     def length(self) -> int:
         """All committed tokens, prompt and root included."""
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether a step has to hand over the logits that chose its tokens."""
+        return self.keeps_logits or self.params.logprobs is not None
 
     @property
     def never_drafts(self) -> bool:

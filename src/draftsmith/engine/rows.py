@@ -68,8 +68,8 @@ class Rows:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether any row asks for log-probabilities."""
-        return any(request.params.logprobs is not None for request in self.requests)
+        """Whether any row asks for log-probabilities, or for the logits themselves."""
+        return any(request.wants_logits for request in self.requests)
 
 
 def is_simple(params: SamplingParams) -> bool:
