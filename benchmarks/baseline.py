@@ -70,7 +70,8 @@ def make_engine(folder: str, level: str, args: argparse.Namespace) -> Engine:
     """Load a target of its own for the level, since packed weights are switched for a whole target."""
     target = Target.from_pretrained(folder, dtype=args.dtype, device=args.device, native=level == NATIVE)
     return Engine(
-        target, max_batch=1, max_length=args.prompt_tokens + args.new_tokens, compile=compile_level(level)
+        target, max_batch=1, max_length=args.prompt_tokens + args.new_tokens, share_prefixes=False,
+        compile=compile_level(level),
     )
 
 

@@ -61,7 +61,7 @@ def decoded_step(generate: Generate, rows: int, vocabulary: int, rng: random.Ran
 
 def generate_of_ours(target: Target, rows: int) -> Generate:
     """Decode through the engine."""
-    engine = Engine(target, None, max_batch=rows)
+    engine = Engine(target, None, max_batch=rows, share_prefixes=False)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> float:
         begun = time.perf_counter()

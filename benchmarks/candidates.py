@@ -48,7 +48,7 @@ def run() -> None:
     target = Target.from_pretrained(args.target or assets.demo_target(), dtype=args.dtype, device=args.device)
     engine = Engine(
         target, open_drafter(args.drafter, target), max_batch=args.batch,
-        max_length=args.prompt_tokens + args.new_tokens,
+        max_length=args.prompt_tokens + args.new_tokens, share_prefixes=False,
     )
     tree, counts = make_plan(args.plan), [int(k) for k in args.candidates.split(",")]
     params = SamplingParams(max_tokens=args.new_tokens, ignore_eos=True)

@@ -90,7 +90,10 @@ def step_costs(
     rng = np.random.default_rng(seed)
     cells = []
     for batch in batches:
-        engine = Engine(target, drafter, max_batch=batch, max_length=prompt_tokens + new_tokens, compile=level)
+        length = prompt_tokens + new_tokens
+        engine = Engine(
+            target, drafter, max_batch=batch, max_length=length, share_prefixes=False, compile=level
+        )
         for text, plan in plans.items():
             say(f"batch {batch}, plan {text}: ready after {engine.prepare(batch, plan):.1f} s")
         times: dict[str, list[float]] = {text: [] for text in plans}
@@ -160,7 +163,9 @@ def run() -> None:
             seed=args.seed,
         )
         length = args.prompt_tokens + args.new_tokens
-        engine = Engine(target, drafter, max_batch=max(args.batches), max_length=length, compile=args.compile)
+        engine = Engine(
+            target, drafter, max_batch=max(args.batches), max_length=length, share_prefixes=False, compile=args.compile
+        )
         prepare_grid(engine, drafter.default_plan(), grid)
         grid_cells = run_grid(engine, drafter.default_plan(), embedded_prompts("code"), grid)
         print_table(

@@ -92,6 +92,7 @@ def measure_geometry(
                 drafter,
                 max_batch=1,
                 max_length=args.prompt_tokens + args.new_tokens,
+                share_prefixes=False,
                 compile=compile_level(level),
             )
             engines[level] = engine

@@ -216,7 +216,9 @@ def run() -> None:
     if not plans_within([args.plan], drafter) or args.plan == PLAIN:
         raise DraftsmithError(f"the plan {args.plan} is none for this drafter; give one it is deep enough for.")
     length = args.prompt_tokens + args.new_tokens
-    engine = Engine(target, drafter, max_batch=1, max_length=length, compile=args.level)
+    engine = Engine(
+        target, drafter, max_batch=1, max_length=length, share_prefixes=False, compile=args.level
+    )
     say(f"{target.name}: {target.implementation}")
     ours, best = key(DRAFTSMITH, PLAIN), key(DRAFTSMITH, f"{SPECULATOR} {args.plan}")
     settings: dict[str, Setting] = {}

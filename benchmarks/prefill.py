@@ -60,7 +60,7 @@ Reader = Callable[[list[int]], float]
 
 def reader_of_ours(target: Target) -> Reader:
     """Read through the engine."""
-    engine = Engine(target, None)
+    engine = Engine(target, None, share_prefixes=False)
     params = SamplingParams(max_tokens=1)
 
     def read(prompt: list[int]) -> float:

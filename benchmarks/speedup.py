@@ -119,7 +119,9 @@ def run() -> None:
         target = Target.from_pretrained(name, dtype=args.dtype, device=args.device, native=level == NATIVE)
         drafter = open_drafter(args.drafter, target)
         length = args.prompt_tokens + args.new_tokens
-        engines[level] = Engine(target, drafter, max_batch=1, max_length=length, compile=compile_level(level))
+        engines[level] = Engine(
+            target, drafter, max_batch=1, max_length=length, share_prefixes=False, compile=compile_level(level)
+        )
     plans = plans_within([PLAIN, *args.plans], drafter)
     drafting = [text for text in plans if text != PLAIN]
     peer = transformers_peer(name, target)

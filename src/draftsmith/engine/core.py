@@ -140,7 +140,8 @@ class EngineCore:
         plans = [request.plan] if request.plan is not None else [choice.plan for choice in self.policy.choices]
         request.statistics.lossless = request.params.temperature == 0 or all(plan.lossless for plan in plans)
         if not self.scheduler.has_work:
-            self._attach(plans)
+            # A request that never drafts may be followed by others that do.
+            self._attach([choice.plan for choice in self.policy.choices] if request.never_drafts else plans)
         request.id = next(self._ids)
         self._requests[request.id] = request
         self.scheduler.add(request)

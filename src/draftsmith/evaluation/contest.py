@@ -145,7 +145,7 @@ def run_contest(
     longest = max(len(prompt) for several in prompts.values() for prompt in several) + settings.new_tokens
     rows = min(max(settings.prompts, settings.sampled_prompts), ROWS)
     engines = {
-        contender.name: Engine(target, contender.drafter, max_batch=rows, max_length=longest)
+        contender.name: Engine(target, contender.drafter, max_batch=rows, max_length=longest, share_prefixes=False)
         for contender in contenders
     }
     cells = []

@@ -124,6 +124,7 @@ def bench(
         console, target=target, drafter=drafter, dtype=loading.dtype, device=loading.device,
         trust_remote_code=loading.trust_remote_code, native=loading.native, quantize=loading.quantize,
         max_batch=max(grid.batches), max_length=longest, draft=drafting,
+        share_prefixes=False,  # every trial reads its prompt
     )
     if longest > engine.target.max_length:
         raise DraftsmithError(

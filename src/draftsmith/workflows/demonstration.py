@@ -118,7 +118,8 @@ def demonstrate(
     # What is raced is what was saved, read back as any user would read it.
     saved = out / "drafter"
     live.speculator.to(loaded.dtype).save_pretrained(saved, loaded.facts(), {"trained_by": "draftsmith demo"})
-    engine = Engine(loaded, load_drafter(saved, loaded), max_batch=1, max_length=prompt_tokens + new_tokens)
+    longest = prompt_tokens + new_tokens
+    engine = Engine(loaded, load_drafter(saved, loaded), max_batch=1, max_length=longest, share_prefixes=False)
     engine = settle_compilation(
         console, engine, compile, 2 * len(TASKS) * prompts * new_tokens,
         lambda compiled: compiled.prepare(1, NO_DRAFT) + compiled.prepare(1),

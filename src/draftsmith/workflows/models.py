@@ -112,6 +112,7 @@ def load_engine(
     max_length: int | None = None,
     draft_rows: int | None = None,
     draft: bool = True,
+    share_prefixes: bool = True,
 ) -> "Engine":
     """Load target and drafter, nothing compiled yet: both embedded by default, no drafter for another target."""
     from draftsmith.drafters.registry import load_drafter
@@ -130,7 +131,9 @@ def load_engine(
         remark = guesser.remark([prompt.text[:SAMPLE] for prompt in embedded_prompts(None)])
         if remark is not None:
             console.print(f"[dim]{remark} that ship with Draftsmith.[/dim]")
-    return Engine(loaded, guesser, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows)
+    return Engine(
+        loaded, guesser, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows, share_prefixes=share_prefixes
+    )
 
 
 def settle_compilation(
