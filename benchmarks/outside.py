@@ -102,7 +102,9 @@ def measure_target(
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Measure all cells of one target."""
     plans = plans_within(args.plans, drafter)
-    engines = {rows: Engine(target, drafter, max_batch=rows, max_length=512, share_prefixes=False) for rows in args.rows}
+    engines = {
+        rows: Engine(target, drafter, max_batch=rows, max_length=512, share_prefixes=False) for rows in args.rows
+    }
     keys = [(rows, plan, kind) for rows in args.rows for plan in plans for kind in args.kinds]
     found: dict[tuple[int, str, str], list[dict[str, float]]] = {key: [] for key in keys}
     order = random.Random(args.seed)

@@ -132,7 +132,8 @@ def load_engine(
         if remark is not None:
             console.print(f"[dim]{remark} that ship with Draftsmith.[/dim]")
     return Engine(
-        loaded, guesser, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows, share_prefixes=share_prefixes
+        loaded, guesser, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows,
+        share_prefixes=share_prefixes,
     )
 
 
