@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, TextIteratorStreamer
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 import draftsmith
@@ -120,6 +121,25 @@ def test_stop_strings_end_rows_where_transformers_ends_them(eos: int | None):
     fast.generate(**batch, **settings, stop_strings=stops, streamer=recorders[0])
     model.generate(**batch, **settings, stop_strings=stops, streamer=recorders[1])
     assert recorders[0].calls == recorders[1].calls
+
+
+@pytest.mark.parametrize("eos", [None, 256])
+def test_logits_end_with_the_token_that_completes_a_stop_string(eos: int | None):
+    model, fast, batch, stops = stop_pair()
+    settings = {
+        "tokenizer": tiny_tokenizer(), "max_new_tokens": 40, "eos_token_id": eos, "pad_token_id": PAD,
+        "stop_strings": stops, "return_dict_in_generate": True, "output_logits": True,
+    }
+    own, expected = fast.generate(**batch, **settings), model.generate(**batch, **settings)
+    assert isinstance(own, GenerateDecoderOnlyOutput) and own.sequences.tolist() == expected.sequences.tolist()
+    own_BNV, expected_BNV = torch.stack(own.logits or (), dim=1), torch.stack(expected.logits, dim=1)
+    assert own_BNV.shape == expected_BNV.shape
+    # PAD is also a token of the texts: what counts are those that a row ends with.
+    pads_BN = own.sequences[:, batch["input_ids"].shape[1] :] == PAD
+    ended_BN = pads_BN.flip(1).cumprod(dim=1).flip(1).bool()
+    assert bool(ended_BN.any()) == (eos is not None)
+    torch.testing.assert_close(own_BNV[~ended_BN], expected_BNV[~ended_BN], rtol=1e-5, atol=1e-5)
+    assert not own_BNV[ended_BN].any()
 
 
 def test_stop_strings_take_the_tokenizer_of_the_wrapper_and_need_one():

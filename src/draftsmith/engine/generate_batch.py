@@ -93,29 +93,33 @@ def whole_rows(batch: Batch, columns: Sequence[Sequence[int]]) -> Tensor:
     return torch.cat([batch.ids_BT, new_BN], dim=1)
 
 
-def logits_of(requests: Sequence[Request], steps: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the target's logits for every step, each (B, V) in fp32; zeros where a row had ended."""
-    rows = [torch.cat(request.raw_logits)[:steps] for request in requests]
-    return _by_steps([row_NV.to(device) for row_NV in rows], steps)
+def logits_of(requests: Sequence[Request], lengths: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+    """Return the target's logits for every step, each (B, V) in fp32; zeros where a row had ended.
+
+    Args:
+        lengths: how many new tokens of every row count.
+    """
+    rows = zip(requests, lengths, strict=True)
+    return _by_steps([torch.cat(request.raw_logits)[:length].to(device) for request, length in rows], max(lengths))
 
 
 def scores_of(
-    requests: Sequence[Request], steps: int, processors: LogitsProcessorList, device: torch.device
+    requests: Sequence[Request], lengths: Sequence[int], processors: LogitsProcessorList, device: torch.device
 ) -> tuple[Tensor, ...]:
     """Return what the processors make of the logits for every step, each (B, V) in fp32; zeros where a row had ended.
 
     Every row is processed by itself, without its padding, so that no penalty counts that.
     """
     rows = []
-    for request in requests:
-        logits_NV = torch.cat(request.raw_logits)[:steps]
+    for request, length in zip(requests, lengths, strict=True):
+        logits_NV = torch.cat(request.raw_logits)[:length]
         ids_1T = torch.tensor([request.prompt + request.tokens], device=logits_NV.device)
         begin, scores = len(request.prompt), []
         for n, logits_V in enumerate(logits_NV):
             before_1T = cast(torch.LongTensor, ids_1T[:, : begin + n])
             scores.append(processors(before_1T, cast(torch.FloatTensor, logits_V.unsqueeze(0))))
         rows.append(torch.cat(scores).to(device))
-    return _by_steps(rows, steps)
+    return _by_steps(rows, max(lengths))
 
 
 def _by_steps(rows: Sequence[Tensor], steps: int) -> tuple[Tensor, ...]:

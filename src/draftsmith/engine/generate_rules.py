@@ -53,7 +53,7 @@ class GenerateRules:
     """What one call of `generate` asks for, every setting with its value.
 
     Args:
-        max_new_tokens, max_length: at most one of them is not None; a length counts the padded prompt.
+        max_new_tokens: goes before `max_length`, which counts the padded prompt.
         eos: tokens that end a row.
         pad: what stands behind a row that ended; None where neither it nor an end token is known.
         masks_pad: whether the pad token in a prompt tells what is padding, where no mask does.
@@ -205,11 +205,10 @@ def _rules_of(settings: Mapping[str, Any]) -> GenerateRules:
         raise DraftsmithError(f"stop_strings is {stop!r}; it must be a string or several, none of them empty.")
     eos = _end_tokens(settings.get("eos_token_id"))
     pad = whole("pad_token_id")
-    max_new_tokens, max_length = whole("max_new_tokens"), whole("max_length")
     top_k = whole("top_k")
     return GenerateRules(
-        max_new_tokens=max_new_tokens,
-        max_length=max_length if max_new_tokens is None else None,
+        max_new_tokens=whole("max_new_tokens"),
+        max_length=whole("max_length"),
         do_sample=do_sample,
         temperature=temperature,
         top_k=0 if top_k is None else top_k,

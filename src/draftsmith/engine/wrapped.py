@@ -6,6 +6,7 @@ Shapes: B rows (every prompt as often as it is continued), T tokens of the padde
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -197,14 +198,15 @@ class WrappedModel:
             for column in decoded:
                 columns.append(column)
                 if streamer is not None:
-                    streamer.put(torch.tensor(column))
+                    streamer.put(torch.tensor(column, device="cpu"))
         if streamer is not None:
             streamer.end()
         ids = whole_rows(batch, columns)
         if not rules.returns_dict:
             return ids
-        logits = logits_of(requests, len(columns), ids.device) if rules.wants_logits else None
-        scores = scores_of(requests, len(columns), rules.processors(), ids.device) if rules.wants_scores else None
+        lengths = [row.end if row.end is not None and rules.eos else len(columns) for row in rows]
+        logits = logits_of(requests, lengths, ids.device) if rules.wants_logits else None
+        scores = scores_of(requests, lengths, rules.processors(), ids.device) if rules.wants_scores else None
         return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=logits)  # type: ignore[arg-type]
 
     def _stop_criteria(
@@ -232,14 +234,14 @@ class WrappedModel:
                 f"the longest prompt has {longest} tokens and is to get {new_tokens} more, but there is room for "
                 f"{most}; shorten it, lower max_new_tokens, or give wrap a larger max_length where the model has one."
             )
-        if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):
+        if seed is not None and not (isinstance(seed, Integral) and 0 <= seed < 2**63):
             raise DraftsmithError(f"seed is {seed!r}; it must be a whole number between 0 and 2**63 - 1.")
         count = len(batch.prompts)
         if seed is not None:
-            seeds = [(seed + row * SEED_STRIDE) % 2**63 for row in range(count)]
+            seeds = [(int(seed) + row * SEED_STRIDE) % 2**63 for row in range(count)]
         else:
             # Greedy rows draw nothing, and leave PyTorch's generator as it is.
-            seeds = torch.randint(2**62, (count,)).tolist() if rules.do_sample else [0] * count
+            seeds = torch.randint(2**62, (count,), device="cpu").tolist() if rules.do_sample else [0] * count
         params = [rules.params(new_tokens, self._target.vocab_size, own) for own in seeds]
         requests = self._engine.admit_call(batch.prompts, params)
         for request in requests:
