@@ -7,6 +7,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper
 
 import draftsmith
+from draftsmith.engine import generate_rules
+from draftsmith.engine.generate_rules import unknown_settings
 from draftsmith.engine.wrapped import WrappedModel
 from draftsmith.types import DraftsmithError
 from tiny import greedy_reference, prompts, tiny_model
@@ -68,6 +70,17 @@ def test_refusals_look_into_configurations_too(plain: WrappedModel):
     with pytest.raises(DraftsmithError, match="no_repeat_ngram_size is 2.*pass no_repeat_ngram_size=0"):
         plain.generate(ids, generation_config=config)
     assert plain.generate(ids, generation_config=config, no_repeat_ngram_size=0).shape == (1, 7)
+
+
+def test_every_setting_of_transformers_is_known_and_a_new_one_is_refused(
+    plain: WrappedModel, monkeypatch: pytest.MonkeyPatch
+):
+    assert unknown_settings() == set()
+    monkeypatch.setattr(generate_rules, "_WITHOUT_EFFECT", generate_rules._WITHOUT_EFFECT - {"length_penalty"})
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(DraftsmithError, match="^length_penalty is 2.0"):
+        plain.generate(ids, max_new_tokens=4, length_penalty=2.0)
+    assert plain.generate(ids, max_new_tokens=4).shape == (1, 7)
 
 
 def test_neutral_values_of_what_is_refused_change_nothing(plain: WrappedModel):

@@ -47,6 +47,20 @@ _REFUSED_IN_SAMPLING: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,), "top_h": (), "epsilon_cutoff": (0, 1), "eta_cutoff": (0, 1),
 }
 
+_HONOURED = {
+    "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "renormalize_logits", "eos_token_id", "pad_token_id", "bos_token_id", "num_return_sequences", "stop_strings",
+    "return_dict_in_generate", "output_scores", "output_logits",
+}
+# How transformers computes, what only its beams and assistants read, and where a configuration comes from.
+_WITHOUT_EFFECT = {
+    "use_cache", "cache_config", "max_cache_len", "compile_config", "disable_compile", "prefill_chunk_size",
+    "low_memory", "early_stopping", "length_penalty", "diversity_penalty", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
+    "max_matching_ngram_size", "decoder_start_token_id", "transformers_version", "_from_model_config",
+    "_original_object_hash", "_commit_hash",
+}
+
 
 @dataclass(frozen=True)
 class GenerateRules:
@@ -163,7 +177,14 @@ def read_rules(
     refuse(settings, _REFUSED)
     if settings.get("do_sample"):
         refuse(settings, _REFUSED_IN_SAMPLING)
+    # What a later transformers adds must not be passed over in silence.
+    refuse(settings, dict.fromkeys(sorted(unknown_settings()), (False,)))
     return _rules_of(settings)
+
+
+def unknown_settings() -> set[str]:
+    """Return the settings of the installed transformers that this module has never heard of."""
+    return vars(GenerationConfig()).keys() - _HONOURED - _WITHOUT_EFFECT - _REFUSED.keys() - _REFUSED_IN_SAMPLING.keys()
 
 
 def _rules_of(settings: Mapping[str, Any]) -> GenerateRules:
