@@ -40,8 +40,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_lookup_num_tokens": (), "assistant_early_exit": (), "use_mtp": (False,), "assistant_ensemble_weight": (),
     "speculation_type": (), "is_assistant": (False,),
     "continuous_batching_config": (),
-    # keys and values in another precision
-    "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static", "hybrid", "sliding_window"),
+    # keys and values in another precision, or outputs of another shape
+    "cache_implementation": (
+        "dynamic", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid", "hybrid_chunked",
+        "offloaded_hybrid", "offloaded_hybrid_chunked",
+    ),
 }
 _REFUSED_IN_SAMPLING: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,), "top_h": (), "epsilon_cutoff": (0, 1), "eta_cutoff": (0, 1),
