@@ -332,6 +332,10 @@ def test_a_policy_is_told_what_was_known_before():
             super().__init__(CHAIN)
             self.seen: list[list[tuple[int, int]]] = []
 
+        @property
+        def is_fixed(self) -> bool:
+            return False
+
         def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
             self.seen.append([(sum(row.accepted), sum(row.drafted)) for row in rows])
             return super().choose(load, rows)

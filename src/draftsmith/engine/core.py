@@ -224,6 +224,8 @@ class EngineCore:
 
     def _regroup(self) -> None:
         """Ask the policy, and put the rows that will draft alike together; nothing moves where nothing changed."""
+        if not self._changed and self.policy.is_fixed:
+            return
         running = list(self.scheduler.decoding.values())
         scheduler = self.scheduler
         load = Load(len(running), len(scheduler.reading), len(scheduler.waiting), self.limits.max_batch)
@@ -264,7 +266,10 @@ class EngineCore:
         for rows in self._groups:
             room = rows.choice.plan.max_nodes + self.scheduler.room
             for request in rows.requests:
-                self.blocks.reserve(request.slot, min(request.length + room, self.cache.capacity))
+                needed = len(request.prompt) + len(request.tokens) + room
+                if needed > request.reserved:
+                    self.blocks.reserve(request.slot, min(needed, self.cache.capacity))
+                    request.reserved = self.blocks.room(request.slot)
         clock = self._clock
         results = self.stepper.step(self._groups, clock)
         tables = lists_of(results)  # the one transfer from the device in a step

@@ -56,6 +56,11 @@ class Policy(ABC):
     def choices(self) -> tuple[Choice, ...]:
         """All that it may ever choose, so that room is kept for the largest."""
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it always chooses the only one of its `choices`, so that nobody need ask it."""
+        return False
+
     @abstractmethod
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         """Return one of `choices` for each row; asked once a step."""
@@ -70,6 +75,10 @@ class Fixed(Policy):
     @property
     def choices(self) -> tuple[Choice, ...]:
         return (self._choice,)
+
+    @property
+    def is_fixed(self) -> bool:
+        return True
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         return [self._choice] * len(rows)

@@ -27,6 +27,7 @@ class Request:
         keeps_logits: whether `raw_logits` is filled, which costs a row of the vocabulary's width for every token.
         read: tokens of the prompt whose keys and values the cache holds.
         shared: of these, how many were there from another request.
+        reserved: places of its slot that have memory, as far as was asked.
     """
 
     index: int
@@ -43,6 +44,7 @@ class Request:
     keeps_logits: bool = False
     read: int = 0
     shared: int = 0
+    reserved: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     raw_logits: list[Tensor] = field(default_factory=list)

@@ -7,7 +7,7 @@ Shapes: B rows (padded to a bucket in compiled mode), T context tokens, F featur
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -32,6 +32,15 @@ class Rows:
         choice: what they draft.
         simple: how many of them, from the first on, are greedy without any change of their logits.
         sampling, history: of the others, and of padding where there are others; history is None where no penalty is.
+
+    What follows from these does not change from step to step, and is kept.
+
+    Args:
+        count: rows that are requests.
+        size: rows of the tensors.
+        simple_rows: rows of the tensors that are simple; padding goes with the others, if there are any.
+        never_drafts: whether no step of these rows will ever draft.
+        has_logprobs: whether any row asks for log-probabilities or keeps its logits.
     """
 
     requests: list[Request]
@@ -40,36 +49,22 @@ class Rows:
     simple: int
     sampling: SamplingBatch
     history: History | None
+    count: int = field(init=False)
+    size: int = field(init=False)
+    simple_rows: int = field(init=False)
+    never_drafts: bool = field(init=False)
+    has_logprobs: bool = field(init=False)
 
-    @property
-    def count(self) -> int:
-        """Rows that are requests."""
-        return len(self.requests)
-
-    @property
-    def size(self) -> int:
-        """Rows of the tensors."""
-        return len(self.context.rows_B)
-
-    @property
-    def simple_rows(self) -> int:
-        """Rows of the tensors that are simple; padding goes with the others, if there are any."""
-        return self.size if self.simple == self.count else self.simple
-
-    @property
-    def never_drafts(self) -> bool:
-        """Whether no step of these rows will ever draft."""
-        return self.requests[0].never_drafts
+    def __post_init__(self) -> None:
+        self.count, self.size = len(self.requests), self.context.rows_B.shape[0]
+        self.simple_rows = self.size if self.simple == self.count else self.simple
+        self.never_drafts = self.requests[0].never_drafts
+        self.has_logprobs = any(request.wants_logits for request in self.requests)
 
     @property
     def longest(self) -> int:
         """Most committed tokens of any row."""
         return max(request.length for request in self.requests)
-
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether any row asks for log-probabilities, or for the logits themselves."""
-        return any(request.wants_logits for request in self.requests)
 
 
 def is_simple(params: SamplingParams) -> bool:

@@ -94,7 +94,7 @@ class Stepper:
         contexts = [rows.context for rows in groups]
         layouts = [self._lay_out(rows) for rows in groups]
         clock.start("rest")
-        layout = together(layouts)
+        layout = layouts[0] if len(layouts) == 1 else together(layouts)
         columns_S = None
         if not self.target.is_native:
             most = max(rows.longest for rows in groups) + layout.tokens_BM.shape[1] - 1
@@ -109,12 +109,14 @@ class Stepper:
         clock.start("rest")
         results, begin = [], 0
         for rows, own in zip(groups, layouts, strict=True):
-            end = begin + rows.size
-            self._observe(rows, own, logits_BMV[begin:end], clock)
-            results.append(
-                self._commit(rows, own, layout.part(begin, end), logits_BMV[begin:end], features_BMF[begin:end])
-            )
-            begin = end
+            if own is layout:
+                wide, scores, states = layout, logits_BMV, features_BMF
+            else:
+                end = begin + rows.size
+                wide, scores, states = layout.part(begin, end), logits_BMV[begin:end], features_BMF[begin:end]
+                begin = end
+            self._observe(rows, own, scores, clock)
+            results.append(self._commit(rows, own, wide, scores, states))
         return results
 
     def _lay_out(self, rows: Rows) -> Layout:
@@ -153,14 +155,16 @@ class Stepper:
             wide: the same, as wide as what was read.
         """
         context, depth = rows.context, own.draft.depth
-        wide.draft.depth, wide.draft.branching = depth, own.draft.branching
+        if wide is not own:
+            wide.draft.depth, wide.draft.branching = depth, own.draft.branching
         simple, size = rows.simple_rows, rows.size
         done = []
-        if simple:
-            after, table_BX, path_BD = self._commit_greedily(
+        if simple == size:
+            done.append(self._commit_greedily(self.cache, logits_BMV, features_BMF, wide, context))
+        elif simple:
+            done.append(self._commit_greedily(
                 self.cache, logits_BMV[:simple], features_BMF[:simple], wide.part(0, simple), context.part(0, simple)
-            )
-            done.append((after, table_BX, path_BD))
+            ))
         if simple < size:
             nodes = own.tokens_BM.shape[1]
             part, before = own.part(simple, size), context.part(simple, size)
@@ -172,7 +176,7 @@ class Stepper:
             if rows.history is not None:
                 rows.history.commit(after.tokens_BT, after.counts_B)
             done.append((after, table_BX, path_BD))
-        rows.context = join_contexts([after for after, _, _ in done])
+        rows.context = done[0][0] if len(done) == 1 else join_contexts([after for after, _, _ in done])
         if self.cache.states_NEF is not None:
             # Beside the keys and values of the tokens just read, for whoever begins with the same text later.
             states_BTF = rows.context.features_BTF
