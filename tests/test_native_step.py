@@ -65,8 +65,8 @@ TREES = [(1, 0, 0), (3, 0, 0), (1, 1, 1), (4, 5, 2), (8, 14, 5), (2, 40, 7), (3,
 """(B, N, D)"""
 
 
-def laid_out(context: Context, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = ops.lay_out(
+def laid_out(context: Context, draft: Draft) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    found: tuple[Tensor, Tensor, Tensor, Tensor | None] = ops.lay_out(
         context.tokens_BT, context.counts_B, draft.tokens_BN, draft.parents_BN
     )
     return found
@@ -76,11 +76,16 @@ def laid_out(context: Context, draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
 def test_a_draft_is_laid_out_as_the_tables_of_its_tree(batch: int, nodes: int, depth: int):
     for seed in range(8):
         context, draft = context_for(batch, 4, 0, seed), random_draft(batch, nodes, depth, VOCABULARY, seed)
-        tokens_BM, depths_BM, visible_BMM = laid_out(context, draft)
+        tokens_BM, depths_BM, visible_BMM, nodes_B = laid_out(context, draft)
         expected_BMM, expected_BM = tree_tables(draft.parents_BN, depth)
         assert torch.equal(visible_BMM, expected_BMM) and visible_BMM.dtype == torch.bool
         assert torch.equal(depths_BM, expected_BM)
         assert torch.equal(tokens_BM, torch.cat([context.root()[0].unsqueeze(1), draft.tokens_BN], dim=1))
+        used = [max([0, *(n + 1 for n, p in enumerate(row) if p != UNUSED)]) + 1 for row in draft.parents_BN.tolist()]
+        if min(used) <= nodes:
+            assert nodes_B is not None and nodes_B.tolist() == used
+        else:
+            assert nodes_B is None
 
 
 def test_strided_trees_are_laid_out_by_their_strides():

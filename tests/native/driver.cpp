@@ -284,6 +284,48 @@ void largest(const Kernels& k, int64_t count) {
   }
 }
 
+// Rows of scores: their floats, the largest of every part, and exponentials with the sum of every stretch.
+void scores(const Kernels& k, int64_t count) {
+  const int64_t stretches = (count + kStretch - 1) / kStretch;
+  Exact<bf16> x(count);
+  Exact<float> wide(count), most(stretches * kParts), weights(count), sums(stretches);
+  for (int64_t i = 0; i < count; ++i) x[i] = narrow(30 * drawn());
+  if (count > 2) x[below(count)] = 0xff80;  // minus infinity
+  k.widen_row(x.data(), count, wide.data());
+  float largest = -INFINITY;
+  for (int64_t i = 0; i < count; ++i) {
+    expect(wide[i] == widen(x[i]), k.name, "widen_row" + sizes({count, i}));
+    largest = std::max(largest, wide[i]);
+  }
+  const auto are_right = [&] {
+    for (int64_t part = 0; part < stretches * kParts; ++part) {
+      const int64_t first = part / kParts * kStretch, last = std::min(first + kStretch, count);
+      float right = -INFINITY;
+      for (int64_t i = first + part % kParts; i < last; i += kParts) right = wide[i] > right ? wide[i] : right;
+      expect(most[part] == right, k.name, "maxima, part" + sizes({count, part}));
+    }
+  };
+  expect(k.maxima(wide.data(), count, most.data()) == largest, k.name, "maxima" + sizes({count}));
+  are_right();
+  for (const float temperature : {1.0f, 0.7f}) {
+    k.weigh(wide.data(), count, temperature, largest / temperature, weights.data(), sums.data());
+    for (int64_t s = 0; s < stretches; ++s) {
+      double sum = 0;
+      for (int64_t i = s * kStretch; i < std::min((s + 1) * kStretch, count); ++i) {
+        const float power = wide[i] / temperature - largest / temperature;
+        const double right = std::exp(static_cast<double>(power));
+        expect(std::abs(weights[i] - right) <= 3e-7 * right + 2e-38, k.name, "weigh" + sizes({count, i}));
+        sum += right;
+      }
+      expect(std::abs(sums[s] - sum) <= 1.5e-6 * sum + 1e-35, k.name, "weigh, sum" + sizes({count, s}));
+    }
+  }
+  wide[below(count)] = std::nanf("");
+  const float spoilt = k.maxima(wide.data(), count, most.data());
+  expect(spoilt != spoilt, k.name, "maxima, not a number" + sizes({count}));
+  are_right();
+}
+
 void whole_numbers(const Kernels& k, int64_t count) {
   Exact<bf16> x(count);
   Exact<int8_t> whole(count);
@@ -364,6 +406,7 @@ int main() {
       elementwise(k, count);
       largest(k, count);
       whole_numbers(k, count);
+      scores(k, count);
     }
   }
   expect(!use_kernels("nothing"), "nothing", "was found");

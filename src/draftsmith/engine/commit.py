@@ -38,6 +38,21 @@ def commit_greedily_natively(
     return context.after(tokens_BT, features_BTF, counts_B, lengths_B), table_BX, path_BD
 
 
+def commit_natively(
+    cache: KVCache, acceptance: Acceptance, logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
+) -> tuple[Context, Tensor, Tensor]:
+    """Do as `commit`, in one native operator where logits and states are bf16."""
+    if logits_BMV.dtype != torch.bfloat16 or features_BMF.dtype != torch.bfloat16:
+        return commit(cache, acceptance, logits_BMV, features_BMF, layout, context)
+    draft = layout.draft
+    tokens_BT, features_BTF, counts_B, lengths_B, table_BX, path_BD = torch.ops.draftsmith.commit_path(
+        [] if draft.is_chain else cache.tensors, logits_BMV, features_BMF, layout.tokens_BM, draft.parents_BN,
+        context.lengths_B, acceptance.path_BD, acceptance.counts_B, acceptance.next_B, context.slots_B, layout.nodes_B,
+        cache.tables_RJ,
+    )
+    return context.after(tokens_BT, features_BTF, counts_B, lengths_B), table_BX, path_BD
+
+
 def commit(
     cache: KVCache, acceptance: Acceptance, logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
 ) -> tuple[Context, Tensor, Tensor]:

@@ -66,22 +66,13 @@ class Drafting:
         if self.static:
             draft = filled(draft, plan)
         if self.native:
-            tokens_BM, depths_BM, visible_BMM = torch.ops.draftsmith.lay_out(
+            tokens_BM, depths_BM, visible_BMM, nodes_B = torch.ops.draftsmith.lay_out(
                 context.tokens_BT, context.counts_B, draft.tokens_BN, draft.parents_BN
             )
-            return Layout(draft, tokens_BM, depths_BM, visible_BMM, nodes_of(draft))
+            return Layout(draft, tokens_BM, depths_BM, visible_BMM, nodes_B)
         visible_BMM, depths_BM = tree_tables(draft.parents_BN, draft.depth)
         tokens_BM = torch.cat([context.root()[0].unsqueeze(1), draft.tokens_BN], dim=1)
         return Layout(draft, tokens_BM, depths_BM, visible_BMM)
-
-
-def nodes_of(draft: Draft) -> Tensor | None:
-    """Count the nodes of every row up to the last that is used, the root included (B); None where all have the same."""
-    width = draft.parents_BN.shape[1]
-    if width == 0:
-        return None
-    places_N = torch.arange(2, width + 2, device=draft.parents_BN.device)
-    return torch.where(draft.parents_BN != UNUSED, places_N, 1).amax(dim=1)
 
 
 def together(layouts: Sequence[Layout]) -> Layout:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.clock import Clock
-from draftsmith.engine.commit import commit, commit_greedily_natively, commit_greedy
+from draftsmith.engine.commit import commit, commit_greedily_natively, commit_greedy, commit_natively
 from draftsmith.engine.compiled import Compiler
 from draftsmith.engine.layout import Drafting, Layout, together
 from draftsmith.engine.rows import Rows, join_contexts, slots_of
@@ -24,8 +24,10 @@ from draftsmith.verify import (
     accept_block,
     accept_deterministic,
     accept_greedy,
+    accept_natively,
     accept_sampled,
     accept_typical,
+    can_accept_natively,
     narrow,
     probabilities,
     shape_logits,
@@ -73,6 +75,7 @@ class Stepper:
             else:
                 self._draft[name] = compiler.wrap(Drafting(drafter, native=False, static=False).lay_out)
         self._commit_greedily = commit_greedily_natively if target.native else compiler.wrap(commit_greedy)
+        self._commit_path = commit_natively if target.native else commit
 
     def context_for(self, name: str, context: Context) -> Context:
         """Return a context with the tapped states of one drafter."""
@@ -167,11 +170,10 @@ class Stepper:
             ))
         if simple < size:
             nodes = own.tokens_BM.shape[1]
-            part, before = own.part(simple, size), context.part(simple, size)
-            logits = logits_BMV[simple:, :nodes]
-            acceptance = self.choose(rows, before, logits, part)
-            after, table_BX, path_BD = commit(
-                self.cache, acceptance, logits, features_BMF[simple:, :nodes], part, before
+            before = context.part(simple, size)
+            acceptance = self.choose(rows, before, logits_BMV[simple:, :nodes], own.part(simple, size))
+            after, table_BX, path_BD = self._commit_path(
+                self.cache, acceptance, logits_BMV[simple:], features_BMF[simple:], wide.part(simple, size), before
             )
             if rows.history is not None:
                 rows.history.commit(after.tokens_BT, after.counts_B)
@@ -199,7 +201,7 @@ class Stepper:
 
         A method, so that a proof can put a broken rule in their place.
         """
-        return choose(rows, context, logits_BMV, layout)
+        return choose(rows, context, logits_BMV, layout, self.target.native)
 
 
 def concat(tensors_B: Sequence[Tensor]) -> Tensor:
@@ -223,9 +225,17 @@ def columns_of(taps: tuple[int, ...], all_taps: tuple[int, ...], target: Target)
     return torch.tensor(columns, dtype=torch.long, device=target.device)
 
 
-def choose(rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
-    """Apply every row's sampling rules at every node and accept a path by the plan's rule."""
+def choose(rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout, native: bool = False) -> Acceptance:
+    """Apply every row's sampling rules at every node and accept a path by the plan's rule.
+
+    With `native`, a native operator does so where the target alone chooses tokens: they stay the same.
+    """
     draft, plan, sampling, shaped_BMV = layout.draft, rows.choice.plan, rows.sampling, logits_BMV
+    own_choice = sampling.all_greedy or (draft.q_BMV is None and plan.acceptance != "typical")
+    if native and own_choice and can_accept_natively(logits_BMV, rows.history):
+        return accept_natively(
+            logits_BMV, sampling, rows.history, draft, layout.visible_BMM, context.seeds_B, context.lengths_B
+        )
     if sampling.needs_shaping:
         shaped_BMV = shape_logits(logits_BMV, sampling, rows.history, draft.tokens_BN, layout.visible_BMM)
     if sampling.all_greedy:

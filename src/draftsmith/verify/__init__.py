@@ -2,6 +2,7 @@
 
 from draftsmith.verify.accept import Acceptance, accept_deterministic, accept_greedy, accept_sampled
 from draftsmith.verify.block import accept_block
+from draftsmith.verify.choices import accept_defined, accept_natively, can_accept_natively
 from draftsmith.verify.distribution import History, SamplingBatch, probabilities, shape_logits
 from draftsmith.verify.narrow import Narrowed, narrow
 from draftsmith.verify.noise import Stream, categorical, uniform
@@ -15,11 +16,14 @@ __all__ = [
     "SamplingBatch",
     "Stream",
     "accept_block",
+    "accept_defined",
     "accept_deterministic",
     "accept_greedy",
+    "accept_natively",
     "accept_sampled",
     "accept_typical",
     "ancestor_table",
+    "can_accept_natively",
     "categorical",
     "narrow",
     "probabilities",

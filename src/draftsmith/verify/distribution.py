@@ -1,11 +1,12 @@
 """The distribution a request asks for. Shapes: B rows, N drafted, M = N + 1 verified nodes, T tokens, V vocabulary."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from draftsmith.native import LIBRARY
 from draftsmith.types import DraftsmithError, SamplingParams
 
 
@@ -22,10 +23,12 @@ class Bias:
 class SamplingBatch:
     """The parameters of B requests as tensors (float64, top_k int64), with flags that let a step skip what nobody uses.
 
-    `bias` exists only where a request has one. `largest_top_k` is 0 when no sampled row has a top-k, and `all_top_k`
-    says whether every row is sampled with one.
+    `rules_BX` holds temperature, top-p, min-p, repetition, presence and frequency in one tensor; the six are its
+    columns. `bias` exists only where a request has one. `largest_top_k` is 0 when no sampled row has a top-k, and
+    `all_top_k` says whether every row is sampled with one.
     """
 
+    rules_BX: Tensor
     temperature_B: Tensor
     top_k_B: Tensor
     top_p_B: Tensor
@@ -56,15 +59,16 @@ class SamplingBatch:
     def build(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> "SamplingBatch":
         """Turn the parameters of a batch into tensors; a bias outside the vocabulary raises DraftsmithError."""
         sampled = [p for p in params if p.temperature > 0]
-        numbers = torch.tensor(
+        rules_BX = torch.tensor(
             [[p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty]
              for p in params],
             dtype=torch.float64, device=device,
         ).reshape(len(params), 6)
-        temperature_B, top_p_B, min_p_B, repetition_B, presence_B, frequency_B = numbers.unbind(1)
+        temperature_B, top_p_B, min_p_B, repetition_B, presence_B, frequency_B = rules_BX.unbind(1)
         # A k beyond the vocabulary keeps everything, and so do 0 and a greedy row's k, which nobody reads.
         kept = [p.top_k if p.temperature > 0 and 0 < p.top_k < vocab_size else 0 for p in params]
         return SamplingBatch(
+            rules_BX=rules_BX,
             temperature_B=temperature_B,
             top_k_B=torch.tensor(kept, dtype=torch.int64, device=device),
             top_p_B=top_p_B,
@@ -82,6 +86,18 @@ class SamplingBatch:
             all_top_k=all(kept),
             has_top_p=any(p.top_p < 1 for p in sampled),
             has_min_p=any(p.min_p > 0 for p in sampled),
+        )
+
+    def row(self, row: int) -> "SamplingBatch":
+        """Return the parameters of one row as a batch of their own; its flags are those of all rows."""
+        rules_1X, top_k_1, bias = self.rules_BX[row : row + 1], self.top_k_B[row : row + 1], self.bias
+        temperature_1, top_p_1, min_p_1, repetition_1, presence_1, frequency_1 = rules_1X.unbind(1)
+        if bias is not None:
+            own_K = bias.rows_K == row
+            bias = Bias(torch.zeros_like(bias.rows_K[own_K]), bias.tokens_K[own_K], bias.values_K[own_K])
+        return replace(
+            self, rules_BX=rules_1X, temperature_B=temperature_1, top_k_B=top_k_1, top_p_B=top_p_1, min_p_B=min_p_1,
+            repetition_B=repetition_1, presence_B=presence_1, frequency_B=frequency_1, bias=bias,
         )
 
 
@@ -115,20 +131,28 @@ class History:
     Args:
         prompt_seen_RV: whether the token is in the prompt (bool).
         output_counts_RV: how often the token was generated (int32).
+        seen_RV: the tokens of a slot's prompt and output, each once, as many as `seen_R` says (int32, and int64); kept
+            where native operators are, which look at these tokens alone, and None elsewhere.
     """
 
     prompt_seen_RV: Tensor
     output_counts_RV: Tensor
     slots_B: Tensor
+    seen_RV: Tensor | None = None
+    seen_R: Tensor | None = None
 
     @staticmethod
     def empty(slots: int, vocab_size: int, device: torch.device | str) -> "History":
         """Return room for so many rows."""
-        return History(
+        history = History(
             torch.zeros((slots, vocab_size), dtype=torch.bool, device=device),
             torch.zeros((slots, vocab_size), dtype=torch.int32, device=device),
             torch.arange(slots, device=device),
         )
+        if LIBRARY and history.slots_B.device.type == "cpu":
+            history.seen_RV = torch.empty((slots, vocab_size), dtype=torch.int32)
+            history.seen_R = torch.zeros(slots, dtype=torch.int64)
+        return history
 
     @staticmethod
     def of(
@@ -150,13 +174,27 @@ class History:
         seen_V.zero_()
         seen_V[torch.tensor([t for t in prompt if t < width], dtype=torch.int64, device=device)] = True
         counts_V.copy_(torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=width))
+        if self.seen_RV is not None and self.seen_R is not None:
+            seen = sorted({t for t in prompt if t < width}.union(output))
+            self.seen_RV[slot, : len(seen)] = torch.tensor(seen, dtype=torch.int32)
+            self.seen_R[slot] = len(seen)
 
     def at(self, slots_B: Tensor) -> "History":
         """Return the history of the rows in these slots; it shares its memory with this one."""
-        return History(self.prompt_seen_RV, self.output_counts_RV, slots_B)
+        return replace(self, slots_B=slots_B)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What native operators read; empty where this history is not kept for them."""
+        if self.seen_RV is None or self.seen_R is None:
+            return []
+        return [self.prompt_seen_RV, self.output_counts_RV, self.seen_RV, self.seen_R, self.slots_B]
 
     def commit(self, tokens_BT: Tensor, counts_B: Tensor) -> None:
         """Count the first `counts_B[b]` tokens of every row as output, in place; the rest may be anything."""
+        if self.seen_RV is not None:
+            torch.ops.draftsmith.count_tokens(*self.tensors, tokens_BT, counts_B)
+            return
         columns_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         valid_BT = columns_T < counts_B.unsqueeze(1)
         self.output_counts_RV.index_put_(

@@ -14,6 +14,8 @@ namespace draftsmith {
 using bf16 = uint16_t;           // the bits of a bfloat16
 constexpr int64_t kPanel = 16;   // output features that are computed together
 constexpr int64_t kBlockEntries = 64;  // of a cache whose rows lie in blocks
+constexpr int64_t kStretch = 256;  // scores that are summed up as one
+constexpr int64_t kParts = 16;     // of a stretch, of which the largest scores are known
 constexpr int64_t kMostQueries = 64;  // of an attention task, for which keys and values are read once
 
 // The queries of some nodes of one row of the batch, over the keys of one key head. Query q belongs to node q / groups.
@@ -91,6 +93,14 @@ struct Kernels {
   int64_t (*argmax)(const bf16* x, int64_t count);
   // Whether no value is NaN or infinite.
   bool (*all_finite)(const bf16* x, int64_t count);
+  // to = x, as floats
+  void (*widen_row)(const bf16* x, int64_t count, float* to);
+  // most[16 s + l] = the largest of every sixteenth value of stretch s, from its value l on, NaN left out; minus infinity
+  // where there is none. Returns the largest of all, or NaN where any value is.
+  float (*maxima)(const float* x, int64_t count, float* most);
+  // weights = e^(x / temperature - highest), no x / temperature being more than highest, with a relative error below
+  // 3e-7 where they are above e^-87; and the sum of every stretch. Quotient and difference are rounded one by one.
+  void (*weigh)(const float* x, int64_t count, float temperature, float highest, float* weights, float* sums);
   // Packs a panel: line k of `to` is the k-th pair of sixteen rows, of which row n begins at rows + n * stride. For
   // int8, a pair stands for a quad.
   void (*interleave)(const bf16* rows, int64_t stride, int64_t pairs, bf16* to);

@@ -11,6 +11,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")
 #include <immintrin.h>
 #define DRAFTSMITH_MULTIPLY_ADD(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define DRAFTSMITH_AVX512
 #define DRAFTSMITH_WORDS_AT(values) \
   reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))))
 #endif
@@ -223,7 +224,7 @@ const Kernels* amx_kernels() {
   static const bool here = base() != nullptr && tiles_are_ours();
   if (!here) return nullptr;
   static const Kernels table{"amx", gemm, gemm_int8, attend, room_on_tiles, rms_norm, silu_times, narrow_row, add_row,
-                             round_row, quantise, rotate, activate, sum_exponentials, argmax, all_finite,
+                             round_row, quantise, rotate, activate, sum_exponentials, argmax, all_finite, widen_row, maxima, weigh,
                              base()->interleave};
   return &table;
 }

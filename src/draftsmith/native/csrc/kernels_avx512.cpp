@@ -4,6 +4,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma")
 #include <immintrin.h>
+#define DRAFTSMITH_AVX512
 #define DRAFTSMITH_WORDS_AT(values) \
   reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))))
 
@@ -82,7 +83,7 @@ void interleave(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
 const Kernels* avx512_kernels() {
   static const Kernels table{"avx512", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, room_for_scores, rms_norm,
                              silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
-                             sum_exponentials, argmax, all_finite, interleave};
+                             sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, interleave};
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
              ? &table

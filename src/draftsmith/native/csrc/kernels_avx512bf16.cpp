@@ -4,6 +4,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")
 #include <immintrin.h>
+#define DRAFTSMITH_AVX512
 #define DRAFTSMITH_WORDS_AT(values) \
   reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))))
 
@@ -182,7 +183,7 @@ const Kernels* avx512bf16_kernels() {
   if (base == nullptr || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return nullptr;
   static const Kernels table{"avx512bf16", Of<Pairs>::product, gemm_int8, attend_by<score_keys_by_pairs, mix_values_by_lines>,
                              room_for_scores, rms_norm, silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
-                             sum_exponentials, argmax, all_finite, base->interleave};
+                             sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, base->interleave};
   return &table;
 }
 

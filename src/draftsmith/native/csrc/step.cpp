@@ -58,9 +58,10 @@ void check_tree(const at::Tensor& tokens_BN, const at::Tensor& parents_BN) {
               "draftsmith: tokens and parents have to be int64 (B, N)");
 }
 
-// Returns tokens (B, M), depths (B, M) and who sees whom (B, M, M).
-std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out(const at::Tensor& tokens_BT, const at::Tensor& counts_B,
-                                                       const at::Tensor& drafted, const at::Tensor& drafted_parents) {
+// Returns tokens (B, M), depths (B, M), who sees whom (B, M, M), and how many nodes each row has, the root included, up to
+// the last that is used (B); nothing where every row has all of them.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, std::optional<at::Tensor>> lay_out(
+    const at::Tensor& tokens_BT, const at::Tensor& counts_B, const at::Tensor& drafted, const at::Tensor& drafted_parents) {
   check_tree(drafted, drafted_parents);
   const at::Tensor draft_BN = drafted.contiguous(), parents_BN = drafted_parents.contiguous();
   const int64_t batch = draft_BN.size(0), guesses = draft_BN.size(1), nodes = guesses + 1;
@@ -70,6 +71,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out(const at::Tensor& tokens_
   at::Tensor tokens_BM = at::empty({batch, nodes}, draft_BN.options());
   at::Tensor depths_BM = at::zeros({batch, nodes}, draft_BN.options());
   at::Tensor visible_BMM = at::zeros({batch, nodes, nodes}, draft_BN.options().dtype(at::kBool));
+  std::vector<int64_t> used(batch, 1);
   const int64_t *context = tokens_BT.const_data_ptr<int64_t>(), *counts = counts_B.const_data_ptr<int64_t>();
   for (int64_t b = 0; b < batch; ++b) {
     TORCH_CHECK_INDEX(counts[b] > 0 && counts[b] <= tokens_BT.size(1), "draftsmith: a row has ", counts[b], " tokens");
@@ -80,26 +82,40 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lay_out(const at::Tensor& tokens_
     visible[0] = true;
     for (int64_t n = 0; n < guesses; ++n) {
       tokens[n + 1] = draft_BN.const_data_ptr<int64_t>()[b * guesses + n];
-      const int64_t parent = std::max<int64_t>(parents_BN.const_data_ptr<int64_t>()[b * guesses + n] + 1, 0);
+      const int64_t given = parents_BN.const_data_ptr<int64_t>()[b * guesses + n];
+      const int64_t parent = std::max<int64_t>(given + 1, 0);
+      if (given != kUnused) used[b] = n + 2;
       TORCH_CHECK_INDEX(parent <= n, "draftsmith: the parent of node ", n, " comes behind it");
       depths[n + 1] = depths[parent] + 1;
       std::copy_n(visible + parent * nodes, n + 1, visible + (n + 1) * nodes);
       visible[(n + 1) * nodes + n + 1] = true;
     }
   }
-  return {tokens_BM, depths_BM, visible_BMM};
+  std::optional<at::Tensor> nodes_B;
+  if (std::any_of(used.begin(), used.end(), [&](int64_t count) { return count < nodes; })) {
+    nodes_B = at::empty({batch}, draft_BN.options());
+    std::copy(used.begin(), used.end(), nodes_B->mutable_data_ptr<int64_t>());
+  }
+  return {tokens_BM, depths_BM, visible_BMM, nodes_B};
 }
 
-// Accepts the longest path of the target's own choices, and moves its keys and values into place. Row b has the first
+// What was accepted elsewhere: paths (B, D), how many guesses of them stay (B), and the token behind these (B).
+struct Accepted {
+  at::Tensor path_BD, counts_B, next_B;
+};
+
+// Accepts the longest path of the target's own choices, unless `accepted` says what to accept, and moves its keys and
+// values into place. Row b has the first
 // counts[b] nodes, or all, and lies in slot slots[b] of the cache, or b. With tables (slots, J), block tables[slot, j] of
 // the cache holds the j-th part of a slot; without, block and slot are one.
 // Returns the tokens (B, T), features (B, T, F), counts (B) and lengths (B) of the next context, the table of
 // engine/step.py (B, T + 2), and the path (B, D).
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> commit_greedy(
+using Committed = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+Committed commit(
     const Tensors& cache, const at::Tensor& logits, const at::Tensor& features,
     const at::Tensor& tokens_BM, const at::Tensor& parents, const at::Tensor& lengths_B, int64_t depth,
     const std::optional<at::Tensor>& slots, const std::optional<at::Tensor>& existing,
-    const std::optional<at::Tensor>& tables) {
+    const std::optional<at::Tensor>& tables, const Accepted* accepted_rows) {
   const at::Tensor logits_BMV = logits.contiguous(), features_BMF = features.contiguous();
   const at::Tensor parents_BN = parents.contiguous();
   const int64_t batch = tokens_BM.size(0), nodes = tokens_BM.size(1), guesses = nodes - 1;
@@ -115,6 +131,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   for (const auto* of_rows : {&slots, &existing})
     TORCH_CHECK(!of_rows->has_value() || (is_whole(**of_rows) && (*of_rows)->numel() == batch),
                 "draftsmith: slots and counts have to be int64 (B)");
+  if (accepted_rows != nullptr)
+    TORCH_CHECK(is_whole(accepted_rows->path_BD) && accepted_rows->path_BD.sizes() == at::IntArrayRef({batch, depth}) &&
+                    is_whole(accepted_rows->counts_B) && accepted_rows->counts_B.numel() == batch &&
+                    is_whole(accepted_rows->next_B) && accepted_rows->next_B.numel() == batch,
+                "draftsmith: paths, counts and next tokens have to be int64, for the same rows");
   const Slots places(cache, batch, slots, tables);
   const int64_t kept = depth + 1;
   at::Tensor out_tokens = at::empty({batch, kept}, tokens_BM.options());
@@ -133,23 +154,32 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       const bf16* scores = bits(logits_BMV) + b * nodes * vocabulary;
       const int64_t exist = existing.has_value() ? existing->const_data_ptr<int64_t>()[b] : nodes;
       TORCH_CHECK_INDEX(exist > 0 && exist <= nodes, "draftsmith: ", exist, " of ", nodes, " nodes cannot exist");
-      int64_t drafted = 0, end = 0;
-      level[0] = 0, up[0] = 0, choice[0] = kernels().argmax(scores, vocabulary);
-      for (int64_t n = 0; n < exist - 1; ++n) {
-        const bool used = parent[n] != kUnused;
-        drafted += used;
-        up[n + 1] = std::max<int64_t>(parent[n] + 1, 0);
-        TORCH_CHECK_INDEX(up[n + 1] <= n, "draftsmith: the parent of node ", n, " comes behind it");
-        const bool right = used && level[up[n + 1]] >= 0 && tokens[n + 1] == choice[up[n + 1]];
-        level[n + 1] = right ? level[up[n + 1]] + 1 : -1;
-        if (right) choice[n + 1] = kernels().argmax(scores + (n + 1) * vocabulary, vocabulary);
-        if (level[n + 1] > level[end]) end = n + 1;
-      }
-      const int64_t accepted = level[end], next = choice[end];
-      TORCH_CHECK_INDEX(accepted <= depth, "draftsmith: the draft is deeper than its plan");
+      int64_t drafted = 0, accepted = 0, next = 0;
       int64_t* path = path_BD.mutable_data_ptr<int64_t>() + b * depth;
-      for (int64_t d = depth; d-- > 0;) path[d] = end;
-      for (int64_t d = accepted, node = end; d-- > 0; node = up[node]) path[d] = node;
+      for (int64_t n = 0; n < exist - 1; ++n) drafted += parent[n] != kUnused;
+      if (accepted_rows != nullptr) {
+        accepted = accepted_rows->counts_B.const_data_ptr<int64_t>()[b];
+        next = accepted_rows->next_B.const_data_ptr<int64_t>()[b];
+        std::copy_n(accepted_rows->path_BD.const_data_ptr<int64_t>() + b * depth, depth, path);
+        TORCH_CHECK_INDEX(accepted >= 0 && accepted <= depth, "draftsmith: ", accepted, " guesses cannot stay");
+        for (int64_t d = 0; d < accepted; ++d)
+          TORCH_CHECK_INDEX(path[d] > d && path[d] < exist, "draftsmith: no path leads over node ", path[d]);
+      } else {
+        int64_t end = 0;
+        level[0] = 0, up[0] = 0, choice[0] = kernels().argmax(scores, vocabulary);
+        for (int64_t n = 0; n < exist - 1; ++n) {
+          up[n + 1] = std::max<int64_t>(parent[n] + 1, 0);
+          TORCH_CHECK_INDEX(up[n + 1] <= n, "draftsmith: the parent of node ", n, " comes behind it");
+          const bool right = parent[n] != kUnused && level[up[n + 1]] >= 0 && tokens[n + 1] == choice[up[n + 1]];
+          level[n + 1] = right ? level[up[n + 1]] + 1 : -1;
+          if (right) choice[n + 1] = kernels().argmax(scores + (n + 1) * vocabulary, vocabulary);
+          if (level[n + 1] > level[end]) end = n + 1;
+        }
+        accepted = level[end], next = choice[end];
+        TORCH_CHECK_INDEX(accepted <= depth, "draftsmith: the draft is deeper than its plan");
+        for (int64_t d = depth; d-- > 0;) path[d] = end;
+        for (int64_t d = accepted, node = end; d-- > 0; node = up[node]) path[d] = node;
+      }
       int64_t sound = 0;  // tokens that finite logits chose, up to one that others chose
       while (sound <= accepted &&
              kernels().all_finite(scores + (sound == 0 ? 0 : path[sound - 1]) * vocabulary, vocabulary))
@@ -181,20 +211,43 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
   return {out_tokens, out_features, counts_B, longer_B, table_BX, path_BD};
 }
 
+Committed commit_greedy(
+    const Tensors& cache, const at::Tensor& logits, const at::Tensor& features, const at::Tensor& tokens_BM,
+    const at::Tensor& parents, const at::Tensor& lengths_B, int64_t depth, const std::optional<at::Tensor>& slots,
+    const std::optional<at::Tensor>& existing, const std::optional<at::Tensor>& tables) {
+  return commit(cache, logits, features, tokens_BM, parents, lengths_B, depth, slots, existing, tables, nullptr);
+}
+
+// Commits paths that were accepted by whichever rule.
+Committed commit_path(
+    const Tensors& cache, const at::Tensor& logits, const at::Tensor& features, const at::Tensor& tokens_BM,
+    const at::Tensor& parents, const at::Tensor& lengths_B, const at::Tensor& path_BD, const at::Tensor& accepted_B,
+    const at::Tensor& next_B, const std::optional<at::Tensor>& slots, const std::optional<at::Tensor>& existing,
+    const std::optional<at::Tensor>& tables) {
+  const Accepted accepted{path_BD.contiguous(), accepted_B.contiguous(), next_B.contiguous()};
+  const int64_t depth = path_BD.size(1);
+  return commit(cache, logits, features, tokens_BM, parents, lengths_B, depth, slots, existing, tables, &accepted);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
   library.def("lay_out(Tensor tokens_BT, Tensor counts_B, Tensor tokens_BN, Tensor parents_BN)"
-              " -> (Tensor, Tensor, Tensor)");
+              " -> (Tensor, Tensor, Tensor, Tensor?)");
   library.def(
       "commit_greedy(Tensor(a!)[] cache, Tensor logits_BMV, Tensor features_BMF, Tensor tokens_BM, Tensor parents_BN,"
       " Tensor lengths_B, int depth, Tensor? slots_B=None, Tensor? counts_B=None,"
+      " Tensor? tables_RJ=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "commit_path(Tensor(a!)[] cache, Tensor logits_BMV, Tensor features_BMF, Tensor tokens_BM, Tensor parents_BN,"
+      " Tensor lengths_B, Tensor path_BD, Tensor accepted_B, Tensor next_B, Tensor? slots_B=None, Tensor? counts_B=None,"
       " Tensor? tables_RJ=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
   library.impl("lay_out", lay_out);
   library.impl("commit_greedy", commit_greedy);
+  library.impl("commit_path", commit_path);
 }
 
 }  // namespace draftsmith

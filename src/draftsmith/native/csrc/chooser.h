@@ -1,0 +1,375 @@
+// The token that one row of logits gives under the rules of a request, without sorting or copying a vocabulary.
+//
+// verify/distribution.py says what is computed, and in which order: bias, penalties, temperature, top-k, top-p, min-p.
+// What is summed in another order than there may differ in its last bits. So no comparison is trusted that such bits
+// could turn: it is repeated with the bits of PyTorch's own operations, or the draw is left to PyTorch (kUndecided).
+#pragma once
+#include <ATen/ATen.h>
+#include <ATen/Version.h>
+#include <c10/util/bit_cast.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "packed.h"
+
+namespace draftsmith {
+
+constexpr int64_t kUndecided = -1;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// Of a sum of weights by `weigh`, against the same sum of PyTorch's exponentials: 3e-7 for the exponential, 1e-7 for
+// PyTorch's own, 12e-7 for the sum of a stretch.
+constexpr double kRough = 2e-6;
+
+// The history of one slot: how often each token was generated, whether it is in the prompt, and the tokens of which one
+// or the other holds, each once.
+struct Past {
+  const bool* prompted = nullptr;
+  const int32_t* counts = nullptr;
+  const int32_t* seen = nullptr;
+  int64_t seen_count = 0;
+};
+
+struct Rules {
+  double temperature, top_p, min_p;
+  float repetition, presence, frequency;
+  int64_t top_k;
+
+  bool penalises() const { return repetition != 1 || presence != 0 || frequency != 0; }
+  bool filters() const { return top_k > 0 || top_p < 1 || min_p > 0; }
+};
+
+struct BiasEntry {
+  int64_t token;
+  float value;
+};
+
+struct Candidate {
+  float score;  // the logit divided by the temperature
+  int32_t token;
+};
+
+// One thread's memory, and what it does with the logits of one node.
+class Chooser {
+ public:
+  explicit Chooser(int64_t vocabulary)
+      : vocabulary_(vocabulary), stretches_((vocabulary + kStretch - 1) / kStretch), shaped_(vocabulary),
+        maxima_(stretches_ * kParts), peaks_(stretches_), sums_(stretches_) {}
+
+  // Takes the logits of a node, and changes them by the rules of its row; `path` are the guesses on its path.
+  template <class T>
+  void take(const T* logits, const Rules& rules, const std::vector<BiasEntry>& bias, const Past& past,
+            const std::vector<int64_t>& path) {
+    const bool penalises = rules.penalises() && past.counts != nullptr;
+    if constexpr (std::is_same_v<T, float>) {
+      x_ = logits;
+      if (penalises || !bias.empty()) std::copy_n(logits, vocabulary_, shaped_.data()), x_ = shaped_.data();
+    } else {
+      kernels().widen_row(logits, vocabulary_, shaped_.data());
+      x_ = shaped_.data();
+    }
+    for (const BiasEntry& entry : bias) shaped_[entry.token] += entry.value;
+    if (penalises) penalise(rules, past, path);
+    highest_ = kernels().maxima(x_, vocabulary_, maxima_.data());
+  }
+
+  // The largest logit, the first of equals; NaN counts as the largest.
+  int64_t best() const {
+    if (highest_ != highest_) return std::find_if(x_, x_ + vocabulary_, [](float x) { return x != x; }) - x_;
+    const int64_t part = std::find(maxima_.begin(), maxima_.end(), highest_) - maxima_.begin();
+    return std::find(x_ + part / kParts * kStretch, x_ + vocabulary_, highest_) - x_;
+  }
+
+  // The token at u of the distribution function, or kUndecided.
+  int64_t draw(const Rules& rules, double u) {
+    temperature_ = static_cast<float>(rules.temperature);
+    top_ = highest_ / temperature_;
+    // Nothing has a probability then, and PyTorch's search ends at the last token.
+    if (!std::isfinite(top_)) return vocabulary_ - 1;
+    return rules.filters() ? draw_from_some(rules, u) : draw_from_all(u);
+  }
+
+ private:
+  void penalise(const Rules& rules, const Past& past, const std::vector<int64_t>& path) {
+    const auto change = [&](int64_t token, int32_t count) {
+      float x = shaped_[token];
+      x = x > 0 ? x / rules.repetition : x * rules.repetition;
+      x -= rules.frequency * static_cast<float>(count);
+      shaped_[token] = x - rules.presence * (count > 0 ? 1.0f : 0.0f);
+    };
+    const auto on_path = [&](int64_t token) { return std::count(path.begin(), path.end(), token); };
+    for (int64_t i = 0; i < past.seen_count; ++i)
+      change(past.seen[i], static_cast<int32_t>(past.counts[past.seen[i]] + on_path(past.seen[i])));
+    for (size_t i = 0; i < path.size(); ++i) {
+      const int64_t token = path[i];
+      const bool known = past.counts[token] > 0 || past.prompted[token];
+      if (!known && std::find(path.begin(), path.begin() + i, token) == path.begin() + i)
+        change(token, static_cast<int32_t>(on_path(token)));
+    }
+  }
+
+  // Finds where the sums of weights pass `target`: the stretch, and in `below` the sum before it.
+  int64_t stretch_at(double target, double& below) const {
+    int64_t stretch = 0;
+    for (; stretch + 1 < stretches_ && below + sums_of_stretches_[stretch] <= target; ++stretch)
+      below += sums_of_stretches_[stretch];
+    return stretch;
+  }
+
+  // The token of the weights from `first` on at which their sum, `below` at the beginning, passes the target, if both
+  // ends of its share lie further from the target than `doubt`.
+  template <class Weights>
+  int64_t token_at(const Weights& weights, int64_t first, int64_t count, double below, double target,
+                   double doubt) const {
+    for (int64_t i = first; i < count; ++i) {
+      const double above = below + static_cast<double>(weights[i]);
+      if (above > target) return (below == 0 || target - below > doubt) && above - target > doubt ? i : kUndecided;
+      below = above;
+    }
+    return kUndecided;
+  }
+
+  int64_t draw_from_all(double u) {
+    weights_.resize(vocabulary_);
+    kernels().weigh(x_, vocabulary_, temperature_, top_, weights_.data(), sums_.data());
+    sums_of_stretches_.assign(sums_.begin(), sums_.end());
+    const int64_t token = look_up(u, 4 * kRough);
+    if (token != kUndecided) return token;
+    // The same with PyTorch's own exponentials and sums in float64.
+    for (int64_t i = 0; i < vocabulary_; ++i) weights_[i] = x_[i] / temperature_ - top_;
+    at::from_blob(weights_.data(), {vocabulary_}, at::kFloat).exp_();
+    for (int64_t s = 0; s < stretches_; ++s) {
+      const auto begin = weights_.begin() + s * kStretch;
+      sums_of_stretches_[s] = std::accumulate(begin, std::min(begin + kStretch, weights_.end()), 0.0);
+    }
+    return look_up(u, exactly());
+  }
+
+  int64_t look_up(double u, double doubt) const {
+    const double all = std::accumulate(sums_of_stretches_.begin(), sums_of_stretches_.end(), 0.0);
+    double below = 0;
+    int64_t stretch = stretch_at(u * all, below);
+    // Inside a stretch the sum may end a little lower than the stretch's own sum: then the next one has the token.
+    return token_at(weights_, stretch * kStretch, vocabulary_, below, u * all, doubt * all);
+  }
+
+  // How far two sums of all weights in float64, in any order, can lie apart, as a part of the sum; at least 1e-13.
+  double exactly() const { return std::max(1e-13, static_cast<double>(vocabulary_) * 0x1p-51); }
+
+  // The largest logit of every stretch.
+  void find_peaks() {
+    for (int64_t s = 0; s < stretches_; ++s) {
+      std::array<float, 4> most;
+      const float* of = maxima_.data() + s * kParts;
+      std::copy_n(of, most.size(), most.begin());
+      for (int64_t part = 4; part < kParts; part += 4)
+        for (int64_t l = 0; l < 4; ++l) most[l] = of[part + l] > most[l] ? of[part + l] : most[l];
+      peaks_[s] = std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
+    }
+  }
+
+  // All tokens whose logit is `bound` or more, and some a little below it, in any order; returns the true bound.
+  float collect(float bound) {
+    some_.clear();
+    bound -= std::fabs(bound) * 1e-6f + 1e-30f;
+    for (int64_t s = 0; s < stretches_; ++s) {
+      if (!(peaks_[s] >= bound)) continue;
+      const int64_t first = s * kStretch, last = std::min(first + kStretch, vocabulary_);
+      for (int64_t part = 0; part < kParts; ++part)
+        if (maxima_[s * kParts + part] >= bound)
+          for (int64_t i = first + part; i < last; i += kParts)
+            if (x_[i] >= bound) some_.push_back({x_[i] / temperature_, static_cast<int32_t>(i)});
+    }
+    return bound;
+  }
+
+  void keep_top_k(int64_t k) {
+    // The k-th largest of the maxima, of stretches or of their parts, is no larger than the k-th largest logit.
+    float bound = -kInfinity;
+    order_.clear();
+    if (2 * k <= stretches_)
+      order_ = peaks_;
+    else if (k <= static_cast<int64_t>(maxima_.size()))
+      order_ = maxima_;
+    if (!order_.empty()) {
+      std::nth_element(order_.begin(), order_.begin() + (k - 1), order_.end(), std::greater<float>());
+      bound = order_[k - 1];
+    }
+    collect(bound);
+    std::nth_element(some_.begin(), some_.begin() + (k - 1), some_.end(),
+                     [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
+    const float last = some_[k - 1].score;
+    some_.erase(std::remove_if(some_.begin(), some_.end(), [&](const Candidate& c) { return c.score < last; }),
+                some_.end());
+    is_all_ = true;
+  }
+
+  // The sum of the candidates' weights, by their places in some_weights_.
+  double weigh_some() {
+    some_weights_.resize(some_.size());
+    for (size_t i = 0; i < some_.size(); ++i)
+      some_weights_[i] = is_all_ ? std::exp(static_cast<double>(some_[i].score - top_)) : weights_[some_[i].token];
+    return std::accumulate(some_weights_.begin(), some_weights_.end(), 0.0);
+  }
+
+  // Collects more than what top-p keeps of all tokens, first those that it is sure to keep; returns the sum of all
+  // weights, and the number of those in `sure`.
+  double collect_top_p(double rest, size_t& sure) {
+    weights_.resize(vocabulary_);
+    kernels().weigh(x_, vocabulary_, temperature_, top_, weights_.data(), sums_.data());
+    const double all = std::accumulate(sums_.begin(), sums_.end(), 0.0), slack = rest * 1e-3 + 4 * kRough;
+    float surely = kInfinity;
+    for (const float reach : {0.5f, 1.0f, 1.5f, 2.0f, 2.5f, 3.0f, 3.5f, 4.0f, 4.5f, 5.0f, 6.0f, 7.0f, 8.0f, 10.0f, 13.0f,
+                              16.0f, 20.0f, kInfinity}) {
+      const float bound = collect(highest_ - reach * temperature_);
+      const double left = (all - weigh_some()) / all;
+      if (left < rest - slack) break;
+      if (left > rest + slack) surely = bound;
+    }
+    const auto end = std::partition(some_.begin(), some_.end(), [&](const Candidate& c) { return x_[c.token] >= surely; });
+    sure = static_cast<size_t>(end - some_.begin());
+    weigh_some();
+    return all;
+  }
+
+  // Keeps what top-p keeps of the candidates, of which the weights are known and the first ones are sure to stay, and of
+  // all others that are left by `all`.
+  void keep_top_p(float rest, double all, size_t sure) {
+    const size_t count = some_.size();
+    by_weight_.resize(count);
+    for (size_t i = 0; i < count; ++i) by_weight_[i] = static_cast<int32_t>(i);
+    // Among equals, the first by index is dropped first.
+    std::sort(by_weight_.begin() + static_cast<int64_t>(sure), by_weight_.end(), [this](int32_t a, int32_t b) {
+      return some_[a].score != some_[b].score ? some_[a].score > some_[b].score : some_[a].token > some_[b].token;
+    });
+    // PyTorch sums fp32 numbers in lanes in increasing order. No partial sum errs by more than half its last bit, so that
+    // the error of a sum is bounded by what its tokens weigh, each times its rank.
+    double mass = 0, above = 0, ranked = 0;
+    for (size_t j = 0; j < count; ++j) {
+      const double weight = some_weights_[by_weight_[j]];
+      mass += weight, above += j < sure ? weight : 0;
+      ranked += weight * static_cast<double>(std::max(j + 1, sure));
+    }
+    ranked += std::max(0.0, all - mass) * static_cast<double>(vocabulary_);
+    const double doubt = 2 * kRough + rest * 0x1p-24 * (ranked / all / lanes() + 32);
+    size_t kept = sure;
+    for (; kept < count; ++kept) {
+      const double below = (all - above) / all;
+      if (kept > 0 && std::fabs(below - rest) <= doubt) {
+        kept = exactly_kept(rest);
+        break;
+      }
+      if (kept > 0 && below < rest) break;
+      above += some_weights_[by_weight_[kept]];
+    }
+    kept = std::min(kept, count);
+    kept_.resize(kept);
+    for (size_t j = 0; j < kept; ++j) kept_[j] = some_[by_weight_[j]];
+    std::swap(some_, kept_);
+    is_all_ = true;
+  }
+
+  // At least how many partial sums PyTorch adds up side by side.
+  static double lanes() {
+    static const double known = at::get_cpu_capability() == "AVX512" ? 16 : 4;
+    return known;
+  }
+
+  // The scores of all tokens that no filter has dropped so far, and minus infinity in the place of others.
+  at::Tensor scores() const {
+    at::Tensor scores_V = at::full({vocabulary_}, -kInfinity, at::kFloat);
+    float* to = scores_V.mutable_data_ptr<float>();
+    if (is_all_)
+      for (const Candidate& candidate : some_) to[candidate.token] = candidate.score;
+    else
+      for (int64_t i = 0; i < vocabulary_; ++i) to[i] = x_[i] / temperature_;
+    return scores_V;
+  }
+
+  // How many tokens top-p keeps, by PyTorch's own bits.
+  size_t exactly_kept(float rest) {
+    at::Tensor ascending_V = scores();
+    sort(ascending_V.mutable_data_ptr<float>());
+    const at::Tensor below_V = at::cumsum(at::softmax(ascending_V, -1), -1);
+    const float* below = below_V.const_data_ptr<float>();
+    const int64_t dropped = std::upper_bound(below, below + vocabulary_ - 1, rest) - below;
+    return static_cast<size_t>(vocabulary_ - dropped);
+  }
+
+  // Sorts as many numbers as there are tokens, none of them NaN, by eleven bits after the other.
+  void sort(float* values) {
+    constexpr int kBits = 11, kRounds = 3;
+    constexpr uint32_t kSign = 0x80000000u;
+    std::vector<uint32_t> from(vocabulary_), to(vocabulary_);
+    std::array<std::array<int64_t, 1 << kBits>, kRounds> places{};
+    const auto digit = [](uint32_t key, int round) { return (key >> (round * kBits)) & ((1u << kBits) - 1); };
+    for (int64_t i = 0; i < vocabulary_; ++i) {
+      const uint32_t word = c10::bit_cast<uint32_t>(values[i]);
+      from[i] = word & kSign ? ~word : word | kSign;
+      for (int round = 0; round < kRounds; ++round) ++places[round][digit(from[i], round)];
+    }
+    for (int round = 0; round < kRounds; ++round) {
+      std::exclusive_scan(places[round].begin(), places[round].end(), places[round].begin(), int64_t{0});
+      for (const uint32_t key : from) to[places[round][digit(key, round)]++] = key;
+      std::swap(from, to);
+    }
+    for (int64_t i = 0; i < vocabulary_; ++i)
+      values[i] = c10::bit_cast<float>(from[i] & kSign ? from[i] & ~kSign : ~from[i]);
+  }
+
+  void keep_min_p(float least) {
+    kept_.resize(some_.size());
+    at::Tensor exact_V;  // PyTorch's own bits, where they are needed
+    float limit = 0;
+    size_t kept = 0;
+    for (const Candidate candidate : some_) {
+      const double weight = std::exp(static_cast<double>(candidate.score - top_));
+      bool stays = candidate.score == top_ || weight > least;
+      if (candidate.score != top_ && std::fabs(weight - least) <= 4 * kRough * least) {
+        if (!exact_V.defined()) exact_V = at::softmax(scores(), -1), limit = least * exact_V.max().item<float>();
+        stays = exact_V.const_data_ptr<float>()[candidate.token] >= limit;
+      }
+      if (stays) kept_[kept++] = candidate;
+    }
+    some_.assign(kept_.begin(), kept_.begin() + static_cast<int64_t>(kept));
+  }
+
+  int64_t draw_from_some(const Rules& rules, double u) {
+    const float rest = static_cast<float>(1 - rules.top_p), least = static_cast<float>(rules.min_p);
+    const bool by_mass = rules.top_p < 1;
+    if ((by_mass && rest < 1e-5f) || (rules.min_p > 0 && least < 1e-30f)) return kUndecided;
+    is_all_ = false;
+    find_peaks();
+    if (rules.top_k > 0) keep_top_k(rules.top_k);
+    if (by_mass) {
+      size_t sure = 0;
+      const double all = is_all_ ? weigh_some() : collect_top_p(rest, sure);
+      keep_top_p(rest, all, sure);
+    } else if (!is_all_) {
+      collect(highest_ + temperature_ * (std::log(least) - 1e-3f));
+    }
+    if (rules.min_p > 0) keep_min_p(least);
+    std::sort(some_.begin(), some_.end(), [](const Candidate& a, const Candidate& b) { return a.token < b.token; });
+    order_.resize(some_.size());
+    for (size_t i = 0; i < some_.size(); ++i) order_[i] = some_[i].score - top_;
+    at::from_blob(order_.data(), {static_cast<int64_t>(order_.size())}, at::kFloat).exp_();
+    const double all = std::accumulate(order_.begin(), order_.end(), 0.0);
+    const int64_t place = token_at(order_, 0, static_cast<int64_t>(order_.size()), 0, u * all, exactly() * all);
+    return place == kUndecided ? kUndecided : some_[place].token;
+  }
+
+  int64_t vocabulary_, stretches_;
+  std::vector<float> shaped_, maxima_, peaks_, order_, sums_, weights_;
+  std::vector<double> sums_of_stretches_, some_weights_;
+  std::vector<Candidate> some_, kept_;  // what filters have left so far
+  bool is_all_ = false;                 // whether those are all that are left
+  std::vector<int32_t> by_weight_;
+  const float* x_ = nullptr;
+  float highest_ = 0, temperature_ = 1, top_ = 0;
+};
+
+}  // namespace draftsmith
