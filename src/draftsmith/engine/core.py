@@ -363,10 +363,9 @@ def lists_of(results: Sequence[StepResult]) -> list[list[list[int]]]:
     """Bring the tables of all groups to the host, in one transfer."""
     tables = [table_BX for result in results for table_BX in result.tables]
     if len(tables) == 1:
-        lines = tables[0].tolist()
-    else:
-        width = max(table_BX.shape[1] for table_BX in tables)
-        lines = torch.cat([pad(table_BX, (0, width - table_BX.shape[1])) for table_BX in tables]).tolist()
+        return [tables[0].tolist()]
+    width = max(table_BX.shape[1] for table_BX in tables)
+    lines = torch.cat([pad(table_BX, (0, width - table_BX.shape[1])) for table_BX in tables]).tolist()
     found = []
     for result in results:
         size = sum(len(table_BX) for table_BX in result.tables)
