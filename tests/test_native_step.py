@@ -18,14 +18,14 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
 from draftsmith.drafters.trainable import RowwiseDrafter
-from draftsmith.engine.commit import commit_greedily_natively, commit_greedy
+from draftsmith.engine.commit import commit, commit_greedily_natively, commit_greedy, commit_natively
 from draftsmith.engine.layout import Layout
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.plan import Plan
 from draftsmith.target import Blocks, KVCache, Target
 from draftsmith.target.cache import BLOCK
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
-from draftsmith.verify import tree_tables
+from draftsmith.verify import Acceptance, accept_greedy, tree_tables
 from test_tree import random_parents
 from tiny import VOCABULARY, WIDTH, tiny_model
 
@@ -117,6 +117,13 @@ def test_what_is_no_tree_is_refused():
 
 
 # ---- committing what the target chose
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def layout_of(context: Context, draft: Draft) -> Layout:
@@ -258,6 +265,51 @@ def test_a_chain_lies_where_it_stays():
     assert accepted_B.tolist() == [3, 1]
 
 
+@pytest.mark.parametrize(("batch", "nodes", "depth"), TREES)
+def test_paths_of_any_rule_are_committed_natively_as_by_pytorch(batch: int, nodes: int, depth: int):
+    accepted = 0
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        draft, context = random_draft(batch, nodes, depth, 3, seed), context_for(batch, 4, 5, seed)
+        layout = layout_of(context, draft)
+        logits_BMV = torch.randn((batch, nodes + 1, 6), generator=generator).bfloat16()
+        if seed % 2:
+            logits_BMV[-1, 0, 2] = torch.nan
+        features_BMF = torch.randn((batch, nodes + 1, 5), generator=generator).bfloat16()
+        # A rule of its own: what it accepts has nothing to do with the logits.
+        choice_BM = torch.randint(0, 3, (batch, nodes + 1), generator=generator)
+        acceptance = accept_greedy(choice_BM, draft)
+        theirs, ours = new_cache(batch, seed), new_cache(batch, seed)
+        expected, table_BX, _ = commit(theirs, acceptance, logits_BMV, features_BMF, layout, context)
+        found, own_table_BX, path_BD = commit_natively(ours, acceptance, logits_BMV, features_BMF, layout, context)
+        assert torch.equal(found.counts_B, expected.counts_B) and torch.equal(found.lengths_B, expected.lengths_B)
+        assert torch.equal(own_table_BX[:, :2], table_BX[:, :2])
+        for row, stays in enumerate(acceptance.counts_B.tolist()):
+            length = int(context.lengths_B[row])
+            kept = slice(0, stays + 1)
+            assert torch.equal(found.tokens_BT[row, kept], expected.tokens_BT[row, kept])
+            assert torch.equal(found.features_BTF[row, kept], expected.features_BTF[row, kept])
+            assert torch.equal(path_BD[row, :stays], acceptance.path_BD[row, :stays])
+            for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
+                assert torch.equal(mine[row, : length + stays], other[row, : length + stays])
+            accepted += stays
+    assert accepted or not nodes
+    if nodes:
+        off = Acceptance(acceptance.path_BD + nodes + 1, torch.ones_like(acceptance.counts_B), acceptance.next_B)
+        with pytest.raises(IndexError, match="draftsmith: no path leads over node"):
+            commit_natively(ours, off, logits_BMV, features_BMF, layout, context)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_that_threads_share_are_committed_alike(threads: Callable[[int], None], count: int):
+    threads(count)
+    draft, context = random_draft(7, 5, 3, 3, 2), context_for(7, 4, 3, 2)
+    generator = torch.Generator().manual_seed(2)
+    logits_BMV = torch.nn.functional.pad(torch.rand((7, 6, 3), generator=generator), (0, 70_000)).bfloat16()
+    features_BMF = torch.randn((7, 6, 3), generator=generator).bfloat16()
+    assert assert_commits_alike(logits_BMV, features_BMF, draft, context, 2).sum() > 2
+
+
 def test_a_draft_that_does_not_fit_is_refused():
     draft, context = random_draft(2, 6, 3, 3, 5), context_for(2, 4, 2, 0)
     layout = layout_of(context, draft)
@@ -380,13 +432,6 @@ def test_a_beam_without_a_limit_of_paths_keeps_what_it_did_not_expand():
     assert certain_B.any()
     assert torch.equal(draft.parents_BN[certain_B], parents_BN[certain_B])
     assert torch.equal(draft.tokens_BN[certain_B], tokens_BN[certain_B])
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("plan", [Plan((1, 1, 1)), Plan((4, 2, 1), paths=4), Plan((3, 3, 2), paths=5, beam=4)], ids=str)

@@ -1,7 +1,6 @@
 """The shape of a draft, and the rule that judges it."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -118,7 +117,7 @@ class Plan:
         """Whether every request gets the target's own text or, sampling, text distributed as the target's own."""
         return self.acceptance != "typical" or not self.branching
 
-    @cached_property
+    @property
     def max_nodes(self) -> int:
         """The number of node slots (N) that a draft of this plan has."""
         if self.choices:

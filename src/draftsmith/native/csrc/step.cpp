@@ -143,70 +143,73 @@ Committed commit(
   at::Tensor counts_B = at::empty({batch}, tokens_BM.options()), longer_B = at::empty({batch}, tokens_BM.options());
   at::Tensor table_BX = at::empty({batch, kept + 2}, tokens_BM.options());
   at::Tensor path_BD = at::empty({batch, depth}, tokens_BM.options());
-  // A row reads its own logits and moves entries of its own blocks: rows are divided among threads.
-  at::parallel_for(0, batch, 2, [&](int64_t first, int64_t last) {
+  const auto take_row = [&](int64_t b, std::vector<int64_t>& level, std::vector<int64_t>& up,
+                            std::vector<int64_t>& choice) {
+    const int64_t* tokens = tokens_BM.const_data_ptr<int64_t>() + b * nodes;
+    const int64_t* parent = parents_BN.const_data_ptr<int64_t>() + b * guesses;
+    const bf16* scores = bits(logits_BMV) + b * nodes * vocabulary;
+    const int64_t exist = existing.has_value() ? existing->const_data_ptr<int64_t>()[b] : nodes;
+    TORCH_CHECK_INDEX(exist > 0 && exist <= nodes, "draftsmith: ", exist, " of ", nodes, " nodes cannot exist");
+    int64_t drafted = 0, accepted = 0, next = 0;
+    int64_t* path = path_BD.mutable_data_ptr<int64_t>() + b * depth;
+    for (int64_t n = 0; n < exist - 1; ++n) drafted += parent[n] != kUnused;
+    if (accepted_rows != nullptr) {
+      accepted = accepted_rows->counts_B.const_data_ptr<int64_t>()[b];
+      next = accepted_rows->next_B.const_data_ptr<int64_t>()[b];
+      std::copy_n(accepted_rows->path_BD.const_data_ptr<int64_t>() + b * depth, depth, path);
+      TORCH_CHECK_INDEX(accepted >= 0 && accepted <= depth, "draftsmith: ", accepted, " guesses cannot stay");
+      for (int64_t d = 0; d < accepted; ++d)
+        TORCH_CHECK_INDEX(path[d] > d && path[d] < exist, "draftsmith: no path leads over node ", path[d]);
+    } else {
+      int64_t end = 0;
+      level[0] = 0, up[0] = 0, choice[0] = kernels().argmax(scores, vocabulary);
+      for (int64_t n = 0; n < exist - 1; ++n) {
+        up[n + 1] = std::max<int64_t>(parent[n] + 1, 0);
+        TORCH_CHECK_INDEX(up[n + 1] <= n, "draftsmith: the parent of node ", n, " comes behind it");
+        const bool right = parent[n] != kUnused && level[up[n + 1]] >= 0 && tokens[n + 1] == choice[up[n + 1]];
+        level[n + 1] = right ? level[up[n + 1]] + 1 : -1;
+        if (right) choice[n + 1] = kernels().argmax(scores + (n + 1) * vocabulary, vocabulary);
+        if (level[n + 1] > level[end]) end = n + 1;
+      }
+      accepted = level[end], next = choice[end];
+      TORCH_CHECK_INDEX(accepted <= depth, "draftsmith: the draft is deeper than its plan");
+      for (int64_t d = depth; d-- > 0;) path[d] = end;
+      for (int64_t d = accepted, node = end; d-- > 0; node = up[node]) path[d] = node;
+    }
+    int64_t sound = 0;  // tokens that finite logits chose, up to one that others chose
+    while (sound <= accepted &&
+           kernels().all_finite(scores + (sound == 0 ? 0 : path[sound - 1]) * vocabulary, vocabulary))
+      ++sound;
+    const int64_t count = sound > 0 ? sound : accepted + 1;
+    int64_t* out = out_tokens.mutable_data_ptr<int64_t>() + b * kept;
+    int64_t* table = table_BX.mutable_data_ptr<int64_t>() + b * (kept + 2);
+    for (int64_t d = 0; d < kept; ++d) out[d] = d < accepted ? tokens[path[d]] : next;
+    table[0] = count, table[1] = sound > 0 ? drafted : -1;
+    std::copy_n(out, kept, table + 2);
+    const bf16* from = bits(features_BMF) + b * nodes * width;
+    bf16* to = mutable_bits(out_features) + b * kept * width;
+    for (int64_t t = 0; t < kept; ++t) std::copy_n(from + (t == 0 ? 0 : path[t - 1]) * width, width, to + t * width);
+    const int64_t length = lengths_B.const_data_ptr<int64_t>()[b];
+    counts_B.mutable_data_ptr<int64_t>()[b] = count;
+    longer_B.mutable_data_ptr<int64_t>()[b] = length + count;
+    for (int64_t d = 0; d < accepted; ++d) {
+      if (path[d] == d + 1) continue;
+      for (const at::Tensor& t : cache) {
+        const int64_t bytes = t.size(2) * t.size(3) * static_cast<int64_t>(t.element_size());
+        TORCH_CHECK_INDEX(length - 1 + exist <= places.capacity, "draftsmith: the draft does not fit its slot");
+        char* storage = static_cast<char*>(t.data_ptr());
+        std::copy_n(storage + places.entry(b, length - 1 + path[d]) * bytes, bytes,
+                    storage + places.entry(b, length + d) * bytes);
+      }
+    }
+  };
+  // Rows are so many vocabularies to look at; a few short ones are not worth waking a thread.
+  constexpr int64_t kWorthAThread = 1 << 17;
+  at::parallel_for(0, batch, std::max<int64_t>(1, kWorthAThread / vocabulary), [&](int64_t begin, int64_t end) {
     // Of every node: its depth if the path to it is right, else -1; its parent; and what the target chooses behind it,
     // which only the nodes of right paths need.
     std::vector<int64_t> level(nodes), up(nodes), choice(nodes);
-    for (int64_t b = first; b < last; ++b) {
-      const int64_t* tokens = tokens_BM.const_data_ptr<int64_t>() + b * nodes;
-      const int64_t* parent = parents_BN.const_data_ptr<int64_t>() + b * guesses;
-      const bf16* scores = bits(logits_BMV) + b * nodes * vocabulary;
-      const int64_t exist = existing.has_value() ? existing->const_data_ptr<int64_t>()[b] : nodes;
-      TORCH_CHECK_INDEX(exist > 0 && exist <= nodes, "draftsmith: ", exist, " of ", nodes, " nodes cannot exist");
-      int64_t drafted = 0, accepted = 0, next = 0;
-      int64_t* path = path_BD.mutable_data_ptr<int64_t>() + b * depth;
-      for (int64_t n = 0; n < exist - 1; ++n) drafted += parent[n] != kUnused;
-      if (accepted_rows != nullptr) {
-        accepted = accepted_rows->counts_B.const_data_ptr<int64_t>()[b];
-        next = accepted_rows->next_B.const_data_ptr<int64_t>()[b];
-        std::copy_n(accepted_rows->path_BD.const_data_ptr<int64_t>() + b * depth, depth, path);
-        TORCH_CHECK_INDEX(accepted >= 0 && accepted <= depth, "draftsmith: ", accepted, " guesses cannot stay");
-        for (int64_t d = 0; d < accepted; ++d)
-          TORCH_CHECK_INDEX(path[d] > d && path[d] < exist, "draftsmith: no path leads over node ", path[d]);
-      } else {
-        int64_t end = 0;
-        level[0] = 0, up[0] = 0, choice[0] = kernels().argmax(scores, vocabulary);
-        for (int64_t n = 0; n < exist - 1; ++n) {
-          up[n + 1] = std::max<int64_t>(parent[n] + 1, 0);
-          TORCH_CHECK_INDEX(up[n + 1] <= n, "draftsmith: the parent of node ", n, " comes behind it");
-          const bool right = parent[n] != kUnused && level[up[n + 1]] >= 0 && tokens[n + 1] == choice[up[n + 1]];
-          level[n + 1] = right ? level[up[n + 1]] + 1 : -1;
-          if (right) choice[n + 1] = kernels().argmax(scores + (n + 1) * vocabulary, vocabulary);
-          if (level[n + 1] > level[end]) end = n + 1;
-        }
-        accepted = level[end], next = choice[end];
-        TORCH_CHECK_INDEX(accepted <= depth, "draftsmith: the draft is deeper than its plan");
-        for (int64_t d = depth; d-- > 0;) path[d] = end;
-        for (int64_t d = accepted, node = end; d-- > 0; node = up[node]) path[d] = node;
-      }
-      int64_t sound = 0;  // tokens that finite logits chose, up to one that others chose
-      while (sound <= accepted &&
-             kernels().all_finite(scores + (sound == 0 ? 0 : path[sound - 1]) * vocabulary, vocabulary))
-        ++sound;
-      const int64_t count = sound > 0 ? sound : accepted + 1;
-      int64_t* out = out_tokens.mutable_data_ptr<int64_t>() + b * kept;
-      int64_t* table = table_BX.mutable_data_ptr<int64_t>() + b * (kept + 2);
-      for (int64_t d = 0; d < kept; ++d) out[d] = d < accepted ? tokens[path[d]] : next;
-      table[0] = count, table[1] = sound > 0 ? drafted : -1;
-      std::copy_n(out, kept, table + 2);
-      const bf16* from = bits(features_BMF) + b * nodes * width;
-      bf16* to = mutable_bits(out_features) + b * kept * width;
-      for (int64_t t = 0; t < kept; ++t) std::copy_n(from + (t == 0 ? 0 : path[t - 1]) * width, width, to + t * width);
-      const int64_t length = lengths_B.const_data_ptr<int64_t>()[b];
-      counts_B.mutable_data_ptr<int64_t>()[b] = count;
-      longer_B.mutable_data_ptr<int64_t>()[b] = length + count;
-      for (int64_t d = 0; d < accepted; ++d) {
-        if (path[d] == d + 1) continue;
-        for (const at::Tensor& t : cache) {
-          const int64_t bytes = t.size(2) * t.size(3) * static_cast<int64_t>(t.element_size());
-          TORCH_CHECK_INDEX(length - 1 + exist <= places.capacity, "draftsmith: the draft does not fit its slot");
-          char* storage = static_cast<char*>(t.data_ptr());
-          std::copy_n(storage + places.entry(b, length - 1 + path[d]) * bytes, bytes,
-                      storage + places.entry(b, length + d) * bytes);
-        }
-      }
-    }
+    for (int64_t b = begin; b < end; ++b) take_row(b, level, up, choice);
   });
   return {out_tokens, out_features, counts_B, longer_B, table_BX, path_BD};
 }
