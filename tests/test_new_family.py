@@ -1,5 +1,6 @@
 """docs/new-family.md, done: its package is installed beside Draftsmith, trained, and held to the contract."""
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -11,42 +12,52 @@ import torch
 import draftsmith
 import training_toy as toy
 from contract import check_drafter, check_forward_law
+from draftsmith import assets
 from draftsmith.drafters.family import Compared
+from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.registry import families, family_named, load_drafter
 from draftsmith.drafters.trainable import TrainableDrafter
+from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import Grid
 from draftsmith.evaluation.contest import Settings
 from draftsmith.evaluation.contest_orderings import pairs
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.plan import Plan
+from draftsmith.target import Target
+from draftsmith.types import SamplingParams
 from draftsmith.workflows.contenders import Budget
 from draftsmith.workflows.models import Loading
-from tiny import save_tiny_target, tiny_model, tiny_target
+from tiny import VOCABULARY, save_tiny_target, tiny_model, tiny_target
 
+OPTIONS = {"mixer": {"width": 16}, "fan": {"width": 16}, "adder": {"intermediate_size": 16, "depth": 3}}
+"""The page's families, and sizes to make them in."""
 PAGE = Path(__file__).parent.parent / "docs" / "new-family.md"
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     page = PAGE.read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    modules = dict(re.findall(r"`(\w+)\.py`:\n\n```python\n(.*?)```", page, flags=re.S))
+    assert modules.keys() == OPTIONS.keys()
     (project,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
     (entry_point,) = re.findall(r'\[project\.entry-points\."draftsmith\.drafters"\]\n(.*?)\n\n', project, flags=re.S)
     place = tmp_path / "site"
-    (place / "draftsmith_mixer-0.1.dist-info").mkdir(parents=True)
-    info = place / "draftsmith_mixer-0.1.dist-info"
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: draftsmith-mixer\nVersion: 0.1\n")
+    info = place / "draftsmith_examples-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: draftsmith-examples\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text("[draftsmith.drafters]\n" + entry_point.replace('"', "") + "\n")
-    (place / "mixer.py").write_text(code)
+    for name, code in modules.items():
+        (place / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(place))
     families.cache_clear()
     yield
     families.cache_clear()
-    sys.modules.pop("mixer", None)
+    for name in modules:
+        sys.modules.pop(name, None)
 
 
-def make(**options: int) -> TrainableDrafter:
-    family = family_named("mixer")
+def make(name: str, **options: int) -> TrainableDrafter:
+    family = family_named(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = family.make(family.read_options(options, ""), tiny_target(), None)
@@ -55,24 +66,69 @@ def make(**options: int) -> TrainableDrafter:
 
 
 def test_the_page_is_short_enough_to_read():
-    assert len(PAGE.read_text().splitlines()) < 150
+    page = PAGE.read_text()
+    prose = re.sub(r"```.*?```", "", page, flags=re.S)
+    assert len(page.splitlines()) < 350 and len(prose.splitlines()) < 150
 
 
 @pytest.mark.usefixtures("package")
-def test_it_passes_what_all_families_pass():
-    drafter = make(width=16)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_passes_what_all_families_pass(name: str):
+    drafter = make(name, **OPTIONS[name])
     plans = [None, Plan((3, 2, 1)), Plan((4, 3, 2), nodes=9, beam=3), Plan((1, 1), sampled=True)]
     check_drafter(lambda: drafter, tiny_target(), tiny_model(), plans=plans)
     check_forward_law(drafter, tiny_target())
 
 
 @pytest.mark.usefixtures("package")
-def test_it_is_trained_by_a_recipe_and_loaded_again(tmp_path: Path):
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_losses_that_its_base_brings_are_the_cross_entropies_of_its_forward(name: str):
+    drafter, positions_BP = make(name, **OPTIONS[name]), torch.tensor([[0, 3, 8], [1, 2, 7]])
+    tokens_BT = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+    features_BTF, _ = tiny_target().encode(tokens_BT, drafter.taps)
+    losses_D, hits_D = drafter.losses(Lesson(tokens_BT, features_BTF, positions_BP))
+    logits = drafter(tokens_BT, features_BTF)
+    assert len(losses_D) == len(logits) == drafter.max_depth == 3
+    for depth, (loss, hit) in enumerate(zip(losses_D, hits_D, strict=True)):
+        said_BPV = logits[depth][torch.arange(2).unsqueeze(1), positions_BP]
+        labels_BP = tokens_BT.gather(1, positions_BP + depth + 1)
+        expected = torch.nn.functional.cross_entropy(said_BPV.flatten(0, 1), labels_BP.flatten())
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+        assert hit == (said_BPV.argmax(-1) == labels_BP).float().mean()
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_packed_for_a_native_target_it_keeps_the_text(name: str):
+    """Its layers become native int8 products, and whatever they guess, the text is the one without a drafter."""
+    target = Target.from_pretrained(assets.demo_target())
+    assert target.native
+    family = family_named(name)
+    torch.manual_seed(0)
+    made = family.make(family.read_options(OPTIONS[name], ""), target, None)
+    assert isinstance(made, TrainableDrafter)
+    decoding, rules, questions = made.for_decoding(target), SamplingParams(max_tokens=12), [[5, 6, 7], [8, 9]]
+    assert not list(decoding.head.parameters()), "its head was packed"
+    engine = Engine(target, decoding, max_batch=2)
+    plain = [found.tokens for found in engine.generate(questions, rules, plan=Plan())]
+    for plan in (None, Plan((2, 2))):
+        found = engine.generate(questions, rules, plan=plan)
+        assert [one.tokens for one in found] == plain and all(one.statistics.drafted > 0 for one in found)
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_is_trained_by_a_recipe_and_loaded_again(tmp_path: Path, name: str):
     data = toy.write_data(tmp_path)
-    options = "drafter={family: mixer, width: 16, depth: 2, draft_vocab_size: 20}"
+    sizes = {**OPTIONS[name], "depth": 2, "draft_vocab_size": 20}
+    options = f"drafter={{family: {name}, " + ", ".join(f"{key}: {value}" for key, value in sizes.items()) + "}"
     result = toy.run(tmp_path / "run", data, options, "stage1.steps=40")
+    steps = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [step["loss"] for step in steps if step.get("stage") == "1"]
+    assert len(losses) == 40 and sum(losses[-5:]) < 0.9 * sum(losses[:5])
     drafter = load_drafter(result.drafter, toy.target())
-    assert isinstance(drafter, TrainableDrafter) and drafter.family_name == "a mixer" and drafter.max_depth == 2
+    assert isinstance(drafter, TrainableDrafter) and drafter.max_depth == 2
+    assert type(drafter).__module__ == name and drafter.family_name in ("a mixer", "a fan", "an adder")
     assert drafter.d2t is not None and len(drafter.d2t) == 20
 
 

@@ -121,7 +121,8 @@ class StagewiseDrafter(Drafter):
     def step(self, depth: int, state: Any, tokens_R: Tensor) -> tuple[Tensor, Any]:
         """Read the tokens chosen one depth up; return log q of the next ones (R, V) in fp32 and the new state.
 
-        Every tensor of the state has first dimension R, so that the grower can gather rows of it.
+        Every tensor of the state has first dimension R, so that the grower can gather rows of it. It looks into tuples,
+        lists and dictionaries only, so a dataclass can hold what all nodes of a row share (see `ParallelSteps`).
         """
 
     def top_k(

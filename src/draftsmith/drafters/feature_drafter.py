@@ -8,7 +8,8 @@ Because there is one layer, the key and value of an entry depend on nothing but 
 a step committed, projects the new entries and runs the rest of the layer at the root alone.
 
 Shapes: B rows, T positions, P positions asked for, Q nodes of a frontier, R = B × Q, N new entries, S committed
-entries, d drafted entries on a path, F target width, G key/value heads, W head width, V vocabulary.
+entries, d drafted entries on a path, F target width, E width of what attention reads, G key/value heads, W head
+width, V vocabulary.
 """
 
 from abc import abstractmethod
@@ -30,6 +31,7 @@ from draftsmith.drafters.decoder_layer import (
 )
 from draftsmith.drafters.eagle_config import Tree
 from draftsmith.drafters.grow import grow
+from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.row_cache import Reading, RowCache, attached
 from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter
 from draftsmith.native.layers import packed_parts
@@ -65,9 +67,17 @@ State = tuple[Tensor, Tensor | None, Tensor | None, Committed]
 class FeatureDrafter(TrainableDrafter):
     """A drafter of one decoder layer with a cache of its own; families say what goes into the layer, and what scores.
 
+    A family implements `layer`, `fuse`, `read` and `score`, sets `taps`, and says how its checkpoints look. Caches,
+    chains, trees, sampled drafts, `forward` and `losses` come from here; most families have losses of their own, made
+    from what `unroll` returns. One rule holds for `fuse`, `read` and `score`: each position by itself. What looks at
+    other positions is the layer's attention alone, which the drafts and the training forward lay out alike.
+
+    In an engine, `attach` makes the storage (`RowCache`) before a call decodes. Every step then calls either `propose`
+    or, where nothing is drafted, `follow`; both first store the entries that the context adds, each row's in the slot
+    that `context.slots_B` names, behind those it has. `reset_rows` says which rows ended, whose slots others then take.
+
     Args:
         sizes: of the layer; `hidden_size` is the target's.
-        inputs: width of what queries, keys and values are made from.
         vocab_size: V.
         tree: the draft to make when nobody chose a plan, and the deepest one.
     """
@@ -86,19 +96,26 @@ class FeatureDrafter(TrainableDrafter):
     @property
     @abstractmethod
     def layer(self) -> DecoderLayer:
-        """The layer."""
+        """The layer, a module of the drafter; its `inputs` is the width E of what `read` returns first."""
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """Turn tapped states (…) into states (…, F) such as the layer itself puts out."""
+        """Turn tapped states (…, F · taps) into states (…, F) such as the layer itself puts out, in its dtype."""
 
     @abstractmethod
     def read(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Join embedded tokens and states, both (…, F): what is projected, and the start of the residual stream."""
+        """Join embedded tokens and states, both (…, F).
+
+        The state is the one that predicted the token: the target's for a committed token, and for a drafted one the
+        layer's own output that it was chosen from.
+
+        Returns:
+            what queries, keys and values are made from (…, E), and the start of the residual stream (…, F).
+        """
 
     @abstractmethod
     def score(self, states: Tensor) -> Tensor:
-        """Return the logits (…, W) over the drafted vocabulary."""
+        """Return the logits (…, W) over the drafted vocabulary for outputs of the layer (…, F)."""
 
     @property
     def vocab_size(self) -> int:
@@ -131,9 +148,9 @@ class FeatureDrafter(TrainableDrafter):
         if target.native and not (sizes.hidden_size % 2 or sizes.intermediate_size % 2):
             self._native = self.native_form()
 
-    @abstractmethod
     def native_form(self) -> Any:
-        """Return the operator that drafts chains with the packed layers."""
+        """Return the operator that drafts chains with the packed layers; None where the family has none."""
+        return None
 
     def native_layer(
         self, entry: nn.Module, head: nn.Module, norms: Sequence[RMSNorm], taps: int, keeps_normal: bool = False
@@ -313,6 +330,17 @@ class FeatureDrafter(TrainableDrafter):
     def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
         """Predict at every depth, see `TrainableDrafter.forward`."""
         return [self.to_vocabulary(self.score(state)) for state in self.unroll(tokens_BT, features_BTF, self.max_depth)]
+
+    def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """Return the loss of every depth, each fed the layer's own outputs of the one before as in a draft."""
+        depths = self.max_depth
+        law, labels_RN = lesson.law(depths, self.d2t), lesson.labels_RN(depths, self.d2t, self.vocab_size)
+        states = self.unroll(lesson.tokens_BT, lesson.features_BTF, depths, lesson.positions_BP)
+        judged = [
+            lesson.judge(depth, self.score(state_BPF).flatten(0, 1), labels_RN, law)
+            for depth, state_BPF in enumerate(states)
+        ]
+        return torch.stack([loss for loss, _ in judged]), torch.stack([hit for _, hit in judged])
 
     def sizes(self) -> dict[str, Any]:
         """Return the config without what only shapes the drafts."""

@@ -25,7 +25,7 @@ because no more of the paper than abstract and introduction was at hand:
 There is no published checkpoint; config.json has `model_type` firp and the fields of `FIRPConfig`, tensors are
 maps.{d}.weight, and d2t with a drafted vocabulary.
 
-Shapes: B rows, T positions of a text, P positions that are drafted from, D depths (N in all), R rows of any origin,
+Shapes: B rows, T positions of a text, P positions that are drafted from, D depths (N in all),
 M = P × D guessed states, F target width, V vocabulary, W drafted vocabulary.
 """
 
@@ -40,7 +40,8 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.family import Family, TrainedOptions
 from draftsmith.drafters.lesson import Lesson
-from draftsmith.drafters.trainable import FrozenTable, TrainableDrafter, check_target
+from draftsmith.drafters.parallel import ParallelDrafter
+from draftsmith.drafters.trainable import FrozenTable, check_target
 from draftsmith.plan import Plan
 from draftsmith.target.upper import UpperLayers
 from draftsmith.types import Context, DraftsmithError
@@ -113,15 +114,8 @@ class FIRPConfig:
         return cls(**known | {"branching": tuple(known.get("branching", ()))})
 
 
-@dataclass(frozen=True)
-class _Guesses:
-    """Logits of all depths (B, D, W). Nodes know their row, so that the grower does not gather whole vocabularies."""
-
-    logits_BDW: Tensor
-
-
-class FIRPDrafter(TrainableDrafter):
-    """The drafter itself: one map a depth, and layers borrowed from the target. A stage's state is (row_R, guesses)."""
+class FIRPDrafter(ParallelDrafter):
+    """The drafter itself: one map a depth, and layers borrowed from the target."""
 
     family_name = "a FIRP drafter"
     borrows_layers = True
@@ -174,7 +168,7 @@ class FIRPDrafter(TrainableDrafter):
         """Keep the target's cache: guesses attend to its keys and values, and write theirs where the draft will be."""
         self._cache = cache
 
-    def begin(self, context: Context) -> tuple[Tensor, tuple[Tensor, _Guesses]]:
+    def guess(self, context: Context, root_B: Tensor, feature_BF: Tensor) -> Tensor:
         """Guess and refine the states of all depths in one pass behind the committed text.
 
         The cache has all committed tokens but the root, whose position is that of the first guessed state. What is
@@ -182,30 +176,11 @@ class FIRPDrafter(TrainableDrafter):
         """
         if self._cache is None:
             raise RuntimeError("a FIRP drafter drafts within an engine, which attaches its cache first.")
-        root_B, feature_BF = context.root()
         cached_B, depths = context.lengths_B - 1, self.config.n_predict
         span = int(cached_B.max()) + depths
         states_BDF = self.guess_states(feature_BF.to(self.upper.target.dtype))
         chain = self.upper.chain(self._cache, cached_B, depths, span, context.slots_B)
-        final_BDF = self.upper.refine(states_BDF, chain)
-        rows_B = torch.arange(len(root_B), device=root_B.device)
-        return root_B, (rows_B, _Guesses(self.score(final_BDF, self.upper)))
-
-    def step(
-        self, depth: int, state: tuple[Tensor, _Guesses], tokens_R: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, _Guesses]]:
-        """Return log q (R, V) in fp32; it is the same for all nodes of a row and depth."""
-        rows_R, guesses = state
-        log_q_BW = torch.log_softmax(guesses.logits_BDW[:, depth].float(), dim=-1)
-        return self.to_vocabulary(log_q_BW)[rows_R], state
-
-    def top_k(
-        self, depth: int, state: tuple[Tensor, _Guesses], tokens_R: Tensor, k: int, scores: bool
-    ) -> tuple[Tensor | None, Tensor, tuple[Tensor, _Guesses]]:
-        """Find the best k once a row, without a softmax unless scores are wanted."""
-        rows_R, guesses = state
-        log_q_Bk, tokens_Bk = self.best_tokens(guesses.logits_BDW[:, depth], k, scores)
-        return None if log_q_Bk is None else log_q_Bk[rows_R], tokens_Bk[rows_R], state
+        return self.score(self.upper.refine(states_BDF, chain), self.upper)
 
     def _refined(self, features_BTF: Tensor, positions_BP: Tensor) -> tuple[Tensor, Tensor]:
         """Guess and refine behind every one of these positions of whole texts, each as decoding would do it there.
@@ -227,33 +202,18 @@ class FIRPDrafter(TrainableDrafter):
         final_BMF = upper.refine(guessed_BPDF.flatten(1, 2), branches)
         return guessed_BPDF, final_BMF.unflatten(1, (-1, self.max_depth))
 
-    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
-        """Predict at every depth, see `TrainableDrafter.forward`; the features have to begin with the text."""
-        batch, length = tokens_BT.shape
-        positions_BP = torch.arange(length, device=tokens_BT.device).expand(batch, -1)
-        _, final_BPDF = self._refined(features_BTF, positions_BP)
-        logits_BPDW = self.score(final_BPDF, self.upper.differentiable)
-        return [
-            self.to_vocabulary(logits_BPDW[:, : length - depth, depth])
-            for depth in range(min(self.max_depth, length))
-        ]
+    def guess_at(self, tokens_BT: Tensor, features_BTF: Tensor, positions_BP: Tensor) -> Tensor:
+        """Return what is guessed behind these positions; the features have to begin with the text."""
+        return self.score(self._refined(features_BTF, positions_BP)[1], self.upper.differentiable)
 
     def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """Return the loss of every depth: what its guess says, and how far its state is from the true one."""
-        depths = self.max_depth
-        law, labels_RN = lesson.law(depths, self.d2t), lesson.labels_RN(depths, self.d2t, self.vocab_size)
         guessed_BPDF, final_BPDF = self._refined(lesson.features_BTF, lesson.positions_BP)
-        logits_RDW = self.score(final_BPDF, self.upper.differentiable).flatten(0, 1)
-        batch, reads_BPN = lesson.reads_BPN(depths)
+        losses, hits = self.judge(lesson, self.score(final_BPDF, self.upper.differentiable))
+        batch, reads_BPN = lesson.reads_BPN(self.max_depth)
         true_BPDF = lesson.features_BTF[batch, reads_BPN + 1].float()
         error_BPD = (guessed_BPDF.float() - true_BPDF).square().sum(-1) / true_BPDF.square().sum(-1)
-        error_D = self.config.state_weight * error_BPD.flatten(0, 1).mean(0)
-        losses, hits = [], []
-        for depth in range(depths):
-            loss, hit = lesson.judge(depth, logits_RDW[:, depth], labels_RN, law)
-            losses.append(loss + error_D[depth])
-            hits.append(hit)
-        return torch.stack(losses), torch.stack(hits)
+        return losses + self.config.state_weight * error_BPD.flatten(0, 1).mean(0), hits
 
     def default_plan(self) -> Plan:
         """Return the tree that config.json asks for; a chain by default."""

@@ -163,7 +163,10 @@ def _levels(
 
 
 def _map_state(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply the function to every tensor of a state made of tensors, tuples, lists and dictionaries."""
+    """Apply the function to every tensor of a state made of tensors, tuples, lists and dictionaries.
+
+    Anything else stays as it is: an object of its own holds what all nodes of a row share.
+    """
     if isinstance(state, Tensor):
         return function(state)
     if isinstance(state, (tuple, list)):

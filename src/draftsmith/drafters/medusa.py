@@ -11,7 +11,7 @@ The folder is the published one: config.json with medusa_num_heads, medusa_num_l
 medusa_lm_head.safetensors with `{head}.{layer}.linear.{weight,bias}` and `{head}.{layers}.weight`, in some files behind
 `medusa_head.`. Tied heads are what text-generation-inference calls version 2, which lacks the last kind of tensor.
 
-Shapes: B rows, R rows of any origin, N heads, F width of the target's states, W drafted vocabulary, k children.
+Shapes: B rows, N heads, F width of the target's states, W drafted vocabulary.
 """
 
 from collections.abc import Mapping
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from draftsmith.drafters import storage
 from draftsmith.drafters.family import Family
 from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock, native_steps
+from draftsmith.drafters.parallel import ParallelSteps
 from draftsmith.drafters.static_tree import MEDUSA_TREE, plan_of
 from draftsmith.drafters.trainable import FrozenTable
 from draftsmith.native.heads import NativeHead, native_heads
@@ -45,16 +46,13 @@ class MedusaOptions(HeadOptions):
 
 @dataclass(frozen=True)
 class Said:
-    """What the heads say of every row. No tensor of the grower's: all nodes of a row share it.
-
-    Either the scores of all heads or the states (B, F) that each head has yet to read.
-    """
+    """What the heads say of every row: the scores of all, or the states (B, F) that each head has yet to read."""
 
     state_BF: Tensor
     scores_NBW: Tensor | None
 
 
-class MedusaDrafter(HeadDrafter):
+class MedusaDrafter(ParallelSteps, HeadDrafter):
     """The heads. They read no tokens, so each is asked once a row, however many nodes its guesses go under."""
 
     family_name = "a set of Medusa heads"
@@ -95,33 +93,17 @@ class MedusaDrafter(HeadDrafter):
         read: Tensor = self.heads[depth](state)
         return read if self.shared is None else self.shared(read)
 
-    def begin(self, context: Context) -> tuple[Tensor, Any]:
-        """Start from the root and the state that predicted it."""
-        root_B, feature_BF = context.root()
+    def prepare(self, context: Context, root_B: Tensor, feature_BF: Tensor) -> Said:
+        """Ask tied heads; the others are asked only as deep as the draft goes."""
         state_BF, scores_NBW = self.start(feature_BF), None
         if self.shared is not None:
             # One pass over the projection, whose weights are most of what is read, for all heads.
             scores_NBW = self.shared(torch.stack([head(state_BF) for head in self.heads]))
-        return root_B, (Said(state_BF, scores_NBW), torch.arange(len(root_B), device=root_B.device))
+        return Said(state_BF, scores_NBW)
 
-    def _scores_BW(self, depth: int, said: Said) -> Tensor:
-        return self.score(depth, said.state_BF) if said.scores_NBW is None else said.scores_NBW[depth]
-
-    def step(self, depth: int, state: Any, tokens_R: Tensor) -> tuple[Tensor, Any]:
-        """Return log q (R, V) in fp32, the same for all nodes of a row."""
-        said, rows_R = state
-        log_q_BW = torch.log_softmax(self._scores_BW(depth, said).float(), dim=-1)
-        return self.to_vocabulary(log_q_BW)[rows_R], state
-
-    def top_k(
-        self, depth: int, state: Any, tokens_R: Tensor, k: int, scores: bool
-    ) -> tuple[Tensor | None, Tensor, Any]:
-        """Return the best k of one head, the same for all nodes of a row."""
-        said, rows_R = state
-        log_q_Bk, tokens_Bk = self.best_tokens(self._scores_BW(depth, said), k, scores)
-        if len(rows_R) == len(tokens_Bk):
-            return log_q_Bk, tokens_Bk, state
-        return (None if log_q_Bk is None else log_q_Bk[rows_R]), tokens_Bk[rows_R], state
+    def depth_scores(self, depth: int, guessed: Said) -> Tensor:
+        """Return the logits (B, W) of one head."""
+        return self.score(depth, guessed.state_BF) if guessed.scores_NBW is None else guessed.scores_NBW[depth]
 
     @torch.no_grad()
     def bind(self, target: "Target") -> None:

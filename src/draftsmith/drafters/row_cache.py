@@ -3,6 +3,11 @@
 A row has the slot here that it has in the target's cache, and keeps it as long as it runs, so that nothing moves when
 others leave. Where the slots of a batch follow each other, what it needs is a slice and never a copy.
 
+A drafter's `attach` makes a `RowCache`. Every step, whether it drafts or not, calls `lay_out` on its context, makes the
+layer's inputs from `tokens_N` and `features_NF` of what that returns, and hands them to `store`; `reset_rows` calls
+`forget`. Entry t of a row is the token at position t + 1 of its text, with the state that predicted it: the first token
+of a text was predicted by nothing. A drafter of several attending layers keeps a `RowCache` for each of them.
+
 Shapes: B rows, N newly committed entries of all rows together, S entries looked at, C capacity of a slot, H query
 heads, G key/value heads, W head width, E width of what attention reads, T context tokens, F feature width.
 """

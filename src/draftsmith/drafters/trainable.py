@@ -115,20 +115,20 @@ class RowwiseDrafter(TrainableDrafter):
     def score(self, depth: int, state: Tensor) -> Tensor:
         """Return the logits (…, W) over the drafted vocabulary."""
 
-    def begin(self, context: Context) -> tuple[Tensor, Tensor]:
+    def begin(self, context: Context) -> tuple[Tensor, Any]:
         """Start from the root and the state that predicted it."""
         root_B, feature_BF = context.root()
         return root_B, self.start(feature_BF)
 
-    def step(self, depth: int, state: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, depth: int, state: Any, tokens_R: Tensor) -> tuple[Tensor, Any]:
         """Return log q (R, V) in fp32 and the state after stage `depth`."""
         state_RS = self.stage(depth, state, tokens_R)
         log_q_RW = torch.log_softmax(self.score(depth, state_RS).float(), dim=-1)
         return self.to_vocabulary(log_q_RW), state_RS
 
     def top_k(
-        self, depth: int, state: Tensor, tokens_R: Tensor, k: int, scores: bool
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        self, depth: int, state: Any, tokens_R: Tensor, k: int, scores: bool
+    ) -> tuple[Tensor | None, Tensor, Any]:
         """Find the best k in the drafted vocabulary, without a softmax unless scores are wanted."""
         state_RS = self.stage(depth, state, tokens_R)
         return *self.best_tokens(self.score(depth, state_RS), k, scores), state_RS
