@@ -362,3 +362,117 @@ def test_a_policy_and_a_plan_exclude_each_other():
         Engine(tiny_target(), plan=CHAIN, policy=Fixed(CHAIN))
     with pytest.raises(DraftsmithError, match="empty"):
         Engine(tiny_target(), {})
+
+
+# ---- what goes wrong
+
+
+def test_a_step_that_breaks_off_ends_what_runs_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    import draftsmith.engine.core as core
+
+    questions = prompts(2)
+    engine = Engine(tiny_target(), oracle_for(tiny_model(), questions), plan=CHAIN)
+    first, second = (engine.stream([question], SamplingParams(max_tokens=20)) for question in questions)
+    next(first), next(second)
+
+    def interrupted(results):
+        raise KeyboardInterrupt("by the user")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "lists_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(first)
+    (*_, last) = list(second)
+    assert last.completion is not None and last.completion.finish_reason == "error"
+    assert "broke off (KeyboardInterrupt: by the user)" in str(last.completion.error)
+    answer = greedy_reference(tiny_model(), questions[1], 20)
+    assert last.completion.tokens == answer[: len(last.completion.tokens)]
+    assert engine.generate([questions[1]], SamplingParams(max_tokens=20))[0].tokens == answer
+    assert engine.core.blocks.held_tokens == 0
+
+
+def test_who_steps_or_aborts_by_hand_takes_nothing_from_a_stream():
+    question = prompts(1)[0]
+    answer = greedy_reference(tiny_model(), question, 20)
+    engine = Engine(tiny_target(), oracle_for(tiny_model(), [question]), plan=CHAIN)
+    stream = engine.stream([question], SamplingParams(max_tokens=20))
+    tokens = list(next(stream).tokens)
+    engine.core.step()
+    tokens += [token for chunk in stream for token in chunk.tokens]
+    assert tokens == answer
+    stream = engine.stream([question], SamplingParams(max_tokens=20))
+    next(stream)
+    engine.core.abort(next(iter(engine.core._requests)))
+    (*_, last) = list(stream)
+    assert last.completion is not None and last.completion.finish_reason == "abort"
+
+
+def test_a_drafter_that_remembers_serves_one_core_at_a_time():
+    question = prompts(1)[0]
+    oracle = oracle_for(tiny_model(), [question])
+    one, other = (Engine(tiny_target(), oracle, plan=CHAIN) for _ in range(2))
+    stream = one.stream([question], SamplingParams(max_tokens=9))
+    next(stream)
+    with pytest.raises(DraftsmithError, match="drafting for another engine"):
+        other.generate([question], SamplingParams(max_tokens=4))
+    stream.close()
+    assert other.generate([question], SamplingParams(max_tokens=4))[0].tokens == greedy_reference(
+        tiny_model(), question, 4
+    )
+
+
+def test_an_engine_that_never_drafts_needs_no_memory_and_finds_it_when_a_request_does():
+    question = prompts(1)[0]
+    oracle = oracle_for(tiny_model(), [question])
+    engine = Engine(tiny_target(), oracle, plan=NO_DRAFT)
+    (plain,) = engine.admit_call([question], SamplingParams(max_tokens=9))
+    engine.core.add(plain)
+    engine.core.step()
+    (drafted,) = engine.admit_call([question], SamplingParams(max_tokens=9), CHAIN)
+    engine.core.add(drafted)
+    run_out(engine)
+    answer = greedy_reference(tiny_model(), question, 9)
+    assert plain.completion().tokens == drafted.completion().tokens == answer
+    assert sum(drafted.history.accepted) > 0 and sum(plain.history.drafted) == 0
+
+
+def test_what_was_not_read_to_a_finite_end_is_not_shared():
+    """One piece holds a token that cannot be read: PyTorch's attention spoils the keys of those before it."""
+    model = tiny_model()
+    token = 77
+    good = [t for t in prompts(1, shortest=90, longest=90, seed=8)[0] if t != token][:BLOCK]
+    good += [5] * (BLOCK - len(good))
+    model.get_input_embeddings().weight.data[token] = torch.nan
+    target = Target(model, name="broken")
+    engine = Engine(target, piece_tokens=BLOCK + 16)
+    (sick,) = engine.admit_call([[*good, token, *good[:30]]], SamplingParams(max_tokens=3))
+    engine.core.add(sick)
+    engine.core.step()
+    engine.core.abort(sick.id)
+    params = SamplingParams(max_tokens=6, logit_bias={token: -1e4})
+    expected = Engine(target, share_prefixes=False).generate([[*good, 1]], params)[0]
+    found = engine.generate([[*good, 1]], params)[0]
+    assert found.finish_reason == "length" and found.tokens == expected.tokens
+
+
+def test_a_policy_may_name_only_what_is_there():
+    with pytest.raises(DraftsmithError, match="names the drafter 'other', but there is drafter"):
+        Engine(tiny_target(), NgramDrafter(NgramOptions()), policy=Fixed(CHAIN, "other"))
+
+    class Surprising(OffAbove):
+        def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
+            return [Choice(TREE)] * len(rows)
+
+    engine = Engine(tiny_target(), NgramDrafter(NgramOptions()), policy=Surprising(CHAIN, 3))
+    with pytest.raises(DraftsmithError, match="none of its choices"):
+        engine.generate(prompts(1), SamplingParams(max_tokens=4))
+
+
+def test_what_ends_early_has_its_share_of_the_time():
+    engine = Engine(tiny_target())
+    (request,) = engine.admit_call(prompts(1), SamplingParams(max_tokens=60))
+    engine.core.add(request)
+    for _ in range(4):
+        engine.core.step()
+    engine.core.abort(request.id)
+    assert request.completion().statistics.decode_s > 0

@@ -251,8 +251,9 @@ class TokenLogprob:
 class Completion:
     """One finished continuation.
 
-    `finish_reason` is "stop" (end token, stop string or stop id), "length", or "error": the target had no finite
-    logits for the next token. Then `error` is the sentence that says so, and the tokens before it stand.
+    `finish_reason` is "stop" (end token, stop string or stop id), "length", "deadline", "abort", or "error": the target
+    had no finite logits for the next token, or a step broke off. Then `error` is the sentence that says so. Whatever it
+    is, the tokens before it stand.
     `accepted_lengths[i]` says how many of the tokens of step i were drafted, so that a reader can colour them; the
     prefill's token is not a step, and a text cut inside an accepted path counts its last token as the target's own,
     so that tokens add up to 1 + the sum of (1 + accepted).

@@ -1,5 +1,6 @@
 """The contract of a drafter. Shapes: B rows, R = B × frontier nodes, S state width, F feature width, V vocabulary."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,9 @@ class Drafter(ABC):
     whatever the plan, which leaves the text exact all the same."""
     can_compile: bool = False
     """Whether `propose` is made of tensor operations alone, so that a compiler can take it in whole."""
+
+    owner: "weakref.ref[object] | None" = None
+    """Who it remembers rows of; whoever attaches it says so."""
 
     observes: bool = False
     """Whether `observe` is to be called; it costs an argmax over the vocabulary at every node."""

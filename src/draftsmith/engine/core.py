@@ -6,7 +6,10 @@ Not safe for threads by itself: one caller at a time; `AsyncEngine` is for many.
 """
 
 import time
+import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
@@ -93,8 +96,10 @@ class EngineCore:
         self.is_native = target.is_native and all(drafter.is_native for drafter in self.drafters.values())
         self.compiler = Compiler(compile, target.device, self.is_native)
         slots = self.compiler.slots(limits.max_batch)
-        capacity = limits.max_length + DRAFT_ROOM
-        blocks = -(-limits.max_tokens // BLOCK) + slots * (DRAFT_ROOM // BLOCK + 2)
+        # Drafters that work on the target's own cache write as much as they like there.
+        room = DRAFT_ROOM if any(drafter.borrows_layers for drafter in self.drafters.values()) else 1
+        capacity = limits.max_length + DRAFT_ROOM + room
+        blocks = -(-limits.max_tokens // BLOCK) + slots * ((DRAFT_ROOM + room) // BLOCK + 2)
         remembers = any(drafter.reads_prompt for drafter in self.drafters.values())
         taps = union_of_taps(list(self.drafters.values()))
         self.cache = target.new_cache(
@@ -105,15 +110,13 @@ class EngineCore:
         # Rows of padding write where nobody reads.
         self._spare_slots = list(range(limits.max_batch, slots))
         for slot in self._spare_slots:
-            self.blocks.reserve(slot, DRAFT_ROOM)
+            self.blocks.reserve(slot, DRAFT_ROOM + BLOCK)
         self.stepper = Stepper(target, self.drafters, self.cache, self.compiler)
         self._penalties = Penalties(slots, target.vocab_size, target.device)
         self._prompts = PromptReader(self.stepper, self._penalties)
-        # Drafters that work on the target's own cache write as much as they like there.
-        borrows = any(drafter.borrows_layers for drafter in self.drafters.values())
         self.scheduler = Scheduler(
             self.blocks, limits.max_batch, limits.max_tokens, limits.piece, limits.largest_piece,
-            DRAFT_ROOM if borrows else 1, limits.share,
+            room, limits.share, remembers,
         )
         self._ids = count()
         self._requests: dict[int, Request] = {}
@@ -125,25 +128,41 @@ class EngineCore:
         self._clock = Clock(target.device)
         # A row's share of all seconds so far: what a request has cost is the difference between two readings.
         self._spent = {"target": 0.0, "drafter": 0.0, "rest": 0.0}
+        self._allowed = frozenset(policy.choices)
+        self._inboxes: dict[int, deque[Progress]] = {}
+        # Whether drafters know where rows are, since none was there last.
+        self._attached = False
         for choice in policy.choices:
             self.check_plan(choice.plan)
+            if choice.drafter is not None and choice.drafter not in self.drafters:
+                raise DraftsmithError(
+                    f"the policy names the drafter {choice.drafter!r}, but there is {', '.join(self.drafters)}."
+                )
 
     # ---- what callers use
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Request, inbox: "deque[Progress] | None" = None) -> int:
         """Let a request in; it waits until there is room. Returns its id.
 
+        Args:
+            inbox: gets what every step brings to this request, whoever steps.
+
         Raises:
-            DraftsmithError: when it can never fit.
+            DraftsmithError: when it can never fit, or a drafter with a memory is busy in another core.
         """
         self.check(request)
-        plans = [request.plan] if request.plan is not None else [choice.plan for choice in self.policy.choices]
+        choices = self.policy.choices if request.plan is None else (Choice(request.plan),)
+        request.choice = None if request.plan is None else choices[0]
+        request.never_drafts = not any(choice.plan.depth for choice in choices)
+        plans = [choice.plan for choice in choices]
         request.statistics.lossless = request.params.temperature == 0 or all(plan.lossless for plan in plans)
-        if not self.scheduler.has_work:
-            # A request that never drafts may be followed by others that do.
-            self._attach([choice.plan for choice in self.policy.choices] if request.never_drafts else plans)
+        self._attached &= self.scheduler.has_work
+        if not (self._attached or request.never_drafts):
+            self._attach(choices)
         request.id = next(self._ids)
         self._requests[request.id] = request
+        if inbox is not None:
+            self._inboxes[request.id] = inbox
         self.scheduler.add(request)
         return request.id
 
@@ -163,15 +182,26 @@ class EngineCore:
     def step(self) -> list[Progress]:
         """Advance every row that decodes, let in who fits, read pieces of prompts; say what came of it.
 
-        A request appears at most once in what is returned.
+        A request appears at most once in what is returned. If anything raises, all requests end with an error, because
+        nobody knows how far their rows came; the core goes on with those that are added later.
         """
-        progress = [self._expire(request) for request in self.scheduler.overdue()]
-        self._regroup()
-        if self._groups:
-            progress += self._decode()
-        pieces = self.scheduler.pieces()
-        if pieces:
-            progress += self._read(pieces)
+        try:
+            progress = [self._expire(request) for request in self.scheduler.overdue()]
+            self._regroup()
+            if self._groups:
+                progress += self._decode()
+            pieces = self.scheduler.pieces()
+            if pieces:
+                progress += self._read(pieces)
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        for one in progress:
+            inbox = self._inboxes.get(one.request.id)
+            if inbox is not None:
+                inbox.append(one)
+                if one.finished:
+                    del self._inboxes[one.request.id]
         return progress
 
     def check(self, request: Request) -> None:
@@ -202,8 +232,11 @@ class EngineCore:
         lines = [first.table_BX.tolist() for first in found]
         seconds = self._clock.stop()["prefill"] / len(pieces)
         for piece in pieces:
-            piece.request.read = piece.end
             piece.request.statistics.prefill_s += seconds
+            if piece.stored:
+                piece.request.told = piece.end
+            else:
+                piece.request.read = piece.end
         progress = []
         for first, table in zip(found, lines, strict=True):
             for b, request in enumerate(first.rows.requests):
@@ -216,7 +249,7 @@ class EngineCore:
         # them on, and only a text that was read to a finite end is handed to others.
         for piece in pieces:
             request = piece.request
-            still_there = self.limits.share and request.slot >= 0
+            still_there = self.limits.share and request.slot >= 0 and not piece.stored
             if still_there and (self.target.is_native or piece.ends_prompt):
                 self.blocks.publish(request.slot, request.prompt[: piece.end])
         self._changed = True
@@ -230,12 +263,12 @@ class EngineCore:
         scheduler = self.scheduler
         load = Load(len(running), len(scheduler.reading), len(scheduler.waiting), self.limits.max_batch)
         asked = self.policy.choose(load, [request.history for request in running])
-        choices = [
-            choice if request.plan is None else Choice(request.plan)
-            for request, choice in zip(running, asked, strict=True)
-        ]
+        choices = [request.choice or choice for request, choice in zip(running, asked, strict=True)]
         if not self._changed and choices == self._choices:
             return
+        unknown = next((choice for choice in set(asked) if choice not in self._allowed), None)
+        if unknown is not None:
+            raise DraftsmithError(f"the policy chose {unknown}, which is none of its choices; add it to them.")
         self._changed, self._choices = False, choices
         for rows in self._groups:
             for b, request in enumerate(rows.requests):
@@ -281,7 +314,7 @@ class EngineCore:
             for b, request in enumerate(rows.requests):
                 line, raw_TV = table[b], None if raw_BTV is None else raw_BTV[b]
                 if line[1] == NOT_FINITE and result.depth:
-                    line, raw_TV = reread(self.stepper, rows, result.before, b, self._penalties, DRAFT_ROOM)
+                    line, raw_TV = reread(self.stepper, rows, result.before, b, self._penalties)
                 progress.append(self._take(request, line, raw_TV, result.depth))
         seconds["rest"] += time.perf_counter() - begun
         rows_now = len(progress)
@@ -328,6 +361,8 @@ class EngineCore:
     def _let_go(self, request: Request) -> None:
         """Free what a request that ended holds, for others to use or to share."""
         del self._requests[request.id]
+        if request.began:
+            self._add_up(request)
         self._sources.pop(request.id, None)
         if request.slot >= 0:
             for drafter in self.drafters.values():
@@ -337,7 +372,7 @@ class EngineCore:
             pass  # nobody else shall begin with what could not be read
         elif request.tokens:
             stored = request.prompt + request.tokens[:-1]
-        else:
+        elif self.target.is_native:
             stored = request.prompt[: request.read]
         self.scheduler.remove(request, stored)
         self._changed = True
@@ -351,12 +386,36 @@ class EngineCore:
         statistics.drafter_s = self._spent["drafter"] - began["drafter"]
         statistics.rest_s = self._spent["rest"] - began["rest"]
 
-    def _attach(self, plans: Sequence[Plan]) -> None:
-        """Tell drafters where rows will be, now that none is there; they may have served another core meanwhile."""
-        largest = max(plans, key=lambda plan: plan.max_nodes)
-        if largest.depth:
-            for drafter in self.drafters.values():
-                drafter.attach(self.cache, largest)
+    def _break_off(self, error: BaseException) -> None:
+        """End everybody after a step that raised somewhere in the middle."""
+        for request in list(self._requests.values()):
+            request.fail(f"a step of the engine broke off ({type(error).__name__}: {error}); ask again.")
+            # The device may be gone, and then freeing what lies on it raises as well.
+            with suppress(Exception):
+                self._let_go(request)
+        self._requests.clear()
+        self._inboxes.clear()
+        self._sources.clear()
+        self._groups, self._clock = [], Clock(self.target.device)
+
+    def _attach(self, choices: Sequence[Choice]) -> None:
+        """Tell drafters where rows will be, now that none of them is theirs; they may have served another core."""
+        first = next(iter(self.drafters))
+        remember = [one for one in self.drafters.values() if one.reads_prompt or one.borrows_layers or one.observes]
+        for drafter in remember:
+            owner = drafter.owner() if drafter.owner is not None else None
+            if isinstance(owner, EngineCore) and owner is not self and owner.has_work:
+                raise DraftsmithError(
+                    "this drafter is drafting for another engine, and it remembers that one's rows; finish or close "
+                    "what runs there, or load the drafter once more."
+                )
+        for name, drafter in self.drafters.items():
+            plans = [choice.plan for choice in choices if (choice.drafter or first) == name]
+            plans = plans or [choice.plan for choice in self.policy.choices]
+            drafter.attach(self.cache, max(plans, key=lambda plan: plan.max_nodes))
+        for drafter in remember:
+            drafter.owner = weakref.ref(self)
+        self._attached = True
 
 
 def lists_of(results: Sequence[StepResult]) -> list[list[list[int]]]:

@@ -100,7 +100,6 @@ class Engine:
         self.core = EngineCore(target, drafters, policy, limits, compile)
         """What decodes; adding to it and stepping it by hand is a face of the engine like the others."""
         self.is_native = self.core.is_native
-        self._inboxes: dict[int, deque[list[Progress]]] = {}
 
     @classmethod
     def from_pretrained(
@@ -232,30 +231,28 @@ class Engine:
 
     def _run(self, requests: list[Request]) -> Iterator[list[Progress]]:
         """Step until these requests have ended, yielding what every step brought them; frees them however it ends."""
-        core, inbox = self.core, deque[list[Progress]]()
+        core, inbox = self.core, deque[Progress]()
+        told: set[int] = set()
         try:
             for request in requests:
-                self._inboxes[core.add(request)] = inbox
-            left = len(requests)
-            while left:
-                if not inbox:
-                    self._step()
-                while inbox:
-                    committed = inbox.popleft()
-                    left -= sum(progress.finished for progress in committed)
+                core.add(request, inbox)
+            left = list(requests)
+            while True:
+                if inbox:
+                    committed = list(inbox)
+                    inbox.clear()
+                    told.update(progress.request.id for progress in committed if progress.finished)
                     yield committed
+                while left and left[-1].finish_reason is not None:
+                    left.pop()
+                if not left and not inbox:
+                    break
+                if not inbox:
+                    core.step()
+            # Somebody else may have ended some of them.
+            silent = [request for request in requests if request.id not in told]
+            if silent:
+                yield [Progress(request, [], True) for request in silent]
         finally:
             for request in requests:
-                self._inboxes.pop(request.id, None)
                 core.abort(request.id)
-
-    def _step(self) -> None:
-        """Advance everybody, and put what it brought into the inboxes of the calls."""
-        inboxes = self._inboxes
-        arrived: dict[int, tuple[deque[list[Progress]], list[Progress]]] = {}
-        for progress in self.core.step():
-            inbox = inboxes.get(progress.request.id)
-            if inbox is not None:
-                arrived.setdefault(id(inbox), (inbox, []))[1].append(progress)
-        for inbox, committed in arrived.values():
-            inbox.append(committed)

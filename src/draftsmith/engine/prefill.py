@@ -53,8 +53,14 @@ class PromptReader:
         self._remembers = any(drafter.reads_prompt for drafter in stepper.drafters.values())
 
     def read(self, pieces: Sequence[Piece]) -> list[FirstTokens]:
-        """Read pieces of different prompts."""
-        return [found for some in self._forwards(pieces) if (found := self._read(some)) is not None]
+        """Read pieces of prompts, and tell drafters of those that are stored already."""
+        fresh = []
+        for piece in pieces:
+            if piece.stored:
+                self._tell_stored(piece)
+            else:
+                fresh.append(piece)
+        return [found for some in self._forwards(fresh) if (found := self._read(some)) is not None]
 
     def _forwards(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
         """Divide pieces into those that are read in one forward."""
@@ -139,7 +145,6 @@ class PromptReader:
         for b, piece in enumerate(pieces):
             if piece.request.never_drafts:
                 continue
-            self._tell_shared(piece)
             if not piece.ends_prompt or piece.end - piece.begin > 1:
                 telling.append((b, piece))
         if not telling:
@@ -156,18 +161,16 @@ class PromptReader:
         features_BTF = features_BMF[index_B, :longest]
         self._stepper.follow(self._context(requests, tokens_BT, features_BTF, counts_B, lengths_B), None)
 
-    def _tell_shared(self, piece: Piece) -> None:
-        """Hand over what the prompt has in common with others, which was not read again, from the states kept of it."""
-        request, begin = piece.request, piece.begin
-        if begin == 0 or begin != request.shared:
-            return
+    def _tell_stored(self, piece: Piece) -> None:
+        """Hand over what the prompt has in common with others, which is not read again, from the states kept of it."""
+        request, (begin, end) = piece.request, (piece.begin, piece.end)
         target, cache = self._stepper.target, self._stepper.cache
-        tokens_1T = torch.tensor([request.prompt[1 : begin + 1]], device=target.device)
-        features_1TF = torch.empty((1, begin, 0), dtype=target.dtype, device=target.device)
+        tokens_1T = torch.tensor([request.prompt[begin + 1 : end + 1]], device=target.device)
+        features_1TF = torch.empty((1, end - begin, 0), dtype=target.dtype, device=target.device)
         if cache.states_NEF is not None:
-            features_1TF = cache.read_states(request.slot, 0, begin).unsqueeze(0)
-        counts_1 = torch.tensor([begin], device=tokens_1T.device)
-        self._stepper.follow(self._context([request], tokens_1T, features_1TF, counts_1, counts_1 + 1), None)
+            features_1TF = cache.read_states(request.slot, begin, end).unsqueeze(0)
+        counts_1 = torch.tensor([end - begin], device=target.device)
+        self._stepper.follow(self._context([request], tokens_1T, features_1TF, counts_1, counts_1 + begin + 1), None)
 
     def _begin(self, requests: list[Request], logits_B1V: Tensor, features_B1F: Tensor) -> FirstTokens:
         """Choose the first tokens of texts; their logits and states are those behind the prompts."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.engine.policy import RowHistory
+from draftsmith.engine.policy import Choice, RowHistory
 from draftsmith.engine.text import TextStream
 from draftsmith.plan import Plan
 from draftsmith.types import Completion, SamplingParams, Statistics, TokenLogprob
@@ -27,6 +27,7 @@ class Request:
         keeps_logits: whether `raw_logits` is filled, which costs a row of the vocabulary's width for every token.
         read: tokens of the prompt whose keys and values the cache holds.
         shared: of these, how many were there from another request.
+        told: of the shared ones, how many drafters with a memory have heard of.
         reserved: places of its slot that have memory, as far as was asked.
     """
 
@@ -44,6 +45,7 @@ class Request:
     keeps_logits: bool = False
     read: int = 0
     shared: int = 0
+    told: int = 0
     reserved: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -56,6 +58,10 @@ class Request:
     """The most guesses that any step could have accepted."""
     began: dict[str, float] = field(default_factory=dict)
     """A row's share of all seconds of the core when this one began to decode."""
+    choice: Choice | None = None
+    """What its own plan asks for at every step, if it has one."""
+    never_drafts: bool = False
+    """Whether no step of it will ever draft, so that drafters need not know it; the core finds that out."""
     history: RowHistory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,11 +91,6 @@ class Request:
     def wants_logits(self) -> bool:
         """Whether a step has to hand over the logits that chose its tokens."""
         return self.keeps_logits or self.params.logprobs is not None
-
-    @property
-    def never_drafts(self) -> bool:
-        """Whether no step of it will ever draft, so that drafters need not know it."""
-        return self.plan is not None and self.plan.depth == 0
 
     def commit(self, tokens: list[int]) -> int:
         """Append tokens up to the first that ends the request; return how many were taken."""

@@ -22,14 +22,13 @@ from draftsmith.verify import accept_greedy, tree_tables
 
 
 def reread(
-    stepper: Stepper, rows: Rows, before: Context, row: int, penalties: Penalties, room: int
+    stepper: Stepper, rows: Rows, before: Context, row: int, penalties: Penalties
 ) -> tuple[list[int], Tensor]:
     """Take back what a step did to one row, and let it go on by one token of the target's own.
 
     Args:
         rows: after the step; its context and history are put right for this row.
         before: the context that the step began with.
-        room: entries of the cache that the step may have written behind the row's committed tokens.
 
     Returns:
         the row's line of the table of `StepResult`, which says `NOT_FINITE` if no guess was to blame, and the
@@ -39,13 +38,14 @@ def reread(
     penalties.restore(request)
     context = pick(before, [row])
     one = make_rows([request], context, Choice(NO_DRAFT), target.vocab_size, penalties)
-    cache.wipe(request.slot, request.length - 1, request.length - 1 + room)
     draft = empty_draft(context)
     visible_BMM, depths_BM = tree_tables(draft.parents_BN, 0)
     root_B1 = context.root()[0].unsqueeze(1)
     logits_BMV, features_BMF = target.forward(
         cache, Nodes(root_B1, context.lengths_B - 1, context.slots_B, depths_BM, visible_BMM), stepper.taps
     )
+    if cache.states_NEF is not None:
+        cache.store_states(context.slots_B, (context.lengths_B - 1).unsqueeze(1), features_BMF)
     layout = Layout(draft, root_B1, depths_BM, visible_BMM)
     if one.simple:
         acceptance = accept_greedy(logits_BMV.argmax(dim=-1), draft)

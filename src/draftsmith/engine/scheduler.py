@@ -1,8 +1,8 @@
 """Whose turn it is: which requests get a slot, and which pieces of prompts are read beside the next decoding step.
 
-First come, first served, within a priority. What does not fit waits, and nothing overtakes it, so nobody starves. A
-request takes its slot when everything it may ever hold fits beside what the others may hold: so none has to be thrown
-out in the middle.
+First come, first served, within a priority. What does not fit waits, and nothing of its priority overtakes it, so that
+nobody starves but by a steady flow of requests that matter more. A request takes its slot when everything it may ever
+hold fits beside what the others may hold: so none has to be thrown out in the middle.
 """
 
 import heapq
@@ -15,11 +15,12 @@ from draftsmith.target import BLOCK, Blocks
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `begin` to `end` - 1 of a request's prompt, to be read next."""
+    """Tokens `begin` to `end` - 1 of a request's prompt: to be read next, or, if `stored`, to be told to drafters."""
 
     request: Request
     begin: int
     end: int
+    stored: bool = False
 
     @property
     def ends_prompt(self) -> bool:
@@ -39,6 +40,7 @@ class Scheduler:
         largest_piece: the same while none does.
         room: places that a step may write behind a row's text.
         share: whether prompts that begin alike are read and stored once.
+        tells: whether a drafter with a memory wants to hear of prompts.
     """
 
     blocks: Blocks
@@ -48,6 +50,7 @@ class Scheduler:
     largest_piece: int
     room: int
     share: bool
+    tells: bool
     waiting: list[tuple[int, int, Request]] = field(default_factory=list)
     reading: list[Request] = field(default_factory=list)
     decoding: dict[int, Request] = field(default_factory=dict)
@@ -98,6 +101,12 @@ class Scheduler:
                 if self._comes_later(request):
                     continue
                 request.read = request.shared = self.blocks.share(request.slot, request.prompt)
+            if self.tells and request.told < request.shared and not request.never_drafts:
+                told = min(request.shared, request.told + budget)
+                budget -= told - request.told
+                pieces.append(Piece(request, request.told, told, stored=True))
+                if budget <= 0:
+                    break
             end = min(len(request.prompt), request.read + budget)
             budget -= end - request.read
             self.blocks.reserve(request.slot, min(end + self.room, self.blocks.cache.capacity))
@@ -112,6 +121,8 @@ class Scheduler:
             if other is request:
                 return False
             theirs = other.prompt
+            if theirs[:BLOCK] != mine[:BLOCK]:
+                continue
             most = min(len(mine) - 1, len(theirs)) // BLOCK * BLOCK
             while most > best:
                 if mine[:most] == theirs[:most]:
