@@ -15,7 +15,6 @@ from itertools import count
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.engine.clock import Clock
@@ -28,7 +27,7 @@ from draftsmith.engine.request import Request
 from draftsmith.engine.reread import reread
 from draftsmith.engine.rows import Penalties, Rows, gather, is_simple, make_rows
 from draftsmith.engine.scheduler import Piece, Scheduler, whole
-from draftsmith.engine.step import Stepper, StepResult, union_of_taps
+from draftsmith.engine.step import Stepper, lists_of, union_of_taps
 from draftsmith.plan import Plan
 from draftsmith.target import BLOCK, Blocks, Target
 from draftsmith.types import CompileLevel, Context, DraftsmithError
@@ -416,18 +415,3 @@ class EngineCore:
         for drafter in remember:
             drafter.owner = weakref.ref(self)
         self._attached = True
-
-
-def lists_of(results: Sequence[StepResult]) -> list[list[list[int]]]:
-    """Bring the tables of all groups to the host, in one transfer."""
-    tables = [table_BX for result in results for table_BX in result.tables]
-    if len(tables) == 1:
-        return [tables[0].tolist()]
-    width = max(table_BX.shape[1] for table_BX in tables)
-    lines = torch.cat([pad(table_BX, (0, width - table_BX.shape[1])) for table_BX in tables]).tolist()
-    found = []
-    for result in results:
-        size = sum(len(table_BX) for table_BX in result.tables)
-        found.append(lines[:size])
-        lines = lines[size:]
-    return found

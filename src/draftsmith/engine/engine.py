@@ -111,10 +111,13 @@ class Engine:
         device: str = "auto",
         trust_remote_code: bool = False,
         plan: Plan | None = None,
+        policy: Policy | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
         max_tokens_in_flight: int | None = None,
         draft_rows: int | None = None,
+        piece_tokens: int | None = None,
+        share_prefixes: bool = True,
         compile: CompileLevel = "off",
     ) -> "Engine":
         """Load target and drafter by hub name or folder.
@@ -125,8 +128,9 @@ class Engine:
         loaded = Target.from_pretrained(target, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         guesser = load_drafter(drafter, loaded) if drafter is not None else None
         return cls(
-            loaded, guesser, plan=plan, max_batch=max_batch, max_length=max_length,
-            max_tokens_in_flight=max_tokens_in_flight, draft_rows=draft_rows, compile=compile,
+            loaded, guesser, plan=plan, policy=policy, max_batch=max_batch, max_length=max_length,
+            max_tokens_in_flight=max_tokens_in_flight, draft_rows=draft_rows, piece_tokens=piece_tokens,
+            share_prefixes=share_prefixes, compile=compile,
         )
 
     def generate(

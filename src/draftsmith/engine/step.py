@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.clock import Clock
@@ -202,6 +203,21 @@ class Stepper:
         A method, so that a proof can put a broken rule in their place.
         """
         return choose(rows, context, logits_BMV, layout, self.target.native)
+
+
+def lists_of(results: Sequence[StepResult]) -> list[list[list[int]]]:
+    """Bring the tables of all groups to the host, in one transfer."""
+    tables = [table_BX for result in results for table_BX in result.tables]
+    if len(tables) == 1:
+        return [tables[0].tolist()]
+    width = max(table_BX.shape[1] for table_BX in tables)
+    lines = torch.cat([pad(table_BX, (0, width - table_BX.shape[1])) for table_BX in tables]).tolist()
+    found = []
+    for result in results:
+        size = sum(len(table_BX) for table_BX in result.tables)
+        found.append(lines[:size])
+        lines = lines[size:]
+    return found
 
 
 def concat(tensors_B: Sequence[Tensor]) -> Tensor:

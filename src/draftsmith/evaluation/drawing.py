@@ -15,13 +15,12 @@ from draftsmith.engine.admission import SEED_STRIDE
 from draftsmith.engine.clock import Clock
 from draftsmith.engine.commit import NOT_FINITE
 from draftsmith.engine.compiled import Compiler
-from draftsmith.engine.core import lists_of
 from draftsmith.engine.policy import Choice
 from draftsmith.engine.prefill import PromptReader
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Penalties, Rows, make_rows, pick
 from draftsmith.engine.scheduler import Piece
-from draftsmith.engine.step import Stepper
+from draftsmith.engine.step import Stepper, lists_of
 from draftsmith.engine.text import TextStream
 from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Target
