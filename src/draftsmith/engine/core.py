@@ -40,7 +40,7 @@ LARGEST_PIECE = 2048
 """The same while none does."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Progress:
     """What a step brought to one request: tokens, and whether they are the last, so that its `completion` is ready."""
 
