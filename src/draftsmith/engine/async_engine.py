@@ -5,10 +5,13 @@ task, a closed stream) takes the request out.
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from types import TracebackType
 
 from draftsmith.engine.admission import Prompt
@@ -22,13 +25,27 @@ log = logging.getLogger(__name__)
 Inbox = asyncio.Queue[Chunk | BaseException]
 
 
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The requests of one caller, and where it listens."""
+
+    requests: list[Request]
+    loop: asyncio.AbstractEventLoop
+    inbox: Inbox
+
+    def tell(self, what: Chunk | BaseException) -> None:
+        _call_in(self.loop, lambda: self.inbox.put_nowait(what))
+
+
 class AsyncEngine:
     """Use as `async with AsyncEngine(engine) as served:`; the engine belongs to it until then.
+
+    A step that fails stops it for good: every caller gets the error, and the engine must not be used again.
 
     Args:
         engine: what decodes.
         max_waiting: most calls that are in at once, running or waiting; who comes then waits in `generate` or `stream`
-            until one has ended.
+            until one has ended, and they are let in in the order in which they came, whatever their priority.
     """
 
     def __init__(self, engine: Engine, max_waiting: int = 1024) -> None:
@@ -36,14 +53,22 @@ class AsyncEngine:
             raise DraftsmithError(f"max_waiting is {max_waiting}; use at least 1.")
         self.engine = engine
         self._room = asyncio.Semaphore(max_waiting)
+        self._admitting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        # `_work` guards these four.
         self._work = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
-        self._listeners: dict[int, tuple[asyncio.AbstractEventLoop, Inbox]] = {}
+        self._calls: set[_Call] = set()
         self._stopping = False
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="draftsmith-engine", daemon=True)
+        # By the id of a request; of the thread that steps alone.
+        self._listeners: dict[int, _Call] = {}
 
     async def __aenter__(self) -> "AsyncEngine":
+        if self._thread is not None:
+            raise DraftsmithError("an AsyncEngine can be entered only once; make another one.")
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="draftsmith-engine", daemon=True)
         self._thread.start()
         return self
 
@@ -57,7 +82,7 @@ class AsyncEngine:
         with self._work:
             self._stopping = True
             self._work.notify()
-        if self._thread.is_alive():
+        if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
     async def generate(
@@ -79,86 +104,141 @@ class AsyncEngine:
 
         Args:
             plan: shape of its drafts; None leaves it to the engine's policy.
-            priority: the larger, the sooner its turn comes.
-            timeout: seconds after which it ends with what it has, `finish_reason` being "deadline"; None for none.
+            priority: among the calls that are in, the larger, the sooner its turn comes; see `max_waiting`.
+            timeout: seconds from this call, also while it waits for room, after which it ends with what it has,
+                `finish_reason` being "deadline"; None for none.
 
         Raises:
-            DraftsmithError: for a request that the engine refuses, and when the engine is closed.
+            DraftsmithError: for a request that the engine refuses, and when the engine is not running.
         """
-        loop, inbox = asyncio.get_running_loop(), Inbox()
+        self._check_running()
+        deadline = None if timeout is None else time.monotonic() + timeout
         # Tokenizers take long enough over a long prompt to keep the loop from others.
-        requests = await asyncio.to_thread(self.engine.admit_call, [prompt], params, plan, priority, timeout)
-        async with self._room:
-            left = len(requests)
-            self._tell(lambda: self._enter(requests, loop, inbox))
-            try:
-                while left:
-                    chunk = await inbox.get()
-                    if isinstance(chunk, BaseException):
-                        raise chunk
-                    left -= chunk.completion is not None
-                    yield chunk
-            finally:
-                if left and not self._stopping:
-                    self._tell(lambda: self._leave(requests))
+        requests = await asyncio.to_thread(self._admit, prompt, params, plan, priority, timeout)
+        for request in requests:
+            request.deadline = deadline
+        if not await self._find_room(deadline):
+            for request in requests:
+                request.finish("deadline")
+                yield Chunk(request.index, [], request.text.take(), request.completion())
+            return
+        left, call = len(requests), _Call(requests, asyncio.get_running_loop(), Inbox())
+        try:
+            self._join(call)
+            while left:
+                chunk = await call.inbox.get()
+                if isinstance(chunk, BaseException):
+                    raise chunk
+                left -= chunk.completion is not None
+                yield chunk
+        finally:
+            self._part(call, unfinished=left > 0)
+            self._room.release()
+
+    def _admit(
+        self, prompt: Prompt, params: SamplingParams | None, plan: Plan | None, priority: int, timeout: float | None
+    ) -> list[Request]:
+        # Fast tokenizers must not be called by two threads at once where truncation or padding is set.
+        with self._admitting:
+            return self.engine.admit_call([prompt], params, plan, priority, timeout)
+
+    async def _find_room(self, deadline: float | None) -> bool:
+        """Take a place among `max_waiting`; return whether there was one before the deadline."""
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+                await self._room.acquire()
+        except TimeoutError:
+            return False
+        return True
+
+    def _check_running(self) -> None:
+        if self._failure is not None:
+            raise DraftsmithError(f"the engine has stopped: {self._failure}") from self._failure
+        if self._stopping:
+            raise DraftsmithError("the engine is closed; open another one.")
+        if self._thread is None:
+            raise DraftsmithError("the engine is not running; use it inside `async with AsyncEngine(engine)`.")
+
+    def _join(self, call: _Call) -> None:
+        with self._work:
+            self._check_running()
+            self._calls.add(call)
+            self._commands.append(lambda: self._enter(call))
+            self._work.notify()
+
+    def _part(self, call: _Call, unfinished: bool) -> None:
+        """Forget a call, and take out what it has unfinished. Never raises."""
+        with self._work:
+            self._calls.discard(call)
+            if unfinished and not self._stopping:
+                self._commands.append(lambda: self._leave(call))
+                self._work.notify()
 
     # ---- the thread that steps
 
-    def _tell(self, command: Callable[[], None]) -> None:
-        with self._work:
-            if self._failure is not None:
-                raise DraftsmithError(f"the engine has stopped: {self._failure}") from self._failure
-            if self._stopping:
-                raise DraftsmithError("the engine is closed; open another one.")
-            self._commands.append(command)
-            self._work.notify()
-
-    def _enter(self, requests: list[Request], loop: asyncio.AbstractEventLoop, inbox: Inbox) -> None:
-        for request in requests:
-            self._listeners[self.engine.core.add(request)] = loop, inbox
-
-    def _leave(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._listeners.pop(request.id, None)
-            self.engine.core.abort(request.id)
-
-    def _run(self) -> None:
-        core = self.engine.core
+    def _enter(self, call: _Call) -> None:
         try:
-            while True:
-                with self._work:
-                    while not (self._commands or self._stopping or core.has_work):
-                        self._work.wait()
-                    if self._stopping:
-                        break
-                    commands, self._commands = self._commands, deque()
-                for command in commands:
-                    command()
-                for progress in core.step():
-                    request = progress.request
-                    listener = self._listeners.get(request.id)
-                    if listener is None:
-                        continue
-                    done = request.completion() if progress.finished else None
-                    if done is not None:
-                        del self._listeners[request.id]
-                    _hand_over(listener, Chunk(request.index, progress.tokens, request.text.take(), done))
-            self._end(DraftsmithError("the engine was closed before this text was finished."))
+            for request in call.requests:
+                self._listeners[self.engine.core.add(request)] = call
+        except Exception as error:
+            # It parts when it reads this, and takes out those of its requests that are in.
+            call.tell(error)
+
+    def _leave(self, call: _Call) -> None:
+        for request in call.requests:
+            self._listeners.pop(request.id, None)
+            try:
+                self.engine.core.abort(request.id)
+            except Exception:
+                log.exception("request %d could not be taken out", request.id)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._serve()
         except BaseException as error:
             with self._work:
                 self._failure, self._stopping = error, True
             log.exception("the engine has stopped")
-            self._end(error)
+            # Nothing is taken out of the core: after a failed step it may not even be able to.
+            self._tell_all(error, loop)
+            return
+        self._tell_all(DraftsmithError("the engine was closed before this text was finished."), loop)
+        for call in set(self._listeners.values()):
+            self._leave(call)
 
-    def _end(self, error: BaseException) -> None:
-        """Tell everybody who still listens why nothing more will come."""
-        for id, listener in list(self._listeners.items()):
-            self.engine.core.abort(id)
-            _hand_over(listener, error)
-        self._listeners.clear()
+    def _serve(self) -> None:
+        """Step while there is work, until the engine is closed."""
+        core = self.engine.core
+        while True:
+            with self._work:
+                while not (self._commands or self._stopping or core.has_work):
+                    self._work.wait()
+                if self._stopping:
+                    return
+                commands, self._commands = self._commands, deque()
+            for command in commands:
+                command()
+            for progress in core.step():
+                request = progress.request
+                call = self._listeners.get(request.id)
+                if call is None:
+                    continue
+                done = request.completion() if progress.finished else None
+                if done is not None:
+                    del self._listeners[request.id]
+                call.tell(Chunk(request.index, progress.tokens, request.text.take(), done))
+
+    def _tell_all(self, error: BaseException, loop: asyncio.AbstractEventLoop) -> None:
+        """Tell every caller, also those that were not in the core yet, why nothing more will come."""
+        with self._work:
+            calls, self._calls = self._calls, set()
+        for call in calls:
+            call.tell(error)
+        # The first of those who wait for room wakes up, is told that the engine is closed, and so wakes the next.
+        _call_in(loop, self._room.release)
 
 
-def _hand_over(listener: tuple[asyncio.AbstractEventLoop, Inbox], what: Chunk | BaseException) -> None:
-    loop, inbox = listener
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(inbox.put_nowait, what)
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Call a function in the thread of an event loop, unless that has closed, and nobody listens there any more."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
