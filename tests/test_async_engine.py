@@ -182,9 +182,10 @@ def test_an_abort_that_fails_keeps_nobody_from_being_told(fails: bool):
             gate = Gate(own, RuntimeError("the step failed") if fails else None)
             own.core.abort = broken  # type: ignore[method-assign]
             params = SamplingParams(max_tokens=90, n=2)
-            waiting = [asyncio.create_task(served.generate(question, params)) for question in prompts(2)]
+            waiting = [asyncio.create_task(served.generate(prompts(2)[0], params))]
             await until(gate.reached.is_set)
-            await until(lambda: len(served._calls) == 2)
+            waiting.append(asyncio.create_task(served.generate(prompts(2)[1], params)))
+            await until(lambda: bool(served._commands))
             closing = asyncio.create_task(asyncio.sleep(0) if fails else served.close())
             await until(lambda: fails or served._stopping)
             gate.open.set()
