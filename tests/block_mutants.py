@@ -23,7 +23,7 @@ def block_rule(
     draft: Draft,
     seeds_B: Tensor,
     positions_B: Tensor,
-    accept_stream: Stream = Stream.ACCEPT,
+    accept_stream: Stream = Stream.BLOCK_ACCEPT,
     residual_stream: Stream = Stream.RESIDUAL,
     accept_by_depth: bool = True,
     most_ratio: float = 1.0,
@@ -59,7 +59,7 @@ def block_rule(
     residual_BV = torch.stack(residuals, 1)[rows, counts_B]
     residual_BV = torch.relu(residual_BV) if clamps else residual_BV
     end_B = positions_B + counts_B
-    index_B = counts_B if residual_stream is Stream.DRAFT else 0
+    index_B = counts_B if residual_stream is Stream.BLOCK_DRAFT else 0
     recovered_B = categorical(residual_BV, uniform(seeds_B, end_B, residual_stream, index_B))
     bonus_B = categorical(p_BMV[:, depth], uniform(seeds_B, end_B, Stream.TARGET, 0))
     path_BD = torch.arange(1, depth + 1).expand(len(rows), -1)
@@ -76,7 +76,7 @@ def drawn_by_position(drafter: StagewiseDrafter, context: Context, plan: Plan) -
     for depth in range(plan.depth):
         log_q_BV, state = drafter.step(depth, state, tokens_B)
         q.append(log_q_BV.softmax(-1).double())
-        tokens_B = categorical(q[-1], uniform(context.seeds_B, context.lengths_B + depth, Stream.DRAFT, 0))
+        tokens_B = categorical(q[-1], uniform(context.seeds_B, context.lengths_B + depth, Stream.BLOCK_DRAFT, 0))
         tokens.append(tokens_B)
     q.append(torch.zeros_like(q[0]))
     return Draft(torch.stack(tokens, 1), shape.parents_BN, plan.depth, torch.stack(q, 1), plan.branching)
@@ -87,11 +87,11 @@ def _mutant(**mistake: object) -> Mutant:
 
 
 BLOCK_MUTANTS = {
-    "block: tests share the draft's noise": _mutant(accept_stream=Stream.DRAFT),
+    "block: tests share the draft's noise": _mutant(accept_stream=Stream.BLOCK_DRAFT),
     "block: tests of two steps share their noise": _mutant(accept_by_depth=False),
     "block: guesses of two steps share their noise": Mutant(BLOCK, accept_block, drawn_by_position),
-    "block: residual shares the draft's noise": _mutant(residual_stream=Stream.DRAFT),
-    "block: residual shares the tests' noise": _mutant(residual_stream=Stream.ACCEPT),
+    "block: residual shares the draft's noise": _mutant(residual_stream=Stream.BLOCK_DRAFT),
+    "block: residual shares the tests' noise": _mutant(residual_stream=Stream.BLOCK_ACCEPT),
     "block: residual not clamped": _mutant(clamps=False),
     "block: residual of the last guess alone": _mutant(joint_residual=False),
     "block: ratios without their minimum": _mutant(most_ratio=float("inf")),

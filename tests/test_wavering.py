@@ -1,9 +1,19 @@
-"""Text under a policy that changes its mind at every step follows the law; a policy that looks ahead is found out."""
+"""Text under a policy that changes its mind at every step follows the law; a policy that looks ahead is found out.
+
+So are plans that share their noise: shapes B rows, M verified nodes, V alphabet.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
+import pytest
 import torch
+from torch import Tensor
 
+from block_mutants import block_rule
+from draftsmith.drafters.base import StagewiseDrafter
+from draftsmith.drafters.grow import grow
 from draftsmith.engine import Choice, Load, Policy, RowHistory
 from draftsmith.engine.request import Request
 from draftsmith.evaluation.chi_square import fit
@@ -12,11 +22,14 @@ from draftsmith.evaluation.sampling_proof import ALPHA
 from draftsmith.evaluation.small_world import PROMPT, TableDrafter, small_target
 from draftsmith.evaluation.wavering import MakePolicy, Wavering, draw_under_policy
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.types import SamplingParams
-from draftsmith.verify import Stream
+from draftsmith.types import Context, Draft, SamplingParams
+from draftsmith.verify import Acceptance, Stream, accept_block, accept_sampled
 from draftsmith.verify.noise import uniform
+from toy import Accept, World, law_p_value, world
 
 DRAWS = 30_000
+BLOCK = Plan((1, 1), sampled=True, acceptance="block")
+TREE = Plan((2, 1), sampled=True)
 
 
 def p_value(make_policy: MakePolicy) -> float:
@@ -57,3 +70,36 @@ def test_a_policy_that_uses_what_was_known_leaves_the_law_as_it_is():
 
 def test_a_policy_that_peeks_is_caught():
     assert p_value(Peeking) < ALPHA
+
+
+def first_a_block(drafter: StagewiseDrafter, context: Context, plan: Plan, as_others: bool = False) -> Draft:
+    """Draw a block at the start of the text, trees behind it; `as_others` draws it as one that is no block."""
+    if int(context.lengths_B[0]):
+        return grow(drafter, context, TREE)
+    return grow(drafter, context, replace(BLOCK, acceptance="exact") if as_others else BLOCK)
+
+
+def judge_block_then_trees(
+    p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor, block: Accept = accept_block
+) -> Acceptance:
+    rule = accept_sampled if int(positions_B[0]) else block
+    return rule(p_BMV, draft, seeds_B, positions_B)
+
+
+# A drafter that errs much shows shared tests first, one that errs little shares many guesses.
+CARELESS, CAREFUL = world(3, spread=1.5, error=3.0), world(0)
+as_others = partial(first_a_block, as_others=True)
+judged_as_others = partial(judge_block_then_trees, block=partial(block_rule, accept_stream=Stream.ACCEPT))
+
+
+@pytest.mark.parametrize(("toy", "draws"), [(CARELESS, 200_000), (CAREFUL, 1_000_000)])
+def test_trees_behind_a_block_leave_the_law_as_it_is(toy: World, draws: int):
+    assert law_p_value(toy, BLOCK, judge_block_then_trees, draws, first_a_block) > ALPHA
+
+
+def test_a_block_tested_by_the_numbers_of_later_trees_is_caught():
+    assert law_p_value(CARELESS, BLOCK, judged_as_others, 200_000, first_a_block) < ALPHA
+
+
+def test_a_block_drawn_by_the_numbers_of_later_trees_is_caught():
+    assert law_p_value(CAREFUL, BLOCK, judge_block_then_trees, 1_000_000, as_others) < ALPHA

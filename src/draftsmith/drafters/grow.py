@@ -229,17 +229,18 @@ def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     temperature_B = torch.where(context.temperature_B > 0, context.temperature_B, _GREEDY_TEMPERATURE)
     temperature_B11 = temperature_B.float()[:, None, None]
     seeds_B1 = context.seeds_B.unsqueeze(1)
+    stream = Stream.BLOCK_DRAFT if plan.acceptance == "block" else Stream.DRAFT
     tokens, parents, q, frontier, start = [], [], [], 1, 0
     for depth, children in enumerate(plan.branching):
         log_q_RV, state = drafter.step(depth, state, tokens_R)
         q_BFV = (log_q_RV.float().view(batch, frontier, -1) / temperature_B11).softmax(-1).to(torch.float64)
         q_BFV = q_BFV / q_BFV.sum(-1, keepdim=True)
         q.append(q_BFV)
-        # A later step draws for the same position anew. The slot beside it keeps the two apart: block verification has
-        # looked at all of these guesses when it throws some away.
+        # A later step draws for the same position anew. Block verification has looked at all of these guesses when it
+        # throws some away: its stream keeps them apart from those of other plans, and the slot from its own later ones.
         slots_FC = torch.arange(start, start + frontier * children, device=tokens_R.device).view(frontier, children)
         u_BFC = uniform(
-            seeds_B1, (context.lengths_B + depth).unsqueeze(1), Stream.DRAFT, slots_FC.reshape(-1)
+            seeds_B1, (context.lengths_B + depth).unsqueeze(1), stream, slots_FC.reshape(-1)
         ).view(batch, frontier, children)
         drawn: list[Tensor] = []
         for child in range(children):

@@ -15,7 +15,10 @@ from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
-PLANS = (NO_DRAFT, Plan((1,), sampled=True), Plan((2, 1)), Plan((1, 1), sampled=True), Plan((2, 1), sampled=True))
+PLANS = (
+    NO_DRAFT, Plan((1,), sampled=True), Plan((2, 1)), Plan((1, 1), sampled=True), Plan((2, 1), sampled=True),
+    Plan((1, 1), sampled=True, acceptance="block"),
+)
 NAME = "another plan at every step"
 
 MakePolicy = Callable[[Sequence[Request]], Policy]

@@ -24,8 +24,9 @@ def accept_block(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tens
     Sun et al., "Block verification accelerates speculative decoding" (arXiv 2403.10444, algorithm 2).
 
     Every guess of the chain has a say in how many stay, also those that do not. So whoever draws guesses must not use
-    a number again for the same position in a later step: the index beside the position has to be the guess's depth,
-    as `grow` does it and as the tests here are numbered. The token that ends a step is drawn once a position.
+    a number again for the same position in a later step, whatever the plan of that step: guesses come from a stream of
+    their own, `Stream.BLOCK_DRAFT`, with the guess's depth as index, as `grow` does it, and the tests here likewise
+    from `Stream.BLOCK_ACCEPT`. The token that ends a step is drawn once a position.
 
     >>> q = torch.tensor([[[2.0, 1.0], [2.0, 1.0], [0.0, 0.0]]]).double() / 3     # a is likelier than b
     >>> p = torch.tensor([[[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]]]).double() / 3     # b is likelier than a
@@ -65,7 +66,7 @@ def accept_block(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tens
     whole_BM = steps_M == lengths_B.unsqueeze(1)
     passes_BM = torch.where(whole_BM, joint_BM, share_BM)
     u_BM = uniform(
-        seeds_B.unsqueeze(1), positions_B.unsqueeze(1) + steps_M - 1, Stream.ACCEPT, (steps_M - 1).clamp(min=0)
+        seeds_B.unsqueeze(1), positions_B.unsqueeze(1) + steps_M - 1, Stream.BLOCK_ACCEPT, (steps_M - 1).clamp(min=0)
     )
     stays_BM = (u_BM < passes_BM) & (steps_M <= lengths_B.unsqueeze(1))
     counts_B = torch.where(stays_BM, steps_M, 0).amax(1)

@@ -28,6 +28,10 @@ class Stream(IntEnum):
     """The target's choice after all sampled guesses were rejected."""
     DRAFT = 3
     """The drafter's guesses."""
+    BLOCK_ACCEPT = 4
+    """Whether a prefix of a chain that is judged as a block stays."""
+    BLOCK_DRAFT = 5
+    """The drafter's guesses of a chain that is to be judged as a block."""
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
