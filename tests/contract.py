@@ -22,7 +22,7 @@ class CheckedDrafter(Drafter):
     def __init__(self, inner: Drafter, target: Target) -> None:
         self.inner, self.target = inner, target
         self.taps, self.reads_prompt = inner.taps, inner.reads_prompt
-        self.can_sample, self.observes = inner.can_sample, inner.observes
+        self.can_sample, self.observes, self.borrows_layers = inner.can_sample, inner.observes, inner.borrows_layers
         self.proposed: tuple[Context, Draft] | None = None
         self.rows_seen: set[int] = set()
         self.rows_reset: set[int] = set()

@@ -127,6 +127,18 @@ def test_early_exit_after_all_layers_is_accepted_whole(architecture: str, plan: 
         assert completion.accepted_lengths == [3, 3, 3]
 
 
+@pytest.mark.parametrize(
+    "plan", [Plan((4, 4, 2), nodes=8), Plan((2, 2, 2, 2), paths=2), Plan((4, 4, 4, 1, 1))], ids=str
+)
+def test_early_exit_has_room_for_trees_that_are_wider_than_what_is_kept_of_them(plan: Plan):
+    """Its guesses lie in the target's cache, behind a text that nearly fills its block of 64 tokens."""
+    [question] = prompts(1, shortest=20, longest=20)
+    target = tiny_target("llama")
+    engine = Engine(target, EarlyExit(target, 1, 5), max_batch=1)
+    [found] = engine.generate([question], SamplingParams(max_tokens=60), plan)
+    assert found.tokens == greedy_reference(tiny_model("llama"), question, 60)
+
+
 def test_early_exit_reads_only_its_layers():
     """Half the layers say what a model of those layers says."""
     model = tiny_model("llama")

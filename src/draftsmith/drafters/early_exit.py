@@ -38,6 +38,8 @@ class EarlyExitOptions(Options):
 class EarlyExit(ModelDrafter):
     """Drafts with the first layers of the target (B rows)."""
 
+    borrows_layers = True
+
     def __init__(self, target: "Target", layers: int, guesses: int) -> None:
         """Take the first `layers` layers; DraftsmithError where the target has fewer."""
         super().__init__(target.truncated(layers), target.vocab_size, guesses)
