@@ -6,11 +6,13 @@ M = N + 1 verified nodes (root first) of B rows.
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from contract import check_draft
 from draftsmith.drafters.lookahead import LookaheadDrafter, LookaheadOptions, LookaheadRow
 from draftsmith.engine import Engine
+from draftsmith.plan import Plan
 from draftsmith.target import Target
 from draftsmith.types import ROOT, Context, Draft, SamplingParams
 from lookup_toy import context_of, counting_model, trees
@@ -91,3 +93,58 @@ def test_lookahead_finds_what_no_text_holds():
     assert found.tokens == [(61 + i) % VOCABULARY for i in range(40)]
     # Columns count on from 70 and 80 while the text counts from 60 to 69; then n-grams wait for it.
     assert found.accepted_lengths[:9] == [0] * 9 and found.statistics.tokens_per_step > 1.5
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 50])
+@pytest.mark.parametrize(("window", "length"), [(5, 4), (1, 2), (3, 6)])
+def test_guesses_do_not_depend_on_the_pieces_of_a_prompt(size: int, window: int, length: int):
+    [text] = prompts(1, shortest=23, below=6)
+    options = LookaheadOptions(window=window, length=length, guesses=3)
+    whole, divided = LookaheadRow(options), LookaheadRow(options)
+    whole.extend(text)
+    for start in range(0, len(text), size):
+        divided.extend(text[start : start + size])
+    for _ in range(8):
+        drafts = [row.draft((9,) * 9, 60) for row in (whole, divided)]
+        assert drafts[0].tokens == drafts[1].tokens and drafts[0].parents == drafts[1].parents
+        for row in (whole, divided):
+            row.advance([(3 * node) % 6 for node in range(len(drafts[0].tokens) + 1)])
+            row.extend([2, 4])
+
+
+def test_the_columns_begin_with_the_end_of_a_prompt():
+    row = LookaheadRow(LookaheadOptions(window=3, length=3, from_text=False))
+    row.extend([1, 2])
+    row.extend([3, 4, 5, 6])
+    assert row.draft((9,) * 9, 60).tokens == [4, 5, 6]
+
+
+class Recorder(LookaheadDrafter):
+    """Keeps what it drafted."""
+
+    def __init__(self) -> None:
+        super().__init__(LookaheadOptions())
+        self.drafts: list[Any] = []
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        draft = super().propose(context, plan)
+        self.drafts.append(trees(draft))
+        return draft
+
+
+def test_rows_of_a_core_that_was_dropped_are_forgotten():
+    """A new core counts its rows from the start again."""
+    questions, params = prompts(2, seed=3, below=8), SamplingParams(max_tokens=20)
+    used, fresh = Recorder(), Recorder()
+    dropped = Engine(tiny_target(), used, max_batch=1)
+    for request in dropped.admit_call(questions[:1], params):
+        dropped.core.add(request)
+    for _ in range(4):
+        dropped.core.step()
+    assert dropped.core.has_work and used.drafts
+    used.drafts.clear()
+    found, expected = (
+        Engine(tiny_target(), drafter, max_batch=1).generate(questions[1:], params) for drafter in (used, fresh)
+    )
+    assert found[0].tokens == expected[0].tokens
+    assert used.drafts == fresh.drafts and len(fresh.drafts) > 1

@@ -5,13 +5,16 @@ Shapes: B rows, N drafted nodes, T context tokens.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.plan import Plan
 from draftsmith.types import UNUSED, Context, Draft
+
+if TYPE_CHECKING:
+    from draftsmith.target import KVCache
 
 
 class Tree:
@@ -85,7 +88,7 @@ class Row(Protocol):
     """What a drafter keeps of one request."""
 
     def extend(self, tokens: list[int]) -> None:
-        """Add committed tokens: at first the prompt from its second token on and one of the output."""
+        """Add committed tokens: first the prompt from its second token on, in pieces, then those of the output."""
 
 
 R = TypeVar("R", bound=Row)
@@ -112,6 +115,10 @@ class HostDrafter(Drafter, Generic[R]):
     def is_native(self) -> bool:
         """Its tensors are one transfer each way; a compiler finds nothing to do."""
         return True
+
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
+        # A core that was dropped halfway did not say that its rows ended, and others may have their numbers.
+        self._rows.clear()
 
     def reset_rows(self, rows: list[int]) -> None:
         for number in rows:

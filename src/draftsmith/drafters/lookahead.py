@@ -70,6 +70,8 @@ class LookaheadRow:
 
     def __init__(self, options: LookaheadOptions) -> None:
         self._options = options
+        # Until columns have their full height the window moves on by one each step, and loses its first column.
+        self._wide = options.window + options.length - 2
         self._newest: list[int] = []
         self._pool = Pool(options.guesses)
         self._columns: list[list[int]] = []
@@ -77,17 +79,16 @@ class LookaheadRow:
         self._tips: list[int | None] = []
 
     def extend(self, tokens: list[int]) -> None:
-        """Add committed tokens, at first those of the prompt and one of the output."""
+        """Add committed tokens, however the text is divided."""
         length = self._options.length
-        text = self._newest + tokens
-        if not self._columns:
-            # Until columns have their full height the window moves on by one each step, and loses its first column.
-            wide = self._options.window + length - 2
-            self._columns = [[token] for token in (text * wide)[-wide:]]
+        kept = self._newest[1 - length :]
         if self._options.from_text:
-            for end in range(max(length, len(self._newest) + 1), len(text) + 1):
+            text = kept + tokens
+            for end in range(max(length, len(kept) + 1), len(text) + 1):
                 self._pool.add(text[end - length : end])
-        self._newest = text[1 - length :]
+        # The n-grams to come need the last N - 1 tokens, the columns as many as they are until there are columns.
+        most = length - 1 if self._columns else max(length - 1, self._wide)
+        self._newest = (self._newest + tokens)[-most:]
 
     def advance(self, choices: list[int]) -> None:
         """Extend every column by what the target chose after the root (entry 0) and after node n (entry n + 1)."""
@@ -104,6 +105,8 @@ class LookaheadRow:
     def draft(self, branching: tuple[int, ...], room: int) -> Tree:
         """Lay out both branches, the verification branch first."""
         tree, root = Tree(branching, room), self._newest[-1]
+        if not self._columns:
+            self._columns = [[token] for token in (self._newest * self._wide)[-self._wide :]]
         for rest in self._pool.after(root):
             tree.add_path(ROOT, rest)
         self._columns[0][0] = root
@@ -135,6 +138,7 @@ class LookaheadDrafter(HostDrafter[LookaheadRow]):
         return Plan((options.guesses + 2,) * depth, nodes=options.guesses * height + window)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
+        super().attach(cache, plan)
         self._observed = []
 
     def new_row(self) -> LookaheadRow:
