@@ -23,9 +23,16 @@ class Drafter(ABC):
 
     taps: tuple[int, ...] = (-1,)
     reads_prompt: bool = False
-    """Whether the first context must hold the whole prompt, for drafters with a memory of their own."""
+    """Whether it must see the whole prompt, for drafters with a memory of their own.
+
+    The prompt comes through `follow`, in one or several pieces, from its second token on; the context of the first
+    draft holds only what was committed since.
+    """
     borrows_layers: bool = False
-    """Whether it runs layers of the target it was loaded for, and so decodes with that target alone."""
+    """Whether it runs layers of the target it was loaded for, and so decodes with that target alone.
+
+    The engine keeps more room behind the text of every row for such drafters, which write into the target's cache.
+    """
     can_sample: bool = False
     """Whether a sampled plan makes it draw its guesses from a q it hands over; the others guess deterministically
     whatever the plan, which leaves the text exact all the same."""
@@ -62,13 +69,14 @@ class Drafter(ABC):
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Take note of the engine's storage before it decodes: how many rows and tokens it holds, and the target's K/V.
 
-        Called at the start of every call to the engine, when no row is active, with the plan of that call's drafts.
-        Drafters without state do nothing.
+        Called when no row of the core is active and requests come in, with the largest plan that it may be asked for.
+        All rows known from before are gone by then, also those of another core that was dropped halfway. Drafters
+        without state do nothing.
         """
         return
 
     def follow(self, context: Context) -> None:
-        """Take note of what was committed before a step that drafts nothing.
+        """Take note of a piece of a prompt, or of what was committed before a step for which another drafts or nobody.
 
         Drafters with a memory of their own read it as they do for a draft.
         """
