@@ -3,6 +3,7 @@
 M = N + 1 verified nodes (root first) of B rows.
 """
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,6 +143,8 @@ def test_rows_of_a_core_that_was_dropped_are_forgotten():
     for _ in range(4):
         dropped.core.step()
     assert dropped.core.has_work and used.drafts
+    del dropped
+    gc.collect()
     used.drafts.clear()
     found, expected = (
         Engine(tiny_target(), drafter, max_batch=1).generate(questions[1:], params) for drafter in (used, fresh)
