@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.target import Blocks, KVCache, OutOfBlocks
+from draftsmith.target.blocks import WARM
 from draftsmith.target.cache import BLOCK
 
 SLOTS, CAPACITY, MANY = 5, 6 * BLOCK, 10
@@ -194,13 +195,28 @@ def test_memory_that_is_given_back_reads_as_zeros():
     blocks.publish(0, [1] * BLOCK)
     blocks.release(0)
     for tensor in cache.tensors:
-        assert tensor[mine[0]].all() and tensor[others[0]].all()
-        # Pages that reach into the next block stay; of a block of 64 KiB they are few.
-        assert (tensor[mine[1]] == 0).float().mean() > 0.9
+        assert tensor[mine[0]].all() and tensor[mine[1]].all() and tensor[others[0]].all()
     assert blocks.trim() == BLOCK
     for tensor in cache.tensors:
         assert tensor[others[0]].all()
-        assert (tensor[mine[0]] == 0).float().mean() > 0.9
+        # Pages that reach into the next block stay; of a block of 64 KiB they are few.
+        assert (tensor[[mine[0], mine[1]]] == 0).float().mean() > 0.9
+
+
+def test_many_freed_blocks_go_back_at_once():
+    many = 3 * WARM
+    cache = KVCache([(8, 16, 8, 16)], 2, many * BLOCK, torch.float64, torch.device("cpu"), blocks=many + 1)
+    blocks = Blocks(cache)
+    blocks.reserve(1, BLOCK)
+    blocks.reserve(0, many * BLOCK)
+    for tensor in cache.tensors:
+        tensor[:] = 1.0
+    blocks.release(0)
+    for tensor in cache.tensors:
+        kept = int((tensor.flatten(1) != 0).any(dim=1).sum())
+        assert WARM < kept < 2 * WARM and tensor[blocks.blocks_of(1)[0]].all()
+    blocks.reserve(0, BLOCK)
+    assert cache.tensors[0][blocks.blocks_of(0)[0]].all(), "the next block is one whose memory is still there"
 
 
 def test_what_cannot_be_is_refused():

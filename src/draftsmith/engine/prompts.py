@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex, cast
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -56,7 +56,7 @@ def tokens_of(prompt: Prompt, number: int, target: Target) -> list[int]:
         raise DraftsmithError(f"prompt {number} is of type {type(prompt).__name__}; give {_KINDS}.")
     if not given:
         raise DraftsmithError(f"prompt {number} is empty; give at least one token.")
-    tokens = [operator.index(token) if isinstance(token, SupportsIndex) else -1 for token in given]
+    tokens = [token if type(token) is int else _as_index(token) for token in given]
     wrong = [i for i, token in enumerate(tokens) if not 0 <= token < target.vocab_size]
     if wrong:
         raise DraftsmithError(
@@ -141,3 +141,11 @@ def _one_text(values: Any, number: int) -> list[Any]:
             raise DraftsmithError(f"prompt {number} holds {len(values)} texts; give each as a prompt of its own.")
         return list(_plain(values[0]))
     return list(values)
+
+
+def _as_index(token: Any) -> int:
+    """Return a whole number of another kind, such as numpy's, as an int; -1 for what is none."""
+    try:
+        return operator.index(token)
+    except TypeError:
+        return -1

@@ -20,6 +20,8 @@ from torch import Tensor
 from draftsmith.target.cache import BLOCK, NO_BLOCK, KVCache
 
 Namespace = bytes | int
+WARM = 32
+"""Blocks whose memory stays when a slot is emptied: to ask the system for it again takes longer than to write it."""
 
 
 class OutOfBlocks(RuntimeError):
@@ -63,6 +65,8 @@ class Blocks:
         self._room = [0] * cache.slots
         self._references = [0] * self._count
         self._free = list(range(self._count))[::-1]
+        # Free ones whose memory has not gone back to the system, those that were freed first first.
+        self._warm: dict[int, None] = {}
         # Findable blocks that no slot has, least recently used first; a dictionary keeps the order.
         self._idle: dict[int, None] = {}
         self._piece_of: dict[int, _Piece] = {}
@@ -148,7 +152,7 @@ class Blocks:
         self._slots[slot], self._room[slot] = _Slot(), 0
         assert self.cache.tables_RJ is not None
         self.cache.tables_RJ[slot, : len(held.blocks)] = NO_BLOCK
-        self._set_free(gone)
+        self._set_free(gone, WARM)
 
     def trim(self, keep_tokens: int = 0) -> int:
         """Forget findable blocks that no slot has until they hold at most so many tokens; return how many went.
@@ -289,7 +293,10 @@ class Blocks:
         while len(self._free) < count:
             # Their memory is written at once, so it is not given back in between.
             self._free += self._forget(next(iter(self._idle)))[::-1]
-        return [self._free.pop() for _ in range(count)]
+        taken = [self._free.pop() for _ in range(count)]
+        for block in taken:
+            self._warm.pop(block, None)
+        return taken
 
     def _forget(self, block: int) -> list[int]:
         """Make a block unfindable with all pieces behind it; return those of their blocks that no slot has."""
@@ -306,12 +313,14 @@ class Blocks:
                 gone.append(piece.block)
         return gone
 
-    def _set_free(self, blocks: list[int]) -> None:
-        """Take blocks back, and give their memory to the system."""
-        if not blocks:
-            return
+    def _set_free(self, blocks: list[int], keep: int = 0) -> None:
+        """Take blocks back, and give the memory of all but some to the system; those are taken first next time."""
         self._free += sorted(blocks, reverse=True)
-        for first, behind in _runs(blocks):
+        self._warm |= dict.fromkeys(blocks)
+        cold = list(self._warm)[: max(0, len(self._warm) - keep)]
+        for block in cold:
+            del self._warm[block]
+        for first, behind in _runs(cold):
             for tensor in self._storage:
                 _give_back(tensor, first, behind)
 
