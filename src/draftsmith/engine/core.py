@@ -363,7 +363,7 @@ class EngineCore:
         if request.began:
             self._add_up(request)
         self._sources.pop(request.id, None)
-        if request.slot >= 0:
+        if request.slot >= 0 and not request.never_drafts:
             for drafter in self.drafters.values():
                 drafter.reset_rows([request.id])
         stored: list[int] | None = None
