@@ -320,7 +320,7 @@ class EngineCore:
         for part in self._spent:
             self._spent[part] += seconds.get(part, 0.0) / rows_now
         for one in progress:
-            if one.finished:
+            if one.finished:  # once more, now that this step's seconds are known
                 self._add_up(one.request)
         return progress
 

@@ -192,11 +192,6 @@ class Blocks:
         """Return how many tokens `share` would find now."""
         return len(self._find(tokens, namespace)) * BLOCK
 
-    def is_due(self, slot: int, length: int) -> bool:
-        """Whether `publish` would do anything for a slot that holds so many tokens: a block has become full."""
-        pieces = self._slots[slot].pieces
-        return length // BLOCK > len(pieces) or bool(pieces and not pieces[-1].findable)
-
     def publish(self, slot: int, tokens: Sequence[int]) -> None:
         """Make the full blocks of a slot findable, which holds exactly these tokens so far.
 

@@ -73,15 +73,6 @@ class KVCache:
             slots_B = torch.arange(len(places_BP), device=places_BP.device)
         return slots_B.unsqueeze(1) * self.capacity + places_BP
 
-    def wipe(self, slot: int, begin: int, end: int) -> None:
-        """Zero the tokens from `begin` to `end` - 1 of a slot after NaN: masked attention would carry it on.
-
-        With blocks there is nothing to do: then no forward looks at entries that its row did not write.
-        """
-        if self.tables_RJ is None:
-            for tensor_NEHD in self.tensors:
-                tensor_NEHD[slot, begin:end] = 0
-
     def store_states(self, slots_B: Tensor | None, places_BP: Tensor, states_BPF: Tensor) -> None:
         """Keep states beside the keys and values of these places; see `entries`."""
         assert self.states_NEF is not None, "the cache was made without room for states"
