@@ -177,13 +177,15 @@ class EngineCore:
         """Whether a step would do anything."""
         return self.scheduler.has_work
 
-    @torch.no_grad()
     def step(self) -> list[Progress]:
         """Advance every row that decodes, let in who fits, read pieces of prompts; say what came of it.
 
         A request appears at most once in what is returned. If anything raises, all requests end with an error, because
         nobody knows how far their rows came; the core goes on with those that are added later.
         """
+        if torch.is_grad_enabled():  # asking costs less than switching off what is off
+            with torch.no_grad():
+                return self.step()
         try:
             progress = [self._expire(request) for request in self.scheduler.overdue()]
             self._regroup()
@@ -296,7 +298,7 @@ class EngineCore:
     def _decode(self) -> list[Progress]:
         """Advance every row, and hand its tokens to its request."""
         for rows in self._groups:
-            room = rows.choice.plan.max_nodes + self.scheduler.room
+            room = rows.max_nodes + self.scheduler.room
             for request in rows.requests:
                 needed = len(request.prompt) + len(request.tokens) + room
                 if needed > request.reserved:

@@ -156,9 +156,10 @@ class Engine:
                 does not fit the context together with its `max_tokens`.
         """
         requests = self.admit_call(prompts, params, plan)
-        for committed in self._run(requests):
-            if on_progress is not None:
-                on_progress(sum(len(progress.tokens) for progress in committed))
+        with torch.no_grad():
+            for committed in self._run(requests):
+                if on_progress is not None:
+                    on_progress(sum(len(progress.tokens) for progress in committed))
         return [request.completion() for request in requests]
 
     def stream(

@@ -122,6 +122,13 @@ def empty_draft(context: Context) -> Draft:
     return Draft(tokens_BN=none_BN, parents_BN=none_BN, depth=0)
 
 
+def roots_alone(context: Context) -> Layout:
+    """Lay out rows of one committed token that draft nothing."""
+    depths_B1 = torch.zeros_like(context.tokens_BT)
+    visible_B11 = torch.ones((len(depths_B1), 1, 1), dtype=torch.bool, device=depths_B1.device)
+    return Layout(empty_draft(context), context.tokens_BT, depths_B1, visible_B11)
+
+
 def filled(draft: Draft, plan: Plan) -> Draft:
     """Pad a draft to the nodes and the depth of its plan; one without guesses stays empty, which is a shape too."""
     missing = plan.max_nodes - draft.tokens_BN.shape[1]

@@ -41,6 +41,7 @@ class Rows:
         simple_rows: rows of the tensors that are simple; padding goes with the others, if there are any.
         never_drafts: whether no step of these rows will ever draft.
         has_logprobs: whether any row asks for log-probabilities or keeps its logits.
+        depth, max_nodes: of the plan.
     """
 
     requests: list[Request]
@@ -54,12 +55,15 @@ class Rows:
     simple_rows: int = field(init=False)
     never_drafts: bool = field(init=False)
     has_logprobs: bool = field(init=False)
+    depth: int = field(init=False)
+    max_nodes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.count, self.size = len(self.requests), self.context.rows_B.shape[0]
         self.simple_rows = self.size if self.simple == self.count else self.simple
         self.never_drafts = self.requests[0].never_drafts
         self.has_logprobs = any(request.wants_logits for request in self.requests)
+        self.depth, self.max_nodes = self.choice.plan.depth, self.choice.plan.max_nodes
 
     @property
     def longest(self) -> int:

@@ -15,7 +15,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine.clock import Clock
 from draftsmith.engine.commit import commit, commit_greedily_natively, commit_greedy, commit_natively
 from draftsmith.engine.compiled import Compiler
-from draftsmith.engine.layout import Drafting, Layout, together
+from draftsmith.engine.layout import Drafting, Layout, roots_alone, together
 from draftsmith.engine.rows import Rows, join_contexts, slots_of
 from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Nodes, Target
@@ -75,6 +75,7 @@ class Stepper:
                 self._draft[name] = Drafting(drafter, native=target.native, static=compiler.enabled).lay_out
             else:
                 self._draft[name] = compiler.wrap(Drafting(drafter, native=False, static=False).lay_out)
+        self._lone_roots: dict[int, Layout] = {}
         self._commit_greedily = commit_greedily_natively if target.native else compiler.wrap(commit_greedy)
         self._commit_path = commit_natively if target.native else commit
 
@@ -127,21 +128,31 @@ class Stepper:
         plan, name = rows.choice.plan, rows.choice.drafter or self.first
         context = rows.context
         if not rows.never_drafts:
-            self.follow(context, name if plan.depth else None)
+            self.follow(context, name if rows.depth else None)
+        if not rows.depth and context.tokens_BT.shape[1] == 1:
+            return self._roots(context)
         layout = self._draft[name](self.context_for(name, context), plan)
         draft = layout.draft
-        if draft.tokens_BN.shape[1] > plan.max_nodes or draft.depth > plan.depth:
+        if draft.tokens_BN.shape[1] > rows.max_nodes or draft.depth > rows.depth:
             raise RuntimeError(
                 f"the drafter returned {draft.tokens_BN.shape[1]} nodes in {draft.depth} levels for {plan}; "
                 "a draft has to fit its plan."
             )
         return layout
 
+    def _roots(self, context: Context) -> Layout:
+        """Lay out rows that draft nothing after a step in which none did: all but their tokens stays as it was."""
+        size = len(context.rows_B)
+        if size not in self._lone_roots:
+            self._lone_roots[size] = roots_alone(context)
+        known = self._lone_roots[size]
+        return Layout(known.draft, context.tokens_BT, known.depths_BM, known.visible_BMM)
+
     def _observe(self, rows: Rows, layout: Layout, logits_BMV: Tensor, clock: Clock) -> None:
         """Show a drafter that learns from it what the target says of its guesses."""
         name = rows.choice.drafter or self.first
         drafter = self.drafters[name]
-        if drafter.observes and rows.choice.plan.depth:
+        if drafter.observes and rows.depth:
             clock.start("drafter")
             nodes = layout.tokens_BM.shape[1]
             # On a CPU a maximum is found several times faster than an argmax.
