@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from draftsmith import assets
 from draftsmith.target import Target
+from draftsmith.target.token_ids import opening_ids, text_ids
 from draftsmith.types import DraftsmithError
 
 
@@ -68,18 +71,17 @@ def read_jsonl(path: Path) -> list[Prompt]:
     return prompts
 
 
-def encode(target: Target, text: str) -> list[int]:
-    """Return the token ids of a text as its tokenizer makes them."""
+def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
+    """Return the target's tokenizer; DraftsmithError where it has none."""
     if target.tokenizer is None:
         raise DraftsmithError(f"{target.name} has no tokenizer, so text cannot be turned into tokens; give one.")
-    ids: list[int] = target.tokenizer(text)["input_ids"]
-    return ids
+    return target.tokenizer
 
 
 def cut(target: Target, prompts: Sequence[Prompt], tokens: int, count: int, exact: bool = True) -> list[list[int]]:
     """Return `count` prompts of `tokens` tokens: the beginnings of all texts first, then later windows.
 
-    Windows repeat once all are used up.
+    What the tokenizer puts before a text stands before every window. Windows repeat once all are used up.
 
     Args:
         exact: texts that are shorter are passed over; otherwise they are taken whole.
@@ -87,13 +89,15 @@ def cut(target: Target, prompts: Sequence[Prompt], tokens: int, count: int, exac
     Raises:
         DraftsmithError: no text is long enough.
     """
-    encoded = [encode(target, prompt.text) for prompt in prompts]
+    tokenizer = tokenizer_of(target)
+    opening, encoded = opening_ids(tokenizer), [text_ids(tokenizer, prompt.text) for prompt in prompts]
     longest = max((len(ids) for ids in encoded), default=0)
     windows = [ids[:tokens] for ids in encoded if ids and (len(ids) >= tokens or not exact)]
-    for start in range(tokens, max(0, longest - tokens + 1), tokens):
+    own = max(1, tokens - len(opening))
+    for start in range(tokens, max(0, longest - own + 1), own):
         if len(windows) >= count:
             break
-        windows += [ids[start : start + tokens] for ids in encoded if len(ids) >= start + tokens]
+        windows += [(opening + ids[start : start + own])[:tokens] for ids in encoded if len(ids) >= start + own]
     if not windows:
         raise DraftsmithError(
             f"no prompt has {tokens} tokens (the longest has {longest}); shorten the prompt length, or give longer "

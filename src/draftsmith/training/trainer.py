@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.storage import verify_folder
 from draftsmith.target import Target
-from draftsmith.training.build import build_drafter, build_loader
+from draftsmith.training.build import build_drafter, build_loader, build_prompts
 from draftsmith.training.checkpoint import (
     BEST,
     Checkpoint,
@@ -31,8 +30,9 @@ from draftsmith.training.generated import Generate, GeneratedText
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.schedule import learning_rate
-from draftsmith.training.step import NotFinite, Positions, TrainingStep
+from draftsmith.training.step import NotFinite, TrainingStep
 from draftsmith.training.terminal import progress_bar
+from draftsmith.training.windows import Batch
 from draftsmith.types import DraftsmithError, TargetFacts, cast_parameters, resolve_dtype
 
 Evaluate = Callable[[Learner], Mapping[str, float]]
@@ -202,11 +202,11 @@ class Run:
             )
         if self.on_drafter is not None:
             self.on_drafter(self._served())
-        prompts = build_loader(self.recipe, self.target, Packing(section.prompt_tokens, one_a_piece=True), "prompts")
+        prompts = build_prompts(self.recipe, self.target)
         with progress_bar(self.console) as progress:
             done = len(self.generated.sequences)
             bar = progress.add_task("target writes", total=self.generated.count, completed=done)
-            for made in self.generated.make(prompts, self.generate):
+            for made in self.generated.make(prompts, self.generate, self.target.eos_token_ids):
                 progress.update(bar, completed=made)
                 if interrupted.is_set():
                     raise self._stopped()
@@ -234,24 +234,20 @@ class Run:
             f"stopped at step {self.step} of {self.steps}; everything is saved in {self.folder.path}: {self.go_on}."
         )
 
-    def _micro_batch(self, stage: StageSection, number: int) -> Tensor:
-        """Return tokens_BL."""
+    def _micro_batch(self, stage: StageSection, number: int) -> Batch:
+        room = self.drafter.max_depth - 1
         if stage is self.recipe.stage1:
-            return self._stage1_loader().next_batch(stage.batch)
+            return self._stage1_loader().next_batch(stage.batch, room)
         assert self.generated is not None
-        return self.generated.batch(number)
-
-    def _first_position(self, stage: StageSection) -> int:
-        # The root may be the prompt's last token, so that everything predicted is generated.
-        return 0 if stage is self.recipe.stage1 else self.recipe.stage2.prompt_tokens - 2
+        return self.generated.batch(number, room)
 
     def _one_step(self, stage: StageSection, local: int) -> dict[str, Any]:
         rate = learning_rate(local, stage.steps, stage.rate, stage.final_rate)
         batches = (self._micro_batch(stage, local * stage.accumulate + micro) for micro in range(stage.accumulate))
         try:
             found = self.learning(
-                batches, rate=rate, positions=Positions(self._first_position(stage), stage.positions_per_sequence),
-                seed=(self.recipe.seed, "positions", self.step), accumulate=stage.accumulate,
+                batches, rate=rate, positions=stage.positions_per_sequence,
+                seed=(self.recipe.seed, "positions", self.step),
             )
         except NotFinite as error:
             raise DraftsmithError(
