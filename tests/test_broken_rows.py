@@ -210,7 +210,7 @@ def test_native_rows_end_by_themselves(architecture: str, plan: Plan):
     questions[SICK] = [*questions[SICK][:3], token, *questions[SICK][3:]]
     of = Case(questions, answers, token, 0)
     target = broken(architecture, token, torch.bfloat16)
-    assert target.native and target.is_native == whole.is_native
+    assert target.backend.native and type(target.backend) is type(whole.backend)
     for size in (1, 3):
         engine = Engine(target, poisoner(of), plan=plan, max_batch=size)
         check_rows(engine.generate(questions, params), of, exact=True)

@@ -102,7 +102,7 @@ def test_the_losses_that_its_base_brings_are_the_cross_entropies_of_its_forward(
 def test_packed_for_a_native_target_it_keeps_the_text(name: str):
     """Its layers become native int8 products, and whatever they guess, the text is the one without a drafter."""
     target = Target.from_pretrained(assets.demo_target())
-    assert target.native
+    assert target.backend.native
     family = family_named(name)
     torch.manual_seed(0)
     made = family.make(family.read_options(OPTIONS[name], ""), target, None)

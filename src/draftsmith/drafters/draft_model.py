@@ -75,7 +75,7 @@ def make_draft_model(options: DraftModelOptions, target: Target, draft_tokens: T
             options.path,
             dtype=target.dtype if options.quantize == "none" else torch.bfloat16,
             device=str(target.device),
-            native=target.native or options.quantize != "none",
+            native=target.backend.native or options.quantize != "none",
             quantize=options.quantize,
         )
     except DraftsmithError as error:

@@ -16,7 +16,7 @@ shape the draft, and `draft_vocab_size` with the tensor `d2t` (token ids), are o
 Shapes: B sequences, T tokens, P positions trained on, F target width, V vocabulary, W drafted vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,11 +122,11 @@ class Eagle(FeatureDrafter):
         assert isinstance(self.head, FrozenTable)
         self.head.weight = head_VF if self.d2t is None else head_VF[self.d2t]
 
-    def pack(self, target: "Target") -> None:
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack the borrowed head too: scoring is a product like any other."""
         assert isinstance(self.head, FrozenTable)
         self.head = self.head.as_layer()
-        super().pack(target)
+        super().pack(pack_layers)
 
     def native_form(self) -> Any:
         """Return the operator."""

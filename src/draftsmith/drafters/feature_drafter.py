@@ -13,7 +13,7 @@ width, V vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,6 @@ class FeatureDrafter(TrainableDrafter):
     """
 
     reads_prompt = True
-    _native: Any = None
 
     def __init__(self, sizes: LayerSizes, vocab_size: int, tree: Tree) -> None:
         super().__init__()
@@ -140,22 +139,20 @@ class FeatureDrafter(TrainableDrafter):
         """Point the embedding at the target's."""
         self.embedding.weight = target.embedding_weight_VF.detach().to(self.layer.mlp.down_proj.weight)
 
-    def pack(self, target: "Target") -> None:
-        """Merge products that read the same input, and pack; chains are one native operator where the target is."""
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
+        """Merge products that read the same input, and pack; native operators draft chains."""
         self.layer.merge()
-        super().pack(target)
-        sizes = self.layer_sizes
-        if target.native and not (sizes.hidden_size % 2 or sizes.intermediate_size % 2):
-            self._native = self.native_form()
-
-    def native_form(self) -> Any:
-        """Return the operator that drafts chains with the packed layers; None where the family has none."""
-        return None
+        super().pack(pack_layers)
 
     def native_layer(
         self, entry: nn.Module, head: nn.Module, norms: Sequence[RMSNorm], taps: int, keeps_normal: bool = False
     ) -> Any:
-        """Return the operator for the layer, what its entries are made by, its head, and the width of tapped states."""
+        """Return the operator for the layer, what its entries are made by, its head, and the width of tapped states.
+
+        None for odd widths, which it does not read.
+        """
+        if self.layer_sizes.hidden_size % 2 or self.layer_sizes.intermediate_size % 2:
+            return None
         sizes, attention, mlp = self.layer_sizes, self.layer.self_attn, self.layer.mlp
         layers = [entry, attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, head]
         return torch.classes.draftsmith.FeatureLayer(

@@ -29,7 +29,7 @@ Shapes: B rows, T positions of a text, P positions that are drafted from, D dept
 M = P × D guessed states, F target width, V vocabulary, W drafted vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -149,11 +149,11 @@ class FIRPDrafter(ParallelDrafter):
             # In the target's dtype, as what comes out of its layers.
             self.head.weight = target.head_weight_VF.detach()[self.d2t]
 
-    def pack(self, target: "Target") -> None:
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack the maps, and the rows of the head that a drafted vocabulary needs."""
         if isinstance(self.head, FrozenTable):
             self.head = self.head.as_layer()
-        super().pack(target)
+        super().pack(pack_layers)
 
     def guess_states(self, roots: Tensor) -> Tensor:
         """Map outputs of the layer (…, F) to those of the next positions (…, D, F)."""

@@ -19,7 +19,7 @@ behind `prefix_embeding_layer.` (so spelled). Its sizes are the target's; ours a
 Shapes: B rows, R rows of any origin, F width of the target's states, W drafted vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -195,10 +195,10 @@ class HydraPrefixDrafter(HydraDrafter):
         matrices = [parameter for parameter in self.prefix.parameters() if parameter.ndim == 2]
         return [*super().hidden_matrices(), *matrices]
 
-    def pack(self, target: "Target") -> None:
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Merge products that read the same input, and pack."""
         self.prefix.layer.merge()
-        super().pack(target)
+        super().pack(pack_layers)
 
     def native_form(self) -> Any:
         """Return None: the operator knows of no layer in front."""

@@ -14,7 +14,7 @@ medusa_lm_head.safetensors with `{head}.{layer}.linear.{weight,bias}` and `{head
 Shapes: B rows, N heads, F width of the target's states, W drafted vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,19 +111,11 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
         if isinstance(self.shared, FrozenTable):
             self.shared.weight = self.head_rows_WF(target)
 
-    def pack(self, target: "Target") -> None:
-        """Pack for decoding; the shared projection too, as a layer of its own."""
-        self._own_projection()
-        super().pack(target)
-
-    def go_native(self, int8: bool = False) -> None:
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack as others do, the shared projection too."""
-        self._own_projection()
-        super().go_native(int8)
-
-    def _own_projection(self) -> None:
         if isinstance(self.shared, FrozenTable):
             self.shared = self.shared.as_layer()
+        super().pack(pack_layers)
 
     def native_form(self) -> Any:
         """Return the operator of heads that read no tokens."""

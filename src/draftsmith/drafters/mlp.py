@@ -9,7 +9,7 @@ first stage, D after it), V vocabulary, W drafted vocabulary (V, or the most fre
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,12 +123,12 @@ class MLPSpeculator(RowwiseDrafter):
         scores: Tensor = self.head[depth](state)
         return scores
 
-    def go_native(self, int8: bool = False) -> None:
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack as others do, a borrowed head too."""
         shared = self.head[0]
         if isinstance(shared, FrozenTable):
             self.head = nn.ModuleList([shared.as_layer()] * self.config.n_predict)
-        super().go_native(int8)
+        super().pack(pack_layers)
 
     def native_form(self) -> Any:
         """Return the operator of this family."""

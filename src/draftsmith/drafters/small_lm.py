@@ -125,7 +125,7 @@ class SmallLM(Learner):
         lm = copy.deepcopy(self.lm)
         cast_parameters(lm, target.dtype)
         torch.nn.Module.to(lm, device=target.device)
-        model = DraftTarget(lm, target.tokenizer, f"small draft of {target.name}", native=target.native)
+        model = DraftTarget(lm, target.tokenizer, f"small draft of {target.name}", native=target.backend.native)
         return draft_with(model, target, self.guesses)
 
 
