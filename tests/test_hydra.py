@@ -137,7 +137,7 @@ def test_published_layout_bit_for_bit(tmp_path: Path):
         ({"grounded_heads": False}, "says grounded_heads False, but only True"),
         ({"hidden_state_offset": 1}, "says hidden_state_offset 1, but only 0"),
         ({"hydra_num_heads": 4}, r"lacks the tensor hydra_mlp\.3\.0\.linear\.weight"),
-        ({"hydra_num_heads": 0}, r"config\.json: num_heads is 0; input should be greater"),
+        ({"hydra_num_heads": 0}, r"config\.json: hydra_num_heads is 0; use at least 1"),
     ],
     ids=str,
 )

@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
     config = json.loads((tmp_path / "hub" / "config.json").read_text())
     for changes, message in (
         ({"medusa_num_layers": 2}, r"has a tensor '0\.1\.weight' that is not in its config"),
-        ({"medusa_num_layers": "x"}, r"config\.json: num_layers is 'x'; give a whole number"),
+        ({"medusa_num_layers": "x"}, r"config\.json: medusa_num_layers is 'x'; give a whole number"),
         ({"model_type": "foreign"}, "drafter family 'foreign', which is unknown; known are .*medusa"),
     ):
         (tmp_path / "hub" / "config.json").write_text(json.dumps(config | changes))

@@ -8,6 +8,7 @@ come from; a mistake is one sentence that names the value and the mend.
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -74,14 +75,15 @@ class Config(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _check(cls, values: Any, make: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        where = (info.context or {}).get("where", "")
+        context = info.context or {}
+        where, called = context.get("where", ""), context.get("called", {})
         try:
             made = make(values)
         except ValidationError as error:
-            raise DraftsmithError(where + explain(error, list(cls.options()), where)) from error
+            raise DraftsmithError(where + explain(error, list(cls.options()), where, called)) from error
         for holds, name, rule in made.rules():
             if not holds:
-                raise DraftsmithError(f"{where}{name} is {getattr(made, name)!r}; it must be {rule}.")
+                raise DraftsmithError(f"{where}{called.get(name, name)} is {getattr(made, name)!r}; it must be {rule}.")
         return made
 
 
@@ -156,18 +158,21 @@ class TrainedConfig(Config):
         if missing:
             raise DraftsmithError(f"{origin} lacks {', '.join(missing)}; use a whole config.json.")
         known = {name: values[key] for name, key in keys.items() if key in values}
-        return cls.model_validate(known | told, context={"where": f"{origin}: "})
+        return cls.model_validate(known | told, context={"where": f"{origin}: ", "called": cls.renamed})
 
 
-def explain(error: ValidationError, known: list[str], where: str = "") -> str:
+def explain(
+    error: ValidationError, known: list[str], where: str = "", called: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Say in one sentence, which begins with the key, what is wrong first and how to mend it.
 
     Args:
         known: the keys that there are where an unknown one stands.
         where: what stands before a key.
+        called: what fields are called where the values come from, if that is something else.
     """
     first = error.errors()[0]
-    parts = [str(part) for part in first["loc"]]
+    parts = [called.get(str(part), str(part)) for part in first["loc"]]
     key = ".".join(parts)
     if first["type"] == "extra_forbidden":
         if not known:

@@ -20,6 +20,7 @@ from draftsmith.plan import Plan
 if TYPE_CHECKING:
     from draftsmith.target import Target
 
+
 class HeadConfig(TrainedConfig):
     """What the families of heads share."""
 
@@ -127,7 +128,7 @@ class HeadDrafter(RowwiseDrafter):
         return self.config.num_heads
 
     def default_plan(self) -> Plan:
-        """Return the draft that the options ask for."""
+        """Return the draft that the config asks for."""
         return self.config.plan()
 
     def start(self, features: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class RecurrentConfig(TrainedConfig):
     )
     own_embeddings: bool = Field(
         default=False,
-        description="learn an embedding of its own, begun as the target's; false reads the target's, unsaved",
+        description="learn an embedding, begun as the target's; false reads the target's own, which is not saved",
     )
 
     # The published code counts the root as one of beam_length; here it is none.

@@ -26,8 +26,6 @@ from draftsmith.types import Context, Draft, DraftsmithError
 if TYPE_CHECKING:
     from draftsmith.target import Target
 
-__all__ = ["FrozenTable", "RowwiseDrafter", "TrainableDrafter", "check_target"]
-
 
 class TrainableDrafter(StagewiseDrafter, Learner):
     """A learner that drafts by itself, one depth at a time.
@@ -36,6 +34,7 @@ class TrainableDrafter(StagewiseDrafter, Learner):
     """
 
     config_class: type[TrainedConfig]
+    """What can be set of it; the annotation of `config` says the same to a type checker."""
     model_type: str
     """What config.json calls the family."""
     is_ready: bool = False
