@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from contract import CheckedDrafter
-from draftsmith.drafters.eagle import make_eagle
-from draftsmith.drafters.eagle_config import EagleOptions
+from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.eagle_config import EagleConfig
 from draftsmith.engine import Engine
 from draftsmith.evaluation.chi_square import fit
 from draftsmith.evaluation.law import enumerate_law, read_plainly
@@ -263,7 +263,7 @@ def test_a_drafters_memory_of_the_row_is_not_handed_on():
     target = broken("llama", answers[1][place])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        drafter = make_eagle(EagleOptions(), target, None)
+        drafter = Eagle.new(EagleConfig(), target, None)
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     drafter = drafter.double()

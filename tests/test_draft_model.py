@@ -408,7 +408,7 @@ def test_a_folder_of_a_language_model_loads_as_a_draft_model(tmp_path: Path):
     ("word", "complaint"),
     [
         ("early-exit:layers=3", "tiny-llama has 2 layers, so 3 of them"),
-        ("early-exit:guesses=0", "early-exit:guesses is 0; input should be greater than or equal to 1"),
+        ("early-exit:guesses=0", "early-exit:guesses is 0; use at least 1"),
         ("draft-model", "draft-model:path is missing; it has no default"),
         ("draft-model:path=/nowhere/to/be", "no draft model from '/nowhere/to/be'"),
     ],

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.eagle import make_eagle
-from draftsmith.drafters.eagle3 import make_eagle3
-from draftsmith.drafters.eagle_config import Eagle3Options, EagleOptions
+from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.eagle_config import Eagle3Config, EagleConfig
 from draftsmith.drafters.feature_drafter import FeatureDrafter
 from draftsmith.plan import Plan
 from draftsmith.target import Target
@@ -29,11 +29,11 @@ def target() -> Target:
 
 
 def eagle(**options: object) -> FeatureDrafter:
-    return settled(make_eagle(EagleOptions(depth=4, **options), target(), SOME if options else None))
+    return settled(Eagle.new(EagleConfig(depth=4, **options), target(), SOME if options else None))
 
 
 def eagle3(**options: object) -> FeatureDrafter:
-    return settled(make_eagle3(Eagle3Options(depth=4, **options), target(), SOME))
+    return settled(Eagle3.new(Eagle3Config(depth=4, **options), target(), SOME))
 
 
 def settled(made: FeatureDrafter) -> FeatureDrafter:

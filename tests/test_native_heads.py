@@ -34,12 +34,12 @@ def target() -> Target:
 
 def heads(kind: type[HeadDrafter], **options: object) -> RowwiseDrafter:
     tokens = SOME if "draft_vocab_size" in options else None
-    return settled(kind(kind.options_class(num_heads=4, **options), WIDTH, VOCABULARY, draft_tokens=tokens))
+    return settled(kind(kind.config_class(hidden_size=WIDTH, vocab_size=VOCABULARY, num_heads=4, **options), tokens))
 
 
 def recurrent(width: int = WIDTH, **options: object) -> RowwiseDrafter:
     tokens = SOME if "draft_vocab_size" in options else None
-    config = RecurrentConfig(VOCABULARY, width, beam_length=4, **options)  # type: ignore[arg-type]
+    config = RecurrentConfig(hidden_size=width, vocab_size=VOCABULARY, beam_length=4, **options)  # type: ignore[arg-type]
     return settled(RecurrentDrafter(config, tokens))
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.native.layers import Int8Linear, PackedEmbedding, PackedExperts, PackedLinear
@@ -418,7 +418,7 @@ def tokens_of(completions) -> list[list[int]]:
 
 def random_speculator() -> MLPSpeculator:
     torch.manual_seed(3)
-    config = MLPSpeculatorConfig(WIDTH, VOCABULARY, n_predict=4)
+    config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, n_predict=4)
     made = MLPSpeculator(config).bfloat16().requires_grad_(False)
     made.pack(packer())
     return made

@@ -16,7 +16,7 @@ from torch import Tensor
 from contract import check_draft
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.engine.commit import commit, commit_greedily_natively, commit_greedy, commit_natively
 from draftsmith.engine.layout import Layout
@@ -366,7 +366,7 @@ def target() -> Target:
 def speculator(seed: int, **options: object) -> MLPSpeculator:
     """Make a bf16 speculator whose heads tell tokens well apart, and whose norms do something."""
     torch.manual_seed(seed)
-    config = MLPSpeculatorConfig(WIDTH, VOCABULARY, n_predict=4, **options)  # type: ignore[arg-type]
+    config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, n_predict=4, **options)  # type: ignore[arg-type]
     tokens = torch.randperm(VOCABULARY)[: config.draft_vocab_size] if config.draft_vocab_size else None
     made = MLPSpeculator(config, tokens)
     for name, parameter in made.named_parameters():
@@ -460,7 +460,7 @@ def test_a_row_guesses_the_same_in_any_company(instructions: str, threads: Calla
 def test_memory_of_an_earlier_context_cannot_matter(width: int, inner: int):
     """NaN in one context, then a clean one of fewer rows."""
     torch.manual_seed(0)
-    config = MLPSpeculatorConfig(width, VOCABULARY, inner_dim=inner, n_predict=3)
+    config = MLPConfig(hidden_size=width, vocab_size=VOCABULARY, inner_dim=inner, n_predict=3)
     native = MLPSpeculator(config).bfloat16().requires_grad_(False)
     native.pack(packer())
     context, plan = context_for(2, 3, width, 0), Plan((3, 2), paths=4)

@@ -6,7 +6,7 @@ vocabulary (V, or the most frequent few tokens), k children.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import StagewiseDrafter, best
+from draftsmith.drafters.config import TrainedConfig
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.learner import Learner, check_target
 from draftsmith.drafters.lesson import Lesson
@@ -23,8 +24,6 @@ from draftsmith.types import Context, Draft, DraftsmithError
 if TYPE_CHECKING:
     from draftsmith.target import Target
 
-__all__ = ["FrozenTable", "RowwiseDrafter", "TrainableDrafter", "check_target"]
-
 
 class TrainableDrafter(StagewiseDrafter, Learner):
     """A learner that drafts by itself, one depth at a time.
@@ -32,11 +31,89 @@ class TrainableDrafter(StagewiseDrafter, Learner):
     Law, tested for every family: what `propose` drafts greedily is what `forward` predicts when fed its own output.
     """
 
+    config_class: type[TrainedConfig]
+    """What can be set of it; the annotation of `config` says the same to a type checker."""
+    model_type: str
+    """What config.json calls the family."""
     _weighed: tuple[int, int] | None = None
     """How many weights it has, and their bytes; set when it is made ready to decode, after which it can neither be
     trained nor saved."""
     _native: Any = None
     """The operator that drafts with the packed layers; None where PyTorch's operations do."""
+
+    def __init__(self, config: Any, draft_tokens: Tensor | None = None) -> None:
+        """Begin an untrained one; families go on with their modules, drawn from PyTorch's global generator.
+
+        Args:
+            config: with the target's sizes.
+            draft_tokens: the tokens (W) to score where the config limits them.
+        """
+        super().__init__()
+        self.config = config
+        self.limit_vocabulary(draft_tokens)
+
+    @classmethod
+    def new(cls, config: Any, target: "Target", draft_tokens: Tensor | None) -> Self:
+        """Make an untrained drafter for a target."""
+        made = cls(config.for_target(target), draft_tokens)
+        made.start_new(target)
+        made.bind(target)
+        return made
+
+    @torch.no_grad()
+    def start_new(self, target: "Target") -> None:
+        """Take from the target's tables what new weights start from; most families draw all."""
+        return
+
+    def describe(self) -> dict[str, Any]:
+        """Return the object of config.json."""
+        return {"model_type": self.model_type, **self.config.to_json()}
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by the model_type."""
+        return config.get("model_type") == cls.model_type
+
+    @classmethod
+    def read_config(
+        cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
+    ) -> tuple[Any, Tensor | None]:
+        """Return what config.json and the tensors tell: the config, and the tokens that are scored, or None for all."""
+        return cls.config_class.from_json(config, origin), tensors.get(f"{cls.tensor_prefix}d2t")
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
+    ) -> Self:
+        """Build the drafter that a config.json at `origin` describes, see `Learner.from_config`."""
+        told, draft_tokens = cls.read_config(config, origin, tensors)
+        if target is not None:
+            check_target(origin.parent, told.made_for(), target.facts())
+            return cls(told.for_target(target), draft_tokens)
+        if told.borrows:
+            raise DraftsmithError(f"{origin.parent} {told.borrows}; load it with that target.")
+        if not (told.hidden_size and told.vocab_size):
+            raise DraftsmithError(f"{origin} does not say how large its target is; load it with that target.")
+        return cls(told, draft_tokens)
+
+    @torch.no_grad()
+    def restricted(self, draft_tokens: Tensor) -> Self:
+        """Return a copy that scores only these tokens (W), with the rows of tables that stand for them."""
+        if self.d2t is not None:
+            raise DraftsmithError(f"this drafter scores {len(self.d2t)} tokens only; start from a whole one.")
+        fewer = type(self)(self.config.limited_to(len(draft_tokens)), draft_tokens.to(self.device))
+        wanted = fewer.to(next(self.parameters())).state_dict()
+        # What differs in shape has a row for every token that is scored.
+        own = {
+            name: tensor if tensor.shape == wanted[name].shape else tensor[draft_tokens.to(self.device)]
+            for name, tensor in self.state_dict().items()
+        }
+        fewer.load_state_dict({"d2t": fewer.d2t, **own})
+        return fewer
+
+    def default_plan(self) -> Plan:
+        """Return the draft to make when nobody chose a plan: a chain."""
+        return Plan((1,) * self.max_depth)
 
     def check_savable(self) -> None:
         """Refuse what was packed."""
