@@ -67,7 +67,7 @@ def compile_seconds(level: str, folder: str, args: argparse.Namespace) -> dict[s
 
 
 def make_engine(folder: str, level: str, args: argparse.Namespace) -> Engine:
-    """Load a target of its own for the level, since packed weights are switched for a whole target."""
+    """Load a target of its own for the level, so that no level has the memory of another."""
     target = Target.from_pretrained(folder, dtype=args.dtype, device=args.device, native=level == NATIVE)
     return Engine(
         target, max_batch=1, max_length=args.prompt_tokens + args.new_tokens, share_prefixes=False,

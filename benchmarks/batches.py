@@ -154,7 +154,7 @@ def run() -> None:
             cells.append({
                 "rows": rows, "guesses": guesses, "ms": median, "times_plain": ratio, "ms_rounds": rounds
             })
-        result = {"model": model, "name": model, "implementation": target.implementation, "cells": cells}
+        result = {"model": model, "name": model, "implementation": target.backend.description, "cells": cells}
         result["vllm"] = None if vllm is None else vllm.version
         report(result, args.rows, args.guesses)
         for cell in cells:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftsmith import assets
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import Peer, Run, run_engine, run_peer
@@ -216,8 +216,8 @@ def random_speculator(
 ) -> MLPSpeculator:
     """Make an untrained speculator as wide as the target, in its dtype and place."""
     torch.manual_seed(seed)
-    config = MLPSpeculatorConfig(
-        emb_dim=target.hidden_size,
+    config = MLPConfig(
+        hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         n_predict=stages,
         tie_weights=tie_weights,

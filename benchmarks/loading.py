@@ -43,7 +43,7 @@ from draftsmith.evaluation.turns import turns
 from draftsmith.native import why_missing
 from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
-from draftsmith.target import target as target_module
+from draftsmith.target import backend as backend_module
 from draftsmith.types import DraftsmithError
 
 FILES = ("warm", "cold")
@@ -70,11 +70,11 @@ def load_times(folder: str, prompt: list[int], loads: int, seed: int, cold: bool
         gc.collect()
         if cold:
             forget(folder)
-        with patch.object(target_module, "can_prepack", lambda *_: False):
+        with patch.object(backend_module, "can_prepack", lambda *_: False):
             begun = time.perf_counter()
             target = Target.from_pretrained(folder, dtype="bf16", device="cpu", native=way == "packed")
             loaded = time.perf_counter() - begun
-        if target.native != (way == "packed"):
+        if target.backend.native != (way == "packed"):
             raise DraftsmithError(f"{target.name} is not packed; {why_missing()}.")
         engine = Engine(target, max_batch=1, max_length=len(prompt) + 1, compile="off")
         run_engine(engine, [prompt], NO_DRAFT, 1)

@@ -219,7 +219,7 @@ def run() -> None:
     engine = Engine(
         target, drafter, max_batch=1, max_length=length, share_prefixes=False, compile=args.level
     )
-    say(f"{target.name}: {target.implementation}")
+    say(f"{target.name}: {target.backend.description}")
     ours, best = key(DRAFTSMITH, PLAIN), key(DRAFTSMITH, f"{SPECULATOR} {args.plan}")
     settings: dict[str, Setting] = {}
     for name, plan in ((ours, NO_DRAFT), (best, make_plan(args.plan))):
@@ -268,7 +268,7 @@ def run() -> None:
          "as own plain text", "tokens"],
         rows,
     )
-    implementation = {"implementation": target.implementation, "drafter": args.drafter or "embedded"}
+    implementation = {"implementation": target.backend.description, "drafter": args.drafter or "embedded"}
     finish(args, {"tasks": tasks}, target=target.name, dtype=args.dtype, peers=about, **implementation)
 
 

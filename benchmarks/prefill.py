@@ -119,7 +119,7 @@ def measure_model(name: str, lengths: Sequence[int], args: argparse.Namespace) -
         label = "demo" if geometry is None else geometry.name
         target = Target.from_pretrained(folder, dtype="bf16", device="cpu")
         lengths = [length for length in lengths if length < target.max_length]
-        say(f"{label}: {target.implementation}")
+        say(f"{label}: {target.backend.description}")
         readers: dict[str, Reader] = {OURS: reader_of_ours(target)}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, use_safetensors=True).eval()
         readers[EAGER] = reader_of_model(model, use_cache=True)
@@ -136,7 +136,8 @@ def measure_model(name: str, lengths: Sequence[int], args: argparse.Namespace) -
         spent = measure(readers, lengths, target.vocab_size, args, label)
         gc.collect()
         return {
-            "model": name, "name": label, "implementation": target.implementation, "cells": cells_of(spent, args.seed),
+            "model": name, "name": label, "implementation": target.backend.description,
+            "cells": cells_of(spent, args.seed),
             "vllm": None if vllm is None else vllm.version,
         }
 

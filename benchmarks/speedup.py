@@ -115,7 +115,7 @@ def run() -> None:
     name = args.target or str(assets.demo_target())
     levels, engines, drafter = split_levels(args.levels), {}, None
     for level in levels:
-        # A target of its own: packed weights are switched for a whole target.
+        # A target of its own: native layers are those of a whole target.
         target = Target.from_pretrained(name, dtype=args.dtype, device=args.device, native=level == NATIVE)
         drafter = open_drafter(args.drafter, target)
         length = args.prompt_tokens + args.new_tokens

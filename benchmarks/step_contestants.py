@@ -12,7 +12,8 @@ from gguf_export import LlamaCpp
 from torch import Tensor
 from transformers import DynamicCache
 
-from draftsmith.engine.compiled import Compiler
+from draftsmith.engine.runner import Runner
+from draftsmith.engine.step import SPAN_STEP
 from draftsmith.native.layers import PackedLinear
 from draftsmith.target import Nodes, Target
 
@@ -23,15 +24,13 @@ Step = Callable[[int, int], tuple[float, Logits]]
 
 def native_step(target: Target, tokens_1L: Tensor) -> Step:
     """Read through the target as it is: natively, or by PyTorch where it is not native."""
-    return target_step(target, tokens_1L, Compiler("off", target.device))
+    return runner_step(Runner(target), target, tokens_1L)
 
 
-def target_step(target: Target, tokens_1L: Tensor, compiler: Compiler) -> Step:
-    """Read through the target's forward under a compiler; the cache is filled beforehand, without compiled code."""
+def runner_step(runner: Runner, target: Target, tokens_1L: Tensor) -> Step:
+    """Read as an engine's runner does; the cache is filled beforehand, without compiled code."""
     length = tokens_1L.shape[1]
     cache = target.new_cache(1, length)
-    target.packed = compiler.packs
-    forward = target.forward if target.is_native else compiler.wrap(target.forward)
     depths_1L = torch.arange(length).unsqueeze(0)
     visible_1LL = torch.ones((1, length, length), dtype=torch.bool).tril()
     target.read_chain(cache, tokens_1L, torch.tensor([0]), ())
@@ -41,10 +40,10 @@ def target_step(target: Target, tokens_1L: Tensor, compiler: Compiler) -> Step:
         depths_1M = depths_1L[:, :nodes].contiguous()
         visible_1MM = visible_1LL[:, :nodes, :nodes].contiguous()
         cached_1 = torch.tensor([context])
-        columns_S = None if target.is_native else compiler.span(context + nodes, cache.capacity, target.device)
+        columns_S = runner.columns(lambda: min(cache.capacity, -(-(context + nodes) // SPAN_STEP) * SPAN_STEP))
         nodes_1 = Nodes(tokens_1M, cached_1, None, depths_1M, visible_1MM, columns_S=columns_S)
         begun = time.perf_counter()
-        logits_1MV, _ = forward(cache, nodes_1, ())
+        logits_1MV, _ = runner.forward(cache, nodes_1, ())
         return time.perf_counter() - begun, lambda: logits_1MV[0].float()
 
     return step

@@ -66,16 +66,17 @@ from step_contestants import (
     native_step,
     packed_layers,
     products_step,
+    runner_step,
     small_layers,
-    target_step,
 )
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.engine.compiled import Compiler
+from draftsmith.engine.compiled import Compiled
 from draftsmith.evaluation.turns import turns
 from draftsmith.native import kernels_in_use, use_kernels, why_missing
 from draftsmith.target import Target
+from draftsmith.target.backend import NativeForward
 from draftsmith.types import DraftsmithError
 
 NATIVE, EAGER, INDUCTOR, PREPACKED, LLAMA_CPP = "native", "eager", "inductor", "prepacked", "llama.cpp"
@@ -199,9 +200,9 @@ def make_steps(
     label = Path(folder).name
     if NATIVE in names:
         target = Target.from_pretrained(folder, dtype="bf16", device="cpu")
-        if not target.is_native:
+        if not isinstance(target.backend, NativeForward):
             reason = why_missing() or "it has no native form"
-            raise DraftsmithError(f"{label} is read by {target.implementation}, not natively; {reason}.")
+            raise DraftsmithError(f"{label} is read by {target.backend.description}, not natively; {reason}.")
         layers = packed_layers(target)
         packed_bytes = sum(packed.nbytes for packed, _, _ in layers)
         steps[NATIVE] = native_step(target, tokens_1L)
@@ -224,7 +225,7 @@ def make_steps(
         steps[PREPACKED] = native_step(plain, tokens_1L)
     if INDUCTOR in names:
         plain = Target.from_pretrained(folder, dtype="bf16", device="cpu", native=False)
-        steps[INDUCTOR] = target_step(plain, tokens_1L, Compiler("full", plain.device))
+        steps[INDUCTOR] = runner_step(Compiled(plain, "full"), plain, tokens_1L)
         for nodes in sorted(set(args.inductor_tokens) & set(sizes)):
             begun = time.perf_counter()
             for context in (args.first_context, args.last_context):

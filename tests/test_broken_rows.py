@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from contract import CheckedDrafter
-from draftsmith.drafters.eagle import make_eagle
-from draftsmith.drafters.eagle_config import EagleOptions
+from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.eagle_config import EagleConfig
 from draftsmith.engine import Engine
 from draftsmith.evaluation.chi_square import fit
 from draftsmith.evaluation.law import enumerate_law, read_plainly
@@ -210,7 +210,7 @@ def test_native_rows_end_by_themselves(architecture: str, plan: Plan):
     questions[SICK] = [*questions[SICK][:3], token, *questions[SICK][3:]]
     of = Case(questions, answers, token, 0)
     target = broken(architecture, token, torch.bfloat16)
-    assert target.native and target.is_native == whole.is_native
+    assert target.backend.native and type(target.backend) is type(whole.backend)
     for size in (1, 3):
         engine = Engine(target, poisoner(of), plan=plan, max_batch=size)
         check_rows(engine.generate(questions, params), of, exact=True)
@@ -263,7 +263,7 @@ def test_a_drafters_memory_of_the_row_is_not_handed_on():
     target = broken("llama", answers[1][place])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        drafter = make_eagle(EagleOptions(), target, None)
+        drafter = Eagle.new(EagleConfig(), target, None)
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     drafter = drafter.double()

@@ -15,7 +15,7 @@ from draftsmith.drafters import storage
 from draftsmith.drafters.base import NoDrafter
 from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.drafters.model_drafter import DraftModel
 from draftsmith.drafters.registry import family_named
 from draftsmith.drafters.small_lm import SmallLM
@@ -54,7 +54,7 @@ def taught(target: Target, learner: L, starts: list[list[int]] = PROMPTS, new_to
 def fitted(target: Target, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> MLPSpeculator:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        drafter = MLPSpeculator(MLPSpeculatorConfig(target.hidden_size, target.vocab_size, inner_dim=64, n_predict=3))
+        drafter = MLPSpeculator(MLPConfig(inner_dim=64, n_predict=3).for_target(target))
     return taught(target, drafter, starts, new_tokens)
 
 
@@ -62,7 +62,7 @@ def fitted_small_lm(target: Target, starts: list[list[int]] = PROMPTS, new_token
     family = family_named("small-lm")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        learner = family.make(family.read_options({}, ""), target, None)
+        learner = family.make(family.config.read({}, ""), target, None)
     assert isinstance(learner, SmallLM)
     return taught(target, learner, starts, new_tokens)
 
@@ -70,7 +70,7 @@ def fitted_small_lm(target: Target, starts: list[list[int]] = PROMPTS, new_token
 class LaggingFeatures(MLPSpeculator):
     """Drafts from the state that predicted the token before the root."""
 
-    def __init__(self, config: MLPSpeculatorConfig) -> None:
+    def __init__(self, config: MLPConfig) -> None:
         super().__init__(config)
         self.memory: dict[int, torch.Tensor] = {}
 
@@ -256,7 +256,7 @@ def test_a_drafter_that_hits_nothing_leaves_nothing_to_compare_and_does_not_pass
 def test_the_files_of_every_published_layout_are_found(tmp_path: Path, name: str):
     family = family_named(name)
     with torch.random.fork_rng(devices=[]):
-        drafter = family.make(family.read_options({}, ""), tiny_target(), None)
+        drafter = family.make(family.config.read({}, ""), tiny_target(), None)
     assert isinstance(drafter, Learner)
     drafter.save_pretrained(tmp_path / name, tiny_target().facts())
     checks = check_files(tmp_path / name)

@@ -78,9 +78,9 @@ def test_drafter_folder_replaced_under_kills(tmp_path: Path):
 
 
 def toy_config():
-    from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+    from draftsmith.drafters.mlp_config import MLPConfig
 
-    return MLPSpeculatorConfig(emb_dim=8, vocab_size=16, n_predict=2)
+    return MLPConfig(hidden_size=8, vocab_size=16, n_predict=2)
 
 
 def truncate(path: Path) -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from draftsmith import __version__
 from draftsmith.cli import app
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.target import Target
 from draftsmith.types import TargetFacts
 from tiny import save_tiny_target
@@ -40,7 +40,9 @@ def drafter(target: Path) -> Path:
 def save_drafter(folder: Path, facts: TargetFacts) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        config = MLPSpeculatorConfig(facts.hidden_size, facts.vocab_size, n_predict=2, top_k_tokens_per_head=(3, 2))
+        config = MLPConfig(
+            hidden_size=facts.hidden_size, vocab_size=facts.vocab_size, n_predict=2, top_k_tokens_per_head=(3, 2)
+        )
         MLPSpeculator(config).save_pretrained(folder, facts)
     return folder
 

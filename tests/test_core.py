@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from contract import CheckedDrafter
-from draftsmith.drafters.eagle import EagleOptions, make_eagle
-from draftsmith.drafters.ngram import NgramDrafter, NgramOptions
+from draftsmith.drafters.eagle import Eagle, EagleConfig
+from draftsmith.drafters.ngram import NgramConfig, NgramDrafter
 from draftsmith.engine import Engine
 from draftsmith.engine.policy import Choice, Fixed, Load, OffAbove, Policy, RowHistory
 from draftsmith.engine.request import Request
@@ -79,7 +79,7 @@ def test_texts_are_those_of_each_alone(kind: str, seed: int):
     expected = [alone.generate([q], p)[0].tokens for q, p in zip(questions, rules, strict=True)]
     oracle = CheckedDrafter(oracle_for(tiny_model(), [], error_rate=0.4), target)
     oracle.inner.texts = [q + e for q, e in zip(questions, expected, strict=True)]  # type: ignore[attr-defined]
-    drafters = {"oracle": oracle, "ngram": NgramDrafter(NgramOptions())}
+    drafters = {"oracle": oracle, "ngram": NgramDrafter(NgramConfig())}
     choices = [Choice(CHAIN), Choice(NO_DRAFT), Choice(TREE, "oracle"), Choice(Plan((1, 1)), "ngram")]
     policy = AtRandom(choices, seed)
     engine = Engine(
@@ -251,7 +251,7 @@ def test_a_drafter_with_a_memory_hears_of_what_was_not_read_again():
     """EAGLE reads the target's states of the whole prompt, whoever's request they were computed for."""
     target = tiny_target()
     torch.manual_seed(0)
-    drafter = make_eagle(EagleOptions(), target, None)
+    drafter = Eagle.new(EagleConfig(), target, None)
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     drafter = drafter.double()
@@ -457,13 +457,13 @@ def test_what_was_not_read_to_a_finite_end_is_not_shared():
 
 def test_a_policy_may_name_only_what_is_there():
     with pytest.raises(DraftsmithError, match="names the drafter 'other', but there is drafter"):
-        Engine(tiny_target(), NgramDrafter(NgramOptions()), policy=Fixed(CHAIN, "other"))
+        Engine(tiny_target(), NgramDrafter(NgramConfig()), policy=Fixed(CHAIN, "other"))
 
     class Surprising(OffAbove):
         def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
             return [Choice(TREE)] * len(rows)
 
-    engine = Engine(tiny_target(), NgramDrafter(NgramOptions()), policy=Surprising(CHAIN, 3))
+    engine = Engine(tiny_target(), NgramDrafter(NgramConfig()), policy=Surprising(CHAIN, 3))
     with pytest.raises(DraftsmithError, match="none of its choices"):
         engine.generate(prompts(1), SamplingParams(max_tokens=4))
 

@@ -82,7 +82,7 @@ SPECS = sorted({spec for _, command in SHOWN for spec in re.findall(r"--family (
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_shown_family_exists_with_its_options(spec: str):
     name, options = read_spec(spec)
-    family_named(name).read_options(options, f"{name}:")
+    family_named(name).config.read(options, f"{name}:")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from contract import check_drafter, contract_prompts
 from draftsmith.drafters.base import NoDrafter
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.engine import Engine
 from draftsmith.plan import Plan
 from draftsmith.types import Context, Draft, SamplingParams
@@ -35,8 +35,9 @@ def test_no_drafter():
 
 @pytest.mark.parametrize("options", [{}, {"tie_weights": True, "scale_input": True}])
 def test_the_mlp_speculator(options: dict):
-    config = MLPSpeculatorConfig(
-        emb_dim=WIDTH, vocab_size=VOCABULARY, inner_dim=16, top_k_tokens_per_head=(3, 2, 2), n_candidates=4, **options
+    config = MLPConfig(
+        hidden_size=WIDTH, vocab_size=VOCABULARY, inner_dim=16, top_k_tokens_per_head=(3, 2, 2), n_candidates=4,
+        **options,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -15,8 +15,8 @@ import training_toy as toy
 from contract import check_drafter
 from draftsmith.assets import demo_target
 from draftsmith.drafters.base import StagewiseDrafter
-from draftsmith.drafters.eagle import Eagle, make_eagle
-from draftsmith.drafters.eagle_config import EagleOptions, Tree
+from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.eagle_config import EagleConfig
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.model_drafter import DraftModel
@@ -41,9 +41,9 @@ def make(architecture: str = "llama", seed: int = 0, **options) -> Eagle:
     target = tiny_target(architecture)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        chosen = EagleOptions(**options)
+        chosen = EagleConfig(**options)
         tokens = torch.randperm(VOCABULARY)[: chosen.draft_vocab_size] if chosen.draft_vocab_size else None
-        drafter = make_eagle(chosen, target, tokens)
+        drafter = Eagle.new(chosen, target, tokens)
         for parameter in drafter.parameters():
             # Wide, so that what it attends to decides what it says.
             torch.nn.init.normal_(parameter, std=0.3)
@@ -142,7 +142,7 @@ def test_the_dynamic_tree_is_eagle_2_s_by_hand():
         torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, 1), torch.ones(1).long(), torch.ones(1).long(),
         torch.zeros(1).long(), torch.zeros(1), torch.zeros(1).long(),
     )
-    plan = Tree(3, "dynamic", beam=2, nodes=6).plan(3)
+    plan = EagleConfig(vocab_size=3, depth=3, tree="dynamic", beam=2, nodes=6).plan()
     assert plan == Plan((2, 2, 2), beam=2, nodes=6)
     draft = Table().propose(seen, plan)
     parents, tokens = draft.parents_BN[0].tolist(), draft.tokens_BN[0].tolist()
@@ -247,7 +247,7 @@ def test_round_trip(tmp_path: Path, name: str):
     drafter = make(**VARIANTS[name], tree="dynamic", beam=3)
     drafter.save_pretrained(tmp_path / "x", tiny_target().facts())
     back = Eagle.from_pretrained(tmp_path / "x", tiny_target())
-    assert back.describe() == drafter.describe() and back.tree == drafter.tree
+    assert back.describe() == drafter.describe() and back.config == drafter.config
     assert back.state_dict().keys() == drafter.state_dict().keys()
     for key, tensor in drafter.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[key]), key
@@ -280,7 +280,7 @@ def published(folder: Path, **changes) -> Path:
 def test_published_layout(tmp_path: Path):
     folder = published(tmp_path / "hub")
     drafter = load_drafter(folder, tiny_target())
-    assert isinstance(drafter, Eagle) and drafter.layer_sizes.rope_parameters["rope_theta"] == 500000.0
+    assert isinstance(drafter, Eagle) and drafter.config.rope_parameters["rope_theta"] == 500000.0
     check_law_over_time(drafter, tiny_target())
     Eagle.from_pretrained(folder, tiny_target()).save_pretrained(tmp_path / "own", tiny_target().facts())
     before, after = (safetensors.torch.load_file(tmp_path / f / "model.safetensors") for f in ("hub", "own"))
@@ -321,11 +321,11 @@ def test_refusals(tmp_path: Path):
     refused("drafts for a target with hidden size 16, but 'tiny-llama' has 32", hidden_size=16)
     refused("with a vocabulary of 80, but", vocab_size=80)
     refused("has the activation 'gelu'; silu is supported", hidden_act="gelu")
-    refused("rope_type is 'dynamic'; supported are default", rope_scaling={"type": "dynamic", "factor": 2.0})
-    refused("num_attention_heads is 4, which num_key_value_heads = 3 does not divide", num_key_value_heads=3)
+    refused("it must be of a rope_type among default", rope_scaling={"type": "dynamic", "factor": 2.0})
+    refused("num_attention_heads is 4; it must be a multiple of num_key_value_heads, which is 3", num_key_value_heads=3)
     refused("lacks the tensor fc.bias|has a tensor 'fc.bias'", bias=False)
-    refused("tree is 'bush'; use chain, static or dynamic", tree="bush")
-    refused(r"branching \(2, 2\) is 2 deep, but depth is 1", depth=1, branching=[2, 2])
+    refused("tree is 'bush'; give 'chain', 'static' or 'dynamic'", tree="bush")
+    refused(r"branching is \(2, 2\); it must be at most depth = 1 numbers", depth=1, branching=[2, 2])
     with pytest.raises(DraftsmithError, match="borrows its target's embedding and head"):
         Eagle.from_pretrained(tmp_path / "0")
 
@@ -340,7 +340,7 @@ def test_tables_of_the_target_are_not_saved_or_trained():
 def test_a_packed_drafter_decodes_on_a_native_target():
     target = Target.from_pretrained(demo_target(), dtype="bf16")
     torch.manual_seed(0)
-    drafter = make_eagle(EagleOptions(draft_vocab_size=512), target, torch.arange(512)).for_decoding(target)
+    drafter = Eagle.new(EagleConfig(draft_vocab_size=512), target, torch.arange(512)).for_decoding(target)
     questions = [list(range(40, 40 + n)) for n in (5, 30, 12)]
     engine = Engine(target, drafter, max_batch=2)
     params = SamplingParams(max_tokens=12, ignore_eos=True)

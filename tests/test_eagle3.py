@@ -11,8 +11,8 @@ import training_toy as toy
 from contract import check_drafter
 from draftsmith.assets import demo_target
 from draftsmith.drafters.eagle import Eagle
-from draftsmith.drafters.eagle3 import Eagle3, make_eagle3
-from draftsmith.drafters.eagle_config import Eagle3Options, default_taps
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.eagle_config import Eagle3Config, default_taps
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
@@ -34,9 +34,9 @@ def make(architecture: str = "llama", seed: int = 0, **options) -> Eagle3:
     target = tiny_target(architecture)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        chosen = Eagle3Options(**{"beam": 3, "nodes": 7, **options})
+        chosen = Eagle3Config(**{"beam": 3, "nodes": 7, **options})
         tokens = torch.randperm(VOCABULARY)[: chosen.draft_vocab_size] if chosen.draft_vocab_size else None
-        drafter = make_eagle3(chosen, target, tokens)
+        drafter = Eagle3.new(chosen, target, tokens)
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     drafter = drafter.double()
@@ -116,7 +116,7 @@ def test_default_taps_are_the_published_ones():
     assert default_taps(8) == (1, 3, 4)
     assert (default_taps(3), default_taps(2), default_taps(1)) == ((0, 1, 2), (0, 1), (0,))
     assert make().taps == (0, 1)
-    with pytest.raises(DraftsmithError, match=r"reads the outputs of layers \(0, 5\), but the target's are 0 to 1"):
+    with pytest.raises(DraftsmithError, match=r"taps is \(0, 5\), but the target's layers are 0 to 1"):
         make(taps=(0, 5))
 
 
@@ -199,7 +199,7 @@ def test_round_trip(tmp_path: Path, name: str):
     drafter = make(**VARIANTS[name])
     drafter.save_pretrained(tmp_path / "x", tiny_target().facts())
     back = Eagle3.from_pretrained(tmp_path / "x", tiny_target())
-    assert back.describe() == drafter.describe() and back.tree == drafter.tree and back.taps == drafter.taps
+    assert back.describe() == drafter.describe() and back.config == drafter.config and back.taps == drafter.taps
     assert back.state_dict().keys() == drafter.state_dict().keys()
     for key, tensor in drafter.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[key]), key
@@ -266,7 +266,7 @@ def test_speculators_layout(tmp_path: Path):
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     safetensors.torch.save_file(renamed, folder / "model.safetensors")
     drafter = Eagle3.from_pretrained(folder, tiny_target())
-    assert drafter.norm_before_residual and not plain.norm_before_residual and drafter.taps == (0, 1)
+    assert drafter.config.norm_before_residual and not plain.config.norm_before_residual and drafter.taps == (0, 1)
     assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in drafter.state_dict().items())
 
 
@@ -281,17 +281,16 @@ def test_refusals(tmp_path: Path):
     refused("states 32 wide for a target of 64; use a drafter as wide as its target", target_hidden_size=64)
     refused("with a vocabulary of 80, but 'tiny-llama' has 96", vocab_size=80)
     refused("fuses states in another way", eagle_config={"use_aux_hidden_state": False})
-    refused("layers (0, 7), but the target's are 0 to 1".replace("(", r"\(").replace(")", r"\)"),
-            eagle_aux_hidden_state_layer_ids=[1, 8])
+    refused(r"taps is \(0, 7\), but the target's layers are 0 to 1", eagle_aux_hidden_state_layer_ids=[1, 8])
     refused("has a tensor 'other' that is not in its config.json", {"other": torch.zeros(1)})
     with pytest.raises(DraftsmithError, match="borrows its target's embedding; load it with that target"):
-        Eagle3.from_pretrained(tmp_path / "0")
+        Eagle3.from_pretrained(published(tmp_path / "whole"))
 
 
 def test_a_packed_drafter_decodes_on_a_native_target():
     target = Target.from_pretrained(demo_target(), dtype="bf16")
     torch.manual_seed(0)
-    drafter = make_eagle3(Eagle3Options(draft_vocab_size=512), target, torch.arange(512)).for_decoding(target)
+    drafter = Eagle3.new(Eagle3Config(draft_vocab_size=512), target, torch.arange(512)).for_decoding(target)
     assert drafter.taps == (1, 3, 4)
     questions = [list(range(40, 40 + n)) for n in (5, 30, 12)]
     engine = Engine(target, drafter, max_batch=2)

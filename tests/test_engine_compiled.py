@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.engine import Engine
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
@@ -14,7 +14,7 @@ from tiny import VOCABULARY, WIDTH, greedy_reference, prompts, tiny_model, tiny_
 
 def test_a_recorded_step_gives_the_same_text():
     questions = prompts(5)
-    config = MLPSpeculatorConfig(emb_dim=WIDTH, vocab_size=VOCABULARY, inner_dim=16, top_k_tokens_per_head=(3, 2, 2))
+    config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, inner_dim=16, top_k_tokens_per_head=(3, 2, 2))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drafter = MLPSpeculator(config).eval()
@@ -31,7 +31,7 @@ def test_a_recorded_step_gives_the_same_text():
 @pytest.mark.filterwarnings("ignore")  # what PyTorch's compiler says to itself
 def test_generated_code_gives_the_same_text():
     """Level full, plainly and with a chain, at the one batch size that keeps this test short."""
-    config = MLPSpeculatorConfig(emb_dim=WIDTH, vocab_size=VOCABULARY, n_predict=2, inner_dim=16)
+    config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, n_predict=2, inner_dim=16)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drafter = MLPSpeculator(config).eval()
@@ -49,7 +49,7 @@ def test_generated_code_gives_the_same_text():
 def test_native_targets_take_every_level(architecture: str, drafting: bool):
     """Native code has nothing to compile, and what is around it is still compiled."""
     target = Target(tiny_model(architecture, dtype=torch.bfloat16))
-    config = MLPSpeculatorConfig(emb_dim=WIDTH, vocab_size=VOCABULARY, n_predict=2, inner_dim=16)
+    config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, n_predict=2, inner_dim=16)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drafter = MLPSpeculator(config).bfloat16().eval() if drafting else None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import Grid, plan_for, run_grid
 from draftsmith.evaluation.intervals import mean_interval, ratio_interval
@@ -51,9 +51,7 @@ def target(folder: Path) -> Target:
 def engine(target: Target) -> Engine:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        config = MLPSpeculatorConfig(
-            target.hidden_size, target.vocab_size, n_predict=3, top_k_tokens_per_head=(3, 2, 1)
-        )
+        config = MLPConfig(n_predict=3, top_k_tokens_per_head=(3, 2, 1)).for_target(target)
         drafter = MLPSpeculator(config).eval()
     return Engine(target, drafter, max_batch=4)
 

@@ -7,7 +7,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from draftsmith.cli import app
+from draftsmith.drafters.family import Family
 from draftsmith.drafters.registry import families
+from draftsmith.training.recipe import build_recipe
+from draftsmith.types import DraftsmithError
 
 
 def run(*words: str | Path) -> Result:
@@ -24,17 +27,31 @@ def test_families_are_listed_with_options_and_whether_they_are_trained(tmp_path:
     options = {option["name"]: option for option in listed["ngram"]["options"]}
     assert options["max_length"] == {
         "name": "max_length", "default": 4, "required": False,
-        "what": "the most that are looked up; the longest match is tried first.",
+        "what": "the most that are looked up; the longest match is tried first",
     }
     (path, *_) = listed["draft-model"]["options"]
     assert path["name"] == "path" and path["required"] and path["default"] is None
+
+
+@pytest.mark.parametrize("family", families().values(), ids=lambda family: family.name)
+def test_every_option_says_in_a_line_what_it_means(family: Family):
+    for name, field in family.config.options().items():
+        assert field.description and len(field.description) < 120, name
+        assert "\n" not in field.description and not field.description.endswith("."), name
+
+
+def test_what_the_target_decides_is_no_option():
+    assert not {"hidden_size", "vocab_size", "rope_parameters"} & families()["eagle"].config.options().keys()
+    for key in ("hidden_size", "rope_parameters"):
+        with pytest.raises(DraftsmithError, match=f"drafter.{key} is the target's own; leave it out"):
+            build_recipe({"drafter": {"family": "eagle", key: 64}})
 
 
 def test_one_family_is_told_in_full():
     result = run("families", "eagle")
     told = " ".join(result.stdout.replace("│", " ").split())
     assert result.exit_code == 0 and "--plan eagle takes its published tree" in told
-    assert "of the cross-entropy against the target's own distribution in the loss." in told
+    assert "weight, in the loss, of the cross-entropy against the target's own distribution" in told
     assert "feature_weight 1.0" in told
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import training_toy as toy
 from contract import check_drafter, check_forward_law
-from draftsmith.drafters.hydra import HydraDrafter, HydraOptions, make_hydra
+from draftsmith.drafters.hydra import HydraConfig, HydraDrafter, make_hydra
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.plan import Plan
 from draftsmith.target import Target
@@ -33,7 +33,7 @@ def make(architecture: str = "llama", **options) -> HydraDrafter:
         torch.manual_seed(0)
         size = options.get("draft_vocab_size")
         tokens = torch.randperm(VOCABULARY)[:size] if size else None
-        drafter = make_hydra(HydraOptions(**options), tiny_target(architecture), tokens).double()
+        drafter = make_hydra(HydraConfig(**options), tiny_target(architecture), tokens).double()
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     drafter.bind(tiny_target(architecture))
@@ -72,7 +72,7 @@ def test_heads_are_the_paper_s_formula():
 
 def test_untrained_heads_say_what_the_target_s_own_head_says():
     target = tiny_target()
-    drafter = make_hydra(HydraOptions(num_layers=2), target, None).double()
+    drafter = make_hydra(HydraConfig(num_layers=2), target, None).double()
     drafter.bind(target)
     features_BTF, logits_BTV = target.encode(torch.randint(0, VOCABULARY, (1, 9)), logits=True)
     for depth, said in enumerate(drafter(torch.randint(0, VOCABULARY, (1, 9)), features_BTF)):
@@ -137,7 +137,7 @@ def test_published_layout_bit_for_bit(tmp_path: Path):
         ({"grounded_heads": False}, "says grounded_heads False, but only True"),
         ({"hidden_state_offset": 1}, "says hidden_state_offset 1, but only 0"),
         ({"hydra_num_heads": 4}, r"lacks the tensor hydra_mlp\.3\.0\.linear\.weight"),
-        ({"hydra_num_heads": 0}, r"config\.json: num_heads is 0; input should be greater"),
+        ({"hydra_num_heads": 0}, r"config\.json: hydra_num_heads is 0; use at least 1"),
     ],
     ids=str,
 )
@@ -156,7 +156,7 @@ def test_another_target_is_refused(tmp_path: Path):
 def test_whole_heads_can_be_cut_down(tmp_path: Path):
     whole, tokens = make(), torch.arange(5, 45)
     whole.save_pretrained(tmp_path / "whole", tiny_target().facts())
-    few = make_hydra(HydraOptions(draft_vocab_size=40), tiny_target(), tokens)
+    few = make_hydra(HydraConfig(draft_vocab_size=40), tiny_target(), tokens)
     few.start_from(tmp_path / "whole", tiny_target())
     read = torch.randint(0, VOCABULARY, (1, 6)), torch.randn(1, 6, WIDTH)
     for cut, full in zip(few(*read), whole.float()(*read), strict=True):
@@ -169,4 +169,4 @@ def test_training(tmp_path: Path):
 
 
 def test_packed_heads_decode_losslessly():
-    check_packed(make_hydra(HydraOptions(draft_vocab_size=512), demo_target(), torch.arange(512)), demo_target())
+    check_packed(make_hydra(HydraConfig(draft_vocab_size=512), demo_target(), torch.arange(512)), demo_target())

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 import training_toy as toy
 from contract import check_drafter, check_forward_law
-from draftsmith.drafters.hydra import BORROWED, HydraDrafter, HydraOptions, HydraPrefixDrafter, make_hydra
+from draftsmith.drafters.hydra import BORROWED, HydraConfig, HydraDrafter, HydraPrefixDrafter, make_hydra
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.plan import Plan
@@ -35,7 +35,7 @@ def make(architecture: str = "llama", **options) -> HydraPrefixDrafter:
         torch.manual_seed(0)
         size = options.get("draft_vocab_size")
         tokens = torch.randperm(VOCABULARY)[:size] if size else None
-        drafter = make_hydra(HydraOptions(prefix_attention=True, **options), tiny_target(architecture), tokens)
+        drafter = make_hydra(HydraConfig(prefix_attention=True, **options), tiny_target(architecture), tokens)
         for parameter in drafter.double().parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     drafter.bind(tiny_target(architecture))
@@ -89,7 +89,7 @@ def test_the_loss_is_that_of_forward_at_the_positions_asked_for():
 
 def test_untrained_heads_guess_what_the_target_s_own_head_guesses():
     target = tiny_target()
-    drafter = make_hydra(HydraOptions(prefix_attention=True, num_layers=2), target, None).double()
+    drafter = make_hydra(HydraConfig(prefix_attention=True, num_layers=2), target, None).double()
     drafter.bind(target)
     tokens = torch.randint(0, VOCABULARY, (1, 9))
     features_BTF, logits_BTV = target.encode(tokens, logits=True)
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
 def test_whole_heads_can_be_cut_down(tmp_path: Path):
     whole, tokens = make(), torch.arange(5, 45)
     whole.save_pretrained(tmp_path / "whole", tiny_target().facts())
-    few = make_hydra(HydraOptions(draft_vocab_size=40, prefix_attention=True), tiny_target(), tokens)
+    few = make_hydra(HydraConfig(draft_vocab_size=40, prefix_attention=True), tiny_target(), tokens)
     few.start_from(tmp_path / "whole", tiny_target())
     read = torch.randint(0, VOCABULARY, (1, 6)), torch.randn(1, 6, WIDTH)
     for cut, full in zip(few(*read), whole.float()(*read), strict=True):
@@ -193,5 +193,5 @@ def test_training(tmp_path: Path):
 
 
 def test_packed_heads_decode_losslessly():
-    options = HydraOptions(draft_vocab_size=512, prefix_attention=True, num_layers=2)
+    options = HydraConfig(draft_vocab_size=512, prefix_attention=True, num_layers=2)
     check_packed(make_hydra(options, demo_target(), torch.arange(512)), demo_target())

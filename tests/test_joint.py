@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import training_toy as toy
-from draftsmith.drafters.hydra import HydraOptions, make_hydra
+from draftsmith.drafters.hydra import HydraConfig, make_hydra
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
@@ -178,7 +178,7 @@ def test_what_comes_out_is_another_target_with_its_heads(tmp_path: Path, data: P
         load_drafter(result.drafter, old)
     with pytest.raises(DraftsmithError, match=r"weights changed in training \(step 10\), but 'toy' has unchanged"):
         load_drafter(result.folder / "latest", old)
-    make_hydra(HydraOptions(num_heads=1), old, None).save_pretrained(tmp_path / "for-old", old.facts())
+    make_hydra(HydraConfig(num_heads=1), old, None).save_pretrained(tmp_path / "for-old", old.facts())
     with pytest.raises(DraftsmithError, match="drafts for 'toy' with unchanged weights, but 'target' has weights chan"):
         load_drafter(tmp_path / "for-old", changed)
 
@@ -224,7 +224,7 @@ def test_mistakes_are_one_clear_sentence(tmp_path: Path, data: Path):
         run(tmp_path / "run", data, target=new_target(dtype=torch.bfloat16))
     with pytest.raises(DraftsmithError, match=r"recipe key joint\.wait is unknown; did you mean joint\.weight\?"):
         build_recipe({"joint": {"wait": 1}})
-    with pytest.raises(DraftsmithError, match=r"recipe key joint\.decay is 2; input should be less than or equal to 1"):
+    with pytest.raises(DraftsmithError, match=r"recipe key joint\.decay is 2; use at most 1"):
         build_recipe({"joint": {"decay": 2}})
     run(tmp_path / "run", data, "stage1.steps=2", "stage2.steps=0")
     recipe = toy.recipe(tmp_path / "run", data, BASICS[0], "stage1.steps=2", "stage2.steps=0")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from contract import check_draft
-from draftsmith.drafters.lookahead import LookaheadDrafter, LookaheadOptions, LookaheadRow
+from draftsmith.drafters.lookahead import LookaheadConfig, LookaheadDrafter, LookaheadRow
 from draftsmith.engine import Engine
 from draftsmith.plan import Plan
 from draftsmith.target import Target
@@ -30,7 +30,7 @@ def look(drafter: LookaheadDrafter, rows: dict[int, Sequence[int]], choices: lis
 
 
 def test_columns_grow_into_ngrams():
-    drafter = LookaheadDrafter(LookaheadOptions(window=3, length=3, guesses=2, from_text=False))
+    drafter = LookaheadDrafter(LookaheadConfig(window=3, length=3, guesses=2, from_text=False))
     # Four columns of one token, of which the first begins with the root: the others are the trunk.
     assert look(drafter, {0: [1, 2, 3, 4]}, [[40, 12, 13, 14]]) == [([2, 3, 4], [ROOT, 0, 1])]
     # What came after them is appended, the first column goes, and the new first one begins with the new root.
@@ -43,7 +43,7 @@ def test_columns_grow_into_ngrams():
 
 
 def test_the_latest_ngrams_of_a_text_are_verified():
-    drafter = LookaheadDrafter(LookaheadOptions(window=1, length=3, guesses=2))
+    drafter = LookaheadDrafter(LookaheadConfig(window=1, length=3, guesses=2))
     text = [5, 1, 2, 5, 3, 4, 5, 6, 7, 5]
     # Of 5 1 2, 5 3 4 and 5 6 7 the latest two, and behind them the window: the root and a column of the token 5.
     assert look(drafter, {0: text}, [[0] * 6]) == [([6, 7, 3, 4, 5], [ROOT, 0, ROOT, 2, ROOT])]
@@ -55,7 +55,7 @@ class Auditor(LookaheadDrafter):
     audited = 0
 
     def __init__(self, questions: Sequence[list[int]]) -> None:
-        super().__init__(LookaheadOptions(window=2, length=3, guesses=2))
+        super().__init__(LookaheadConfig(window=2, length=3, guesses=2))
         self.texts = {row: question[:1] for row, question in enumerate(questions)}
 
     def _read(self, context: Context) -> list[LookaheadRow | None]:
@@ -88,7 +88,7 @@ def test_a_drafter_that_observes_sees_the_choice_at_every_node():
 
 
 def test_lookahead_finds_what_no_text_holds():
-    options = LookaheadOptions(window=6, length=4, guesses=3, from_text=False)
+    options = LookaheadConfig(window=6, length=4, guesses=3, from_text=False)
     engine = Engine(Target(counting_model()), LookaheadDrafter(options))
     [found] = engine.generate([[70, 80, 60]], SamplingParams(max_tokens=40))
     assert found.tokens == [(61 + i) % VOCABULARY for i in range(40)]
@@ -100,7 +100,7 @@ def test_lookahead_finds_what_no_text_holds():
 @pytest.mark.parametrize(("window", "length"), [(5, 4), (1, 2), (3, 6)])
 def test_guesses_do_not_depend_on_the_pieces_of_a_prompt(size: int, window: int, length: int):
     [text] = prompts(1, shortest=23, below=6)
-    options = LookaheadOptions(window=window, length=length, guesses=3)
+    options = LookaheadConfig(window=window, length=length, guesses=3)
     whole, divided = LookaheadRow(options), LookaheadRow(options)
     whole.extend(text)
     for start in range(0, len(text), size):
@@ -114,7 +114,7 @@ def test_guesses_do_not_depend_on_the_pieces_of_a_prompt(size: int, window: int,
 
 
 def test_the_columns_begin_with_the_end_of_a_prompt():
-    row = LookaheadRow(LookaheadOptions(window=3, length=3, from_text=False))
+    row = LookaheadRow(LookaheadConfig(window=3, length=3, from_text=False))
     row.extend([1, 2])
     row.extend([3, 4, 5, 6])
     assert row.draft((9,) * 9, 60).tokens == [4, 5, 6]
@@ -124,7 +124,7 @@ class Recorder(LookaheadDrafter):
     """Keeps what it drafted."""
 
     def __init__(self) -> None:
-        super().__init__(LookaheadOptions())
+        super().__init__(LookaheadConfig())
         self.drafts: list[Any] = []
 
     def propose(self, context: Context, plan: Plan) -> Draft:

@@ -12,9 +12,9 @@ import torch
 
 from contract import check_draft, check_drafter
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.ngram import NgramDrafter, NgramOptions
+from draftsmith.drafters.ngram import NgramConfig, NgramDrafter
 from draftsmith.drafters.registry import load_drafter
-from draftsmith.drafters.suffix import Memory, SuffixDrafter, SuffixOptions
+from draftsmith.drafters.suffix import Memory, SuffixConfig, SuffixDrafter
 from draftsmith.engine import Engine
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
@@ -44,11 +44,11 @@ def chain(draft: Draft) -> list[int]:
 
 
 def ngram(**options: Any) -> NgramDrafter:
-    return NgramDrafter(NgramOptions(**options))
+    return NgramDrafter(NgramConfig(**options))
 
 
 def suffix(**options: Any) -> SuffixDrafter:
-    return SuffixDrafter(SuffixOptions(**options))
+    return SuffixDrafter(SuffixConfig(**options))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_drafts_of_changing_size_make_few_compiled_shapes():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("ngram:min_length=5,max_length=3", "min_length is 5, above max_length 3"),
+        ("ngram:min_length=5,max_length=3", "min_length is 5; it must be at most max_length, which is 3"),
         ("ngram:guesses=0", "ngram:guesses is 0"),
         ("ngram:matches=recent", "did you mean ngram:match"),
         ("ngram:match=oldest", "ngram:match is 'oldest'"),
@@ -142,7 +142,7 @@ def test_rows_keep_their_texts_when_they_move_and_lose_them_when_they_end():
     assert trees(propose(drafter, {4: [1, 2], 7: [8]})) == [([], []), ([1], [ROOT])]
 
 
-def searched(text: list[int], options: NgramOptions) -> list[int]:
+def searched(text: list[int], options: NgramConfig) -> list[int]:
     """Find what to draft by reading the whole text."""
     for n in range(options.max_length, options.min_length - 1, -1):
         for place in range(len(text) - 1, n - 1, -1):
@@ -156,7 +156,7 @@ def searched(text: list[int], options: NgramOptions) -> list[int]:
 
 def test_the_index_finds_what_a_search_finds():
     random = Random(0)
-    options = NgramOptions(min_length=1, max_length=3, guesses=4)
+    options = NgramConfig(min_length=1, max_length=3, guesses=4)
     drafter, text = NgramDrafter(options), []
     drafted = 0
     for _ in range(120):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import training_toy as toy
 from contract import check_drafter, check_forward_law
-from draftsmith.drafters.medusa import MedusaDrafter, MedusaOptions, make_medusa
+from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.drafters.static_tree import MEDUSA_TREE
 from draftsmith.plan import Plan
@@ -38,7 +38,7 @@ def make(architecture: str = "llama", **options) -> MedusaDrafter:
         torch.manual_seed(0)
         size = options.get("draft_vocab_size")
         tokens = torch.randperm(VOCABULARY)[:size] if size else None
-        drafter = make_medusa(MedusaOptions(**options), tiny_target(architecture), tokens).double()
+        drafter = MedusaDrafter.new(MedusaConfig(**options), tiny_target(architecture), tokens).double()
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
     drafter.bind(tiny_target(architecture))
@@ -70,7 +70,7 @@ def test_law(architecture: str, name: str):
 def test_heads_are_the_paper_s_formula(name: str):
     drafter = make(**VARIANTS[name])
     weights = {drafter.published_name(key): tensor for key, tensor in drafter.state_dict().items()}
-    features_BTF, layers = torch.randn(2, 5, WIDTH, dtype=torch.float64), drafter.options.num_layers
+    features_BTF, layers = torch.randn(2, 5, WIDTH, dtype=torch.float64), drafter.config.num_layers
     tokens_BT = torch.randint(0, VOCABULARY, (2, 5))
     for depth, logits in enumerate(drafter(tokens_BT, features_BTF)):
         state = features_BTF[:, : 5 - depth]
@@ -86,7 +86,7 @@ def test_heads_are_the_paper_s_formula(name: str):
 @pytest.mark.parametrize("options", [{}, {"tie_to_target": True}, {"draft_vocab_size": 40}], ids=str)
 def test_untrained_heads_say_what_the_target_s_own_head_says(options: dict):
     target, tokens = tiny_target(), torch.arange(3, 43) if options.get("draft_vocab_size") else None
-    drafter = make_medusa(MedusaOptions(**options), target, tokens).double()
+    drafter = MedusaDrafter.new(MedusaConfig(**options), target, tokens).double()
     drafter.bind(target)
     features_BTF, logits_BTV = target.encode(torch.randint(0, VOCABULARY, (1, 9)), logits=True)
     said = drafter(torch.zeros(1, 9, dtype=torch.long), features_BTF)[0]
@@ -95,7 +95,7 @@ def test_untrained_heads_say_what_the_target_s_own_head_says(options: dict):
     if tokens is not None:
         assert (said[..., :3] == -torch.inf).all()
     if not options:
-        drawn = make_medusa(MedusaOptions(init_from_target=False), target, None)
+        drawn = MedusaDrafter.new(MedusaConfig(init_from_target=False), target, None)
         assert not torch.equal(drawn.projections()[0].weight, drafter.projections()[0].weight.float())
 
 
@@ -139,8 +139,8 @@ def test_default_plan_is_the_options():
     assert make(default_branching=(1, 1, 1, 1)).default_plan() == Plan((1, 1, 1, 1))
     chosen = make(default_branching=(4, 2), default_nodes=5, default_beam=3)
     assert chosen.default_plan() == Plan((4, 2), nodes=5, beam=3)
-    with pytest.raises(ValueError, match="deeper than num_heads, which is 2"):
-        MedusaOptions(num_heads=2, default_branching=(1, 1, 1))
+    with pytest.raises(DraftsmithError, match=r"default_branching is \(1, 1, 1\); .* num_heads = 2 numbers"):
+        MedusaConfig(num_heads=2, default_branching=(1, 1, 1))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -177,7 +177,7 @@ def published(folder: Path, heads: int = 5, prefix: str = "", tied: bool = False
 def test_published_layout_bit_for_bit(tmp_path: Path, prefix: str, tied: bool):
     tensors = published(tmp_path / "hub", prefix=prefix, tied=tied)
     drafter = MedusaDrafter.from_pretrained(tmp_path / "hub", tiny_target())
-    assert drafter.max_depth == 5 and drafter.options.tie_to_target == tied
+    assert drafter.max_depth == 5 and drafter.config.tie_to_target == tied
     drafter.save_pretrained(tmp_path / "own", tiny_target().facts())
     written = safetensors.torch.load_file(tmp_path / "own" / "medusa_lm_head.safetensors")
     assert written.keys() == tensors.keys()
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
     config = json.loads((tmp_path / "hub" / "config.json").read_text())
     for changes, message in (
         ({"medusa_num_layers": 2}, r"has a tensor '0\.1\.weight' that is not in its config"),
-        ({"medusa_num_layers": "x"}, r"config\.json: num_layers is 'x'; give a whole number"),
+        ({"medusa_num_layers": "x"}, r"config\.json: medusa_num_layers is 'x'; give a whole number"),
         ({"model_type": "foreign"}, "drafter family 'foreign', which is unknown; known are .*medusa"),
     ):
         (tmp_path / "hub" / "config.json").write_text(json.dumps(config | changes))
@@ -218,14 +218,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
 def test_whole_heads_can_be_cut_down(tmp_path: Path):
     whole, tokens = make(), torch.arange(5, 45)
     whole.save_pretrained(tmp_path / "whole", tiny_target().facts())
-    few = make_medusa(MedusaOptions(draft_vocab_size=40), tiny_target(), tokens)
+    few = MedusaDrafter.new(MedusaConfig(draft_vocab_size=40), tiny_target(), tokens)
     few.start_from(tmp_path / "whole", tiny_target())
     features_BTF = torch.randn(1, 6, WIDTH)
     tokens_BT = torch.zeros(1, 6, dtype=torch.long)
     for cut, full in zip(few(tokens_BT, features_BTF), whole.float()(tokens_BT, features_BTF), strict=True):
         torch.testing.assert_close(cut[..., tokens], full[..., tokens])
     with pytest.raises(DraftsmithError, match=r"drafter\.num_heads is 3, but drafter\.init_from .* has 4; set"):
-        make_medusa(MedusaOptions(num_heads=3), tiny_target(), None).start_from(tmp_path / "whole", tiny_target())
+        MedusaDrafter.new(MedusaConfig(num_heads=3), tiny_target(), None).start_from(tmp_path / "whole", tiny_target())
 
 
 @pytest.mark.parametrize("options", ["", ", tie_to_target: true, draft_vocab_size: 64"])
@@ -238,4 +238,4 @@ def test_training(tmp_path: Path, options: str):
 def test_packed_heads_decode_losslessly(options: dict):
     target = demo_target()
     tokens = torch.arange(512) if options.get("draft_vocab_size") else None
-    check_packed(make_medusa(MedusaOptions(**options), target, tokens), target)
+    check_packed(MedusaDrafter.new(MedusaConfig(**options), target, tokens), target)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from draftsmith.drafters.base import NoDrafter
 from draftsmith.drafters.mlp import MLPSpeculator, initialise_from_target
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.drafters.registry import families, load_drafter
 from draftsmith.plan import Plan
 from draftsmith.target import Target
@@ -32,7 +32,7 @@ VARIANTS = {
 
 def make(seed: int = 0, n_predict: int = 4, **options) -> MLPSpeculator:
     torch.manual_seed(seed)
-    config = MLPSpeculatorConfig(WIDTH, VOCABULARY, n_predict=n_predict, **options)
+    config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, n_predict=n_predict, **options)
     tokens = torch.randperm(VOCABULARY)[: config.draft_vocab_size] if config.draft_vocab_size else None
     speculator = MLPSpeculator(config, tokens).double()
     speculator.bind(tiny_target())
@@ -52,7 +52,7 @@ def context(batch: int = 3, length: int = 5, seed: int = 1) -> Context:
 def test_published_weights_of_state_and_token():
     """FACTS: n = 3, D = 4096 gives w_s 0.8909, w_e 20.55 and their ratio 23.07."""
     with torch.device("meta"):
-        speculator = MLPSpeculator(MLPSpeculatorConfig(4096, 32, n_predict=3))
+        speculator = MLPSpeculator(MLPConfig(hidden_size=4096, vocab_size=32, n_predict=3))
     assert round(speculator.state_weight, 4) == 0.8909
     assert round(speculator.token_weight, 2) == 20.55
     assert round(speculator.ratio, 2) == 23.07
@@ -81,7 +81,7 @@ def test_stages_are_the_report_s_formula():
 
 def test_initial_weights():
     torch.manual_seed(0)
-    speculator = MLPSpeculator(MLPSpeculatorConfig(256, 512, inner_dim=1024, n_predict=2))
+    speculator = MLPSpeculator(MLPConfig(hidden_size=256, vocab_size=512, inner_dim=1024, n_predict=2))
     for name, weight in speculator.named_parameters():
         if weight.ndim == 2:
             assert weight.std().item() == pytest.approx(1024**-0.5, rel=0.02), name
@@ -306,9 +306,11 @@ def test_other_packages_add_families(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (package / "theirs-1.0.dist-info" / "entry_points.txt").write_text("[draftsmith.drafters]\nghost = theirs:FAMILY\n")
     (package / "theirs.py").write_text(
         "from draftsmith.drafters.base import NoDrafter\n"
-        "from draftsmith.drafters.family import Family, Options\n\n"
-        "class GhostOptions(Options):\n    mood: str = 'pale'\n\n"
-        "FAMILY = Family('ghost', 'drafts nothing', GhostOptions, lambda options, target, tokens: NoDrafter(),\n"
+        "from pydantic import Field\n"
+        "from draftsmith.drafters.config import Config\n"
+        "from draftsmith.drafters.family import Family\n\n"
+        "class GhostConfig(Config):\n    mood: str = Field('pale', description='its mood')\n\n"
+        "FAMILY = Family('ghost', 'drafts nothing', GhostConfig, lambda options, target, tokens: NoDrafter(),\n"
         "    lambda folder, target: NoDrafter(), lambda config: config.get('model_type') == 'ghost')\n"
     )
     monkeypatch.syspath_prepend(str(package))
@@ -350,7 +352,7 @@ def test_start_from_the_target_s_tables():
         F.normalize(own_VD) @ F.normalize(own_VD).T, F.normalize(theirs_VF) @ F.normalize(theirs_VF).T
     )
     with pytest.raises(DraftsmithError, match="init_from_target is 'all'"):
-        initialise_from_target(before, target, "all")
+        MLPConfig(init_from_target="all")
 
 
 def test_tables_of_the_target_are_shared_frozen_and_not_saved(tmp_path: Path):

@@ -9,16 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.eagle import make_eagle
-from draftsmith.drafters.eagle3 import make_eagle3
-from draftsmith.drafters.eagle_config import Eagle3Options, EagleOptions
+from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.eagle3 import Eagle3
+from draftsmith.drafters.eagle_config import Eagle3Config, EagleConfig
 from draftsmith.drafters.feature_drafter import FeatureDrafter
-from draftsmith.native.layers import pack_linears
 from draftsmith.plan import Plan
 from draftsmith.target import Target
 from draftsmith.types import Context
 from test_native_step import context_for, threads  # noqa: F401
-from tiny import VOCABULARY, WIDTH, tiny_model
+from tiny import VOCABULARY, WIDTH, packer, tiny_model
 
 SOME = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:40]
 CHAIN = Plan((1, 1, 1, 1))
@@ -30,11 +29,11 @@ def target() -> Target:
 
 
 def eagle(**options: object) -> FeatureDrafter:
-    return settled(make_eagle(EagleOptions(depth=4, **options), target(), SOME if options else None))
+    return settled(Eagle.new(EagleConfig(depth=4, **options), target(), SOME if options else None))
 
 
 def eagle3(**options: object) -> FeatureDrafter:
-    return settled(make_eagle3(Eagle3Options(depth=4, **options), target(), SOME))
+    return settled(Eagle3.new(Eagle3Config(depth=4, **options), target(), SOME))
 
 
 def settled(made: FeatureDrafter) -> FeatureDrafter:
@@ -45,7 +44,6 @@ def settled(made: FeatureDrafter) -> FeatureDrafter:
         parameter.data = drawn * parameter.shape[-1] ** -0.5 if parameter.ndim == 2 else 1 + 0.3 * drawn
     made = made.bfloat16().requires_grad_(False)
     made.bind(target())
-    made.layer.merge()
     return made
 
 
@@ -60,11 +58,7 @@ VARIANTS: dict[str, Callable[[], FeatureDrafter]] = {
 def native_form(made: FeatureDrafter) -> FeatureDrafter:
     """Return a copy whose chains the operator makes, its weights bf16."""
     packed = copy.deepcopy(made)
-    head = packed._modules.get("head")
-    if head is not None:
-        packed.head = head.as_layer()
-    pack_linears(packed)
-    packed._native = packed.native_form()
+    packed.pack(packer())
     return packed
 
 

@@ -21,7 +21,7 @@ from draftsmith.plan import Plan
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError
 from test_native_step import SHAPES, certain_rows, context_for, threads  # noqa: F401
-from tiny import VOCABULARY, WIDTH, tiny_model
+from tiny import VOCABULARY, WIDTH, packer, tiny_model
 
 Maker = Callable[[], RowwiseDrafter]
 SOME = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:40]
@@ -34,12 +34,12 @@ def target() -> Target:
 
 def heads(kind: type[HeadDrafter], **options: object) -> RowwiseDrafter:
     tokens = SOME if "draft_vocab_size" in options else None
-    return settled(kind(kind.options_class(num_heads=4, **options), WIDTH, VOCABULARY, draft_tokens=tokens))
+    return settled(kind(kind.config_class(hidden_size=WIDTH, vocab_size=VOCABULARY, num_heads=4, **options), tokens))
 
 
 def recurrent(width: int = WIDTH, **options: object) -> RowwiseDrafter:
     tokens = SOME if "draft_vocab_size" in options else None
-    config = RecurrentConfig(VOCABULARY, width, beam_length=4, **options)  # type: ignore[arg-type]
+    config = RecurrentConfig(hidden_size=width, vocab_size=VOCABULARY, beam_length=4, **options)  # type: ignore[arg-type]
     return settled(RecurrentDrafter(config, tokens))
 
 
@@ -75,8 +75,8 @@ VARIANTS: dict[str, Maker] = {
 def test_native_guesses_are_those_of_the_written_out_heads(name: str, plan: Plan):
     made = VARIANTS[name]()
     native = copy.deepcopy(made)
-    native.go_native()
-    assert native.is_native and not made.is_native
+    native.pack(packer())
+    assert made.can_compile and not native.can_compile, "one operator drafts"
     width, compared = 33 if "odd states" in name else WIDTH, 0
     for batch, seed in ((1, 0), (3, 1), (40, 2)):
         context = context_for(batch, 5, width, seed)
@@ -96,7 +96,7 @@ def test_a_row_guesses_the_same_in_any_company(
     instructions: str, threads: Callable[[int], None], name: str, plan: Plan  # noqa: F811
 ):
     native = VARIANTS[name]()
-    native.go_native(int8=name == "hydra")
+    native.pack(packer(int8=name == "hydra"))
     context = context_for(9, 5, WIDTH, 4)
     together = native.propose(context, plan)
     for b in (0, 4, 8):
@@ -117,7 +117,7 @@ def test_a_row_guesses_the_same_in_any_company(
 def test_memory_of_an_earlier_context_cannot_matter(name: str):
     """NaN in one context and a deeper draft, then a clean one of fewer rows."""
     native, width = VARIANTS[name](), 33 if "odd states" in name else WIDTH
-    native.go_native()
+    native.pack(packer())
     context, plan = context_for(2, 3, width, 0), Plan((3, 2), paths=4)
     expected = native.propose(context, plan)
     spoilt = context_for(7, 3, width, 1)
@@ -130,8 +130,8 @@ def test_memory_of_an_earlier_context_cannot_matter(name: str):
 def test_int8_heads_mostly_agree():
     made, context = VARIANTS["hydra"](), context_for(120, 5, WIDTH, 5)
     whole, quantised = copy.deepcopy(made), copy.deepcopy(made)
-    whole.go_native()
-    quantised.go_native(int8=True)
+    whole.pack(packer())
+    quantised.pack(packer(int8=True))
     same = quantised.propose(context, Plan((1, 1))).tokens_BN == whole.propose(context, Plan((1, 1))).tokens_BN
     assert same[:, 0].float().mean() > 0.8
 
@@ -140,7 +140,7 @@ def test_int8_heads_mostly_agree():
 def test_plans_that_native_code_does_not_know_go_the_other_way(name: str):
     made = VARIANTS[name]()
     native = copy.deepcopy(made)
-    native.go_native()
+    native.pack(packer())
     context = context_for(24, 5, WIDTH, 2)
     sampled = native.propose(replace(context, temperature_B=torch.ones(24)), Plan((2, 2), sampled=True))
     check_draft(sampled, Plan((2, 2), sampled=True), 24, VOCABULARY)
@@ -154,7 +154,7 @@ def test_plans_that_native_code_does_not_know_go_the_other_way(name: str):
 
 def test_a_context_that_does_not_fit_is_refused():
     native = VARIANTS["hydra"]()
-    native.go_native()
+    native.pack(packer())
     context, plan = context_for(2, 5, WIDTH, 0), Plan((2, 1))
     for error, message, changes in (
         (RuntimeError, "the context has to be", {"features_BTF": context.features_BTF[:, :, 1:]}),

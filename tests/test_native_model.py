@@ -23,17 +23,18 @@ from transformers import (
 )
 
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.native.layers import Int8Linear, PackedEmbedding, PackedExperts, PackedLinear
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import KVCache, Nodes, Target, keep_path
+from draftsmith.target.backend import Eager, NativeForward, NativeLayers
 from draftsmith.types import ROOT, UNUSED, SamplingParams
 from draftsmith.verify import tree_tables
 from oracle import OracleDrafter
 from test_target import path_to, random_tree
-from tiny import ARCHITECTURES, CONTEXT, VOCABULARY, WIDTH, prompts, tiny_model
+from tiny import ARCHITECTURES, CONTEXT, VOCABULARY, WIDTH, packer, prompts, tiny_model
 
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
@@ -186,9 +187,8 @@ def test_every_node_of_a_tree_is_read_as_pytorch_reads_it(name: str):
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_only_llama_shaped_models_are_read_by_one_operator(name: str):
-    assert native(name).is_native == (name in NATIVE)
-    assert not plain(name).is_native and not plain(name).native
-    assert native(name).native
+    assert type(native(name).backend) is (NativeForward if name in NATIVE else NativeLayers)
+    assert type(plain(name).backend) is Eager
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -260,7 +260,7 @@ def test_logits_of_a_few_columns_are_those_of_all(name: str):
     for (logits_BMV, features_BMF), (picked_BUV, also_BMF) in zip(whole, some, strict=True):
         assert torch.equal(features_BMF, also_BMF)
         assert picked_BUV.shape == (1, 3, VOCABULARY)
-        if target.is_native:
+        if target.backend.reads_apart:
             assert torch.equal(picked_BUV, logits_BMV[:, columns])
         else:
             assert_close(picked_BUV, logits_BMV[:, columns])
@@ -354,7 +354,7 @@ def test_a_widened_copy_is_the_same_model_in_fp32(name: str):
     wide, tokens_BT = native(name).widened(), torch.tensor(prompts(2, shortest=12, longest=12))
     expected_BTV = plain(name).widened().encode(tokens_BT, logits=True)[1]
     _, logits_BTV = wide.encode(tokens_BT, logits=True)
-    assert wide.dtype == torch.float32 and not wide.native
+    assert wide.dtype == torch.float32 and not wide.backend.native
     assert logits_BTV is not None and expected_BTV is not None and torch.equal(logits_BTV, expected_BTV)
 
 
@@ -418,9 +418,9 @@ def tokens_of(completions) -> list[list[int]]:
 
 def random_speculator() -> MLPSpeculator:
     torch.manual_seed(3)
-    config = MLPSpeculatorConfig(WIDTH, VOCABULARY, n_predict=4)
+    config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, n_predict=4)
     made = MLPSpeculator(config).bfloat16().requires_grad_(False)
-    made.go_native()
+    made.pack(packer())
     return made
 
 
@@ -446,7 +446,7 @@ def assert_text_keeps(target: Target, temperature: float = 0.0) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "qwen2 with windows above", "llama with biases"])
 def test_greedy_text_is_that_of_plain_decoding_whatever_the_batch_and_draft(name: str):
-    assert native(name).is_native
+    assert isinstance(native(name).backend, NativeForward)
     assert_text_keeps(native(name))
 
 

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.target import KVCache, Target
+from draftsmith.target.backend import NativeForward
 
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
@@ -30,7 +31,7 @@ def target(windows: bool) -> Target:
         else LlamaForCausalLM(LlamaConfig(**SIZES))
     )
     made = Target(model.bfloat16())
-    assert made.is_native
+    assert isinstance(made.backend, NativeForward)
     return made
 
 
@@ -72,7 +73,7 @@ def test_a_text_read_in_pieces_has_the_bits_of_one_read_whole(
 def test_a_model_so_wide_that_its_rows_go_in_groups_reads_alike_in_pieces(instructions: str):
     sizes = SIZES | {"hidden_size": 8192, "intermediate_size": 160, "num_hidden_layers": 1}
     own = Target(LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16())
-    assert own.is_native
+    assert isinstance(own.backend, NativeForward)
     tokens_1T = text()[:, :200]
     whole_1TV, whole_1TF = own.read_chain(own.new_cache(1, 200), tokens_1T, torch.tensor([0]))
     cache = own.new_cache(1, 200)
@@ -107,7 +108,7 @@ def test_neither_do_threads_change_them(instructions: str, threads: int):
 def test_training_reads_what_decoding_reads(monkeypatch: pytest.MonkeyPatch, pieces: bool):
     own, tokens_BT = target(True), text(3)
     if pieces:  # fewer tokens at a time than a text has
-        monkeypatch.setattr("draftsmith.target.target.ENCODED_TOKENS", 100)
+        monkeypatch.setattr("draftsmith.target.encode.ENCODED_TOKENS", 100)
     logits_BTV, features_BTF, _ = read(own, tokens_BT, 64)
     encoded_BTF, encoded_BTV = own.encode(tokens_BT, (0, -1), logits=True)
     assert encoded_BTV is not None

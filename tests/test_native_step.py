@@ -16,7 +16,7 @@ from torch import Tensor
 from contract import check_draft
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.engine.commit import commit, commit_greedily_natively, commit_greedy, commit_natively
 from draftsmith.engine.layout import Layout
@@ -27,7 +27,7 @@ from draftsmith.target.cache import BLOCK
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
 from draftsmith.verify import Acceptance, accept_greedy, tree_tables
 from test_tree import random_parents
-from tiny import VOCABULARY, WIDTH, tiny_model
+from tiny import VOCABULARY, WIDTH, packer, tiny_model
 
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
@@ -366,7 +366,7 @@ def target() -> Target:
 def speculator(seed: int, **options: object) -> MLPSpeculator:
     """Make a bf16 speculator whose heads tell tokens well apart, and whose norms do something."""
     torch.manual_seed(seed)
-    config = MLPSpeculatorConfig(WIDTH, VOCABULARY, n_predict=4, **options)  # type: ignore[arg-type]
+    config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, n_predict=4, **options)  # type: ignore[arg-type]
     tokens = torch.randperm(VOCABULARY)[: config.draft_vocab_size] if config.draft_vocab_size else None
     made = MLPSpeculator(config, tokens)
     for name, parameter in made.named_parameters():
@@ -407,8 +407,8 @@ def certain_rows(
 def test_native_guesses_are_those_of_the_written_out_stages(name: str, plan: Plan):
     made = speculator(0, **VARIANTS[name])
     native = copy.deepcopy(made)
-    native.go_native()
-    assert native.is_native and not made.is_native
+    native.pack(packer())
+    assert made.can_compile and not native.can_compile, "one operator drafts"
     compared = 0
     for batch, seed in ((1, 0), (3, 1), (120, 2)):
         context = context_for(batch, 5, WIDTH, seed)
@@ -426,7 +426,7 @@ def test_a_beam_without_a_limit_of_paths_keeps_what_it_did_not_expand():
     plan, context = Plan((3, 3, 2), beam=2), context_for(24, 5, WIDTH, 3)
     made = speculator(0)
     native = copy.deepcopy(made)
-    native.go_native()
+    native.pack(packer())
     tokens_BN, parents_BN, certain_B = certain_rows(made, context, plan)
     draft = native.propose(context, plan)
     assert certain_B.any()
@@ -437,7 +437,7 @@ def test_a_beam_without_a_limit_of_paths_keeps_what_it_did_not_expand():
 @pytest.mark.parametrize("plan", [Plan((1, 1, 1)), Plan((4, 2, 1), paths=4), Plan((3, 3, 2), paths=5, beam=4)], ids=str)
 def test_a_row_guesses_the_same_in_any_company(instructions: str, threads: Callable[[int], None], plan: Plan):
     native = speculator(1, inner_dim=48, draft_vocab_size=77)
-    native.go_native()
+    native.pack(packer())
     context = context_for(9, 5, WIDTH, 4)
     together = native.propose(context, plan)
     for b in (0, 4, 8):
@@ -460,9 +460,9 @@ def test_a_row_guesses_the_same_in_any_company(instructions: str, threads: Calla
 def test_memory_of_an_earlier_context_cannot_matter(width: int, inner: int):
     """NaN in one context, then a clean one of fewer rows."""
     torch.manual_seed(0)
-    config = MLPSpeculatorConfig(width, VOCABULARY, inner_dim=inner, n_predict=3)
+    config = MLPConfig(hidden_size=width, vocab_size=VOCABULARY, inner_dim=inner, n_predict=3)
     native = MLPSpeculator(config).bfloat16().requires_grad_(False)
-    native.go_native()
+    native.pack(packer())
     context, plan = context_for(2, 3, width, 0), Plan((3, 2), paths=4)
     expected = native.propose(context, plan)
     spoilt = context_for(7, 3, width, 1)
@@ -475,7 +475,7 @@ def test_memory_of_an_earlier_context_cannot_matter(width: int, inner: int):
 def test_plans_that_native_code_does_not_know_go_the_other_way():
     made = speculator(0)
     native = copy.deepcopy(made)
-    native.go_native()
+    native.pack(packer())
     context = context_for(24, 5, WIDTH, 2)
     sampled = native.propose(replace(context, temperature_B=torch.ones(24)), Plan((2, 2), sampled=True))
     check_draft(sampled, Plan((2, 2), sampled=True), 24, VOCABULARY)
@@ -489,7 +489,7 @@ def test_plans_that_native_code_does_not_know_go_the_other_way():
 
 def test_a_context_that_does_not_fit_is_refused():
     native = speculator(0)
-    native.go_native()
+    native.pack(packer())
     context, plan = context_for(2, 5, WIDTH, 0), Plan((2, 1))
 
     def refused(error: type[Exception], message: str, **changes: Tensor) -> None:

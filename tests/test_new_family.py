@@ -60,7 +60,7 @@ def make(name: str, **options: int) -> TrainableDrafter:
     family = family_named(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = family.make(family.read_options(options, ""), tiny_target(), None)
+        made = family.make(family.config.read(options, ""), tiny_target(), None)
     assert isinstance(made, TrainableDrafter)
     return made.double().eval().requires_grad_(False)
 
@@ -68,7 +68,12 @@ def make(name: str, **options: int) -> TrainableDrafter:
 def test_the_page_is_short_enough_to_read():
     page = PAGE.read_text()
     prose = re.sub(r"```.*?```", "", page, flags=re.S)
-    assert len(page.splitlines()) < 350 and len(prose.splitlines()) < 150
+    assert len(page.splitlines()) < 300 and len(prose.splitlines()) < 150
+
+
+def test_each_of_them_is_a_page_of_code():
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S):
+        assert len(code.splitlines()) <= 55
 
 
 @pytest.mark.usefixtures("package")
@@ -102,10 +107,10 @@ def test_the_losses_that_its_base_brings_are_the_cross_entropies_of_its_forward(
 def test_packed_for_a_native_target_it_keeps_the_text(name: str):
     """Its layers become native int8 products, and whatever they guess, the text is the one without a drafter."""
     target = Target.from_pretrained(assets.demo_target())
-    assert target.native
+    assert target.backend.native
     family = family_named(name)
     torch.manual_seed(0)
-    made = family.make(family.read_options(OPTIONS[name], ""), target, None)
+    made = family.make(family.config.read(OPTIONS[name], ""), target, None)
     assert isinstance(made, TrainableDrafter)
     decoding, rules, questions = made.for_decoding(target), SamplingParams(max_tokens=12), [[5, 6, 7], [8, 9]]
     assert not list(decoding.head.parameters()), "its head was packed"

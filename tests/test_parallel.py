@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from contract import check_drafter, check_forward_law
-from draftsmith.drafters.decoder_layer import DecoderLayer, LayerSizes, Rotary, attend_with_path
+from draftsmith.drafters.config import TrainedConfig
+from draftsmith.drafters.decoder_layer import DecoderLayer, Rotary, attend_with_path
+from draftsmith.drafters.layer_sizes import LayerSizes
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.parallel import ParallelDrafter
 from draftsmith.drafters.row_cache import RowCache, attached
@@ -34,14 +36,16 @@ class Block(ParallelDrafter):
     family_name = "a block drafter"
 
     def __init__(self, depth: int = 3) -> None:
-        super().__init__()
+        super().__init__(TrainedConfig(hidden_size=WIDTH, vocab_size=VOCABULARY))
         self.depth = depth
-        self.layer_sizes = LayerSizes(WIDTH, 24, 4, 2, 8, 1e-6, False, {"rope_theta": 100.0})
+        self.layer_sizes = LayerSizes(
+            hidden_size=WIDTH, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+            rms_norm_eps=1e-6, rope_parameters={"rope_theta": 100.0},
+        )
         self.layer = DecoderLayer(self.layer_sizes, WIDTH)
         self.emb = nn.Embedding(VOCABULARY, WIDTH)
         self.masks = nn.Embedding(depth, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.limit_vocabulary(None, 0)
         self._rotary = Rotary(self.layer_sizes)
         self._memory: RowCache | None = None
 

@@ -8,7 +8,7 @@ from contract import check_drafter, contract_prompts
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.engine import Engine
 from draftsmith.evaluation.wording import words
 from draftsmith.plan import Plan
@@ -31,7 +31,7 @@ ALPHA = 1e-6
 
 
 def mlp_speculator() -> Drafter:
-    config = MLPSpeculatorConfig(emb_dim=WIDTH, vocab_size=VOCABULARY, inner_dim=16, top_k_tokens_per_head=(3, 2, 2))
+    config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, inner_dim=16, top_k_tokens_per_head=(3, 2, 2))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MLPSpeculator(config).eval()

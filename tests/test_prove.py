@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from draftsmith.cli import app
 from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPSpeculatorConfig
+from draftsmith.drafters.mlp_config import MLPConfig
 from draftsmith.drafters.registry import families
 from draftsmith.evaluation.chi_square import detectable, fit, variation_of_perfect
 from draftsmith.evaluation.drawing import draw
@@ -168,7 +168,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_target(folder / "target")
     facts = Target.from_pretrained(folder / "target", dtype="fp32").facts()
     torch.manual_seed(1)
-    config = MLPSpeculatorConfig(facts.hidden_size, facts.vocab_size, n_predict=2, top_k_tokens_per_head=(2, 1))
+    config = MLPConfig(
+        hidden_size=facts.hidden_size, vocab_size=facts.vocab_size, n_predict=2, top_k_tokens_per_head=(2, 1)
+    )
     MLPSpeculator(config).save_pretrained(folder / "drafter", facts)
     return folder
 

@@ -43,7 +43,7 @@ def test_overrides_are_typed_as_yaml():
         (["stge1.steps=3"], r"recipe key stge1 is unknown; did you mean stage1\?"),
         (["data.sources=[{pth: x}]"], r"recipe key data\.sources\.0\.pth .*did you mean data\.sources\.0\.path"),
         (["zzz=3"], r"recipe key zzz is unknown; known here are target, drafter"),
-        (["stage1.steps=-1"], r"recipe key stage1\.steps is -1; input should be greater than or equal to 0"),
+        (["stage1.steps=-1"], r"recipe key stage1\.steps is -1; use at least 0"),
         (["stage1.batch=many"], r"recipe key stage1\.batch is 'many'"),
         (["stage1.rate=.nan"], r"recipe key stage1\.rate is nan"),
         (["optimizer.name=sgd"], r"recipe key optimizer\.name is 'sgd'.*'adamw' or 'muon'"),

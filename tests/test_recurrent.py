@@ -38,7 +38,7 @@ def make(seed: int = 0, architecture: str = "llama", **options) -> RecurrentDraf
     options = {"beam_length": 4, "beam_width": 3, **options}
     tokens = torch.randperm(VOCABULARY)[: options["draft_vocab_size"]] if "draft_vocab_size" in options else None
     target = tiny_target(architecture)
-    drafter = FAMILY.make(FAMILY.read_options(options, ""), target, tokens)
+    drafter = FAMILY.make(FAMILY.config.read(options, ""), target, tokens)
     assert isinstance(drafter, RecurrentDrafter)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -189,7 +189,7 @@ def test_published_layout_bit_for_bit(tmp_path: Path, exit_dim: int):
     own = json.loads((tmp_path / "own" / "config.json").read_text())
     unused = ("transformers_version", "num_lookback_tokens")
     assert own.items() >= {key: value for key, value in config.items() if key not in unused}.items()
-    assert load_drafter(hub, tiny_target()).max_depth == RecurrentConfig(2, 1, beam_width=1).beam_length
+    assert load_drafter(hub, tiny_target()).max_depth == RecurrentConfig().beam_length
 
 
 def test_bad_checkpoints_and_options_are_refused(tmp_path: Path):
@@ -204,7 +204,7 @@ def test_bad_checkpoints_and_options_are_refused(tmp_path: Path):
         return tmp_path / "x"
 
     for changes, message in (
-        ({"exit_dim": None}, r"lacks exit_dim; use a whole recurrent_drafting_drafter config"),
+        ({"exit_dim": None}, r"lacks exit_dim; use a whole config"),
         ({"exit_dim": 64, "num_draft_layers": 2}, r"has a tensor 'lm_head\.1\.weight' that is not in its config\.json"),
         ({"num_draft_layers": 1, "rnn": False}, r"has a tensor 'rnn_u\.bias' that is not in its config\.json"),
         ({"rnn": True, "exit_dim": 24}, r"lacks the tensor input_proj\.weight"),
@@ -223,7 +223,7 @@ def test_a_whole_drafter_may_become_limited(tmp_path: Path):
     whole.save_pretrained(tmp_path / "x", tiny_target().facts())
     torch.manual_seed(3)
     tokens_W = torch.randperm(VOCABULARY)[:40].sort().values
-    options = FAMILY.read_options({"draft_vocab_size": 40, "own_embeddings": True, "beam_length": 4}, "")
+    options = FAMILY.config.read({"draft_vocab_size": 40, "own_embeddings": True, "beam_length": 4}, "")
     fewer = FAMILY.make(options, tiny_target(), tokens_W)
     assert isinstance(fewer, RecurrentDrafter)
     fewer.start_from(tmp_path / "x", tiny_target())
@@ -248,7 +248,7 @@ def test_training(tmp_path: Path, options: dict, overrides: tuple[str, ...]):
 
 def test_the_recipe_is_of_this_family():
     drafter = load_recipe(Path(__file__).parents[1] / "recipes" / "recurrent.yaml").drafter
-    assert drafter.family == "recurrent" and drafter.options.beam_width == 3
+    assert drafter.family == "recurrent" and drafter.config.beam_width == 3
 
 
 def test_embeddings_of_the_target_are_not_saved(tmp_path: Path):
@@ -263,7 +263,7 @@ def test_packed_for_the_demo_target():
     """Int8 products guess; the text stays the target's."""
     target = Target.from_pretrained(assets.demo_target())
     torch.manual_seed(0)
-    drafter = FAMILY.make(FAMILY.read_options({"draft_vocab_size": 512}, ""), target, torch.arange(512))
+    drafter = FAMILY.make(FAMILY.config.read({"draft_vocab_size": 512}, ""), target, torch.arange(512))
     assert isinstance(drafter, RecurrentDrafter)
     drafter.bind(target)
     engine = Engine(target, drafter.for_decoding(target), max_batch=2)

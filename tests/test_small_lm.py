@@ -22,7 +22,7 @@ def make(**options: object) -> SmallLM:
     family = family_named("small-lm")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = family.make(family.read_options(options, ""), tiny_target(), None)
+        made = family.make(family.config.read(options, ""), tiny_target(), None)
     assert isinstance(made, SmallLM)
     return made.double()
 
@@ -68,7 +68,7 @@ def test_mistakes_are_named():
         make(width=130)
     family = family_named("small-lm")
     with pytest.raises(DraftsmithError, match="scores all tokens; set drafter.draft_vocab_size to 0"):
-        family.make(family.read_options({}, ""), tiny_target(), torch.arange(4))
+        family.make(family.config.read({}, ""), tiny_target(), torch.arange(4))
     with pytest.raises(DraftsmithError, match="'small-lm' has to be trained"):
         load_drafter("small-lm", tiny_target())
     assert make().lm.config.hidden_size == WIDTH

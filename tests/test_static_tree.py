@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from contract import check_drafter, contract_prompts
 from draftsmith.cli.plans import check_prunable, parse_plan, read_shape
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.eagle import make_eagle
-from draftsmith.drafters.eagle_config import EagleOptions
-from draftsmith.drafters.medusa import MedusaOptions, make_medusa
-from draftsmith.drafters.ngram import NgramOptions, make_ngram
+from draftsmith.drafters.eagle import Eagle
+from draftsmith.drafters.eagle_config import EagleConfig
+from draftsmith.drafters.medusa import MedusaConfig, MedusaDrafter
+from draftsmith.drafters.ngram import NgramConfig, make_ngram
 from draftsmith.drafters.static_tree import EAGLE_TREE, MEDUSA_TREE, plan_of, pruned, static_tree
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import plan_for
@@ -41,11 +41,11 @@ def random_weights(drafter: Drafter, architecture: str) -> Drafter:
 
 
 def medusa(architecture: str = "llama") -> Drafter:
-    return random_weights(make_medusa(MedusaOptions(), tiny_target(architecture), None), architecture)
+    return random_weights(MedusaDrafter.new(MedusaConfig(), tiny_target(architecture), None), architecture)
 
 
 def eagle(architecture: str = "llama") -> Drafter:
-    return random_weights(make_eagle(EagleOptions(), tiny_target(architecture), None), architecture)
+    return random_weights(Eagle.new(EagleConfig(), tiny_target(architecture), None), architecture)
 
 
 def test_a_plan_of_choices_knows_its_size():
@@ -176,7 +176,7 @@ def test_contract(family: str, architecture: str):
     check_drafter(lambda: drafter, tiny_target(architecture), tiny_model(architecture), [None, PLAN])
 
 
-@pytest.mark.parametrize("make", [mlp_speculator, oracle, lambda: make_ngram(NgramOptions(), tiny_target(), None)])
+@pytest.mark.parametrize("make", [mlp_speculator, oracle, lambda: make_ngram(NgramConfig(), tiny_target(), None)])
 def test_families_without_trees_of_their_own_keep_the_contract(make: Callable[[], Drafter]):
     """N-grams keep to the widths and the number of nodes."""
     drafter = make()

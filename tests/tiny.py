@@ -32,6 +32,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from draftsmith.native.layers import pack_linears
 from draftsmith.target import Target
 
 VOCABULARY = 96
@@ -220,3 +221,8 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], new_tokens: int)
         prompt_1T, attention_mask=torch.ones_like(prompt_1T), max_new_tokens=new_tokens, do_sample=False
     )
     return out_1T[0, len(prompt) :].tolist()
+
+
+def packer(int8: bool = False) -> Callable[[nn.Module], bool]:
+    """Return what packs the layers of a drafter for native operators, see `TrainableDrafter.pack`."""
+    return lambda module: bool(pack_linears(module, lambda _: int8))

@@ -68,8 +68,6 @@ def show_one(console: Console, facts: "FamilyFacts") -> None:
         default = "to be given" if option.required else value(option.default)
         table.add_row(option.name, escape(default), escape(option.what))
     console.print(table)
-    if not all(option.what for option in facts.options):
-        console.print("[dim]More of the options: docs/training.md and docs/families/.[/dim]")
 
 
 def value(default: Any) -> str:

@@ -37,7 +37,8 @@ class Drafter(ABC):
     """Whether a sampled plan makes it draw its guesses from a q it hands over; the others guess deterministically
     whatever the plan, which leaves the text exact all the same."""
     can_compile: bool = False
-    """Whether `propose` is made of tensor operations alone, so that a compiler can take it in whole."""
+    """Whether `propose` is made of PyTorch's operations alone, so that a compiler can take it in whole, and gains by
+    that: native operators leave it nothing to do."""
 
     owner: "weakref.ref[object] | None" = None
     """Who it remembers rows of; whoever attaches it says so."""
@@ -52,11 +53,6 @@ class Drafter(ABC):
     @abstractmethod
     def default_plan(self) -> Plan:
         """Return the plan to use when nobody chose one."""
-
-    @property
-    def is_native(self) -> bool:
-        """Whether `propose` is native code, in which a compiler finds nothing to do."""
-        return False
 
     def parameter_count(self) -> int:
         """Return how many weights it has beside the target's."""
@@ -104,7 +100,7 @@ class NoDrafter(Drafter):
     """Drafts nothing: the plain baseline, through the same engine."""
 
     taps = ()
-    can_sample = can_compile = True
+    can_sample = True
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         batch = context.tokens_BT.shape[0]
@@ -113,11 +109,6 @@ class NoDrafter(Drafter):
 
     def default_plan(self) -> Plan:
         return Plan()
-
-    @property
-    def is_native(self) -> bool:
-        """There is nothing to compile in nothing."""
-        return True
 
 
 class StagewiseDrafter(Drafter):

@@ -7,9 +7,6 @@ Shapes: B rows, Q queries a row (positions, or nodes of a frontier), S committed
 of a query, H query heads, G key/value heads, W head width, P positions in a table.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,50 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from draftsmith.types import DraftsmithError
-
-# Scalings whose frequencies do not depend on the length of the text.
-ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class LayerSizes:
-    """The sizes of a layer, under the names of a Llama config.json.
-
-    Args:
-        hidden_size: width of the states that go through.
-        intermediate_size: inner width of the MLP.
-        num_attention_heads: H.
-        num_key_value_heads: G, a divisor of H.
-        head_dim: W, even.
-        rms_norm_eps: added to the mean square.
-        attention_bias: whether the projections of queries, keys and values have biases.
-        rope_parameters: `rope_type`, `rope_theta` and what the type needs, as transformers has them.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    attention_bias: bool
-    rope_parameters: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise DraftsmithError(f"{name} is {getattr(self, name)}; use a positive number.")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise DraftsmithError(
-                f"num_attention_heads is {self.num_attention_heads}, which num_key_value_heads = "
-                f"{self.num_key_value_heads} does not divide; use a multiple."
-            )
-        if self.head_dim % 2:
-            raise DraftsmithError(f"head_dim is {self.head_dim}; rotary positions need an even number.")
-        kind = self.rope_parameters.get("rope_type", "default")
-        if kind not in ROTARY_KINDS:
-            raise DraftsmithError(f"rope_type is {kind!r}; supported are {', '.join(ROTARY_KINDS)}.")
+from draftsmith.drafters.layer_sizes import LayerSizes
 
 
 class Rotary:

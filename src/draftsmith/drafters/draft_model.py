@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from draftsmith.drafters.config import Config
 from draftsmith.drafters.cross_vocabulary import CrossVocabularyDraftModel, SharedTokens
-from draftsmith.drafters.family import Family, Options
+from draftsmith.drafters.family import Family
 from draftsmith.drafters.model_drafter import MAX_DEPTH, DraftModel
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError
@@ -24,18 +25,16 @@ if TYPE_CHECKING:
 LANGUAGE_MODELS = frozenset(map(str, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 
 
-class DraftModelOptions(Options):
-    """Settings of a draft model.
+class DraftModelConfig(Config):
+    """The options of a draft model."""
 
-    Args:
-        path: folder or hub name of a causal language model.
-        guesses: length of the drafted chain.
-        quantize: "int8" reads int8 weights by the native kernels (CPU).
-    """
-
-    path: str
-    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = 4
-    quantize: Literal["none", "int8"] = "none"
+    path: str = Field(description="folder or hub name of a causal language model")
+    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
+        default=4, description="tokens that are drafted, as a chain"
+    )
+    quantize: Literal["none", "int8"] = Field(
+        default="none", description="int8 reads int8 weights by the native kernels, on a CPU"
+    )
 
 
 def draft_with(model: Target, target: Target, guesses: int = 4) -> DraftModel:
@@ -68,24 +67,24 @@ def _trained_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {token: number for token, number in tokenizer.get_vocab().items() if number not in added}
 
 
-def make_draft_model(options: DraftModelOptions, target: Target, draft_tokens: Tensor | None) -> DraftModel:
+def make_draft_model(config: DraftModelConfig, target: Target, draft_tokens: Tensor | None) -> DraftModel:
     """Load the model at `path`, on the target's device, in its dtype or in int8."""
     try:
         model = Target.from_pretrained(
-            options.path,
-            dtype=target.dtype if options.quantize == "none" else torch.bfloat16,
+            config.path,
+            dtype=target.dtype if config.quantize == "none" else torch.bfloat16,
             device=str(target.device),
-            native=target.native or options.quantize != "none",
-            quantize=options.quantize,
+            native=target.backend.native or config.quantize != "none",
+            quantize=config.quantize,
         )
     except DraftsmithError as error:
-        raise DraftsmithError(f"no draft model from {options.path!r}: {error}") from error
-    return draft_with(model, target, options.guesses)
+        raise DraftsmithError(f"no draft model from {config.path!r}: {error}") from error
+    return draft_with(model, target, config.guesses)
 
 
 def load_draft_model(folder: Path, target: Target) -> DraftModel:
     """Load the causal language model in a folder as a draft model."""
-    return make_draft_model(DraftModelOptions(path=str(folder)), target, None)
+    return make_draft_model(DraftModelConfig(path=str(folder)), target, None)
 
 
 def is_language_model(config: "Mapping[str, Any]") -> bool:
@@ -95,5 +94,5 @@ def is_language_model(config: "Mapping[str, Any]") -> bool:
 
 FAMILY = Family(
     "draft-model", "a separate language model, with any tokenizer (arXiv:2211.17192, arXiv:2502.05202)",
-    DraftModelOptions, make_draft_model, load_draft_model, is_language_model,
+    DraftModelConfig, make_draft_model, load_draft_model, is_language_model,
 )

@@ -16,7 +16,7 @@ shape the draft, and `draft_vocab_size` with the tensor `d2t` (token ids), are o
 Shapes: B sequences, T tokens, P positions trained on, F target width, V vocabulary, W drafted vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters.decoder_layer import DecoderLayer, LayerSizes
-from draftsmith.drafters.eagle_config import EagleOptions, Tree, sizes_from_json, sizes_to_json
-from draftsmith.drafters.family import Compared, Family
+from draftsmith.drafters.decoder_layer import DecoderLayer
+from draftsmith.drafters.eagle_config import EagleConfig
+from draftsmith.drafters.family import Compared, trained
 from draftsmith.drafters.feature_drafter import FeatureDrafter
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.static_tree import EAGLE_TREE
 from draftsmith.drafters.storage import TENSOR_NAMES
-from draftsmith.drafters.trainable import FrozenTable, check_target
-from draftsmith.types import DraftsmithError
+from draftsmith.drafters.trainable import FrozenTable
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
@@ -43,28 +42,20 @@ JOINING = "fc.weight"
 
 
 class Eagle(FeatureDrafter):
-    """EAGLE and EAGLE-2. Weights start as PyTorch's linear layers do, as in the authors' code.
-
-    Args:
-        bias: whether `fc` has one.
-        draft_tokens: the tokens to score (W), or None for all.
-        options: the weights of the loss, and the noise; only training reads them.
-    """
+    """EAGLE and EAGLE-2. Weights start as PyTorch's linear layers do, as in the authors' code."""
 
     taps = (-1,)
     family_name = "an EAGLE drafter"
+    model_type = "llama"
+    config_class = EagleConfig
+    config: EagleConfig
 
-    def __init__(
-        self, sizes: LayerSizes, vocab_size: int, tree: Tree, bias: bool = False, draft_tokens: Tensor | None = None,
-        options: EagleOptions | None = None,
-    ) -> None:
-        super().__init__(sizes, vocab_size, tree)
-        self.options = options or EagleOptions()
-        width = sizes.hidden_size
-        self.fc = nn.Linear(2 * width, width, bias=bias)
-        self.layers = nn.ModuleList([DecoderLayer(sizes, width)])
-        self.limit_vocabulary(draft_tokens, 0 if draft_tokens is None else len(draft_tokens))
-        self.head: nn.Module = FrozenTable(vocab_size if draft_tokens is None else len(draft_tokens), width)
+    def __init__(self, config: EagleConfig, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
+        width = config.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=config.bias)
+        self.layers = nn.ModuleList([DecoderLayer(config, width)])
+        self.head: nn.Module = FrozenTable(config.scored, width)
 
     @property
     def layer(self) -> DecoderLayer:
@@ -96,11 +87,11 @@ class Eagle(FeatureDrafter):
         positions_BP = lesson.positions_BP
         features_BTF = self.fuse(lesson.features_BTF)
         noisy_BTF = features_BTF
-        if self.options.noise:
+        if self.config.noise:
             generator = torch.Generator(features_BTF.device).manual_seed(lesson.seed)
             shape, device = features_BTF.shape, features_BTF.device
             draw_BTF = torch.rand(shape, generator=generator, device=device, dtype=features_BTF.dtype) - 0.5
-            noisy_BTF = features_BTF + draw_BTF * (self.options.noise * NOISE_LENGTH / shape[1])
+            noisy_BTF = features_BTF + draw_BTF * (self.config.noise * NOISE_LENGTH / shape[1])
         state_BPF = self.unroll(lesson.tokens_BT, noisy_BTF, 1, positions_BP)[0]
         batch_B1 = torch.arange(len(positions_BP), device=positions_BP.device).unsqueeze(1)
         next_BPF = features_BTF[batch_B1, positions_BP + 1]
@@ -110,7 +101,7 @@ class Eagle(FeatureDrafter):
         with torch.no_grad():
             p_RW = self.score(next_BPF).flatten(0, 1).float().softmax(-1)
         cross_entropy = lesson.mean(scores_RW.logsumexp(-1) - (p_RW * scores_RW).sum(-1), 0)
-        loss = self.options.feature_weight * regression + self.options.token_weight * cross_entropy
+        loss = self.config.feature_weight * regression + self.config.token_weight * cross_entropy
         labels_R = lesson.labels_RN(1, self.d2t, self.vocab_size)[:, 0]
         hits = lesson.mean((scores_RW.detach().argmax(-1) == labels_R).float(), 0)
         return loss.unsqueeze(0), hits.unsqueeze(0)
@@ -123,36 +114,24 @@ class Eagle(FeatureDrafter):
         assert isinstance(self.head, FrozenTable)
         self.head.weight = head_VF if self.d2t is None else head_VF[self.d2t]
 
-    def pack(self, target: "Target") -> None:
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack the borrowed head too: scoring is a product like any other."""
         assert isinstance(self.head, FrozenTable)
         self.head = self.head.as_layer()
-        super().pack(target)
+        super().pack(pack_layers)
 
     def native_form(self) -> Any:
         """Return the operator."""
         norm = self.layer.post_attention_layernorm
-        return self.native_layer(self.fc, self.head, [norm], self.layer_sizes.hidden_size)
+        return self.native_layer(self.fc, self.head, [norm], self.config.hidden_size)
 
     def hidden_matrices(self) -> list[nn.Parameter]:
         """Return the matrices of the layer and the one that joins its inputs."""
         return [self.fc.get_parameter("weight"), *super().hidden_matrices()]
 
-    def restricted(self, draft_tokens: Tensor) -> "Eagle":
-        """Return a copy that scores only these tokens (W)."""
-        if self.d2t is not None:
-            raise DraftsmithError(f"this drafter scores {len(self.d2t)} tokens only; start from a whole one.")
-        fewer = Eagle(
-            self.layer_sizes, self.vocab_size, self.tree, self.fc.bias is not None, draft_tokens, self.options
-        ).to(self.fc.weight)
-        fewer.load_state_dict(self.state_dict() | {"d2t": fewer.d2t})
-        return fewer
-
     def describe(self) -> dict[str, Any]:
         """Return the published keys and ours."""
-        config = {"architectures": [ARCHITECTURES[0]], **sizes_to_json(self.layer_sizes)}
-        config |= {"vocab_size": self.vocab_size, "bias": self.fc.bias is not None, **self.tree.to_json()}
-        return config if self.d2t is None else config | {"draft_vocab_size": len(self.d2t)}
+        return {"architectures": [ARCHITECTURES[0]], **super().describe()}
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
@@ -167,17 +146,14 @@ class Eagle(FeatureDrafter):
         )
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
-    ) -> "Eagle":
-        """Build what config.json describes; without the key `bias` the tensors tell."""
-        sizes = sizes_from_json(config, origin)
-        if target is None:
-            raise DraftsmithError(f"{origin.parent} borrows its target's embedding and head; load it with that target.")
-        made_for = {"hidden_size": sizes.hidden_size, "vocab_size": config["vocab_size"]}
-        check_target(origin.parent, made_for, target.facts())
-        tree, bias = Tree.from_json(config, "static"), bool(config.get("bias", "fc.bias" in tensors))
-        return cls(sizes, config["vocab_size"], tree, bias, tensors.get("d2t"))
+    def read_config(
+        cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
+    ) -> tuple[EagleConfig, Tensor | None]:
+        """Return what config.json and the tensors tell; without the key `bias` the tensors tell that too."""
+        draft_tokens = tensors.get("d2t")
+        known = {**config, "bias": bool(config.get("bias", "fc.bias" in tensors))}
+        scored = 0 if draft_tokens is None else len(draft_tokens)
+        return EagleConfig.from_json(known, origin, draft_vocab_size=scored), draft_tokens
 
     @torch.no_grad()
     def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:
@@ -186,17 +162,7 @@ class Eagle(FeatureDrafter):
         super().load_published(own, origin)
 
 
-def make_eagle(options: EagleOptions, target: "Target", draft_tokens: Tensor | None) -> Eagle:
-    """Make an untrained drafter that borrows the target's embedding and head."""
-    drafter = Eagle(
-        options.layer_sizes(target), target.vocab_size, options.default_tree(), options.bias, draft_tokens, options
-    )
-    drafter.bind(target)
-    return drafter
-
-
-FAMILY = Family(
-    "eagle", "EAGLE: one decoder layer predicts the target's next state (arXiv:2401.15077, 2406.16858)",
-    EagleOptions, make_eagle, Eagle.load, Eagle.recognises, trainable=True, reopen=Eagle.from_pretrained,
+FAMILY = trained(
+    "eagle", "EAGLE: one decoder layer predicts the target's next state (arXiv:2401.15077, 2406.16858)", Eagle,
     tree=EAGLE_TREE, compared=Compared(static_tree=True, confident_twin="eagle2"),
 )

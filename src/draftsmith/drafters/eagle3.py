@@ -26,20 +26,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.decoder_layer import DecoderLayer, LayerSizes, RMSNorm
+from draftsmith.drafters.decoder_layer import DecoderLayer, RMSNorm
 from draftsmith.drafters.eagle import ARCHITECTURES as EAGLE_ARCHITECTURES
-from draftsmith.drafters.eagle_config import (
-    Eagle3Options,
-    Tree,
-    read_taps,
-    sizes_from_json,
-    sizes_to_json,
-    taps_to_json,
-)
-from draftsmith.drafters.family import Family
+from draftsmith.drafters.eagle_config import Eagle3Config, taps_from_json
+from draftsmith.drafters.family import trained
 from draftsmith.drafters.feature_drafter import FeatureDrafter
+from draftsmith.drafters.layer_sizes import LayerSizes
 from draftsmith.drafters.lesson import Lesson
-from draftsmith.drafters.trainable import check_target
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -58,29 +51,27 @@ class Eagle3Layer(DecoderLayer):
 
 
 class Eagle3(FeatureDrafter):
-    """EAGLE-3. Weights start as PyTorch's linear layers do.
-
-    Args:
-        taps: the layers of the target whose outputs are fused, in order.
-        norm_before_residual: whether the residual stream starts from the normalised state.
-        draft_tokens: the tokens to score (W), or None for all.
-        decay: every depth counts this much of the one before in the loss; only training reads it.
-    """
+    """EAGLE-3. Weights start as PyTorch's linear layers do."""
 
     family_name = "an EAGLE-3 drafter"
+    model_type = "llama"
+    config_class = Eagle3Config
+    config: Eagle3Config
 
-    def __init__(
-        self, sizes: LayerSizes, vocab_size: int, tree: Tree, taps: tuple[int, ...],
-        norm_before_residual: bool = False, draft_tokens: Tensor | None = None, decay: float = 0.8,
-    ) -> None:
-        super().__init__(sizes, vocab_size, tree)
-        self.taps, self.norm_before_residual, self.decay = taps, norm_before_residual, decay
-        width = sizes.hidden_size
-        self.fc = nn.Linear(len(taps) * width, width, bias=False)
-        self.midlayer = Eagle3Layer(sizes)
-        self.norm = RMSNorm(width, sizes.rms_norm_eps)
-        self.limit_vocabulary(draft_tokens, 0 if draft_tokens is None else len(draft_tokens))
-        self.lm_head = nn.Linear(width, vocab_size if draft_tokens is None else len(draft_tokens), bias=False)
+    def __init__(self, config: Eagle3Config, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
+        self.taps, width = config.taps, config.hidden_size
+        self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, config.scored, bias=False)
+
+    def start_new(self, target: "Target") -> None:
+        """Start the head as the target's, unless the config says otherwise."""
+        if self.config.init_head_from_target:
+            head_VF = target.head_weight_VF.detach().float().cpu()
+            with torch.no_grad():
+                self.lm_head.weight.copy_(head_VF if self.d2t is None else head_VF[self.d2t])
 
     @property
     def layer(self) -> Eagle3Layer:
@@ -96,7 +87,7 @@ class Eagle3(FeatureDrafter):
         """Put both halves side by side, each normalised; the residual stream starts from the state."""
         normal = self.midlayer.hidden_norm(states)
         joined = torch.cat([self.midlayer.input_layernorm(embedded), normal], dim=-1)
-        return joined, normal if self.norm_before_residual else states
+        return joined, normal if self.config.norm_before_residual else states
 
     def score(self, states: Tensor) -> Tensor:
         """Apply the head; what is fed back is the state before this norm."""
@@ -107,8 +98,8 @@ class Eagle3(FeatureDrafter):
         """Return the operator."""
         layer = self.midlayer
         norms = [layer.post_attention_layernorm, layer.input_layernorm, layer.hidden_norm, self.norm]
-        taps = len(self.taps) * self.layer_sizes.hidden_size
-        return self.native_layer(self.fc, self.lm_head, norms, taps, self.norm_before_residual)
+        taps = len(self.taps) * self.config.hidden_size
+        return self.native_layer(self.fc, self.lm_head, norms, taps, self.config.norm_before_residual)
 
     def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for.
@@ -122,7 +113,7 @@ class Eagle3(FeatureDrafter):
         states = self.unroll(lesson.tokens_BT, lesson.features_BTF, depths, lesson.positions_BP)
         for depth, state_BPF in enumerate(states):
             loss, hit = lesson.judge(depth, self.score(state_BPF).flatten(0, 1), labels_RN, law)
-            losses.append(loss * self.decay**depth)
+            losses.append(loss * self.config.decay**depth)
             hits.append(hit)
         return torch.stack(losses), torch.stack(hits)
 
@@ -130,25 +121,9 @@ class Eagle3(FeatureDrafter):
         """Return the matrices of the layer and the one that fuses states."""
         return [self.fc.get_parameter("weight"), *super().hidden_matrices()]
 
-    def restricted(self, draft_tokens: Tensor) -> "Eagle3":
-        """Return a copy that scores only these tokens (W), with the rows of the head that stand for them."""
-        if self.d2t is not None:
-            raise DraftsmithError(f"this drafter scores {len(self.d2t)} tokens only; start from a whole one.")
-        fewer = Eagle3(
-            self.layer_sizes, self.vocab_size, self.tree, self.taps, self.norm_before_residual, draft_tokens, self.decay
-        ).to(self.fc.weight)
-        head_WF = self.lm_head.weight[draft_tokens.to(self.device)]
-        fewer.load_state_dict(self.state_dict() | {"lm_head.weight": head_WF, "d2t": fewer.d2t})
-        return fewer
-
     def describe(self) -> dict[str, Any]:
         """Return the published keys and ours."""
-        return {
-            "architectures": [ARCHITECTURE], **sizes_to_json(self.layer_sizes), "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.vocab_size if self.d2t is None else len(self.d2t),
-            "target_hidden_size": self.layer_sizes.hidden_size, "norm_before_residual": self.norm_before_residual,
-            **taps_to_json(self.taps), **self.tree.to_json(),
-        }
+        return {"architectures": [ARCHITECTURE], **super().describe()}
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
@@ -160,30 +135,27 @@ class Eagle3(FeatureDrafter):
         return llama and "draft_vocab_size" in config and not set(named) & set(EAGLE_ARCHITECTURES)
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
-    ) -> "Eagle3":
-        """Build what config.json describes; taps that it does not name are those that the authors' code reads."""
+    def read_config(
+        cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
+    ) -> tuple[Eagle3Config, Tensor | None]:
+        """Return what config.json and the tensors tell; DraftsmithError for what computes something else."""
         # The speculators layout has the layer's sizes in an object of their own, and another default.
         nested = config.get("transformer_layer_config")
         flat = config if nested is None else {**nested, **config}
-        sizes = sizes_from_json(flat, origin)
-        width = flat.get("target_hidden_size") or sizes.hidden_size
-        if width != sizes.hidden_size:
-            raise DraftsmithError(
-                f"{origin} has states {sizes.hidden_size} wide for a target of {width}; use a drafter as wide as its "
-                "target."
-            )
         if flat.get("norm_before_fc") or flat.get("eagle_config", {}).get("use_aux_hidden_state") is False:
             raise DraftsmithError(f"{origin} fuses states in another way than EAGLE-3 published; retrain the drafter.")
-        if target is None:
-            raise DraftsmithError(f"{origin.parent} borrows its target's embedding; load it with that target.")
-        check_target(origin.parent, {"hidden_size": width, "vocab_size": flat["vocab_size"]}, target.facts())
-        taps = read_taps(flat, origin, target.layers)
-        return cls(
-            sizes, flat["vocab_size"], Tree.from_json(config, "dynamic"), taps,
-            bool(flat.get("norm_before_residual", nested is not None)), draft_tokens(flat, tensors, origin),
+        tokens = draft_tokens(flat, tensors, origin)
+        told = Eagle3Config.from_json(
+            flat, origin, draft_vocab_size=0 if tokens is None else len(tokens), taps=taps_from_json(flat),
+            norm_before_residual=bool(flat.get("norm_before_residual", nested is not None)),
         )
+        width = flat.get("target_hidden_size") or told.hidden_size
+        if width != told.hidden_size:
+            raise DraftsmithError(
+                f"{origin} has states {told.hidden_size} wide for a target of {width}; use a drafter as wide as its "
+                "target."
+            )
+        return told, tokens
 
     def to_published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Tell the drafted vocabulary as offsets and as a mask."""
@@ -207,10 +179,11 @@ class Eagle3(FeatureDrafter):
 
 def draft_tokens(config: Mapping[str, Any], tensors: Mapping[str, Tensor], origin: Path) -> Tensor | None:
     """Return the token ids that a checkpoint scores (W), or None for all; its mask has to say the same."""
-    size = config.get("draft_vocab_size") or config["vocab_size"]
+    whole = config.get("vocab_size")
+    size = config.get("draft_vocab_size") or whole
     offsets_W = tensors.get("d2t")
-    if offsets_W is None or (size == config["vocab_size"] and not offsets_W.any()):
-        if size != config["vocab_size"]:
+    if offsets_W is None or (size == whole and not offsets_W.any()):
+        if size != whole:
             raise DraftsmithError(f"{origin.parent} scores {size} tokens but lacks the tensor d2t; restore it.")
         return None
     tokens_W = offsets_W.to(torch.int64) + torch.arange(len(offsets_W))
@@ -222,22 +195,7 @@ def draft_tokens(config: Mapping[str, Any], tensors: Mapping[str, Tensor], origi
     return tokens_W
 
 
-def make_eagle3(options: Eagle3Options, target: "Target", draft_tokens: Tensor | None) -> Eagle3:
-    """Make an untrained drafter that borrows the target's embedding."""
-    taps = read_taps({"eagle_config": {"eagle_aux_hidden_state_layer_ids": options.taps}}, Path("taps"), target.layers)
-    drafter = Eagle3(
-        options.layer_sizes(target), target.vocab_size, options.default_tree(), taps, options.norm_before_residual,
-        draft_tokens, options.decay,
-    )
-    if options.init_head_from_target:
-        head_VF = target.head_weight_VF.detach().float().cpu()
-        with torch.no_grad():
-            drafter.lm_head.weight.copy_(head_VF if draft_tokens is None else head_VF[draft_tokens])
-    drafter.bind(target)
-    return drafter
-
-
-FAMILY = Family(
+FAMILY = trained(
     "eagle3", "EAGLE-3: one decoder layer over states of several layers, trained on its own outputs (arXiv:2503.01840)",
-    Eagle3Options, make_eagle3, Eagle3.load, Eagle3.recognises, trainable=True, reopen=Eagle3.from_pretrained,
+    Eagle3,
 )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.family import Family, Options
+from draftsmith.drafters.config import Config, Size
+from draftsmith.drafters.family import Family
 from draftsmith.drafters.model_drafter import MAX_DEPTH, ModelDrafter
 from draftsmith.drafters.reading import SCRATCH, PathReader
 from draftsmith.plan import Plan
@@ -23,16 +24,15 @@ if TYPE_CHECKING:
     from draftsmith.target import KVCache, Target
 
 
-class EarlyExitOptions(Options):
-    """Settings of early exit.
+class EarlyExitConfig(Config):
+    """The options of early exit."""
 
-    Args:
-        layers: how many layers draft; 0 takes a quarter of the target's.
-        guesses: length of the drafted chain.
-    """
-
-    layers: Annotated[int, Field(ge=0)] = 0
-    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = 4
+    layers: Size = Field(
+        default=0, description="how many of the target's first layers draft; 0 takes a quarter of them"
+    )
+    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
+        default=4, description="tokens that are drafted, as a chain"
+    )
 
 
 class EarlyExit(ModelDrafter):
@@ -63,12 +63,12 @@ class EarlyExit(ModelDrafter):
         return held, [[root] for root in roots]
 
 
-def make_early_exit(options: EarlyExitOptions, target: "Target", draft_tokens: Tensor | None) -> EarlyExit:
-    """Make the drafter of these options."""
-    return EarlyExit(target, options.layers or max(1, target.layers // 4), options.guesses)
+def make_early_exit(config: EarlyExitConfig, target: "Target", draft_tokens: Tensor | None) -> EarlyExit:
+    """Make the drafter that is asked for."""
+    return EarlyExit(target, config.layers or max(1, target.layers // 4), config.guesses)
 
 
 FAMILY = Family(
     "early-exit", "the target's own first layers, sharing its cache (arXiv:2309.08168, arXiv:2404.16710)",
-    EarlyExitOptions, make_early_exit,
+    EarlyExitConfig, make_early_exit,
 )

@@ -13,7 +13,7 @@ width, V vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.decoder_layer import (
     DecoderLayer,
-    LayerSizes,
     RMSNorm,
     Rotary,
     attend_committed,
     attend_with_path,
 )
-from draftsmith.drafters.eagle_config import Tree
+from draftsmith.drafters.eagle_config import FeatureConfig
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.row_cache import Reading, RowCache, attached
@@ -77,21 +76,19 @@ class FeatureDrafter(TrainableDrafter):
     that `context.slots_B` names, behind those it has. `reset_rows` says which rows ended, whose slots others then take.
 
     Args:
-        sizes: of the layer; `hidden_size` is the target's.
-        vocab_size: V.
-        tree: the draft to make when nobody chose a plan, and the deepest one.
+        config: the sizes of the layer, and the draft to make when nobody chose a plan.
     """
 
-    reads_prompt = True
-    _native: Any = None
+    config_class: type[FeatureConfig] = FeatureConfig
+    config: FeatureConfig
 
-    def __init__(self, sizes: LayerSizes, vocab_size: int, tree: Tree) -> None:
-        super().__init__()
-        self.layer_sizes, self.tree = sizes, tree
-        self._vocab_size = vocab_size
-        self._rotary = Rotary(sizes)
+    reads_prompt = True
+
+    def __init__(self, config: FeatureConfig, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
+        self._rotary = Rotary(config)
         self._memory: RowCache | None = None
-        self.embedding = FrozenTable(vocab_size, sizes.hidden_size)
+        self.embedding = FrozenTable(config.vocab_size, config.hidden_size)
 
     @property
     @abstractmethod
@@ -118,18 +115,13 @@ class FeatureDrafter(TrainableDrafter):
         """Return the logits (…, W) over the drafted vocabulary for outputs of the layer (…, F)."""
 
     @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self._vocab_size
-
-    @property
     def max_depth(self) -> int:
         """As configured: the layer itself could go on for ever."""
-        return self.tree.depth
+        return self.config.depth
 
     def default_plan(self) -> Plan:
         """Return the tree that config.json asks for."""
-        return self.tree.plan(self.vocab_size if self.d2t is None else len(self.d2t))
+        return self.config.plan()
 
     def hidden_matrices(self) -> list[nn.Parameter]:
         """Return the matrices of the layer."""
@@ -140,23 +132,21 @@ class FeatureDrafter(TrainableDrafter):
         """Point the embedding at the target's."""
         self.embedding.weight = target.embedding_weight_VF.detach().to(self.layer.mlp.down_proj.weight)
 
-    def pack(self, target: "Target") -> None:
-        """Merge products that read the same input, and pack; chains are one native operator where the target is."""
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
+        """Merge products that read the same input, and pack; native operators draft chains."""
         self.layer.merge()
-        super().pack(target)
-        sizes = self.layer_sizes
-        if target.native and not (sizes.hidden_size % 2 or sizes.intermediate_size % 2):
-            self._native = self.native_form()
-
-    def native_form(self) -> Any:
-        """Return the operator that drafts chains with the packed layers; None where the family has none."""
-        return None
+        super().pack(pack_layers)
 
     def native_layer(
         self, entry: nn.Module, head: nn.Module, norms: Sequence[RMSNorm], taps: int, keeps_normal: bool = False
     ) -> Any:
-        """Return the operator for the layer, what its entries are made by, its head, and the width of tapped states."""
-        sizes, attention, mlp = self.layer_sizes, self.layer.self_attn, self.layer.mlp
+        """Return the operator for the layer, what its entries are made by, its head, and the width of tapped states.
+
+        None for odd widths, which it does not read.
+        """
+        if self.config.hidden_size % 2 or self.config.intermediate_size % 2:
+            return None
+        sizes, attention, mlp = self.config, self.layer.self_attn, self.layer.mlp
         layers = [entry, attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, head]
         return torch.classes.draftsmith.FeatureLayer(
             *packed_parts(layers), [norm.weight.detach() for norm in norms],
@@ -164,7 +154,7 @@ class FeatureDrafter(TrainableDrafter):
             torch.empty(0, dtype=torch.long) if self.d2t is None else self.d2t, self._rotary.frequencies,
             [
                 taps, sizes.hidden_size, sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim,
-                sizes.intermediate_size, self.vocab_size if self.d2t is None else len(self.d2t),
+                sizes.intermediate_size, self.config.scored,
             ],
             [sizes.rms_norm_eps, self._rotary.scale], keeps_normal,
         )
@@ -173,7 +163,7 @@ class FeatureDrafter(TrainableDrafter):
         """Begin with empty storage of the same slots and capacity, in the dtype that drafts of this plan read."""
         self._memory = None  # first, so that there are never two
         if plan.depth:
-            self._memory = RowCache(self.layer_sizes, cache, self.embedding.weight, native=self._knows(plan))
+            self._memory = RowCache(self.config, cache, self.embedding.weight, native=self._knows(plan))
 
     def _knows(self, plan: Plan) -> bool:
         """Whether the native operator makes drafts of this plan: it makes chains."""
@@ -341,9 +331,3 @@ class FeatureDrafter(TrainableDrafter):
             for depth, state_BPF in enumerate(states)
         ]
         return torch.stack([loss for loss, _ in judged]), torch.stack([hit for _, hit in judged])
-
-    def sizes(self) -> dict[str, Any]:
-        """Return the config without what only shapes the drafts."""
-        free = self.tree.to_json()
-        return {name: value for name, value in self.describe().items() if name not in free}
-

@@ -29,19 +29,18 @@ Shapes: B rows, T positions of a text, P positions that are drafted from, D dept
 M = P × D guessed states, F target width, V vocabulary, W drafted vocabulary.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.drafters.family import Family, TrainedOptions
+from draftsmith.drafters.config import FREE, Count, Counts, Size, TrainedConfig, Weight
+from draftsmith.drafters.family import trained
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.parallel import ParallelDrafter
-from draftsmith.drafters.trainable import FrozenTable, check_target
+from draftsmith.drafters.trainable import FrozenTable
 from draftsmith.plan import Plan
 from draftsmith.target.upper import UpperLayers
 from draftsmith.types import Context, DraftsmithError
@@ -49,87 +48,71 @@ from draftsmith.types import Context, DraftsmithError
 if TYPE_CHECKING:
     from draftsmith.target import KVCache, Target
 
-MODEL_TYPE = "firp"
 MOST_DEPTHS = 32
 
-Count = Annotated[int, Field(ge=1)]
 
+class FIRPConfig(TrainedConfig):
+    """The sizes and options of a FIRP drafter."""
 
-class FIRPOptions(TrainedOptions):
-    """What a recipe may set of a new FIRP drafter; see `FIRPConfig`. A null `layer` is the one in the middle."""
+    layer: Size | None = Field(
+        default=None,
+        description="the layer of the target, counted from 0, whose output is mapped; null takes the middle one",
+    )
+    n_predict: Annotated[int, Field(ge=1, le=MOST_DEPTHS)] = Field(
+        default=3, description="tokens that are guessed, a map each"
+    )
+    branching: Annotated[Counts, FREE] = Field(
+        default=(),
+        description="children of a node in the drafted tree, depth by depth; depths that are left out have one",
+    )
+    n_candidates: Annotated[Count, FREE] = Field(
+        default=5, description="paths of that tree that are kept, the likeliest ones"
+    )
+    state_weight: Annotated[Weight, FREE] = Field(
+        default=0.1, description="weight, in the loss, of the distance between guessed and true states"
+    )
 
-    layer: Annotated[int, Field(ge=0)] | None = None
-    n_predict: Annotated[int, Field(ge=1, le=MOST_DEPTHS)] = 3
-    branching: tuple[Count, ...] = ()
-    n_candidates: Count = 5
-    state_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    layout = (
+        "hidden_size", "vocab_size", "layer", "n_predict", "branching", "n_candidates", "state_weight",
+        "draft_vocab_size",
+    )
+    only_if_set = ()
+    needed = ("hidden_size", "vocab_size", "layer", "n_predict")
 
+    def rules(self) -> Iterator[tuple[bool, str, str]]:
+        """What has to hold between fields."""
+        yield from super().rules()
+        yield len(self.branching) <= self.n_predict, "branching", f"at most n_predict = {self.n_predict} numbers"
 
-@dataclass(frozen=True)
-class FIRPConfig:
-    """The sizes and options of a FIRP drafter, as its config.json holds them.
+    @property
+    def borrows(self) -> str:
+        """What a checkpoint needs the target for."""
+        return "borrows its target's last layers"
 
-    Args:
-        hidden_size: width F of the target's states.
-        vocab_size: width V of the target's logits.
-        layer: l, the layer whose output is mapped; at least one has to follow.
-        n_predict: depths N.
-        branching: children a node of the default draft, depth by depth; missing depths have one.
-        n_candidates: how many root-to-leaf paths of it are verified.
-        state_weight: of the distance between guessed and true states in the loss.
-        draft_vocab_size: score only this many tokens, listed in the tensor d2t; 0 scores all.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    layer: int
-    n_predict: int = 3
-    branching: tuple[int, ...] = ()
-    n_candidates: int = 5
-    state_weight: float = 0.1
-    draft_vocab_size: int = 0
-
-    def __post_init__(self) -> None:
-        def need(ok: bool, name: str, rule: str) -> None:
-            if not ok:
-                raise DraftsmithError(f"{name} is {getattr(self, name)!r}; it must be {rule}.")
-
-        need(self.layer >= 0, "layer", "0 or a positive number")
-        need(1 <= self.n_predict <= MOST_DEPTHS, "n_predict", f"between 1 and {MOST_DEPTHS}")
-        need(
-            len(self.branching) <= self.n_predict and all(k >= 1 for k in self.branching),
-            "branching", f"at most n_predict = {self.n_predict} positive numbers",
-        )
-        need(self.n_candidates >= 1, "n_candidates", "at least 1")
-        need(self.state_weight >= 0, "state_weight", "0 or a positive number")
-        need(0 <= self.draft_vocab_size <= self.vocab_size, "draft_vocab_size", "between 0 (all) and vocab_size")
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any], origin: Path) -> "FIRPConfig":
-        """Read a config.json's object; keys of other programs are passed over."""
-        missing = {"hidden_size", "vocab_size", "layer", "n_predict"} - values.keys()
-        if missing:
-            raise DraftsmithError(f"{origin} lacks {', '.join(sorted(missing))}; use a whole {MODEL_TYPE} config.")
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**known | {"branching": tuple(known.get("branching", ()))})
+    def for_target(self, target: "Target") -> Self:
+        """Return a copy in which the target's sizes and its middle layer are filled in."""
+        layer = (target.layers - 1) // 2 if self.layer is None else self.layer
+        return super().for_target(target).changed(layer=layer)
 
 
 class FIRPDrafter(ParallelDrafter):
     """The drafter itself: one map a depth, and layers borrowed from the target."""
 
     family_name = "a FIRP drafter"
+    model_type = "firp"
+    config_class = FIRPConfig
+    config: FIRPConfig
     borrows_layers = True
 
     def __init__(self, config: FIRPConfig, draft_tokens: Tensor | None = None) -> None:
-        """Build an untrained one, of no use before `bind`; `draft_tokens` (W) lists the tokens to score if limited."""
-        super().__init__()
-        self.config = config
+        """Build an untrained one, of no use before `bind`."""
+        super().__init__(config, draft_tokens)
+        assert config.layer is not None
         self.taps = (config.layer,)
         width = config.hidden_size
         self.maps = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(config.n_predict))
         for one in self.maps:
             nn.init.eye_(one.get_parameter("weight"))
-        self.limit_vocabulary(draft_tokens, config.draft_vocab_size)
         self.head: nn.Module | None = None if self.d2t is None else FrozenTable(len(self.d2t), width)
         self._upper: UpperLayers | None = None
         self._cache: KVCache | None = None
@@ -144,16 +127,16 @@ class FIRPDrafter(ParallelDrafter):
     @torch.no_grad()
     def bind(self, target: "Target") -> None:
         """Borrow the target's last layers and head; DraftsmithError for a target without layers behind `layer`."""
-        self._upper = UpperLayers(target, self.config.layer)
+        self._upper = UpperLayers(target, self.taps[0])
         if isinstance(self.head, FrozenTable):
             # In the target's dtype, as what comes out of its layers.
             self.head.weight = target.head_weight_VF.detach()[self.d2t]
 
-    def pack(self, target: "Target") -> None:
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack the maps, and the rows of the head that a drafted vocabulary needs."""
         if isinstance(self.head, FrozenTable):
             self.head = self.head.as_layer()
-        super().pack(target)
+        super().pack(pack_layers)
 
     def guess_states(self, roots: Tensor) -> Tensor:
         """Map outputs of the layer (…, F) to those of the next positions (…, D, F)."""
@@ -227,59 +210,16 @@ class FIRPDrafter(ParallelDrafter):
         """The number of maps."""
         return self.config.n_predict
 
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.config.vocab_size
-
     def hidden_matrices(self) -> list[nn.Parameter]:
         """Return the maps."""
         return list(self.maps.parameters())
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the config without what shapes only the drafts or the loss."""
-        free = ("branching", "n_candidates", "state_weight")
-        return {name: value for name, value in asdict(self.config).items() if name not in free}
-
-    def restricted(self, draft_tokens: Tensor) -> "FIRPDrafter":
-        """Return a copy that scores only these tokens (W); the maps know nothing of the vocabulary."""
-        if self.d2t is not None:
-            raise DraftsmithError(f"this drafter scores {len(self.d2t)} tokens only; start from a whole one.")
-        fewer = FIRPDrafter(replace(self.config, draft_vocab_size=len(draft_tokens)), draft_tokens)
-        fewer.load_state_dict(self.state_dict() | {"d2t": fewer.d2t})
-        return fewer
-
     def describe(self) -> dict[str, Any]:
         """Return the object of config.json."""
-        return {"architectures": ["FIRPDrafter"], "model_type": MODEL_TYPE, **asdict(self.config)}
-
-    @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the model_type."""
-        return config.get("model_type") == MODEL_TYPE
-
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
-    ) -> "FIRPDrafter":
-        """Build what config.json describes."""
-        sizes = FIRPConfig.from_json(config, origin)
-        if target is None:
-            raise DraftsmithError(f"{origin.parent} borrows its target's last layers; load it with that target.")
-        made_for = {"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size}
-        check_target(origin.parent, made_for, target.facts())
-        return cls(sizes, tensors.get("d2t"))
+        return {"architectures": ["FIRPDrafter"], **super().describe()}
 
 
-def make_firp(options: FIRPOptions, target: "Target", draft_tokens: Tensor | None) -> FIRPDrafter:
-    """Make an untrained drafter."""
-    values = options.model_dump(exclude={"layer"})
-    layer = (target.layers - 1) // 2 if options.layer is None else options.layer
-    return FIRPDrafter(FIRPConfig(target.hidden_size, target.vocab_size, layer, **values), draft_tokens)
-
-
-FAMILY = Family(
+FAMILY = trained(
     "firp", "FIRP: guessed intermediate states of future tokens, through the target's last layers (arXiv:2410.20488)",
-    FIRPOptions, make_firp, FIRPDrafter.load, FIRPDrafter.recognises, trainable=True,
-    reopen=FIRPDrafter.from_pretrained,
+    FIRPDrafter,
 )

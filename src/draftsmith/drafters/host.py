@@ -111,11 +111,6 @@ class HostDrafter(Drafter, Generic[R]):
     def draft_row(self, row: R, plan: Plan, room: int) -> Tree:
         """Guess ahead of a row's newest token, `room` being the plan's nodes."""
 
-    @property
-    def is_native(self) -> bool:
-        """Its tensors are one transfer each way; a compiler finds nothing to do."""
-        return True
-
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         # A core that was dropped halfway did not say that its rows ended, and others may have their numbers.
         self._rows.clear()

@@ -19,19 +19,20 @@ behind `prefix_embeding_layer.` (so spelled). Its sizes are the target's; ours a
 Shapes: B rows, R rows of any origin, F width of the target's states, W drafted vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.drafters import storage
-from draftsmith.drafters.decoder_layer import LayerSizes
-from draftsmith.drafters.eagle_config import FeatureOptions, sizes_from_json, sizes_to_json
+from draftsmith.drafters.config import OF_TARGET, Count
 from draftsmith.drafters.family import Compared, Family
-from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock, native_steps
+from draftsmith.drafters.heads import HeadConfig, HeadDrafter, ResidualBlock, native_steps
+from draftsmith.drafters.layer_sizes import LayerSizes, read_llama
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.prefix_attention import PrefixAttention
 from draftsmith.drafters.trainable import FrozenTable
@@ -48,15 +49,32 @@ BORROWED = ("input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight"
 """What published files have beside the heads: the target's table, and one that is never read."""
 
 
-class HydraOptions(HeadOptions):
-    """What a recipe may set of new Hydra heads.
+class HydraConfig(HeadConfig):
+    """The sizes and options of Hydra heads."""
 
-    Args:
-        num_layers: 1 for Hydra, 4 for Hydra++.
-        prefix_attention: a decoder layer of the target's sizes over its states, as in Hydra++.
-    """
+    num_layers: Count = Field(default=1, description="residual blocks of each head; Hydra has 1, Hydra++ 4")
+    prefix_attention: bool = Field(
+        default=False, description="put a decoder layer of the target's sizes in front of the heads, as in Hydra++"
+    )
+    prefix_layer: Annotated[LayerSizes | None, OF_TARGET] = Field(default=None, description="the sizes of that layer")
 
-    prefix_attention: bool = False
+    renamed: ClassVar[Mapping[str, str]] = {
+        **HeadConfig.renamed, "num_heads": "hydra_num_heads", "num_layers": "hydra_num_layers",
+    }
+    needed = ("num_heads",)
+
+    @property
+    def borrows(self) -> str:
+        """What a checkpoint needs the target for."""
+        lacking = self.prefix_attention and self.prefix_layer is None
+        return "has a layer as large as its target's" if lacking else ""
+
+    def for_target(self, target: "Target") -> Self:
+        """Return a copy in which the target's sizes are filled in, those of the layer too."""
+        made = super().for_target(target)
+        if not self.prefix_attention or self.prefix_layer is not None:
+            return made
+        return made.changed(prefix_layer=LayerSizes().for_target(target))
 
 
 class HydraDrafter(HeadDrafter):
@@ -64,24 +82,26 @@ class HydraDrafter(HeadDrafter):
 
     family_name = "a set of Hydra heads"
     weights_file = "hydra_lm_head.safetensors"
-    options_class = HydraOptions
-    options: HydraOptions
+    model_type = "hydra"
+    config_class = HydraConfig
+    config: HydraConfig
     architecture = "mlp"
+    tensor_of_first_head = "hydra_lm_head.0.weight"
 
-    def build(self) -> None:
-        """Make the heads; the embedding comes with `bind`."""
-        width, options = self.hidden_size, self.options
+    def __init__(self, config: HydraConfig, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
+        width = config.hidden_size
         self.embedding = FrozenTable(self.vocab_size, width)
         self.hydra_mlp = nn.ModuleList(
-            nn.Sequential(ResidualBlock(width, depth + 1), *self.later_blocks()) for depth in range(options.num_heads)
+            nn.Sequential(ResidualBlock(width, depth + 1), *self.later_blocks()) for depth in range(config.num_heads)
         )
-        self.hydra_lm_head = nn.ModuleList(nn.Linear(width, self.scored) for _ in range(options.num_heads))
+        self.hydra_lm_head = nn.ModuleList(nn.Linear(width, config.scored) for _ in range(config.num_heads))
         for projection in self.projections():
             nn.init.zeros_(projection.bias)
 
     def later_blocks(self) -> list[ResidualBlock]:
         """Return new blocks for one head, without its first."""
-        return [ResidualBlock(self.hidden_size) for _ in range(self.options.num_layers - 1)]
+        return [ResidualBlock(self.config.hidden_size) for _ in range(self.config.num_layers - 1)]
 
     def projections(self) -> list[nn.Linear]:
         """Return the layers to the vocabulary."""
@@ -102,7 +122,7 @@ class HydraDrafter(HeadDrafter):
             NativeHead(native_steps(blocks), scores)
             for blocks, scores in zip(self.hydra_mlp, self.hydra_lm_head, strict=True)
         ]
-        return native_heads(heads, self.hidden_size, ALL, self.embedding.weight, d2t=self.d2t)
+        return native_heads(heads, self.config.hidden_size, ALL, self.embedding.weight, d2t=self.d2t)
 
     @torch.no_grad()
     def bind(self, target: "Target") -> None:
@@ -112,11 +132,9 @@ class HydraDrafter(HeadDrafter):
 
     def describe(self) -> dict[str, Any]:
         """Return the published config.json."""
-        return {
-            "model_type": "hydra", "hydra_num_heads": self.options.num_heads,
-            "hydra_num_layers": self.options.num_layers, "hydra_head_arch": self.architecture, **GROUNDED,
-            **self.shared_keys(),
-        }
+        values, kind = super().describe(), {"hydra_head_arch": self.architecture, **GROUNDED}
+        first = {key: values.pop(key) for key in ("model_type", "hydra_num_heads", "hydra_num_layers")}
+        return first | kind | values
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
@@ -126,16 +144,18 @@ class HydraDrafter(HeadDrafter):
     @classmethod
     def read_config(
         cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], tuple[str, str]]:
-        """Return the options; DraftsmithError for heads of another architecture."""
+    ) -> tuple[HydraConfig, Tensor | None]:
+        """Return what is told; DraftsmithError for heads of another architecture."""
         for key, supported in {"hydra_head_arch": cls.architecture, **GROUNDED}.items():
             if config.get(key, supported) != supported:
                 raise DraftsmithError(
                     f"{origin} says {key} {config[key]!r}, but only {supported!r} is supported; convert it, or train "
                     "heads of that kind."
                 )
-        values = {"num_heads": config["hydra_num_heads"], "num_layers": config.get("hydra_num_layers", 1)}
-        return values, ("hydra_lm_head.0.weight", "hydra_lm_head.0.weight")
+        prefix, scores = cls.architecture == PREFIX_ARCH, cls.tensor_of_first_head
+        layer = LayerSizes(**read_llama(config["prefix_layer"], origin)) if "prefix_layer" in config else None
+        told = HydraConfig.from_json(config, origin, prefix_attention=prefix, prefix_layer=layer)
+        return told.sized_by(tensors, scores, scores), tensors.get("d2t")
 
     @classmethod
     def read_tensors(cls, folder: Path) -> dict[str, Tensor]:
@@ -145,26 +165,22 @@ class HydraDrafter(HeadDrafter):
 
 
 class HydraPrefixDrafter(HydraDrafter):
-    """The heads of Hydra++ behind their prefix attention, which is given after construction: see `with_prefix`."""
+    """The heads of Hydra++ behind their prefix attention."""
 
     family_name = "a set of Hydra++ heads"
     architecture = PREFIX_ARCH
+    tensor_of_first_head = "hydra_lm_head.0.1.weight"
     reads_prompt = True
     can_compile = False
-    prefix: PrefixAttention
 
-    def with_prefix(self, sizes: LayerSizes) -> Self:
-        """Put a new layer in front of the heads, in place."""
-        self.prefix = PrefixAttention(sizes)
-        return self
+    def __init__(self, config: HydraConfig, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
+        assert config.prefix_layer is not None
+        self.prefix = PrefixAttention(config.prefix_layer)
 
     def later_blocks(self) -> list[ResidualBlock]:
         """Return one new block as often as there are layers: the published code repeats it."""
-        return super().later_blocks()[:1] * (self.options.num_layers - 1)
-
-    def like(self, options: HeadOptions, draft_tokens: Tensor | None) -> Self:
-        """Return new heads of other options for the same target."""
-        return super().like(options, draft_tokens).with_prefix(self.prefix.sizes)
+        return super().later_blocks()[:1] * (self.config.num_layers - 1)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Begin with an empty memory."""
@@ -195,10 +211,10 @@ class HydraPrefixDrafter(HydraDrafter):
         matrices = [parameter for parameter in self.prefix.parameters() if parameter.ndim == 2]
         return [*super().hidden_matrices(), *matrices]
 
-    def pack(self, target: "Target") -> None:
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Merge products that read the same input, and pack."""
         self.prefix.layer.merge()
-        super().pack(target)
+        super().pack(pack_layers)
 
     def native_form(self) -> Any:
         """Return None: the operator knows of no layer in front."""
@@ -230,51 +246,21 @@ class HydraPrefixDrafter(HydraDrafter):
 
     def describe(self) -> dict[str, Any]:
         """Return the published config.json, and the sizes of the layer."""
-        return super().describe() | {"prefix_layer": sizes_to_json(self.prefix.sizes)}
+        return super().describe() | {"prefix_layer": {"model_type": "llama", **self.prefix.sizes.to_llama()}}
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
         """Tell by the architecture that Hydra's config names."""
         return HydraDrafter.recognises(config) and config.get("hydra_head_arch") == PREFIX_ARCH
 
-    @classmethod
-    def read_config(
-        cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], tuple[str, str]]:
-        """Return the options; DraftsmithError for heads of another architecture."""
-        values, _ = super().read_config(config, origin, tensors)
-        return values | {"prefix_attention": True}, ("hydra_lm_head.0.1.weight", "hydra_lm_head.0.1.weight")
 
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
-    ) -> Self:
-        """Build what config.json describes; published ones leave the sizes of the layer to the target."""
-        drafter = super().from_config(config, origin, target, tensors)
-        if "prefix_layer" in config:
-            sizes = sizes_from_json(config["prefix_layer"] | {"vocab_size": drafter.vocab_size}, origin)
-        elif target is None:
-            raise DraftsmithError(f"{origin.parent} has a layer as large as its target's; load it with that target.")
-        else:
-            sizes = FeatureOptions().layer_sizes(target)
-        return drafter.with_prefix(sizes)
+def make_hydra(config: HydraConfig, target: "Target", draft_tokens: Tensor | None) -> HydraDrafter:
+    """Make untrained heads of either architecture.
 
-
-def make_hydra(options: HydraOptions, target: "Target", draft_tokens: Tensor | None) -> HydraDrafter:
-    """Make untrained heads, which say what the target's own head says unless the options draw them.
-
-    With prefix attention they say it of the normed state, whose likeliest token is the same.
+    With prefix attention they say of the normed state what the target's head says of it; its likeliest token is the
+    same.
     """
-    facts = target.hidden_size, target.vocab_size, target.name
-    if options.prefix_attention:
-        sizes = FeatureOptions().layer_sizes(target)
-        drafter: HydraDrafter = HydraPrefixDrafter(options, *facts, draft_tokens).with_prefix(sizes)
-    else:
-        drafter = HydraDrafter(options, *facts, draft_tokens)
-    if options.init_from_target:
-        drafter.start_as_target(target)
-    drafter.bind(target)
-    return drafter
+    return (HydraPrefixDrafter if config.prefix_attention else HydraDrafter).new(config, target, draft_tokens)
 
 
 def hydra_in(folder: Path) -> type[HydraDrafter]:
@@ -295,6 +281,6 @@ def reopen_hydra(folder: Path, target: "Target | None", dtype: torch.dtype) -> H
 
 FAMILY = Family(
     "hydra", "Hydra heads: Medusa's, reading the tokens guessed before theirs as well (arXiv:2402.05109)",
-    HydraOptions, make_hydra, load_hydra, HydraDrafter.recognises, trainable=True, reopen=reopen_hydra,
+    HydraConfig, make_hydra, load_hydra, HydraDrafter.recognises, trainable=True, reopen=reopen_hydra,
     compared=Compared(better_than=("medusa",)),
 )

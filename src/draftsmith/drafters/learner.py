@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.config import TrainedConfig
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.types import DraftsmithError, TargetFacts
 
@@ -30,6 +31,8 @@ class Learner(ABC, nn.Module):
     d2t: Tensor | None
     """The ids of the tokens that are scored (W), or None when all are."""
     family_name: str
+    config: TrainedConfig
+    """What it was made from."""
     weights_file: str = "model.safetensors"
     tensor_prefix: str = ""
     """What the published checkpoints put before the names of the tensors."""
@@ -47,9 +50,9 @@ class Learner(ABC, nn.Module):
         """Return loss_N in nats, which sums to the training loss, and the share of right first guesses hits_N."""
 
     @property
-    @abstractmethod
     def vocab_size(self) -> int:
         """V."""
+        return self.config.vocab_size
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -97,8 +100,9 @@ class Learner(ABC, nn.Module):
         """Point whatever is borrowed from the target at it; most families borrow nothing."""
         return
 
-    def limit_vocabulary(self, draft_tokens: Tensor | None, size: int) -> None:
-        """Register the drafted vocabulary: `size` token ids, or None with a size of 0 for all tokens."""
+    def limit_vocabulary(self, draft_tokens: Tensor | None) -> None:
+        """Register the drafted vocabulary: as many token ids as the config says, or None where that is 0, for all."""
+        size = self.config.draft_vocab_size
         if (draft_tokens is None) != (size == 0) or (draft_tokens is not None and draft_tokens.shape != (size,)):
             raise DraftsmithError(f"draft_vocab_size is {size}, so exactly that many draft tokens have to be given.")
         self.register_buffer("d2t", None if draft_tokens is None else draft_tokens.to(torch.int64).clone())
@@ -213,7 +217,7 @@ class Learner(ABC, nn.Module):
 
     def sizes(self) -> dict[str, Any]:
         """Return what has to agree for weights to be taken over from another, under the names a recipe has for it."""
-        return self.describe()
+        return self.config.shapes()
 
     @torch.no_grad()
     def start_from(self, folder: Path, target: "Target") -> None:

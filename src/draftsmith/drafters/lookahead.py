@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.family import Family, Options
+from draftsmith.drafters.config import Config, Count
+from draftsmith.drafters.family import Family
 from draftsmith.drafters.host import HostDrafter, Tree
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT, Context, Draft
@@ -28,20 +29,15 @@ if TYPE_CHECKING:
     from draftsmith.target import KVCache, Target
 
 
-class LookaheadOptions(Options):
-    """What a user may set; the defaults are small, and the paper uses 15, 5 and 15 for a model of 7B on a large GPU.
+class LookaheadConfig(Config):
+    """The options of lookahead decoding; the paper uses 15, 5 and 15 for a model of 7B on a large GPU."""
 
-    Args:
-        window: W, columns of the lookahead branch.
-        length: N, tokens of an n-gram.
-        guesses: G, most n-grams to verify, and most to keep for every first token.
-        from_text: also put the n-grams of prompt and output into the pool.
-    """
-
-    window: Annotated[int, Field(ge=1)] = 5
-    length: Annotated[int, Field(ge=2)] = 4
-    guesses: Annotated[int, Field(ge=1)] = 5
-    from_text: bool = True
+    window: Count = Field(default=5, description="columns in which the target makes n-grams (W in the paper)")
+    length: Annotated[int, Field(ge=2)] = Field(default=4, description="tokens of an n-gram (N in the paper)")
+    guesses: Count = Field(
+        default=5, description="the most n-grams to verify, and to keep for every first token (G in the paper)"
+    )
+    from_text: bool = Field(default=True, description="also keep the n-grams of prompt and output")
 
 
 class Pool:
@@ -68,21 +64,21 @@ class Pool:
 class LookaheadRow:
     """A request: the end of its text, its window and its pool."""
 
-    def __init__(self, options: LookaheadOptions) -> None:
-        self._options = options
+    def __init__(self, config: LookaheadConfig) -> None:
+        self._config = config
         # Until columns have their full height the window moves on by one each step, and loses its first column.
-        self._wide = options.window + options.length - 2
+        self._wide = config.window + config.length - 2
         self._newest: list[int] = []
-        self._pool = Pool(options.guesses)
+        self._pool = Pool(config.guesses)
         self._columns: list[list[int]] = []
         # The node behind which the target extends each column: `ROOT`, or None if it was not drafted.
         self._tips: list[int | None] = []
 
     def extend(self, tokens: list[int]) -> None:
         """Add committed tokens, however the text is divided."""
-        length = self._options.length
+        length = self._config.length
         kept = self._newest[1 - length :]
-        if self._options.from_text:
+        if self._config.from_text:
             text = kept + tokens
             for end in range(max(length, len(kept) + 1), len(text) + 1):
                 self._pool.add(text[end - length : end])
@@ -96,10 +92,10 @@ class LookaheadRow:
             if tip is None:
                 continue
             column.append(choices[tip + 1])
-            if len(column) == self._options.length:
+            if len(column) == self._config.length:
                 self._pool.add(column)
                 del column[0]
-        if len(self._columns) > self._options.window:
+        if len(self._columns) > self._config.window:
             del self._columns[0]
 
     def draft(self, branching: tuple[int, ...], room: int) -> Tree:
@@ -124,25 +120,25 @@ class LookaheadDrafter(HostDrafter[LookaheadRow]):
 
     observes = True
 
-    def __init__(self, options: LookaheadOptions) -> None:
+    def __init__(self, config: LookaheadConfig) -> None:
         super().__init__()
-        self.options = options
+        self.config = config
         self._observed: list[tuple[Tensor, Tensor]] = []
 
     def default_plan(self) -> Plan:
-        options = self.options
-        height = options.length - 1
+        config = self.config
+        height = config.length - 1
         # While columns grow there are more of them; with f tokens each there are W + N - 1 - f.
-        window = max((options.window + height - f) * f - 1 for f in range(1, height + 1))
-        depth = max(height, options.window + height - 2)
-        return Plan((options.guesses + 2,) * depth, nodes=options.guesses * height + window)
+        window = max((config.window + height - f) * f - 1 for f in range(1, height + 1))
+        depth = max(height, config.window + height - 2)
+        return Plan((config.guesses + 2,) * depth, nodes=config.guesses * height + window)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         super().attach(cache, plan)
         self._observed = []
 
     def new_row(self) -> LookaheadRow:
-        return LookaheadRow(self.options)
+        return LookaheadRow(self.config)
 
     def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
         # Read with the next context, when the device has finished anyway.
@@ -160,13 +156,13 @@ class LookaheadDrafter(HostDrafter[LookaheadRow]):
         return row.draft(plan.branching, room)
 
 
-def make_lookahead(options: LookaheadOptions, target: "Target", draft_tokens: Tensor | None) -> LookaheadDrafter:
+def make_lookahead(config: LookaheadConfig, target: "Target", draft_tokens: Tensor | None) -> LookaheadDrafter:
     """Make a drafter that is ready; it needs neither the target nor a list of tokens."""
-    return LookaheadDrafter(options)
+    return LookaheadDrafter(config)
 
 
 FAMILY = Family(
     "lookahead", "lookahead decoding: n-grams that the target makes at later positions while it verifies; no training "
     "(arXiv:2402.02057)",
-    LookaheadOptions, make_lookahead,
+    LookaheadConfig, make_lookahead,
 )

@@ -14,17 +14,18 @@ medusa_lm_head.safetensors with `{head}.{layer}.linear.{weight,bias}` and `{head
 Shapes: B rows, N heads, F width of the target's states, W drafted vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.drafters import storage
-from draftsmith.drafters.family import Family
-from draftsmith.drafters.heads import HeadDrafter, HeadOptions, ResidualBlock, native_steps
+from draftsmith.drafters.family import trained
+from draftsmith.drafters.heads import HeadConfig, HeadDrafter, ResidualBlock, native_steps
 from draftsmith.drafters.parallel import ParallelSteps
 from draftsmith.drafters.static_tree import MEDUSA_TREE, plan_of
 from draftsmith.drafters.trainable import FrozenTable
@@ -38,10 +39,17 @@ if TYPE_CHECKING:
 PREFIX = "medusa_head."
 
 
-class MedusaOptions(HeadOptions):
-    """What a recipe may set of new Medusa heads; with `tie_to_target` they share the target's projection."""
+class MedusaConfig(HeadConfig):
+    """The sizes and options of Medusa heads."""
 
-    tie_to_target: bool = False
+    tie_to_target: bool = Field(
+        default=False,
+        description="score by the target's own head for good: fewer weights, which are read once for all heads",
+    )
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        **HeadConfig.renamed, "num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers",
+    }
 
 
 @dataclass(frozen=True)
@@ -57,27 +65,29 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
 
     family_name = "a set of Medusa heads"
     weights_file = "medusa_lm_head.safetensors"
-    options_class = MedusaOptions
-    options: MedusaOptions
+    model_type = "medusa"
+    config_class = MedusaConfig
+    config: MedusaConfig
 
-    def build(self) -> None:
-        """Make the heads; the projection of tied ones comes with `bind`."""
-        tied = self.options.tie_to_target
-        self.shared: nn.Module | None = FrozenTable(self.scored, self.hidden_size) if tied else None
-        self.heads = nn.ModuleList(self._head() for _ in range(self.options.num_heads))
-
-    def _head(self) -> nn.Sequential:
-        layers: list[nn.Module] = [ResidualBlock(self.hidden_size) for _ in range(self.options.num_layers)]
-        if not self.options.tie_to_target:
-            layers.append(nn.Linear(self.hidden_size, self.scored, bias=False))
-        return nn.Sequential(*layers)
+    def __init__(self, config: MedusaConfig, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
+        width, scored = config.hidden_size, config.scored
+        # The projection of tied heads comes with `bind`.
+        self.shared: nn.Module | None = FrozenTable(scored, width) if config.tie_to_target else None
+        heads = []
+        for _ in range(config.num_heads):
+            layers: list[nn.Module] = [ResidualBlock(width) for _ in range(config.num_layers)]
+            if not config.tie_to_target:
+                layers.append(nn.Linear(width, scored, bias=False))
+            heads.append(nn.Sequential(*layers))
+        self.heads = nn.ModuleList(heads)
 
     def default_plan(self) -> Plan:
-        """Return the draft that the options ask for, or the authors' default tree as far as there are heads."""
-        options = self.options
-        if options.default_branching or options.default_beam or options.default_nodes:
+        """Return the draft that the config asks for, or the authors' default tree as far as there are heads."""
+        config = self.config
+        if config.default_branching or config.default_beam or config.default_nodes:
             return super().default_plan()
-        return plan_of(MEDUSA_TREE, self.max_depth, self.scored)
+        return plan_of(MEDUSA_TREE, self.max_depth, config.scored)
 
     def projections(self) -> list[nn.Linear]:
         """Return the heads' own layers to the vocabulary; tied heads have none."""
@@ -111,19 +121,11 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
         if isinstance(self.shared, FrozenTable):
             self.shared.weight = self.head_rows_WF(target)
 
-    def pack(self, target: "Target") -> None:
-        """Pack for decoding; the shared projection too, as a layer of its own."""
-        self._own_projection()
-        super().pack(target)
-
-    def go_native(self, int8: bool = False) -> None:
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack as others do, the shared projection too."""
-        self._own_projection()
-        super().go_native(int8)
-
-    def _own_projection(self) -> None:
         if isinstance(self.shared, FrozenTable):
             self.shared = self.shared.as_layer()
+        super().pack(pack_layers)
 
     def native_form(self) -> Any:
         """Return the operator of heads that read no tokens."""
@@ -132,7 +134,7 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
             assert isinstance(head, nn.Sequential)
             blocks, scores = (head, self.shared) if self.shared is not None else (head[:-1], head[-1])
             heads.append(NativeHead(native_steps(blocks), scores))
-        return native_heads(heads, self.hidden_size, d2t=self.d2t)
+        return native_heads(heads, self.config.hidden_size, d2t=self.d2t)
 
     def published_name(self, name: str) -> str:
         """Heads are published as a bare list."""
@@ -145,12 +147,10 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
         return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return the published config.json."""
-        tied = {"version": "2"} if self.options.tie_to_target else {}
-        return {
-            "model_type": "medusa", "medusa_num_heads": self.options.num_heads,
-            "medusa_num_layers": self.options.num_layers, **tied, **self.shared_keys(),
-        }
+        """Return the published config.json; tied heads are its version 2."""
+        values, tied = super().describe(), {"version": "2"} if self.config.tie_to_target else {}
+        first = {key: values.pop(key) for key in ("model_type", "medusa_num_heads", "medusa_num_layers")}
+        return first | tied | values
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
@@ -160,28 +160,18 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
     @classmethod
     def read_config(
         cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Any], tuple[str, str]]:
-        """Return the options; published configs count their heads wrongly (2 for 5), so the tensors say how many."""
+    ) -> tuple[MedusaConfig, Tensor | None]:
+        """Return what is told; published configs count their heads wrongly (2 for 5), so the tensors say how many."""
         counted = {int(name.split(".")[0]) for name in tensors if name[0].isdigit()}
         if not counted:
             raise DraftsmithError(f"{origin.parent / cls.weights_file} holds no Medusa heads; give a folder that does.")
-        layers = config.get("medusa_num_layers", 1)
-        tall = f"0.{layers}.weight"
+        tall = f"0.{config.get('medusa_num_layers', 1)}.weight"
         tied = str(config.get("version")) == "2" and tall not in tensors
-        return {"num_heads": max(counted) + 1, "num_layers": layers, "tie_to_target": tied}, ("0.0.linear.weight", tall)
+        told = MedusaConfig.from_json(config, origin, num_heads=max(counted) + 1, tie_to_target=tied)
+        return told.sized_by(tensors, "0.0.linear.weight", tall), tensors.get("d2t")
 
 
-def make_medusa(options: MedusaOptions, target: "Target", draft_tokens: Tensor | None) -> MedusaDrafter:
-    """Make untrained heads, which say what the target's own head says unless the options draw them."""
-    drafter = MedusaDrafter(options, target.hidden_size, target.vocab_size, target.name, draft_tokens)
-    if options.init_from_target:
-        drafter.start_as_target(target)
-    drafter.bind(target)
-    return drafter
-
-
-FAMILY = Family(
+FAMILY = trained(
     "medusa", "Medusa heads: each guesses one token further ahead from the target's state (arXiv:2401.10774)",
-    MedusaOptions, make_medusa, MedusaDrafter.load, MedusaDrafter.recognises, trainable=True,
-    reopen=MedusaDrafter.from_pretrained, tree=MEDUSA_TREE,
+    MedusaDrafter, tree=MEDUSA_TREE,
 )

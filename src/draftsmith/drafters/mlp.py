@@ -9,18 +9,16 @@ first stage, D after it), V vocabulary, W drafted vocabulary (V, or the most fre
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters.family import Compared, Family
-from draftsmith.drafters.mlp_config import MODEL_TYPE, MLPOptions, MLPSpeculatorConfig
-from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter, check_target
+from draftsmith.drafters.family import Compared, trained
+from draftsmith.drafters.mlp_config import MLPConfig
+from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter
 from draftsmith.native.layers import packed_parts
 from draftsmith.plan import Plan
 from draftsmith.types import DraftsmithError
@@ -56,12 +54,13 @@ class MLPSpeculator(RowwiseDrafter):
     taps = (-1,)
     can_compile = True
     family_name = "an MLP speculator"
+    model_type = "mlp_speculator"
     tensor_prefix = "speculator."
+    config_class = MLPConfig
+    config: MLPConfig
 
-    def __init__(self, config: MLPSpeculatorConfig, draft_tokens: Tensor | None = None) -> None:
-        """Build an untrained one; `draft_tokens` (W) lists the tokens to score where the config limits them."""
-        super().__init__()
-        self.config = config
+    def __init__(self, config: MLPConfig, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
         n, width = config.n_predict, config.width
         self.state_weight = 0.5 ** (0.5 / n)
         self.token_weight = math.sqrt((1 - self.state_weight**2) * width / 2)
@@ -80,26 +79,12 @@ class MLPSpeculator(RowwiseDrafter):
         self.emb = nn.ModuleList(stages(lambda: table(config.vocab_size, nn.Embedding), share)[:reads])
         self.head = nn.ModuleList(stages(lambda: table(config.scored, nn.Linear), share))
         self.ln = nn.ModuleList(stages(lambda: ScaleShiftNorm(width), config.tie_weights))
-        first = nn.Linear(config.emb_dim, width, bias=False)
+        first = nn.Linear(config.hidden_size, width, bias=False)
         rest = stages(lambda: nn.Linear(width, width, bias=False), config.tie_weights)[1:]
         self.proj = nn.ModuleList([first, *rest])
-        self.limit_vocabulary(draft_tokens, config.draft_vocab_size)
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=width**-0.5)
-
-    def restricted(self, draft_tokens: Tensor) -> "MLPSpeculator":
-        """Return a copy that scores only these tokens (W), with the rows of the heads that stand for them."""
-        if self.d2t is not None:
-            raise DraftsmithError(f"this speculator scores {len(self.d2t)} tokens only; start from a whole one.")
-        config = replace(self.config, draft_vocab_size=len(draft_tokens))
-        fewer = MLPSpeculator(config, draft_tokens.to(self.device)).to(self._weight(self.ln, 0))
-        tensors = {
-            name: tensor[draft_tokens] if name.startswith("head.") else tensor
-            for name, tensor in self.state_dict().items()
-        }
-        fewer.load_state_dict(tensors | {"d2t": fewer.d2t})
-        return fewer
 
     def _weight(self, modules: nn.ModuleList, depth: int) -> Tensor:
         weight: Tensor = modules[depth].weight  # type: ignore[assignment]
@@ -123,12 +108,12 @@ class MLPSpeculator(RowwiseDrafter):
         scores: Tensor = self.head[depth](state)
         return scores
 
-    def go_native(self, int8: bool = False) -> None:
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack as others do, a borrowed head too."""
         shared = self.head[0]
         if isinstance(shared, FrozenTable):
             self.head = nn.ModuleList([shared.as_layer()] * self.config.n_predict)
-        super().go_native(int8)
+        super().pack(pack_layers)
 
     def native_form(self) -> Any:
         """Return the operator of this family."""
@@ -139,7 +124,7 @@ class MLPSpeculator(RowwiseDrafter):
             [self._weight(self.ln, depth).detach().float() for depth in range(len(self.ln))],
             [norm.get_parameter("bias").detach().float() for norm in self.ln],
             torch.empty(0, dtype=torch.long) if self.d2t is None else self.d2t,
-            self.config.emb_dim, self.config.scored, self.ratio, self.config.scale_input,
+            self.config.hidden_size, self.config.scored, self.ratio, self.config.scale_input,
         )
 
     def default_plan(self) -> Plan:
@@ -171,44 +156,17 @@ class MLPSpeculator(RowwiseDrafter):
         """Return the projections between states."""
         return list(dict.fromkeys(self.proj.parameters()))
 
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.config.vocab_size
-
-    def sizes(self) -> dict[str, Any]:
-        """Return the config without what only shapes the drafts."""
-        free = ("top_k_tokens_per_head", "n_candidates", "default_branching")
-        sizes = {name: value for name, value in asdict(self.config).items() if name not in free}
-        return sizes | {"inner_dim": self.config.width}
-
     def describe(self) -> dict[str, Any]:
         """Return the published config.json.
 
         Readers of tied checkpoints differ: text-generation-inference reads stage 0 (and proj 1) only; vLLM ignores
         names it does not look for, but its newer versions keep one head a stage and look for each.
         """
-        return {
-            "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": MODEL_TYPE, **self.config.to_json(),
-        }
+        return {"architectures": ["MLPSpeculatorPreTrainedModel"], **super().describe()}
 
-    @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the model_type."""
-        return config.get("model_type") == MODEL_TYPE
-
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
-    ) -> "MLPSpeculator":
-        """Build what config.json describes."""
-        sizes = MLPSpeculatorConfig.from_json(config, origin)
-        if target is not None:
-            made_for = {"hidden_size": sizes.emb_dim, "vocab_size": sizes.vocab_size}
-            check_target(origin.parent, made_for, target.facts())
-        elif sizes.tie_to_target:
-            raise DraftsmithError(f"{origin.parent} borrows its target's embedding and head; load it with that target.")
-        return cls(sizes, tensors.get("speculator.d2t"))
+    def start_new(self, target: "Target") -> None:
+        """Start from the target's tables where the config says so."""
+        initialise_from_target(self, target, self.config.init_from_target)
 
 
 def target_tables(speculator: MLPSpeculator, target: "Target") -> tuple[Tensor, Tensor]:
@@ -231,8 +189,6 @@ def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: st
     it is. Where D is not the target's width, both are rotated into D dimensions by one random orthogonal map, which
     keeps what tokens are near to each other.
     """
-    if what not in ("none", "embeddings", "embeddings+head"):
-        raise DraftsmithError(f"init_from_target is {what!r}; use none, embeddings or embeddings+head.")
     if what == "none" or speculator.config.tie_to_target:
         return
     embedding_VD, head_WD = target_tables(speculator, target)
@@ -252,19 +208,9 @@ def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: st
             head_weight.copy_(head_WD)
 
 
-def make_mlp(options: MLPOptions, target: "Target", draft_tokens: Tensor | None) -> MLPSpeculator:
-    """Make an untrained speculator, its tables those of the target where the options say so."""
-    sizes = options.model_dump(exclude={"init_from_target"})
-    config = MLPSpeculatorConfig(emb_dim=target.hidden_size, vocab_size=target.vocab_size, **sizes)
-    speculator = MLPSpeculator(config, draft_tokens)
-    initialise_from_target(speculator, target, options.init_from_target)
-    return speculator
-
-
-FAMILY = Family(
+FAMILY = trained(
     "mlp", "MLP speculator: one small stage a token, fed the target's state and each guess (arXiv:2404.19124)",
-    MLPOptions, make_mlp, MLPSpeculator.load, MLPSpeculator.recognises, trainable=True, rate=3e-3,
-    reopen=MLPSpeculator.from_pretrained,
+    MLPSpeculator, rate=3e-3,
     compared=Compared(
         options={"n_predict": 4, "tie_weights": True, "init_from_target": "embeddings+head"}, better_than=("medusa",)
     ),

@@ -1,122 +1,80 @@
-"""The sizes and options of an MLP speculator, as its config.json holds them, and the target they are made for."""
+"""What can be set of an MLP speculator, and how it stands in the published config.json."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from draftsmith.drafters.family import TrainedOptions
-from draftsmith.types import DraftsmithError
-
-MODEL_TYPE = "mlp_speculator"
+from draftsmith.drafters.config import FREE, Count, Counts, Size, TrainedConfig
 
 
-Count = Annotated[int, Field(ge=1)]
+class MLPConfig(TrainedConfig):
+    """The sizes and options of an MLP speculator."""
 
+    inner_dim: Size = Field(default=0, description="width of the stages; 0 takes that of the target's states")
+    n_predict: Count = Field(default=3, description="number of stages, one a drafted token, and so the deepest draft")
+    tie_weights: bool = Field(
+        default=False,
+        description="let all stages share one embedding, head, norm and, but for the first, one projection",
+    )
+    scale_input: bool = Field(default=False, description="normalise the target's state before the first stage reads it")
+    top_k_tokens_per_head: Annotated[Counts, FREE] = Field(
+        default=(),
+        description="children of a node in the drafted tree, depth by depth; depths that are left out have one",
+    )
+    n_candidates: Annotated[Count, FREE] = Field(
+        default=5, description="paths of that tree that are kept, the likeliest ones"
+    )
+    default_branching: Annotated[Counts, FREE] = Field(
+        default=(),
+        description="the same as top_k_tokens_per_head, for decoding where no plan is given; [] takes that one",
+    )
+    condition_on_tokens: bool = Field(
+        default=True,
+        description="read the drafted tokens; false leaves their embedding out, so that stages read states only",
+    )
+    tie_to_target: bool = Field(
+        default=False, description="use the target's own embedding and head, which are then neither trained nor saved"
+    )
+    init_from_target: Annotated[Literal["none", "embeddings", "embeddings+head"], FREE] = Field(
+        default="none", description="which tables begin as copies of the target's: none, embeddings or embeddings+head"
+    )
 
-class MLPOptions(TrainedOptions):
-    """What a recipe may set of a new MLP speculator; see `MLPSpeculatorConfig` and `initialise_from_target`."""
+    layout = (
+        "hidden_size", "vocab_size", "inner_dim", "n_predict", "tie_weights", "scale_input", "top_k_tokens_per_head",
+        "n_candidates", "condition_on_tokens", "tie_to_target", "draft_vocab_size", "default_branching",
+    )
+    only_if_set = ("condition_on_tokens", "tie_to_target", "draft_vocab_size", "default_branching")
+    renamed: ClassVar[Mapping[str, str]] = {"hidden_size": "emb_dim"}
+    needed = ("hidden_size", "vocab_size", "n_predict")
 
-    inner_dim: Annotated[int, Field(ge=0)] = 0
-    n_predict: Count = 3
-    tie_weights: bool = False
-    scale_input: bool = False
-    top_k_tokens_per_head: tuple[Count, ...] = ()
-    n_candidates: Count = 5
-    default_branching: tuple[Count, ...] = ()
-    condition_on_tokens: bool = True
-    tie_to_target: bool = False
-    init_from_target: Literal["none", "embeddings", "embeddings+head"] = "none"
-
-
-@dataclass(frozen=True)
-class MLPSpeculatorConfig:
-    """The sizes and options of an MLP speculator; the first eight names are those of the published config.json.
-
-    Args:
-        emb_dim: width F of the target's states.
-        vocab_size: width V of the target's logits.
-        inner_dim: width D of the stages; 0 means emb_dim.
-        n_predict: number of stages, and so the deepest draft.
-        tie_weights: share emb, head and ln between the stages; proj_0 stays separate and the other proj are shared.
-        scale_input: RMS-normalise the target's state without parameters and divide it by sqrt(2).
-        top_k_tokens_per_head: children a node, depth by depth; missing depths have one.
-        n_candidates: how many root-to-leaf paths are verified.
-        condition_on_tokens: read the drafted tokens; False leaves the embedding term out (state-only heads).
-        tie_to_target: use the target's own frozen embedding and head, which are then not saved (section 5).
-        draft_vocab_size: score only this many tokens, listed in the tensor d2t; 0 scores all.
-        default_branching: children a node of the draft to make when nobody chose a plan, as measured to pay best; ()
-            takes top_k_tokens_per_head at all depths.
-    """
-
-    emb_dim: int
-    vocab_size: int
-    inner_dim: int = 0
-    n_predict: int = 3
-    tie_weights: bool = False
-    scale_input: bool = False
-    top_k_tokens_per_head: tuple[int, ...] = ()
-    n_candidates: int = 5
-    condition_on_tokens: bool = True
-    tie_to_target: bool = False
-    draft_vocab_size: int = 0
-    default_branching: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        def need(ok: bool, name: str, rule: str) -> None:
-            if not ok:
-                raise DraftsmithError(f"{name} is {getattr(self, name)!r}; it must be {rule}.")
-
-        need(self.emb_dim >= 1, "emb_dim", "the target's hidden size")
-        need(self.vocab_size >= 2, "vocab_size", "the width of the target's logits")
-        need(self.inner_dim >= 0, "inner_dim", "0 (the target's hidden size) or a positive number")
-        need(self.n_predict >= 1, "n_predict", "at least 1")
-        need(not self.tie_weights or self.n_predict > 1, "n_predict", "at least 2 when tie_weights is set")
-        need(
-            len(self.top_k_tokens_per_head) <= self.n_predict and all(k >= 1 for k in self.top_k_tokens_per_head),
-            "top_k_tokens_per_head", f"at most n_predict = {self.n_predict} positive numbers",
-        )
-        need(
-            len(self.default_branching) <= self.n_predict and all(k >= 1 for k in self.default_branching),
-            "default_branching", f"at most n_predict = {self.n_predict} positive numbers",
-        )
-        need(self.n_candidates >= 1, "n_candidates", "at least 1")
-        need(0 <= self.draft_vocab_size <= self.vocab_size, "draft_vocab_size", "between 0 (all) and vocab_size")
+    def rules(self) -> Iterator[tuple[bool, str, str]]:
+        """What has to hold between fields."""
+        yield from super().rules()
+        yield self.n_predict > 1 or not self.tie_weights, "n_predict", "at least 2 where tie_weights is set"
+        for name in ("top_k_tokens_per_head", "default_branching"):
+            yield len(getattr(self, name)) <= self.n_predict, name, f"at most n_predict = {self.n_predict} numbers"
 
     @property
     def width(self) -> int:
         """D."""
-        return self.inner_dim or self.emb_dim
-
-    @property
-    def scored(self) -> int:
-        """W."""
-        return self.draft_vocab_size or self.vocab_size
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the published keys, and ours only where they differ from their defaults."""
-        values = asdict(self) | {"top_k_tokens_per_head": list(self.branching)}
-        for name in ("condition_on_tokens", "tie_to_target", "draft_vocab_size", "default_branching"):
-            if values[name] == getattr(type(self), name):
-                del values[name]
-        return values
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any], origin: Path) -> "MLPSpeculatorConfig":
-        """Read a config.json's object, published or ours; keys of other programs are passed over."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        for name in ("top_k_tokens_per_head", "default_branching"):
-            if name in known:
-                known[name] = tuple(known[name])
-        missing = {"emb_dim", "vocab_size", "n_predict"} - known.keys()
-        if missing:
-            raise DraftsmithError(f"{origin} lacks {', '.join(sorted(missing))}; use a whole mlp_speculator config.")
-        return cls(**known)
+        return self.inner_dim or self.hidden_size
 
     @property
     def branching(self) -> tuple[int, ...]:
         """Children a node for all depths."""
         given = self.top_k_tokens_per_head
         return given + (1,) * (self.n_predict - len(given))
+
+    @property
+    def borrows(self) -> str:
+        """What a checkpoint needs the target for."""
+        return "borrows its target's embedding and head" if self.tie_to_target else ""
+
+    def shapes(self) -> dict[str, Any]:
+        """Return what has to agree for weights to be taken over; a width may be told in two ways."""
+        return super().shapes() | {"inner_dim": self.width}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys of config.json, with a number of children for every depth."""
+        return super().to_json() | {"top_k_tokens_per_head": list(self.branching)}

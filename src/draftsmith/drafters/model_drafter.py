@@ -121,11 +121,6 @@ class ModelDrafter(StagewiseDrafter):
         """As deep as anybody may want."""
         return MAX_DEPTH
 
-    @property
-    def is_native(self) -> bool:
-        """Whether the model reads by native code, around which there is nothing to compile."""
-        return self.model.is_native
-
 
 class RowText:
     """The committed text of one row in the tokens of the drafting model."""

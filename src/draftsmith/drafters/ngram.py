@@ -5,43 +5,43 @@ al., "Inference with Reference" (arXiv:2304.04487, section 3). Every n-gram of a
 a step looks up and never searches.
 """
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.family import Compared, Family, Options
+from draftsmith.drafters.config import Config, Count
+from draftsmith.drafters.family import Compared, Family
 from draftsmith.drafters.host import HostDrafter, Tree
 from draftsmith.plan import Plan
-from draftsmith.types import ROOT, DraftsmithError
+from draftsmith.types import ROOT
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
 
 Match = Literal["recent", "frequent"]
-Count = Annotated[int, Field(ge=1)]
 
 NOWHERE = -1
 # Only so many of the latest places of an n-gram are looked at; common words of a long text have thousands.
 MOST_PLACES = 64
 
 
-class NgramOptions(Options):
-    """What a user may set.
+class NgramConfig(Config):
+    """The options of prompt lookup."""
 
-    Args:
-        min_length: the fewest newest tokens that have to occur earlier.
-        max_length: the most that are looked up; the longest match is tried first.
-        guesses: tokens to draft.
-        match: continue as at the most recent match, or with the token that followed most often.
-        branches: continuations to draft, which differ in their first token.
-    """
+    min_length: Count = Field(default=2, description="the fewest newest tokens that have to occur earlier")
+    max_length: Count = Field(default=4, description="the most that are looked up; the longest match is tried first")
+    guesses: Count = Field(default=8, description="tokens to draft")
+    match: Match = Field(
+        default="recent",
+        description="recent goes on as at the latest match, frequent with the token that followed most often",
+    )
+    branches: Count = Field(default=1, description="continuations to draft, which differ in their first token")
 
-    min_length: Count = 2
-    max_length: Count = 4
-    guesses: Count = 8
-    match: Match = "recent"
-    branches: Count = 1
+    def rules(self) -> Iterator[tuple[bool, str, str]]:
+        """What has to hold between fields."""
+        yield self.min_length <= self.max_length, "min_length", f"at most max_length, which is {self.max_length}"
 
 
 class NgramIndex:
@@ -99,33 +99,29 @@ class NgramIndex:
 class NgramDrafter(HostDrafter[NgramIndex]):
     """Drafts the continuation of an earlier occurrence of the newest tokens, and nothing when there is none."""
 
-    def __init__(self, options: NgramOptions) -> None:
-        if options.min_length > options.max_length:
-            raise DraftsmithError(
-                f"min_length is {options.min_length}, above max_length {options.max_length}; lower it, or raise that."
-            )
+    def __init__(self, config: NgramConfig) -> None:
         super().__init__()
-        self.options = options
+        self.config = config
 
     def default_plan(self) -> Plan:
-        return Plan((self.options.branches,) + (1,) * (self.options.guesses - 1))
+        return Plan((self.config.branches,) + (1,) * (self.config.guesses - 1))
 
     def new_row(self) -> NgramIndex:
-        return NgramIndex(self.options.min_length, self.options.max_length)
+        return NgramIndex(self.config.min_length, self.config.max_length)
 
     def draft_row(self, row: NgramIndex, plan: Plan, room: int) -> Tree:
-        options, tree = self.options, Tree(plan.branching, room)
-        for place in row.places(options.match, min(options.branches, plan.branching[0])):
-            tree.add_path(ROOT, row.copy(place, min(options.guesses, plan.depth)))
+        config, tree = self.config, Tree(plan.branching, room)
+        for place in row.places(config.match, min(config.branches, plan.branching[0])):
+            tree.add_path(ROOT, row.copy(place, min(config.guesses, plan.depth)))
         return tree
 
 
-def make_ngram(options: NgramOptions, target: "Target", draft_tokens: Tensor | None) -> NgramDrafter:
+def make_ngram(config: NgramConfig, target: "Target", draft_tokens: Tensor | None) -> NgramDrafter:
     """Make a drafter that is ready; it needs neither the target nor a list of tokens."""
-    return NgramDrafter(options)
+    return NgramDrafter(config)
 
 
 FAMILY = Family(
     "ngram", "prompt lookup: what followed the newest tokens earlier in prompt or output; no training",
-    NgramOptions, make_ngram, compared=Compared(looks_up=True, better_on_repeats=("mlp",)),
+    NgramConfig, make_ngram, compared=Compared(looks_up=True, better_on_repeats=("mlp",)),
 )

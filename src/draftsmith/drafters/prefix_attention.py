@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.decoder_layer import DecoderLayer, LayerSizes, RMSNorm, Rotary, attend_committed
+from draftsmith.drafters.decoder_layer import DecoderLayer, RMSNorm, Rotary, attend_committed
+from draftsmith.drafters.layer_sizes import LayerSizes
 from draftsmith.drafters.row_cache import Reading, RowCache, attached
 from draftsmith.types import Context
 

@@ -106,7 +106,7 @@ class PathReader:
             slots_B,
             depths_M.to(device).expand(batch, -1),
             visible_MM.to(device).expand(batch, -1, -1),
-            columns_S=None if self.model.is_native else torch.arange(max(held) + nodes, device=device),
+            columns_S=self.model.backend.columns(lambda: max(held) + nodes),
         )
         logits_BUV, _ = self.model.forward(
             self.cache, tree, (), None if len(columns) == nodes else torch.tensor(columns, device=device)

@@ -18,22 +18,18 @@ are beam_width, beam_length, own_embeddings with embeddings.weight, and draft_vo
 Shapes: R rows of any origin, F target width, E width of the residual blocks, V vocabulary, W drafted vocabulary.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters.family import Family
+from draftsmith.drafters.family import trained
 from draftsmith.drafters.heads import ResidualBlock, native_steps
-from draftsmith.drafters.recurrent_config import MODEL_TYPE, RecurrentConfig, RecurrentOptions
-from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter, check_target
+from draftsmith.drafters.recurrent_config import RecurrentConfig
+from draftsmith.drafters.trainable import FrozenTable, RowwiseDrafter
 from draftsmith.native.heads import PROJECT, RECURRENT, SUM, NativeHead, native_heads
 from draftsmith.plan import Plan
-from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
@@ -45,11 +41,12 @@ class RecurrentDrafter(RowwiseDrafter):
     taps = (-1,)
     can_compile = True
     family_name = "a recurrent drafter"
+    model_type = "recurrent_drafting_drafter"
+    config_class = RecurrentConfig
+    config: RecurrentConfig
 
     def __init__(self, config: RecurrentConfig, draft_tokens: Tensor | None = None) -> None:
-        """Build an untrained one; `draft_tokens` (W) lists the tokens to score where the config limits them."""
-        super().__init__()
-        self.config = config
+        super().__init__(config, draft_tokens)
         width = config.hidden_size
         self.embeddings: nn.Module = FrozenTable(config.vocab_size, width)
         if config.own_embeddings:
@@ -62,7 +59,6 @@ class RecurrentDrafter(RowwiseDrafter):
         if config.rnn:
             self.rnn_u = nn.Linear(width, width)
             self.rnn_w = nn.Linear(width, width, bias=False)
-        self.limit_vocabulary(draft_tokens, config.draft_vocab_size)
 
     @property
     def _table_VF(self) -> Tensor:
@@ -105,11 +101,6 @@ class RecurrentDrafter(RowwiseDrafter):
         """The depths it was trained for."""
         return self.config.beam_length
 
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.config.vocab_size
-
     @torch.no_grad()
     def bind(self, target: "Target") -> None:
         """Point the embedding at the target's, unless it has its own."""
@@ -122,58 +113,17 @@ class RecurrentDrafter(RowwiseDrafter):
         tables = ("embeddings.weight", f"lm_head.{self.config.num_draft_layers}.weight")
         return [one for name, one in self.named_parameters() if one.ndim == 2 and name not in tables]
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the config without what only shapes the drafts."""
-        sizes = asdict(self.config) | {"exit_dim": self.config.width}
-        return {name: value for name, value in sizes.items() if name not in ("beam_width", "beam_length")}
-
-    def restricted(self, draft_tokens: Tensor) -> "RecurrentDrafter":
-        """Return a copy that scores only these tokens (W), with the rows of the head that stand for them."""
-        if self.d2t is not None:
-            raise DraftsmithError(f"this drafter scores {len(self.d2t)} tokens only; start from a whole one.")
-        count = len(draft_tokens)
-        config = replace(self.config, draft_vocab_size=count, beam_width=min(self.config.beam_width, count))
-        fewer = RecurrentDrafter(config, draft_tokens.to(self.device)).to(next(self.parameters()))
-        head = f"lm_head.{config.num_draft_layers}.weight"
-        tensors = self.state_dict()
-        fewer.load_state_dict(tensors | {head: tensors[head][draft_tokens], "d2t": fewer.d2t})
-        return fewer
-
     def describe(self) -> dict[str, Any]:
         """Return the published config.json, and our keys beside its own."""
-        return {"architectures": ["Drafter"], "model_type": MODEL_TYPE, **self.config.to_json()}
+        return {"architectures": ["Drafter"], **super().describe()}
 
-    @classmethod
-    def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the model_type."""
-        return config.get("model_type") == MODEL_TYPE
-
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
-    ) -> "RecurrentDrafter":
-        """Build what config.json describes."""
-        sizes = RecurrentConfig.from_json(config, origin)
-        if target is not None:
-            made_for = {"hidden_size": sizes.hidden_size, "vocab_size": sizes.vocab_size}
-            check_target(origin.parent, made_for, target.facts())
-        elif not sizes.own_embeddings:
-            raise DraftsmithError(f"{origin.parent} borrows its target's embedding; load it with that target.")
-        return cls(sizes, tensors.get("d2t"))
+    def start_new(self, target: "Target") -> None:
+        """Start an embedding of its own as the target's."""
+        if self.config.own_embeddings:
+            with torch.no_grad():
+                self._table_VF.copy_(target.embedding_weight_VF)
 
 
-def make_recurrent(options: RecurrentOptions, target: "Target", draft_tokens: Tensor | None) -> RecurrentDrafter:
-    """Make an untrained drafter; an embedding of its own starts as the target's."""
-    config = RecurrentConfig(target.vocab_size, target.hidden_size, **options.model_dump())
-    drafter = RecurrentDrafter(config, draft_tokens)
-    if config.own_embeddings:
-        with torch.no_grad():
-            drafter._table_VF.copy_(target.embedding_weight_VF)
-    return drafter
-
-
-FAMILY = Family(
-    "recurrent", "recurrent drafter (ReDrafter): one small RNN and a beam search (arXiv:2403.09919)",
-    RecurrentOptions, make_recurrent, RecurrentDrafter.load, RecurrentDrafter.recognises, trainable=True,
-    reopen=RecurrentDrafter.from_pretrained,
+FAMILY = trained(
+    "recurrent", "recurrent drafter (ReDrafter): one small RNN and a beam search (arXiv:2403.09919)", RecurrentDrafter
 )

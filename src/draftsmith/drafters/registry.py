@@ -127,7 +127,7 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
         word, values = read_spec(name) if ":" in name else (name, {})
         family = families().get(word)
         if family is not None:
-            return family.ready(family.read_options(values, f"{word}:"), target)
+            return family.ready(family.config.read(values, f"{word}:"), target)
         if not set(str(name)) & set("/.~\\"):
             raise DraftsmithError(
                 f"{word!r} is neither a folder nor a drafter family; {near_family(word)}. Families with training are "

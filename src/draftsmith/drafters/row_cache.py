@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.decoder_layer import Attention, LayerSizes, Rotary
+from draftsmith.drafters.decoder_layer import Attention, Rotary
+from draftsmith.drafters.layer_sizes import LayerSizes
 from draftsmith.target import KVCache
 from draftsmith.types import Context, DraftsmithError
 

@@ -9,7 +9,7 @@ Shapes: B sequences, T positions, R rows, V vocabulary, F width of the target's 
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field
@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.config import Count, Size, TrainedConfig
 from draftsmith.drafters.draft_model import draft_with, load_draft_model
-from draftsmith.drafters.family import Compared, Family, TrainedOptions
+from draftsmith.drafters.family import Compared, Family
 from draftsmith.drafters.learner import Learner, check_target
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.target import Target as DraftTarget
@@ -28,23 +29,19 @@ if TYPE_CHECKING:
     from draftsmith.target import Target
 
 HEAD_WIDTH = 64
-Count = Annotated[int, Field(ge=1)]
 
 
-class SmallLMOptions(TrainedOptions):
-    """What a recipe may set of a new small language model.
+class SmallLMConfig(TrainedConfig):
+    """The options of a small language model; its checkpoint is described by a Llama's config."""
 
-    Args:
-        layers: decoder layers.
-        width: hidden size, a multiple of 64 or at most 64; 0 takes the target's.
-        guesses: length of the drafted chain.
-        init_from_target: start embedding and head from the target's, where the widths agree.
-    """
-
-    layers: Count = 1
-    width: Annotated[int, Field(ge=0)] = 0
-    guesses: Count = 4
-    init_from_target: bool = True
+    layers: Count = Field(default=1, description="decoder layers")
+    width: Size = Field(
+        default=0, description="width of the states, a multiple of 64 or an even number below it; 0 takes the target's"
+    )
+    guesses: Count = Field(default=4, description="tokens that are drafted, as a chain")
+    init_from_target: bool = Field(
+        default=True, description="start embedding and head as the target's, where the widths agree; false draws them"
+    )
 
 
 class SmallLM(Learner):
@@ -53,22 +50,18 @@ class SmallLM(Learner):
     taps = ()
     family_name = "a small language model"
 
-    def __init__(self, config: LlamaConfig, guesses: int) -> None:
-        super().__init__()
-        self.guesses = guesses
-        self.lm = LlamaForCausalLM(config)
-        self.limit_vocabulary(None, 0)
+    config: SmallLMConfig
 
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        size: int = self.lm.config.vocab_size
-        return size
+    def __init__(self, config: SmallLMConfig, llama: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.lm = LlamaForCausalLM(llama)
+        self.limit_vocabulary(None)
 
     @property
     def max_depth(self) -> int:
         """The length of the drafted chain; the model itself could go on."""
-        return self.guesses
+        return self.config.guesses
 
     def published_name(self, name: str) -> str:
         """Return the name that transformers has for it."""
@@ -82,7 +75,7 @@ class SmallLM(Learner):
     def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
         """Predict at every depth, see `Learner.forward`; how deep makes no difference to a language model."""
         logits_BTV = self.logits(tokens_BT)
-        return [logits_BTV[:, depth:] for depth in range(min(self.guesses, tokens_BT.shape[1]))]
+        return [logits_BTV[:, depth:] for depth in range(min(self.config.guesses, tokens_BT.shape[1]))]
 
     def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """Return the loss at the lesson's positions, one entry: all depths have the same."""
@@ -108,10 +101,13 @@ class SmallLM(Learner):
         cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
     ) -> "SmallLM":
         """Build what config.json describes."""
-        sizes = LlamaConfig.from_dict(dict(config))
+        llama = LlamaConfig.from_dict(dict(config))
         if target is not None:
-            check_target(origin.parent, {"vocab_size": sizes.vocab_size}, target.facts())
-        return cls(sizes, SmallLMOptions().guesses)
+            check_target(origin.parent, {"vocab_size": llama.vocab_size}, target.facts())
+        told = SmallLMConfig(
+            vocab_size=llama.vocab_size, layers=llama.num_hidden_layers, width=llama.hidden_size
+        )
+        return cls(told, llama)
 
     def sizes(self) -> dict[str, Any]:
         """Return what a model of the same shapes may differ in and yet compute something else."""
@@ -127,25 +123,26 @@ class SmallLM(Learner):
         lm = copy.deepcopy(self.lm)
         cast_parameters(lm, target.dtype)
         torch.nn.Module.to(lm, device=target.device)
-        model = DraftTarget(lm, target.tokenizer, f"small draft of {target.name}", native=target.native)
-        return draft_with(model, target, self.guesses)
+        model = DraftTarget(lm, target.tokenizer, f"small draft of {target.name}", native=target.backend.native)
+        return draft_with(model, target, self.config.guesses)
 
 
-def make_small_lm(options: SmallLMOptions, target: "Target", draft_tokens: Tensor | None) -> SmallLM:
+def make_small_lm(config: SmallLMConfig, target: "Target", draft_tokens: Tensor | None) -> SmallLM:
     """Make an untrained one with the target's vocabulary and context."""
     if draft_tokens is not None:
         raise DraftsmithError("a small language model scores all tokens; set drafter.draft_vocab_size to 0.")
-    width = options.width or target.hidden_size
+    config = config.for_target(target)
+    width = config.width or target.hidden_size
     heads = max(1, width // HEAD_WIDTH)
     if width % heads or (width // heads) % 2:
         raise DraftsmithError(f"drafter.width is {width}; use a multiple of {HEAD_WIDTH}, or an even number below it.")
-    config = LlamaConfig(
+    llama = LlamaConfig(
         vocab_size=target.vocab_size, hidden_size=width, intermediate_size=-(-8 * width // 3 // 16) * 16,
-        num_hidden_layers=options.layers, num_attention_heads=heads, max_position_embeddings=target.max_length,
+        num_hidden_layers=config.layers, num_attention_heads=heads, max_position_embeddings=target.max_length,
         tie_word_embeddings=False, bos_token_id=None, eos_token_id=min(target.eos_token_ids, default=None),
     )
-    made = SmallLM(config, options.guesses)
-    if options.init_from_target and width == target.hidden_size:
+    made = SmallLM(config, llama)
+    if config.init_from_target and width == target.hidden_size:
         with torch.no_grad():
             made.lm.model.embed_tokens.weight.copy_(target.embedding_weight_VF[: target.vocab_size])
             made.lm.lm_head.weight.copy_(target.head_weight_VF)
@@ -159,6 +156,6 @@ def trained_here(config: Mapping[str, Any]) -> bool:
 
 FAMILY = Family(
     "small-lm", "a small Llama with the target's vocabulary, trained here, drafts as a draft model (arXiv:2310.08461)",
-    SmallLMOptions, make_small_lm, load_draft_model, trained_here, trainable=True, reopen=SmallLM.from_pretrained,
+    SmallLMConfig, make_small_lm, load_draft_model, trained_here, trainable=True, reopen=SmallLM.from_pretrained,
     compared=Compared(options={"draft_vocab_size": 0}),
 )

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.family import Compared, Family, Options
+from draftsmith.drafters.config import Config, Count
+from draftsmith.drafters.family import Compared, Family
 from draftsmith.drafters.host import HostDrafter, Tree
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT
@@ -25,36 +26,30 @@ from draftsmith.types import ROOT
 if TYPE_CHECKING:
     from draftsmith.target import Target
 
-Count = Annotated[int, Field(ge=1)]
-
 # So many matches with different occurrences are weighed against each other, from the longest on, in either trie.
 MOST_MATCHES = 3
 
 
-class SuffixOptions(Options):
-    """What a user may set.
+class SuffixConfig(Config):
+    """The options of suffix drafting.
 
-    Args:
-        max_length: the longest match that is told from longer ones.
-        factor: guesses for every token of the match.
-        min_probability: leave out guesses that followed less often than this.
-        nodes: the most guesses of a draft.
-        depth: the longest chain of guesses.
-        branches: the most alternatives after the same tokens.
-        remember: look into earlier outputs of the same drafter too. Speed then tells of other requests, and a prompt
-            that is decoded twice is no measurement.
-        memory_tokens: forget the oldest outputs when more than this many tokens are remembered; a token takes about
-            a kilobyte.
+    With `remember`, speed tells of other requests, and a prompt that is decoded twice is no measurement.
     """
 
-    max_length: Count = 24
-    factor: Annotated[float, Field(gt=0)] = 1.0
-    min_probability: Annotated[float, Field(ge=0, le=1)] = 0.2
-    nodes: Count = 12
-    depth: Count = 12
-    branches: Count = 2
-    remember: bool = False
-    memory_tokens: Count = 50_000
+    max_length: Count = Field(default=24, description="the longest match that is told from longer ones")
+    factor: Annotated[float, Field(gt=0)] = Field(default=1.0, description="guesses for every token of the match")
+    min_probability: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.2, description="leave out guesses that followed in a smaller share of the matches"
+    )
+    nodes: Count = Field(default=12, description="the most guesses of a draft")
+    depth: Count = Field(default=12, description="the most guesses one after another")
+    branches: Count = Field(default=2, description="the most alternatives after the same tokens")
+    remember: bool = Field(
+        default=False, description="look into earlier outputs too; others can then tell from the speed"
+    )
+    memory_tokens: Count = Field(
+        default=50_000, description="forget the oldest outputs beyond so many tokens; a token takes about a kilobyte"
+    )
 
 
 class Node:
@@ -222,37 +217,37 @@ class Memory:
 class SuffixDrafter(HostDrafter[SuffixRow]):
     """Drafts a tree of the likeliest continuations of the longest match, and nothing when there is none."""
 
-    def __init__(self, options: SuffixOptions) -> None:
+    def __init__(self, config: SuffixConfig) -> None:
         super().__init__()
-        self.options = options
+        self.config = config
         # One deeper than a match can be, so that the longest match still has counts behind it.
-        self._depth = options.max_length + 1
-        self.memory = Memory(self._depth, options.memory_tokens)
+        self._depth = config.max_length + 1
+        self.memory = Memory(self._depth, config.memory_tokens)
 
     def default_plan(self) -> Plan:
-        return Plan((self.options.branches,) * self.options.depth, nodes=self.options.nodes)
+        return Plan((self.config.branches,) * self.config.depth, nodes=self.config.nodes)
 
     def new_row(self) -> SuffixRow:
         return SuffixRow(self._depth)
 
     def reset_rows(self, rows: list[int]) -> None:
         for number in rows:
-            if self.options.remember and number in self._rows:
+            if self.config.remember and number in self._rows:
                 row = self._rows[number]
                 # With the end of the prompt in front, so that the first guesses have something to match.
-                self.memory.add(row.text[max(0, row.output - self.options.max_length) :])
+                self.memory.add(row.text[max(0, row.output - self.config.max_length) :])
         super().reset_rows(rows)
 
     def draft_row(self, row: SuffixRow, plan: Plan, room: int) -> Tree:
         """Return the tree with the largest sum of probabilities."""
-        room = min(room, self.options.nodes)
+        room = min(room, self.config.nodes)
         best, most = Tree((), 0), 0.0
         sources = [row.matches()]
         if self.memory.tokens:
             sources.append(self._remembered(row))
         for source in sources:
             for match in source:
-                limit = min(room, max(1, int(self.options.factor * match.length)))
+                limit = min(room, max(1, int(self.config.factor * match.length)))
                 if most >= limit:  # a shorter match is worth fewer guesses still
                     break
                 tree, score = self._grow(match, plan.branching, limit)
@@ -262,7 +257,7 @@ class SuffixDrafter(HostDrafter[SuffixRow]):
 
     def _remembered(self, row: SuffixRow) -> Iterator[Match]:
         """Yield matches with earlier outputs."""
-        newest = row.text[-min(row.reach, self.options.max_length) :]
+        newest = row.text[-min(row.reach, self.config.max_length) :]
         row.reach = 0
         for match in self.memory.trie.matches(newest):
             row.reach = max(row.reach, match.length)
@@ -271,7 +266,7 @@ class SuffixDrafter(HostDrafter[SuffixRow]):
     def _grow(self, match: Match, branching: tuple[int, ...], limit: int) -> tuple[Tree, float]:
         """Return up to `limit` nodes, the most probable first, and the sum of their probabilities."""
         tree, score, serial = Tree(branching, limit), 0.0, 0
-        least = self.options.min_probability
+        least = self.config.min_probability
         # Entries are (-probability, serial, parent, token, trie node, tokens below it); equals go first in, first out.
         heap: list[tuple[float, int, int, int, Node, int]] = []
         parent, node, skip, each = ROOT, match.node, match.skip, 1 / match.times if match.times else 0.0
@@ -298,13 +293,13 @@ class SuffixDrafter(HostDrafter[SuffixRow]):
             parent, each = below, -minus / node.count
 
 
-def make_suffix(options: SuffixOptions, target: "Target", draft_tokens: Tensor | None) -> SuffixDrafter:
+def make_suffix(config: SuffixConfig, target: "Target", draft_tokens: Tensor | None) -> SuffixDrafter:
     """Make a drafter that is ready; it needs neither the target nor a list of tokens."""
-    return SuffixDrafter(options)
+    return SuffixDrafter(config)
 
 
 FAMILY = Family(
     "suffix", "suffix drafting: what followed the newest tokens in this request and in earlier outputs, by how often; "
     "no training (arXiv:2411.04975)",
-    SuffixOptions, make_suffix, compared=Compared(looks_up=True, better_on_repeats=("mlp",)),
+    SuffixConfig, make_suffix, compared=Compared(looks_up=True, better_on_repeats=("mlp",)),
 )

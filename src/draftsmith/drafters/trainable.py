@@ -6,6 +6,7 @@ vocabulary (V, or the most frequent few tokens), k children.
 
 import copy
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,18 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.base import StagewiseDrafter, best
+from draftsmith.drafters.config import TrainedConfig
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.learner import Learner, check_target
 from draftsmith.drafters.lesson import Lesson
-from draftsmith.native.layers import pack_linears
 from draftsmith.plan import Plan
-from draftsmith.target.packing import can_prepack, prepack_linears
 from draftsmith.types import Context, Draft, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.target import Target
-
-__all__ = ["FrozenTable", "RowwiseDrafter", "TrainableDrafter", "check_target"]
 
 
 class TrainableDrafter(StagewiseDrafter, Learner):
@@ -33,29 +31,120 @@ class TrainableDrafter(StagewiseDrafter, Learner):
     Law, tested for every family: what `propose` drafts greedily is what `forward` predicts when fed its own output.
     """
 
-    is_ready: bool = False
-    """Whether it was made ready to decode, after which it can neither be trained nor saved."""
-    _weighed: tuple[int, int] = (0, 0)
+    config_class: type[TrainedConfig]
+    """What can be set of it; the annotation of `config` says the same to a type checker."""
+    model_type: str
+    """What config.json calls the family."""
+    _weighed: tuple[int, int] | None = None
+    """How many weights it has, and their bytes; set when it is made ready to decode, after which it can neither be
+    trained nor saved."""
+    _native: Any = None
+    """The operator that drafts with the packed layers; None where PyTorch's operations do."""
+
+    def __init__(self, config: Any, draft_tokens: Tensor | None = None) -> None:
+        """Begin an untrained one; families go on with their modules, drawn from PyTorch's global generator.
+
+        Args:
+            config: with the target's sizes.
+            draft_tokens: the tokens (W) to score where the config limits them.
+        """
+        super().__init__()
+        self.config = config
+        self.limit_vocabulary(draft_tokens)
+
+    @classmethod
+    def new(cls, config: Any, target: "Target", draft_tokens: Tensor | None) -> Self:
+        """Make an untrained drafter for a target."""
+        made = cls(config.for_target(target), draft_tokens)
+        made.start_new(target)
+        made.bind(target)
+        return made
+
+    @torch.no_grad()
+    def start_new(self, target: "Target") -> None:
+        """Take from the target's tables what new weights start from; most families draw all."""
+        return
+
+    def describe(self) -> dict[str, Any]:
+        """Return the object of config.json."""
+        return {"model_type": self.model_type, **self.config.to_json()}
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by the model_type."""
+        return config.get("model_type") == cls.model_type
+
+    @classmethod
+    def read_config(
+        cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
+    ) -> tuple[Any, Tensor | None]:
+        """Return what config.json and the tensors tell: the config, and the tokens that are scored, or None for all."""
+        return cls.config_class.from_json(config, origin), tensors.get(f"{cls.tensor_prefix}d2t")
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
+    ) -> Self:
+        """Build the drafter that a config.json at `origin` describes, see `Learner.from_config`."""
+        told, draft_tokens = cls.read_config(config, origin, tensors)
+        if target is not None:
+            check_target(origin.parent, told.made_for(), target.facts())
+            return cls(told.for_target(target), draft_tokens)
+        if told.borrows:
+            raise DraftsmithError(f"{origin.parent} {told.borrows}; load it with that target.")
+        if not (told.hidden_size and told.vocab_size):
+            raise DraftsmithError(f"{origin} does not say how large its target is; load it with that target.")
+        return cls(told, draft_tokens)
+
+    @torch.no_grad()
+    def restricted(self, draft_tokens: Tensor) -> Self:
+        """Return a copy that scores only these tokens (W), with the rows of tables that stand for them."""
+        if self.d2t is not None:
+            raise DraftsmithError(f"this drafter scores {len(self.d2t)} tokens only; start from a whole one.")
+        fewer = type(self)(self.config.limited_to(len(draft_tokens)), draft_tokens.to(self.device))
+        wanted = fewer.to(next(self.parameters())).state_dict()
+        # What differs in shape has a row for every token that is scored.
+        own = {
+            name: tensor if tensor.shape == wanted[name].shape else tensor[draft_tokens.to(self.device)]
+            for name, tensor in self.state_dict().items()
+        }
+        fewer.load_state_dict({"d2t": fewer.d2t, **own})
+        return fewer
+
+    def default_plan(self) -> Plan:
+        """Return the draft to make when nobody chose a plan: a chain."""
+        return Plan((1,) * self.max_depth)
 
     def check_savable(self) -> None:
         """Refuse what was packed."""
-        if self.is_ready:
+        if self._weighed is not None:
             raise DraftsmithError("this drafter is packed for decoding; save the one it was made from.")
 
     def parameter_count(self) -> int:
         """Count what is trained."""
-        return self._weighed[0] or sum(parameter.numel() for parameter in self.parameters())
+        return self._weighed[0] if self._weighed else sum(parameter.numel() for parameter in self.parameters())
 
     def memory_bytes(self) -> int:
         """Return the memory that its weights take as it decodes; before that, as it learns."""
-        return self._weighed[1] or sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+        if self._weighed:
+            return self._weighed[1]
+        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
 
-    def pack(self, target: "Target") -> None:
-        """Turn linear layers into what decodes fastest, in place; guesses need not be exact, so int8 will do."""
-        if target.native:
-            pack_linears(self, lambda _: True)
-        elif can_prepack(target.device, target.dtype):
-            prepack_linears(self, lambda: target.packed)
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
+        """Turn into what decodes fastest, in place; drafting is native where the layers are and there is an operator.
+
+        Families that merge layers or make layers of borrowed tables do so first.
+
+        Args:
+            pack_layers: packs the linear layers of a module, and says whether for native operators: `Backend.pack`.
+        """
+        if pack_layers(self):
+            self._native = self.native_form()
+            self.can_compile = self.can_compile and self._native is None
+
+    def native_form(self) -> Any:
+        """Return the operator that drafts with the packed layers; None where the family has none."""
+        return None
 
     def make_ready(self, target: "Target") -> Self:
         """Turn into what decodes for this target, in place: its dtype and device, no gradients, packed."""
@@ -63,17 +152,16 @@ class TrainableDrafter(StagewiseDrafter, Learner):
         count = self.parameter_count()
         self.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         self.bind(target)
-        self.pack(target)
+        self.pack(target.backend.pack)
         theirs = {tensor.data_ptr() for tensor in (*target.model.parameters(), *target.model.buffers())}
         held = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.parameters(), *self.buffers())}
         self._weighed = count, sum(size for place, size in held.items() if place not in theirs)
-        self.is_ready = True
         return self
 
     @torch.no_grad()
     def for_decoding(self, target: "Target") -> Self:
         """Return a copy as it decodes. The copy guesses; only the original can be trained or saved."""
-        if self.is_ready:
+        if self._weighed is not None:
             raise DraftsmithError("this drafter is packed for decoding already; use it, or load it anew.")
         return copy.deepcopy(self).make_ready(target)
 
@@ -100,8 +188,6 @@ class RowwiseDrafter(TrainableDrafter):
     the three functions that its paper gives: what starts, what a depth makes of state and token, and how it scores.
     Where it has a native form besides, one operator makes the whole draft.
     """
-
-    _native: Any = None
 
     @abstractmethod
     def start(self, features: Tensor) -> Tensor:
@@ -144,30 +230,6 @@ class RowwiseDrafter(TrainableDrafter):
             plan.paths or 0, plan.beam or 0, plan.max_nodes,
         )
         return Draft(tokens_BN, parents_BN, plan.depth, branching=plan.branching)
-
-    @property
-    def is_native(self) -> bool:
-        """Whether one native operator makes the guesses, so that there is nothing to compile."""
-        return self._native is not None
-
-    def pack(self, target: "Target") -> None:
-        """Pack for decoding; drafting is one native operator where the target is native and the family has one."""
-        if target.native:
-            self.go_native(int8=True)
-        else:
-            super().pack(target)
-
-    def go_native(self, int8: bool = False) -> None:
-        """Pack the weights for the native kernels, in place; for decoding only (bf16, CPU).
-
-        Guesses need not be exact, so `int8` weights, half as many bytes to read, cost nothing but a few of them.
-        """
-        pack_linears(self, lambda _: int8)
-        self._native = self.native_form()
-
-    def native_form(self) -> Any:
-        """Return the operator that drafts with the packed layers; None where the family has none."""
-        return None
 
     def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
         """Predict at every depth, see `TrainableDrafter.forward`."""

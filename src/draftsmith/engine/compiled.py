@@ -5,11 +5,16 @@ from types import FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine.commit import commit_greedily_natively, commit_greedy
+from draftsmith.engine.layout import Drafting, StaticDrafting, lay_out
+from draftsmith.engine.runner import DraftRows, Runner
+from draftsmith.target import Target
+from draftsmith.target.packing import without_prepacking
 from draftsmith.types import CompileLevel, DraftsmithError
 
-SPAN_STEP = 64
 # One entry for every (batch bucket, plan) that a run meets; the default of 8 would silently fall back to eager.
 MOST_SHAPES = 256
 
@@ -19,64 +24,70 @@ R = TypeVar("R")
 LEVELS: tuple[CompileLevel, ...] = get_args(CompileLevel)
 
 
-class Compiler:
-    """Wraps functions in torch.compile, or leaves them alone.
+def runner_for(target: Target, level: CompileLevel) -> Runner:
+    """Return what runs the steps of an engine at a level: "off", or see `Compiled`.
 
-    Levels: "off" runs the model's own code; "trace" records it once a shape and replays the tensor operations without
-    the Python around them (seconds); "full" generates machine code (a minute or so a shape, kept in PyTorch's on-disk
-    cache for the next run).
+    A target that one native operator reads has nothing to compile: then every level is "off".
+    """
+    if level not in LEVELS:
+        raise DraftsmithError(f"compile is {level!r}; use one of {', '.join(LEVELS)}.")
+    return Runner(target) if level == "off" or not target.backend.compiles else Compiled(target, level)
+
+
+class Compiled(Runner):
+    """Runs the pieces through torch.compile, for fixed shapes.
+
+    Levels: "trace" records the model's own code once a shape and replays the tensor operations without the Python
+    around them (seconds); "full" generates machine code (a minute or so a shape, kept in PyTorch's on-disk cache for
+    the next run).
 
     The batch is padded to powers of two, the draft has the plan's own size, and only the number of cached entries
     looked at stays open, so one graph serves a whole generation. At level "full" on a CPU the weights are frozen into
     the graph in the layout its kernels like best: such an engine keeps the weights it was compiled with.
     """
 
-    def __init__(self, level: CompileLevel, device: torch.device, native: bool = False) -> None:
-        if level not in LEVELS:
-            raise DraftsmithError(f"compile is {level!r}; use one of {', '.join(LEVELS)}.")
-        if native:  # there is nothing to compile, and rows need no padding
-            level = "off"
-        self.level: CompileLevel = level
-        self.enabled = level != "off"
-        self.packs = level != "full"
-        self._backend = "eager" if level == "trace" else "inductor"
+    def __init__(self, target: Target, level: CompileLevel) -> None:
+        super().__init__(target)
+        self.level = level
+        self._generates = level == "full"
         self._options: dict[str, Any] = {"guard_filter_fn": keep_argument_guards}
-        if self.enabled:
-            torch._dynamo.config.recompile_limit = MOST_SHAPES
-        if level == "full" and device.type == "cpu":
+        torch._dynamo.config.recompile_limit = MOST_SHAPES
+        if self._generates and target.device.type == "cpu":
             self._options |= {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
             # Tracing reads this before the options of one compilation apply; graphs with gradients ignore it.
             torch._inductor.config.freezing = True
-        self._columns_S: Tensor | None = None
+        self.forward = self.wrap((target.without_prepacking() if self._generates else target).forward)
+        self.columns = self._open_columns
+        self.commit_greedily = self.backend.choose(self.wrap(commit_greedy), commit_greedily_natively)
 
     def wrap(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return the function, compiled if that is on; the result serves one engine and no other."""
-        if not self.enabled:
-            return function
-        copy = _private_copy(function)
+        """Return the function compiled; the result serves one engine and no other."""
+        backend = "inductor" if self._generates else "eager"
         return torch.compile(
-            copy, fullgraph=True, dynamic=False, backend=self._backend, options=self._options
+            _private_copy(function), fullgraph=True, dynamic=False, backend=backend, options=self._options
         )
 
+    def drafting(self, drafter: Drafter) -> DraftRows:
+        """Compile a drafter with what comes behind it, or fill its drafts up to the size of their plan."""
+        if not drafter.can_compile:
+            return StaticDrafting(drafter, self.lay_out).run
+        if self._generates and isinstance(drafter, nn.Module):
+            drafter = without_prepacking(drafter)
+        return self.wrap(Drafting(drafter, lay_out).run)
+
+    def _open_columns(self, span: Callable[[], int]) -> Tensor | None:
+        """Leave the number of entries open."""
+        columns_S = self.backend.columns(span)
+        torch._dynamo.mark_dynamic(columns_S, 0)
+        return columns_S
+
     def bucket(self, rows: int, most: int) -> int:
-        """Rows to compute for so many requests: a power of two in compiled mode."""
-        if not self.enabled or rows == 0:
-            return rows
-        return min(1 << (rows - 1).bit_length(), most)
+        """Return a power of two, so that few shapes occur."""
+        return min(1 << (rows - 1).bit_length(), most) if rows else 0
 
     def slots(self, max_batch: int) -> int:
-        """Cache slots needed so that padding rows have somewhere to write."""
-        return 1 << (max_batch - 1).bit_length() if self.enabled else max_batch
-
-    def span(self, longest: int, capacity: int, device: torch.device) -> Tensor:
-        """Return 0 … S - 1 for the cached entries to look at, S rounded up so that few lengths occur."""
-        if self._columns_S is None or self._columns_S.shape[0] < capacity:
-            self._columns_S = torch.arange(capacity, device=device)
-        span = min(capacity, -(-longest // SPAN_STEP) * SPAN_STEP)
-        columns_S = self._columns_S[:span]
-        if self.enabled:
-            torch._dynamo.mark_dynamic(columns_S, 0)
-        return columns_S
+        """Return a power of two, so that padding rows have somewhere to write."""
+        return 1 << (max_batch - 1).bit_length()
 
 
 def keep_argument_guards(entries: Sequence[Any]) -> list[bool]:

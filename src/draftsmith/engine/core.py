@@ -19,7 +19,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.engine.clock import Clock
 from draftsmith.engine.commit import NOT_FINITE
-from draftsmith.engine.compiled import Compiler
+from draftsmith.engine.compiled import runner_for
 from draftsmith.engine.logprobs import logprobs_of
 from draftsmith.engine.policy import Choice, Load, Policy
 from draftsmith.engine.prefill import PromptReader
@@ -79,7 +79,7 @@ class EngineCore:
             it decodes plainly.
         policy: what every row drafts.
         limits: sizes; see there.
-        compile: "off", "trace" or "full", see `Compiler`.
+        compile: "off", "trace" or "full", see `runner_for`.
     """
 
     def __init__(
@@ -92,9 +92,8 @@ class EngineCore:
     ) -> None:
         self.target, self.policy, self.limits = target, policy, limits
         self.drafters = dict(drafters) if drafters else {"none": NoDrafter()}
-        self.is_native = target.is_native and all(drafter.is_native for drafter in self.drafters.values())
-        self.compiler = Compiler(compile, target.device, self.is_native)
-        slots = self.compiler.slots(limits.max_batch)
+        self.runner = runner_for(target, compile)
+        slots = self.runner.slots(limits.max_batch)
         # Drafters that work on the target's own cache write as much as they like there.
         room = DRAFT_ROOM if any(drafter.borrows_layers for drafter in self.drafters.values()) else 1
         capacity = limits.max_length + DRAFT_ROOM + room
@@ -110,7 +109,7 @@ class EngineCore:
         self._spare_slots = list(range(limits.max_batch, slots))
         for slot in self._spare_slots:
             self.blocks.reserve(slot, DRAFT_ROOM + BLOCK)
-        self.stepper = Stepper(target, self.drafters, self.cache, self.compiler)
+        self.stepper = Stepper(target, self.drafters, self.cache, self.runner)
         self._penalties = Penalties(slots, target.vocab_size, target.device)
         self._prompts = PromptReader(self.stepper, self._penalties)
         self.scheduler = Scheduler(
@@ -246,12 +245,11 @@ class EngineCore:
                 self._sources[request.id] = (first.rows.context, b)
                 raw_TV = None if first.raw_logits_B1V is None else first.raw_logits_B1V[b]
                 progress.append(self._take(request, table[b], raw_TV))
-        # Natively keys and values that are no numbers stay with the tokens they belong to; elsewhere attention carries
-        # them on, and only a text that was read to a finite end is handed to others.
+        # Where attention carries on what is no number, only a text that was read to a finite end is handed to others.
         for piece in pieces:
             request = piece.request
             still_there = self.limits.share and request.slot >= 0 and not piece.stored
-            if still_there and (self.target.is_native or piece.ends_prompt):
+            if still_there and (self.target.backend.reads_apart or piece.ends_prompt):
                 self.blocks.publish(request.slot, request.prompt[: piece.end])
         self._changed = True
         return progress
@@ -291,7 +289,7 @@ class EngineCore:
                 parts[-1][1].append(b)
             else:
                 parts.append((context, [b]))
-        bucket = self.compiler.bucket(len(requests), len(requests) + len(self._spare_slots))
+        bucket = self.runner.bucket(len(requests), len(requests) + len(self._spare_slots))
         context = gather(parts, choice.plan.depth + 1, bucket, self._spare_slots)
         return make_rows(requests, context, choice, self.target.vocab_size, self._penalties)
 
@@ -373,7 +371,7 @@ class EngineCore:
             pass  # nobody else shall begin with what could not be read
         elif request.tokens:
             stored = request.prompt + request.tokens[:-1]
-        elif self.target.is_native:
+        elif self.target.backend.reads_apart:
             stored = request.prompt[: request.read]
         self.scheduler.remove(request, stored)
         self._changed = True

@@ -52,8 +52,8 @@ class Engine:
         piece_tokens: most tokens of prompts that a step reads, and so what a running row waits for at most; None takes
             512, and 2,048 while no row decodes.
         share_prefixes: read and store once what prompts have in common, also with those of earlier calls.
-        compile: "off", "trace" or "full", see `Compiler`; `prepare` pays and tells the cost beforehand. Where
-            target and drafter are native there is nothing to compile, and every level is "off".
+        compile: "off", "trace" or "full", see `Compiled`; `prepare` pays and tells the cost beforehand. Where one
+            native operator reads the target there is nothing to compile, and every level is "off".
     """
 
     def __init__(
@@ -99,7 +99,6 @@ class Engine:
         limits = Limits(max_batch, self.max_length, in_flight, beside, alone, share_prefixes)
         self.core = EngineCore(target, drafters, policy, limits, compile)
         """What decodes; adding to it and stepping it by hand is a face of the engine like the others."""
-        self.is_native = self.core.is_native
 
     @classmethod
     def from_pretrained(
@@ -209,7 +208,7 @@ class Engine:
     @property
     def compiled(self) -> CompileLevel:
         """The level of compilation in force."""
-        return self.core.compiler.level
+        return self.core.runner.level
 
     def admit_call(
         self,

@@ -3,7 +3,7 @@
 Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), T context tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,29 +50,42 @@ class Drafting:
     """A drafter with what comes behind it, as one piece to compile.
 
     Args:
-        drafter: guesses.
-        native: lay out by the native operator.
-        static: give every draft the plan's full size, because what reads it is compiled for fixed shapes; drafts
-            that are compiled themselves have it anyway.
+        lay_out: puts the tree of a draft behind the root, in the form the target reads.
     """
 
     drafter: Drafter
-    native: bool
-    static: bool
+    lay_out: Callable[[Context, Draft], Layout]
 
-    def lay_out(self, context: Context, plan: Plan) -> Layout:
-        """Let the drafter guess, and put its tree behind the root in the form the target reads."""
+    def run(self, context: Context, plan: Plan) -> Layout:
+        """Let the drafter guess, and lay the guesses out."""
+        return self.lay_out(context, self.drafter.propose(context, plan) if plan.depth else empty_draft(context))
+
+
+class StaticDrafting(Drafting):
+    """The same, with every draft filled up to its plan's size, because what reads it is compiled for fixed shapes.
+
+    Drafts that are compiled themselves have it anyway.
+    """
+
+    def run(self, context: Context, plan: Plan) -> Layout:
+        """Let the drafter guess, fill up and lay out."""
         draft = self.drafter.propose(context, plan) if plan.depth else empty_draft(context)
-        if self.static:
-            draft = filled(draft, plan)
-        if self.native:
-            tokens_BM, depths_BM, visible_BMM, nodes_B = torch.ops.draftsmith.lay_out(
-                context.tokens_BT, context.counts_B, draft.tokens_BN, draft.parents_BN
-            )
-            return Layout(draft, tokens_BM, depths_BM, visible_BMM, nodes_B)
-        visible_BMM, depths_BM = tree_tables(draft.parents_BN, draft.depth)
-        tokens_BM = torch.cat([context.root()[0].unsqueeze(1), draft.tokens_BN], dim=1)
-        return Layout(draft, tokens_BM, depths_BM, visible_BMM)
+        return self.lay_out(context, filled(draft, plan))
+
+
+def lay_out(context: Context, draft: Draft) -> Layout:
+    """Lay a draft out for the target."""
+    visible_BMM, depths_BM = tree_tables(draft.parents_BN, draft.depth)
+    tokens_BM = torch.cat([context.root()[0].unsqueeze(1), draft.tokens_BN], dim=1)
+    return Layout(draft, tokens_BM, depths_BM, visible_BMM)
+
+
+def lay_out_natively(context: Context, draft: Draft) -> Layout:
+    """Do as `lay_out`, in one native operator, which also counts the nodes of every row."""
+    tokens_BM, depths_BM, visible_BMM, nodes_B = torch.ops.draftsmith.lay_out(
+        context.tokens_BT, context.counts_B, draft.tokens_BN, draft.parents_BN
+    )
+    return Layout(draft, tokens_BM, depths_BM, visible_BMM, nodes_B)
 
 
 def together(layouts: Sequence[Layout]) -> Layout:

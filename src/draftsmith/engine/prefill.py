@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.engine.commit import count_sound, guesses_or_flag
-from draftsmith.engine.layout import Layout, empty_draft
+from draftsmith.engine.layout import empty_draft, lay_out
 from draftsmith.engine.policy import Choice
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Penalties, Rows, is_simple, make_rows
@@ -23,11 +23,6 @@ from draftsmith.engine.scheduler import Piece
 from draftsmith.engine.step import Stepper
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import Context
-from draftsmith.verify import tree_tables
-
-# Prompts of a forward are padded to the longest where the target cannot leave padding out; no more than this often as
-# many tokens as there are.
-MOST_PADDING = 1.5
 
 
 @dataclass
@@ -60,22 +55,9 @@ class PromptReader:
                 self._tell_stored(piece)
             else:
                 fresh.append(piece)
-        return [found for some in self._forwards(fresh) if (found := self._read(some)) is not None]
-
-    def _forwards(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        """Divide pieces into those that are read in one forward."""
-        if self._stepper.target.is_native:
-            return [list(pieces)] if pieces else []
-        groups: list[list[Piece]] = []
-        for piece in sorted(pieces, key=lambda piece: piece.begin - piece.end):
-            if groups:
-                whole = [*groups[-1], piece]
-                tokens = sum(one.end - one.begin for one in whole)
-                if len(whole) * (whole[0].end - whole[0].begin) <= MOST_PADDING * tokens:
-                    groups[-1] = whole
-                    continue
-            groups.append([piece])
-        return groups
+        batches = self._stepper.target.backend.batches([piece.end - piece.begin for piece in fresh])
+        read = [self._read([fresh[index] for index in batch]) for batch in batches]
+        return [found for found in read if found is not None]
 
     def _read(self, pieces: list[Piece]) -> FirstTokens | None:
         # The simple rows first, as in every group.
@@ -187,9 +169,7 @@ class PromptReader:
             chosen.append(logits_B1V[:simple, 0].argmax(dim=-1))
         if simple < rows.size:
             others = context.part(simple, rows.size)
-            nothing = empty_draft(others)
-            visible_BMM, depths_BM = tree_tables(nothing.parents_BN, 0)
-            layout = Layout(nothing, others.tokens_BT, depths_BM, visible_BMM)
+            layout = lay_out(others, empty_draft(others))
             chosen.append(self._stepper.choose(rows, others, logits_B1V[simple:], layout).next_B)
         first_B = torch.cat(chosen)
         if rows.history is not None:

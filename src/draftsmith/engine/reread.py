@@ -11,14 +11,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from draftsmith.engine.commit import commit
-from draftsmith.engine.layout import Layout, empty_draft
+from draftsmith.engine.layout import empty_draft, lay_out
 from draftsmith.engine.policy import Choice
 from draftsmith.engine.rows import Penalties, Rows, make_rows, pick
 from draftsmith.engine.step import Stepper
 from draftsmith.plan import NO_DRAFT
-from draftsmith.target import Nodes
 from draftsmith.types import Context
-from draftsmith.verify import accept_greedy, tree_tables
+from draftsmith.verify import accept_greedy
 
 
 def reread(
@@ -39,14 +38,12 @@ def reread(
     context = pick(before, [row])
     one = make_rows([request], context, Choice(NO_DRAFT), target.vocab_size, penalties)
     draft = empty_draft(context)
-    visible_BMM, depths_BM = tree_tables(draft.parents_BN, 0)
-    root_B1 = context.root()[0].unsqueeze(1)
-    logits_BMV, features_BMF = target.forward(
-        cache, Nodes(root_B1, context.lengths_B - 1, context.slots_B, depths_BM, visible_BMM), stepper.taps
+    layout = lay_out(context, draft)
+    logits_BMV, features_BMF = target.read_chain(
+        cache, layout.tokens_BM, context.lengths_B - 1, stepper.taps, context.slots_B
     )
     if cache.states_NEF is not None:
         cache.store_states(context.slots_B, (context.lengths_B - 1).unsqueeze(1), features_BMF)
-    layout = Layout(draft, root_B1, depths_BM, visible_BMM)
     if one.simple:
         acceptance = accept_greedy(logits_BMV.argmax(dim=-1), draft)
     else:

@@ -13,10 +13,9 @@ from torch.nn.functional import pad
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.clock import Clock
-from draftsmith.engine.commit import commit, commit_greedily_natively, commit_greedy, commit_natively
-from draftsmith.engine.compiled import Compiler
-from draftsmith.engine.layout import Drafting, Layout, roots_alone, together
+from draftsmith.engine.layout import Layout, roots_alone, together
 from draftsmith.engine.rows import Rows, join_contexts, slots_of
+from draftsmith.engine.runner import Runner
 from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Nodes, Target
 from draftsmith.types import Context, Draft
@@ -33,6 +32,9 @@ from draftsmith.verify import (
     probabilities,
     shape_logits,
 )
+
+SPAN_STEP = 64
+"""The cached entries looked at are a multiple of so many, so that few lengths occur."""
 
 
 @dataclass
@@ -60,24 +62,16 @@ class Stepper:
         drafters: by name, the one that drafts unless a choice says otherwise first.
     """
 
-    def __init__(self, target: Target, drafters: Mapping[str, Drafter], cache: KVCache, compiler: Compiler) -> None:
+    def __init__(self, target: Target, drafters: Mapping[str, Drafter], cache: KVCache, runner: Runner) -> None:
         self.target, self.cache = target, cache
         self.drafters = dict(drafters)
         self.first = next(iter(drafters))
         self.taps = union_of_taps(list(drafters.values()))
         self._columns = {name: columns_of(drafter.taps, self.taps, target) for name, drafter in drafters.items()}
-        self._compiler = compiler
-        # Native operators have nothing in them to compile.
-        self._forward = target.forward if target.is_native else compiler.wrap(target.forward)
-        self._draft = {}
-        for name, drafter in drafters.items():
-            if drafter.is_native or not drafter.can_compile or not compiler.enabled:
-                self._draft[name] = Drafting(drafter, native=target.native, static=compiler.enabled).lay_out
-            else:
-                self._draft[name] = compiler.wrap(Drafting(drafter, native=False, static=False).lay_out)
+        self._runner = runner
+        self._draft = {name: runner.drafting(drafter) for name, drafter in drafters.items()}
         self._lone_roots: dict[int, Layout] = {}
-        self._commit_greedily = commit_greedily_natively if target.native else compiler.wrap(commit_greedy)
-        self._commit_path = commit_natively if target.native else commit
+        self._choose = target.backend.choose(choose, choose_natively)
 
     def context_for(self, name: str, context: Context) -> Context:
         """Return a context with the tapped states of one drafter."""
@@ -94,23 +88,18 @@ class Stepper:
 
     def step(self, groups: Sequence[Rows], clock: Clock) -> list[StepResult]:
         """Advance every row by one to its plan's depth + 1 tokens, and leave the groups ready for the next step."""
-        self.target.packed = self._compiler.packs
         clock.start("drafter")
         contexts = [rows.context for rows in groups]
         layouts = [self._lay_out(rows) for rows in groups]
         clock.start("rest")
         layout = layouts[0] if len(layouts) == 1 else together(layouts)
-        columns_S = None
-        if not self.target.is_native:
-            most = max(rows.longest for rows in groups) + layout.tokens_BM.shape[1] - 1
-            columns_S = self._compiler.span(most, self.cache.capacity, self.target.device)
         nodes = Nodes(
             layout.tokens_BM, concat([context.lengths_B for context in contexts]) - 1,
             concat([slots_of(context) for context in contexts]), layout.depths_BM, layout.visible_BMM, layout.nodes_B,
-            columns_S,
+            self._runner.columns(lambda: self._span(groups, layout)),
         )
         clock.start("target")
-        logits_BMV, features_BMF = self._forward(self.cache, nodes, self.taps)
+        logits_BMV, features_BMF = self._runner.forward(self.cache, nodes, self.taps)
         clock.start("rest")
         results, begin = [], 0
         for rows, own in zip(groups, layouts, strict=True):
@@ -123,6 +112,10 @@ class Stepper:
             self._observe(rows, own, scores, clock)
             results.append(self._commit(rows, own, wide, scores, states))
         return results
+
+    def _span(self, groups: Sequence[Rows], layout: Layout) -> int:
+        most = max(rows.longest for rows in groups) + layout.tokens_BM.shape[1] - 1
+        return min(self.cache.capacity, -(-most // SPAN_STEP) * SPAN_STEP)
 
     def _lay_out(self, rows: Rows) -> Layout:
         plan, name = rows.choice.plan, rows.choice.drafter or self.first
@@ -175,16 +168,16 @@ class Stepper:
         simple, size = rows.simple_rows, rows.size
         done = []
         if simple == size:
-            done.append(self._commit_greedily(self.cache, logits_BMV, features_BMF, wide, context))
+            done.append(self._runner.commit_greedily(self.cache, logits_BMV, features_BMF, wide, context))
         elif simple:
-            done.append(self._commit_greedily(
+            done.append(self._runner.commit_greedily(
                 self.cache, logits_BMV[:simple], features_BMF[:simple], wide.part(0, simple), context.part(0, simple)
             ))
         if simple < size:
             nodes = own.tokens_BM.shape[1]
             before = context.part(simple, size)
             acceptance = self.choose(rows, before, logits_BMV[simple:, :nodes], own.part(simple, size))
-            after, table_BX, path_BD = self._commit_path(
+            after, table_BX, path_BD = self._runner.commit_path(
                 self.cache, acceptance, logits_BMV[simple:], features_BMF[simple:], wide.part(simple, size), before
             )
             if rows.history is not None:
@@ -213,7 +206,7 @@ class Stepper:
 
         A method, so that a proof can put a broken rule in their place.
         """
-        return choose(rows, context, logits_BMV, layout, self.target.native)
+        return self._choose(rows, context, logits_BMV, layout)
 
 
 def lists_of(results: Sequence[StepResult]) -> list[list[list[int]]]:
@@ -252,17 +245,20 @@ def columns_of(taps: tuple[int, ...], all_taps: tuple[int, ...], target: Target)
     return torch.tensor(columns, dtype=torch.long, device=target.device)
 
 
-def choose(rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout, native: bool = False) -> Acceptance:
-    """Apply every row's sampling rules at every node and accept a path by the plan's rule.
-
-    With `native`, a native operator does so where the target alone chooses tokens: they stay the same.
-    """
-    draft, plan, sampling, shaped_BMV = layout.draft, rows.choice.plan, rows.sampling, logits_BMV
+def choose_natively(rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
+    """Do as `choose`, by a native operator where the target alone chooses tokens: they stay the same."""
+    draft, plan, sampling = layout.draft, rows.choice.plan, rows.sampling
     own_choice = sampling.all_greedy or (draft.q_BMV is None and plan.acceptance != "typical")
-    if native and own_choice and can_accept_natively(logits_BMV, rows.history):
+    if own_choice and can_accept_natively(logits_BMV, rows.history):
         return accept_natively(
             logits_BMV, sampling, rows.history, draft, layout.visible_BMM, context.seeds_B, context.lengths_B
         )
+    return choose(rows, context, logits_BMV, layout)
+
+
+def choose(rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
+    """Apply every row's sampling rules at every node and accept a path by the plan's rule."""
+    draft, plan, sampling, shaped_BMV = layout.draft, rows.choice.plan, rows.sampling, logits_BMV
     if sampling.needs_shaping:
         shaped_BMV = shape_logits(logits_BMV, sampling, rows.history, draft.tokens_BN, layout.visible_BMM)
     if sampling.all_greedy:

@@ -230,7 +230,7 @@ def check_packing(
     lost = [after - before for before, after in zip(*shares, strict=True)]
     worst = max(range(depth), key=lambda d: lost[d])
     fine = lost[worst] <= PACKING_POINTS
-    where = f"{str(target.dtype).removeprefix('torch.')} on {target.implementation}"
+    where = f"{str(target.dtype).removeprefix('torch.')} on {target.backend.description}"
     return (
         Check(
             "the copy that decodes", True,

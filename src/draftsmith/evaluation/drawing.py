@@ -14,11 +14,11 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine.admission import SEED_STRIDE
 from draftsmith.engine.clock import Clock
 from draftsmith.engine.commit import NOT_FINITE
-from draftsmith.engine.compiled import Compiler
 from draftsmith.engine.policy import Choice
 from draftsmith.engine.prefill import PromptReader
 from draftsmith.engine.request import Request
 from draftsmith.engine.rows import Penalties, Rows, make_rows, pick
+from draftsmith.engine.runner import Runner
 from draftsmith.engine.scheduler import Piece
 from draftsmith.engine.step import Stepper, lists_of
 from draftsmith.engine.text import TextStream
@@ -26,7 +26,7 @@ from draftsmith.plan import Plan
 from draftsmith.target import KVCache, Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
-MakeStepper = Callable[[Target, Mapping[str, Drafter], KVCache, Compiler], Stepper]
+MakeStepper = Callable[[Target, Mapping[str, Drafter], KVCache, Runner], Stepper]
 PROMPT_TOKENS = 8192
 """Tokens of prompts, of all rows together, that are read in one forward."""
 
@@ -71,8 +71,7 @@ def draw(
     room = max(plan.max_nodes, drafter.default_plan().depth) + 1
     capacity = len(prompt) + params.max_tokens + 2 * room
     cache = target.new_cache(batch, capacity)
-    compiler = Compiler("off", target.device, target.is_native and drafter.is_native)
-    stepper = make_stepper(target, {"drafter": drafter}, cache, compiler)
+    stepper = make_stepper(target, {"drafter": drafter}, cache, Runner(target))
     penalties = Penalties(batch, target.vocab_size, target.device)
     reader = PromptReader(stepper, penalties)
     draws = Draws()

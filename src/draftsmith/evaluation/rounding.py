@@ -73,16 +73,15 @@ def _read(
     for tokens, above, held in ((cached, None, 0), (nodes, parents, len(cached))):
         if not tokens:
             continue
-        up = list(above) if above is not None else list(range(ROOT, len(tokens) - 2))
-        parents_BN = torch.tensor([up], dtype=torch.long, device=device).expand(batch, -1)
-        visible_BMM, depths_BM = tree_tables(parents_BN, len(up))
-        tree = Nodes(
-            torch.tensor([list(tokens)], device=device).expand(batch, -1).contiguous(),
-            torch.full((batch,), held, device=device),
-            depths_BM=depths_BM,
-            visible_BMM=visible_BMM,
-            columns_S=torch.arange(held + len(tokens), device=device),
-        )
+        tokens_BM = torch.tensor([list(tokens)], device=device).expand(batch, -1).contiguous()
+        cached_B = torch.full((batch,), held, device=device)
+        if above is None:
+            logits_BMV, _ = target.read_chain(cache, tokens_BM, cached_B, (), longest=held)
+            continue
+        parents_BN = torch.tensor([list(above)], dtype=torch.long, device=device).expand(batch, -1)
+        visible_BMM, depths_BM = tree_tables(parents_BN, len(above))
+        columns_S = target.backend.columns(lambda: cache.capacity)
+        tree = Nodes(tokens_BM, cached_B, None, depths_BM, visible_BMM, columns_S=columns_S)
         logits_BMV, _ = target.forward(cache, tree, ())
     return logits_BMV[-1]
 
@@ -118,6 +117,7 @@ def judge_by_movement(target: Target, wide: Target, prefix: Sequence[int], item:
     leads = all(set(scores_V.topk(2).indices.tolist()) == set(pair) for scores_V in (shapes[0], wide_V))
     gap_wide = abs(float(wide_V[pair[0]] - wide_V[pair[1]]))
     gap = min(abs(one) for one in gaps)
-    allowed = 0.0 if moved == 0 and target.is_native else min(max(step, 2 * moved), LARGEST_TIE, MOST_STEPS * step)
+    never_moves = moved == 0 and target.backend.reads_apart
+    allowed = 0.0 if never_moves else min(max(step, 2 * moved), LARGEST_TIE, MOST_STEPS * step)
     tie = leads and allowed > 0 and max(gap, gap_wide) <= allowed
     return Explained(item, tie, gap, gap_wide, step), moved

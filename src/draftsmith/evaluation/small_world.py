@@ -92,7 +92,7 @@ def small_drafter(target: Target, family: Family | None, least_depth: int = 2) -
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(2)
-                made = family.make(family.read_options({}, family.name), target, None)
+                made = family.make(family.config.read({}, family.name), target, None)
         except DraftsmithError:
             made = None
         if isinstance(made, TrainableDrafter):

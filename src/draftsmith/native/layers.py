@@ -219,8 +219,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return LIBRARY and device.type == "cpu" and dtype == torch.bfloat16
 
 
-def pack_model(model: nn.Module, head: nn.Module, embedding: nn.Module, int8: bool = False) -> nn.Module:
-    """Replace the linear layers of a model by packed ones, in place; return what the head became.
+def pack_model(model: nn.Module, head: nn.Module, embedding: nn.Module, int8: bool = False) -> None:
+    """Replace the linear layers of a model by packed ones, in place.
 
     A head that shares its weights with a plain embedding is packed once, and the embedding reads from it. Tensors are
     freed as they are packed, so the model is never held twice.
@@ -237,7 +237,6 @@ def pack_model(model: nn.Module, head: nn.Module, embedding: nn.Module, int8: bo
     if shares and isinstance(new_head, (PackedLinear, Int8Linear)):
         _replace(list(model.modules()), {embedding: PackedEmbedding(new_head)})
         embedding.weight = None  # type: ignore[assignment]
-    return new_head
 
 
 def pack_linears(

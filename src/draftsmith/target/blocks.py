@@ -117,10 +117,6 @@ class Blocks:
         """Return how many more blocks a slot needs to hold its first `tokens` tokens."""
         return max(0, -(-tokens // BLOCK) - self._room[slot] // BLOCK)
 
-    def can_reserve(self, slot: int, tokens: int) -> bool:
-        """Whether `reserve` would find enough blocks."""
-        return self.missing(slot, tokens) <= self.free_blocks
-
     def reserve(self, slot: int, tokens: int) -> None:
         """Give a slot blocks for its first `tokens` tokens; it keeps those it has.
 
@@ -213,33 +209,6 @@ class Blocks:
                 piece = home[own] = _Piece(held.blocks[index], own, home)
                 self._piece_of[piece.block] = piece
             held.pieces.append(piece)
-
-    def fork(self, source: int, destination: int, tokens: int) -> None:
-        """Let an empty slot hold the first `tokens` tokens of another: full blocks are shared, the rest is copied.
-
-        Raises:
-            OutOfBlocks: there is none for the copy, and nothing has changed.
-        """
-        held, other = self._slots[source], self._slots[destination]
-        if other.blocks:
-            raise ValueError(f"slot {destination} is not empty; release it first")
-        if tokens > self._room[source]:
-            raise ValueError(f"slot {source} holds {self._room[source]} tokens, and {tokens} are to be shared")
-        full, rest = divmod(tokens, BLOCK)
-        copies = self._take(1) if rest else []
-        self._refer(destination, held.blocks[:full])
-        for block in copies:
-            for tensor in self._storage:
-                tensor[block, :rest] = tensor[held.blocks[full], :rest]
-        self._append(destination, copies)
-        other.pieces, other.namespace = held.pieces[:full], held.namespace
-
-    def may_write(self, slot: int, place: int) -> bool:
-        """Whether the block of a place is the slot's own and nobody finds it: forwards may write there."""
-        if not 0 <= place < self._room[slot]:
-            return False
-        block = self._slots[slot].blocks[place // BLOCK]
-        return self._references[block] == 1 and block not in self._piece_of
 
     # ---- inside
 

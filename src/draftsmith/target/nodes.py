@@ -22,9 +22,9 @@ class Nodes:
             visible every row is a chain, each node seeing those before it.
         counts_B: how many of the nodes a row really has, from the first on, at least one; None for all. The others are
             not read, and write nothing.
-        columns_S: 0, 1, 2 … S - 1: the cached entries to look at; S is at least the largest cached_B + M. A tensor, so
-            that compiled code can leave its length open; None where the model is native, or where the device may be
-            asked for the largest.
+        columns_S: 0, 1, 2 … S - 1: the cached entries to look at, as `Backend.columns` gives them; S is at least the
+            largest cached_B + M. A tensor, so that compiled code can leave its length open; None where the device may
+            be asked for the largest.
     """
 
     tokens_BM: Tensor

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from draftsmith.target.attention import ShapeProbe
+from draftsmith.target.encode import encode_by_model
 from draftsmith.target.layers import layer_stack
 from draftsmith.target.nodes import Nodes
-from draftsmith.target.support import original_attention
+from draftsmith.target.support import original_attention, refuse_attention
 from draftsmith.target.tokens import first_line
 from draftsmith.types import DraftsmithError
 
@@ -158,16 +160,13 @@ class SelfCheck:
     Args:
         target: set up as far as its hooks.
         own_attention: the name of the attention that the model came with.
-        by_model: has the model's own code read texts (R, T), and returns the states of these taps beside the logits.
 
     Raises:
         DraftsmithError: the model's own forward does not run.
     """
 
-    def __init__(
-        self, target: "Target", own_attention: str, by_model: Callable[[Tensor, tuple[int, ...]], Reading]
-    ) -> None:
-        self.target, self.own_attention, self.by_model = target, own_attention, by_model
+    def __init__(self, target: "Target", own_attention: str) -> None:
+        self.target, self.own_attention = target, own_attention
         self.taps = (-1, *range(target.layers))
         prefix = min(PREFIX, target.max_length - 1 - DEPTH)
         if prefix < 1:
@@ -185,10 +184,17 @@ class SelfCheck:
                 return
         log.warning("%s: its own logits are not finite, so the target could not be held against them.", target.name)
 
-    def whole_texts(self, other: Reading) -> None:
-        """Refuse the target if it reads whole texts otherwise than the model itself."""
+    def whole_texts(self) -> ShapeProbe:
+        """Read whole texts through our attention, and return what its layers asked for.
+
+        Refuses the target if that is not known, or if they are read otherwise than by the model itself.
+        """
+        target, probe = self.target, ShapeProbe()
+        other = self._read_whole(probe)
+        refuse_attention(probe, target.layers, f"{target.name} ({target.config.model_type})")
         if self.comparable:
-            self._judge([distances(self.own, other, self.target.layers)], "a text")
+            self._judge([distances(self.own, other, target.layers)], "a text")
+        return probe
 
     def trees(self) -> None:
         """Refuse the target if it reads draft trees behind its cache otherwise than the model reads their texts."""
@@ -247,8 +253,12 @@ class SelfCheck:
                 hook.remove()
         return usual(distances(self.own, other, target.layers))
 
-    def _read_whole(self) -> Reading:
-        return self.by_model(self.sample.tokens_RT, self.taps)
+    @torch.no_grad()
+    def _read_whole(self, probe: ShapeProbe | None = None) -> Reading:
+        """Read the texts by the model's own code, through whichever attention it has now."""
+        states, logits = encode_by_model(self.target, self.sample.tokens_RT, self.taps, logits=True, probe=probe)
+        assert logits is not None
+        return Reading(logits, states)
 
     @torch.no_grad()
     def _read_trees(self) -> tuple[Reading, Reading]:
@@ -261,7 +271,7 @@ class SelfCheck:
         prefix = target.read_chain(cache, prefix_RP, nothing_R, self.taps)
         nodes = Nodes(
             sample.tokens_RT.flatten()[sample.places_RM], sample.cached_R, None, sample.depths_RM, sample.visible_RMM,
-            columns_S=torch.arange(cache.capacity, device=target.device),
+            columns_S=target.backend.columns(lambda: cache.capacity),
         )
         tree = target.forward(cache, nodes, self.taps)
         return Reading(*prefix), Reading(*tree)

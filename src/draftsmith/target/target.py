@@ -5,30 +5,25 @@ Shapes: B rows, M nodes (root first), T tokens, F feature width, V width of the 
 
 import copy
 import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.native import kernels_in_use, why_missing
-from draftsmith.native.decoder import NativeDecoder, has_native_form
-from draftsmith.native.layers import can_pack, pack_model
-from draftsmith.target.attention import ShapeProbe, lay_out_pass
+from draftsmith.target.backend import Backend, first_backend
 from draftsmith.target.cache import KVCache
-from draftsmith.target.layers import layer_stack, shortened
+from draftsmith.target.encode import encode_by_model, no_features
+from draftsmith.target.hooks import Hooks
+from draftsmith.target.layers import shortened
 from draftsmith.target.loading import load_model, precision_on_disk, resolve_device, short_name
 from draftsmith.target.nodes import Nodes
-from draftsmith.target.packing import can_prepack, prepack_linears
-from draftsmith.target.self_check import Reading, SelfCheck
+from draftsmith.target.packing import without_prepacking
+from draftsmith.target.self_check import SelfCheck
 from draftsmith.target.support import (
     SHORT_WINDOW,
     fingerprint,
     longest_text,
-    refuse_attention,
     refuse_unsupported,
     short_windows,
     use_tree_attention,
@@ -36,29 +31,7 @@ from draftsmith.target.support import (
 from draftsmith.target.tokens import end_tokens, load_tokenizer, tokenizer_hash
 from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_parameters, resolve_dtype
 
-# How far the native forward may be from the model's own code, relative to its size; bf16 gives 0.01 or so, and int8,
-# which rounds what goes into a layer too, two to four times that.
-NATIVE_TOLERANCE: dict[Quantization, float] = {"none": 0.05, "int8": 0.1}
-# Tokens of whole sequences that are read together natively: they need keys and values in all layers, and more tokens at
-# a time would not be read faster.
-ENCODED_TOKENS = 2048
-
 log = logging.getLogger(__name__)
-
-
-class OwnColumns:
-    """Hands the head of a model only the states that logits are wanted of, where these differ from row to row."""
-
-    def __init__(self) -> None:
-        self.columns_BU: Tensor | None = None
-
-    def pick(self, _: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Take the wanted nodes of every row out of (B, M, F); a hook before the head."""
-        if self.columns_BU is None:
-            return None
-        states_BMF = given[0]
-        index_BUF = self.columns_BU.unsqueeze(2).expand(-1, -1, states_BMF.shape[2])
-        return (states_BMF.gather(1, index_BUF), *given[1:])
 
 
 class Target:
@@ -94,56 +67,30 @@ class Target:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.hidden_size: int = self.config.hidden_size
-        self._head: nn.Module = _head(model, name)
-        self.vocab_size: int = self._head.weight.shape[0]
+        self.vocab_size: int = _head(model, name).weight.shape[0]
         self.layers: int = self.config.num_hidden_layers
         self.max_length = longest_text(self.config, name)
         self.eos_token_ids: frozenset[int] = end_tokens(model, tokenizer)
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         """How many there are; packing turns parameters into buffers, so it is counted before."""
-        self._captured: dict[int, Tensor] = {}
-        self._wanted: set[int] = {-1}
-        self._own_columns = OwnColumns()
-        self._install_taps()
-        self.packing_s = 0.0
-        self.native = native and can_pack(self.device, self.dtype)
-        """Whether linear layers, of a drafter too, run on the native kernels."""
-        if self.native:
-            self._pack(quantize)
-        elif quantize != "none":
-            raise DraftsmithError(
-                f"quantize is {quantize!r}, which needs the native kernels and a bf16 model on a CPU; "
-                f"{why_missing() or f'this is {self.dtype} on {self.device}'}."
-            )
-        self.model.get_output_embeddings().register_forward_pre_hook(self._own_columns.pick)
-        self._decoder: NativeDecoder | None = None
-        self.packed = True
-        """Whether linear layers use what `prepack_linears` gave them; generated code wants the plain weights."""
-        self.implementation = "PyTorch"
-        """What reads the model, in words."""
         self.precision_on_disk = ""
         """What the weights were before the dtype "auto" made them coarser, such as "fp32"; empty where it did not."""
-        self.why_not_native = ""
-        """Why a model that the native kernels are made for goes without them; empty when it does not."""
+        self.hooks = Hooks(model, self.layers, self.hidden_size, f"{name} ({self.config.model_type})")
+        self.backend: Backend = first_backend(self, native, quantize)
+        """What reads the model."""
+        self.hooks.limit(model.get_output_embeddings())
         # Packing came first: weights that are mapped from files are then read once, and not by these forwards as well.
         with short_windows(model, self.config) as window:
-            check = SelfCheck(self, own_attention, self._read_by_model)
-            probe = self._probe(check)
+            check = SelfCheck(self, own_attention)
+            probe = check.whole_texts()
             self.kv_shapes = [probe.shapes[layer] for layer in range(self.layers)]
             self.windows = [probe.windows[layer] for layer in range(self.layers)]
             """The sliding window of every layer, None for full attention."""
-            if self.native:
-                self._go_native(probe, check, NATIVE_TOLERANCE[quantize])
-            elif self.device.type == "cpu" and self.dtype == torch.bfloat16:
-                self.why_not_native = why_missing()
-                if can_prepack(self.device, self.dtype):
-                    prepack_linears(model, lambda: self.packed)
-            if self._decoder is None:
-                check.trees()
+            self.backend = self.backend.settled(probe, check)
         if window is not None:
             self.windows = [window if short == SHORT_WINDOW else short for short in self.windows]
-            if self._decoder is not None:
-                self._decoder = NativeDecoder(model, self.windows, self.max_length)
+            self.backend = self.backend.over(self)
+        log.info("%s: %s", name, self.backend.description)
 
     @classmethod
     def from_pretrained(
@@ -184,13 +131,8 @@ class Target:
     @property
     def head_weight_VF(self) -> Tensor:
         """The output projection (V, hidden)."""
-        weight: Tensor = self._head.weight  # type: ignore[assignment]
+        weight: Tensor = self.model.get_output_embeddings().weight
         return weight
-
-    @property
-    def is_native(self) -> bool:
-        """Whether one native operator reads the whole model, so that there is nothing to compile."""
-        return self._decoder is not None
 
     def facts(self) -> TargetFacts:
         """Return what a drafter trained for this target has to match."""
@@ -223,9 +165,17 @@ class Target:
         view = copy.copy(self)
         view.model = shortened(self.model, self.layers, layers)
         view.layers, view.kv_shapes, view.windows = layers, self.kv_shapes[:layers], self.windows[:layers]
-        view._captured, view._wanted = {}, set()
-        if self._decoder is not None:
-            view._decoder = NativeDecoder(view.model, view.windows, self.max_length)
+        view.backend = self.backend.over(view)
+        return view
+
+    def without_prepacking(self) -> "Target":
+        """Return a view with the products of the model itself, for gradients and for generated code."""
+        model = without_prepacking(self.model)
+        if model is self.model:
+            return self
+        view = copy.copy(self)
+        view.model = model
+        view.backend = self.backend.over(view)
         return view
 
     def new_cache(self, slots: int, capacity: int, blocks: int | None = None, features: int = 0) -> KVCache:
@@ -249,40 +199,11 @@ class Target:
             features_BTF, where entry t is the state after reading token t (so it predicts token t + 1), and
             logits_BTV if asked for.
         """
-        nothing_BT0 = torch.empty((*tokens_BT.shape, 0), dtype=self.dtype, device=self.device)
         if not taps and not logits:
-            return nothing_BT0, None
-        if self._decoder is not None and not gradients and not by_model:
-            features_BTF, logits_BTV = self._encode_natively(tokens_BT, taps, logits)
-            return features_BTF, logits_BTV if logits else None
-        self._wanted = set(taps)
-        with torch.set_grad_enabled(gradients):
-            out = self.model(
-                input_ids=tokens_BT, use_cache=False, logits_to_keep=0 if logits else 1, return_dict=True
-            )
-        return self._features(taps) if taps else nothing_BT0, out.logits if logits else None
-
-    def _encode_natively(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor]:
-        batch, length = tokens_BT.shape
-        some = max(1, ENCODED_TOKENS // max(1, length))
-        keep = None if logits else torch.empty(0, dtype=torch.long)
-        cache = self.new_cache(min(some, batch), length)
-        if batch <= some and length <= ENCODED_TOKENS:
-            scores_BTV, features_BTF = self.read_chain(cache, tokens_BT, torch.zeros(batch, dtype=torch.long), taps,
-                                                       keep_logits=keep)
-            return features_BTF, scores_BTV
-        features_BTF = torch.empty((batch, length, self.feature_size(taps)), dtype=self.dtype)
-        scores_BTV = torch.empty((batch, length if logits else 0, self.vocab_size), dtype=self.dtype)
-        for row in range(0, batch, some):
-            for begin in range(0, length, ENCODED_TOKENS):
-                piece = slice(row, row + some), slice(begin, begin + ENCODED_TOKENS)
-                cached_B = torch.full((len(tokens_BT[piece]),), begin)
-                logits_BMV, features_BTF[piece] = self.read_chain(
-                    cache, tokens_BT[piece], cached_B, taps, keep_logits=keep
-                )
-                if logits:
-                    scores_BTV[piece] = logits_BMV
-        return features_BTF, scores_BTV
+            return no_features(self, tokens_BT), None
+        if gradients or by_model:
+            return encode_by_model(self, tokens_BT, taps, logits, gradients)
+        return self.backend.encode(tokens_BT, taps, logits)
 
     def read_chain(
         self,
@@ -300,9 +221,7 @@ class Target:
         Args:
             longest: the largest of `cached_B`; without it the device is asked.
         """
-        columns_S = None
-        if self._decoder is None and longest is not None:
-            columns_S = torch.arange(longest + tokens_BM.shape[1], device=self.device)
+        columns_S = None if longest is None else self.backend.columns(lambda: longest + tokens_BM.shape[1])
         nodes = Nodes(tokens_BM, cached_B, slots_B, counts_B=counts_B, columns_S=columns_S)
         return self.forward(cache, nodes, taps, keep_logits)
 
@@ -321,98 +240,7 @@ class Target:
             logits (B, M or U, V) and features_BMF. Of nodes that a row does not have, the logits are anything, and the
             features zero.
         """
-        if self._decoder is not None:
-            return self._decoder.forward(
-                nodes.tokens_BM, nodes.depths_BM, nodes.visible_BMM, nodes.cached_B, cache.keys_NEHD[: self.layers],
-                cache.values_NEHD[: self.layers], cache.tables_RJ, nodes.slots_B, nodes.counts_B, taps, keep_logits,
-            )
-        tree_pass = lay_out_pass(cache, nodes, self.max_length)
-        self._wanted = set(taps)
-        own = keep_logits is not None and keep_logits.ndim == 2
-        self._own_columns.columns_BU = keep_logits if own else None
-        out = self.model(
-            input_ids=tree_pass.tokens_BM,
-            position_ids=tree_pass.positions_BM,
-            use_cache=False,
-            logits_to_keep=0 if keep_logits is None or own else keep_logits,
-            return_dict=True,
-            tree_pass=tree_pass,
-        )
-        self._own_columns.columns_BU = None
-        if not taps:
-            return out.logits, out.logits.new_empty((*nodes.tokens_BM.shape, 0))
-        features_BMF = self._features(taps)
-        if nodes.counts_B is not None:
-            number_M = torch.arange(features_BMF.shape[1], device=self.device)
-            features_BMF = features_BMF.masked_fill((number_M >= nodes.counts_B.unsqueeze(1)).unsqueeze(2), 0)
-        return out.logits, features_BMF
-
-    def _features(self, taps: tuple[int, ...]) -> Tensor:
-        states = [self._captured[tap] for tap in taps]
-        self._captured.clear()
-        return states[0] if len(states) == 1 else torch.cat(states, dim=-1)
-
-    def _install_taps(self) -> None:
-        def catch(tap: int) -> Callable[[nn.Module, Any, Any], None]:
-            def hook(_: nn.Module, __: Any, output: Any) -> None:
-                if tap in self._wanted:
-                    state = output if isinstance(output, Tensor) else output[0]
-                    if state.dim() != 3 or state.shape[2] != self.hidden_size:
-                        raise DraftsmithError(
-                            f"{self.name} ({self.config.model_type}) hands states of shape {tuple(state.shape)} from "
-                            f"layer to layer, where one of {self.hidden_size} a token is needed; it is not supported "
-                            "yet."
-                        )
-                    self._captured[tap] = state
-
-            return hook
-
-        base = self.model.base_model
-        path, stack = layer_stack(self.model, self.layers, self.name)
-        # Some heads call the decoder inside the base model and pass that by; where both come, the outer one comes last.
-        for module in {base.get_submodule(path.rpartition(".")[0]), base}:
-            module.register_forward_hook(catch(-1))
-        for index, layer in enumerate(stack):
-            layer.register_forward_hook(catch(index))
-
-    @torch.no_grad()
-    def _read_by_model(self, tokens_RT: Tensor, taps: tuple[int, ...], probe: ShapeProbe | None = None) -> Reading:
-        """Read whole texts by the model's own code, through whichever attention it has now."""
-        self._wanted = set(taps)
-        more = {} if probe is None else {"shape_probe": probe}
-        out = self.model(input_ids=tokens_RT, use_cache=False, return_dict=True, **more)
-        return Reading(out.logits, self._features(taps))
-
-    def _probe(self, check: SelfCheck) -> ShapeProbe:
-        """Read whole texts through our attention; return what its layers asked for."""
-        probe = ShapeProbe()
-        reading = self._read_by_model(check.sample.tokens_RT, check.taps, probe)
-        refuse_attention(probe, self.layers, f"{self.name} ({self.config.model_type})")
-        check.whole_texts(reading)
-        return probe
-
-    def _pack(self, quantize: Quantization) -> None:
-        """Pack the linear layers, in place."""
-        begun = time.perf_counter()
-        self._head = pack_model(self.model, self._head, self.model.get_input_embeddings(), quantize == "int8")
-        self.packing_s = time.perf_counter() - begun
-        log.info("%s: packed in %.2f s", self.name, self.packing_s)
-
-    def _go_native(self, probe: ShapeProbe, check: SelfCheck, allowed: float) -> None:
-        """Take the native forward if it says what the model said."""
-        self.implementation = f"native {kernels_in_use()} layers"
-        if has_native_form(self.model) and probe.softcaps == {None}:
-            self._decoder = NativeDecoder(self.model, self.windows, self.max_length)
-            distance = check.tree_distance()
-            if distance < allowed:
-                self.implementation = f"native {kernels_in_use()} forward"
-            else:
-                self._decoder = None
-                log.warning(
-                    "%s: the native forward differs from the model's own by %.3f, so it is not used.",
-                    self.name, distance,
-                )
-        log.info("%s: %s", self.name, self.implementation)
+        return self.backend.read(cache, nodes, taps, keep_logits)
 
 
 def _head(model: PreTrainedModel, name: str) -> nn.Linear:

@@ -65,16 +65,9 @@ class UpperLayers:
 
     @cached_property
     def differentiable(self) -> "UpperLayers":
-        """The same layers with products that gradients pass through: a plain copy where those of the target are packed.
-
-        The copy is of the whole target, made once, for training on a CPU in bf16 only.
-        """
-        target = self.target
-        if target.device.type != "cpu" or target.dtype != torch.bfloat16:
-            return self
-        plain = target.copied(target.dtype)
-        plain.packed = False
-        return UpperLayers(plain, self.layer)
+        """The same layers with products that gradients pass through, for training; of native layers a copy."""
+        plain = self.target.backend.differentiable()
+        return self if plain is self.target else UpperLayers(plain, self.layer)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate keys and values of these layers alone, for `rows` texts."""

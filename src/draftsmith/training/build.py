@@ -48,11 +48,11 @@ def build_drafter(recipe: Recipe, target: Target) -> Learner:
     """
     section = recipe.drafter
     family = family_named(section.family)
-    options = section.options
-    tokens = frequent_tokens(recipe, target, options.draft_vocab_size) if options.draft_vocab_size else None
+    config = section.config
+    tokens = frequent_tokens(recipe, target, config.draft_vocab_size) if config.draft_vocab_size else None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(noise(recipe.seed, "weights"))
-        drafter = family.make(options, target, tokens)
+        drafter = family.make(config, target, tokens)
     assert isinstance(drafter, Learner)
     if section.init_from is not None:
         drafter.start_from(Path(section.init_from), target)

@@ -118,11 +118,10 @@ class JointRun(Run):
         super().__init__(*arguments)
         assert self.recipe.joint is not None
         self.section: JointSection = self.recipe.joint
-        if self.target.native or self.target.dtype not in (torch.float32, torch.float64):
+        if self.target.dtype not in (torch.float32, torch.float64):
             raise DraftsmithError(
                 f"the recipe has a section joint, which changes the target, but {self.target.name!r} is held in "
-                f"{'packed layers' if self.target.native else self.target.dtype}; load it in fp32 "
-                "(target.dtype=fp32), from Python with native=False."
+                f"{self.target.dtype}; load it in fp32 (target.dtype=fp32)."
             )
         self.made_for = self.target.facts()
         self.fingerprint: str | None = None

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from draftsmith.drafters.family import Family, TrainedOptions, complaint
+from draftsmith.drafters.config import TrainedConfig, explain
+from draftsmith.drafters.family import Family
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named
 from draftsmith.training.split import HELD_OUT_EVERY
 from draftsmith.types import DraftsmithError
@@ -55,14 +56,14 @@ class DrafterSection(BaseModel):
         family = own.get("family", cls.model_fields["family"].default)
         if not isinstance(family, str):
             return own
-        return own | _trainable(family).read_options(rest, "recipe key drafter.").model_dump()
+        return own | _trainable(family).config.read(rest, "recipe key drafter.").chosen()
 
     @property
-    def options(self) -> TrainedOptions:
-        """The options of the family."""
-        options = _trainable(self.family).read_options(self.model_extra or {}, "recipe key drafter.")
-        assert isinstance(options, TrainedOptions)
-        return options
+    def config(self) -> TrainedConfig:
+        """The options of the family, for no target yet."""
+        config = _trainable(self.family).config.read(self.model_extra or {}, "recipe key drafter.")
+        assert isinstance(config, TrainedConfig)
+        return config
 
 
 def _trainable(name: str) -> Family:
@@ -239,7 +240,7 @@ def build_recipe(values: Any, overrides: tuple[str, ...] | list[str] = ()) -> Re
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise DraftsmithError(_explain(error.errors()[0])) from error
+        raise DraftsmithError(_explain(error)) from error
 
 
 def apply_override(values: dict[str, Any], override: str) -> dict[str, Any]:
@@ -283,15 +284,7 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     return list(model.model_fields)
 
 
-def _explain(error: Any) -> str:
-    location = tuple(error["loc"])
-    where = ".".join(str(key) for key in location)
-    if error["type"] == "extra_forbidden":
-        known = _fields_at(location[:-1])
-        prefix = "".join(f"{key}." for key in location[:-1])
-        near = get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {prefix}{near[0]}?" if near else f"known here are {', '.join(known)}."
-        return f"recipe key {where} is unknown; {hint}"
-    if error["type"] == "missing":
-        return f"recipe key {where} is missing; it has no default, so give it."
-    return f"recipe key {where} is {error['input']!r}; {complaint(error)}."
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    known = _fields_at(first["loc"][:-1]) if first["type"] == "extra_forbidden" else []
+    return f"recipe key {explain(error, known)}"

@@ -1,7 +1,5 @@
 """What families there are, and what can be set of each: `draftsmith families`, from Python."""
 
-import re
-from inspect import cleandoc
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -41,24 +39,13 @@ def catalogue(*names: str) -> list[FamilyFacts]:
 
 def facts_of(family: Family) -> FamilyFacts:
     """Return what a family says of itself."""
-    told = told_of_options(family)
     options = [
         OptionFacts(
-            name=name, required=field.is_required(), what=told.get(name, field.description or ""),
+            name=name, required=field.is_required(), what=field.description or "",
             default=None if field.is_required() else field.get_default(call_default_factory=True),
         )
-        for name, field in family.options.model_fields.items()
+        for name, field in family.config.options().items()
     ]
     return FamilyFacts(
         name=family.name, summary=family.summary, trained=family.trainable, tree=bool(family.tree), options=options
     )
-
-
-def told_of_options(family: Family) -> dict[str, str]:
-    """Return what the docstrings of the options say below `Args:`, by name."""
-    told: dict[str, str] = {}
-    for kind in reversed(family.options.__mro__):
-        _, _, arguments = cleandoc(kind.__doc__ or "").partition("Args:\n")
-        for match in re.finditer(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, flags=re.M):
-            told[match[1]] = " ".join(match[2].split())
-    return told

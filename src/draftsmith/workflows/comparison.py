@@ -176,7 +176,7 @@ def compare(
         "seed": budget.seed,
         "prompts": [settings.prompts, settings.sampled_prompts, settings.prompt_tokens, settings.new_tokens],
         "prompts_from": source_of(prompts),
-        "device": str(loaded.device), "implementation": loaded.implementation, "given": digests,
+        "device": str(loaded.device), "implementation": loaded.backend.description, "given": digests,
     }
     if ledger.once("terms", lambda: terms) != terms:
         raise DraftsmithError(

@@ -102,7 +102,7 @@ def read_entries(specs: list[str]) -> list[Entry]:
         name, values = read_spec(spec)
         family = family_named(name)
         options = {**family.compared.options, **values}
-        family.read_options(options, f"{name}:")
+        family.config.read(options, f"{name}:")
         entries.append(Entry(spec, family, options))
     if len({entry.folder for entry in entries}) < len(entries):
         raise DraftsmithError("a family is named twice with the same options; name each once.")
@@ -111,7 +111,7 @@ def read_entries(specs: list[str]) -> list[Entry]:
 
 def ready(family: Family) -> bool:
     """Tell whether a drafter of the family can be made with its defaults."""
-    return not any(field.is_required() for field in family.options.model_fields.values())
+    return not any(field.is_required() for field in family.config.options().values())
 
 
 def recipe_for(entry: Entry, target: Target, budget: Budget, steps: int, run: str, epochs: int | None = None) -> Recipe:
@@ -232,8 +232,8 @@ def enlist(
             add(twin, drafter, f"the same weights as {entry.name}, with a tree of what it is surest of", **facts)
     for entry in entries:
         if not entry.family.trainable:
-            options = entry.family.read_options(entry.options, f"{entry.name}:")
-            add(entry.name, entry.family.ready(options, target), entry.family.summary, trained=False)
+            config = entry.family.config.read(entry.options, f"{entry.name}:")
+            add(entry.name, entry.family.ready(config, target), entry.family.summary, trained=False)
     for name, folder in given.items():
         add(name, load_drafter(folder, target), f"trained before: {Path(folder).name}")
     if not contenders:

@@ -83,9 +83,10 @@ def load_target(target: "Target | str | Path | None", loading: Loading, console:
             path, dtype=loading.dtype, device=loading.device, trust_remote_code=loading.trust_remote_code,
             native=loading.native, quantize=loading.quantize,
         )
+    backend = loaded.backend
     console.print(
-        f"[dim]{loaded.name}: {loaded.implementation}, loaded in {time.perf_counter() - begun:.1f} s"
-        f"{f' ({loaded.packing_s:.2f} s of it packing)' if loaded.native else ''}.[/dim]"
+        f"[dim]{loaded.name}: {backend.description}, loaded in {time.perf_counter() - begun:.1f} s"
+        f"{f' ({backend.packing_s:.2f} s of it packing)' if backend.packing_s else ''}.[/dim]"
     )
     if loaded.precision_on_disk:
         stored = loaded.precision_on_disk
@@ -93,8 +94,8 @@ def load_target(target: "Target | str | Path | None", loading: Loading, console:
             f"[dim]{loaded.name}: weights are {stored} on disk; using {short_name(loaded.dtype)} here "
             f"({loading.dtype_option}{stored} keeps them).[/dim]"
         )
-    if loading.native and loaded.why_not_native:
-        console.print(f"[dim]{loaded.why_not_native}.[/dim]")
+    if backend.lacks:
+        console.print(f"[dim]{backend.lacks}.[/dim]")
     return loaded
 
 
@@ -145,7 +146,7 @@ def settle_compilation(
     Args:
         prepare: compiles every shape of the job and returns the seconds it took.
     """
-    if engine.is_native or choice == "off" or (choice == "auto" and tokens < FEWEST_TOKENS):
+    if not engine.target.backend.compiles or choice == "off" or (choice == "auto" and tokens < FEWEST_TOKENS):
         return engine
     before = engine.pace()
     if choice == "auto":

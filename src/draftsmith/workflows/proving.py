@@ -123,8 +123,8 @@ def prove(
     )
     where = provenance(
         target=engine.target.name, drafter=name_of(drafter, assets.DRAFTER_NAME), dtype=dtype_name(engine.target),
-        device=str(engine.target.device), forward=engine.target.implementation, plan=str(shape), small_alphabet=words,
-        data=name_of_source(prompts), quick=quick,
+        device=str(engine.target.device), forward=engine.target.backend.description, plan=str(shape),
+        small_alphabet=words, data=name_of_source(prompts), quick=quick,
     )
     return ProveResult(where, proof, words)
 

@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 
 from draftsmith import assets
-from draftsmith.drafters import storage
 from draftsmith.drafters.family import read_spec
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named, family_of
 from draftsmith.evaluation.prompts import Prompt
@@ -184,11 +183,8 @@ def options_in(folder: Path) -> dict[str, Any]:
     """Return the section `drafter` of a recipe that goes on from the drafter in a folder."""
     family = family_of(folder)
     assert family is not None
-    found = storage.read_json(folder / "config.json")
-    if family.reopen is not None:
-        found |= family.reopen(folder, None, torch.float32).sizes()
-    known = {name: found[name] for name in family.options.model_fields if name in found}
-    return {"family": family.name, **known, "init_from": str(folder)}
+    told = {} if family.reopen is None else family.reopen(folder, None, torch.float32).config.chosen()
+    return {"family": family.name, **told, "init_from": str(folder)}
 
 
 def starter_recipe(family: str) -> dict[str, Any]:
