@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -136,15 +136,22 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def text_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Fingerprint of what becomes of a text, special tokens included; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    return hashlib.sha256(json.dumps(text_ids(tokenizer, PROBE)).encode()).hexdigest()
+class Ways(NamedTuple):
+    """What tells one way of making tokens from another, None without a tokenizer; see `TargetFacts`."""
+
+    opening: tuple[int, ...] | None = None
+    text_hash: str | None = None
+    template_hash: str | None = None
 
 
-def template_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Fingerprint of the chat template, which is that of an empty text where there is none; None without tokenizer."""
+def ways(tokenizer: PreTrainedTokenizerBase | None) -> Ways:
+    """Return how a tokenizer makes tokens of texts and conversations; no template has the hash of an empty text."""
     if tokenizer is None:
-        return None
-    return hashlib.sha256(json.dumps(tokenizer.chat_template or "", sort_keys=True).encode()).hexdigest()
+        return Ways()
+    return Ways(
+        tuple(opening_ids(tokenizer)), _hash(text_ids(tokenizer, PROBE)), _hash(tokenizer.chat_template or "")
+    )
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -17,6 +17,7 @@ from rich.console import Console
 from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.storage import verify_folder
 from draftsmith.target import Target
+from draftsmith.target.tokens import TokenText
 from draftsmith.training.build import build_drafter, build_loader, build_prompts
 from draftsmith.training.checkpoint import (
     BEST,
@@ -29,10 +30,11 @@ from draftsmith.training.data import Loader, Packing, noise
 from draftsmith.training.generated import Generate, GeneratedText
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
+from draftsmith.training.samples import SHOWN_SAMPLES, keep_samples, show_account, show_samples
 from draftsmith.training.schedule import learning_rate
 from draftsmith.training.step import NotFinite, TrainingStep
 from draftsmith.training.terminal import progress_bar
-from draftsmith.training.windows import Batch
+from draftsmith.training.windows import Batch, Window
 from draftsmith.types import DraftsmithError, TargetFacts, cast_parameters, resolve_dtype
 
 Evaluate = Callable[[Learner], Mapping[str, float]]
@@ -178,13 +180,28 @@ class Run:
             self._save()
         first = self.recipe.stage1.steps
         if self.step < first:
+            if self.step == 0:
+                self._show(self._stage1_loader().first(SHOWN_SAMPLES), "stage 1 learns from", self._stage1_loader())
             self._steps(self.recipe.stage1, 0, interrupted)
         if self.step >= self.steps:
             return
         if not self._within_stage():
             self.learning.renew()
         self._make_text(interrupted)
+        assert self.generated is not None
+        if not self._within_stage():
+            count = min(SHOWN_SAMPLES, len(self.generated.sequences))
+            self._show([self.generated.window(place) for place in range(count)], "stage 2 learns from", None)
         self._steps(self.recipe.stage2, first, interrupted)
+
+    def _show(self, windows: list[Window], title: str, loader: Loader | None) -> None:
+        """Show what is learnt, and what of the data is left out; both are kept in the run's folder."""
+        if loader is not None:
+            self.folder.note_data(loader.account())
+            show_account(loader.account(), self.console)
+        assert self.target.tokenizer is not None
+        records = show_samples(windows, TokenText(self.target.tokenizer), title, self.console)
+        keep_samples(self.folder.samples, records)
 
     def _make_text(self, interrupted: threading.Event) -> None:
         section = self.recipe.stage2
@@ -210,6 +227,8 @@ class Run:
                 progress.update(bar, completed=made)
                 if interrupted.is_set():
                     raise self._stopped()
+        self.folder.note_data(prompts.account())
+        show_account(prompts.account(), self.console)
 
     def _steps(self, stage: StageSection, first: int, interrupted: threading.Event) -> None:
         output, every = self.recipe.output, self.recipe.evaluation.every
@@ -286,6 +305,8 @@ class Run:
         progress = {
             "best": self.best, "best_step": self.best_step, "loader": loader.state_dict() if loader else None,
         }
+        if loader is not None:
+            self.folder.note_data(loader.account())
         self.checkpoints.save(self.step, self._write_weights, progress, optimizer_tensors(self.learning.optimizers))
         if improved:
             self.checkpoints.link(BEST, self.step)

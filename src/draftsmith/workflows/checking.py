@@ -15,6 +15,7 @@ from draftsmith.evaluation.check import (
     check_drafter,
     check_files,
     check_packing,
+    check_tokens,
     load_pair,
     training_form,
 )
@@ -124,6 +125,7 @@ def check_folder(
     report.checks.append(made_for)
     if drafter is None:
         return report, reference.name
+    report.checks.append(check_tokens(folder, reference))
     learner = training_form(folder, drafter, reference)
     windows = ragged(reference, texts, prompts, new_tokens)
     found = check_drafter(reference, learner, drafter, windows, new_tokens, say)
