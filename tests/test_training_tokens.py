@@ -3,7 +3,9 @@
 import io
 import json
 import logging
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,19 @@ from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.registry import family_named, load_drafter
 from draftsmith.engine import Engine
+from draftsmith.evaluation.prompts import Prompt, load_prompts, whole
+from draftsmith.evaluation.prompts import cut as cut_prompts
 from draftsmith.target import Target
 from draftsmith.target.token_ids import Conversation, conversation_ids
 from draftsmith.training.build import build_loader, build_prompts
 from draftsmith.training.data import Loader, Packing
 from draftsmith.training.lessons import draw, prepare
 from draftsmith.training.recipe import DistillationSection, Recipe, build_recipe
+from draftsmith.training.train import train
+from draftsmith.training.trainer import TrainingInterrupted
 from draftsmith.training.windows import Window, collate, cut
 from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.workflows.bridge import EngineBridge
 from draftsmith.workflows.training import Evaluation
 from tiny import tiny_model
 from tiny_tokenizers import CHAT, tiny_tokenizer_of
@@ -313,8 +320,10 @@ def test_a_run_shows_what_it_learns_and_its_drafter_decodes_as_it_learnt(kind: s
             assert not set(tokens[prompt:-1]) & target.eos_token_ids
 
     folder = save(target, tmp_path / "target", ENDING)
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps(record) + "\n" for record in records[:4]))
     report = draftsmith.check(
-        result.drafter, folder, dtype="fp32", serving_dtype="fp32", prompts=TEXTS, prompt_count=6, new_tokens=16
+        result.drafter, folder, dtype="fp32", serving_dtype="fp32", prompts=asked, prompt_count=6, new_tokens=16
     ).report
     checks = {check.name: check for check in report.checks}
     assert checks["tokens as in training"].passed, checks
@@ -359,3 +368,71 @@ def test_a_planted_mismatch_is_found(tmp_path: Path, caplog: pytest.LogCaptureFi
             recipe_for(tmp_path, [{"text": text} for text in TEXTS]), resume=True,
             target=Target.from_pretrained(other, dtype="fp32"),
         )
+
+
+def test_a_small_lm_learns_with_the_token_that_begins_a_text():
+    """No state predicted it, but whoever reads whole texts reads it in serving too."""
+    target, known = target_of("llama"), family_named("small-lm")
+    with torch.random.fork_rng(devices=[]):
+        learner = known.make(known.config.read({}, ""), target, None)
+    assert isinstance(learner, Learner)
+    tokens_1L = torch.tensor([[1, *range(40, 60)]])
+    window = Window(tokens_1L[0].tolist(), [(1, 21)])
+    task = draw(collate([window], 99, learner.max_depth - 1), learner.max_depth, None, ())
+    lesson = prepare(learner, target, task, distillation=DistillationSection(), seed=())
+    logits_1TV = learner(tokens_1L, torch.empty(1, 21, 0))[0]
+    expected = torch.nn.functional.cross_entropy(logits_1TV[0, 1:-1], tokens_1L[0, 2:])
+    torch.testing.assert_close(learner.losses(lesson)[0][0], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_measured_on_are_prompts_as_serving_gets_them(kind: str, tmp_path: Path):
+    target = target_of(kind, ENDING)
+    path = tmp_path / "asked.jsonl"
+    records = [{"text": TEXTS[2]}, {"messages": MESSAGES}, {"messages": MESSAGES[:2]}, {"prompt": TEXTS[0]}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    prompts = load_prompts(path)
+    chats = [served(target, MESSAGES[:4]), served(target, MESSAGES[:2])]
+    assert whole(target, prompts) == chats
+    texts = [served(target, text)[:12] for text in (TEXTS[2], TEXTS[0])]
+    assert cut_prompts(target, prompts, 12, 4, exact=False) == chats + texts
+    windows = cut_prompts(target, prompts, 12, 5)
+    assert windows[:2] == texts and len(windows[2]) == 12
+    opening = [] if kind == "byte-level" else [target.tokenizer.bos_token_id]  # type: ignore[union-attr]
+    assert windows[2] == opening + served(target, TEXTS[2])[12 : 24 - len(opening)]
+    path.write_text('{"messages": [{"role": "assistant", "content": "x"}]}\n')
+    with pytest.raises(DraftsmithError, match=r"line 1 of .* `messages` that begin with a user's"):
+        load_prompts(path)
+
+
+def test_a_run_on_conversations_and_texts_resumes_as_if_it_had_never_stopped(tmp_path: Path):
+    target = target_of("llama", ENDING)
+    records = [{"messages": MESSAGES}, {"messages": ONE_ONE}, *({"text": text} for text in TEXTS)]
+    bridge = EngineBridge(target, [Prompt("text", "x", TEXTS[0])], 1, 4, 8, {"temperature": 1.0, "top_k": 10})
+    places = [tmp_path / name for name in ("calm", "twice")]
+    for place in places:
+        place.mkdir()
+
+    def run(place: Path, stops: int = 0, resume: bool = False) -> None:
+        seen = 0
+
+        def evaluate(drafter: Learner) -> dict[str, float]:
+            nonlocal seen
+            seen += 1
+            if seen == stops:
+                os.kill(os.getpid(), signal.SIGINT)
+            return {"tokens_per_step": 1.0 + sum(float(p.detach().abs().mean()) for p in drafter.parameters())}
+
+        every = ["evaluation.every=7", "stage1.steps=12", "stage2.steps=12", "stage1.accumulate=2"]
+        train(
+            recipe_for(place, records, *every), target=target, generate=bridge.generate, evaluate=evaluate,
+            resume=resume,
+        )
+
+    run(places[0])
+    for resume in (False, True):
+        with pytest.raises(TrainingInterrupted):
+            run(places[1], 2, resume)
+    run(places[1], resume=True)
+    for name in ("latest/model.safetensors", "latest/optimizer.safetensors", "generated.jsonl", "samples.jsonl"):
+        assert (places[0] / "run" / name).read_bytes() == (places[1] / "run" / name).read_bytes(), name

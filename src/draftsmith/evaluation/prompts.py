@@ -9,17 +9,22 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith import assets
 from draftsmith.target import Target
-from draftsmith.target.token_ids import opening_ids, text_ids
+from draftsmith.target.token_ids import ASSISTANT, Conversation, Message, opening_ids, prompt_ids, text_ids
+from draftsmith.target.tokens import first_line
 from draftsmith.types import DraftsmithError
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with the kind of task it stands for ("code", "prose", "dialogue", …) and where it comes from."""
+    """A text with the kind of task it stands for ("code", "prose", "dialogue", …) and where it comes from.
+
+    Of a `conversation`, which waits for the assistant's next words, the text is what was said last.
+    """
 
     task: str
     source: str
     text: str
+    conversation: Conversation | None = None
 
 
 def embedded_prompts(task: str | None = None, split: str = "prompts") -> list[Prompt]:
@@ -35,7 +40,7 @@ def embedded_prompts(task: str | None = None, split: str = "prompts") -> list[Pr
 
 
 def load_prompts(path: Path) -> list[Prompt]:
-    """Read the user's prompts: JSONL with a field `text` or `prompt` a line, or a text file as one document."""
+    """Read the user's prompts: JSONL with `text`, `prompt` or `messages` a line, or a text file as one document."""
     try:
         if path.suffix in (".jsonl", ".ndjson"):
             prompts = read_jsonl(path)
@@ -60,15 +65,45 @@ def read_jsonl(path: Path) -> list[Prompt]:
                 continue
             try:
                 record = json.loads(line)
-                text = record["text"] if "text" in record else record["prompt"]
+                conversation = _conversation(record["messages"]) if "messages" in record else None
+                text = (
+                    str(conversation.messages[-1]["content"]) if conversation is not None
+                    else record["text"] if "text" in record else record["prompt"]
+                )
                 if not isinstance(text, str):
                     raise TypeError
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise DraftsmithError(
-                    f"line {number} of {path} is not a JSON object with a string field `text` or `prompt`; mend it."
+                    f"line {number} of {path} is not a JSON object with a string field `text` or `prompt`, or with "
+                    "`messages` that begin with a user's; mend it."
                 ) from error
-            prompts.append(Prompt(str(record.get("task", "text")), str(record.get("source", path.name)), text))
+            task, source = str(record.get("task", "text")), str(record.get("source", path.name))
+            prompts.append(Prompt(task, source, text, conversation))
     return prompts
+
+
+def _conversation(messages: list[Message]) -> Conversation:
+    """Return a conversation up to the last turn of the assistant's, which is to be written anew."""
+    last = len(messages) - (messages[-1]["role"] == ASSISTANT)
+    return Conversation(messages[:last])
+
+
+def whole(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return the conversations among the prompts, up to where the assistant's next words begin; they are never cut."""
+    found = []
+    for prompt in prompts:
+        if prompt.conversation is None:
+            continue
+        tokenizer = tokenizer_of(target)
+        if tokenizer.chat_template is None:
+            raise DraftsmithError(f"a prompt is a conversation, but {target.name} has no chat template; give texts.")
+        try:
+            found.append(prompt_ids(tokenizer, prompt.conversation))
+        except Exception as error:  # a template is a program of somebody else's
+            raise DraftsmithError(
+                f"the chat template of {target.name} refuses a prompt ({first_line(error)}); mend its messages."
+            ) from error
+    return found
 
 
 def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
@@ -84,15 +119,17 @@ def cut(target: Target, prompts: Sequence[Prompt], tokens: int, count: int, exac
     What the tokenizer puts before a text stands before every window. Windows repeat once all are used up.
 
     Args:
-        exact: texts that are shorter are passed over; otherwise they are taken whole.
+        exact: texts that are shorter are passed over, and conversations; otherwise they are taken whole.
 
     Raises:
         DraftsmithError: no text is long enough.
     """
     tokenizer = tokenizer_of(target)
-    opening, encoded = opening_ids(tokenizer), [text_ids(tokenizer, prompt.text) for prompt in prompts]
+    opening, texts = opening_ids(tokenizer), [prompt.text for prompt in prompts if prompt.conversation is None]
+    encoded = [text_ids(tokenizer, text) for text in texts]
     longest = max((len(ids) for ids in encoded), default=0)
-    windows = [ids[:tokens] for ids in encoded if ids and (len(ids) >= tokens or not exact)]
+    windows = [] if exact else whole(target, prompts)
+    windows += [ids[:tokens] for ids in encoded if ids and (len(ids) >= tokens or not exact)]
     own = max(1, tokens - len(opening))
     for start in range(tokens, max(0, longest - own + 1), own):
         if len(windows) >= count:

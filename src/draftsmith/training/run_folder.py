@@ -1,7 +1,8 @@
 """What a run leaves behind beside its checkpoints: recipe, commands, metrics, curves.
 
-`recipe.yaml` is the effective recipe and can be run again; `run.json` lists every command with its versions and the
-seconds it took and what of the data was left out; `samples.jsonl` shows what is learnt; `metrics.jsonl` has a record a line; `curves.png` draws it.
+`recipe.yaml` is the effective recipe and can be run again; `run.json` lists every command with its versions, the
+seconds it took and what of the data was left out; `samples.jsonl` shows what is learnt; `metrics.jsonl` has a record a
+line; `curves.png` draws it.
 """
 
 import json
