@@ -165,9 +165,12 @@ def test_weights_share_the_tokens(tmp_path: Path):
 def test_long_documents_are_cut_and_shuffled_apart(tmp_path: Path):
     text = " ".join(str(i) for i in range(10_000, 11_000))
     (tmp_path / "a.txt").write_text(text)
-    reader = loader(tmp_path / "a.txt", piece_characters=600, shuffle_documents=20, shuffle_windows=1, length=20)
-    starts = [window[0] for window in take(reader, 30)]
+    reader = loader(tmp_path / "a.txt", piece_characters=600, shuffle_documents=20, shuffle_windows=1, length=21)
+    windows = take(reader, 50)
+    starts = [window[0] for window in windows]
     assert starts != sorted(starts)
+    ended = [window for window in windows if END in window]
+    assert len(ended) == 1 and ended[0][-2:] == [10_999, END], "only where the document ends"
 
 
 def test_a_prompt_begins_with_a_word_anywhere_in_a_piece(tmp_path: Path):

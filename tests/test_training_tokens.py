@@ -168,6 +168,15 @@ def test_of_a_conversation_only_the_assistants_words_are_learnt(kind: str, templ
     assert take(everything, 1) == [Window(tokens, [(0, len(tokens))])]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_marked_part_that_ends_with_a_dropped_space_ends_there(kind: str):
+    target = target_of(kind, MARKING.replace("{{ message['content'] }}</s>", "{{ message['content'] }} \n "))
+    assert target.tokenizer is not None
+    tokens, spans = conversation_ids(target.tokenizer, Conversation(MESSAGES), target.eos_token_ids)
+    said = [target.tokenizer.decode(tokens[begin:last]).replace(" ", "").strip() for begin, last in spans]
+    assert said == [MESSAGES[at]["content"].replace(" ", "") for at in (2, 4)]
+
+
 def test_a_template_without_an_end_token_ends_the_turn_where_the_next_begins():
     target = target_of("llama", CHAT)
     assert target.tokenizer is not None

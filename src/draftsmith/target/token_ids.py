@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -84,7 +85,7 @@ def conversation_ids(
     messages = conversation.messages
     text = _render(tokenizer, conversation, messages, False)
     ids = body_ids(tokenizer, text)
-    spans = _marked_spans(tokenizer, conversation, ids)
+    spans = _marked_spans(tokenizer, conversation, text)
     if spans is None:
         spans = []
         for place, message in enumerate(messages):
@@ -113,22 +114,29 @@ def _render(
     return text
 
 
-def _marked_spans(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, ids: Sequence[int]
-) -> list[Span] | None:
-    """Return what the template marks as the assistant's; None where it marks nothing, or the tokenizer cannot say."""
-    template = tokenizer.get_chat_template(tools=conversation.more.get("tools"))
+def _marked_spans(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, text: str) -> list[Span] | None:
+    """Return what the template marks as the assistant's; None where it marks nothing, or the tokenizer cannot say.
+
+    The tokens are found by their places in the text here, because `return_assistant_tokens_mask` takes everything up to
+    the end for the assistant's where a marked part ends with a character that has no token, such as a dropped space.
+    """
+    more = {"tools": None, "documents": None, **conversation.more}
+    template = tokenizer.get_chat_template(tools=more["tools"])
     if not tokenizer.is_fast or not _MARKS_WHAT_IT_WRITES.search(template):
         return None
-    encoded = tokenizer.apply_chat_template(
-        [dict(message) for message in conversation.messages], tokenize=True, return_dict=True,
-        return_assistant_tokens_mask=True, **conversation.more,
+    messages = [{name: value for name, value in turn.items() if value is not None} for turn in conversation.messages]
+    (rendered,), (marked,) = render_jinja_template(
+        conversations=[messages], chat_template=template, return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **more},
     )
-    assert isinstance(encoded, Mapping) and list(encoded["input_ids"]) == list(ids)
-    edges = [0, *encoded["assistant_masks"], 0]
-    begins = [at for at in range(len(ids)) if edges[at + 1] and not edges[at]]
-    ends = [at + 1 for at in range(len(ids)) if edges[at + 1] and not edges[at + 2]]
-    return list(zip(begins, ends, strict=True))
+    if rendered != text:
+        return None
+    places = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)["offset_mapping"]
+    spans = []
+    for first, last in marked:
+        inside = [at for at, (start, _) in enumerate(places) if first <= start < last]
+        spans += [(inside[0], inside[-1] + 1)] if inside else []
+    return spans
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -127,6 +127,8 @@ class Reader:
         fitting = next((tokens for tokens in candidates if len(tokens) <= longest), None)
         if fitting is None:
             raise Unusable(f"prompt longer than {longest} tokens")
+        if not fitting:
+            raise Unusable("empty prompt")
         return fitting
 
     def _through_template(self, made: Callable[[], T]) -> T:

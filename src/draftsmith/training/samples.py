@@ -35,7 +35,7 @@ def parts_of(window: Window, text: TokenText) -> list[tuple[str, bool]]:
 
 
 def show_samples(windows: Sequence[Window], text: TokenText, title: str, console: Console) -> list[dict[str, Any]]:
-    """Print the first windows, dimmed what is not learnt, and return all as records."""
+    """Print the first windows, each as one line, dimmed what is not learnt, and return all as records."""
     records = []
     console.print(f"[bold]{title}[/bold] [dim](dimmed: read, but not learnt)[/dim]", highlight=False)
     for number, window in enumerate(windows[:SHOWN_SAMPLES], 1):
@@ -43,7 +43,7 @@ def show_samples(windows: Sequence[Window], text: TokenText, title: str, console
         shown = Text(f"{number}. ", style="bold")
         left = SHOWN_CHARACTERS
         for words, learnt in parts:
-            shown.append(words[:left], style="not bold" if learnt else "not bold dim")
+            shown.append(words[:left].replace("\n", "⏎"), style="not bold" if learnt else "not bold dim")
             left -= len(words[:left])
         shown.append(" …" if left == 0 else "")
         console.print(shown, soft_wrap=True)

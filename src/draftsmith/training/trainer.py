@@ -105,7 +105,7 @@ class Run:
             tokens = self._tokens_a_step(stage)
             self.console.print(
                 f"{name}: {stage.steps} steps × {stage.batch * stage.accumulate} sequences, "
-                f"{tokens * stage.steps:,} tokens, rate {stage.rate:g} → {stage.final_rate:g}"
+                f"at most {tokens * stage.steps:,} tokens, rate {stage.rate:g} → {stage.final_rate:g}"
             )
         count = sum(p.numel() for p in self.drafter.parameters())
         self.console.print(
