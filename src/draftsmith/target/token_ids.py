@@ -125,10 +125,12 @@ def _marked_spans(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
     if not tokenizer.is_fast or not _MARKS_WHAT_IT_WRITES.search(template):
         return None
     messages = [{name: value for name, value in turn.items() if value is not None} for turn in conversation.messages]
-    (rendered,), (marked,) = render_jinja_template(
+    # It is declared to return a text, and returns the texts with the places of what is marked in each.
+    returned: Any = render_jinja_template(
         conversations=[messages], chat_template=template, return_assistant_tokens_mask=True,
         **{**tokenizer.special_tokens_map, **more},
     )
+    rendered, marked = returned[0][0], returned[1][0]
     if rendered != text:
         return None
     places = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)["offset_mapping"]
