@@ -17,13 +17,14 @@ NEW_TOKENS = 18
 
 
 class CheckedDrafter(Drafter):
-    """Passes everything on to another drafter and checks what comes back."""
+    """Passes everything on to another drafter, and checks and keeps the drafts that come back."""
 
     def __init__(self, inner: Drafter, target: Target) -> None:
         self.inner, self.target = inner, target
         self.taps, self.reads_prompt = inner.taps, inner.reads_prompt
         self.can_sample, self.observes, self.borrows_layers = inner.can_sample, inner.observes, inner.borrows_layers
         self.proposed: tuple[Context, Draft] | None = None
+        self.drafts: list[Draft] = []
         self.rows_seen: set[int] = set()
         self.rows_reset: set[int] = set()
 
@@ -57,6 +58,7 @@ class CheckedDrafter(Drafter):
         check_draft(draft, plan, batch, self.target.vocab_size, self.can_sample)
         assert not self.observes or self.proposed is None, "what was drafted last was not shown to it"
         self.proposed = context, draft
+        self.drafts.append(draft)
         return draft
 
 

@@ -7,6 +7,8 @@ from random import Random
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from contract import CheckedDrafter
 from draftsmith.drafters.eagle import EagleOptions, make_eagle
@@ -17,9 +19,9 @@ from draftsmith.engine.request import Request
 from draftsmith.native import LIBRARY
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import BLOCK, Target
-from draftsmith.types import DraftsmithError, SamplingParams
-from oracle import oracle_for
-from tiny import CONTEXT, greedy_reference, prompts, tiny_model, tiny_target
+from draftsmith.types import Context, Draft, DraftsmithError, SamplingParams
+from oracle import OracleDrafter, oracle_for
+from tiny import CONTEXT, VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 
 CHAIN, TREE = Plan((1, 1, 1)), Plan((3, 2, 1))
 
@@ -261,20 +263,13 @@ def test_a_drafter_with_a_memory_hears_of_what_was_not_read_again():
     answer = greedy_reference(tiny_model(), question, 30)
 
     def guesses(shared: bool, piece: int) -> list[list[list[int]]]:
-        seen: list[list[list[int]]] = []
-
-        class Recorder(CheckedDrafter):
-            def propose(self, context, plan):
-                draft = super().propose(context, plan)
-                seen.append(draft.tokens_BN.tolist())
-                return draft
-
-        engine = Engine(target, Recorder(drafter, target), plan=CHAIN, share_prefixes=shared, piece_tokens=piece)
+        checked = CheckedDrafter(drafter, target)
+        engine = Engine(target, checked, plan=CHAIN, share_prefixes=shared, piece_tokens=piece)
         for text in (question, question + answer):
-            seen.clear()
+            checked.drafts.clear()
             engine.generate([text], params)
         assert bool(engine.core.blocks.hits) == shared
-        return seen
+        return [draft.tokens_BN.tolist() for draft in checked.drafts]
 
     expected = guesses(False, 1000)
     assert len(expected) > 5
@@ -311,19 +306,28 @@ def test_rows_draft_by_plans_of_their_own():
     assert [c.statistics.drafted for c in completions] == [3 * TREE.max_nodes, 3 * 3, 0, 6 * 2]
 
 
-def test_greedy_rows_stay_on_the_greedy_way_beside_sampled_ones(monkeypatch: pytest.MonkeyPatch):
-    """The rules of sampling are asked about the rows that need them, and about no other."""
-    import draftsmith.engine.step as step
+class Exponentials(TorchDispatchMode):
+    """Notes of how many rows the logits are turned into probabilities, which takes exponentials over the vocabulary."""
 
-    sizes = []
-    inner = step.choose
-    monkeypatch.setattr(step, "choose", lambda rows, context, *rest: sizes.append(len(context.rows_B)) or inner(
-        rows, context, *rest))
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.exp.default and out.shape[-1] == VOCABULARY:
+            self.rows.append(len(out))
+        return out
+
+
+def test_greedy_rows_stay_on_the_greedy_way_beside_sampled_ones():
+    """Probabilities are computed for the rows that need them, and for no other."""
     questions = prompts(5)
     engine = Engine(tiny_target(), oracle_for(tiny_model(), questions), plan=CHAIN, max_batch=5)
-    rules = [SamplingParams(max_tokens=9)] * 3 + [SamplingParams(max_tokens=9, temperature=1.0, seed=2)] * 2
-    engine.generate(questions, rules)
-    assert set(sizes) <= {1, 2} and sizes
+    greedy, sampled = SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, temperature=1.0, seed=2)
+    with Exponentials() as taken:
+        engine.generate(questions, [greedy, sampled, greedy, sampled, greedy])
+    assert set(taken.rows) <= {1, 2} and taken.rows
 
 
 def test_a_policy_is_told_what_was_known_before():
@@ -367,27 +371,35 @@ def test_a_policy_and_a_plan_exclude_each_other():
 # ---- what goes wrong
 
 
-def test_a_step_that_breaks_off_ends_what_runs_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
-    import draftsmith.engine.core as core
+class Interrupted(OracleDrafter):
+    """Is interrupted, once asked to be, when it learns what became of a tree: rows before it are committed by then."""
 
+    observes = True
+    now = False
+
+    def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
+        if self.now and not draft.is_chain:
+            raise KeyboardInterrupt("by the user")
+
+
+def test_a_step_that_breaks_off_ends_what_runs_and_nothing_else():
     questions = prompts(2)
-    engine = Engine(tiny_target(), oracle_for(tiny_model(), questions), plan=CHAIN)
-    first, second = (engine.stream([question], SamplingParams(max_tokens=20)) for question in questions)
+    drafter = oracle_for(tiny_model(), questions, kind=Interrupted)
+    engine = Engine(tiny_target(), drafter, plan=CHAIN)
+    params = SamplingParams(max_tokens=20)
+    first, second = (engine.stream([q], params, plan) for q, plan in zip(questions, [CHAIN, TREE], strict=True))
     next(first), next(second)
-
-    def interrupted(results):
-        raise KeyboardInterrupt("by the user")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(core, "lists_of", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            list(first)
+    drafter.now = True
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    drafter.now = False
     (*_, last) = list(second)
     assert last.completion is not None and last.completion.finish_reason == "error"
     assert "broke off (KeyboardInterrupt: by the user)" in str(last.completion.error)
-    answer = greedy_reference(tiny_model(), questions[1], 20)
-    assert last.completion.tokens == answer[: len(last.completion.tokens)]
-    assert engine.generate([questions[1]], SamplingParams(max_tokens=20))[0].tokens == answer
+    answers = [greedy_reference(tiny_model(), question, 20) for question in questions]
+    assert last.completion.tokens == answers[1][: len(last.completion.tokens)]
+    assert not engine.core.has_work
+    assert [c.tokens for c in engine.generate(questions, params)] == answers
     assert engine.core.blocks.held_tokens == 0
 
 
@@ -402,7 +414,7 @@ def test_who_steps_or_aborts_by_hand_takes_nothing_from_a_stream():
     assert tokens == answer
     stream = engine.stream([question], SamplingParams(max_tokens=20))
     next(stream)
-    engine.core.abort(next(iter(engine.core._requests)))
+    engine.core.abort(next(iter(engine.core.scheduler.decoding)))
     (*_, last) = list(stream)
     assert last.completion is not None and last.completion.finish_reason == "abort"
 
