@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
+from draftsmith.engine.request import Request
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import KVCache, Target
 from draftsmith.types import ROOT, UNUSED, Context, Draft, SamplingParams
@@ -167,3 +168,13 @@ def check_forward_law(drafter: TrainableDrafter, target: Target) -> None:
         tokens_1T = torch.tensor([text[1:] + guesses])
         logits = drafter(tokens_1T, torch.cat([features_1TF, unknown_1DF], dim=1))
         assert [logits[d][0, length - 2].argmax().item() for d in range(depth)] == guesses
+
+
+def run_out(engine: Engine) -> list[Request]:
+    """Step until nothing is left; return the requests in the order in which they ended."""
+    ended = []
+    while engine.core.has_work:
+        progress = engine.core.step()
+        assert len({one.request.id for one in progress}) == len(progress)
+        ended += [one.request for one in progress if one.finished]
+    return ended

@@ -157,7 +157,7 @@ def test_a_step_that_fails_is_told_to_everybody():
         drafter.guessing = RuntimeError("the device is gone")
         async with AsyncEngine(Engine(tiny_target(), drafter, plan=CHAIN)) as served:
             with pytest.raises(RuntimeError, match="the device is gone"):
-                await served.generate(prompts(1)[0], SamplingParams(max_tokens=4))
+                await asyncio.wait_for(served.generate(prompts(1)[0], SamplingParams(max_tokens=4)), 10)
             with pytest.raises(DraftsmithError, match="the engine has stopped: the device is gone"):
                 await served.generate(prompts(1)[0], SamplingParams(max_tokens=4))
 

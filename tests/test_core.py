@@ -2,26 +2,23 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from contract import CheckedDrafter
+from contract import CheckedDrafter, run_out
 from draftsmith.drafters.eagle import EagleOptions, make_eagle
 from draftsmith.drafters.ngram import NgramDrafter, NgramOptions
 from draftsmith.engine import Engine
-from draftsmith.engine.policy import Choice, Fixed, Load, OffAbove, Policy, RowHistory
+from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.request import Request
 from draftsmith.native import LIBRARY
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import BLOCK, Target
-from draftsmith.types import Context, Draft, DraftsmithError, SamplingParams
-from oracle import OracleDrafter, oracle_for
-from tiny import CONTEXT, VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
+from draftsmith.types import DraftsmithError, SamplingParams
+from oracle import oracle_for
+from tiny import CONTEXT, greedy_reference, prompts, tiny_model, tiny_target
 
 CHAIN, TREE = Plan((1, 1, 1)), Plan((3, 2, 1))
 
@@ -41,16 +38,6 @@ class AtRandom(Policy):
         self.loads.append(load)
         assert len(rows) == load.decoding
         return [self._random.choice(self._choices) for _ in rows]
-
-
-def run_out(engine: Engine) -> list[Request]:
-    """Step until nothing is left; return the requests in the order in which they ended."""
-    ended = []
-    while engine.core.has_work:
-        progress = engine.core.step()
-        assert len({one.request.id for one in progress}) == len(progress)
-        ended += [one.request for one in progress if one.finished]
-    return ended
 
 
 # ---- whatever happens around it, a text is its own
@@ -205,6 +192,16 @@ def test_running_rows_get_tokens_while_a_long_prompt_is_read():
     assert long.completion().tokens == greedy_reference(tiny_model(), [5] * 80, 4)
 
 
+def test_what_ends_early_has_its_share_of_the_time():
+    engine = Engine(tiny_target())
+    (request,) = engine.admit_call(prompts(1), SamplingParams(max_tokens=60))
+    engine.core.add(request)
+    for _ in range(4):
+        engine.core.step()
+    engine.core.abort(request.id)
+    assert request.completion().statistics.decode_s > 0
+
+
 # ---- memory
 
 
@@ -285,206 +282,3 @@ def test_memory_is_given_back_and_stays_within_its_limit():
     assert 0 < blocks.cached_bytes <= blocks.limit // BLOCK * blocks.block_bytes
     blocks.trim()
     assert blocks.cached_bytes == 0
-
-
-# ---- plans and policies
-
-
-def test_rows_draft_by_plans_of_their_own():
-    questions = prompts(4)
-    oracle = oracle_for(tiny_model(), questions)
-    engine = Engine(tiny_target(), oracle, plan=TREE, max_batch=4)
-    requests = []
-    for question, plan in zip(questions, [None, CHAIN, NO_DRAFT, Plan((2,))], strict=True):
-        requests += engine.admit_call([question], SamplingParams(max_tokens=13), plan)
-    for request in requests:
-        engine.core.add(request)
-    run_out(engine)
-    completions = [request.completion() for request in requests]
-    assert [c.tokens for c in completions] == [greedy_reference(tiny_model(), q, 13) for q in questions]
-    assert [c.accepted_lengths for c in completions] == [[3] * 3, [3] * 3, [0] * 12, [1] * 6]
-    assert [c.statistics.drafted for c in completions] == [3 * TREE.max_nodes, 3 * 3, 0, 6 * 2]
-
-
-class Exponentials(TorchDispatchMode):
-    """Notes of how many rows the logits are turned into probabilities, which takes exponentials over the vocabulary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[int] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.exp.default and out.shape[-1] == VOCABULARY:
-            self.rows.append(len(out))
-        return out
-
-
-def test_greedy_rows_stay_on_the_greedy_way_beside_sampled_ones():
-    """Probabilities are computed for the rows that need them, and for no other."""
-    questions = prompts(5)
-    engine = Engine(tiny_target(), oracle_for(tiny_model(), questions), plan=CHAIN, max_batch=5)
-    greedy, sampled = SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, temperature=1.0, seed=2)
-    with Exponentials() as taken:
-        engine.generate(questions, [greedy, sampled, greedy, sampled, greedy])
-    assert set(taken.rows) <= {1, 2} and taken.rows
-
-
-def test_a_policy_is_told_what_was_known_before():
-    class Curious(Fixed):
-        def __init__(self) -> None:
-            super().__init__(CHAIN)
-            self.seen: list[list[tuple[int, int]]] = []
-
-        @property
-        def is_fixed(self) -> bool:
-            return False
-
-        def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-            self.seen.append([(sum(row.accepted), sum(row.drafted)) for row in rows])
-            return super().choose(load, rows)
-
-    policy = Curious()
-    question = prompts(1)[0]
-    engine = Engine(tiny_target(), oracle_for(tiny_model(), [question]), policy=policy)
-    engine.generate([question], SamplingParams(max_tokens=13))
-    assert [seen for seen in policy.seen if seen] == [[(3 * n, 3 * n)] for n in range(3)]
-
-
-def test_off_above_a_load():
-    policy = OffAbove(CHAIN, 1)
-    load = Load(decoding=2, reading=0, waiting=0, max_batch=4)
-    history = RowHistory(False, 3)
-    assert policy.choose(load, [history] * 2) == [Choice(NO_DRAFT)] * 2
-    assert policy.choose(replace(load, decoding=1), [history]) == [Choice(CHAIN)]
-    with pytest.raises(DraftsmithError, match="draft_rows is -1"):
-        OffAbove(CHAIN, -1)
-
-
-def test_a_policy_and_a_plan_exclude_each_other():
-    with pytest.raises(DraftsmithError, match="policy"):
-        Engine(tiny_target(), plan=CHAIN, policy=Fixed(CHAIN))
-    with pytest.raises(DraftsmithError, match="empty"):
-        Engine(tiny_target(), {})
-
-
-# ---- what goes wrong
-
-
-class Interrupted(OracleDrafter):
-    """Is interrupted, once asked to be, when it learns what became of a tree: rows before it are committed by then."""
-
-    observes = True
-    now = False
-
-    def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
-        if self.now and not draft.is_chain:
-            raise KeyboardInterrupt("by the user")
-
-
-def test_a_step_that_breaks_off_ends_what_runs_and_nothing_else():
-    questions = prompts(2)
-    drafter = oracle_for(tiny_model(), questions, kind=Interrupted)
-    engine = Engine(tiny_target(), drafter, plan=CHAIN)
-    params = SamplingParams(max_tokens=20)
-    first, second = (engine.stream([q], params, plan) for q, plan in zip(questions, [CHAIN, TREE], strict=True))
-    next(first), next(second)
-    drafter.now = True
-    with pytest.raises(KeyboardInterrupt):
-        list(first)
-    drafter.now = False
-    (*_, last) = list(second)
-    assert last.completion is not None and last.completion.finish_reason == "error"
-    assert "broke off (KeyboardInterrupt: by the user)" in str(last.completion.error)
-    answers = [greedy_reference(tiny_model(), question, 20) for question in questions]
-    assert last.completion.tokens == answers[1][: len(last.completion.tokens)]
-    assert not engine.core.has_work
-    assert [c.tokens for c in engine.generate(questions, params)] == answers
-    assert engine.core.blocks.held_tokens == 0
-
-
-def test_who_steps_or_aborts_by_hand_takes_nothing_from_a_stream():
-    question = prompts(1)[0]
-    answer = greedy_reference(tiny_model(), question, 20)
-    engine = Engine(tiny_target(), oracle_for(tiny_model(), [question]), plan=CHAIN)
-    stream = engine.stream([question], SamplingParams(max_tokens=20))
-    tokens = list(next(stream).tokens)
-    engine.core.step()
-    tokens += [token for chunk in stream for token in chunk.tokens]
-    assert tokens == answer
-    stream = engine.stream([question], SamplingParams(max_tokens=20))
-    next(stream)
-    engine.core.abort(next(iter(engine.core.scheduler.decoding)))
-    (*_, last) = list(stream)
-    assert last.completion is not None and last.completion.finish_reason == "abort"
-
-
-def test_a_drafter_that_remembers_serves_one_core_at_a_time():
-    question = prompts(1)[0]
-    oracle = oracle_for(tiny_model(), [question])
-    one, other = (Engine(tiny_target(), oracle, plan=CHAIN) for _ in range(2))
-    stream = one.stream([question], SamplingParams(max_tokens=9))
-    next(stream)
-    with pytest.raises(DraftsmithError, match="drafting for another engine"):
-        other.generate([question], SamplingParams(max_tokens=4))
-    stream.close()
-    assert other.generate([question], SamplingParams(max_tokens=4))[0].tokens == greedy_reference(
-        tiny_model(), question, 4
-    )
-
-
-def test_an_engine_that_never_drafts_needs_no_memory_and_finds_it_when_a_request_does():
-    question = prompts(1)[0]
-    oracle = oracle_for(tiny_model(), [question])
-    engine = Engine(tiny_target(), oracle, plan=NO_DRAFT)
-    (plain,) = engine.admit_call([question], SamplingParams(max_tokens=9))
-    engine.core.add(plain)
-    engine.core.step()
-    (drafted,) = engine.admit_call([question], SamplingParams(max_tokens=9), CHAIN)
-    engine.core.add(drafted)
-    run_out(engine)
-    answer = greedy_reference(tiny_model(), question, 9)
-    assert plain.completion().tokens == drafted.completion().tokens == answer
-    assert sum(drafted.history.accepted) > 0 and sum(plain.history.drafted) == 0
-
-
-def test_what_was_not_read_to_a_finite_end_is_not_shared():
-    """One piece holds a token that cannot be read: PyTorch's attention spoils the keys of those before it."""
-    model = tiny_model()
-    token = 77
-    good = [t for t in prompts(1, shortest=90, longest=90, seed=8)[0] if t != token][:BLOCK]
-    good += [5] * (BLOCK - len(good))
-    model.get_input_embeddings().weight.data[token] = torch.nan
-    target = Target(model, name="broken")
-    engine = Engine(target, piece_tokens=BLOCK + 16)
-    (sick,) = engine.admit_call([[*good, token, *good[:30]]], SamplingParams(max_tokens=3))
-    engine.core.add(sick)
-    engine.core.step()
-    engine.core.abort(sick.id)
-    params = SamplingParams(max_tokens=6, logit_bias={token: -1e4})
-    expected = Engine(target, share_prefixes=False).generate([[*good, 1]], params)[0]
-    found = engine.generate([[*good, 1]], params)[0]
-    assert found.finish_reason == "length" and found.tokens == expected.tokens
-
-
-def test_a_policy_may_name_only_what_is_there():
-    with pytest.raises(DraftsmithError, match="names the drafter 'other', but there is drafter"):
-        Engine(tiny_target(), NgramDrafter(NgramOptions()), policy=Fixed(CHAIN, "other"))
-
-    class Surprising(OffAbove):
-        def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-            return [Choice(TREE)] * len(rows)
-
-    engine = Engine(tiny_target(), NgramDrafter(NgramOptions()), policy=Surprising(CHAIN, 3))
-    with pytest.raises(DraftsmithError, match="none of its choices"):
-        engine.generate(prompts(1), SamplingParams(max_tokens=4))
-
-
-def test_what_ends_early_has_its_share_of_the_time():
-    engine = Engine(tiny_target())
-    (request,) = engine.admit_call(prompts(1), SamplingParams(max_tokens=60))
-    engine.core.add(request)
-    for _ in range(4):
-        engine.core.step()
-    engine.core.abort(request.id)
-    assert request.completion().statistics.decode_s > 0
