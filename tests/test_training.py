@@ -21,10 +21,12 @@ from draftsmith.training.build import build_drafter
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data import noise
 from draftsmith.training.generated import GeneratedText
-from draftsmith.training.lessons import choose_positions, prepare
+from draftsmith.training.lessons import choose_positions, draw, prepare
 from draftsmith.training.recipe import DistillationSection, OnPolicySection, load_recipe
+from draftsmith.training.step import TrainingStep
 from draftsmith.training.train import train
 from draftsmith.training.trainer import TrainingInterrupted
+from draftsmith.training.windows import Window, collate
 from draftsmith.types import DraftsmithError
 
 
@@ -82,22 +84,55 @@ def test_losses_are_those_of_forward(tmp_path: Path, data: Path):
 
 def test_stage_two_trains_on_generated_tokens_only(tmp_path: Path, data: Path):
     drafter, prompt = speculator(tmp_path, data), 6
-    tokens_BL = torch.cat([torch.full((2, prompt), 1), torch.full((2, 10), 2)], dim=1)
-    work = prepare(
-        drafter, toy.target(), tokens_BL, first=prompt - 2, count=None, distillation=DistillationSection(), seed=()
-    )
+    windows = [Window([1] * prompt + [2] * count, [(prompt, prompt + count)]) for count in (10, 4)]
+    task = draw(collate(windows, 16), 2, None, ())
+    work = prepare(drafter, toy.target(), task, distillation=DistillationSection(), seed=())
     labels_RN, tokens_RN = work.labels_RN(2, None, 256), work.tokens_RN(2)
-    assert (labels_RN == 2).all()
+    assert set(labels_RN.flatten().tolist()) == {2, IGNORED}
     assert (tokens_RN[0] == torch.tensor([1, 2])).all(), "the first root is the prompt's last token"
-    assert len(labels_RN) == 2 * (16 - 1 - 2 - (prompt - 2))
+    assert (labels_RN != IGNORED).sum(0).tolist() == [9 + 4, 9 + 3] == task.counts_N.tolist()
 
 
 def test_positions_are_a_function_of_the_seed():
-    one, same, other = (choose_positions(3, 50, 7, 4, ("a", s)) for s in (1, 1, 2))
+    learnt_BL = torch.zeros(4, 55, dtype=torch.bool)
+    learnt_BL[:, 5:] = True
+    one, same, other = (choose_positions(learnt_BL, 4, 7, ("a", s)) for s in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert one.shape == (4, 7) and one.min() >= 3 and one.max() < 50
     assert all(len(row.unique()) == 7 for row in one)
-    assert torch.equal(choose_positions(3, 6, 7, 2, ()), torch.tensor([[3, 4, 5]] * 2))
+    assert torch.equal(choose_positions(learnt_BL[:2, :11], 4, 7, ()), torch.tensor([[3, 4, 5]] * 2))
+
+
+def test_positions_lie_before_what_is_learnt_as_far_as_there_are_any():
+    learnt_BL = torch.zeros(3, 40, dtype=torch.bool)
+    learnt_BL[0, 4:9], learnt_BL[1, 30:36], learnt_BL[2, 20:22] = True, True, True
+    for count in (None, 4, 2):
+        positions_BP = choose_positions(learnt_BL, 3, count, ("x",))
+        assert positions_BP.shape == (3, min(6, count or 6))
+        for row, begin, end in ((0, 4, 9), (1, 30, 36), (2, 20, 22)):
+            inside = [begin <= t + 2 < end for t in positions_BP[row].tolist()]
+            assert sum(inside) == min(positions_BP.shape[1], end - begin)
+
+
+def test_padding_and_the_words_of_others_change_no_loss(tmp_path: Path, data: Path):
+    """Every window alone, without its padding and the target's laws behind it, gives the same sums as the batch."""
+    drafter = speculator(tmp_path, data, "drafter.draft_vocab_size=200").double()
+    windows = [
+        Window(list(range(1, 30)), [(3, 9), (20, 26)]), Window(list(range(50, 62)), [(0, 12)]),
+        Window(list(range(90, 110)), [(10, 20)]),
+    ]
+
+    def judged(some: list[Window]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        task = draw(collate(some, 99, 1), 2, None, ())
+        section = DistillationSection(weight=1.0)
+        lesson = prepare(drafter, toy.target(), task, distillation=section, seed=())
+        return *drafter.losses(lesson), task.counts_N
+
+    loss_N, hits_N, counts_N = judged(windows)
+    assert counts_N.tolist() == [6 + 6 + 10 + 10, 5 + 5 + 9 + 9]
+    alone = [judged([window]) for window in windows]
+    torch.testing.assert_close(loss_N * counts_N, sum(loss * count for loss, _, count in alone))
+    torch.testing.assert_close(hits_N * counts_N, sum(hits * count for _, hits, count in alone))
 
 
 def test_draft_vocabulary_labels(tmp_path: Path, data: Path):
@@ -158,11 +193,22 @@ def test_options_train_and_resume_alike(tmp_path: Path, data: Path, overrides: t
 
 
 def test_accumulation_is_one_larger_batch(tmp_path: Path, data: Path):
-    whole = toy.run(tmp_path / "a", data, "stage1.batch=4", "stage2.steps=0")
-    parts = toy.run(tmp_path / "b", data, "stage1.batch=2", "stage1.accumulate=2", "stage2.steps=0")
-    one, other = (load_drafter(r.folder / "latest", toy.target()).state_dict() for r in (whole, parts))
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-4)
+    """Every guess counts as much as any other, however unlike the micro-batches are."""
+    recipe = toy.recipe(tmp_path / "unused", data)
+    lengths = [(30, 30), (9, 4), (25, 20), (7, 3)]
+    windows = [
+        Window(list(range(i, i + whole)), [(whole - learnt, whole)]) for i, (whole, learnt) in enumerate(lengths)
+    ]
+    moved = []
+    for sizes in ((4,), (2, 2), (1, 1, 2)):
+        drafter, rest = build_drafter(recipe, toy.target()), iter(windows)
+        step = TrainingStep(drafter, toy.target(), recipe.optimizer, DistillationSection(weight=0.5))
+        batches = [collate([next(rest) for _ in range(size)], 99, 1) for size in sizes]
+        found = step(batches, rate=0.01, positions=None, seed=())
+        moved.append([found.loss_N, found.hits_N, *(p.grad if p.grad is not None else p for p in drafter.parameters())])
+    for other in moved[1:]:
+        for one, two in zip(moved[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
 
 
 def test_warm_start_takes_weights_and_nothing_else(tmp_path: Path, data: Path):
@@ -183,7 +229,7 @@ def test_dry_run_prints_the_plan_and_writes_a_loadable_drafter(tmp_path: Path, d
         recipe, target=toy.target(), generate=toy.generate, evaluate=toy.evaluate, dry_run=True, console=console
     )
     text = console.file.getvalue()
-    assert "stage 1: 6 steps × 2 sequences, 384 tokens, rate 0.01 → 0.001" in text and "initialised drafter" in text
+    assert "stage 1: 6 steps × 2 sequences, at most 384 tokens, rate 0.01 → 0.001" in text and "initialised drafter" in text
     assert load_drafter(result.drafter, toy.target()).max_depth == 2
     toy.run(tmp_path / "run", data)
 
@@ -280,9 +326,9 @@ def test_generated_text_is_made_once(tmp_path: Path):
         def __init__(self) -> None:
             self.given = 0
 
-        def next_window(self) -> list[int]:
+        def next_window(self) -> Window:
             self.given += 1
-            return [self.given] * 3
+            return Window([self.given] * 3, [])
 
     def generate(prompts: list[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
         asked.append(seed)
@@ -301,10 +347,28 @@ def test_generated_text_is_made_once(tmp_path: Path):
     asked.clear()
     again = GeneratedText(path, section, 1)
     assert not list(again.make(Prompts(), generate)) and not asked
-    read = [again.batch(i)[:, 0].tolist() for i in range(5)]
+    read = [again.batch(i).tokens_BL[:, 0].tolist() for i in range(5)]
     assert sorted(number for batch in read for number in batch) == sorted([1, 2, 3, 4, 5] * 2)
-    with pytest.raises(DraftsmithError, match="did not write 8 tokens after each of 2 prompts"):
+    with pytest.raises(DraftsmithError, match="did not write 8 tokens, or up to its end token, after each of 2"):
         list(GeneratedText(tmp_path / "x", section, 1).make(Prompts(), lambda p, n, s: [[1]] * len(p)))
+
+
+def test_a_text_ends_at_its_end_token(tmp_path: Path):
+    section = OnPolicySection(steps=1, batch=2, prompt_tokens=3, new_tokens=8, generate_batch=2)
+    prompts = iter([Window([1, 2, 3], []), Window([4, 5, 6, 7, 8], [])])
+
+    class Prompts:
+        def next_window(self) -> Window:
+            return next(prompts)
+
+    texts = GeneratedText(tmp_path / "x", section, 1)
+    list(texts.make(Prompts(), lambda p, n, s: [[9, 9, 99], [9] * 8], {99}))
+    again = GeneratedText(tmp_path / "x", section, 1)
+    assert again.sequences == texts.sequences == [[1, 2, 3, 9, 9, 99], [4, 5, 6, 7, 8] + [9] * 8]
+    batch = again.batch(0)
+    rows = sorted(zip(batch.tokens_BL.tolist(), batch.learnt_BL.tolist(), strict=True))
+    assert rows[0] == ([1, 2, 3, 9, 9, 99] + [0] * 7, [False] * 3 + [True] * 3 + [False] * 7)
+    assert rows[1] == (again.sequences[1], [False] * 5 + [True] * 8)
 
 
 def mistakes(folder: Path, data: Path) -> list[tuple[tuple[str, ...], str]]:

@@ -4,17 +4,29 @@ import gzip
 import json
 import lzma
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from draftsmith.training.data import Loader, Packing
+from draftsmith.training.files import missing_file
+from draftsmith.training.reader import Reader
 from draftsmith.training.recipe import DataSection
-from draftsmith.training.sources import missing_file
 from draftsmith.training.split import is_held_out
 from draftsmith.types import DraftsmithError
 
-END = -1
+END = 30_000
+
+
+@cache
+def reader_of_numbers() -> Reader:
+    """Return the reader of a target whose tokens are the numbers below 30,000, without BOS."""
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(END)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Reader(PreTrainedTokenizerFast(tokenizer_object=tokenizer), frozenset([END]), "numbers", "assistant")
 
 
 def tokenize(text: str) -> list[int]:
@@ -34,7 +46,8 @@ def numbered(count: int, words: int = 7) -> list[str]:
 def loader(*paths: Path, length: int = 8, rank: int = 0, world: int = 1, seed: int = 5, **section) -> Loader:
     values = {"sources": [{"path": str(path)} for path in paths], "shuffle_documents": 5, "shuffle_windows": 3}
     return Loader(
-        DataSection.model_validate(values | section), tokenize, END, Packing(length), seed=seed, rank=rank, world=world
+        DataSection.model_validate(values | section), reader_of_numbers(), Packing(length), seed=seed, rank=rank,
+        world=world,
     )
 
 
@@ -43,7 +56,7 @@ def training(documents: list[str]) -> list[str]:
 
 
 def take(reader: Loader, count: int) -> list[list[int]]:
-    return [reader.next_window() for _ in range(count)]
+    return [reader.next_window().tokens for _ in range(count)]
 
 
 def test_an_epoch_has_every_document_once_and_no_held_out_one(tmp_path: Path):
@@ -73,11 +86,33 @@ def test_resume_anywhere(tmp_path: Path, length: int):
     assert seen == calm
 
 
-def test_packing_puts_an_end_token_between_documents(tmp_path: Path):
-    documents = numbered(30, words=4)
-    reader = loader(write(tmp_path / "a.jsonl", documents), length=5, shuffle_windows=1)
-    for window in take(reader, 20):
-        assert window[-1] == END and window[:-1] == list(range(window[0], window[0] + 4))
+def test_a_window_belongs_to_one_document_and_an_end_token_stands_at_its_end_only(tmp_path: Path):
+    documents = numbered(30, words=7)
+    windows = take(loader(write(tmp_path / "a.jsonl", documents), length=5, shuffle_windows=1), 40)
+    for window in windows:
+        first = window[0]
+        assert first % 100 in (0, 5)
+        expected = list(range(first, first + 5)) if first % 100 == 0 else [first, first + 1, END]
+        assert window == expected
+    assert {len(window) for window in windows} == {3, 5}
+
+
+def test_windows_of_a_batch_are_alike_in_length_and_none_is_lost(tmp_path: Path):
+    documents = [text for pair in zip(numbered(40, words=4), numbered(80, words=31)[40:], strict=True) for text in pair]
+    path = write(tmp_path / "a.jsonl", documents)
+    settings = {"length": 32, "shuffle_windows": 24, "shuffle_documents": 100}
+    expected = Counter(tokenize(text)[0] for text in training(documents))
+    reader, seen, padded = loader(path, **settings), Counter(), 0
+    for _ in range(12):
+        batch = reader.next_batch(4)
+        lengths = batch.learnt_BL.sum(1)
+        padded += int((batch.learnt_BL.shape[1] - lengths).sum())
+        seen.update(batch.tokens_BL[:, 0].tolist())
+        again = loader(path, **settings)
+        again.load_state_dict(json.loads(json.dumps(reader.state_dict())))
+        reader = again
+    assert seen <= expected and max(seen.values()) == 1
+    assert padded < 48 * 27 / 4, "at random, about half of the windows would be padded by 27"
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
@@ -97,7 +132,7 @@ def test_resume_with_another_number_of_ranks(tmp_path: Path, before: int, after:
     for reader in new:
         while reader.pieces < sum(expected.values()):
             reader._read_piece()
-        seen.update(window[0] for window in reader._pool)
+        seen.update(window.tokens[0] for window in reader._pool)
     assert seen == expected
 
 
@@ -119,7 +154,7 @@ def test_two_ranks_share_and_resume_alike(tmp_path: Path):
 def test_weights_share_the_tokens(tmp_path: Path):
     short, long = write(tmp_path / "s.jsonl", numbered(60, 4)), write(tmp_path / "l.jsonl", numbered(60, 40))
     values = {"sources": [{"path": str(short), "weight": 3}, {"path": str(long), "weight": 1}], "shuffle_windows": 1}
-    reader = Loader(DataSection.model_validate(values), tokenize, END, Packing(10), seed=1)
+    reader = Loader(DataSection.model_validate(values), reader_of_numbers(), Packing(10), seed=1)
     drawn = [0, 0]
     for piece in range(4000):
         source = reader._pick(piece)
@@ -130,16 +165,18 @@ def test_weights_share_the_tokens(tmp_path: Path):
 def test_long_documents_are_cut_and_shuffled_apart(tmp_path: Path):
     text = " ".join(str(i) for i in range(10_000, 11_000))
     (tmp_path / "a.txt").write_text(text)
-    reader = loader(tmp_path / "a.txt", piece_characters=600, shuffle_documents=20, shuffle_windows=1, length=20)
-    starts = [window[0] for window in take(reader, 30)]
+    reader = loader(tmp_path / "a.txt", piece_characters=600, shuffle_documents=20, shuffle_windows=1, length=21)
+    windows = take(reader, 50)
+    starts = [window[0] for window in windows]
     assert starts != sorted(starts)
+    ended = [window for window in windows if END in window]
+    assert len(ended) == 1 and ended[0][-2:] == [10_999, END], "only where the document ends"
 
 
-def test_one_window_a_piece(tmp_path: Path):
+def test_a_prompt_begins_with_a_word_anywhere_in_a_piece(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", numbered(40, words=60))
     section = DataSection.model_validate({"sources": [{"path": str(path)}], "shuffle_windows": 1})
-    reader = Loader(section, tokenize, END, Packing(6, one_a_piece=True), seed=2)
-    windows = take(reader, 30)
+    windows = take(Loader(section, reader_of_numbers(), Packing(6, prompts=9), seed=2), 30)
     assert len({window[0] // 100 for window in windows}) == 30
     assert all(window == list(range(window[0], window[0] + 6)) for window in windows)
     assert len({window[0] % 100 for window in windows}) > 3
@@ -159,21 +196,13 @@ def test_formats_give_the_same_documents(tmp_path: Path):
     assert take(loader(folder), 9) == take(loader(plain), 9)
 
 
-def test_messages_become_turns(tmp_path: Path):
-    from draftsmith.training.sources import document_text
-
-    record = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
-    assert document_text(record, "x") == "<|user|>hi\n<|assistant|>yes"
-    with pytest.raises(DraftsmithError, match="x has neither `text` nor `messages` \\(it has body\\)"):
-        document_text({"body": 1}, "x")
-
-
 def test_empty_documents_are_counted_and_passed_over(tmp_path: Path):
     documents = numbered(10)
     path = write(tmp_path / "a.jsonl", ["", *documents[:5], "  \n", *documents[5:]])
     reader = loader(path)
     assert take(reader, 8) == take(loader(write(tmp_path / "b.jsonl", documents)), 8)
-    assert reader.empty == 2
+    (account,) = reader.account()["sources"]
+    assert account["left_out"] == {"empty": 2} and account["documents"] == 12
 
 
 def test_bad_data_is_named(tmp_path: Path):
@@ -191,10 +220,10 @@ def test_bad_data_is_named(tmp_path: Path):
     (tmp_path / "cut.jsonl.xz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DraftsmithError, match=r"cut\.jsonl\.xz is cut short or broken"):
         loader(tmp_path / "cut.jsonl.xz")
-    with pytest.raises(DraftsmithError, match="no text in data.sources is longer than 50 tokens"):
+    with pytest.raises(DraftsmithError, match=r"no document in data.sources can be used \(\d+: shorter than 50 tokens"):
         Loader(
             DataSection.model_validate({"sources": [{"path": str(write(tmp_path / "s.jsonl", numbered(9)))}]}),
-            tokenize, END, Packing(50, one_a_piece=True), seed=1,
+            reader_of_numbers(), Packing(50, prompts=99), seed=1,
         ).next_window()
     assert "check the path" in str(missing_file(tmp_path / "nowhere" / "x"))
 

@@ -282,6 +282,8 @@ class TargetFacts:
     """What a checkpoint must match: recorded when a drafter is saved, compared when it is loaded.
 
     `fingerprint` tells a target that was changed together with its drafter from the one it was; None for all others.
+    `opening` are the tokens that the tokenizer puts before a text, such as BOS, `text_hash` and `template_hash`
+    fingerprints of what becomes of a text and of the chat template: a drafter trained on other tokens guesses worse.
     """
 
     hidden_size: int
@@ -289,6 +291,9 @@ class TargetFacts:
     tokenizer_hash: str | None
     name: str
     fingerprint: str | None = None
+    opening: tuple[int, ...] | None = None
+    text_hash: str | None = None
+    template_hash: str | None = None
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

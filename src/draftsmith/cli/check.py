@@ -40,7 +40,7 @@ def check(
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
     data: Annotated[
-        Path | None, typer.Option(help="Prompts of your own: JSONL with `text` a line, or a text file.")
+        Path | None, typer.Option(help="Prompts of your own: JSONL with `text` or `messages` a line, or text.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="Only prompts of this task: code, prose or dialogue.")] = None,
     prompts: Annotated[int, typer.Option(help="How many, of 8 to 160 tokens.")] = 24,

@@ -54,7 +54,7 @@ def compare(
     texts: Annotated[int, typer.Option(help="Texts that the target writes for all to learn from.")] = 2048,
     text_tokens: Annotated[int, typer.Option(help="Tokens of each of them.")] = 128,
     prompts: Annotated[
-        Path | None, typer.Option(help="Held-out prompts of your own: JSONL with `text` and `task` a line.")
+        Path | None, typer.Option(help="Held-out prompts of your own: JSONL, `text` or `messages` and `task` a line.")
     ] = None,
     tasks: Annotated[str, typer.Option(help="Tasks to decode; `edit` repeats a file.")] = "code,prose,dialogue,edit",
     prompt_count: Annotated[int, typer.Option(help="Prompts a task that τ is measured on, greedily.")] = 40,

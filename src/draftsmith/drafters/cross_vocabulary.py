@@ -21,6 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftsmith.drafters.model_drafter import DraftModel, RowText
 from draftsmith.target import KVCache, Target
+from draftsmith.target.token_ids import body_ids, opening_ids
 from draftsmith.types import DraftsmithError
 
 WINDOW = 16
@@ -78,8 +79,7 @@ class TokenTable:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens around it."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return body_ids(self.tokenizer, text)
 
     def encode_run(self, run: bytes, at_start: bool) -> list[int]:
         """Return the ids of any bytes, at the start of a text or inside it.
@@ -105,10 +105,7 @@ class TokenTable:
 
     def opening(self) -> list[int]:
         """Return the special tokens that the tokenizer puts before a text."""
-        whole: list[int] = self.tokenizer("a")["input_ids"]
-        plain = self.encode("a")
-        starts = (at for at in range(len(whole)) if plain and whole[at : at + len(plain)] == plain)
-        return whole[: next(starts, 0)]
+        return opening_ids(self.tokenizer)
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:

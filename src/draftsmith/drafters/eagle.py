@@ -95,14 +95,15 @@ class Eagle(FeatureDrafter):
         state_BPF = self.unroll(lesson.tokens_BT, noisy_BTF, 1, positions_BP)[0]
         batch_B1 = torch.arange(len(positions_BP), device=positions_BP.device).unsqueeze(1)
         next_BPF = features_BTF[batch_B1, positions_BP + 1]
-        regression = F.smooth_l1_loss(state_BPF.float(), next_BPF.float())
+        distance_BPF = F.smooth_l1_loss(state_BPF.float(), next_BPF.float(), reduction="none")
+        regression = lesson.mean(distance_BPF.mean(-1).flatten(), 0)
         scores_RW = self.score(state_BPF).flatten(0, 1).float()
         with torch.no_grad():
             p_RW = self.score(next_BPF).flatten(0, 1).float().softmax(-1)
-        cross_entropy = (scores_RW.logsumexp(-1) - (p_RW * scores_RW).sum(-1)).mean()
+        cross_entropy = lesson.mean(scores_RW.logsumexp(-1) - (p_RW * scores_RW).sum(-1), 0)
         loss = self.config.feature_weight * regression + self.config.token_weight * cross_entropy
         labels_R = lesson.labels_RN(1, self.d2t, self.vocab_size)[:, 0]
-        hits = (scores_RW.detach().argmax(-1) == labels_R).float().mean()
+        hits = lesson.mean((scores_RW.detach().argmax(-1) == labels_R).float(), 0)
         return loss.unsqueeze(0), hits.unsqueeze(0)
 
     @torch.no_grad()

@@ -195,8 +195,9 @@ class FIRPDrafter(ParallelDrafter):
         losses, hits = self.judge(lesson, self.score(final_BPDF, self.upper.differentiable))
         batch, reads_BPN = lesson.reads_BPN(self.max_depth)
         true_BPDF = lesson.features_BTF[batch, reads_BPN + 1].float()
-        error_BPD = (guessed_BPDF.float() - true_BPDF).square().sum(-1) / true_BPDF.square().sum(-1)
-        return losses + self.config.state_weight * error_BPD.flatten(0, 1).mean(0), hits
+        error_RD = ((guessed_BPDF.float() - true_BPDF).square().sum(-1) / true_BPDF.square().sum(-1)).flatten(0, 1)
+        errors = torch.stack([lesson.mean(error_RD[:, depth], depth) for depth in range(self.max_depth)])
+        return losses + self.config.state_weight * errors, hits
 
     def default_plan(self) -> Plan:
         """Return the tree that config.json asks for; a chain by default."""

@@ -5,7 +5,7 @@ few tokens).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,6 +17,7 @@ from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.config import TrainedConfig
 from draftsmith.drafters.lesson import Lesson
+from draftsmith.target.token_ids import Ways, ways
 from draftsmith.types import DraftsmithError, TargetFacts
 
 if TYPE_CHECKING:
@@ -271,6 +272,34 @@ def check_target(origin: Path, made_for: Mapping[str, Any], facts: TargetFacts) 
             f"{drafts} with {_weights(own)}, but {facts.name!r} has {_weights(facts.fingerprint)}; load the target it "
             "was trained with, or train a drafter for this one."
         )
+
+
+def other_tokens(origin: Path, made_for: Mapping[str, Any], target: "Target") -> str | None:
+    """Say how the target makes other tokens of a text or a conversation than when the drafter was trained, if it does.
+
+    The text stays right, so this is no refusal; but the drafter meets what it never saw, and guesses worse.
+
+    Args:
+        made_for: the facts recorded with the drafter, or None for those that are not known.
+    """
+    now, name = ways(target.tokenizer), repr(target.name)
+    known = Ways(*(made_for.get(field) for field in Ways._fields))
+    if known.opening is not None and now.opening is not None and tuple(known.opening) != now.opening:
+        said = f"texts that begin with {_tokens(known.opening)}, but {name} now begins them with {_tokens(now.opening)}"
+    elif None not in (known.text_hash, now.text_hash) and known.text_hash != now.text_hash:
+        said = f"other tokens of the same text than the tokenizer of {name} makes now"
+    elif None not in (known.template_hash, now.template_hash) and known.template_hash != now.template_hash:
+        said = f"another chat template than {name} has now"
+    else:
+        return None
+    return (
+        f"{origin} was trained on {said}, so it guesses worse than it could; give {name} the tokenizer files that it "
+        "was trained with, or train it again."
+    )
+
+
+def _tokens(opening: Sequence[int]) -> str:
+    return f"the tokens {list(opening)}" if opening else "no special token"
 
 
 def _weights(fingerprint: str | None) -> str:

@@ -26,6 +26,13 @@ class Law:
     index_RN: Tensor
 
 
+def counted(learnt_BT: Tensor, positions_BP: Tensor, depths: int) -> Tensor:
+    """Return which guesses behind these roots count (B, P, N): those with nothing but learnt tokens up to their own."""
+    batch = torch.arange(len(learnt_BT), device=learnt_BT.device).view(-1, 1, 1)
+    labels_BPN = positions_BP.unsqueeze(2) + torch.arange(1, depths + 1, device=positions_BP.device)
+    return learnt_BT[batch, labels_BPN].long().cumprod(2).bool()
+
+
 @dataclass(frozen=True)
 class Lesson:
     """One micro-batch, aligned as everywhere: `features_BTF[:, t]` is the state that predicted `tokens_BT[:, t]`.
@@ -38,6 +45,9 @@ class Lesson:
         weight: share of the loss that is the divergence from the target's own distribution.
         temperature: of both distributions in that divergence.
         seed: of what a family draws while it learns, another one for every micro-batch of a run.
+        learnt_BT: which tokens are learnt: not padding, and of a conversation only what the assistant wrote. A guess
+            counts if its token and those between it and the root are learnt; None where all are.
+        first_B: the tokens before the second, which no state predicted; for those who read whole texts.
     """
 
     tokens_BT: Tensor
@@ -47,6 +57,8 @@ class Lesson:
     weight: float = 0.0
     temperature: float = 1.0
     seed: int = 0
+    learnt_BT: Tensor | None = None
+    first_B: Tensor | None = None
 
     def reads_BPN(self, depths: int) -> tuple[Tensor, Tensor]:
         """Return the batch index (B, 1, 1) and, for every position and depth, the index of the last token read."""
@@ -67,11 +79,26 @@ class Lesson:
         """Return what the depths should say, as indices into the drafted vocabulary; IGNORED where it is not in it."""
         batch, reads_BPN = self.reads_BPN(depths)
         labels_RN = self.tokens_BT[batch, reads_BPN + 1].flatten(0, 1)
-        if d2t is None:
-            return labels_RN
-        index_V = labels_RN.new_full((vocab_size,), IGNORED)
-        index_V[d2t] = torch.arange(len(d2t), device=labels_RN.device)
-        return index_V[labels_RN]
+        if d2t is not None:
+            index_V = labels_RN.new_full((vocab_size,), IGNORED)
+            index_V[d2t] = torch.arange(len(d2t), device=labels_RN.device)
+            labels_RN = index_V[labels_RN]
+        counts_RN = self.counts_RN(depths)
+        return labels_RN if counts_RN is None else labels_RN.masked_fill(~counts_RN, IGNORED)
+
+    def counts_RN(self, depths: int) -> Tensor | None:
+        """Return which guesses count; None where all do."""
+        if self.learnt_BT is None:
+            return None
+        return counted(self.learnt_BT, self.positions_BP, depths).flatten(0, 1)
+
+    def mean(self, values_R: Tensor, depth: int) -> Tensor:
+        """Return the mean over the guesses of a depth that count."""
+        counts_RN = self.counts_RN(depth + 1)
+        if counts_RN is None:
+            return values_R.mean()
+        counts_R = counts_RN[:, depth]
+        return values_R.where(counts_R, 0).sum() / counts_R.sum().clamp(min=1)
 
     def law(self, depths: int, d2t: Tensor | None) -> Law | None:
         """Return what the target itself would say, or None where nothing is to be distilled."""
@@ -95,6 +122,6 @@ class Lesson:
             index_R, scaled_RW = law.index_RN[:, depth], logits_RW / self.temperature
             cross_R = scaled_RW.logsumexp(-1) - (law.p_SW[index_R] * scaled_RW).sum(-1)
             # The square keeps the gradient's size independent of the temperature.
-            divergence = (cross_R - law.entropy_S[index_R]).mean() * self.temperature**2
+            divergence = self.mean(cross_R - law.entropy_S[index_R], depth) * self.temperature**2
             loss = (1 - self.weight) * loss + self.weight * divergence
-        return loss, (logits_RW.detach().argmax(-1) == labels_R).sum() / labels_R.numel()
+        return loss, self.mean((logits_RW.detach().argmax(-1) == labels_R).float(), depth)

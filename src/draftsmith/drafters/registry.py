@@ -4,6 +4,7 @@ A folder's family is told by its config.json. Other packages add families throug
 `draftsmith.drafters`: the value is a `Family`.
 """
 
+import logging
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
@@ -20,6 +21,7 @@ from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.firp import FAMILY as FIRP
 from draftsmith.drafters.hydra import FAMILY as HYDRA
 from draftsmith.drafters.int8_self import FAMILY as INT8_SELF
+from draftsmith.drafters.learner import other_tokens
 from draftsmith.drafters.lookahead import FAMILY as LOOKAHEAD
 from draftsmith.drafters.medusa import FAMILY as MEDUSA
 from draftsmith.drafters.mlp import FAMILY as MLP
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
     from draftsmith.drafters.learner import Learner
     from draftsmith.target import Target
+
+log = logging.getLogger(__name__)
 
 NEEDS_NO_TRAINING = NGRAM.name
 """What drafts for any target as it is, where nobody chose."""
@@ -141,7 +145,11 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
     config = storage.read_config(folder)
     for family in families().values():
         if family.load is not None and family.recognises(config):
-            return family.load(folder, target)
+            drafter = family.load(folder, target)
+            warning = other_tokens(folder, config.get("draftsmith", {}).get("target", {}), target)
+            if warning is not None:
+                log.warning(warning)
+            return drafter
     known = ", ".join(sorted(family.name for family in families().values() if family.load is not None))
     raise DraftsmithError(
         f"{folder} is of the drafter family {config.get('model_type')!r}, which is unknown; known are {known}."

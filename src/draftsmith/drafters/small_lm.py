@@ -80,7 +80,9 @@ class SmallLM(Learner):
     def losses(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """Return the loss at the lesson's positions, one entry: all depths have the same."""
         batch, reads_BP1 = lesson.reads_BPN(1)
-        logits_RV = self.logits(lesson.tokens_BT)[batch.squeeze(2), reads_BP1.squeeze(2)].flatten(0, 1)
+        first_BX = [] if lesson.first_B is None else [lesson.first_B.unsqueeze(1)]
+        logits_BTV = self.logits(torch.cat([*first_BX, lesson.tokens_BT], dim=1))[:, len(first_BX) :]
+        logits_RV = logits_BTV[batch.squeeze(2), reads_BP1.squeeze(2)].flatten(0, 1)
         labels_RN = lesson.labels_RN(1, None, self.vocab_size)
         loss, hits = lesson.judge(0, logits_RV, labels_RN, lesson.law(1, None))
         return loss.unsqueeze(0), hits.unsqueeze(0)

@@ -2,17 +2,17 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.target import Target
+from draftsmith.target.token_ids import Conversation, Message, prompt_ids, text_ids
 from draftsmith.target.tokens import first_line
 from draftsmith.types import DraftsmithError
 
-Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | np.ndarray | Tensor | Mapping[str, Any] | Sequence[Message]
 """Text; token ids; what a tokenizer returned for one text; or messages, each with its "role" and its "content"."""
 
@@ -80,14 +80,7 @@ def _read_text(text: str, number: int, tokenizer: PreTrainedTokenizerBase) -> li
             f"prompt {number} has {text[error.start]!r} at character {error.start}, which is half of a character or a "
             "byte that was not UTF-8; mend the text."
         ) from error
-    tokens: list[int] = list(tokenizer(text, verbose=False)["input_ids"])
-    bos = tokenizer.bos_token_id
-    if bos is None or tokens[:2] != [bos, bos]:
-        return tokens
-    written: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    # Of two, the first is the tokenizer's own if the text alone begins with the other one.
-    doubled = written[:1] == [bos] and tokens[1 : 1 + len(written)] == written
-    return tokens[1:] if doubled else tokens
+    return text_ids(tokenizer, text)
 
 
 def _read_messages(messages: list[Any], number: int, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
@@ -103,15 +96,11 @@ def _read_messages(messages: list[Any], number: int, tokenizer: PreTrainedTokeni
             f"prompt {number} is a list of messages, but {name} has no chat template; give text or token ids."
         )
     try:
-        # Special tokens are the template's business, BOS too, so the tokenizer adds none.
-        encoded = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        return prompt_ids(tokenizer, Conversation(messages))
     except Exception as error:  # a template is a program of somebody else's
         raise DraftsmithError(
             f"the chat template of {name} refuses prompt {number} ({first_line(error)}); mend its messages."
         ) from error
-    return list(cast(Mapping[str, Any], encoded)["input_ids"])
 
 
 def _read_encoding(encoding: Mapping[str, Any], number: int) -> list[Any]:

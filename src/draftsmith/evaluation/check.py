@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.learner import Learner
+from draftsmith.drafters.learner import Learner, other_tokens
 from draftsmith.drafters.registry import family_of, load_drafter
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
@@ -111,6 +111,19 @@ def load_pair(folder: Path, target: Target) -> tuple[Drafter | None, Check]:
         "made for this target", True,
         "hidden size, vocabulary and tokenizer hash agree" if known
         else "hidden size and vocabulary agree; the folder records no tokenizer hash to compare",
+    )
+
+
+def check_tokens(folder: Path, target: Target) -> Check:
+    """Check that the target makes the tokens that the drafter was trained on: BOS, chat template, tokenizer."""
+    recorded = storage.read_json(folder / "config.json").get("draftsmith", {}).get("target", {})
+    found = other_tokens(folder, recorded, target)
+    known = recorded.get("text_hash") is not None
+    return Check(
+        "tokens as in training", found is None,
+        found.rstrip(".") if found is not None
+        else "texts and conversations become the same tokens" if known
+        else "the folder does not record how tokens were made, so there is nothing to compare",
     )
 
 

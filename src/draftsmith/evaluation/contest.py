@@ -18,11 +18,12 @@ from draftsmith.engine import Engine
 from draftsmith.evaluation.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.ledger import Ledger
 from draftsmith.evaluation.measure import measure
-from draftsmith.evaluation.prompts import Prompt, cut, encode
+from draftsmith.evaluation.prompts import Prompt, cut, tokenizer_of
 from draftsmith.evaluation.turns import turns
 from draftsmith.evaluation.wording import words
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import Target
+from draftsmith.target.token_ids import body_ids, opening_ids
 from draftsmith.types import DraftsmithError, SamplingParams
 
 PLAIN = "plain"
@@ -123,8 +124,9 @@ def gather(target: Target, prompts: Sequence[Prompt], settings: Settings) -> dic
         if task == EDIT:
             whole = REPEATED * settings.prompt_tokens
             files = cut(target, [prompt for prompt in prompts if prompt.task == "code"], whole, count, exact=False)
-            again = encode(target, "\n\n# The same file, edited:\n")
-            chosen[task] = [file + again + file[: len(file) // (2 * REPEATED)] for file in files]
+            tokenizer = tokenizer_of(target)
+            again, begun = body_ids(tokenizer, "\n\n# The same file, edited:\n"), len(opening_ids(tokenizer))
+            chosen[task] = [file + again + file[begun : len(file) // (2 * REPEATED)] for file in files]
             continue
         mine = [prompt for prompt in prompts if prompt.task == task]
         if not mine:

@@ -5,18 +5,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from draftsmith import assets
 from draftsmith.target import Target
+from draftsmith.target.token_ids import ASSISTANT, Conversation, Message, opening_ids, prompt_ids, text_ids
+from draftsmith.target.tokens import first_line
 from draftsmith.types import DraftsmithError
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with the kind of task it stands for ("code", "prose", "dialogue", …) and where it comes from."""
+    """A text with the kind of task it stands for ("code", "prose", "dialogue", …) and where it comes from.
+
+    Of a `conversation`, which waits for the assistant's next words, the text is what was said last.
+    """
 
     task: str
     source: str
     text: str
+    conversation: Conversation | None = None
 
 
 def embedded_prompts(task: str | None = None, split: str = "prompts") -> list[Prompt]:
@@ -32,7 +40,7 @@ def embedded_prompts(task: str | None = None, split: str = "prompts") -> list[Pr
 
 
 def load_prompts(path: Path) -> list[Prompt]:
-    """Read the user's prompts: JSONL with a field `text` or `prompt` a line, or a text file as one document."""
+    """Read the user's prompts: JSONL with `text`, `prompt` or `messages` a line, or a text file as one document."""
     try:
         if path.suffix in (".jsonl", ".ndjson"):
             prompts = read_jsonl(path)
@@ -57,43 +65,76 @@ def read_jsonl(path: Path) -> list[Prompt]:
                 continue
             try:
                 record = json.loads(line)
-                text = record["text"] if "text" in record else record["prompt"]
+                conversation = _conversation(record["messages"]) if "messages" in record else None
+                text = (
+                    str(conversation.messages[-1]["content"]) if conversation is not None
+                    else record["text"] if "text" in record else record["prompt"]
+                )
                 if not isinstance(text, str):
                     raise TypeError
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise DraftsmithError(
-                    f"line {number} of {path} is not a JSON object with a string field `text` or `prompt`; mend it."
+                    f"line {number} of {path} is not a JSON object with a string field `text` or `prompt`, or with "
+                    "`messages` that begin with a user's; mend it."
                 ) from error
-            prompts.append(Prompt(str(record.get("task", "text")), str(record.get("source", path.name)), text))
+            task, source = str(record.get("task", "text")), str(record.get("source", path.name))
+            prompts.append(Prompt(task, source, text, conversation))
     return prompts
 
 
-def encode(target: Target, text: str) -> list[int]:
-    """Return the token ids of a text as its tokenizer makes them."""
+def _conversation(messages: list[Message]) -> Conversation:
+    """Return a conversation up to the last turn of the assistant's, which is to be written anew."""
+    last = len(messages) - (messages[-1]["role"] == ASSISTANT)
+    return Conversation(messages[:last])
+
+
+def whole(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return the conversations among the prompts, up to where the assistant's next words begin; they are never cut."""
+    found = []
+    for prompt in prompts:
+        if prompt.conversation is None:
+            continue
+        tokenizer = tokenizer_of(target)
+        if tokenizer.chat_template is None:
+            raise DraftsmithError(f"a prompt is a conversation, but {target.name} has no chat template; give texts.")
+        try:
+            found.append(prompt_ids(tokenizer, prompt.conversation))
+        except Exception as error:  # a template is a program of somebody else's
+            raise DraftsmithError(
+                f"the chat template of {target.name} refuses a prompt ({first_line(error)}); mend its messages."
+            ) from error
+    return found
+
+
+def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
+    """Return the target's tokenizer; DraftsmithError where it has none."""
     if target.tokenizer is None:
         raise DraftsmithError(f"{target.name} has no tokenizer, so text cannot be turned into tokens; give one.")
-    ids: list[int] = target.tokenizer(text)["input_ids"]
-    return ids
+    return target.tokenizer
 
 
 def cut(target: Target, prompts: Sequence[Prompt], tokens: int, count: int, exact: bool = True) -> list[list[int]]:
     """Return `count` prompts of `tokens` tokens: the beginnings of all texts first, then later windows.
 
-    Windows repeat once all are used up.
+    What the tokenizer puts before a text stands before every window. Windows repeat once all are used up.
 
     Args:
-        exact: texts that are shorter are passed over; otherwise they are taken whole.
+        exact: texts that are shorter are passed over, and conversations; otherwise they are taken whole.
 
     Raises:
         DraftsmithError: no text is long enough.
     """
-    encoded = [encode(target, prompt.text) for prompt in prompts]
+    tokenizer = tokenizer_of(target)
+    opening, texts = opening_ids(tokenizer), [prompt.text for prompt in prompts if prompt.conversation is None]
+    encoded = [text_ids(tokenizer, text) for text in texts]
     longest = max((len(ids) for ids in encoded), default=0)
-    windows = [ids[:tokens] for ids in encoded if ids and (len(ids) >= tokens or not exact)]
-    for start in range(tokens, max(0, longest - tokens + 1), tokens):
+    windows = [] if exact else whole(target, prompts)
+    windows += [ids[:tokens] for ids in encoded if ids and (len(ids) >= tokens or not exact)]
+    own = max(1, tokens - len(opening))
+    for start in range(tokens, max(0, longest - own + 1), own):
         if len(windows) >= count:
             break
-        windows += [ids[start : start + tokens] for ids in encoded if len(ids) >= start + tokens]
+        windows += [(opening + ids[start : start + own])[:tokens] for ids in encoded if len(ids) >= start + own]
     if not windows:
         raise DraftsmithError(
             f"no prompt has {tokens} tokens (the longest has {longest}); shorten the prompt length, or give longer "

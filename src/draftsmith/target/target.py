@@ -28,6 +28,7 @@ from draftsmith.target.support import (
     short_windows,
     use_tree_attention,
 )
+from draftsmith.target.token_ids import ways
 from draftsmith.target.tokens import end_tokens, load_tokenizer, tokenizer_hash
 from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_parameters, resolve_dtype
 
@@ -137,7 +138,7 @@ class Target:
     def facts(self) -> TargetFacts:
         """Return what a drafter trained for this target has to match."""
         vocabulary, changed = tokenizer_hash(self.tokenizer), fingerprint(self.model.config)
-        return TargetFacts(self.hidden_size, self.vocab_size, vocabulary, self.name, changed)
+        return TargetFacts(self.hidden_size, self.vocab_size, vocabulary, self.name, changed, *ways(self.tokenizer))
 
     def feature_size(self, taps: tuple[int, ...]) -> int:
         """Width (F) of the concatenated tapped states."""

@@ -10,33 +10,32 @@ from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.registry import family_named
 from draftsmith.target import Target
 from draftsmith.training.data import Loader, Packing, noise
+from draftsmith.training.reader import Reader
 from draftsmith.training.recipe import Recipe
-from draftsmith.types import DraftsmithError
 
 COUNTED_TOKENS = 400_000
 
 
 def build_loader(recipe: Recipe, target: Target, packing: Packing, purpose: str) -> Loader:
     """Return a loader of windows over the recipe's data; each purpose has its own order."""
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        raise DraftsmithError(f"the target {target.name!r} has no tokenizer, so it cannot read the data; give one.")
-    if not target.eos_token_ids:
-        raise DraftsmithError(f"the target {target.name!r} has no end token to put between documents; set one.")
+    return Loader(recipe.data, Reader.of(target, recipe.data.learn), packing, seed=noise(recipe.seed, purpose))
 
-    def tokenize(text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
 
-    return Loader(recipe.data, tokenize, min(target.eos_token_ids), packing, seed=noise(recipe.seed, purpose))
+def build_prompts(recipe: Recipe, target: Target) -> Loader:
+    """Return a loader of the prompts of stage 2."""
+    section = recipe.stage2
+    longest = min(section.longest_prompt, target.max_length - section.new_tokens)
+    return build_loader(recipe, target, Packing(section.prompt_tokens, longest), "prompts")
 
 
 def frequent_tokens(recipe: Recipe, target: Target, size: int) -> Tensor:
-    """Return the ids (W) of the most frequent tokens of the training data, in rising order."""
+    """Return the ids (W) of the most frequent tokens of those that are learnt, in rising order."""
     loader = build_loader(recipe, target, Packing(256), "count")
     counts: Counter[int] = Counter()
-    for _ in range(COUNTED_TOKENS // 256):
-        counts.update(loader.next_window())
+    while counts.total() < COUNTED_TOKENS:
+        window = loader.next_window()
+        for begin, end in window.spans:
+            counts.update(window.tokens[begin:end])
     ranked = sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
 

@@ -3,23 +3,23 @@
 Pieces of documents are drawn from all sources in one global order that depends on the seed alone; piece k belongs to
 rank k mod world. The state names what was drawn, not the text: going on reads the files again up to that place. A state
 saved by one number of ranks is taken up by another: no piece is lost or seen twice.
-Shapes: B windows, T tokens a window.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from draftsmith.training.reader import Reader, Unusable
 from draftsmith.training.recipe import DataSection
-from draftsmith.training.sources import Source
+from draftsmith.training.sources import Piece, Source
+from draftsmith.training.windows import Batch, Window, collate, cut
 from draftsmith.types import DraftsmithError
 
 SAMPLE_PIECES = 256
-ENOUGH_CHARACTERS = 8
+LENGTH_CLASSES = 8
+"""Windows of a batch are alike in length: so many classes of it are told apart."""
 
 
 def noise(*labels: object) -> int:
@@ -38,30 +38,30 @@ class ShuffledSource:
     def _begin(self, epoch: int, drawn: int, kept: Sequence[int], read: int = 0) -> None:
         """Open pass `epoch` where `read` pieces were taken from the stream and those in `kept` are in the buffer."""
         self.epoch, self.drawn, self.read = epoch, drawn, 0
-        self._stream: Iterator[str] = self.source.pieces()
-        self._buffer: list[tuple[int, str]] = []
+        self._stream: Iterator[Piece] = self.source.pieces()
+        self._buffer: list[tuple[int, Piece]] = []
         wanted, found = set(kept), {}
         while self.read < read:
-            text = next(self._stream)
+            piece = next(self._stream)
             if self.read in wanted:
-                found[self.read] = text
+                found[self.read] = piece
             self.read += 1
         self._buffer = [(ordinal, found[ordinal]) for ordinal in kept]
 
     def _fill(self) -> None:
         while len(self._buffer) < self.buffer_size:
-            text = next(self._stream, None)
-            if text is None:
+            piece = next(self._stream, None)
+            if piece is None:
                 return
-            self._buffer.append((self.read, text))
+            self._buffer.append((self.read, piece))
             self.read += 1
 
     def mean_characters(self) -> float:
         """Estimate the length of a piece from the first few."""
-        lengths = [len(text) for text, _ in zip(self.source.pieces(), range(SAMPLE_PIECES), strict=False)]
+        lengths = [piece.characters for piece, _ in zip(self.source.pieces(), range(SAMPLE_PIECES), strict=False)]
         return sum(lengths) / len(lengths)
 
-    def draw(self) -> str:
+    def draw(self) -> Piece:
         """Return the next piece."""
         self._fill()
         if not self._buffer:
@@ -91,33 +91,29 @@ class ShuffledSource:
 
 @dataclass(frozen=True)
 class Packing:
-    """How pieces become windows of `length` tokens.
+    """How pieces become windows of at most `length` tokens.
 
-    With `one_a_piece`, each piece gives one window from a random place in it; else pieces are packed end to end, an end
-    token between them.
+    With `prompts`, each piece gives one prompt: of exactly `length` tokens if it is a text, else whole, up to so many
+    tokens. Without, each piece is cut into windows, all of which are learnt.
     """
 
     length: int
-    one_a_piece: bool = False
+    prompts: int | None = None
 
 
 class Loader:
     """Windows for one rank of `world`.
 
-    Args:
-        tokenize: text to token ids, without special tokens.
-        end_token: put after every piece.
     Raises:
         DraftsmithError: no sources, missing files, or nothing to train on in one of them.
     """
 
     def __init__(
-        self, section: DataSection, tokenize: Callable[[str], list[int]], end_token: int, packing: Packing, *,
-        seed: int, rank: int = 0, world: int = 1,
+        self, section: DataSection, reader: Reader, packing: Packing, *, seed: int, rank: int = 0, world: int = 1
     ) -> None:
         if not section.sources:
             raise DraftsmithError("data.sources is empty; list at least one file or data set to train on.")
-        self.tokenize, self.end_token, self.packing = tokenize, end_token, packing
+        self.reader, self.packing = reader, packing
         self.seed, self.rank, self.world = seed, rank, world
         self.pool_size = section.shuffle_windows
         self.sources = [
@@ -130,19 +126,30 @@ class Loader:
         self.odds = [odd / sum(odds) for odd in odds]
         self.pieces = 0
         self.windows = 0
+        self.unusable: Counter[str] = Counter()
         self.past: list[dict[str, Any]] = []
-        self._rest: list[int] = []
-        self._pool: list[list[int]] = []
+        self._pool: list[Window] = []
 
     @property
     def epochs(self) -> list[int]:
         """Finished passes over each source."""
         return [source.epoch for source in self.sources]
 
-    @property
-    def empty(self) -> int:
-        """Empty documents met in the current pass over each source, summed."""
-        return sum(source.source.empty for source in self.sources)
+    def account(self) -> dict[str, Any]:
+        """Return what was read and what was left out, as plain JSON.
+
+        Documents are those read so far in the current pass over each source, some of which wait to be shuffled;
+        `unusable` counts pieces that were drawn and gave no tokens to learn from.
+        """
+        sources = [
+            {
+                "source": shuffled.source.label, "files": len(shuffled.source.files),
+                "files_left_out": dict(shuffled.source.files_left_out), "documents": shuffled.source.read,
+                "left_out": dict(shuffled.source.left_out),
+            }
+            for shuffled in self.sources
+        ]
+        return {"sources": sources, "pieces": self.pieces, "unusable": dict(self.unusable)}
 
     def _pick(self, piece: int) -> ShuffledSource:
         point = noise(self.seed, "source", piece) / 2**63
@@ -158,50 +165,67 @@ class Loader:
         return piece % self.world == self.rank
 
     def _read_piece(self) -> None:
-        piece = self.pieces
-        text = self._pick(piece).draw()
+        number = self.pieces
+        piece = self._pick(number).draw()
         self.pieces += 1
-        if not self._is_mine(piece):
+        if not self._is_mine(number):
             return
-        length = self.packing.length
-        if self.packing.one_a_piece:
-            # A slice that surely holds enough; its first token may be the end of a word, so it is left out.
-            spare = max(1, len(text) - ENOUGH_CHARACTERS * length)
-            start = noise(self.seed, "start", piece) % spare
-            tokens = self.tokenize(text[start : start + 2 * ENOUGH_CHARACTERS * length])[1:]
-            if len(tokens) >= length:
-                self._pool.append(tokens[:length])
-            return
-        tokens = [*self.tokenize(text), self.end_token]
-        self._rest += tokens
-        while len(self._rest) >= length:
-            self._pool.append(self._rest[:length])
-            del self._rest[:length]
+        try:
+            self._pool += self._windows_of(piece, number)
+        except Unusable as error:
+            self.unusable[str(error)] += 1
 
-    def next_window(self) -> list[int]:
-        """Return the next window, drawn at random from a pool."""
+    def _windows_of(self, piece: Piece, number: int) -> list[Window]:
+        length, longest = self.packing.length, self.packing.prompts
+        if longest is None:
+            return cut(self.reader.text(piece), self.reader.opening, length)
+        return [
+            Window(self.reader.prompt(piece, length, longest, lambda purpose: noise(self.seed, purpose, number)), [])
+        ]
+
+    def _fill(self) -> None:
         misses = 0
         while len(self._pool) < self.pool_size:
             before = len(self._pool)
             self._read_piece()
             misses = 0 if len(self._pool) > before else misses + 1
             if misses > 10_000 * self.world:
-                raise DraftsmithError(f"no text in data.sources is longer than {self.packing.length} tokens; add some.")
-        index = noise(self.seed, "window", self.rank, self.windows) % len(self._pool)
+                reasons = "; ".join(f"{count}: {reason}" for reason, count in self.unusable.most_common(3))
+                raise DraftsmithError(f"no document in data.sources can be used ({reasons}); add others.")
+
+    def first(self, count: int) -> list[Window]:
+        """Return some of the next windows without drawing them."""
+        self._fill()
+        return self._pool[:count]
+
+    def next_window(self, near: int | None = None) -> Window:
+        """Return the next window, drawn at random from a pool; as long as another, about, where the pool has such."""
+        self._fill()
+        places = list(range(len(self._pool)))
+        if near is not None:
+            apart = [abs(self._class_of(len(window.tokens)) - self._class_of(near)) for window in self._pool]
+            places = [place for place in places if apart[place] == min(apart)]
+        index = places[noise(self.seed, "window", self.rank, self.windows) % len(places)]
         self.windows += 1
         self._pool[index], self._pool[-1] = self._pool[-1], self._pool[index]
         return self._pool.pop()
 
-    def next_batch(self, size: int) -> Tensor:
-        """Return the next `size` windows as tokens_BT."""
-        return torch.tensor([self.next_window() for _ in range(size)], dtype=torch.int64)
+    def _class_of(self, length: int) -> int:
+        return -(-length * LENGTH_CLASSES // self.packing.length)
+
+    def next_batch(self, size: int, room: int = 0) -> Batch:
+        """Return the next `size` windows, of about the same length, side by side; see `collate`."""
+        rows = [self.next_window()]
+        while len(rows) < size:
+            rows.append(self.next_window(len(rows[0].tokens)))
+        return collate(rows, self.packing.length, room)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank stands, as plain JSON."""
         return {
             "rank": self.rank, "world": self.world, "pieces": self.pieces, "windows": self.windows,
             "past": self.past, "sources": [source.state_dict() for source in self.sources],
-            "rest": list(self._rest), "pool": [list(window) for window in self._pool],
+            "pool": [window.to_json() for window in self._pool], "unusable": dict(self.unusable),
         }
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
@@ -224,11 +248,11 @@ class Loader:
         for source, state in zip(self.sources, mine["sources"], strict=True):
             source.load_state_dict(state)
         self.pieces, self.past = mine["pieces"], list(mine["past"])
+        self.unusable = Counter(mine["unusable"])
         if same_world:
-            self.windows, self._rest, self._pool = mine["windows"], list(mine["rest"]), [list(w) for w in mine["pool"]]
+            self.windows, self._pool = mine["windows"], [Window.from_json(value) for value in mine["pool"]]
             return
         self.past.append({"world": world, "pieces": [state["pieces"] for state in states]})
         self.windows = max(state["windows"] for state in states)
-        everything = [window for state in states for window in state["pool"]]
-        self._pool = [list(window) for window in everything[self.rank :: self.world]]
-        self._rest = [token for state in states[self.rank :: self.world] for token in state["rest"]]
+        everything = [Window.from_json(value) for state in states for value in state["pool"]]
+        self._pool = everything[self.rank :: self.world]

@@ -25,13 +25,15 @@ from torch import Tensor
 
 from draftsmith.drafters import storage
 from draftsmith.drafters.learner import Learner
+from draftsmith.drafters.lesson import IGNORED
 from draftsmith.target import Target
 from draftsmith.target.support import LABEL
-from draftsmith.training.lessons import as_lesson
+from draftsmith.training.lessons import Task, as_lesson
 from draftsmith.training.optimizer import set_rate
 from draftsmith.training.recipe import JointSection, StageSection
-from draftsmith.training.step import Positions, TrainingStep
+from draftsmith.training.step import TrainingStep
 from draftsmith.training.trainer import Run, TrainingResult
+from draftsmith.training.windows import FIRST_LEARNT
 from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
 
 TARGET_FILE = "target.safetensors"
@@ -73,27 +75,27 @@ class JointStep(TrainingStep):
         self.target.model.requires_grad_(not self.waits)
         self.noted["heads_weight"] = self.heads_weight()
 
-    def judge(
-        self, tokens_BL: Tensor, positions: Positions, seed: tuple[object, ...], accumulate: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def judge(self, task: Task, share_N: Tensor, seed: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Judge heads and target on one reading; see `TrainingStep.judge`."""
-        tokens_BL = tokens_BL.to(self.target.device)
+        tokens_BL = task.batch.tokens_BL.to(self.target.device)
         with self.autocast(self.section.precision == "bf16"):
             features_BLF, logits_BLV = self.target.encode(
                 tokens_BL, self.drafter.taps, logits=True, gradients=not self.waits
             )
             assert logits_BLV is not None
             lesson = as_lesson(
-                self.drafter, tokens_BL, features_BLF, logits_BLV.detach() if self.distillation.weight > 0 else None,
-                first=positions.first, count=positions.count, distillation=self.distillation, seed=seed,
+                tokens_BL, features_BLF, logits_BLV.detach() if self.distillation.weight > 0 else None, task,
+                distillation=self.distillation, seed=seed,
             )
             loss_N, hits_N = self.losses(lesson)
-        # What the drafter's first label stands behind is where the target's own labels begin.
-        own_BTV, labels_BT = logits_BLV[:, positions.first + 1 : -1], tokens_BL[:, positions.first + 2 :]
-        own = F.cross_entropy(own_BTV.flatten(0, 1).float(), labels_BT.flatten())
-        self.noted["target_loss"] = self.noted.get("target_loss", 0.0) + own.item() / accumulate
+        # The target learns what the first guesses learn, at all positions.
+        labels_BT = tokens_BL.masked_fill(~task.batch.learnt_BL.to(tokens_BL.device), IGNORED)[:, FIRST_LEARNT:]
+        logits_SV, labels_S = logits_BLV[:, FIRST_LEARNT - 1 : -1].flatten(0, 1).float(), labels_BT.flatten()
+        own = F.cross_entropy(logits_SV, labels_S, ignore_index=IGNORED, reduction="sum")
+        own = own / (labels_S != IGNORED).sum().clamp(min=1) * share_N[0]
+        self.noted["target_loss"] = self.noted.get("target_loss", 0.0) + own.item()
         decay_N = self.joint.decay ** torch.arange(1, len(loss_N) + 1, device=loss_N.device)
-        objective = self.heads_weight() * (loss_N * decay_N).sum()
+        objective = self.heads_weight() * (loss_N * share_N[: len(loss_N)] * decay_N).sum()
         return objective if self.waits else own + objective, loss_N, hits_N
 
     def clip(self) -> float:

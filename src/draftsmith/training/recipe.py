@@ -74,21 +74,28 @@ def _trainable(name: str) -> Family:
 
 
 class SourceSection(Section):
-    """One source of text: `path` is a file or folder (text, JSONL, JSONL.gz, JSONL.xz, parquet), `name` a hub data set.
+    """One source: `path` is a file or folder (text, JSONL, JSONL.gz, JSONL.xz, JSON, parquet), `name` a hub data set.
 
-    `weight` is its share of the tokens, in proportion to the other sources' weights.
+    `configuration` and `split` choose a part of a hub data set. `weight` is the source's share of the tokens, in
+    proportion to the other sources' weights.
     """
 
     path: str | None = None
     name: str | None = None
+    configuration: str | None = None
     split: str = "train"
     weight: Rate = 1.0
 
 
 class DataSection(Section):
-    """Where the text comes from, and how far it is shuffled: documents in memory, and packed windows."""
+    """Where the text comes from, what of it is learnt, and how far it is shuffled: documents in memory, and windows.
+
+    `learn` is what is learnt of conversations, and of completions of a prompt: what the assistant wrote, or everything.
+    Of texts it is always everything.
+    """
 
     sources: tuple[SourceSection, ...] = ()
+    learn: Literal["assistant", "everything"] = "assistant"
     held_out_every: Annotated[int, Field(ge=2)] = HELD_OUT_EVERY
     shuffle_documents: Count = 10_000
     shuffle_windows: Count = 128
@@ -110,7 +117,7 @@ class StageSection(Section):
 
 
 class GroundTruthSection(StageSection):
-    """Stage 1: packed text in windows of `length` tokens."""
+    """Stage 1: the data's own text, in windows of at most `length` tokens, each from one document alone."""
 
     length: Annotated[int, Field(ge=8)] = 4096
 
@@ -119,12 +126,15 @@ class OnPolicySection(StageSection):
     """Stage 2: text that the target writes after prompts from the data, read `epochs` times.
 
     The target writes as it will be used: at `temperature` and `top_k` (0 is greedy; the report samples at 1 and 10).
-    `texts` is a file of such texts, generated.jsonl of another run of the same lengths, to be read instead.
+    It goes on behind the first `prompt_tokens` tokens of a text, or behind a whole conversation up to a turn of the
+    assistant's if that has at most `longest_prompt`; it writes up to its end token, at most `new_tokens`. `texts` is a
+    file of such texts, generated.jsonl of another run of the same lengths, to be read instead.
     """
 
     rate: Rate = 1e-4
     final_rate: Rate = 1e-5
     prompt_tokens: Annotated[int, Field(ge=2)] = 64
+    longest_prompt: Annotated[int, Field(ge=2)] = 2048
     new_tokens: Annotated[int, Field(ge=8)] = 256
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 10

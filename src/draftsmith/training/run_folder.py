@@ -1,7 +1,8 @@
 """What a run leaves behind beside its checkpoints: recipe, commands, metrics, curves.
 
-`recipe.yaml` is the effective recipe and can be run again; `run.json` lists every command with its versions and the
-seconds it took; `metrics.jsonl` has a record a line; `curves.png` draws it.
+`recipe.yaml` is the effective recipe and can be run again; `run.json` lists every command with its versions, the
+seconds it took and what of the data was left out; `samples.jsonl` shows what is learnt; `metrics.jsonl` has a record a
+line; `curves.png` draws it.
 """
 
 import json
@@ -40,6 +41,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """The file with the first samples of every stage."""
+        return self.path / "samples.jsonl"
+
+    @property
     def generated(self) -> Path:
         """The file with what the target wrote for stage 2."""
         return self.path / "generated.jsonl"
@@ -61,9 +67,10 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             if resumed_step is not None:
                 self._check_recipe()
+                self._check_tokens()
                 self._rewind(resumed_step)
             else:
-                for leftover in (self.metrics, self.generated):
+                for leftover in (self.metrics, self.generated, self.samples):
                     leftover.unlink(missing_ok=True)
             replace_text(self.path / "recipe.yaml", self.recipe.to_yaml())
             self._note_command(resumed_step)
@@ -92,6 +99,26 @@ class RunFolder:
                 f"{name} is {now!r}, but the run in {self.path} has {before!r}; go on with the same recipe, "
                 "or start a new run (drafter.init_from takes its weights along)."
             )
+
+    def _check_tokens(self) -> None:
+        path = self.path / "run.json"
+        if not path.exists():
+            return
+        before, now = storage.read_json(path)["runs"][-1]["target"], asdict(self.facts)
+        for name, what in (
+            ("opening", "begins texts with other special tokens"), ("text_hash", "makes other tokens of a text"),
+            ("template_hash", "has another chat template"),
+        ):
+            if before.get(name) is not None and json.dumps(before[name]) != json.dumps(now[name]):
+                raise DraftsmithError(
+                    f"{self.facts.name!r} {what} than when the run in {self.path} began; restore its tokenizer files, "
+                    "or start a new run."
+                )
+
+    def note_data(self, account: dict[str, Any]) -> None:
+        """Write down what was read and what was left out of it."""
+        self._runs[-1]["data"] = account
+        self.note_time()
 
     def _rewind(self, step: int) -> None:
         self.records = [record for record in self._log.read() if record["step"] <= step]

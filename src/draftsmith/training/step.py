@@ -1,6 +1,6 @@
 """One step of the optimizer: the target reads, the drafter is judged, its weights move. All training goes through here.
 
-Shapes: B sequences, L tokens a sequence, N depths.
+Shapes: B windows, L tokens a window, M micro-batches, N depths.
 """
 
 import math
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from draftsmith.drafters.learner import Learner
 from draftsmith.target import Target
-from draftsmith.training.lessons import prepare
+from draftsmith.training.lessons import Task, draw, prepare
 from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import DistillationSection, OptimizerSection
+from draftsmith.training.windows import Batch
 from draftsmith.types import DraftsmithError
 
 
@@ -40,14 +41,6 @@ class Outcome:
         return self.loss_N.sum().item()
 
 
-@dataclass(frozen=True)
-class Positions:
-    """What of each sequence is trained on: `count` random positions from `first` on, None for all of them."""
-
-    first: int
-    count: int | None
-
-
 class TrainingStep:
     """Steps of a drafter on a frozen target; what changes when more is trained is in methods of its own."""
 
@@ -68,14 +61,14 @@ class TrainingStep:
         self.optimizers = self.fresh_optimizers()
 
     def __call__(
-        self, batches: Iterable[Tensor], *, rate: float, positions: Positions, seed: tuple[object, ...], accumulate: int
+        self, batches: Iterable[Batch], *, rate: float, positions: int | None, seed: tuple[object, ...]
     ) -> Outcome:
-        """Take one step.
+        """Take one step; several micro-batches are one large batch, each guess in it counting as much as any other.
 
         Args:
-            batches: tokens_BL of each micro-batch, `accumulate` of them.
+            batches: the micro-batches.
             rate: the learning rate.
-            positions: what to train on.
+            positions: train on so many random positions of each window, None for all.
             seed: of the positions drawn; the number of the micro-batch is added.
 
         Raises:
@@ -84,32 +77,34 @@ class TrainingStep:
         self.noted = {}
         self.set_rate(rate)
         losses, hits = [], []
-        for micro, tokens_BL in enumerate(batches):
-            objective, loss_N, hits_N = self.judge(tokens_BL, positions, (*seed, micro), accumulate)
-            (objective / accumulate).backward()
-            losses.append(loss_N.detach())
-            hits.append(hits_N)
+        tasks = [draw(batch, self.drafter.max_depth, positions, (*seed, i)) for i, batch in enumerate(batches)]
+        counts_MN = torch.stack([task.counts_N for task in tasks])
+        shares_MN = (counts_MN / counts_MN.sum(0).clamp(min=1)).to(self.target.device)
+        for micro, (task, share_N) in enumerate(zip(tasks, shares_MN, strict=True)):
+            objective, loss_N, hits_N = self.judge(task, share_N, (*seed, micro))
+            objective.backward()
+            losses.append(loss_N.detach() * share_N[: len(loss_N)])
+            hits.append(hits_N * share_N[: len(hits_N)])
         norm = self.clip()
-        found = Outcome(torch.stack(losses).mean(0), torch.stack(hits).mean(0), norm, self.noted)
+        found = Outcome(torch.stack(losses).sum(0), torch.stack(hits).sum(0), norm, self.noted)
         if not math.isfinite(found.loss) or not math.isfinite(norm):
             raise NotFinite(f"the loss became {found.loss} (gradient norm {norm})")
         self.apply()
         return found
 
-    def judge(
-        self, tokens_BL: Tensor, positions: Positions, seed: tuple[object, ...], accumulate: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what a micro-batch minimises, the losses of the depths and their right first guesses."""
+    def judge(self, task: Task, share_N: Tensor, seed: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what a micro-batch minimises, the losses of the depths and their right first guesses.
+
+        Args:
+            share_N: how many of the step's guesses are in this micro-batch, of each depth.
+        """
         half = self.section.precision == "bf16"
         # A target that is bf16 already only loses time under autocast.
         with self.autocast(half and self.target.dtype == torch.float32):
-            lesson = prepare(
-                self.drafter, self.target, tokens_BL, first=positions.first, count=positions.count,
-                distillation=self.distillation, seed=seed,
-            )
+            lesson = prepare(self.drafter, self.target, task, distillation=self.distillation, seed=seed)
         with self.autocast(half):
             loss_N, hits_N = self.losses(lesson)
-        return loss_N.sum(), loss_N, hits_N
+        return (loss_N * share_N[: len(loss_N)]).sum(), loss_N, hits_N
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the step to come."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.storage import verify_folder
 from draftsmith.target import Target
-from draftsmith.training.build import build_drafter, build_loader
+from draftsmith.target.tokens import TokenText
+from draftsmith.training.build import build_drafter, build_loader, build_prompts
 from draftsmith.training.checkpoint import (
     BEST,
     Checkpoint,
@@ -30,9 +30,11 @@ from draftsmith.training.data import Loader, Packing, noise
 from draftsmith.training.generated import Generate, GeneratedText
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
+from draftsmith.training.samples import SHOWN_SAMPLES, keep_samples, show_account, show_samples
 from draftsmith.training.schedule import learning_rate
-from draftsmith.training.step import NotFinite, Positions, TrainingStep
+from draftsmith.training.step import NotFinite, TrainingStep
 from draftsmith.training.terminal import progress_bar
+from draftsmith.training.windows import Batch, Window
 from draftsmith.types import DraftsmithError, TargetFacts, cast_parameters, resolve_dtype
 
 Evaluate = Callable[[Learner], Mapping[str, float]]
@@ -103,7 +105,7 @@ class Run:
             tokens = self._tokens_a_step(stage)
             self.console.print(
                 f"{name}: {stage.steps} steps × {stage.batch * stage.accumulate} sequences, "
-                f"{tokens * stage.steps:,} tokens, rate {stage.rate:g} → {stage.final_rate:g}"
+                f"at most {tokens * stage.steps:,} tokens, rate {stage.rate:g} → {stage.final_rate:g}"
             )
         count = sum(p.numel() for p in self.drafter.parameters())
         self.console.print(
@@ -178,13 +180,28 @@ class Run:
             self._save()
         first = self.recipe.stage1.steps
         if self.step < first:
+            if self.step == 0:
+                self._show(self._stage1_loader().first(SHOWN_SAMPLES), "stage 1 learns from", self._stage1_loader())
             self._steps(self.recipe.stage1, 0, interrupted)
         if self.step >= self.steps:
             return
         if not self._within_stage():
             self.learning.renew()
         self._make_text(interrupted)
+        assert self.generated is not None
+        if not self._within_stage():
+            count = min(SHOWN_SAMPLES, len(self.generated.sequences))
+            self._show([self.generated.window(place) for place in range(count)], "stage 2 learns from", None)
         self._steps(self.recipe.stage2, first, interrupted)
+
+    def _show(self, windows: list[Window], title: str, loader: Loader | None) -> None:
+        """Show what is learnt, and what of the data is left out; both are kept in the run's folder."""
+        if loader is not None:
+            self.folder.note_data(loader.account())
+            show_account(loader.account(), self.console)
+        assert self.target.tokenizer is not None
+        records = show_samples(windows, TokenText(self.target.tokenizer), title, self.console)
+        keep_samples(self.folder.samples, records)
 
     def _make_text(self, interrupted: threading.Event) -> None:
         section = self.recipe.stage2
@@ -202,14 +219,16 @@ class Run:
             )
         if self.on_drafter is not None:
             self.on_drafter(self._served())
-        prompts = build_loader(self.recipe, self.target, Packing(section.prompt_tokens, one_a_piece=True), "prompts")
+        prompts = build_prompts(self.recipe, self.target)
         with progress_bar(self.console) as progress:
             done = len(self.generated.sequences)
             bar = progress.add_task("target writes", total=self.generated.count, completed=done)
-            for made in self.generated.make(prompts, self.generate):
+            for made in self.generated.make(prompts, self.generate, self.target.eos_token_ids):
                 progress.update(bar, completed=made)
                 if interrupted.is_set():
                     raise self._stopped()
+        self.folder.note_data(prompts.account())
+        show_account(prompts.account(), self.console)
 
     def _steps(self, stage: StageSection, first: int, interrupted: threading.Event) -> None:
         output, every = self.recipe.output, self.recipe.evaluation.every
@@ -234,24 +253,20 @@ class Run:
             f"stopped at step {self.step} of {self.steps}; everything is saved in {self.folder.path}: {self.go_on}."
         )
 
-    def _micro_batch(self, stage: StageSection, number: int) -> Tensor:
-        """Return tokens_BL."""
+    def _micro_batch(self, stage: StageSection, number: int) -> Batch:
+        room = self.drafter.max_depth - 1
         if stage is self.recipe.stage1:
-            return self._stage1_loader().next_batch(stage.batch)
+            return self._stage1_loader().next_batch(stage.batch, room)
         assert self.generated is not None
-        return self.generated.batch(number)
-
-    def _first_position(self, stage: StageSection) -> int:
-        # The root may be the prompt's last token, so that everything predicted is generated.
-        return 0 if stage is self.recipe.stage1 else self.recipe.stage2.prompt_tokens - 2
+        return self.generated.batch(number, room)
 
     def _one_step(self, stage: StageSection, local: int) -> dict[str, Any]:
         rate = learning_rate(local, stage.steps, stage.rate, stage.final_rate)
         batches = (self._micro_batch(stage, local * stage.accumulate + micro) for micro in range(stage.accumulate))
         try:
             found = self.learning(
-                batches, rate=rate, positions=Positions(self._first_position(stage), stage.positions_per_sequence),
-                seed=(self.recipe.seed, "positions", self.step), accumulate=stage.accumulate,
+                batches, rate=rate, positions=stage.positions_per_sequence,
+                seed=(self.recipe.seed, "positions", self.step),
             )
         except NotFinite as error:
             raise DraftsmithError(
@@ -290,6 +305,8 @@ class Run:
         progress = {
             "best": self.best, "best_step": self.best_step, "loader": loader.state_dict() if loader else None,
         }
+        if loader is not None:
+            self.folder.note_data(loader.account())
         self.checkpoints.save(self.step, self._write_weights, progress, optimizer_tensors(self.learning.optimizers))
         if improved:
             self.checkpoints.link(BEST, self.step)

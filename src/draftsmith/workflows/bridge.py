@@ -42,7 +42,7 @@ class EngineBridge:
         self.drafter = drafter.for_decoding(self.target)
 
     def generate(self, prompts: list[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
-        """Let the target write exactly `max_tokens` behind every prompt."""
+        """Let the target write `max_tokens` behind every prompt, or up to its end token."""
         longest = max(map(len, prompts)) + max_tokens
         engine = Engine(self.target, self.drafter, max_batch=ROWS, max_length=longest)
         rules = [

@@ -15,10 +15,11 @@ from draftsmith.evaluation.check import (
     check_drafter,
     check_files,
     check_packing,
+    check_tokens,
     load_pair,
     training_form,
 )
-from draftsmith.evaluation.prompts import Prompt, cut
+from draftsmith.evaluation.prompts import Prompt, cut, whole
 from draftsmith.provenance import provenance
 from draftsmith.target import Target
 from draftsmith.types import DraftsmithError
@@ -124,6 +125,7 @@ def check_folder(
     report.checks.append(made_for)
     if drafter is None:
         return report, reference.name
+    report.checks.append(check_tokens(folder, reference))
     learner = training_form(folder, drafter, reference)
     windows = ragged(reference, texts, prompts, new_tokens)
     found = check_drafter(reference, learner, drafter, windows, new_tokens, say)
@@ -143,7 +145,11 @@ def check_folder(
 
 
 def ragged(target: Target, texts: Sequence[Prompt], count: int, new_tokens: int) -> list[list[int]]:
-    """Return so many prompts, each longer than the one before."""
+    """Return so many prompts: the conversations whole, then beginnings of texts, each longer than the one before."""
     longest = min(LONGEST, target.max_length - new_tokens)
+    chats = [prompt for prompt in whole(target, texts) if len(prompt) <= target.max_length - new_tokens][:count]
+    texts, count = [prompt for prompt in texts if prompt.conversation is None], count - len(chats)
+    if not texts or count < 2:
+        return [chats[index % len(chats)] for index in range(len(chats) + count)]
     windows = cut(target, texts, longest, count, exact=False)
-    return [window[: SHORTEST + (longest - SHORTEST) * i // (count - 1)] for i, window in enumerate(windows)]
+    return chats + [window[: SHORTEST + (longest - SHORTEST) * i // (count - 1)] for i, window in enumerate(windows)]

@@ -16,12 +16,12 @@ from draftsmith.evaluation.contest import Contender
 from draftsmith.evaluation.ledger import Ledger
 from draftsmith.evaluation.prompts import embedded_prompts
 from draftsmith.target import Target
-from draftsmith.training.build import build_drafter, build_loader
+from draftsmith.training.build import build_drafter, build_prompts
 from draftsmith.training.checkpoint import Checkpoints
-from draftsmith.training.data import Packing, noise
+from draftsmith.training.data import noise
 from draftsmith.training.generated import GeneratedText
 from draftsmith.training.recipe import Recipe, build_recipe
-from draftsmith.training.step import Positions, TrainingStep
+from draftsmith.training.step import TrainingStep
 from draftsmith.training.terminal import progress_bar
 from draftsmith.training.train import train
 from draftsmith.types import DraftsmithError
@@ -140,10 +140,10 @@ def write_texts(entry: Entry, target: Target, budget: Budget, bridge: EngineBrid
     recipe = recipe_for(entry, target, budget, budget.texts // BATCH, "texts", epochs=1)
     section = recipe.stage2
     texts = GeneratedText(budget.path, section, noise(recipe.seed, "stage2"))
-    prompts = build_loader(recipe, target, Packing(section.prompt_tokens, one_a_piece=True), "prompts")
+    prompts = build_prompts(recipe, target)
     with progress_bar(console) as progress:
         bar = progress.add_task("target writes", total=texts.count, completed=len(texts.sequences))
-        for made in texts.make(prompts, bridge.generate):
+        for made in texts.make(prompts, bridge.generate, target.eos_token_ids):
             progress.update(bar, completed=made)
 
 
@@ -151,13 +151,13 @@ def seconds_a_step(recipe: Recipe, target: Target, texts: Path) -> float:
     """Train a throwaway drafter for a few steps, and return what one takes."""
     section = recipe.stage2
     step = TrainingStep(build_drafter(recipe, target), target, recipe.optimizer, recipe.distillation)
-    positions = Positions(section.prompt_tokens - 2, section.positions_per_sequence)
     sequences = GeneratedText(texts, section, 0)
     begun = time.monotonic()
     for number in range(PROBED_STEPS + 1):
         if number == 1:  # the first one warms up
             begun = time.monotonic()
-        step([sequences.batch(number)], rate=0.0, positions=positions, seed=(number,), accumulate=1)
+        batch = sequences.batch(number, step.drafter.max_depth - 1)
+        step([batch], rate=0.0, positions=section.positions_per_sequence, seed=(number,))
     return (time.monotonic() - begun) / PROBED_STEPS
 
 
@@ -217,7 +217,7 @@ def enlist(
     learners = [entry for entry in entries if entry.family.trainable]
     bridge = EngineBridge(
         target, embedded_prompts(), EVALUATION_PROMPTS, EVALUATION_TOKENS, PROMPT_TOKENS,
-        {"temperature": 0.0, "ignore_eos": True},
+        {"temperature": 0.0},
     )
     if learners:
         write_texts(learners[0], target, budget, bridge, console)

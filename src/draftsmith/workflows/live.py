@@ -1,7 +1,7 @@
 """The demo's live training: the target writes, the drafter learns from it, all within a promised time.
 
 This is stage 2 of the report (section 3.2) by the clock instead of by steps, so that it ends when it was promised to
-on any machine. Shapes: B sequences, L tokens, N stages.
+on any machine. Shapes: N stages.
 """
 
 import math
@@ -19,7 +19,8 @@ from draftsmith.plan import NO_DRAFT
 from draftsmith.target import Target
 from draftsmith.training.recipe import DistillationSection, OptimizerSection
 from draftsmith.training.schedule import learning_rate
-from draftsmith.training.step import NotFinite, Positions, TrainingStep
+from draftsmith.training.step import NotFinite, TrainingStep
+from draftsmith.training.windows import Window, collate
 from draftsmith.types import DraftsmithError, SamplingParams, unbroken
 
 RESOLUTION = 1000
@@ -93,12 +94,12 @@ def train_live(
 
 def write(
     target: Target, speculator: Learner, prompts: list[list[int]], settings: LiveSettings, show: Show
-) -> list[list[int]]:
+) -> list[Window]:
     """Let the target continue prompts, greedily as it will be raced; at least one batch."""
     begun = time.monotonic()
     longest = settings.prompt_tokens + settings.new_tokens
     engine = Engine(target, speculator.for_decoding(target), max_batch=settings.write_batch, max_length=longest)
-    sequences: list[list[int]] = []
+    sequences: list[Window] = []
     tokens = 0
 
     def note(committed: int) -> None:
@@ -113,7 +114,6 @@ def write(
         rules = [
             SamplingParams(
                 max_tokens=settings.new_tokens,
-                ignore_eos=True,
                 seed=settings.seed + first + i,
             )
             for i in range(len(chosen))
@@ -121,14 +121,16 @@ def write(
         # So many rows fill a CPU's arithmetic by themselves; guesses would only be more work.
         plan = NO_DRAFT if target.device.type == "cpu" else None
         done = unbroken(engine.generate(chosen, rules, plan, on_progress=note))
-        sequences += [completion.prompt_tokens + completion.tokens for completion in done]
+        for completion in done:
+            whole = completion.prompt_tokens + completion.tokens
+            sequences.append(Window(whole, [(len(completion.prompt_tokens), len(whole))]))
     return sequences
 
 
 def learn(
     target: Target,
     speculator: Learner,
-    sequences: list[list[int]],
+    sequences: list[Window],
     settings: LiveSettings,
     begun: float,
     show: Show,
@@ -137,7 +139,7 @@ def learn(
     rng = random.Random(settings.seed)
     section = OptimizerSection(precision="bf16" if target.dtype == torch.bfloat16 else "fp32")
     step = TrainingStep(speculator.train(), target, section, DistillationSection(weight=settings.distillation))
-    positions = Positions(settings.prompt_tokens - 2, settings.positions)
+    most, room = max(len(window.tokens) for window in sequences), speculator.max_depth - 1
     start, end = time.monotonic(), begun + 60 * settings.minutes
     curve: list[tuple[float, float]] = []
     mean = math.nan
@@ -145,9 +147,9 @@ def learn(
         share = (time.monotonic() - start) / max(1e-6, end - start)
         local = min(RESOLUTION - 1, int(share * RESOLUTION))
         rate = learning_rate(local, RESOLUTION, settings.rate, settings.final_rate)
-        tokens_BL = torch.tensor(rng.sample(sequences, min(settings.batch, len(sequences))))
+        batch = collate(rng.sample(sequences, min(settings.batch, len(sequences))), most, room)
         try:
-            found = step([tokens_BL], rate=rate, positions=positions, seed=(settings.seed, len(curve)), accumulate=1)
+            found = step([batch], rate=rate, positions=settings.positions, seed=(settings.seed, len(curve)))
         except NotFinite as error:
             raise DraftsmithError(f"{error} at step {len(curve) + 1} of the demo; lower the rate.") from error
         loss = found.loss_N.mean().item()

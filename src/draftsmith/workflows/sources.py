@@ -16,7 +16,7 @@ def gather_prompts(source: "Path | str | Sequence[str | Prompt] | None", task: s
     """Return prompts from a file or from a sequence of texts; None takes the embedded held-out ones.
 
     Args:
-        source: a path (JSONL with `text` a line, or a text file), or texts, with or without a task.
+        source: a path (JSONL with `text` or `messages` a line, or a text file), or texts, with or without a task.
         task: only prompts of this task; all by default.
     """
     from draftsmith.evaluation.prompts import Prompt, embedded_prompts, load_prompts

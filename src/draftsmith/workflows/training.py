@@ -115,7 +115,7 @@ def train(
     second = settled.stage2
     bridge = EngineBridge(
         loaded, prompts, probe.prompts_a_task, probe.new_tokens, probe.prompt_tokens,
-        {"temperature": second.temperature, "top_k": second.top_k, "ignore_eos": True},
+        {"temperature": second.temperature, "top_k": second.top_k},
     )
     result = run(
         settled, target=loaded, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, dry_run=dry_run,

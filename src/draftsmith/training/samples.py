@@ -1,0 +1,81 @@
+"""The first samples of a stage, as text: a look at what a run learns, before it costs anything."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from draftsmith.files import replace_text
+from draftsmith.target.tokens import TokenText
+from draftsmith.training.windows import Window
+
+SHOWN_SAMPLES = 3
+SHOWN_CHARACTERS = 600
+
+
+def parts_of(window: Window, text: TokenText) -> list[tuple[str, bool]]:
+    """Return the text of a window in parts, each with whether it is learnt; special tokens are written out.
+
+    A part is what its tokens add to the text before them, so that spaces stand where they belong.
+    """
+    edges = sorted({0, len(window.tokens), *(edge for span in window.spans for edge in span)})
+    parts, before = [], ""
+    for begin, end in pairwise(edges):
+        whole = text.decode(window.tokens[:end], skip_special_tokens=False)
+        learnt = any(first <= begin and end <= last for first, last in window.spans)
+        # The last character may have waited for its last byte.
+        same = next((at for at, (one, two) in enumerate(zip(whole, before, strict=False)) if one != two), len(before))
+        parts.append((whole[same:], learnt))
+        before = whole
+    return parts
+
+
+def show_samples(windows: Sequence[Window], text: TokenText, title: str, console: Console) -> list[dict[str, Any]]:
+    """Print the first windows, each as one line, dimmed what is not learnt, and return all as records."""
+    records = []
+    console.print(f"[bold]{title}[/bold] [dim](dimmed: read, but not learnt)[/dim]", highlight=False)
+    for number, window in enumerate(windows[:SHOWN_SAMPLES], 1):
+        parts = parts_of(window, text)
+        shown = Text(f"{number}. ", style="bold")
+        left = SHOWN_CHARACTERS
+        for words, learnt in parts:
+            shown.append(words[:left].replace("\n", "⏎"), style="not bold" if learnt else "not bold dim")
+            left -= len(words[:left])
+        shown.append(" …" if left == 0 else "")
+        console.print(shown, soft_wrap=True)
+        records.append(
+            {
+                "of": title, "tokens": window.tokens, "learnt": [list(span) for span in window.spans],
+                "text": "".join(words for words, _ in parts),
+                "parts": [{"text": words, "learnt": learnt} for words, learnt in parts],
+            }
+        )
+    return records
+
+
+def keep_samples(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write samples into a file, one a line, in place of those of the same stage."""
+    fresh = {record["of"] for record in records}
+    old = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+    kept = [record for record in old if record["of"] not in fresh]
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in [*kept, *records]))
+
+
+def show_account(account: dict[str, Any], console: Console) -> None:
+    """Print what was read so far, and what was left out and why."""
+    for source in account["sources"]:
+        files = f" in {source['files']} files" if source["files"] > 1 else ""
+        left_out = {**source["files_left_out"], **source["left_out"]}
+        missing = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "nothing"
+        console.print(
+            f"data: {source['source']}: {source['documents']:,} documents read so far{files}; left out: {missing}",
+            highlight=False, markup=False,
+        )
+    for reason, count in account["unusable"].items():
+        console.print(
+            f"data: {count:,} of {account['pieces']:,} pieces cannot be used: {reason}", highlight=False, markup=False
+        )
