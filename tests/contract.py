@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.trainable import TrainableDrafter
 from draftsmith.engine import Engine
+from draftsmith.engine.request import Request
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.target import KVCache, Target
 from draftsmith.types import ROOT, UNUSED, Context, Draft, SamplingParams
@@ -17,13 +18,14 @@ NEW_TOKENS = 18
 
 
 class CheckedDrafter(Drafter):
-    """Passes everything on to another drafter and checks what comes back."""
+    """Passes everything on to another drafter, and checks and keeps the drafts that come back."""
 
     def __init__(self, inner: Drafter, target: Target) -> None:
         self.inner, self.target = inner, target
         self.taps, self.reads_prompt = inner.taps, inner.reads_prompt
         self.can_sample, self.observes, self.borrows_layers = inner.can_sample, inner.observes, inner.borrows_layers
         self.proposed: tuple[Context, Draft] | None = None
+        self.drafts: list[Draft] = []
         self.rows_seen: set[int] = set()
         self.rows_reset: set[int] = set()
 
@@ -57,6 +59,7 @@ class CheckedDrafter(Drafter):
         check_draft(draft, plan, batch, self.target.vocab_size, self.can_sample)
         assert not self.observes or self.proposed is None, "what was drafted last was not shown to it"
         self.proposed = context, draft
+        self.drafts.append(draft)
         return draft
 
 
@@ -165,3 +168,13 @@ def check_forward_law(drafter: TrainableDrafter, target: Target) -> None:
         tokens_1T = torch.tensor([text[1:] + guesses])
         logits = drafter(tokens_1T, torch.cat([features_1TF, unknown_1DF], dim=1))
         assert [logits[d][0, length - 2].argmax().item() for d in range(depth)] == guesses
+
+
+def run_out(engine: Engine) -> list[Request]:
+    """Step until nothing is left; return the requests in the order in which they ended."""
+    ended = []
+    while engine.core.has_work:
+        progress = engine.core.step()
+        assert len({one.request.id for one in progress}) == len(progress)
+        ended += [one.request for one in progress if one.finished]
+    return ended

@@ -120,7 +120,7 @@ class Planted:
     plan: Plan = CHAIN
     alphabet: int = 8
     tokens: int = 3
-    draws: int = 10_000
+    draws: int = 2_000
 
 
 PLANTED = {
@@ -133,7 +133,7 @@ PLANTED = {
     # Eight bits of the sums and of the noise matter the more, the less probable the tokens.
     "drawn in bf16, scored in fp32": Planted(
         "sampling", make_drafter=partial(BrokenDraft, propose=drawn_in_bf16, chains_only=True),
-        alphabet=64, tokens=2, draws=80_000,
+        alphabet=64, tokens=2, draws=48_000,
     ),
     "argmax scored as if sampled": Planted(
         "sampling", make_drafter=partial(BrokenDraft, propose=best_as_sample, chains_only=True)

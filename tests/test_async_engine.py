@@ -4,16 +4,19 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from draftsmith.engine import AsyncEngine, Engine
-from draftsmith.engine.core import Progress
-from draftsmith.engine.request import Request
+from draftsmith.engine.policy import Choice, Fixed
 from draftsmith.plan import Plan
-from draftsmith.types import Completion, DraftsmithError, SamplingParams
-from oracle import oracle_for
-from tiny import greedy_reference, prompts, tiny_model, tiny_target
+from draftsmith.target import Target
+from draftsmith.types import Completion, Context, Draft, DraftsmithError, SamplingParams
+from oracle import OracleDrafter, oracle_for
+from tiny import TOKENIZER_SIZE, greedy_reference, prompts, tiny_model, tiny_target, tiny_tokenizer
 
 CHAIN = Plan((1, 1, 1))
 
@@ -106,36 +109,59 @@ def test_closing_tells_who_still_listens():
     asyncio.run(main())
 
 
+class Failing(OracleDrafter):
+    """An oracle on a device that goes away: in the middle of a step, and when rows are to be forgotten.
+
+    Args:
+        guessing: what guessing raises, None for nothing.
+        forgetting: whether forgetting raises.
+    """
+
+    guessing: Exception | None = None
+    forgetting = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.forgotten: list[int] = []
+        self.longest = 0  # text, so far
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        self.longest = max(self.longest, *context.lengths_B.tolist())
+        if self.guessing is not None:
+            raise self.guessing
+        return super().propose(context, plan)
+
+    def reset_rows(self, rows: list[int]) -> None:
+        self.forgotten += rows
+        if self.forgetting:
+            raise RuntimeError("the device is gone")
+        super().reset_rows(rows)
+
+
+class Gate(Failing):
+    """Holds the next step of its engine until it is opened, then lets it go on, or fail."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        self.reached.set()
+        assert self.open.wait(20)
+        return super().propose(context, plan)
+
+
 def test_a_step_that_fails_is_told_to_everybody():
     async def main() -> None:
-        own = engine()
-        async with AsyncEngine(own) as served:
-            def broken() -> None:
-                raise RuntimeError("the device is gone")
-
-            own.core.step = broken  # type: ignore[assignment,method-assign]
+        drafter = oracle_for(tiny_model(), prompts(8), kind=Failing)
+        drafter.guessing = RuntimeError("the device is gone")
+        async with AsyncEngine(Engine(tiny_target(), drafter, plan=CHAIN)) as served:
             with pytest.raises(RuntimeError, match="the device is gone"):
-                await served.generate(prompts(1)[0], SamplingParams(max_tokens=4))
+                await asyncio.wait_for(served.generate(prompts(1)[0], SamplingParams(max_tokens=4)), 10)
             with pytest.raises(DraftsmithError, match="the engine has stopped: the device is gone"):
                 await served.generate(prompts(1)[0], SamplingParams(max_tokens=4))
 
     asyncio.run(main())
-
-
-class Gate:
-    """Holds the next step of an engine until it is opened, then lets it run, or fail with an error."""
-
-    def __init__(self, own: Engine, error: Exception | None = None) -> None:
-        self.reached, self.open, real = threading.Event(), threading.Event(), own.core.step
-
-        def held() -> list[Progress]:
-            self.reached.set()
-            assert self.open.wait(20)
-            if error is not None:
-                raise error
-            return real()
-
-        own.core.step = held  # type: ignore[method-assign]
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -144,84 +170,93 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+def check_prompts_one_by_one() -> None:
+    """Let calls of this event loop be checked by a single thread, so that `asked` can tell when they are through."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+
+
+async def asked() -> None:
+    """Return when all calls that were made before are in, or wait for room: the thread that checks them got to us."""
+    await asyncio.sleep(0)  # they begin
+    await asyncio.to_thread(int)
+
+
+async def told_together(served: AsyncEngine, gate: Gate, close: bool, params: SamplingParams) -> list[BaseException]:
+    """Ask twice, the second time while a step of the first is held; close or let the step fail; return what is told."""
+    check_prompts_one_by_one()
+    first = asyncio.create_task(served.generate(prompts(2)[0], params))
+    await until(gate.reached.is_set)
+    second = asyncio.create_task(served.generate(prompts(2)[1], params))
+    await asked()
+    closing = asyncio.create_task(served.close() if close else asyncio.sleep(0))
+    await asyncio.sleep(0)  # it begins
+    gate.open.set()
+    told = await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 10)
+    await closing
+    return [one for one in told if isinstance(one, BaseException)]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_call_that_is_not_in_the_core_yet_is_told_as_well(fails: bool):
-    async def main() -> list[list[Completion] | BaseException]:
-        own = engine()
-        gate = Gate(own, RuntimeError("the device is gone") if fails else None)
-        async with AsyncEngine(own) as served:
-            async def ask(question: list[int]) -> list[Completion]:
-                return await served.generate(question, SamplingParams(max_tokens=90))
+    async def main() -> list[BaseException]:
+        gate = oracle_for(tiny_model(), prompts(8), kind=Gate)
+        gate.guessing = RuntimeError("the device is gone") if fails else None
+        async with AsyncEngine(Engine(tiny_target(), gate, plan=CHAIN)) as served:
+            return await told_together(served, gate, not fails, SamplingParams(max_tokens=90))
 
-            first = asyncio.create_task(ask(prompts(2)[0]))
-            await until(gate.reached.is_set)
-            second = asyncio.create_task(ask(prompts(2)[1]))
-            await until(lambda: bool(served._commands))
-            closing = asyncio.create_task(asyncio.sleep(0) if fails else served.close())
-            await until(lambda: fails or served._stopping)
-            gate.open.set()
-            told = await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 10)
-            await closing
-            return told
-
-    for told in asyncio.run(main()):
-        assert isinstance(told, RuntimeError if fails else DraftsmithError)
-        assert ("the device is gone" if fails else "closed before") in str(told)
+    told = asyncio.run(main())
+    assert len(told) == 2
+    for one in told:
+        assert isinstance(one, RuntimeError if fails else DraftsmithError)
+        assert str(one) == "the device is gone" if fails else "closed before" in str(one)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_abort_that_fails_keeps_nobody_from_being_told(fails: bool):
-    async def main() -> tuple[str, list[int]]:
-        own, aborted = engine(), list[int]()
+    async def main() -> tuple[list[BaseException], list[int]]:
+        gate = oracle_for(tiny_model(), prompts(8), kind=Gate)
+        gate.guessing, gate.forgetting = RuntimeError("the step failed") if fails else None, True
+        async with AsyncEngine(Engine(tiny_target(), gate, plan=CHAIN)) as served:
+            return await told_together(served, gate, not fails, SamplingParams(max_tokens=90, n=2)), gate.forgotten
 
-        def broken(id: int) -> None:
-            aborted.append(id)
-            raise RuntimeError("the device is gone")
+    told, forgotten = asyncio.run(main())
+    assert len(told) == 2 and len({str(one) for one in told}) == 1
+    assert ("the step failed" if fails else "closed before") in str(told[0])
+    assert len(forgotten) == 2  # both copies of the call that was in, though forgetting the first raised
 
-        async with AsyncEngine(own) as served:
-            gate = Gate(own, RuntimeError("the step failed") if fails else None)
-            own.core.abort = broken  # type: ignore[method-assign]
-            params = SamplingParams(max_tokens=90, n=2)
-            waiting = [asyncio.create_task(served.generate(prompts(2)[0], params))]
-            await until(gate.reached.is_set)
-            waiting.append(asyncio.create_task(served.generate(prompts(2)[1], params)))
-            await until(lambda: bool(served._commands))
-            closing = asyncio.create_task(asyncio.sleep(0) if fails else served.close())
-            await until(lambda: fails or served._stopping)
-            gate.open.set()
-            told = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
-            await closing
-            assert len({str(one) for one in told}) == 1
-            return str(told[0]), aborted
 
-    told, aborted = asyncio.run(main())
-    assert ("the step failed" if fails else "closed before") in told
-    assert bool(aborted) is not fails
+class RefusesTheSecond(Fixed):
+    """Raises when a request comes in behind another one, for which it has to say what it may choose."""
+
+    asked: int | None = None
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        if self.asked is not None:
+            self.asked += 1
+            if self.asked == 2:
+                raise ValueError("no second one")
+        return super().choices
 
 
 def test_a_request_that_the_core_refuses_harms_nobody():
-    async def main() -> list[list[Completion] | BaseException]:
-        own = engine()
-        add, seen = own.core.add, list[Request]()
-
-        def refuses_the_second(request: Request) -> int:
-            seen.append(request)
-            if len(seen) == 2:
-                raise ValueError("no second one")
-            return add(request)
-
-        own.core.add = refuses_the_second  # type: ignore[method-assign]
+    """The first copy of the call is in by then, and is taken out."""
+    async def main() -> tuple[list[Completion], int]:
+        gate, policy = oracle_for(tiny_model(), prompts(8), kind=Gate), RefusesTheSecond(CHAIN)
+        own = Engine(tiny_target(), gate, policy=policy, max_batch=3)
+        policy.asked = 0
         async with AsyncEngine(own) as served:
-            params = SamplingParams(max_tokens=6, n=2)
-            asked = [served.generate(prompts(1)[0], params), served.generate(prompts(1)[0], params)]
-            told = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10)
+            with pytest.raises(ValueError, match="no second one"):
+                await asyncio.wait_for(served.generate(prompts(1)[0], SamplingParams(max_tokens=90, n=2)), 10)
+            call = asyncio.create_task(served.generate(prompts(1)[0], SamplingParams(max_tokens=6, n=2)))
+            gate.open.set()
+            found = await asyncio.wait_for(call, 10)
             await until(lambda: not own.core.has_work)
-            return told
+            return found, gate.longest
 
-    told = asyncio.run(main())
-    assert [str(one) for one in told if isinstance(one, ValueError)] == ["no second one"]
-    (found,) = [one for one in told if not isinstance(one, BaseException)]
+    found, longest = asyncio.run(main())
     assert [one.tokens for one in found] == [greedy_reference(tiny_model(), prompts(1)[0], 6)] * 2
+    assert longest < len(prompts(1)[0]) + 30
 
 
 def test_an_engine_that_was_not_entered_says_so():
@@ -255,12 +290,13 @@ def test_the_deadline_holds_while_the_engine_is_full():
 
 def test_closing_tells_who_waits_for_room():
     async def main() -> None:
+        check_prompts_one_by_one()
         async with AsyncEngine(engine(), max_waiting=1) as served:
             first = served.stream(prompts(1)[0], SamplingParams(max_tokens=90))
             await anext(first)
             params = SamplingParams(max_tokens=4)
             waiting = [asyncio.create_task(served.generate(prompts(1)[0], params)) for _ in range(3)]
-            await until(lambda: len(served._room._waiters or ()) == 3)
+            await asked()
             await served.close()
             # `first` still holds its place, because nobody reads on.
             for one in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10):
@@ -270,25 +306,32 @@ def test_closing_tells_who_waits_for_room():
     asyncio.run(main())
 
 
+class SlowTokenizer(PreTrainedTokenizerFast):
+    """Takes its time, and notes how many texts it is at."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.inside, self.most = list[str](), 0
+
+    def __call__(self, text: str, **options: Any) -> BatchEncoding:
+        self.inside.append(text)
+        self.most = max(self.most, len(self.inside))
+        time.sleep(0.02)
+        self.inside.pop()
+        return super().__call__(text, **options)
+
+
 def test_prompts_are_tokenized_one_at_a_time():
-    async def main() -> int:
-        own = engine()
-        admit, inside, most = own.admit_call, list[int](), list[int]()
+    tokenizer = SlowTokenizer(tokenizer_object=tiny_tokenizer().backend_tokenizer)
+    target = Target(tiny_model(vocabulary=TOKENIZER_SIZE), tokenizer, name="slow to read")
 
-        def slow(*args, **options) -> list[Request]:
-            inside.append(1)
-            most.append(len(inside))
-            time.sleep(0.02)
-            inside.pop()
-            return admit(*args, **options)
-
-        own.admit_call = slow  # type: ignore[method-assign]
-        async with AsyncEngine(own) as served:
+    async def main() -> None:
+        async with AsyncEngine(Engine(target)) as served:
             params = SamplingParams(max_tokens=2)
-            await asyncio.gather(*(served.generate(question, params) for question in prompts(4)))
-        return max(most)
+            await asyncio.gather(*(served.generate(text, params) for text in ("one", "two", "three", "four")))
 
-    assert asyncio.run(main()) == 1
+    asyncio.run(main())
+    assert tokenizer.most == 1
 
 
 def test_bad_sizes_are_refused():

@@ -2,17 +2,16 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 
-from contract import CheckedDrafter
+from contract import CheckedDrafter, run_out
 from draftsmith.drafters.eagle import Eagle, EagleConfig
 from draftsmith.drafters.ngram import NgramConfig, NgramDrafter
 from draftsmith.engine import Engine
-from draftsmith.engine.policy import Choice, Fixed, Load, OffAbove, Policy, RowHistory
+from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.request import Request
 from draftsmith.native import LIBRARY
 from draftsmith.plan import NO_DRAFT, Plan
@@ -39,16 +38,6 @@ class AtRandom(Policy):
         self.loads.append(load)
         assert len(rows) == load.decoding
         return [self._random.choice(self._choices) for _ in rows]
-
-
-def run_out(engine: Engine) -> list[Request]:
-    """Step until nothing is left; return the requests in the order in which they ended."""
-    ended = []
-    while engine.core.has_work:
-        progress = engine.core.step()
-        assert len({one.request.id for one in progress}) == len(progress)
-        ended += [one.request for one in progress if one.finished]
-    return ended
 
 
 # ---- whatever happens around it, a text is its own
@@ -203,6 +192,16 @@ def test_running_rows_get_tokens_while_a_long_prompt_is_read():
     assert long.completion().tokens == greedy_reference(tiny_model(), [5] * 80, 4)
 
 
+def test_what_ends_early_has_its_share_of_the_time():
+    engine = Engine(tiny_target())
+    (request,) = engine.admit_call(prompts(1), SamplingParams(max_tokens=60))
+    engine.core.add(request)
+    for _ in range(4):
+        engine.core.step()
+    engine.core.abort(request.id)
+    assert request.completion().statistics.decode_s > 0
+
+
 # ---- memory
 
 
@@ -261,20 +260,13 @@ def test_a_drafter_with_a_memory_hears_of_what_was_not_read_again():
     answer = greedy_reference(tiny_model(), question, 30)
 
     def guesses(shared: bool, piece: int) -> list[list[list[int]]]:
-        seen: list[list[list[int]]] = []
-
-        class Recorder(CheckedDrafter):
-            def propose(self, context, plan):
-                draft = super().propose(context, plan)
-                seen.append(draft.tokens_BN.tolist())
-                return draft
-
-        engine = Engine(target, Recorder(drafter, target), plan=CHAIN, share_prefixes=shared, piece_tokens=piece)
+        checked = CheckedDrafter(drafter, target)
+        engine = Engine(target, checked, plan=CHAIN, share_prefixes=shared, piece_tokens=piece)
         for text in (question, question + answer):
-            seen.clear()
+            checked.drafts.clear()
             engine.generate([text], params)
         assert bool(engine.core.blocks.hits) == shared
-        return seen
+        return [draft.tokens_BN.tolist() for draft in checked.drafts]
 
     expected = guesses(False, 1000)
     assert len(expected) > 5
@@ -290,189 +282,3 @@ def test_memory_is_given_back_and_stays_within_its_limit():
     assert 0 < blocks.cached_bytes <= blocks.limit // BLOCK * blocks.block_bytes
     blocks.trim()
     assert blocks.cached_bytes == 0
-
-
-# ---- plans and policies
-
-
-def test_rows_draft_by_plans_of_their_own():
-    questions = prompts(4)
-    oracle = oracle_for(tiny_model(), questions)
-    engine = Engine(tiny_target(), oracle, plan=TREE, max_batch=4)
-    requests = []
-    for question, plan in zip(questions, [None, CHAIN, NO_DRAFT, Plan((2,))], strict=True):
-        requests += engine.admit_call([question], SamplingParams(max_tokens=13), plan)
-    for request in requests:
-        engine.core.add(request)
-    run_out(engine)
-    completions = [request.completion() for request in requests]
-    assert [c.tokens for c in completions] == [greedy_reference(tiny_model(), q, 13) for q in questions]
-    assert [c.accepted_lengths for c in completions] == [[3] * 3, [3] * 3, [0] * 12, [1] * 6]
-    assert [c.statistics.drafted for c in completions] == [3 * TREE.max_nodes, 3 * 3, 0, 6 * 2]
-
-
-def test_greedy_rows_stay_on_the_greedy_way_beside_sampled_ones(monkeypatch: pytest.MonkeyPatch):
-    """The rules of sampling are asked about the rows that need them, and about no other."""
-    import draftsmith.engine.step as step
-
-    sizes = []
-    inner = step.choose
-    monkeypatch.setattr(step, "choose", lambda rows, context, *rest: sizes.append(len(context.rows_B)) or inner(
-        rows, context, *rest))
-    questions = prompts(5)
-    engine = Engine(tiny_target(), oracle_for(tiny_model(), questions), plan=CHAIN, max_batch=5)
-    rules = [SamplingParams(max_tokens=9)] * 3 + [SamplingParams(max_tokens=9, temperature=1.0, seed=2)] * 2
-    engine.generate(questions, rules)
-    assert set(sizes) <= {1, 2} and sizes
-
-
-def test_a_policy_is_told_what_was_known_before():
-    class Curious(Fixed):
-        def __init__(self) -> None:
-            super().__init__(CHAIN)
-            self.seen: list[list[tuple[int, int]]] = []
-
-        @property
-        def is_fixed(self) -> bool:
-            return False
-
-        def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-            self.seen.append([(sum(row.accepted), sum(row.drafted)) for row in rows])
-            return super().choose(load, rows)
-
-    policy = Curious()
-    question = prompts(1)[0]
-    engine = Engine(tiny_target(), oracle_for(tiny_model(), [question]), policy=policy)
-    engine.generate([question], SamplingParams(max_tokens=13))
-    assert [seen for seen in policy.seen if seen] == [[(3 * n, 3 * n)] for n in range(3)]
-
-
-def test_off_above_a_load():
-    policy = OffAbove(CHAIN, 1)
-    load = Load(decoding=2, reading=0, waiting=0, max_batch=4)
-    history = RowHistory(False, 3)
-    assert policy.choose(load, [history] * 2) == [Choice(NO_DRAFT)] * 2
-    assert policy.choose(replace(load, decoding=1), [history]) == [Choice(CHAIN)]
-    with pytest.raises(DraftsmithError, match="draft_rows is -1"):
-        OffAbove(CHAIN, -1)
-
-
-def test_a_policy_and_a_plan_exclude_each_other():
-    with pytest.raises(DraftsmithError, match="policy"):
-        Engine(tiny_target(), plan=CHAIN, policy=Fixed(CHAIN))
-    with pytest.raises(DraftsmithError, match="empty"):
-        Engine(tiny_target(), {})
-
-
-# ---- what goes wrong
-
-
-def test_a_step_that_breaks_off_ends_what_runs_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
-    import draftsmith.engine.core as core
-
-    questions = prompts(2)
-    engine = Engine(tiny_target(), oracle_for(tiny_model(), questions), plan=CHAIN)
-    first, second = (engine.stream([question], SamplingParams(max_tokens=20)) for question in questions)
-    next(first), next(second)
-
-    def interrupted(results):
-        raise KeyboardInterrupt("by the user")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(core, "lists_of", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            list(first)
-    (*_, last) = list(second)
-    assert last.completion is not None and last.completion.finish_reason == "error"
-    assert "broke off (KeyboardInterrupt: by the user)" in str(last.completion.error)
-    answer = greedy_reference(tiny_model(), questions[1], 20)
-    assert last.completion.tokens == answer[: len(last.completion.tokens)]
-    assert engine.generate([questions[1]], SamplingParams(max_tokens=20))[0].tokens == answer
-    assert engine.core.blocks.held_tokens == 0
-
-
-def test_who_steps_or_aborts_by_hand_takes_nothing_from_a_stream():
-    question = prompts(1)[0]
-    answer = greedy_reference(tiny_model(), question, 20)
-    engine = Engine(tiny_target(), oracle_for(tiny_model(), [question]), plan=CHAIN)
-    stream = engine.stream([question], SamplingParams(max_tokens=20))
-    tokens = list(next(stream).tokens)
-    engine.core.step()
-    tokens += [token for chunk in stream for token in chunk.tokens]
-    assert tokens == answer
-    stream = engine.stream([question], SamplingParams(max_tokens=20))
-    next(stream)
-    engine.core.abort(next(iter(engine.core._requests)))
-    (*_, last) = list(stream)
-    assert last.completion is not None and last.completion.finish_reason == "abort"
-
-
-def test_a_drafter_that_remembers_serves_one_core_at_a_time():
-    question = prompts(1)[0]
-    oracle = oracle_for(tiny_model(), [question])
-    one, other = (Engine(tiny_target(), oracle, plan=CHAIN) for _ in range(2))
-    stream = one.stream([question], SamplingParams(max_tokens=9))
-    next(stream)
-    with pytest.raises(DraftsmithError, match="drafting for another engine"):
-        other.generate([question], SamplingParams(max_tokens=4))
-    stream.close()
-    assert other.generate([question], SamplingParams(max_tokens=4))[0].tokens == greedy_reference(
-        tiny_model(), question, 4
-    )
-
-
-def test_an_engine_that_never_drafts_needs_no_memory_and_finds_it_when_a_request_does():
-    question = prompts(1)[0]
-    oracle = oracle_for(tiny_model(), [question])
-    engine = Engine(tiny_target(), oracle, plan=NO_DRAFT)
-    (plain,) = engine.admit_call([question], SamplingParams(max_tokens=9))
-    engine.core.add(plain)
-    engine.core.step()
-    (drafted,) = engine.admit_call([question], SamplingParams(max_tokens=9), CHAIN)
-    engine.core.add(drafted)
-    run_out(engine)
-    answer = greedy_reference(tiny_model(), question, 9)
-    assert plain.completion().tokens == drafted.completion().tokens == answer
-    assert sum(drafted.history.accepted) > 0 and sum(plain.history.drafted) == 0
-
-
-def test_what_was_not_read_to_a_finite_end_is_not_shared():
-    """One piece holds a token that cannot be read: PyTorch's attention spoils the keys of those before it."""
-    model = tiny_model()
-    token = 77
-    good = [t for t in prompts(1, shortest=90, longest=90, seed=8)[0] if t != token][:BLOCK]
-    good += [5] * (BLOCK - len(good))
-    model.get_input_embeddings().weight.data[token] = torch.nan
-    target = Target(model, name="broken")
-    engine = Engine(target, piece_tokens=BLOCK + 16)
-    (sick,) = engine.admit_call([[*good, token, *good[:30]]], SamplingParams(max_tokens=3))
-    engine.core.add(sick)
-    engine.core.step()
-    engine.core.abort(sick.id)
-    params = SamplingParams(max_tokens=6, logit_bias={token: -1e4})
-    expected = Engine(target, share_prefixes=False).generate([[*good, 1]], params)[0]
-    found = engine.generate([[*good, 1]], params)[0]
-    assert found.finish_reason == "length" and found.tokens == expected.tokens
-
-
-def test_a_policy_may_name_only_what_is_there():
-    with pytest.raises(DraftsmithError, match="names the drafter 'other', but there is drafter"):
-        Engine(tiny_target(), NgramDrafter(NgramConfig()), policy=Fixed(CHAIN, "other"))
-
-    class Surprising(OffAbove):
-        def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-            return [Choice(TREE)] * len(rows)
-
-    engine = Engine(tiny_target(), NgramDrafter(NgramConfig()), policy=Surprising(CHAIN, 3))
-    with pytest.raises(DraftsmithError, match="none of its choices"):
-        engine.generate(prompts(1), SamplingParams(max_tokens=4))
-
-
-def test_what_ends_early_has_its_share_of_the_time():
-    engine = Engine(tiny_target())
-    (request,) = engine.admit_call(prompts(1), SamplingParams(max_tokens=60))
-    engine.core.add(request)
-    for _ in range(4):
-        engine.core.step()
-    engine.core.abort(request.id)
-    assert request.completion().statistics.decode_s > 0

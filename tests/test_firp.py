@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import training_toy as toy
-from contract import check_drafter, check_forward_law
+from contract import CheckedDrafter, check_drafter, check_forward_law
 from draftsmith import assets
 from draftsmith.drafters.firp import FAMILY, FIRPConfig, FIRPDrafter
 from draftsmith.drafters.lesson import Lesson
@@ -105,16 +105,15 @@ def test_contract(architecture: str):
     )
 
 
-def test_a_tree_is_the_product_of_the_depths(monkeypatch: pytest.MonkeyPatch):
+def test_a_tree_is_the_product_of_the_depths():
     target = tiny_target()
     drafter = make(branching=(2, 3), n_predict=3, n_candidates=6).for_decoding(target)
     plan = drafter.default_plan()
     assert plan == Plan((2, 3, 1), paths=6) and make().default_plan() == Plan((1, 1, 1, 1))
-    drafts = []
-    inner = drafter.propose
-    monkeypatch.setattr(drafter, "propose", lambda *arguments: drafts.append(inner(*arguments)) or drafts[-1])
-    Engine(target, drafter).generate([[1, 2, 3]], SamplingParams(max_tokens=6))
-    for draft in drafts:
+    checked = CheckedDrafter(drafter, target)
+    Engine(target, checked).generate([[1, 2, 3]], SamplingParams(max_tokens=6))
+    assert checked.drafts
+    for draft in checked.drafts:
         tokens, parents = draft.tokens_BN[0].tolist(), draft.parents_BN[0].tolist()
         families: dict[int, set[int]] = {}
         for token, parent in zip(tokens, parents, strict=True):

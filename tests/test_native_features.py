@@ -16,7 +16,7 @@ from draftsmith.drafters.feature_drafter import FeatureDrafter
 from draftsmith.plan import Plan
 from draftsmith.target import Target
 from draftsmith.types import Context
-from test_native_step import context_for, threads  # noqa: F401
+from native_toy import context_for
 from tiny import VOCABULARY, WIDTH, packer, tiny_model
 
 SOME = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:40]
@@ -109,7 +109,7 @@ def test_native_chains_are_those_of_the_written_out_layer(name: str, follows: bo
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
-def test_a_row_guesses_the_same_in_any_company(threads: Callable[[int], None], name: str):  # noqa: F811
+def test_a_row_guesses_the_same_in_any_company(threads: Callable[[int], None], name: str):
     native = native_form(VARIANTS[name]())
     steps = contexts(6, len(native.taps), 3)
     together = drafts(native, steps)

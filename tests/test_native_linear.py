@@ -3,13 +3,13 @@
 M rows, N outputs, K inputs, V entries of a table.
 """
 
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from draftsmith.native import LIBRARY, kernels_in_use, use_kernels, why_missing
+from native_toy import ROWS, SHAPES, draw, quantise_outputs, same_bits
 
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
@@ -17,25 +17,6 @@ if not LIBRARY:
 from draftsmith.native.layers import Int8Linear, PackedLinear
 
 ops = torch.ops.draftsmith
-
-ROWS = (0, 1, 2, 3, 5, 6, 7, 8, 13, 14, 15, 16, 28, 29, 57, 64, 300)
-SHAPES = ((1, 1), (1, 16), (16, 1), (2, 3), (15, 7), (16, 16), (17, 33), (32, 64), (48, 31), (64, 130), (150, 48))
-"""(N, K): odd, even and one; whole panels of 16 and not; one group of panels for a row block and several."""
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Draw bf16 numbers whose sizes spread over several powers of two."""
-    generator = torch.Generator().manual_seed(sum(n * p for n, p in zip(shape, (1, 1000, 7), strict=False)) + seed)
-    return (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()).bfloat16()
-
 
 def assert_within_rounding(y: Tensor, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> None:
     """Compare with float64.
@@ -51,10 +32,6 @@ def assert_within_rounding(y: Tensor, x: Tensor, weight_NK: Tensor, bias_N: Tens
     bound = 2**-8 * expected.abs() + (weight_NK.shape[1] + 1) * 2**-23 * size
     assert y.dtype == torch.bfloat16 and y.shape == expected.shape
     assert bool(((y.double() - expected).abs() <= bound).all())
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
 
 
 # ---- packing
@@ -243,95 +220,6 @@ def test_what_is_not_finite_stays_so(instructions: str):
     expected_MN = (x_MK.double() @ weight_NK.double().T).isfinite()
     assert torch.equal(ops.linear(x_MK, ops.pack(weight_NK), None, 17).isfinite(), expected_MN)
     assert expected_MN[0].sum() == 15 and not expected_MN[1].any()
-
-
-# ---- products in whole numbers
-
-
-def quantise_outputs(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whole numbers and a scale for every output: its largest size is 127, halves go to even."""
-    wide_NK = weight_NK.float()
-    scale_N = wide_NK.abs().amax(1) / 127
-    return torch.where(scale_N[:, None] > 0, (wide_NK / scale_N[:, None]).round(), 0.0), scale_N
-
-
-def int8_reference(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """Quantise in Python, sum whole numbers, and scale in fp32."""
-    whole_NK, scale_N = quantise_outputs(weight_NK)
-    wide_MK = x_MK.float()
-    most_M1 = wide_MK.abs().amax(1, keepdim=True)
-    # PyTorch divides a number by a tensor with two roundings; a tensor by a tensor has one.
-    whole_MK = torch.where(most_M1 > 0, (wide_MK * (torch.tensor(127.0) / most_M1)).round(), 0.0)
-    sums_MN = (whole_MK.long() @ whole_NK.long().T).float()
-    y_MN = sums_MN * (most_M1 / 127 * scale_N)
-    return (y_MN if bias_N is None else y_MN + bias_N).bfloat16()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_int8_weights_are_the_nearest_whole_numbers(
-    instructions: str, outputs: int, inputs: int, dtype: torch.dtype
-):
-    weight_NK = draw(outputs, inputs).to(dtype)
-    weight_NK[0] = 0
-    for given_NK in (weight_NK, weight_NK.T.contiguous().T):
-        packed, scales, sums = ops.pack_int8(given_NK)
-        whole_NK, scale_N = quantise_outputs(weight_NK)
-        rows_NK = packed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
-        assert torch.equal(rows_NK[:outputs, :inputs].float(), whole_NK)
-        assert not rows_NK[outputs:].any() and not rows_NK[:, inputs:].any()
-        assert torch.equal(scales[:outputs], scale_N) and not scales[outputs:].any()
-        assert torch.equal(sums, rows_NK.int().sum(1, dtype=torch.int32))
-        assert (sums.dtype, scales.dtype, packed.dtype) == (torch.int32, torch.float32, torch.int8)
-
-
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-@pytest.mark.parametrize("biased", [False, True])
-def test_int8_products_are_exact(instructions: str, outputs: int, inputs: int, biased: bool):
-    weight_NK = draw(outputs, inputs)
-    int8 = ops.pack_int8(weight_NK)
-    bias_N = draw(outputs, seed=1).float() if biased else None
-    for rows in ROWS[1:]:
-        x_MK = draw(rows, inputs, seed=2)
-        x_MK[0] = 0
-        assert same_bits(ops.linear_int8(x_MK, *int8, bias_N, outputs), int8_reference(x_MK, weight_NK, bias_N))
-    assert ops.linear_int8(x_MK[:0], *int8, bias_N, outputs).shape == (0, outputs)
-
-
-def test_the_largest_sums_do_not_saturate(instructions: str):
-    signs_K = torch.tensor([1.0, -1.0]).repeat(1500)
-    weight_NK = torch.stack([torch.ones(3000), -torch.ones(3000), signs_K]).bfloat16()
-    x_MK = weight_NK * torch.tensor([[3.0], [-2.0], [0.5]]).bfloat16()
-    y_MN = ops.linear_int8(x_MK, *ops.pack_int8(weight_NK), None, 3)
-    assert same_bits(y_MN, int8_reference(x_MK, weight_NK, None))
-    assert y_MN.tolist() == [[9024.0, -9024.0, 0.0], [6016.0, -6016.0, 0.0], [0.0, 0.0, 1504.0]]
-
-
-def test_int8_rows_keep_their_bits_in_any_company(instructions: str):
-    int8 = ops.pack_int8(draw(150, 49))
-    x_MK = draw(300, 49, seed=2)
-    whole_MN = ops.linear_int8(x_MK, *int8, None, 150)
-    for rows in ROWS[1:]:
-        for first in (0, 300 - rows):
-            part = slice(first, first + rows)
-            assert same_bits(ops.linear_int8(x_MK[part], *int8, None, 150), whole_MN[part])
-
-
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_an_int8_row_that_is_not_finite_is_not_made_finite(instructions: str, value: float):
-    int8 = ops.pack_int8(draw(17, 9))
-    x_MK = draw(3, 9, seed=2)
-    x_MK[1, 4] = value
-    finite_MN = ops.linear_int8(x_MK, *int8, None, 17).isfinite()
-    assert not finite_MN[1].any() and finite_MN[[0, 2]].all()
-
-
-def test_int8_rows_of_very_small_numbers_are_still_products(instructions: str):
-    """The reciprocal of such a row's largest value overflows fp32."""
-    weight_NK, x_MK = draw(17, 9), draw(2, 9, seed=2)
-    y_MN = ops.linear_int8(x_MK * 2.0**-126, *ops.pack_int8(weight_NK * 2.0**60), None, 17).double() * 2.0**66
-    exact_MN = ops.linear_int8(x_MK, *ops.pack_int8(weight_NK), None, 17).double()
-    torch.testing.assert_close(y_MN, exact_MN, rtol=0.02, atol=0.02 * exact_MN.abs().max().item())
 
 
 # ---- what is refused

@@ -4,23 +4,11 @@ B rows, M nodes (root first), T tokens, F width, V vocabulary.
 """
 
 import copy
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from draftsmith.drafters.mlp import MLPSpeculator
 from draftsmith.drafters.mlp_config import MLPConfig
@@ -32,97 +20,13 @@ from draftsmith.target import KVCache, Nodes, Target, keep_path
 from draftsmith.target.backend import Eager, NativeForward, NativeLayers
 from draftsmith.types import ROOT, UNUSED, SamplingParams
 from draftsmith.verify import tree_tables
+from native_toy import EVERYTHING, NATIVE, assert_close, model, native, plain
 from oracle import OracleDrafter
 from test_target import path_to, random_tree
-from tiny import ARCHITECTURES, CONTEXT, VOCABULARY, WIDTH, packer, prompts, tiny_model
+from tiny import CONTEXT, VOCABULARY, WIDTH, packer, prompts
 
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
-
-BOUND = 0.03
-"""How far the two may be apart: the root mean square of the difference over that of the values.
-
-A number rounds to bf16 by at most 2^-8 of itself, 0.0023 in the root mean square; two or three layers of five
-roundings each, done in another order by the other, add up to some sqrt(30) of it."""
-
-SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "max_position_embeddings": CONTEXT, "intermediate_size": 48,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "bos_token_id": None,
-    "eos_token_id": None, "pad_token_id": None,
-}
-MORE: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "qwen2 with windows above": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1)
-    ),
-    "qwen3 with windows": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**SIZES, head_dim=10, use_sliding_window=True, sliding_window=5, max_window_layers=2)
-    ),
-    "llama with biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
-    "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    "llama with one key head": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": 1})),
-    "llama with wide heads": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=80)),
-    "llama of 97 tokens": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 97})),
-    "llama 3's positions": lambda: LlamaForCausalLM(
-        LlamaConfig(**SIZES, rope_parameters={
-            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-        })
-    ),
-    "yarn": lambda: LlamaForCausalLM(
-        LlamaConfig(**SIZES, rope_parameters={
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
-        })
-    ),
-    "mistral without a window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
-}
-NATIVE = ("llama", "qwen3", "mistral", *MORE)
-OTHERS: dict[str, Callable[[], PreTrainedModel]] = {
-    "another activation": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="gelu")),
-    "an odd width": lambda: LlamaForCausalLM(
-        LlamaConfig(**{**SIZES, "hidden_size": 33, "num_attention_heads": 3, "num_key_value_heads": 3}, head_dim=8)
-    ),
-    "an odd inner width": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "intermediate_size": 47})),
-}
-"""What looks like a model with a native form, and has none."""
-EVERYTHING = (*ARCHITECTURES, *MORE, *OTHERS)
-
-
-def model(name: str) -> PreTrainedModel:
-    """Build a model in bf16 by its name here or in tiny.py."""
-    if name in ARCHITECTURES:
-        return tiny_model(name, dtype=torch.bfloat16)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        made = {**MORE, **OTHERS}[name]()
-        tied = made.config.tie_word_embeddings
-        for key, parameter in made.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.data.normal_(0.0, 0.4 if "embed" not in key else 0.06 if tied else 1.0)
-            elif key.endswith("bias"):
-                parameter.data.normal_(0.0, 0.3)
-            else:
-                parameter.data += 0.1 * torch.randn_like(parameter)
-    return made.bfloat16().eval().requires_grad_(False)
-
-
-@cache
-def native(name: str) -> Target:
-    return Target(model(name), name=name)
-
-
-@cache
-def plain(name: str) -> Target:
-    return Target(model(name), name=name, native=False)
-
-
-def assert_close(ours: Tensor, theirs: Tensor, bound: float = BOUND) -> None:
-    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype == torch.bfloat16
-    difference, size = (ours.float() - theirs.float()), theirs.float().square().mean().sqrt()
-    assert (difference.square().mean().sqrt() / size).item() < bound
-    # No single number may be far off either: eight times the root mean square is beyond any rounding.
-    assert (difference.abs().max() / size).item() < 8 * bound
-
 
 # ---- reading
 

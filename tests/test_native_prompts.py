@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.target import KVCache, Target
 from draftsmith.target.backend import NativeForward
+from draftsmith.target.encode import ENCODED_TOKENS
 
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
@@ -23,30 +24,32 @@ SIZES = {
 }
 
 
-def target(windows: bool) -> Target:
+def target(windows: bool, length: int = LENGTH) -> Target:
     torch.manual_seed(0)
+    sizes = SIZES | {"max_position_embeddings": length + 70}
     model = (
-        MistralForCausalLM(MistralConfig(**SIZES, sliding_window=50))
+        MistralForCausalLM(MistralConfig(**sizes, sliding_window=50))
         if windows
-        else LlamaForCausalLM(LlamaConfig(**SIZES))
+        else LlamaForCausalLM(LlamaConfig(**sizes))
     )
     made = Target(model.bfloat16())
     assert isinstance(made.backend, NativeForward)
     return made
 
 
-def text(rows: int = 1) -> Tensor:
-    return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+def text(rows: int = 1, length: int = LENGTH) -> Tensor:
+    return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 def read(own: Target, tokens_BT: Tensor, piece: int, rest: int | None = None) -> tuple[Tensor, Tensor, KVCache]:
     """Read in pieces; from token `rest` on, one by one. Return logits, both taps, and the cache."""
-    cache = own.new_cache(len(tokens_BT), LENGTH)
-    single = LENGTH if rest is None else rest
-    cuts = [*range(0, single, piece), *range(single, LENGTH)]
+    rows, length = tokens_BT.shape
+    cache = own.new_cache(rows, length)
+    single = length if rest is None else rest
+    cuts = [*range(0, single, piece), *range(single, length)]
     logits, features = [], []
-    for begin, end in zip(cuts, [*cuts[1:], LENGTH], strict=True):
-        cached_B = torch.full((len(tokens_BT),), begin)
+    for begin, end in zip(cuts, [*cuts[1:], length], strict=True):
+        cached_B = torch.full((rows,), begin)
         logits_BMV, features_BMF = own.read_chain(cache, tokens_BT[:, begin:end], cached_B, (0, -1))
         logits.append(logits_BMV)
         features.append(features_BMF)
@@ -104,11 +107,11 @@ def test_neither_do_threads_change_them(instructions: str, threads: int):
     assert same_bits(alone_1TV, shared_1TV)
 
 
-@pytest.mark.parametrize("pieces", [False, True])
-def test_training_reads_what_decoding_reads(monkeypatch: pytest.MonkeyPatch, pieces: bool):
-    own, tokens_BT = target(True), text(3)
-    if pieces:  # fewer tokens at a time than a text has
-        monkeypatch.setattr("draftsmith.target.encode.ENCODED_TOKENS", 100)
+@pytest.mark.parametrize(("rows", "length"), [(3, LENGTH), (9, LENGTH), (2, ENCODED_TOKENS + 50)])
+def test_training_reads_what_decoding_reads(rows: int, length: int):
+    """Texts that are read together, more of them than at a time, and longer ones than at a time."""
+    own, tokens_BT = target(True, length), text(rows, length)
+    assert (rows * length > ENCODED_TOKENS) == (rows != 3)
     logits_BTV, features_BTF, _ = read(own, tokens_BT, 64)
     encoded_BTF, encoded_BTV = own.encode(tokens_BT, (0, -1), logits=True)
     assert encoded_BTV is not None

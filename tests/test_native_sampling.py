@@ -4,7 +4,6 @@ B rows, N guesses, M = N + 1 nodes (root first), V vocabulary.
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -273,14 +272,6 @@ def test_penalties_count_what_a_node_can_see() -> None:
     blind_BMM[:, :, 1:] = False
     found = native(logits_BMV, rules, past, draft, blind_BMM, seeds_B, seeds_B)
     assert (found.counts_B.tolist(), found.next_B.tolist()) == ([2], [3])
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_threads_change_no_token(two_threads: None) -> None:

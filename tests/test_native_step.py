@@ -3,31 +3,24 @@
 B rows, N guesses, M = N + 1 nodes (root first), D depth, T = D + 1, F feature width, V vocabulary.
 """
 
-import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from contract import check_draft
-from draftsmith.drafters.grow import grow
-from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPConfig
-from draftsmith.drafters.trainable import RowwiseDrafter
 from draftsmith.engine.commit import commit, commit_greedily_natively, commit_greedy, commit_natively
 from draftsmith.engine.layout import Layout
 from draftsmith.native import LIBRARY, why_missing
-from draftsmith.plan import Plan
-from draftsmith.target import Blocks, KVCache, Target
+from draftsmith.target import Blocks, KVCache
 from draftsmith.target.cache import BLOCK
-from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
+from draftsmith.types import ROOT, UNUSED, Context, Draft
 from draftsmith.verify import Acceptance, accept_greedy, tree_tables
+from native_toy import context_for
 from test_tree import random_parents
-from tiny import VOCABULARY, WIDTH, packer, tiny_model
+from tiny import VOCABULARY
 
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
@@ -36,19 +29,6 @@ ops = torch.ops.draftsmith
 
 CAPACITY = 80
 KV_SHAPES = [(2, 6, 1, 5), (2, 6, 1, 3)]
-
-
-def context_for(batch: int, width: int, features: int, seed: int, vocabulary: int = VOCABULARY) -> Context:
-    """Draw a context of ragged rows, as an engine hands it over."""
-    generator = torch.Generator().manual_seed(seed)
-    counts_B = torch.randint(1, width + 1, (batch,), generator=generator)
-    return Context(
-        torch.randint(0, vocabulary, (batch, width), generator=generator),
-        torch.randn((batch, width, features), generator=generator).bfloat16(),
-        counts_B,
-        counts_B + torch.randint(0, 30, (batch,), generator=generator),
-        torch.arange(batch), torch.zeros(batch), torch.arange(batch),
-    )
 
 
 def random_draft(batch: int, nodes: int, depth: int, vocabulary: int, seed: int) -> Draft:
@@ -117,13 +97,6 @@ def test_what_is_no_tree_is_refused():
 
 
 # ---- committing what the target chose
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def layout_of(context: Context, draft: Draft) -> Layout:
@@ -337,171 +310,3 @@ def test_a_draft_that_does_not_fit_is_refused():
     refused(IndexError, "the draft is deeper than its plan", tensors, *chain, 1)
     beside = (*deep[:3], torch.tensor([[UNUSED, ROOT]]), torch.tensor([CAPACITY - 1]))
     refused(IndexError, "the draft does not fit its slot", tensors, *beside, 1)
-
-
-# ---- the speculator's guesses
-
-VARIANTS = {
-    "untied": {},
-    "tied and scaled": {"tie_weights": True, "scale_input": True},
-    "narrow": {"inner_dim": 12},
-    "wide": {"inner_dim": 144},
-    "of an odd width": {"inner_dim": 13},
-    "state only": {"condition_on_tokens": False},
-    "target's tables": {"tie_to_target": True},
-    "draft vocabulary": {"draft_vocab_size": 40},
-    "target's draft vocabulary": {"draft_vocab_size": 40, "tie_to_target": True, "tie_weights": True},
-}
-SHAPES = [
-    Plan((1,)), Plan((1, 1, 1, 1)), Plan((4, 2, 1), paths=4), Plan((3, 2)), Plan((2, 2, 2), paths=1),
-    Plan((3, 3, 2), paths=5, beam=4), Plan((4, 4, 3), paths=6, beam=2), Plan((20, 1), paths=3),
-]
-
-
-@cache
-def target() -> Target:
-    return Target(tiny_model(seed=4).bfloat16(), name="tiny-llama")
-
-
-def speculator(seed: int, **options: object) -> MLPSpeculator:
-    """Make a bf16 speculator whose heads tell tokens well apart, and whose norms do something."""
-    torch.manual_seed(seed)
-    config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, n_predict=4, **options)  # type: ignore[arg-type]
-    tokens = torch.randperm(VOCABULARY)[: config.draft_vocab_size] if config.draft_vocab_size else None
-    made = MLPSpeculator(config, tokens)
-    for name, parameter in made.named_parameters():
-        if name.startswith("ln"):
-            parameter.data += 0.3 * torch.randn_like(parameter)
-        elif name.startswith("head"):
-            parameter.data *= 6
-    made = made.bfloat16().requires_grad_(False)
-    made.bind(target())
-    return made
-
-
-def certain_rows(
-    made: RowwiseDrafter, context: Context, plan: Plan, moves: int = 8
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the draft in float64 and which rows of it rounding cannot change.
-
-    A row counts as certain when the same tree comes out in PyTorch's bf16, and with every weight moved by some 2^-7 of
-    itself, twice the most that a rounding to bf16 does, as often as `moves` says.
-    """
-    wide = replace(context, features_BTF=context.features_BTF.double())
-    exact = grow(copy.deepcopy(made).double(), wide, plan)
-    narrow = grow(made, context, plan)
-    certain_B = (narrow.tokens_BN == exact.tokens_BN).all(1) & (narrow.parents_BN == exact.parents_BN).all(1)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(moves):
-        moved = copy.deepcopy(made).double()
-        for tensor in {id(t): t for t in (*moved.parameters(), *moved.buffers()) if t.is_floating_point()}.values():
-            tensor *= 1 + 2**-7 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        other = grow(moved, wide, plan)
-        for ours, theirs in ((exact.tokens_BN, other.tokens_BN), (exact.parents_BN, other.parents_BN)):
-            certain_B &= (ours == theirs).all(1)
-    return exact.tokens_BN, exact.parents_BN, certain_B
-
-
-@pytest.mark.parametrize("plan", SHAPES, ids=str)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_native_guesses_are_those_of_the_written_out_stages(name: str, plan: Plan):
-    made = speculator(0, **VARIANTS[name])
-    native = copy.deepcopy(made)
-    native.pack(packer())
-    assert made.can_compile and not native.can_compile, "one operator drafts"
-    compared = 0
-    for batch, seed in ((1, 0), (3, 1), (120, 2)):
-        context = context_for(batch, 5, WIDTH, seed)
-        tokens_BN, parents_BN, certain_B = certain_rows(made, context, plan)
-        draft = native.propose(context, plan)
-        check_draft(draft, plan, batch, VOCABULARY)
-        assert (draft.depth, draft.branching) == (plan.depth, plan.branching)
-        assert torch.equal(draft.tokens_BN[certain_B], tokens_BN[certain_B])
-        assert torch.equal(draft.parents_BN[certain_B], parents_BN[certain_B])
-        compared += int(certain_B.sum())
-    assert compared >= 3
-
-
-def test_a_beam_without_a_limit_of_paths_keeps_what_it_did_not_expand():
-    plan, context = Plan((3, 3, 2), beam=2), context_for(24, 5, WIDTH, 3)
-    made = speculator(0)
-    native = copy.deepcopy(made)
-    native.pack(packer())
-    tokens_BN, parents_BN, certain_B = certain_rows(made, context, plan)
-    draft = native.propose(context, plan)
-    assert certain_B.any()
-    assert torch.equal(draft.parents_BN[certain_B], parents_BN[certain_B])
-    assert torch.equal(draft.tokens_BN[certain_B], tokens_BN[certain_B])
-
-
-@pytest.mark.parametrize("plan", [Plan((1, 1, 1)), Plan((4, 2, 1), paths=4), Plan((3, 3, 2), paths=5, beam=4)], ids=str)
-def test_a_row_guesses_the_same_in_any_company(instructions: str, threads: Callable[[int], None], plan: Plan):
-    native = speculator(1, inner_dim=48, draft_vocab_size=77)
-    native.pack(packer())
-    context = context_for(9, 5, WIDTH, 4)
-    together = native.propose(context, plan)
-    for b in (0, 4, 8):
-        alone = replace(
-            context, tokens_BT=context.tokens_BT[b : b + 1], features_BTF=context.features_BTF[b : b + 1],
-            counts_B=context.counts_B[b : b + 1],
-        )
-        draft = native.propose(alone, plan)
-        assert torch.equal(draft.tokens_BN[0], together.tokens_BN[b])
-        assert torch.equal(draft.parents_BN[0], together.parents_BN[b])
-    again = native.propose(context, plan)
-    threads(2)
-    shared = native.propose(context, plan)
-    for other in (again, shared):
-        assert torch.equal(other.tokens_BN, together.tokens_BN)
-    assert torch.equal(again.parents_BN, together.parents_BN)
-
-
-@pytest.mark.parametrize(("width", "inner"), [(32, 12), (33, 12), (32, 13)])
-def test_memory_of_an_earlier_context_cannot_matter(width: int, inner: int):
-    """NaN in one context, then a clean one of fewer rows."""
-    torch.manual_seed(0)
-    config = MLPConfig(hidden_size=width, vocab_size=VOCABULARY, inner_dim=inner, n_predict=3)
-    native = MLPSpeculator(config).bfloat16().requires_grad_(False)
-    native.pack(packer())
-    context, plan = context_for(2, 3, width, 0), Plan((3, 2), paths=4)
-    expected = native.propose(context, plan)
-    spoilt = context_for(7, 3, width, 1)
-    spoilt.features_BTF.fill_(torch.nan)
-    native.propose(spoilt, plan)
-    found = native.propose(context, plan)
-    assert torch.equal(found.tokens_BN, expected.tokens_BN) and torch.equal(found.parents_BN, expected.parents_BN)
-
-
-def test_plans_that_native_code_does_not_know_go_the_other_way():
-    made = speculator(0)
-    native = copy.deepcopy(made)
-    native.pack(packer())
-    context = context_for(24, 5, WIDTH, 2)
-    sampled = native.propose(replace(context, temperature_B=torch.ones(24)), Plan((2, 2), sampled=True))
-    check_draft(sampled, Plan((2, 2), sampled=True), 24, VOCABULARY)
-    pruned, plan = native.propose(context, Plan((3, 2), nodes=4)), Plan((3, 2), nodes=4)
-    tokens_BN, _, certain_B = certain_rows(made, context, plan)
-    assert certain_B.any() and torch.equal(pruned.tokens_BN[certain_B], tokens_BN[certain_B])
-    assert native.propose(context, Plan()).tokens_BN.shape == (24, 0)
-    with pytest.raises(DraftsmithError, match="the plan drafts 5 tokens ahead"):
-        native.propose(context, Plan((1,) * 5))
-
-
-def test_a_context_that_does_not_fit_is_refused():
-    native = speculator(0)
-    native.pack(packer())
-    context, plan = context_for(2, 5, WIDTH, 0), Plan((2, 1))
-
-    def refused(error: type[Exception], message: str, **changes: Tensor) -> None:
-        with pytest.raises(error, match=f"draftsmith: {message}"):
-            native.propose(replace(context, **changes), plan)
-
-    refused(RuntimeError, "the context has to be", features_BTF=context.features_BTF[:, :, 1:])
-    refused(RuntimeError, "the context has to be", features_BTF=context.features_BTF[:, :, 1:].contiguous())
-    refused(RuntimeError, "the context has to be", tokens_BT=context.tokens_BT.int())
-    refused(RuntimeError, "the context has to be", counts_B=context.counts_B[:1])
-    refused(IndexError, "a row has 6 tokens", counts_B=torch.tensor([1, 6]))
-    refused(IndexError, "a row has 0 tokens", counts_B=torch.tensor([0, 1]))
-    refused(IndexError, f"there is no token {VOCABULARY}", tokens_BT=torch.full((2, 5), VOCABULARY))
-    with pytest.raises(RuntimeError, match=f"draftsmith: a node cannot have {VOCABULARY + 1} children"):
-        native.propose(context, Plan((VOCABULARY + 1,)))

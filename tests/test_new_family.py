@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import draftsmith
 import training_toy as toy
 from contract import check_drafter, check_forward_law
 from draftsmith import assets
-from draftsmith.drafters.family import Compared
 from draftsmith.drafters.lesson import Lesson
 from draftsmith.drafters.registry import families, family_named, load_drafter
 from draftsmith.drafters.trainable import TrainableDrafter
@@ -34,6 +32,14 @@ OPTIONS = {"mixer": {"width": 16}, "fan": {"width": 16}, "adder": {"intermediate
 PAGE = Path(__file__).parent.parent / "docs" / "new-family.md"
 
 
+def install(site: Path, name: str, entry_points: str) -> None:
+    """Leave in a folder of packages what pip leaves there of one that brings families."""
+    info = site / f"{name.replace('-', '_')}-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(f"[draftsmith.drafters]\n{entry_points}\n")
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     page = PAGE.read_text()
@@ -42,10 +48,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (project,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
     (entry_point,) = re.findall(r'\[project\.entry-points\."draftsmith\.drafters"\]\n(.*?)\n\n', project, flags=re.S)
     place = tmp_path / "site"
-    info = place / "draftsmith_examples-0.1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: draftsmith-examples\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[draftsmith.drafters]\n" + entry_point.replace('"', "") + "\n")
+    install(place, "draftsmith-examples", entry_point.replace('"', ""))
     for name, code in modules.items():
         (place / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(str(place))
@@ -165,13 +168,23 @@ def test_it_is_compared_checked_and_timed_like_ours(tmp_path: Path):
     assert timed.cells[1].ms_per_token > 0 and timed.cells[1].nodes == 2
 
 
-@pytest.mark.usefixtures("package")
-def test_it_says_how_the_literature_ranks_it(monkeypatch: pytest.MonkeyPatch):
-    import mixer
+RANKED = """
+from dataclasses import replace
 
-    ranked = replace(mixer.FAMILY, compared=Compared(better_than=("mlp",), looks_up=False))
-    monkeypatch.setattr(mixer, "FAMILY", ranked)
+import mixer
+from draftsmith.drafters.family import Compared
+
+FAMILY = replace(mixer.FAMILY, name="ranked", compared=Compared(better_than=("mlp",), looks_up=False))
+"""
+
+
+@pytest.mark.usefixtures("package")
+def test_it_says_how_the_literature_ranks_it(tmp_path: Path):
+    site = tmp_path / "site"
+    (site / "ranked.py").write_text(RANKED)
+    install(site, "ranked", "ranked = ranked:FAMILY")
     families.cache_clear()
     tau = {"tokens_per_step": 2.0}
-    facts = [{"name": "mixer", "trained": True}, {"name": "mlp", "trained": True}]
-    assert pairs("code", {"mixer": tau, "mlp": tau}, facts) == [("between trained", "mixer", "mlp")]
+    facts = [{"name": "ranked", "trained": True}, {"name": "mlp", "trained": True}]
+    assert pairs("code", {"ranked": tau, "mlp": tau}, facts) == [("between trained", "ranked", "mlp")]
+    sys.modules.pop("ranked")

@@ -10,6 +10,7 @@ from draftsmith.evaluation.intervals import Interval
 from draftsmith.evaluation.plots import (
     acceptance_by_depth,
     before_and_after,
+    coloured_text,
     latency_by_candidates,
     ranked_bars,
     speed_bars,
@@ -47,6 +48,21 @@ def test_pictures_have_names_for_axes_and_lines_and_cut_nothing(name: str):
     for text in texts:
         box = text.get_window_extent()
         assert not text.get_text() or (box.x0 >= 0 and box.x1 <= picture.bbox.x1 and box.y1 <= picture.bbox.y1), text
+
+
+def test_a_sample_in_colour_says_what_green_means_and_cuts_nothing():
+    text = "def add(a, b):\n    return a + b  # " + "and so on, " * 12
+    half = len(text) // 2
+    picture = coloured_text([(text[:half], True), (text[half:], False)], columns=60)
+    picture.draw_without_rendering()
+    drawn = sorted(picture.texts, key=lambda one: (-one.get_position()[1], one.get_position()[0]))
+    said = "".join(one.get_text() for one in drawn)
+    assert said.startswith("green: drafted and accepted; the rest is the target's own")
+    assert said.endswith(text.replace("\n", ""))
+    assert len(picture.artists) + len(picture.patches) >= half - 1 + len("green")
+    for one in drawn:
+        box = one.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= picture.bbox.x1 and box.y0 >= 0 and box.y1 <= picture.bbox.y1
 
 
 def test_a_wide_table_is_printed_in_pieces_and_no_number_is_cut():

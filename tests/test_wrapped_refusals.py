@@ -7,7 +7,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper
 
 import draftsmith
-from draftsmith.engine import generate_rules
 from draftsmith.engine.generate_rules import unknown_settings
 from draftsmith.engine.wrapped import WrappedModel
 from draftsmith.types import DraftsmithError
@@ -76,10 +75,18 @@ def test_every_setting_of_transformers_is_known_and_a_new_one_is_refused(
     plain: WrappedModel, monkeypatch: pytest.MonkeyPatch
 ):
     assert unknown_settings() == set()
-    monkeypatch.setattr(generate_rules, "_WITHOUT_EFFECT", generate_rules._WITHOUT_EFFECT - {"length_penalty"})
+
+    def of_a_later_transformers(config: GenerationConfig, novelty: float | None = None, **settings: Any) -> None:
+        as_today(config, **settings)
+        config.novelty = novelty
+
+    as_today = GenerationConfig.__init__
+    monkeypatch.setattr(GenerationConfig, "__init__", of_a_later_transformers)
     ids = torch.tensor([[1, 2, 3]])
-    with pytest.raises(DraftsmithError, match="^length_penalty is 2.0"):
-        plain.generate(ids, max_new_tokens=4, length_penalty=2.0)
+    with pytest.raises(DraftsmithError, match="^novelty is 2.0"):
+        plain.generate(ids, max_new_tokens=4, novelty=2.0)
+    with pytest.raises(DraftsmithError, match="^novelty is 3.0"):
+        plain.generate(ids, generation_config=GenerationConfig(max_new_tokens=4, novelty=3.0))
     assert plain.generate(ids, max_new_tokens=4).shape == (1, 7)
 
 

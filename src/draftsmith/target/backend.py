@@ -162,13 +162,15 @@ class Eager(Backend):
     def batches(self, sizes: Sequence[int]) -> list[list[int]]:
         """Put texts of similar length together, because they are padded to the longest."""
         batches: list[list[int]] = []
+        longest = tokens = 0  # of the last batch
         for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-            if batches:
-                together = [*batches[-1], index]
-                if len(together) * sizes[together[0]] <= MOST_PADDING * sum(sizes[one] for one in together):
-                    batches[-1] = together
-                    continue
-            batches.append([index])
+            size = sizes[index]
+            if batches and (len(batches[-1]) + 1) * longest <= MOST_PADDING * (tokens + size):
+                batches[-1].append(index)
+                tokens += size
+            else:
+                batches.append([index])
+                longest = tokens = size
         return batches
 
     def pack(self, drafter: nn.Module) -> bool:
