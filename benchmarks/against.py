@@ -26,7 +26,7 @@ def work(source: str, folder: str, drafter_name: str, rows: int) -> None:
     from draftsmith.drafters.registry import load_drafter
     from draftsmith.engine import Engine
     from draftsmith.plan import NO_DRAFT
-    from draftsmith.target import Target
+    from draftsmith.targets import Target
     from draftsmith.types import SamplingParams
 
     assert draftsmith.__file__.startswith(source), draftsmith.__file__

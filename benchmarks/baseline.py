@@ -40,11 +40,11 @@ from common import (
 )
 
 from draftsmith.engine import Engine
-from draftsmith.evaluation.intervals import mean_interval, ratio_interval
-from draftsmith.evaluation.losslessness import first_divergence
-from draftsmith.evaluation.peers import transformers_peer
+from draftsmith.evaluation.measuring.intervals import mean_interval, ratio_interval
+from draftsmith.evaluation.measuring.losslessness import first_divergence
+from draftsmith.evaluation.measuring.peers import transformers_peer
 from draftsmith.plan import NO_DRAFT
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import resolve_dtype
 
 

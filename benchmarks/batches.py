@@ -38,8 +38,8 @@ from common import (
 from vllm_peer import VLLM, Vllm, add_vllm, vllm_of
 
 from draftsmith.engine import Engine
-from draftsmith.evaluation.turns import turns
-from draftsmith.target import Target
+from draftsmith.evaluation.measuring.interleaving import interleaved
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
 PROMPT, NEW = 64, 64
@@ -89,7 +89,7 @@ def measure(target: Target, vllm: Vllm | None, args: argparse.Namespace, label: 
     contexts = np.linspace(args.first_context, args.last_context, args.rounds).round().astype(int).tolist()
     begun = time.perf_counter()
     contexts = [contexts[0]] * args.warmups + contexts
-    for number, (index, size, timed) in enumerate(turns(sizes, args.rounds, rng, args.warmups), 1):
+    for number, (index, size, timed) in enumerate(interleaved(sizes, args.rounds, rng, args.warmups), 1):
         rows, guesses = size
         if guesses in decoders:
             taken = [decoded_step(decoders[guesses], rows, target.vocab_size, rng)]

@@ -29,8 +29,8 @@ from common import (
 from draftsmith import assets
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import plan_for
-from draftsmith.evaluation.measure import measure
-from draftsmith.target import Target
+from draftsmith.evaluation.measuring.measure import measure
+from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
 
 

@@ -23,19 +23,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from draftsmith import assets
-from draftsmith.drafters.mlp import MLPSpeculator
-from draftsmith.drafters.mlp_config import MLPConfig
+from draftsmith.drafters.heads.mlp import MLPSpeculator
+from draftsmith.drafters.heads.mlp_config import MLPConfig
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import Peer, Run, run_engine, run_peer
-from draftsmith.evaluation.intervals import RESAMPLES, Interval
-from draftsmith.evaluation.losslessness import Comparison, compare, judge, last_logits
+from draftsmith.evaluation.bench import Peer, TimedCall, run_engine, run_peer
+from draftsmith.evaluation.measuring.interleaving import interleaved
+from draftsmith.evaluation.measuring.intervals import RESAMPLES, Interval
+from draftsmith.evaluation.measuring.losslessness import TextComparison, compare_texts, last_logits, tie_or_fault
 from draftsmith.evaluation.prompts import cut, embedded_prompts
-from draftsmith.evaluation.report import ensure_writable, markdown_table, write_json
-from draftsmith.evaluation.turns import turns
+from draftsmith.evaluation.reporting.result_files import ensure_writable, markdown_table, write_json
 from draftsmith.plan import Plan
 from draftsmith.provenance import provenance
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import CompileLevel, Completion, DraftsmithError, Statistics
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,7 +45,7 @@ FILE_WIDTH = 200
 NATIVE = "native"
 """The level of the native kernels; the others are PyTorch alone, at a level of compilation."""
 
-Setting = Callable[[list[int]], Run]
+Setting = Callable[[list[int]], TimedCall]
 """Decodes one prompt, timed."""
 
 
@@ -273,16 +273,16 @@ def with_peer(peer: Peer, new_tokens: int) -> Setting:
 
 def interleave(
     settings: Mapping[str, Setting], prompts: Sequence[list[int]], warmups: int, seed: int, label: str = ""
-) -> dict[str, list[Run]]:
+) -> dict[str, list[TimedCall]]:
     """Run every setting once a round, in random order, on the same prompt; the first `warmups` rounds are thrown away.
 
     Each run checks by itself that it generated exactly as many tokens as asked for. Warm-up prompts are repeated later.
     """
     rng = random.Random(seed)
-    runs: dict[str, list[Run]] = {name: [] for name in settings}
+    runs: dict[str, list[TimedCall]] = {name: [] for name in settings}
     begun = time.perf_counter()
     shown = [*prompts[:warmups], *prompts]
-    for number, (index, name, timed) in enumerate(turns(settings, len(prompts), rng, warmups), 1):
+    for number, (index, name, timed) in enumerate(interleaved(settings, len(prompts), rng, warmups), 1):
         run = settings[name](shown[index])
         if timed:
             runs[name].append(run)
@@ -291,33 +291,33 @@ def interleave(
     return runs
 
 
-def walls(runs: Sequence[Run]) -> np.ndarray:
+def walls(runs: Sequence[TimedCall]) -> np.ndarray:
     """Seconds of every run."""
     return np.array([run.wall_s for run in runs])
 
 
-def tokens_of(runs: Sequence[Run]) -> int:
+def tokens_of(runs: Sequence[TimedCall]) -> int:
     """Generated tokens, counted in the outputs."""
     return sum(len(row) for run in runs for row in run.tokens)
 
 
-def statistics_of(runs: Sequence[Run]) -> list[Statistics]:
+def statistics_of(runs: Sequence[TimedCall]) -> list[Statistics]:
     """Return the engine's own account of every run."""
     return [run.measurement.statistics for run in runs if run.measurement is not None]
 
 
-def same_texts(runs: Sequence[Run], others: Sequence[Run], target: Target, wide: Target) -> dict[str, Any]:
+def same_texts(runs: Sequence[TimedCall], others: Sequence[TimedCall], target: Target, wide: Target) -> dict[str, Any]:
     """Compare the texts of two settings; a divergence counts as a tie only if target and fp32 target both say so."""
     expected = completions(others)
-    found = compare(expected, completions(runs))
+    found = compare_texts(expected, completions(runs))
     explained = []
     for item in found.divergences:
         prefix = expected[item.index].prompt_tokens + expected[item.index].tokens[: item.position]
-        explained.append(judge(item, last_logits(target, prefix), last_logits(wide, prefix), target.dtype))
-    return Comparison(found.total, found.divergences, explained).summary()
+        explained.append(tie_or_fault(item, last_logits(target, prefix), last_logits(wide, prefix), target.dtype))
+    return TextComparison(found.total, found.divergences, explained).summary()
 
 
-def completions(runs: Sequence[Run]) -> list[Completion]:
+def completions(runs: Sequence[TimedCall]) -> list[Completion]:
     """Return what the engine completed."""
     return [c for run in runs if run.measurement is not None for c in run.measurement.completions]
 

@@ -29,8 +29,8 @@ from common import (
     start,
 )
 
-from draftsmith.evaluation.turns import turns
-from draftsmith.target import Target
+from draftsmith.evaluation.measuring.interleaving import interleaved
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 
 NATIVE, PYTORCH = "native", "pytorch"
@@ -51,7 +51,7 @@ def measure(targets: dict[str, Target], size: tuple[int, int], logits: bool, arg
     rng = random.Random(args.seed)
     spent: dict[str, list[list[float]]] = {name: [] for name in targets}
     tokens_BT = torch.from_numpy(np.random.default_rng(args.seed).integers(0, targets[NATIVE].vocab_size, size))
-    for _, name, timed in turns(targets, args.rounds, rng, args.warmups):
+    for _, name, timed in interleaved(targets, args.rounds, rng, args.warmups):
         begun = time.perf_counter()
         targets[name].encode(tokens_BT, logits=logits)
         if timed:

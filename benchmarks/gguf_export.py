@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from draftsmith.evaluation.prompts import embedded_prompts
-from draftsmith.evaluation.report import ensure_writable
-from draftsmith.target import Target
+from draftsmith.evaluation.reporting.result_files import ensure_writable
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 
 PACKAGES = {"gguf": "gguf", "llama_cpp": "llama-cpp-python"}
@@ -261,7 +261,7 @@ def llama_cpp_of(
 
 
 @torch.no_grad()
-def compare(model: PreTrainedModel, opened: LlamaCpp, tokens: list[int], step: int = 8) -> dict[str, float]:
+def compare_logits(model: PreTrainedModel, opened: LlamaCpp, tokens: list[int], step: int = 8) -> dict[str, float]:
     """Read tokens with both sides, llama.cpp in steps with a guess taken back before each.
 
     Returns:
@@ -321,7 +321,7 @@ def run() -> None:
         tokens = check_tokens(folder, model.config.vocab_size)
     for flash in (True, False):
         opened = LlamaCpp(args.out, args.threads, 512, flash)
-        found = compare(model, opened, tokens)
+        found = compare_logits(model, opened, tokens)
         opened.close()
         print(
             f"flash attention {'on' if flash else 'off'}: over {len(tokens)} tokens the logits are "

@@ -31,12 +31,12 @@ from common import (
 )
 
 from draftsmith import assets
-from draftsmith.drafters.mlp import MLPSpeculator
+from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import Grid, prepare_grid, run_engine, run_grid
 from draftsmith.evaluation.prompts import embedded_prompts
 from draftsmith.plan import Plan
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, resolve_dtype
 
 GIB = 2**30

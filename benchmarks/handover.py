@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftsmith import assets
-from draftsmith.evaluation.intervals import RESAMPLES, Interval
-from draftsmith.evaluation.turns import turns
+from draftsmith.evaluation.measuring.interleaving import interleaved
+from draftsmith.evaluation.measuring.intervals import RESAMPLES, Interval
 from draftsmith.native import LIBRARY, kernels_in_use, why_missing
 from draftsmith.native.layers import Int8Linear, PackedLinear
 from draftsmith.types import DraftsmithError
@@ -67,14 +67,14 @@ def products(inputs: int, outputs: int, seed: int) -> dict[str, Callable[[Tensor
     }
 
 
-def race(
+def time_rounds(
     contestants: dict[str, Callable[[Tensor], Tensor]], x_MK: Tensor, args: Namespace, rng: random.Random
 ) -> dict[str, np.ndarray]:
     """Return seconds by round, of at least `--rounds` rounds and of more while `--seconds` last."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     begun, finished = time.perf_counter(), -2  # two rounds warm up
     while finished < args.rounds or (finished < 200 and time.perf_counter() - begun < args.seconds):
-        for _, name, _ in turns(contestants, 1, rng):
+        for _, name, _ in interleaved(contestants, 1, rng):
             before = time.perf_counter()
             contestants[name](x_MK)
             taken = time.perf_counter() - before
@@ -102,7 +102,7 @@ def measure(model: str, counts: list[int], args: Namespace) -> list[dict[str, An
             if 2 * rows * inputs * outputs > args.most * 1e9:
                 continue
             x_MK = torch.randn((rows, inputs), generator=torch.Generator().manual_seed(rows)).bfloat16()
-            seconds = race(contestants, x_MK, args, rng)
+            seconds = time_rounds(contestants, x_MK, args, rng)
             over = {name: median_ratio(seconds[OURS], seconds[name], args.seed) for name in RIVALS}
             cells.append(
                 {

@@ -24,10 +24,10 @@ from common import (
 
 from draftsmith import assets
 from draftsmith.engine import Engine
-from draftsmith.evaluation.losslessness import compare
-from draftsmith.evaluation.peers import transformers_peer
-from draftsmith.target import Target
-from draftsmith.types import Completion, SamplingParams, Statistics, unbroken
+from draftsmith.evaluation.measuring.losslessness import compare_texts
+from draftsmith.evaluation.measuring.peers import transformers_peer
+from draftsmith.targets import Target
+from draftsmith.types import Completion, SamplingParams, Statistics, require_finished
 
 PLANS = (PLAIN, "1,1,1", "1,1,1,1", "4,2,1/4", "3,2,2")
 
@@ -66,8 +66,8 @@ def run() -> None:
             target, drafter, max_batch=batch, max_length=args.prompt_tokens + args.new_tokens, compile=args.compile
         )
         for text, plan in plans_within(args.plans, drafter).items():
-            got = unbroken(engine.generate(prompts, params, plan))
-            comparison = compare(expected, got, target)
+            got = require_finished(engine.generate(prompts, params, plan))
+            comparison = compare_texts(expected, got, target)
             statistics = Statistics()
             for completion in got:
                 statistics += completion.statistics

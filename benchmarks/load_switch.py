@@ -26,11 +26,11 @@ from common import (
 
 from draftsmith import assets
 from draftsmith.engine import Engine
-from draftsmith.evaluation.intervals import ratio_interval
-from draftsmith.evaluation.measure import Measurement, measure
-from draftsmith.evaluation.turns import turns
+from draftsmith.evaluation.measuring.interleaving import interleaved
+from draftsmith.evaluation.measuring.intervals import ratio_interval
+from draftsmith.evaluation.measuring.measure import Measurement, measure
 from draftsmith.plan import NO_DRAFT
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
 
 
@@ -59,7 +59,7 @@ def run() -> None:
         ways = {"plain": (engine, NO_DRAFT), "always": (engine, plan), "switched": (switching, plan)}
         found: dict[str, list[Measurement]] = {name: [] for name in ways}
         prompts = make_prompts(target, args.task, args.prompt_tokens, batch * (args.rounds + 1), args.seed)
-        for number, name, timed in turns(ways, args.rounds, rng, warmups=1):
+        for number, name, timed in interleaved(ways, args.rounds, rng, warmups=1):
             chosen = prompts[number * batch : (number + 1) * batch]
             measured = measure(ways[name][0], chosen, params, ways[name][1])
             if timed:

@@ -39,11 +39,11 @@ from transformers import AutoConfig
 
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import run_engine
-from draftsmith.evaluation.turns import turns
+from draftsmith.evaluation.measuring.interleaving import interleaved
 from draftsmith.native import why_missing
 from draftsmith.plan import NO_DRAFT
-from draftsmith.target import Target
-from draftsmith.target import backend as backend_module
+from draftsmith.targets import Target
+from draftsmith.targets import backend as backend_module
 from draftsmith.types import DraftsmithError
 
 FILES = ("warm", "cold")
@@ -66,7 +66,7 @@ def load_times(folder: str, prompt: list[int], loads: int, seed: int, cold: bool
     """Load in turns, and decode one token each time."""
     rng = random.Random(seed)
     seconds: Seconds = {moment: {way: [] for way in WAYS} for moment in MOMENTS}
-    for _, way, timed in turns(WAYS, loads, rng, warmups=1):
+    for _, way, timed in interleaved(WAYS, loads, rng, warmups=1):
         gc.collect()
         if cold:
             forget(folder)

@@ -30,9 +30,9 @@ from torch import nn
 
 from draftsmith import assets
 from draftsmith.engine import Engine
-from draftsmith.evaluation.measure import measure
+from draftsmith.evaluation.measuring.measure import measure
 from draftsmith.native.layers import PackedLinear
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
 

@@ -34,8 +34,8 @@ from common import (
 
 from draftsmith.engine import Engine
 from draftsmith.plan import Plan
-from draftsmith.target import Target
-from draftsmith.types import SamplingParams, resolve_dtype, unbroken
+from draftsmith.targets import Target
+from draftsmith.types import SamplingParams, require_finished, resolve_dtype
 
 PROMPT = 64
 KINDS = {
@@ -59,7 +59,7 @@ def measure(engine: Engine, plan: Plan, kind: str, rows: int, new_tokens: int, r
     vocabulary = engine.target.vocab_size
     prompts = [[rng.randrange(vocabulary) for _ in range(PROMPT)] for _ in range(rows)]
     begun = time.perf_counter()
-    found = unbroken(engine.generate(prompts, rules_of(kind, rows, new_tokens), plan))
+    found = require_finished(engine.generate(prompts, rules_of(kind, rows, new_tokens), plan))
     seconds = time.perf_counter() - begun
     statistics = [completion.statistics for completion in found]
     inside = sum(one.target_s + one.drafter_s + one.prefill_s for one in statistics)

@@ -41,16 +41,16 @@ from common import (
 from torch.profiler import ProfilerActivity, profile
 
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import Run, run_engine
-from draftsmith.evaluation.report import write_text
+from draftsmith.evaluation.bench import TimedCall, run_engine
+from draftsmith.evaluation.reporting.result_files import write_text
 from draftsmith.plan import Plan
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import resolve_dtype
 
 PARTS = ("target", "drafter", "rest")
 
 
-def shares(runs: list[Run], seed: int) -> dict[str, Any]:
+def shares(runs: list[TimedCall], seed: int) -> dict[str, Any]:
     """Milliseconds of a step and the share of each part, with intervals over prompts."""
     statistics = statistics_of(runs)
     steps = np.array([s.steps for s in statistics])

@@ -55,12 +55,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from draftsmith import assets
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import Peer, Run
-from draftsmith.evaluation.intervals import ratio_interval
-from draftsmith.evaluation.losslessness import first_divergence
-from draftsmith.evaluation.peers import transformers_peer
+from draftsmith.evaluation.bench import Peer, TimedCall
+from draftsmith.evaluation.measuring.intervals import ratio_interval
+from draftsmith.evaluation.measuring.losslessness import first_divergence
+from draftsmith.evaluation.measuring.peers import transformers_peer
 from draftsmith.plan import NO_DRAFT
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 
 DRAFTSMITH = "draftsmith"
@@ -148,7 +148,8 @@ def llama_cpp_peer(llama: Any) -> Peer:
 
 
 def cell_of(
-    runs: Sequence[Run], own: Sequence[Run], ours: Sequence[Run], best: Sequence[Run], args: argparse.Namespace
+    runs: Sequence[TimedCall], own: Sequence[TimedCall], ours: Sequence[TimedCall], best: Sequence[TimedCall],
+    args: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the figures of one setting.
 
@@ -178,7 +179,7 @@ def cell_of(
     return cell
 
 
-def identical(runs: Sequence[Run], others: Sequence[Run]) -> int:
+def identical(runs: Sequence[TimedCall], others: Sequence[TimedCall]) -> int:
     """Count the texts that are the same to the last token."""
     pairs = zip(runs, others, strict=True)
     return sum(first_divergence(0, left.tokens[0], right.tokens[0]) is None for left, right in pairs)

@@ -47,8 +47,8 @@ from vllm_peer import VLLM, add_vllm, vllm_of
 
 from draftsmith import assets
 from draftsmith.engine import Engine
-from draftsmith.evaluation.turns import turns
-from draftsmith.target import Target
+from draftsmith.evaluation.measuring.interleaving import interleaved
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
 OURS, EAGER, COMPILED, LLAMA_CPP = "draftsmith", "transformers", "compiled", "llama.cpp"
@@ -152,7 +152,7 @@ def measure(
     for index in range(args.warmups + args.rounds):
         for length in lengths:
             prompt = [rng.randrange(vocabulary) for _ in range(length)]
-            for _, name, _ in turns(readers, 1, rng):
+            for _, name, _ in interleaved(readers, 1, rng):
                 seconds = readers[name](prompt)
                 if index >= args.warmups:
                     spent[name, length].append(1000 * seconds)

@@ -1,12 +1,13 @@
-"""Joint law of the next three tokens with drafting, at temperature 1 and top-k 6, against the exact law, in fp32.
+"""Joint distribution of the next three tokens with drafting, at temperature 1 and top-k 6, against the exact
+distribution, in fp32.
 
     python benchmarks/sampling_law.py
 
 What `draftsmith prove` does for any pair, here with the controls: the same draws without drafts, and with a rule broken
-on purpose, which the test has to find (the draft's argmax handed over as if it had been drawn from q). The exact law
-comes from enumerating the tree of the k best tokens with transformers' own forward. Chi-square goodness of fit at level
-1e-6, cells expected fewer than 5 times pooled; total variation beside what a perfect sampler would show; and the
-smallest shift that the test finds nine times out of ten.
+on purpose, which the test has to find (the draft's argmax handed over as if it had been drawn from q). The exact
+distribution comes from enumerating the tree of the k best tokens with transformers' own forward. Chi-square goodness of
+fit at level 1e-6, cells expected fewer than 5 times pooled; total variation beside what a perfect sampler would show;
+and the smallest shift that the test finds nine times out of ten.
 """
 
 import time
@@ -16,12 +17,12 @@ from common import arguments, finish, main, make_prompts, open_drafter, print_ta
 
 from draftsmith import assets
 from draftsmith.drafters.base import Drafter
-from draftsmith.evaluation.chi_square import POWER
-from draftsmith.evaluation.drawing import draw
-from draftsmith.evaluation.law import enumerate_law, read_plainly
-from draftsmith.evaluation.sampling_proof import ALPHA, judge
+from draftsmith.evaluation.proof.chi_square import POWER
+from draftsmith.evaluation.proof.draws import draw
+from draftsmith.evaluation.proof.exact_distribution import enumerate_distribution, read_plainly
+from draftsmith.evaluation.proof.sampling import ALPHA, cell_of_draws
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import Context, Draft, SamplingParams
 
 
@@ -59,8 +60,8 @@ def run() -> None:
     drafter = open_drafter(args.drafter, target)
     prompt = make_prompts(target, args.task, args.prompt_tokens, 1, args.seed)[0]
     params = SamplingParams(temperature=1.0, top_k=args.top_k, max_tokens=args.tokens, ignore_eos=True)
-    law = enumerate_law(read_plainly(target), target, prompt, params, args.tokens)
-    say(f"{len(law.p_C)} continuations, probabilities add up to {law.p_C.sum():.12f}")
+    exact = enumerate_distribution(read_plainly(target), target, prompt, params, args.tokens)
+    say(f"{len(exact.p_C)} continuations, probabilities add up to {exact.p_C.sum():.12f}")
 
     modes: dict[str, tuple[Drafter, Plan]] = {
         "no draft": (drafter, NO_DRAFT),
@@ -76,8 +77,8 @@ def run() -> None:
         count = min(args.draws, args.control_draws) if broken or plan is NO_DRAFT else args.draws
         begun = time.perf_counter()
         found = draw(target, guesser, prompt, params, plan, count, batch=args.batch, seed=args.seed + number)
-        cell = judge(
-            "this target", name, "the drafter itself", law, found.texts, args.seed, time.perf_counter() - begun,
+        cell = cell_of_draws(
+            "this target", name, "the drafter itself", exact, found.texts, args.seed, time.perf_counter() - begun,
             found.accepted_per_step,
         )
         cells.append({**asdict(cell), "as_expected": cell.refused == broken})
@@ -88,13 +89,13 @@ def run() -> None:
         )
         say(f"{name}: p {cell.p_value:.3g}, {cell.seconds:.0f} s")
     print_table(
-        f"Law of the next {args.tokens} tokens, {target.name}, {args.dtype}, {len(law.p_C)} continuations; refused "
-        f"below p = {ALPHA:g}; shifts found in {POWER:.0%} of cases",
+        f"Distribution of the next {args.tokens} tokens, {target.name}, {args.dtype}, {len(exact.p_C)} continuations; "
+        f"refused below p = {ALPHA:g}; shifts found in {POWER:.0%} of cases",
         ["mode", "draws", "χ² / degrees", "p", "total variation", "of a perfect sampler (99.9 %)", "least shift found",
          "accepted a step", "test"],
         rows,
     )
-    finish(args, {"continuations": len(law.p_C), "cells": cells}, target=target.name, dtype=args.dtype)
+    finish(args, {"continuations": len(exact.p_C), "cells": cells}, target=target.name, dtype=args.dtype)
     if not all(cell["as_expected"] for cell in cells):
         raise SystemExit(1)
 

@@ -34,8 +34,8 @@ from common import (
 from matplotlib import pyplot as plt
 
 from draftsmith.engine import Engine
-from draftsmith.evaluation.report import ensure_writable
-from draftsmith.target import Target
+from draftsmith.evaluation.reporting.result_files import ensure_writable
+from draftsmith.targets import Target
 from draftsmith.types import SamplingParams, resolve_dtype
 
 WHOLE = 1_000_000

@@ -43,10 +43,10 @@ from common import (
 
 from draftsmith import assets
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import Run
-from draftsmith.evaluation.intervals import ratio_interval
-from draftsmith.evaluation.peers import transformers_peer
-from draftsmith.target import Target
+from draftsmith.evaluation.bench import TimedCall
+from draftsmith.evaluation.measuring.intervals import ratio_interval
+from draftsmith.evaluation.measuring.peers import transformers_peer
+from draftsmith.targets import Target
 
 PLANS = ("1", "1,1", "1,1,1", "1,1,1,1", "1,1,1,1,1", "2,1", "3,1/3", "2,1,1")
 
@@ -56,13 +56,14 @@ def key(level: str, plan: str) -> str:
     return f"{level} {plan}"
 
 
-def choose(runs: Mapping[str, Sequence[Run]], levels: Sequence[str], plans: Sequence[str]) -> dict[str, str]:
+def choose(runs: Mapping[str, Sequence[TimedCall]], levels: Sequence[str], plans: Sequence[str]) -> dict[str, str]:
     """Return the plan that took the least time in each level."""
     return {level: min(plans, key=lambda plan: walls(runs[key(level, plan)]).sum()) for level in levels}
 
 
 def figures(
-    mine: Sequence[Run], baseline: Sequence[Run], fastest: Sequence[Run], theirs: Sequence[Run], seed: int
+    mine: Sequence[TimedCall], baseline: Sequence[TimedCall], fastest: Sequence[TimedCall], theirs: Sequence[TimedCall],
+    seed: int
 ) -> dict[str, Any]:
     """Return what one setting brought on the reported prompts."""
     seconds, base = walls(mine), walls(baseline)

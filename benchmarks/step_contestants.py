@@ -12,10 +12,10 @@ from gguf_export import LlamaCpp
 from torch import Tensor
 from transformers import DynamicCache
 
-from draftsmith.engine.runner import Runner
-from draftsmith.engine.step import SPAN_STEP
+from draftsmith.engine.steps.runner import Runner
+from draftsmith.engine.steps.step import SPAN_STEP
 from draftsmith.native.layers import PackedLinear
-from draftsmith.target import Nodes, Target
+from draftsmith.targets import Nodes, Target
 
 Logits = Callable[[], Tensor]
 Step = Callable[[int, int], tuple[float, Logits]]

@@ -72,11 +72,11 @@ from step_contestants import (
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.engine.compiled import Compiled
-from draftsmith.evaluation.turns import turns
+from draftsmith.engine.steps.compiled import Compiled
+from draftsmith.evaluation.measuring.interleaving import interleaved
 from draftsmith.native import kernels_in_use, use_kernels, why_missing
-from draftsmith.target import Target
-from draftsmith.target.backend import NativeForward
+from draftsmith.targets import Target
+from draftsmith.targets.backend import NativeForward
 from draftsmith.types import DraftsmithError
 
 NATIVE, EAGER, INDUCTOR, PREPACKED, LLAMA_CPP = "native", "eager", "inductor", "prepacked", "llama.cpp"
@@ -102,7 +102,7 @@ def measure(
     timings: Timings = {visit: [] for visit in visits}
     begun = time.perf_counter()
     places = [contexts[0]] * warmups + list(contexts)
-    for number, (index, (name, nodes), counts) in enumerate(turns(visits, len(contexts), rng, warmups), 1):
+    for number, (index, (name, nodes), counts) in enumerate(interleaved(visits, len(contexts), rng, warmups), 1):
         spent = [1000 * steps[name](places[index] + i, nodes)[0] for i in range(timed + 1)]
         if counts:
             timings[name, nodes].append(spent[1:])

@@ -4,7 +4,7 @@
 
 Muon moves the matrices and AdamW the rest; the learning rate is flat to half of the run and then falls
 linearly to 2 %. The run is measured in minutes so that it ends when it was promised to, on any machine.
-One document in fifty, chosen by the hash of its text, is never seen (`draftsmith.training.split`).
+One document in fifty, chosen by the hash of its text, is never seen (`draftsmith.training.data.split`).
 Shapes: B batch, T positions.
 """
 
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.training.split import is_held_out
+from draftsmith.training.data.split import is_held_out
 
 MIX = {"code": 0.55, "prose": 0.25, "docs": 0.12, "dialogue": 0.08}
 POOL_WINDOWS = 4096

@@ -8,7 +8,7 @@ text that the target was trained on. The shipped sets come from packages of PyPI
 that Debian's `r-cran-janeaustenr` carries; the prompts folder names the versions. The dialogues are written by
 the templates below, so acceptance on them flatters, as it does on any templated dialogue.
 
-A document is held out by the hash of its text (`draftsmith.training.split`), here one in two.
+A document is held out by the hash of its text (`draftsmith.training.data.split`), here one in two.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from draftsmith.training.split import is_held_out
+from draftsmith.training.data.split import is_held_out
 
 PERMISSIVE = ("MIT", "BSD", "Apache", "PSF", "ISC", "CC0", "public domain")
 HELD_OUT_EVERY = 2

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 LAYERS = (
     ("types",),
     ("assets", "files", "native", "plan", "provenance"),
-    ("target", "verify"),
+    ("targets", "verify"),
     ("drafters",),
     ("engine",),
     ("serving", "evaluation", "tuning", "training", "export"),

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draftsmith.drafters.registry import load_drafter
     from draftsmith.engine import AsyncEngine, Engine
-    from draftsmith.engine.wrapped import wrap
+    from draftsmith.engine.wrapped.model import wrap
     from draftsmith.plan import Plan
-    from draftsmith.target import Target
+    from draftsmith.targets import Target
     from draftsmith.types import DraftsmithError, SamplingParams
     from draftsmith.workflows.benchmark import bench
     from draftsmith.workflows.checking import check
@@ -44,14 +44,14 @@ _HOMES = {
     "Engine": "draftsmith.engine",
     "Plan": "draftsmith.plan",
     "SamplingParams": "draftsmith.types",
-    "Target": "draftsmith.target",
+    "Target": "draftsmith.targets",
     "bench": "draftsmith.workflows.benchmark",
     "check": "draftsmith.workflows.checking",
     "compare": "draftsmith.workflows.comparison",
     "load_drafter": "draftsmith.drafters.registry",
     "prove": "draftsmith.workflows.proving",
     "train": "draftsmith.workflows.training",
-    "wrap": "draftsmith.engine.wrapped",
+    "wrap": "draftsmith.engine.wrapped.model",
 }
 
 

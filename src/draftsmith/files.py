@@ -38,12 +38,12 @@ class JsonLines:
 
     Args:
         path: need not exist yet.
-        mend: what a user should do about a file that is damaged.
+        fix: what a user should do about a file that is damaged.
         go_on: what to do when there is space on the disk again.
     """
 
-    def __init__(self, path: Path, mend: str, go_on: str) -> None:
-        self.path, self.mend, self.go_on = path, mend, go_on
+    def __init__(self, path: Path, fix: str, go_on: str) -> None:
+        self.path, self.fix, self.go_on = path, fix, go_on
 
     def read(self) -> list[Any]:
         """Return every whole line's value, and cut off what is left of one that is not whole.
@@ -69,7 +69,7 @@ class JsonLines:
 
     def damaged(self, line: int) -> DraftsmithError:
         """Return the error that names a line."""
-        return DraftsmithError(f"line {line} of {self.path} is damaged; {self.mend}.")
+        return DraftsmithError(f"line {line} of {self.path} is damaged; {self.fix}.")
 
     def append(self, value: Any, flush: bool = True) -> None:
         """Add a line, and wait until the disk has it unless `flush` is off; DraftsmithError if it cannot be written."""

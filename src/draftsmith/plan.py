@@ -1,4 +1,4 @@
-"""The shape of a draft, and the rule that judges it."""
+"""The shape of a draft, and the rule that verifies it."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,7 +11,7 @@ AcceptanceRule = Literal["exact", "block", "typical"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The shape of the next draft, and the rule that judges it (docs/verification.md).
+    """The shape of the next draft, and the rule that verifies it (docs/verification.md).
 
     Args:
         branching: children of every node, depth by depth; () drafts nothing. With `choices` it follows from them: one
@@ -23,7 +23,7 @@ class Plan:
         nodes: keep at most this many nodes of those paths, best summed log-probability first; None keeps all.
         beam: expand only this many nodes a depth, best summed log-probability first; None expands all.
         sampled: draw children from the drafter's distribution (without replacement) instead of taking its best.
-        acceptance: "exact" judges guess by guess; "block" judges a sampled chain as a whole, which is exact too;
+        acceptance: "exact" verifies guess by guess; "block" verifies a sampled chain as a whole, which is exact too;
             "typical" keeps what is likely enough, which changes what a sampling request gets: it is lossy.
         epsilon: of typical acceptance: a guess this probable always stays.
         delta: of typical acceptance: so does one of delta × exp(-entropy).
@@ -59,7 +59,7 @@ class Plan:
             )
         if self.acceptance == "block" and not (self.sampled and all(children == 1 for children in self.branching)):
             raise DraftsmithError(
-                f"block verification judges a sampled chain as a whole, but the plan is {self.branching}, "
+                f"block verification takes a sampled chain as a whole, but the plan is {self.branching}, "
                 f"{'sampled' if self.sampled else 'not sampled'}; give every depth one child, and sample it."
             )
         if not 0 < self.epsilon < 1:

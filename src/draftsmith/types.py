@@ -23,7 +23,7 @@ Quantization = Literal["none", "int8"]
 
 
 class DraftsmithError(Exception):
-    """A mistake in what the user gave: one sentence that names the value and the mend."""
+    """A mistake in what the user gave: one sentence that names the value and how to fix it."""
 
     exit_code = 2
 
@@ -269,7 +269,7 @@ class Completion:
     error: str | None = None
 
 
-def unbroken(completions: list[Completion]) -> list[Completion]:
+def require_finished(completions: list[Completion]) -> list[Completion]:
     """Return completions that all came to their end, for whoever measures them; DraftsmithError if one did not."""
     for completion in completions:
         if completion.error is not None:

@@ -45,7 +45,7 @@ class FriendlyGroup(typer.core.TyperGroup):
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
             what = error.filename or "a file"
-            say(f"Error: {what} could not be used ({error.strerror}); mend its permissions or free some space.")
+            say(f"Error: {what} could not be used ({error.strerror}); fix its permissions or free some space.")
             raise typer.Exit(USER_MISTAKE) from None
 
 

@@ -93,7 +93,7 @@ def bench(
     check_outputs(json_path, plots)
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
     from draftsmith.evaluation.bench import CANDIDATES, Grid
-    from draftsmith.evaluation.report import write_json
+    from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.benchmark import BenchResult
     from draftsmith.workflows.benchmark import bench as run
 
@@ -240,8 +240,8 @@ def mean_tau(cells: Sequence[Mapping[str, Any]], candidates: int) -> float:
 
 def write_plots(folder: Path, cells: Sequence[Mapping[str, Any]]) -> None:
     """Write a picture of latency for each prompt length and one of acceptance."""
-    from draftsmith.evaluation.plots import acceptance_by_depth, latency_by_candidates
-    from draftsmith.evaluation.report import write_figure
+    from draftsmith.evaluation.reporting.plots import acceptance_by_depth, latency_by_candidates
+    from draftsmith.evaluation.reporting.result_files import write_figure
 
     pictures = {
         f"latency-{length}.png": latency_by_candidates(cells, length)

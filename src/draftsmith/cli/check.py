@@ -19,7 +19,7 @@ from draftsmith.cli.common import (
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
-    from draftsmith.evaluation.check import Report
+    from draftsmith.evaluation.checking.check import CheckReport
 
 FAILED = 1
 
@@ -64,7 +64,7 @@ def check(
     check_outputs(json_path)
     if folder is not None and drafter is not None:
         raise DraftsmithError(f"there is {folder} and --drafter {drafter}; give one of them.")
-    from draftsmith.evaluation.report import write_json
+    from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.checking import check as run
 
     notes, console = Console(stderr=True), Console()
@@ -84,7 +84,7 @@ def check(
         raise typer.Exit(FAILED)
 
 
-def show(console: Console, report: "Report", explain: bool) -> None:
+def show(console: Console, report: "CheckReport", explain: bool) -> None:
     """Print the checks, acceptance by depth, and the result in a sentence."""
     table = Table(title="Checks", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)

@@ -56,7 +56,7 @@ JsonOption = Annotated[
 
 def check_outputs(json_path: Path | None = None, folder: Path | None = None) -> None:
     """Raise DraftsmithError, before any work, for a result that could not be written in the end."""
-    from draftsmith.evaluation.report import ensure_folder, ensure_writable
+    from draftsmith.evaluation.reporting.result_files import ensure_folder, ensure_writable
 
     if json_path is not None:
         ensure_writable(json_path)

@@ -80,10 +80,10 @@ def compare(
     Example: `draftsmith compare --family mlp --family medusa --family ngram --minutes 1`
     """
     check_outputs(json_path)
-    from draftsmith.evaluation.contest import Settings
-    from draftsmith.evaluation.report import write_json
+    from draftsmith.evaluation.comparison.methods import Settings
+    from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.comparison import compare as run
-    from draftsmith.workflows.contenders import Budget
+    from draftsmith.workflows.methods import Budget
 
     budget = Budget(out, positions, minutes, data, texts, text_tokens, seed)
     wanted = tuple(task for task in tasks.replace(" ", "").split(",") if task)
@@ -140,18 +140,18 @@ def named_folder(item: str) -> tuple[str, str]:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print the tables and the verdict."""
-    from draftsmith.evaluation import contest_orderings, contest_report
-    from draftsmith.evaluation.contest import MODES
+    from draftsmith.evaluation.comparison import orderings, tables
+    from draftsmith.evaluation.comparison.methods import MODES
 
-    weights = [row[:-1] for row in contest_report.family_rows(result["families"])]
-    print_table(console, "Contenders", contest_report.FAMILY_HEADER[:-1], weights)
+    weights = [row[:-1] for row in tables.family_rows(result["families"])]
+    print_table(console, "Methods", tables.FAMILY_HEADER[:-1], weights)
     for task in result["tasks"]:
         for mode in MODES:
-            header, *rows = contest_report.short_table(result["cells"], task, mode)
+            header, *rows = tables.short_table(result["cells"], task, mode)
             print_table(console, f"{task}, {mode}", header, rows)
     if result["orderings"]:
-        rows = contest_orderings.ordering_rows(result["orderings"])
-        header = ["T" if name == "temperature" else name for name in contest_orderings.HEADER]
+        rows = orderings.ordering_rows(result["orderings"])
+        header = ["T" if name == "temperature" else name for name in orderings.HEADER]
         print_table(console, "Orderings (tree)", header, rows)
     console.print("[bold]Verdict[/bold]")
     for sentence in result["verdict"]:
@@ -176,7 +176,7 @@ def widths(columns: Sequence[tuple[str, Sequence[str]]], width: int) -> list[int
     least = []
     for index, (name, entries) in enumerate(columns):
         words = [word for text in (name, *entries) for word in text.split()]
-        # A contender's options may be longer than a line.
+        # A method's options may be longer than a line.
         found = max(map(len, words if name == FOLDED else [*name.split(), *entries]), default=0)
         least.append(min(found, LONGEST_NAME) if index == 0 else found)
     spare = width - 1 - sum(least) - BORDERS * len(columns)

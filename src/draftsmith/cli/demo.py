@@ -50,7 +50,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the training and of the order of runs.")] = 0,
     json_path: JsonOption = None,
 ) -> None:
-    """Train a speculator live, then race it against plain decoding: same text, sooner.
+    """Train a speculator live, then time it against plain decoding: same text, sooner.
 
     Example: `draftsmith demo --minutes 1 --out my-report`
     """
@@ -59,8 +59,8 @@ def demo(
         if not 0 < value < 1e6:
             raise DraftsmithError(f"{name} is too small or too large; try the default.")
     check_outputs(json_path, out)
-    from draftsmith.cli.demo_report import coloured_sample, print_race, print_training, write_demo_report
-    from draftsmith.evaluation.report import write_json
+    from draftsmith.cli.demo_report import coloured_sample, print_speedups, print_training, write_demo_report
+    from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.demonstration import demonstrate
     from draftsmith.workflows.live import LiveSettings
 
@@ -72,8 +72,8 @@ def demo(
             loading=Loading(dtype, device, native=native), console=console, show=show,
             on_trained=partial(print_training, console),
         )
-    print_race(console, result.races)
-    coloured_sample(console, result.target, result.races["code"])
+    print_speedups(console, result.speedups)
+    coloured_sample(console, result.target, result.speedups["code"])
     path = write_demo_report(out, result)
     if json_path is not None:
         write_json(json_path, result.as_json())

@@ -7,17 +7,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.evaluation.measure import Measurement
-from draftsmith.evaluation.plots import (
+from draftsmith.evaluation.measuring.measure import Measurement
+from draftsmith.evaluation.measuring.speedup import SpeedupResult
+from draftsmith.evaluation.reporting.plots import (
     acceptance_by_depth,
     before_and_after,
     coloured_text,
     speed_bars,
     training_curve,
 )
-from draftsmith.evaluation.race import Race
-from draftsmith.evaluation.report import markdown_table, write_report
-from draftsmith.target import Target
+from draftsmith.evaluation.reporting.result_files import markdown_table, write_report
+from draftsmith.targets import Target
 from draftsmith.types import Completion
 from draftsmith.workflows.demonstration import DemoResult
 from draftsmith.workflows.live import LiveResult
@@ -43,14 +43,14 @@ def pieces_of(completion: Completion, target: Target, limit: int | None = None) 
     return pieces
 
 
-def most_varied(race: Race) -> Completion:
+def most_varied(speedup: SpeedupResult) -> Completion:
     """Return the text with the most different tokens: small models repeat themselves, which is easy to guess."""
-    return max(race.completions(), key=lambda completion: len(set(completion.tokens)))
+    return max(speedup.completions(), key=lambda completion: len(set(completion.tokens)))
 
 
-def coloured_sample(console: Console, target: Target, race: Race) -> None:
+def coloured_sample(console: Console, target: Target, speedup: SpeedupResult) -> None:
     """Print one text, the most varied, drafted-and-accepted tokens in colour."""
-    chosen = most_varied(race)
+    chosen = most_varied(speedup)
     assert target.tokenizer is not None
     text = Text(str(target.tokenizer.decode(chosen.prompt_tokens[-24:])), style="dim")
     for piece, drafted in pieces_of(chosen, target, SAMPLE_TOKENS):
@@ -78,12 +78,12 @@ def print_training(
     console.print(table)
 
 
-def print_race(console: Console, races: Mapping[str, Race]) -> None:
+def print_speedups(console: Console, speedups: Mapping[str, SpeedupResult]) -> None:
     """Print the two speeds, τ, acceptance by depth and whether the texts are identical."""
     table = Table(title="Tokens a second, one prompt at a time (95 % intervals)", title_justify="left")
     for name in ("task", "plain", "drafted", "ratio", "τ"):
         table.add_column(name, justify="left" if name == "task" else "right")
-    for task, outcome in races.items():
+    for task, outcome in speedups.items():
         plain, drafted, ratio = outcome.plain_speed, outcome.drafted_speed, outcome.speedup
         table.add_row(
             task,
@@ -93,21 +93,21 @@ def print_race(console: Console, races: Mapping[str, Race]) -> None:
             f"{outcome.total.tokens_per_step:.2f}",
         )
     console.print(table)
-    for task, outcome in races.items():
+    for task, outcome in speedups.items():
         shares = " ".join(f"{share:.0%}" for share in outcome.total.accepted_by_depth())
         console.print(f"accepted by depth, {task}: {shares}")
-    for task, outcome in races.items():
+    for task, outcome in speedups.items():
         console.print(f"identical, {task}: {outcome.sentence()}")
 
 
 def write_demo_report(folder: Path, result: DemoResult) -> Path:
     """Write report.md, report.json and the pictures; return the path of report.md."""
-    sample = pieces_of(most_varied(result.races["code"]), result.target, SAMPLE_TOKENS)
+    sample = pieces_of(most_varied(result.speedups["code"]), result.target, SAMPLE_TOKENS)
     figures = {
         "speed.png": speed_bars(
-            {task: {"plain": r.plain_speed, "drafted": r.drafted_speed} for task, r in result.races.items()}
+            {task: {"plain": r.plain_speed, "drafted": r.drafted_speed} for task, r in result.speedups.items()}
         ),
-        "acceptance.png": acceptance_by_depth({t: r.total.accepted_by_depth() for t, r in result.races.items()}),
+        "acceptance.png": acceptance_by_depth({t: r.total.accepted_by_depth() for t, r in result.speedups.items()}),
         "tokens-per-step.png": before_and_after(
             {task: m.tokens_per_step for task, m in result.before.items()},
             {task: m.tokens_per_step for task, m in result.after.items()},
@@ -131,7 +131,7 @@ def markdown(result: DemoResult) -> str:
                 f"{r.total.tokens_per_step:.2f}",
                 f"{r.speedup.value / r.total.tokens_per_step:.2f}",
             ]
-            for task, r in result.races.items()
+            for task, r in result.speedups.items()
         ],
     )
     learned = markdown_table(
@@ -141,10 +141,10 @@ def markdown(result: DemoResult) -> str:
             for task, m in result.before.items()
         ],
     )
-    identical = "\n".join(f"- {task}: {r.sentence()}" for task, r in result.races.items())
+    identical = "\n".join(f"- {task}: {r.sentence()}" for task, r in result.speedups.items())
     where = result.provenance
     machine = where["machine"]
-    rounds = len(next(iter(result.races.values())).plain)
+    rounds = len(next(iter(result.speedups.values())).plain)
     return f"""# Draftsmith demo
 
 `{where["command"]}`, {where["date"]}, {machine["cpu"]}, {machine["cores"]} cores, {where["threads"]} threads,

@@ -27,7 +27,7 @@ def families(
     Example: `draftsmith families ngram`
     """
     check_outputs(json_path)
-    from draftsmith.evaluation.report import write_json
+    from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.catalogue import catalogue
 
     found = catalogue(*names or ())

@@ -174,7 +174,7 @@ def generate(
     if stats:
         show_statistics(notes, completions)
     if json_path is not None:
-        from draftsmith.evaluation.report import write_json
+        from draftsmith.evaluation.reporting.result_files import write_json
         from draftsmith.provenance import provenance
 
         used = shape if shape is not None else engine.plan

@@ -1,4 +1,4 @@
-"""What the commands let their users say about drafts: shape, choice of guesses, and the rule that judges them."""
+"""What the commands let their users say about drafts: shape, choice of guesses, and the rule that verifies them."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ NodesOption = Annotated[
 AcceptanceOption = Annotated[
     AcceptanceRule,
     typer.Option(
-        help="exact; block, which judges a sampled chain as a whole and is exact too; or typical, which is lossy.",
+        help="exact; block, which takes a sampled chain as a whole and is exact too; or typical, which is lossy.",
         rich_help_panel=DRAFTS,
     ),
 ]
@@ -77,7 +77,7 @@ def read_rules(
         if value is not None and acceptance != "typical":
             raise DraftsmithError(f"{name} is {value}, but only typical acceptance reads it; add --acceptance typical.")
     if acceptance == "block" and not sampled:
-        raise DraftsmithError("--acceptance block judges a sampled chain as a whole; add --sampled.")
+        raise DraftsmithError("--acceptance block verifies a sampled chain as a whole; add --sampled.")
     if acceptance != "exact" and temperature == 0:
         raise DraftsmithError(
             f"--acceptance {acceptance} changes nothing at temperature 0, where the likeliest tokens alone stay; "
@@ -105,7 +105,7 @@ def read_shape(shape: str) -> Plan:
         try:
             values = json.loads(Path(shape).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DraftsmithError(f"--plan {shape} cannot be read as JSON ({error}); mend the file.") from error
+            raise DraftsmithError(f"--plan {shape} cannot be read as JSON ({error}); fix the file.") from error
         return read_choices(values, f"--plan {shape}")
     if not set(shape) <= set("0123456789, "):
         raise DraftsmithError(

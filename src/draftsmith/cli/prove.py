@@ -36,8 +36,8 @@ from draftsmith.cli.plans import (
 from draftsmith.workflows.models import Loading
 
 if TYPE_CHECKING:
-    from draftsmith.evaluation.prove import Proof
-    from draftsmith.evaluation.sampling_proof import Cell
+    from draftsmith.evaluation.proof.prove import Proof
+    from draftsmith.evaluation.proof.sampling import Cell
 
 DEFECT = 1
 # Plans are for sampled text as well as greedy here.
@@ -60,7 +60,7 @@ def prove(
     draws: Annotated[
         int, typer.Option(help="Draws from the target for each plan; ten times as many from the small alphabet.")
     ] = 100_000,
-    law_tokens: Annotated[int, typer.Option(help="Tokens whose joint law is tested.")] = 3,
+    joint_tokens: Annotated[int, typer.Option(help="Tokens whose joint distribution is tested.")] = 3,
     top_k: Annotated[int, typer.Option(help="Keep so many tokens in the draws from the target.")] = 6,
     quick: Annotated[
         bool, typer.Option("--quick", help="A tenth of the prompts and draws; it says how much less that can see.")
@@ -85,8 +85,8 @@ def prove(
 
     Greedy text is compared token for token with plain decoding, alone and in a ragged batch; every difference is
     shown and is either a tie of the rounding, as measured on that very prefix, or a defect. Plain text is checked
-    against the model's own forward. Sampled text is judged by the joint law of the next tokens: draws from the target
-    under a top-k, and ten times as many from a target of eight tokens, each against the exact law.
+    against the model's own forward. Sampled text is tested by the joint distribution of the next tokens: draws from the
+    target under a top-k, and ten times as many from a target of eight tokens, each against the exact distribution.
 
     The exit code is 1 on a defect. What is proven, and how strongly: docs/prove.md.
 
@@ -95,12 +95,12 @@ def prove(
     check_outputs(json_path)
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, ANY_TEMPERATURE)
     drafts = read_drafts(plan, candidates, rules)
-    from draftsmith.evaluation.prove import Workload
-    from draftsmith.evaluation.report import write_json
+    from draftsmith.evaluation.proof.prove import Workload
+    from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.proving import prove as run
 
     work = Workload(
-        new_tokens=new_tokens, batch=batch, draws=draws, small_draws=10 * draws, law_tokens=law_tokens, top_k=top_k,
+        new_tokens=new_tokens, batch=batch, draws=draws, small_draws=10 * draws, joint_tokens=joint_tokens, top_k=top_k,
         rows=rows, seed=seed,
     )
     notes, console = Console(stderr=True), Console()
@@ -147,9 +147,9 @@ def show(console: Console, proof: "Proof", small_drafter: str, quick: bool) -> N
     for row in (
         ("different prompts, greedy tokens", f"{greedy.prompts}, {greedy.tokens:,}"),
         (f"texts compared with plain decoding (batch {batches})", str(greedy.compared)),
-        ("the same token for token", str(greedy.compared - len(greedy.partings))),
-        ("parting at a tie of the rounding", str(greedy.ties)),
-        ("parting without one", str(len(greedy.partings) - greedy.ties)),
+        ("the same token for token", str(greedy.compared - len(greedy.divergent_texts))),
+        ("diverging at a tie of the rounding", str(greedy.ties)),
+        ("diverging without one", str(len(greedy.divergent_texts) - greedy.ties)),
         ("plain texts that are the model's own", f"{greedy.prompts - len(greedy.foreign)} of {greedy.prompts}"),
         (
             "logits between shapes of the forward",
@@ -159,12 +159,12 @@ def show(console: Console, proof: "Proof", small_drafter: str, quick: bool) -> N
     ):
         table.add_row(*row)
     console.print(table)
-    for parting in greedy.partings:
-        console.print(parting.sentence(), markup=False, style="yellow" if parting.tie else "red")
+    for divergent in greedy.divergent_texts:
+        console.print(divergent.sentence(), markup=False, style="yellow" if divergent.tie else "red")
     for where in dict.fromkeys(cell.where for cell in sampling.cells):
-        console.print(law_table(where, [cell for cell in sampling.cells if cell.where == where]))
+        console.print(sampling_table(where, [cell for cell in sampling.cells if cell.where == where]))
     console.print(
-        f"Small alphabet: a random target of 8 tokens, drafted for by {small_drafter}. Decoding's law is "
+        f"Small alphabet: a random target of 8 tokens, drafted for by {small_drafter}. Decoding's distribution is "
         f"{sampling.apart:.2g} in total variation from that of the model's own forward (rounding)."
         + (" Equal rows were read once." if sampling.shared else ""),
         style="dim", markup=False,
@@ -174,26 +174,26 @@ def show(console: Console, proof: "Proof", small_drafter: str, quick: bool) -> N
     console.print(proof.sentence(), style="red" if proof.verdict == "defect" else "green", markup=False)
 
 
-def law_of(cell: "Cell") -> str:
-    """Say whether a cell's draws follow the law."""
+def match_of(cell: "Cell") -> str:
+    """Say whether a cell's draws follow the distribution."""
     if not cell.lossless:
         return "[yellow]lossy by choice[/yellow]"
     return "[red]REFUSED[/red]" if cell.refused else "fits"
 
 
-def law_table(where: str, cells: "Sequence[Cell]") -> Table:
+def sampling_table(where: str, cells: "Sequence[Cell]") -> Table:
     """Lay out the cells of one target."""
     table = Table(
-        title=f"Sampled text, {where}: joint law against {cells[0].continuations} exact probabilities\n"
+        title=f"Sampled text, {where}: joint distribution against {cells[0].continuations} exact probabilities\n"
         "[dim]TV: total variation, beside what a perfect sampler shows; sees: the least TV found 9 times of 10[/dim]",
         title_justify="left",
     )
     table.add_column("plan")
-    for name in ("draws", "p", "TV", "perfect", "sees", "law"):
+    for name in ("draws", "p", "TV", "perfect", "sees", "follows"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
         table.add_row(
             cell.plan, f"{cell.draws:,}", f"{cell.p_value:.2g}", f"{cell.tv:.4f}", f"{cell.tv_noise:.4f}",
-            f"{cell.smallest_shift:.4f}", law_of(cell),
+            f"{cell.smallest_shift:.4f}", match_of(cell),
         )
     return table

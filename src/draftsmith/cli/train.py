@@ -82,7 +82,7 @@ def train(
     if not dry_run:
         tell(result.training)
     if json_path is not None:
-        from draftsmith.evaluation.report import write_json
+        from draftsmith.evaluation.reporting.result_files import write_json
 
         write_json(json_path, result.as_json())
 

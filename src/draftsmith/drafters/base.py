@@ -11,7 +11,7 @@ from draftsmith.plan import Plan
 from draftsmith.types import Context, Draft, DraftsmithError
 
 if TYPE_CHECKING:
-    from draftsmith.target import KVCache
+    from draftsmith.targets import KVCache
 
 
 class Drafter(ABC):
@@ -87,7 +87,7 @@ class Drafter(ABC):
         """
         return
 
-    def remark(self, texts: Sequence[str]) -> str | None:
+    def note_for_user(self, texts: Sequence[str]) -> str | None:
         """Return a sentence that a user should know before decoding texts such as these; None where there is none."""
         return None
 

@@ -2,7 +2,7 @@
 
 A recipe or a command sets the options. What comes from the target is marked `OF_TARGET`, is 0 or empty until
 `for_target` fills it in, and is written into config.json beside the options. All values are checked here, wherever they
-come from; a mistake is one sentence that names the value and the mend.
+come from; a mistake is one sentence that names the value and how to fix it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from pydantic.fields import FieldInfo
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
-    from draftsmith.target import Target
+    from draftsmith.targets import Target
 
 OF_TARGET = "decided by the target"
 """Marks, in `Annotated`, what no recipe sets."""
@@ -164,7 +164,7 @@ class TrainedConfig(Config):
 def explain(
     error: ValidationError, known: list[str], where: str = "", called: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Say in one sentence, which begins with the key, what is wrong first and how to mend it.
+    """Say in one sentence, which begins with the key, what is wrong first and how to fix it.
 
     Args:
         known: the keys that there are where an unknown one stands.

@@ -14,9 +14,9 @@ from draftsmith.drafters.config import Config
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.learner import Learner
-    from draftsmith.drafters.trainable import TrainableDrafter
-    from draftsmith.target import Target
+    from draftsmith.drafters.trainable.drafter import TrainableDrafter
+    from draftsmith.drafters.trainable.model import TrainableModel
+    from draftsmith.targets import Target
 
 
 Choices = tuple[tuple[int, ...], ...]
@@ -31,7 +31,7 @@ class Compared:
         static_tree: its tree is the family's published one at every step, cut to as many nodes as all others have.
         confident_twin: the name under which the same weights take part once more, with a tree of what they are surest
             of; None where they do not.
-        better_than: contenders that it guesses better than, by the literature.
+        beats_in_papers: methods that it guesses better than, by the literature.
         better_on_repeats: the same for text that repeats what came before.
         looks_up: whether it finds guesses in text that is there already, so that new text is the harder for it.
     """
@@ -39,7 +39,7 @@ class Compared:
     options: Mapping[str, Any] = field(default_factory=dict)
     static_tree: bool = False
     confident_twin: str | None = None
-    better_than: tuple[str, ...] = ()
+    beats_in_papers: tuple[str, ...] = ()
     better_on_repeats: tuple[str, ...] = ()
     looks_up: bool = False
 
@@ -58,10 +58,11 @@ class Family:
         load: (folder, target) to a drafter that is ready to decode; None where there is nothing to load.
         recognises: whether a config.json's object, with the names of the tensors (`storage.read_config`), belongs to
             this family.
-        trainable: whether `make` returns a `Learner` that a recipe can train.
+        trainable: whether `make` returns a `TrainableModel` that a recipe can train.
         rate: the learning rate that a small new one starts with, where nobody chose one.
-        reopen: (folder, target, dtype) to the `Learner` that was trained, to be trained on, or to be held against its
-            training forward where the drafter that `load` returns has none. Without a target its sizes can be read.
+        reopen: (folder, target, dtype) to the `TrainableModel` that was trained, to be trained on, or to be held
+            against its training forward where the drafter that `load` returns has none. Without a target its sizes can
+            be read.
         tree: the static tree that was published with it, see `Plan.choices`; `--plan NAME` takes it.
         compared: how a comparison takes it.
     """
@@ -69,12 +70,12 @@ class Family:
     name: str
     summary: str
     config: type[Config]
-    make: Callable[[Any, "Target", Tensor | None], "Drafter | Learner"]
+    make: Callable[[Any, "Target", Tensor | None], "Drafter | TrainableModel"]
     load: Callable[[Path, "Target"], Drafter] | None = None
     recognises: Callable[[Mapping[str, Any]], bool] = lambda config: False
     trainable: bool = False
     rate: float = 1e-3
-    reopen: Callable[[Path, "Target | None", torch.dtype], "Learner"] | None = None
+    reopen: Callable[[Path, "Target | None", torch.dtype], "TrainableModel"] | None = None
     tree: Choices = ()
     compared: Compared = Compared()
 

@@ -222,7 +222,7 @@ def _prune(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int)
 def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     """Draw children without replacement: each from q without its elder siblings, renormalised.
 
-    The float64 q that guesses are drawn from is the one that judges them: a copy rounded on the way is another law.
+    The float64 q that guesses are drawn from is the one that verifies them: a copy rounded on the way is another one.
     """
     tokens_R, state = drafter.begin(context)
     batch = tokens_R.shape[0]

@@ -11,31 +11,31 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.drafters import storage
+from draftsmith.drafters.attention.eagle import FAMILY as EAGLE
+from draftsmith.drafters.attention.eagle3 import FAMILY as EAGLE3
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.draft_model import FAMILY as DRAFT_MODEL
-from draftsmith.drafters.eagle import FAMILY as EAGLE
-from draftsmith.drafters.eagle3 import FAMILY as EAGLE3
-from draftsmith.drafters.early_exit import FAMILY as EARLY_EXIT
 from draftsmith.drafters.family import Family, read_spec
-from draftsmith.drafters.firp import FAMILY as FIRP
-from draftsmith.drafters.hydra import FAMILY as HYDRA
-from draftsmith.drafters.int8_self import FAMILY as INT8_SELF
-from draftsmith.drafters.learner import other_tokens
-from draftsmith.drafters.lookahead import FAMILY as LOOKAHEAD
-from draftsmith.drafters.medusa import FAMILY as MEDUSA
-from draftsmith.drafters.mlp import FAMILY as MLP
-from draftsmith.drafters.ngram import FAMILY as NGRAM
-from draftsmith.drafters.recurrent import FAMILY as RECURRENT
-from draftsmith.drafters.small_lm import FAMILY as SMALL_LM
-from draftsmith.drafters.suffix import FAMILY as SUFFIX
+from draftsmith.drafters.heads.firp import FAMILY as FIRP
+from draftsmith.drafters.heads.hydra import FAMILY as HYDRA
+from draftsmith.drafters.heads.medusa import FAMILY as MEDUSA
+from draftsmith.drafters.heads.mlp import FAMILY as MLP
+from draftsmith.drafters.heads.recurrent import FAMILY as RECURRENT
+from draftsmith.drafters.lookup.lookahead import FAMILY as LOOKAHEAD
+from draftsmith.drafters.lookup.ngram import FAMILY as NGRAM
+from draftsmith.drafters.lookup.suffix import FAMILY as SUFFIX
+from draftsmith.drafters.models.draft_model import FAMILY as DRAFT_MODEL
+from draftsmith.drafters.models.early_exit import FAMILY as EARLY_EXIT
+from draftsmith.drafters.models.int8_self import FAMILY as INT8_SELF
+from draftsmith.drafters.models.small_lm import FAMILY as SMALL_LM
+from draftsmith.drafters.trainable import storage
+from draftsmith.drafters.trainable.model import other_tokens
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     import torch
 
-    from draftsmith.drafters.learner import Learner
-    from draftsmith.target import Target
+    from draftsmith.drafters.trainable.model import TrainableModel
+    from draftsmith.targets import Target
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def families() -> dict[str, Family]:
         if not isinstance(family, Family):
             raise DraftsmithError(
                 f"the entry point {point.name!r} ({point.value}) is a {type(family).__name__}, not a drafter Family; "
-                "mend or remove that package."
+                "fix or remove that package."
             )
         known.setdefault(family.name, family)
     # Folders of draft models come last: checkpoints of other families may look like language models.
@@ -156,7 +156,7 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
     )
 
 
-def reopen(folder: Path, target: "Target", dtype: "torch.dtype") -> "Learner":
+def reopen(folder: Path, target: "Target", dtype: "torch.dtype") -> "TrainableModel":
     """Load the drafter in a folder to be trained on.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Decoding: the core that steps, and its faces: a blocking engine and one for asyncio."""
+"""Decoding: the core that steps, and its interfaces: a blocking engine and one for asyncio."""
 
-from draftsmith.engine.admission import Prompt
 from draftsmith.engine.async_engine import AsyncEngine
 from draftsmith.engine.core import EngineCore, Limits, Progress
 from draftsmith.engine.engine import Chunk, Engine
 from draftsmith.engine.policy import Choice, Fixed, Load, OffAbove, Policy, RowHistory
+from draftsmith.engine.requests.admission import Prompt
 
 __all__ = [
     "AsyncEngine", "Choice", "Chunk", "Engine", "EngineCore", "Fixed", "Limits", "Load", "OffAbove", "Policy",

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from draftsmith.engine.admission import Prompt
 from draftsmith.engine.engine import Chunk, Engine
-from draftsmith.engine.request import Request
+from draftsmith.engine.requests.admission import Prompt
+from draftsmith.engine.requests.request import Request
 from draftsmith.plan import Plan
 from draftsmith.types import Completion, DraftsmithError, SamplingParams
 

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, NoDrafter
-from draftsmith.engine.clock import Clock
-from draftsmith.engine.commit import NOT_FINITE
-from draftsmith.engine.compiled import runner_for
-from draftsmith.engine.logprobs import logprobs_of
 from draftsmith.engine.policy import Choice, Load, Policy
-from draftsmith.engine.prefill import PromptReader
-from draftsmith.engine.request import Request
-from draftsmith.engine.reread import reread
-from draftsmith.engine.rows import Penalties, Rows, gather, is_simple, make_rows
-from draftsmith.engine.scheduler import Piece, Scheduler, whole
-from draftsmith.engine.step import Stepper, lists_of, union_of_taps
+from draftsmith.engine.requests.request import Request
+from draftsmith.engine.requests.scheduler import Piece, Scheduler, whole
+from draftsmith.engine.steps.clock import Clock
+from draftsmith.engine.steps.commit import NOT_FINITE
+from draftsmith.engine.steps.compiled import runner_for
+from draftsmith.engine.steps.logprobs import logprobs_of
+from draftsmith.engine.steps.prefill import PromptReader
+from draftsmith.engine.steps.reread import reread
+from draftsmith.engine.steps.rows import Penalties, Rows, gather, is_simple, make_rows
+from draftsmith.engine.steps.step import Stepper, lists_of, union_of_taps
 from draftsmith.plan import Plan
-from draftsmith.target import BLOCK, Blocks, Target
+from draftsmith.targets import BLOCK, Blocks, Target
 from draftsmith.types import CompileLevel, Context, DraftsmithError
 
 DRAFT_ROOM = 256

@@ -10,14 +10,14 @@ import torch
 
 from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.drafters.registry import load_drafter
-from draftsmith.engine.admission import Prompt, admit
-from draftsmith.engine.clock import Clock
 from draftsmith.engine.core import LARGEST_PIECE, PIECE_TOKENS, EngineCore, Limits, Progress
 from draftsmith.engine.policy import Fixed, OffAbove, Policy
-from draftsmith.engine.request import Request
+from draftsmith.engine.requests.admission import Prompt, admit
+from draftsmith.engine.requests.request import Request
+from draftsmith.engine.steps.clock import Clock
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.target import Target
-from draftsmith.types import CompileLevel, Completion, DraftsmithError, SamplingParams, unbroken
+from draftsmith.targets import Target
+from draftsmith.types import CompileLevel, Completion, DraftsmithError, SamplingParams, require_finished
 
 GPU_LENGTH = 4096
 
@@ -98,7 +98,7 @@ class Engine:
         beside, alone = (PIECE_TOKENS, LARGEST_PIECE) if piece_tokens is None else (piece_tokens, piece_tokens)
         limits = Limits(max_batch, self.max_length, in_flight, beside, alone, share_prefixes)
         self.core = EngineCore(target, drafters, policy, limits, compile)
-        """What decodes; adding to it and stepping it by hand is a face of the engine like the others."""
+        """What decodes; adding to it and stepping it by hand is an interface of the engine like the others."""
 
     @classmethod
     def from_pretrained(
@@ -184,13 +184,13 @@ class Engine:
         clock = Clock(self.target.device)
         clock.start("all")
         params = SamplingParams(max_tokens=3 * (chosen.depth + 1), ignore_eos=True)
-        unbroken(self.generate([[0]] * batch, params, chosen))
+        require_finished(self.generate([[0]] * batch, params, chosen))
         return clock.stop()["all"]
 
     def pace(self, batch: int = 1, plan: Plan = NO_DRAFT, steps: int = 8) -> float:
         """Return the seconds a step takes now, by decoding a few from an arbitrary prompt."""
         params = SamplingParams(max_tokens=max(2, min(1 + steps, self.max_length - 1)), ignore_eos=True)
-        unbroken(self.generate([[0]] * batch, params, plan))
+        require_finished(self.generate([[0]] * batch, params, plan))
         statistics = [completion.statistics for completion in self.generate([[0]] * batch, params, plan)]
         return sum(one.decode_s for one in statistics) / max(one.steps for one in statistics)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.target.tokens import TokenKind, TokenText
+from draftsmith.targets.loading.tokens import TokenKind, TokenText
 
 
 class TextStream:

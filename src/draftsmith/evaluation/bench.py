@@ -14,11 +14,11 @@ from math import ceil, prod
 from typing import Any
 
 from draftsmith.engine import Engine
-from draftsmith.evaluation.intervals import mean_interval, ratio_interval
-from draftsmith.evaluation.losslessness import first_divergence, is_targets_own
-from draftsmith.evaluation.measure import Measurement, measure
+from draftsmith.evaluation.measuring.interleaving import interleaved
+from draftsmith.evaluation.measuring.intervals import mean_interval, ratio_interval
+from draftsmith.evaluation.measuring.losslessness import first_divergence, is_targets_own
+from draftsmith.evaluation.measuring.measure import Measurement, measure
 from draftsmith.evaluation.prompts import Prompt, cut
-from draftsmith.evaluation.turns import turns
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import DraftsmithError, SamplingParams
 
@@ -92,7 +92,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedCall:
     """One timed call of one setting."""
 
     wall_s: float
@@ -154,11 +154,11 @@ def run_grid(
     for length in grid.prompt_tokens:
         for batch in grid.batches:
             settings: list[int | str] = [*plans, *([PEER_NAME] if peer is not None and batch == 1 else [])]
-            runs: dict[int | str, list[Run]] = {setting: [] for setting in settings}
+            runs: dict[int | str, list[TimedCall]] = {setting: [] for setting in settings}
             shape = {"batch": batch, "prompt_tokens": length, "new_tokens": grid.new_tokens}
 
             def made(
-                runs: dict[int | str, list[Run]] = runs, shape: dict[str, int] = shape
+                runs: dict[int | str, list[TimedCall]] = runs, shape: dict[str, int] = shape
             ) -> list[dict[str, Any]]:
                 return [
                     cell_of(setting, runs, shape, plans, grid.seed) | {"temperature": grid.temperature}
@@ -183,13 +183,13 @@ def run_grid(
 
 def _run_rounds(
     engine: Engine, prompts: Sequence[Prompt], grid: Grid, plans: dict[int, Plan], peer: Peer | None,
-    runs: dict[int | str, list[Run]], shape: dict[str, int], rng: random.Random,
+    runs: dict[int | str, list[TimedCall]], shape: dict[str, int], rng: random.Random,
     on_progress: Callable[[str, int], None] | None,
 ) -> None:
     """Fill `runs` round by round, every setting once a round in random order."""
     rounds, batch, length = grid.warmups + grid.trials, shape["batch"], shape["prompt_tokens"]
     pieces = cut(engine.target, prompts, length, batch * rounds)
-    for index, setting, timed in turns(runs, grid.trials, rng, grid.warmups):
+    for index, setting, timed in interleaved(runs, grid.trials, rng, grid.warmups):
         chosen = pieces[index * batch : (index + 1) * batch]
         if isinstance(setting, int):
             seed = grid.seed + index * batch
@@ -218,7 +218,7 @@ def run_engine(
     new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
-) -> Run:
+) -> TimedCall:
     """Decode one batch, exactly `new_tokens` each; greedily, or each row with the seed after the one before it."""
     params = [
         SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=seed + row)
@@ -227,18 +227,18 @@ def run_engine(
     result = measure(engine, prompts, params, plan=plan)
     tokens = [completion.tokens for completion in result.completions]
     _check_counts(tokens, new_tokens, "the engine")
-    return Run(result.wall_s, tokens, result)
+    return TimedCall(result.wall_s, tokens, result)
 
 
-def run_peer(peer: Peer, prompts: Sequence[Sequence[int]], new_tokens: int) -> Run:
+def run_peer(peer: Peer, prompts: Sequence[Sequence[int]], new_tokens: int) -> TimedCall:
     """Decode one batch with the peer."""
     tokens, seconds = peer(prompts, new_tokens)
     _check_counts(tokens, new_tokens, "the peer")
-    return Run(seconds, tokens, None)
+    return TimedCall(seconds, tokens, None)
 
 
 def cell_of(
-    setting: int | str, runs: dict[int | str, list[Run]], shape: dict[str, int], plans: dict[int, Plan], seed: int
+    setting: int | str, runs: dict[int | str, list[TimedCall]], shape: dict[str, int], plans: dict[int, Plan], seed: int
 ) -> dict[str, Any]:
     """Turn the trials of one setting into a cell of the table; ratios are paired with the baseline's rounds."""
     mine, baseline = runs[setting], runs[BASELINE]
@@ -296,7 +296,7 @@ def decoding_figures(measured: Sequence[Measurement], new_tokens: int) -> dict[s
     }
 
 
-def _check_baseline(engine: Engine, runs: Sequence[Run]) -> None:
+def _check_baseline(engine: Engine, runs: Sequence[TimedCall]) -> None:
     """A ratio to a baseline that decodes nonsense would mean nothing."""
     texts = [c for run in runs if run.measurement is not None for c in run.measurement.completions]
     wrong = sum(not is_targets_own(engine.target, text) for text in texts)

@@ -8,9 +8,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith import assets
-from draftsmith.target import Target
-from draftsmith.target.token_ids import ASSISTANT, Conversation, Message, opening_ids, prompt_ids, text_ids
-from draftsmith.target.tokens import first_line
+from draftsmith.targets import Target
+from draftsmith.targets.loading.tokens import first_line
+from draftsmith.targets.token_ids import ASSISTANT, Conversation, Message, opening_ids, prompt_ids, text_ids
 from draftsmith.types import DraftsmithError
 
 
@@ -75,7 +75,7 @@ def read_jsonl(path: Path) -> list[Prompt]:
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise DraftsmithError(
                     f"line {number} of {path} is not a JSON object with a string field `text` or `prompt`, or with "
-                    "`messages` that begin with a user's; mend it."
+                    "`messages` that begin with a user's; fix it."
                 ) from error
             task, source = str(record.get("task", "text")), str(record.get("source", path.name))
             prompts.append(Prompt(task, source, text, conversation))
@@ -101,7 +101,7 @@ def whole(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
             found.append(prompt_ids(tokenizer, prompt.conversation))
         except Exception as error:  # a template is a program of somebody else's
             raise DraftsmithError(
-                f"the chat template of {target.name} refuses a prompt ({first_line(error)}); mend its messages."
+                f"the chat template of {target.name} refuses a prompt ({first_line(error)}); fix its messages."
             ) from error
     return found
 

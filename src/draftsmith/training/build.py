@@ -6,31 +6,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.registry import family_named
-from draftsmith.target import Target
-from draftsmith.training.data import Loader, Packing, noise
-from draftsmith.training.reader import Reader
+from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.targets import Target
+from draftsmith.training.data.loader import Loader, Windowing, noise
+from draftsmith.training.data.reader import Reader
 from draftsmith.training.recipe import Recipe
 
 COUNTED_TOKENS = 400_000
 
 
-def build_loader(recipe: Recipe, target: Target, packing: Packing, purpose: str) -> Loader:
+def build_loader(recipe: Recipe, target: Target, windowing: Windowing, purpose: str) -> Loader:
     """Return a loader of windows over the recipe's data; each purpose has its own order."""
-    return Loader(recipe.data, Reader.of(target, recipe.data.learn), packing, seed=noise(recipe.seed, purpose))
+    return Loader(recipe.data, Reader.of(target, recipe.data.learn), windowing, seed=noise(recipe.seed, purpose))
 
 
 def build_prompts(recipe: Recipe, target: Target) -> Loader:
     """Return a loader of the prompts of stage 2."""
     section = recipe.stage2
     longest = min(section.longest_prompt, target.max_length - section.new_tokens)
-    return build_loader(recipe, target, Packing(section.prompt_tokens, longest), "prompts")
+    return build_loader(recipe, target, Windowing(section.prompt_tokens, longest), "prompts")
 
 
 def frequent_tokens(recipe: Recipe, target: Target, size: int) -> Tensor:
     """Return the ids (W) of the most frequent tokens of those that are learnt, in rising order."""
-    loader = build_loader(recipe, target, Packing(256), "count")
+    loader = build_loader(recipe, target, Windowing(256), "count")
     counts: Counter[int] = Counter()
     while counts.total() < COUNTED_TOKENS:
         window = loader.next_window()
@@ -40,7 +40,7 @@ def frequent_tokens(recipe: Recipe, target: Target, size: int) -> Tensor:
     return torch.tensor(sorted(ranked[:size]))
 
 
-def build_drafter(recipe: Recipe, target: Target) -> Learner:
+def build_drafter(recipe: Recipe, target: Target) -> TrainableModel:
     """Return a drafter in fp32 on the target's device, its weights a function of the recipe alone.
 
     Raises:
@@ -53,7 +53,7 @@ def build_drafter(recipe: Recipe, target: Target) -> Learner:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(noise(recipe.seed, "weights"))
         drafter = family.make(config, target, tokens)
-    assert isinstance(drafter, Learner)
+    assert isinstance(drafter, TrainableModel)
     if section.init_from is not None:
         drafter.start_from(Path(section.init_from), target)
     drafter.to(target.device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.drafters import storage
+from draftsmith.drafters.trainable import storage
 from draftsmith.types import DraftsmithError
 
 PREFIX = "step-"
@@ -83,7 +83,7 @@ class Checkpoints:
         except OSError as error:
             reason = error.strerror
             raise DraftsmithError(
-                f"cannot write {self.run / name} ({reason}); mend that, then go on with the run."
+                f"cannot write {self.run / name} ({reason}); fix that, then go on with the run."
             ) from error
 
     def linked(self, name: str) -> int | None:

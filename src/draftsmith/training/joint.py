@@ -23,17 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.drafters import storage
-from draftsmith.drafters.learner import Learner
-from draftsmith.drafters.lesson import IGNORED
-from draftsmith.target import Target
-from draftsmith.target.support import LABEL
-from draftsmith.training.lessons import Task, as_lesson
+from draftsmith.drafters.trainable import storage
+from draftsmith.drafters.trainable.batch import IGNORED
+from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.targets import Target
+from draftsmith.targets.loading.support import LABEL
+from draftsmith.training.data.batches import Task, as_training_batch
+from draftsmith.training.data.windows import FIRST_LEARNT
 from draftsmith.training.optimizer import set_rate
 from draftsmith.training.recipe import JointSection, StageSection
 from draftsmith.training.step import TrainingStep
-from draftsmith.training.trainer import Run, TrainingResult
-from draftsmith.training.windows import FIRST_LEARNT
+from draftsmith.training.trainer import TrainingResult, TrainingRun
 from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
 
 TARGET_FILE = "target.safetensors"
@@ -43,7 +43,7 @@ TARGET_FOLDER = "target"
 class JointStep(TrainingStep):
     """Steps that move the target as well; `done` counts those before this one."""
 
-    def __init__(self, section: JointSection, drafter: Learner, target: Target, *more: Any) -> None:
+    def __init__(self, section: JointSection, drafter: TrainableModel, target: Target, *more: Any) -> None:
         self.joint, self.done = section, 0
         self.weights = list(target.model.parameters())
         super().__init__(drafter, target, *more)
@@ -75,19 +75,19 @@ class JointStep(TrainingStep):
         self.target.model.requires_grad_(not self.waits)
         self.noted["heads_weight"] = self.heads_weight()
 
-    def judge(self, task: Task, share_N: Tensor, seed: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Judge heads and target on one reading; see `TrainingStep.judge`."""
+    def compute_loss(self, task: Task, share_N: Tensor, seed: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the losses of heads and target on one forward; see `TrainingStep.compute_loss`."""
         tokens_BL = task.batch.tokens_BL.to(self.target.device)
         with self.autocast(self.section.precision == "bf16"):
             features_BLF, logits_BLV = self.target.encode(
                 tokens_BL, self.drafter.taps, logits=True, gradients=not self.waits
             )
             assert logits_BLV is not None
-            lesson = as_lesson(
+            examples = as_training_batch(
                 tokens_BL, features_BLF, logits_BLV.detach() if self.distillation.weight > 0 else None, task,
                 distillation=self.distillation, seed=seed,
             )
-            loss_N, hits_N = self.losses(lesson)
+            loss_N, accuracy_N = self.losses(examples)
         # The target learns what the first guesses learn, at all positions.
         labels_BT = tokens_BL.masked_fill(~task.batch.learnt_BL.to(tokens_BL.device), IGNORED)[:, FIRST_LEARNT:]
         logits_SV, labels_S = logits_BLV[:, FIRST_LEARNT - 1 : -1].flatten(0, 1).float(), labels_BT.flatten()
@@ -96,7 +96,7 @@ class JointStep(TrainingStep):
         self.noted["target_loss"] = self.noted.get("target_loss", 0.0) + own.item()
         decay_N = self.joint.decay ** torch.arange(1, len(loss_N) + 1, device=loss_N.device)
         objective = self.heads_weight() * (loss_N * share_N[: len(loss_N)] * decay_N).sum()
-        return objective if self.waits else own + objective, loss_N, hits_N
+        return objective if self.waits else own + objective, loss_N, accuracy_N
 
     def clip(self) -> float:
         """Limit the gradients of heads and target, each on its own scale; return the norm of both before."""
@@ -111,7 +111,7 @@ class JointStep(TrainingStep):
         self.drafter.bind(self.target)
 
 
-class JointRun(Run):
+class JointTrainingRun(TrainingRun):
     """A run that changes the target in place; the best of both is exported."""
 
     def __init__(self, *arguments: Any) -> None:

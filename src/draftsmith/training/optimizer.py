@@ -2,11 +2,11 @@
 
 import torch
 
-from draftsmith.drafters.learner import Learner
+from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.training.recipe import OptimizerSection
 
 
-def build_optimizers(drafter: Learner, section: OptimizerSection) -> list[torch.optim.Optimizer]:
+def build_optimizers(drafter: TrainableModel, section: OptimizerSection) -> list[torch.optim.Optimizer]:
     """Return fresh optimizers; their learning rate is set before every step."""
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     matrices: list[torch.nn.Parameter] = []

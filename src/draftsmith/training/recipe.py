@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from draftsmith.drafters.config import TrainedConfig, explain
 from draftsmith.drafters.family import Family
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named
-from draftsmith.training.split import HELD_OUT_EVERY
+from draftsmith.training.data.split import HELD_OUT_EVERY
 from draftsmith.types import DraftsmithError
 
 Count = Annotated[int, Field(ge=1)]
@@ -227,7 +227,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DraftsmithError(f"recipe {path} is no YAML ({' '.join(str(error).split())}); mend it.") from error
+        raise DraftsmithError(f"recipe {path} is no YAML ({' '.join(str(error).split())}); fix it.") from error
     return build_recipe({} if values is None else values, overrides)
 
 

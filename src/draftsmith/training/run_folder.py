@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith.drafters import storage
+from draftsmith.drafters.trainable import storage
 from draftsmith.files import JsonLines, replace_text, replacing
 from draftsmith.provenance import provenance
 from draftsmith.training.recipe import Recipe, build_recipe

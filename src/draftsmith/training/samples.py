@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.files import replace_text
-from draftsmith.target.tokens import TokenText
-from draftsmith.training.windows import Window
+from draftsmith.targets.loading.tokens import TokenText
+from draftsmith.training.data.windows import Window
 
 SHOWN_SAMPLES = 3
 SHOWN_CHARACTERS = 600

@@ -1,4 +1,4 @@
-"""One step of the optimizer: the target reads, the drafter is judged, its weights move. All training goes through here.
+"""One step of the optimizer: the target reads, losses are computed, weights move. All training goes through here.
 
 Shapes: B windows, L tokens a window, M micro-batches, N depths.
 """
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.learner import Learner
-from draftsmith.target import Target
-from draftsmith.training.lessons import Task, draw, prepare
+from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.targets import Target
+from draftsmith.training.data.batches import Task, draw, prepare
+from draftsmith.training.data.windows import Batch
 from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.recipe import DistillationSection, OptimizerSection
-from draftsmith.training.windows import Batch
 from draftsmith.types import DraftsmithError
 
 
@@ -31,7 +31,7 @@ class Outcome:
     """
 
     loss_N: Tensor
-    hits_N: Tensor
+    accuracy_N: Tensor
     gradient_norm: float
     noted: Mapping[str, float]
 
@@ -45,7 +45,7 @@ class TrainingStep:
     """Steps of a drafter on a frozen target; what changes when more is trained is in methods of its own."""
 
     def __init__(
-        self, drafter: Learner, target: Target, optimizer: OptimizerSection, distillation: DistillationSection
+        self, drafter: TrainableModel, target: Target, optimizer: OptimizerSection, distillation: DistillationSection
     ) -> None:
         self.drafter, self.target, self.section, self.distillation = drafter, target, optimizer, distillation
         self.optimizers = self.fresh_optimizers()
@@ -76,23 +76,23 @@ class TrainingStep:
         """
         self.noted = {}
         self.set_rate(rate)
-        losses, hits = [], []
+        losses, accuracies = [], []
         tasks = [draw(batch, self.drafter.max_depth, positions, (*seed, i)) for i, batch in enumerate(batches)]
         counts_MN = torch.stack([task.counts_N for task in tasks])
         shares_MN = (counts_MN / counts_MN.sum(0).clamp(min=1)).to(self.target.device)
         for micro, (task, share_N) in enumerate(zip(tasks, shares_MN, strict=True)):
-            objective, loss_N, hits_N = self.judge(task, share_N, (*seed, micro))
+            objective, loss_N, accuracy_N = self.compute_loss(task, share_N, (*seed, micro))
             objective.backward()
             losses.append(loss_N.detach() * share_N[: len(loss_N)])
-            hits.append(hits_N * share_N[: len(hits_N)])
+            accuracies.append(accuracy_N * share_N[: len(accuracy_N)])
         norm = self.clip()
-        found = Outcome(torch.stack(losses).sum(0), torch.stack(hits).sum(0), norm, self.noted)
+        found = Outcome(torch.stack(losses).sum(0), torch.stack(accuracies).sum(0), norm, self.noted)
         if not math.isfinite(found.loss) or not math.isfinite(norm):
             raise NotFinite(f"the loss became {found.loss} (gradient norm {norm})")
         self.apply()
         return found
 
-    def judge(self, task: Task, share_N: Tensor, seed: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_loss(self, task: Task, share_N: Tensor, seed: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Return what a micro-batch minimises, the losses of the depths and their right first guesses.
 
         Args:
@@ -101,10 +101,10 @@ class TrainingStep:
         half = self.section.precision == "bf16"
         # A target that is bf16 already only loses time under autocast.
         with self.autocast(half and self.target.dtype == torch.float32):
-            lesson = prepare(self.drafter, self.target, task, distillation=self.distillation, seed=seed)
+            examples = prepare(self.drafter, self.target, task, distillation=self.distillation, seed=seed)
         with self.autocast(half):
-            loss_N, hits_N = self.losses(lesson)
-        return (loss_N * share_N[: len(loss_N)]).sum(), loss_N, hits_N
+            loss_N, accuracy_N = self.losses(examples)
+        return (loss_N * share_N[: len(loss_N)]).sum(), loss_N, accuracy_N
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the step to come."""

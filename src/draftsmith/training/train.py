@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from draftsmith.drafters.learner import Learner
-from draftsmith.target import Target
-from draftsmith.training.generated import Generate
-from draftsmith.training.joint import JointRun
+from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.targets import Target
+from draftsmith.training.data.generated import Generate
+from draftsmith.training.joint import JointTrainingRun
 from draftsmith.training.recipe import Recipe
 from draftsmith.training.terminal import one_gentle_interrupt
-from draftsmith.training.trainer import Evaluate, Run, TrainingResult
+from draftsmith.training.trainer import Evaluate, TrainingResult, TrainingRun
 
 
 def train(
@@ -22,7 +22,7 @@ def train(
     resume: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
-    on_drafter: Callable[[Learner], None] | None = None,
+    on_drafter: Callable[[TrainableModel], None] | None = None,
     go_on: str | None = None,
 ) -> TrainingResult:
     """Train the recipe's drafter for a frozen target or, with a section `joint`, the target as well.
@@ -39,7 +39,7 @@ def train(
     Raises:
         DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
     """
-    kind = Run if recipe.joint is None else JointRun
+    kind = TrainingRun if recipe.joint is None else JointTrainingRun
     run = kind(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
     if go_on is not None:
         run.go_on = go_on

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.drafters.learner import Learner
-from draftsmith.drafters.storage import verify_folder
-from draftsmith.target import Target
-from draftsmith.target.tokens import TokenText
+from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.drafters.trainable.storage import verify_folder
+from draftsmith.targets import Target
+from draftsmith.targets.loading.tokens import TokenText
 from draftsmith.training.build import build_drafter, build_loader, build_prompts
 from draftsmith.training.checkpoint import (
     BEST,
@@ -26,18 +26,18 @@ from draftsmith.training.checkpoint import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
-from draftsmith.training.data import Loader, Packing, noise
-from draftsmith.training.generated import Generate, GeneratedText
+from draftsmith.training.data.generated import Generate, GeneratedText
+from draftsmith.training.data.loader import Loader, Windowing, noise
+from draftsmith.training.data.windows import Batch, Window
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.samples import SHOWN_SAMPLES, keep_samples, show_account, show_samples
 from draftsmith.training.schedule import learning_rate
 from draftsmith.training.step import NotFinite, TrainingStep
 from draftsmith.training.terminal import progress_bar
-from draftsmith.training.windows import Batch, Window
 from draftsmith.types import DraftsmithError, TargetFacts, cast_parameters, resolve_dtype
 
-Evaluate = Callable[[Learner], Mapping[str, float]]
+Evaluate = Callable[[TrainableModel], Mapping[str, float]]
 TAU = "tokens_per_step"
 
 
@@ -64,12 +64,12 @@ class TrainingResult:
     seconds: float | None = None
 
 
-class Run:
+class TrainingRun:
     """One run; what changes when more than the drafter is trained is in methods of its own."""
 
     def __init__(
         self, recipe: Recipe, target: Target, generate: Generate, evaluate: Evaluate, console: Console,
-        on_drafter: Callable[[Learner], None] | None,
+        on_drafter: Callable[[TrainableModel], None] | None,
     ) -> None:
         self.recipe, self.target, self.console = recipe, target, console
         self.generate, self.evaluate, self.on_drafter = generate, evaluate, on_drafter
@@ -113,7 +113,7 @@ class Run:
             "deep"
         )
         if self.recipe.stage1.steps:
-            loader = build_loader(self.recipe, self.target, Packing(self.recipe.stage1.length), "stage1")
+            loader = build_loader(self.recipe, self.target, Windowing(self.recipe.stage1.length), "stage1")
             self.console.print("data: " + ", ".join(source.source.label for source in loader.sources))
         folder = self._export("dry-run")
         self.console.print(f"initialised drafter: {folder}")
@@ -170,7 +170,7 @@ class Run:
 
     def _stage1_loader(self) -> Loader:
         if self.loader is None:
-            self.loader = build_loader(self.recipe, self.target, Packing(self.recipe.stage1.length), "stage1")
+            self.loader = build_loader(self.recipe, self.target, Windowing(self.recipe.stage1.length), "stage1")
         return self.loader
 
     def _stages(self, interrupted: threading.Event, fresh: bool) -> None:
@@ -276,12 +276,12 @@ class Run:
         self.step += 1
         return {
             "loss": found.loss, "loss_by_head": found.loss_N.tolist(),
-            "training_accuracy_by_head": found.hits_N.tolist(), "rate": rate, "gradient_norm": found.gradient_norm,
+            "training_accuracy_by_head": found.accuracy_N.tolist(), "rate": rate, "gradient_norm": found.gradient_norm,
             **found.noted,
         }
 
     @torch.no_grad()
-    def _served(self) -> Learner:
+    def _served(self) -> TrainableModel:
         """Return a copy as it would be served: in the target's dtype."""
         served = copy.deepcopy(self.drafter).eval().requires_grad_(False)
         cast_parameters(served, self.target.dtype)

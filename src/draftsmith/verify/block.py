@@ -1,8 +1,8 @@
-"""Block verification: a sampled chain judged as a whole. Shapes: B rows, N guesses, M = N + 1 nodes, V vocabulary.
+"""Block verification: a sampled chain verified as a whole. Shapes: B rows, N guesses, M = N + 1 nodes, V vocabulary.
 
-Guess by guess, a chain loses everything behind the first guess that is refused. Judged as a block, a guess that was too
-likely under q can be made up for by later ones that were too unlikely, so that more tokens stay, and the text is still
-distributed as p.
+Guess by guess, a chain loses everything behind the first guess that is refused. Verified as a block, a guess that was
+too likely under q can be made up for by later ones that were too unlikely, so that more tokens stay, and the text is
+still distributed as p.
 """
 
 import torch

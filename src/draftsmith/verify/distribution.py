@@ -268,8 +268,8 @@ def probabilities(logits_BMV: Tensor, batch: SamplingBatch) -> Tensor:
 def normalised_exponentials(scores_BMV: Tensor) -> Tensor:
     """Return the softmax in float64 of exponentials in the scores' own precision.
 
-    The sum of a few fp32 numbers is exact in float64, so entries of minus infinity change not even the last bit: a law
-    over the kept tokens alone is that over the vocabulary.
+    The sum of a few fp32 numbers is exact in float64, so entries of minus infinity change not even the last bit: a
+    distribution over the kept tokens alone is that over the vocabulary.
     """
     weights_BMV = (scores_BMV - scores_BMV.amax(-1, keepdim=True)).exp().to(torch.float64)
     return weights_BMV / weights_BMV.sum(-1, keepdim=True)

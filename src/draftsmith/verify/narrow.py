@@ -1,4 +1,5 @@
-"""Top-k sampling without walking the vocabulary: the law over the few tokens that can be drawn or were guessed.
+"""Top-k sampling without walking the vocabulary: the distribution over the few tokens that can be drawn or were
+guessed.
 
 Shapes: B rows, N drafted, M = N + 1 verified nodes (root first), V vocabulary, K tokens kept at a node and a few more,
 U tokens of a row's own alphabet.
@@ -19,7 +20,7 @@ SPARE = 8
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A draft and the target's law in a row's own alphabet: the tokens any node of it keeps, and the guesses.
+    """A draft and the target's distribution in a row's own alphabet: the tokens any node of it keeps, and the guesses.
 
     Args:
         alphabet_BU: token ids in increasing order, so that a draw by inversion picks the same token as over V. An id
@@ -38,7 +39,7 @@ class Narrowed:
 
 
 def narrow(logits_BMV: Tensor, batch: SamplingBatch, draft: Draft) -> Narrowed | None:
-    """Restrict the law of rows that are all sampled with a top-k; None where the whole vocabulary is needed.
+    """Restrict the distribution of rows that are all sampled with a top-k; None where the whole vocabulary is needed.
 
     That is so with other filters, a k that is no small part of the vocabulary, or too many ties at the k-th token. On
     an accelerator it is too: finding ties out would cost a transfer, and walking the vocabulary costs little there.

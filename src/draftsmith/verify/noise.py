@@ -1,7 +1,7 @@
 """Noise without state: every number is a hash of (seed, position, stream, index), so no order of calls can change it.
 
 Every use of noise has a stream of its own. Two uses that shared one would be correlated: a guess drawn with the
-number that later judges it is accepted too often or too rarely, and the text is no longer the target's.
+number that later verifies it is accepted too often or too rarely, and the text is no longer the target's.
 """
 
 from enum import IntEnum
@@ -29,9 +29,9 @@ class Stream(IntEnum):
     DRAFT = 3
     """The drafter's guesses."""
     BLOCK_ACCEPT = 4
-    """Whether a prefix of a chain that is judged as a block stays."""
+    """Whether a prefix of a chain that is verified as a block stays."""
     BLOCK_DRAFT = 5
-    """The drafter's guesses of a chain that is to be judged as a block."""
+    """The drafter's guesses of a chain that is to be verified as a block."""
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

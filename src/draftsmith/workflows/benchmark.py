@@ -14,7 +14,7 @@ from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import BASELINE, Grid, Peer, prepare_grid, run_grid
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.provenance import provenance
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.drafts import check_drafter
 from draftsmith.workflows.models import (
@@ -170,7 +170,7 @@ def check_peer(peer: str | None, temperature: float) -> None:
 
 def load_peer(target: Target | str | Path | None, engine: Engine, trust_remote_code: bool) -> Peer:
     """Load transformers' own decoding of the same target."""
-    from draftsmith.evaluation.peers import transformers_peer
+    from draftsmith.evaluation.measuring.peers import transformers_peer
 
     if isinstance(target, Target):
         raise DraftsmithError("a peer reads the target from its folder; give that instead of a Target.")

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.learner import Learner
+from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.engine import Engine
-from draftsmith.evaluation.measure import measure
+from draftsmith.evaluation.measuring.measure import measure
 from draftsmith.evaluation.prompts import Prompt, cut
 from draftsmith.plan import NO_DRAFT
-from draftsmith.target import Target
-from draftsmith.types import SamplingParams, Statistics, unbroken
+from draftsmith.targets import Target
+from draftsmith.types import SamplingParams, Statistics, require_finished
 
 ROWS = 64
 EVALUATION_ROWS = 8
@@ -37,8 +37,8 @@ class EngineBridge:
             for task in tasks
         }
 
-    def use(self, drafter: Learner) -> None:
-        """Write the coming text with this drafter, for speed; the text's law does not depend on it."""
+    def use(self, drafter: TrainableModel) -> None:
+        """Write the coming text with this drafter, for speed; the text's distribution does not depend on it."""
         self.drafter = drafter.for_decoding(self.target)
 
     def generate(self, prompts: list[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
@@ -51,10 +51,10 @@ class EngineBridge:
         ]
         # Many rows fill a CPU's arithmetic by themselves; guesses would only be more work.
         crowded = self.target.device.type == "cpu" and len(prompts) > MOST_DRAFTED_ROWS
-        done = unbroken(engine.generate(prompts, rules, NO_DRAFT if crowded else None))
+        done = require_finished(engine.generate(prompts, rules, NO_DRAFT if crowded else None))
         return [completion.tokens for completion in done]
 
-    def evaluate(self, drafter: Learner) -> Mapping[str, float]:
+    def evaluate(self, drafter: TrainableModel) -> Mapping[str, float]:
         """Measure τ, greedy, over all tasks and for each."""
         longest = max(len(prompt) for prompts in self.prompts.values() for prompt in prompts) + self.new_tokens
         engine = Engine(self.target, drafter.for_decoding(self.target), max_batch=EVALUATION_ROWS, max_length=longest)

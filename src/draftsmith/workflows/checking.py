@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 
 from draftsmith import assets
-from draftsmith.drafters import storage
-from draftsmith.evaluation.check import (
+from draftsmith.drafters.trainable import storage
+from draftsmith.evaluation.checking.check import (
     Check,
-    Report,
+    CheckReport,
     check_drafter,
     check_files,
     check_packing,
@@ -21,7 +21,7 @@ from draftsmith.evaluation.check import (
 )
 from draftsmith.evaluation.prompts import Prompt, cut, whole
 from draftsmith.provenance import provenance
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading, load_target, quiet
 from draftsmith.workflows.sources import gather_prompts
@@ -34,7 +34,7 @@ class CheckResult:
     """All checks, and what they were made with."""
 
     provenance: Mapping[str, Any]
-    report: Report
+    report: CheckReport
 
     @property
     def passed(self) -> bool:
@@ -115,9 +115,9 @@ def check_folder(
     prompts: int,
     new_tokens: int,
     say: Callable[[str], None],
-) -> tuple[Report, str]:
+) -> tuple[CheckReport, str]:
     """Run every check on a folder; what a failure makes impossible is not run. Returns the target's name too."""
-    report = Report(check_files(folder))
+    report = CheckReport(check_files(folder))
     reference = load(dtype, False)
     if not report.passed:
         return report, reference.name
@@ -126,9 +126,9 @@ def check_folder(
     if drafter is None:
         return report, reference.name
     report.checks.append(check_tokens(folder, reference))
-    learner = training_form(folder, drafter, reference)
+    trained_model = training_form(folder, drafter, reference)
     windows = ragged(reference, texts, prompts, new_tokens)
-    found = check_drafter(reference, learner, drafter, windows, new_tokens, say)
+    found = check_drafter(reference, trained_model, drafter, windows, new_tokens, say)
     report.checks += found.checks
     report.parity = found.parity
     say("measuring the copy that decodes")
@@ -138,7 +138,7 @@ def check_folder(
         report.checks.append(Check("the copy that decodes", False, loads.detail))
         return report, reference.name
     cost, report.packed, report.unpacked = check_packing(
-        serving, packed, drafter, learner.max_depth, windows, new_tokens
+        serving, packed, drafter, trained_model.max_depth, windows, new_tokens
     )
     report.checks.append(cost)
     return report, reference.name

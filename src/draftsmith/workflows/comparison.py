@@ -9,18 +9,18 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
-from draftsmith.drafters import storage
-from draftsmith.evaluation.contest import Settings, gather, run_contest
-from draftsmith.evaluation.contest_orderings import orderings, summary
-from draftsmith.evaluation.contest_plots import figures
-from draftsmith.evaluation.contest_report import to_markdown, verdict
-from draftsmith.evaluation.ledger import Ledger
+from draftsmith.drafters.trainable import storage
+from draftsmith.evaluation.comparison.measurement_log import MeasurementLog
+from draftsmith.evaluation.comparison.methods import Settings, gather, measure_methods
+from draftsmith.evaluation.comparison.orderings import orderings, summary
+from draftsmith.evaluation.comparison.plots import figures
+from draftsmith.evaluation.comparison.tables import to_markdown, verdict
 from draftsmith.evaluation.prompts import Prompt
-from draftsmith.evaluation.report import ensure_folder, write_report
+from draftsmith.evaluation.reporting.result_files import ensure_folder, write_report
 from draftsmith.provenance import provenance
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
-from draftsmith.workflows.contenders import Budget, enlist, read_entries
+from draftsmith.workflows.methods import Budget, prepare_methods, read_entries
 from draftsmith.workflows.models import Loading, load_target, quiet
 from draftsmith.workflows.sources import gather_prompts
 
@@ -33,7 +33,7 @@ class _Record(BaseModel):
 
 
 class Guessed(_Record):
-    """How well a contender guesses with one shape of draft; interval over prompts."""
+    """How well a method guesses with one shape of draft; interval over prompts."""
 
     tokens_per_step: float
     tokens_per_step_ci: list[float]
@@ -43,10 +43,10 @@ class Guessed(_Record):
     drafted_per_step: float
 
 
-class ContestCell(_Record):
-    """One contender on one task, greedily or at temperature 1; `plan` is the shape that was fastest."""
+class CompareCell(_Record):
+    """One method on one task, greedily or at temperature 1; `plan` is the shape that was fastest."""
 
-    contender: str
+    method: str
     task: str
     mode: str
     temperature: float
@@ -67,8 +67,8 @@ class ContestCell(_Record):
     seconds_by_round: list[float]
 
 
-class ContenderFacts(_Record):
-    """What a contender weighs, and what training it took."""
+class MethodFacts(_Record):
+    """What a method weighs, and what training it took."""
 
     name: str
     summary: str
@@ -81,7 +81,7 @@ class ContenderFacts(_Record):
 
 
 class Ordering(_Record):
-    """A difference in τ between two contenders on the same prompts, where the literature says how it falls."""
+    """A difference in τ between two methods on the same prompts, where the literature says how it falls."""
 
     kind: str
     better: str
@@ -103,8 +103,8 @@ class CompareResult(_Record):
     prompts: list[int]
     rounds: int
     tasks: list[str]
-    families: list[ContenderFacts]
-    cells: list[ContestCell]
+    families: list[MethodFacts]
+    cells: list[CompareCell]
     orderings: list[Ordering]
     verdict: list[str]
 
@@ -122,7 +122,7 @@ class Comparison:
 
     @property
     def verdict(self) -> list[str]:
-        """Which contender to use for which task, in sentences."""
+        """Which method to use for which task, in sentences."""
         return self.result.verdict
 
     def as_json(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def compare(
     loaded = load_target(target, loading, console)
     questions = gather(loaded, texts, settings)
     ensure_folder(budget.folder)
-    ledger = Ledger(budget.folder / "measurements.jsonl")
+    measurement_log = MeasurementLog(budget.folder / "measurements.jsonl")
     terms = {
         "format": FORMAT, "target": loaded.name, "dtype": str(loaded.dtype), "data": budget.data and str(budget.data),
         "positions": budget.positions, "minutes": budget.minutes, "texts": [budget.texts, budget.text_tokens],
@@ -178,14 +178,14 @@ def compare(
         "prompts_from": source_of(prompts),
         "device": str(loaded.device), "implementation": loaded.backend.description, "given": digests,
     }
-    if ledger.once("terms", lambda: terms) != terms:
+    if measurement_log.once("terms", lambda: terms) != terms:
         raise DraftsmithError(
             f"{budget.folder} holds a comparison on other terms; choose another --out, or delete it."
         )
     about = provenance(target=loaded.name, dtype=str(loaded.dtype))
-    begun = ledger.once("begun", lambda: about)
-    contenders, weighed = enlist(loaded, entries, given, budget, ledger, console)
-    cells = run_contest(loaded, contenders, questions, settings, ledger, on_progress)
+    begun = measurement_log.once("begun", lambda: about)
+    methods, weighed = prepare_methods(loaded, entries, given, budget, measurement_log, console)
+    cells = measure_methods(loaded, methods, questions, settings, measurement_log, on_progress)
     tasks = list(questions)
     ordered = orderings(cells, tasks, weighed)
     values = {

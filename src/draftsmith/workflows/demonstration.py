@@ -1,4 +1,4 @@
-"""The whole idea in a few minutes: measure, train live, measure again, race what was saved: `draftsmith demo`."""
+"""The whole idea in a few minutes: measure, train live, measure again, time what was saved: `draftsmith demo`."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,15 +10,15 @@ import torch
 from rich.console import Console
 
 from draftsmith import assets
-from draftsmith.drafters.learner import Learner
 from draftsmith.drafters.registry import load_drafter, reopen
+from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.engine import Engine
-from draftsmith.evaluation.measure import Measurement, measure
+from draftsmith.evaluation.measuring.measure import Measurement, measure
+from draftsmith.evaluation.measuring.speedup import SpeedupResult, measure_speedup
 from draftsmith.evaluation.prompts import cut, embedded_prompts
-from draftsmith.evaluation.race import Race, race
 from draftsmith.plan import NO_DRAFT
 from draftsmith.provenance import provenance
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.workflows.live import LiveResult, LiveSettings, Show, train_live
 from draftsmith.workflows.models import CompileChoice, Loading, dtype_name, load_target, quiet, settle_compilation
@@ -34,14 +34,14 @@ Measured = Mapping[str, Measurement]
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything the demo measured; `before`, `after` and `races` by task, the trained drafter in `drafter`."""
+    """Everything the demo measured; `before`, `after` and `speedups` by task, the trained drafter in `drafter`."""
 
     provenance: Mapping[str, Any]
     before: Measured
     after: Measured
     live: LiveResult
     settings: LiveSettings
-    races: Mapping[str, Race]
+    speedups: Mapping[str, SpeedupResult]
     seconds: float
     target: Target
     drafter: Path
@@ -53,7 +53,7 @@ class DemoResult:
             "before": {task: m.summary() for task, m in self.before.items()},
             "after": {task: m.summary() for task, m in self.after.items()},
             "training": self.live.summary(self.settings),
-            "races": {task: r.summary() for task, r in self.races.items()},
+            "speedups": {task: r.summary() for task, r in self.speedups.items()},
             "seconds": self.seconds,
         }
 
@@ -71,7 +71,7 @@ def demonstrate(
     show: Show = lambda what, how_fast: None,
     on_trained: Callable[[Measured, Measured, LiveResult], None] = lambda before, after, live: None,
 ) -> DemoResult:
-    """Train a drafter live, then race it against plain decoding.
+    """Train a drafter live, then time it against plain decoding.
 
     Args:
         out: the trained drafter is saved in its folder `drafter`.
@@ -79,11 +79,11 @@ def demonstrate(
         target: a folder, a hub name or a `Target`; the embedded one by default.
         drafter: the folder of the one to go on from; the embedded first stage by default.
         prompts: held-out prompts a task.
-        compile: how much of the step PyTorch compiles for the race.
+        compile: how much of the step PyTorch compiles for the timing.
         loading: how a target given by name is loaded.
         console: where loading and measuring are told; nowhere by default.
         show: told what the training is doing, and how fast.
-        on_trained: gets what was measured before and after the training, ahead of the race.
+        on_trained: gets what was measured before and after the training, ahead of the timing.
 
     Raises:
         DraftsmithError: prompts that do not fit the context, or a folder without a drafter that can be trained on.
@@ -99,23 +99,23 @@ def demonstrate(
             f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the context of {loaded.max_length}; "
             "shorten one of them."
         )
-    learner = reopen(first_stage, loaded, torch.float32)
+    trained_model = reopen(first_stage, loaded, torch.float32)
     held_out = {task: cut(loaded, [p for p in texts if p.task == task], prompt_tokens, prompts) for task in TASKS}
     console.print(
         f"Target {loaded.name}: {loaded.weights / 1e6:.1f} M parameters, {dtype_name(loaded)} on {loaded.device}. "
-        f"Speculator {first_stage.name}: {learner.max_depth} guesses deep, "
-        f"{sum(p.numel() for p in learner.parameters()) / 1e6:.1f} M."
+        f"Speculator {first_stage.name}: {trained_model.max_depth} guesses deep, "
+        f"{sum(p.numel() for p in trained_model.parameters()) / 1e6:.1f} M."
     )
     with console.status("Measuring tokens per step on held-out text, before training …"):
-        before = tokens_per_step(loaded, learner, held_out, new_tokens)
+        before = tokens_per_step(loaded, trained_model, held_out, new_tokens)
     live = train_live(
-        loaded, learner, cut(loaded, embedded_prompts(split="train"), prompt_tokens, PIECES), settings, show
+        loaded, trained_model, cut(loaded, embedded_prompts(split="train"), prompt_tokens, PIECES), settings, show
     )
     with console.status("Measuring again, after training …"):
         after = tokens_per_step(loaded, live.speculator, held_out, new_tokens)
     on_trained(before, after, live)
 
-    # What is raced is what was saved, read back as any user would read it.
+    # What is timed is what was saved, read back as any user would read it.
     saved = out / "drafter"
     live.speculator.to(loaded.dtype).save_pretrained(saved, loaded.facts(), {"trained_by": "draftsmith demo"})
     longest = prompt_tokens + new_tokens
@@ -125,18 +125,18 @@ def demonstrate(
         lambda compiled: compiled.prepare(1, NO_DRAFT) + compiled.prepare(1),
     )
     with console.status("Racing plain decoding against drafted decoding …"):
-        races = {task: race(engine, held_out[task], new_tokens, seed=settings.seed) for task in TASKS}
+        speedups = {task: measure_speedup(engine, held_out[task], new_tokens, seed=settings.seed) for task in TASKS}
     where = provenance(
         target=loaded.name, drafter=first_stage.name, dtype=dtype_name(loaded), device=str(loaded.device),
         compiled=engine.compiled, prompts=EMBEDDED,
     )
-    return DemoResult(where, before, after, live, settings, races, time.monotonic() - begun, loaded, saved)
+    return DemoResult(where, before, after, live, settings, speedups, time.monotonic() - begun, loaded, saved)
 
 
 def tokens_per_step(
-    target: Target, learner: Learner, held_out: Mapping[str, list[list[int]]], new_tokens: int
+    target: Target, trained_model: TrainableModel, held_out: Mapping[str, list[list[int]]], new_tokens: int
 ) -> dict[str, Measurement]:
     """Decode the held-out prompts of every task greedily with this drafter."""
-    engine = Engine(target, learner.for_decoding(target), max_batch=ROWS)
+    engine = Engine(target, trained_model.for_decoding(target), max_batch=ROWS)
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     return {task: measure(engine, prompts, params) for task, prompts in held_out.items()}

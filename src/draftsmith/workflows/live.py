@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from draftsmith.drafters.learner import Learner
+from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.engine import Engine
 from draftsmith.plan import NO_DRAFT
-from draftsmith.target import Target
+from draftsmith.targets import Target
+from draftsmith.training.data.windows import Window, collate
 from draftsmith.training.recipe import DistillationSection, OptimizerSection
 from draftsmith.training.schedule import learning_rate
 from draftsmith.training.step import NotFinite, TrainingStep
-from draftsmith.training.windows import Window, collate
-from draftsmith.types import DraftsmithError, SamplingParams, unbroken
+from draftsmith.types import DraftsmithError, SamplingParams, require_finished
 
 RESOLUTION = 1000
 """The schedule knows steps; the clock is cut into so many."""
@@ -62,7 +62,7 @@ class LiveSettings:
 class LiveResult:
     """The trained speculator and what was done; `curve` holds (seconds, loss)."""
 
-    speculator: Learner
+    speculator: TrainableModel
     sequences: int
     steps: int
     curve: list[tuple[float, float]]
@@ -82,7 +82,7 @@ class LiveResult:
 
 
 def train_live(
-    target: Target, speculator: Learner, prompts: list[list[int]], settings: LiveSettings, show: Show
+    target: Target, speculator: TrainableModel, prompts: list[list[int]], settings: LiveSettings, show: Show
 ) -> LiveResult:
     """Train an fp32 speculator in place for `settings.minutes`."""
     begun = time.monotonic()
@@ -93,9 +93,9 @@ def train_live(
 
 
 def write(
-    target: Target, speculator: Learner, prompts: list[list[int]], settings: LiveSettings, show: Show
+    target: Target, speculator: TrainableModel, prompts: list[list[int]], settings: LiveSettings, show: Show
 ) -> list[Window]:
-    """Let the target continue prompts, greedily as it will be raced; at least one batch."""
+    """Let the target continue prompts, greedily as it will be timed; at least one batch."""
     begun = time.monotonic()
     longest = settings.prompt_tokens + settings.new_tokens
     engine = Engine(target, speculator.for_decoding(target), max_batch=settings.write_batch, max_length=longest)
@@ -120,7 +120,7 @@ def write(
         ]
         # So many rows fill a CPU's arithmetic by themselves; guesses would only be more work.
         plan = NO_DRAFT if target.device.type == "cpu" else None
-        done = unbroken(engine.generate(chosen, rules, plan, on_progress=note))
+        done = require_finished(engine.generate(chosen, rules, plan, on_progress=note))
         for completion in done:
             whole = completion.prompt_tokens + completion.tokens
             sequences.append(Window(whole, [(len(completion.prompt_tokens), len(whole))]))
@@ -129,7 +129,7 @@ def write(
 
 def learn(
     target: Target,
-    speculator: Learner,
+    speculator: TrainableModel,
     sequences: list[Window],
     settings: LiveSettings,
     begun: float,

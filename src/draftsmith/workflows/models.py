@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from draftsmith.drafters.base import Drafter
     from draftsmith.engine import Engine
-    from draftsmith.target import Target
+    from draftsmith.targets import Target
 
 CompileChoice = Literal["auto", "off", "trace", "full"]
 
@@ -69,8 +69,8 @@ def load_target(target: "Target | str | Path | None", loading: Loading, console:
     """Load a target, the embedded one by default, and say what reads it."""
     from transformers.utils import logging
 
-    from draftsmith.target import Target
-    from draftsmith.target.loading import short_name
+    from draftsmith.targets import Target
+    from draftsmith.targets.loading.loading import short_name
 
     if isinstance(target, Target):
         return target
@@ -129,9 +129,9 @@ def load_engine(
         drafter = None
     guesser = load_drafter(drafter, loaded) if isinstance(drafter, str | Path) else drafter
     if guesser is not None:
-        remark = guesser.remark([prompt.text[:SAMPLE] for prompt in embedded_prompts(None)])
-        if remark is not None:
-            console.print(f"[dim]{remark} that ship with Draftsmith.[/dim]")
+        note_for_user = guesser.note_for_user([prompt.text[:SAMPLE] for prompt in embedded_prompts(None)])
+        if note_for_user is not None:
+            console.print(f"[dim]{note_for_user} that ship with Draftsmith.[/dim]")
     return Engine(
         loaded, guesser, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows,
         share_prefixes=share_prefixes,

@@ -10,15 +10,15 @@ from rich.console import Console
 from draftsmith import assets
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.registry import family_of
-from draftsmith.evaluation.greedy_proof import GreedyProof
 from draftsmith.evaluation.prompts import Prompt, cut, distinct
-from draftsmith.evaluation.prove import Proof, SmallWorld, Verdict, Workload
-from draftsmith.evaluation.prove import prove as prove_pair
-from draftsmith.evaluation.sampling_proof import SamplingProof
-from draftsmith.evaluation.small_world import small_drafter, small_target
+from draftsmith.evaluation.proof.greedy import GreedyProof
+from draftsmith.evaluation.proof.prove import Proof, SmallPair, Verdict, Workload
+from draftsmith.evaluation.proof.prove import prove as prove_pair
+from draftsmith.evaluation.proof.sampling import SamplingProof
+from draftsmith.evaluation.proof.small_target import small_drafter, small_target
 from draftsmith.plan import Plan
 from draftsmith.provenance import provenance
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.drafts import Drafts, check_drafter
 from draftsmith.workflows.models import Loading, dtype_name, load_engine, name_of, quiet
@@ -26,7 +26,7 @@ from draftsmith.workflows.sources import gather_prompts, name_of_source
 
 QUICK_SHARE = 10
 SHORTEST, LONGEST = 16, 64
-LAW_PROMPT = 8
+SAMPLING_PROMPT = 8
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def prove(
     named = drafter if isinstance(drafter, str | Path) else str(assets.demo_drafter()) if drafter is None else None
     guesser, words = small_drafter(toy, family_of(named) if named is not None else None)
     proof = prove_pair(
-        engine.target, engine.drafter, shape, windows, SmallWorld(toy, guesser, words), work,
-        law_prompts=[window[:LAW_PROMPT] for window in windows], report=on_progress,
+        engine.target, engine.drafter, shape, windows, SmallPair(toy, guesser, words), work,
+        sampling_prompts=[window[:SAMPLING_PROMPT] for window in windows], on_progress=on_progress,
     )
     where = provenance(
         target=engine.target.name, drafter=name_of(drafter, assets.DRAFTER_NAME), dtype=dtype_name(engine.target),

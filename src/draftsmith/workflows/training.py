@@ -14,7 +14,7 @@ from draftsmith.drafters.family import read_spec
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named, family_of
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.provenance import provenance
-from draftsmith.target import Target
+from draftsmith.targets import Target
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
 from draftsmith.training.train import train as run
 from draftsmith.training.trainer import TrainingResult

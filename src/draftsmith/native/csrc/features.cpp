@@ -1,7 +1,8 @@
 // Chains of guesses by a decoder layer that goes on from the states of the target, EAGLE and EAGLE-3, in one region.
 //
-// drafters/feature_drafter.py, eagle.py and eagle3.py say what is computed. What was committed is read first, and the
-// layer is run at the roots alone; then every guess is read with the layer's own output in the place of a state.
+// drafters/attention/feature_drafter.py, eagle.py and eagle3.py say what is computed. What was committed is read first,
+// and the layer is run at the roots alone; then every guess is read with the layer's own output in the place of a
+// state.
 //
 // Words: B rows, T tokens of a context, N entries (a token with the state that predicted it), F width of the layer,
 // P width of the tapped states, H query heads, G key heads, D width of a head, W scored tokens.

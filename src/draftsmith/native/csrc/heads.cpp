@@ -1,7 +1,7 @@
 // The guesses of heads over the target's last state for a step, in one parallel region: Medusa's, Hydra's, and those of
 // the recurrent drafter.
 //
-// The Python of drafters/medusa.py, hydra.py and recurrent.py says what is computed, and where it rounds to bf16.
+// The Python of drafters/heads/medusa.py, hydra.py and recurrent.py says what is computed, and where it rounds to bf16.
 //
 // Words: B rows, F width of the target's state, W scored tokens. A head reads the carry: the target's state, and
 // beside it what was read of the tokens behind it. Its steps follow, most of them y = kept x + SiLU(linear x), and its

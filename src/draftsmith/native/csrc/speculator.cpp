@@ -1,6 +1,6 @@
 // The MLP speculator's guesses for a step, in one parallel region: its stages, grown into a tree.
 //
-// The Python of drafters/mlp.py says what is computed.
+// The Python of drafters/heads/mlp.py says what is computed.
 //
 // Words: B rows, S width of a state, D inner width, W drafted vocabulary.
 #include <torch/custom_class.h>

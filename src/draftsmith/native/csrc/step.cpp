@@ -1,7 +1,7 @@
 // What surrounds a verification, as one operator each: lay a draft out for the target, and commit what it accepts.
 //
-// verify/tree.py, verify/accept.py and engine/step.py say what is computed. B rows, N guesses, M = N + 1 nodes with the
-// root first, D depth of the plan, T = D + 1, F width of the states, V vocabulary.
+// verify/tree.py, verify/accept.py and engine/steps/step.py say what is computed. B rows, N guesses, M = N + 1 nodes
+// with the root first, D depth of the plan, T = D + 1, F width of the states, V vocabulary.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -109,7 +109,7 @@ struct Accepted {
 // counts[b] nodes, or all, and lies in slot slots[b] of the cache, or b. With tables (slots, J), block tables[slot, j] of
 // the cache holds the j-th part of a slot; without, block and slot are one.
 // Returns the tokens (B, T), features (B, T, F), counts (B) and lengths (B) of the next context, the table of
-// engine/step.py (B, T + 2), and the path (B, D).
+// engine/steps/step.py (B, T + 2), and the path (B, D).
 using Committed = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 Committed commit(
     const Tensors& cache, const at::Tensor& logits, const at::Tensor& features,

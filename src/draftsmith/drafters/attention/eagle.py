@@ -1,0 +1,168 @@
+"""EAGLE: one decoder layer over (next token, feature) pairs predicts the next feature, and the target's head scores it.
+
+"EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (arXiv:2401.15077), section 4:
+
+    state_t = layer(fc(cat(emb[token_t], feature_t)))_{<= t}        logits_t = target's head · state_t
+
+feature_t is the state that predicted token_t, so token and feature are shifted against each other by one as in the
+paper; the layer has no norm before its attention, as published. state_t stands in for feature_{t+1} at the next depth.
+With the tree "dynamic" it is EAGLE-2 (arXiv:2406.16858): the same weights, another draft.
+
+Layout, as in the authors' code and checkpoints: a Llama-like config.json, often with the key `bias`, tensors
+`fc.weight`, `fc.bias`, `layers.0.self_attn.{q,k,v,o}_proj.weight`, `layers.0.mlp.{gate,up,down}_proj.weight` and
+`layers.0.post_attention_layernorm.weight`; a copy of the target's `embed_tokens.weight` is passed over. The keys that
+shape the draft, and `draft_vocab_size` with the tensor `d2t` (token ids), are ours.
+
+Shapes: B sequences, T tokens, P positions trained on, F target width, V vocabulary, W drafted vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.drafters.attention.decoder_layer import DecoderLayer
+from draftsmith.drafters.attention.eagle_config import EagleConfig
+from draftsmith.drafters.attention.feature_drafter import FeatureDrafter
+from draftsmith.drafters.family import Compared, trained
+from draftsmith.drafters.static_tree import EAGLE_TREE
+from draftsmith.drafters.trainable.batch import TrainingBatch
+from draftsmith.drafters.trainable.drafter import FrozenTable
+from draftsmith.drafters.trainable.storage import TENSOR_NAMES
+
+if TYPE_CHECKING:
+    from draftsmith.targets import Target
+
+ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+NOISE_LENGTH = 512
+JOINING = "fc.weight"
+
+
+class Eagle(FeatureDrafter):
+    """EAGLE and EAGLE-2. Weights start as PyTorch's linear layers do, as in the authors' code."""
+
+    taps = (-1,)
+    family_name = "an EAGLE drafter"
+    model_type = "llama"
+    config_class = EagleConfig
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
+        width = config.hidden_size
+        self.fc = nn.Linear(2 * width, width, bias=config.bias)
+        self.layers = nn.ModuleList([DecoderLayer(config, width)])
+        self.head: nn.Module = FrozenTable(config.scored, width)
+
+    @property
+    def layer(self) -> DecoderLayer:
+        """The only one."""
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Take the target's states as they are."""
+        return features.to(self.embedding.weight.dtype)
+
+    def read(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Join both; the residual stream starts from the same."""
+        joined: Tensor = self.fc(torch.cat([embedded, states], dim=-1))
+        return joined, joined
+
+    def score(self, states: Tensor) -> Tensor:
+        """Apply the target's head."""
+        scores: Tensor = self.head(states)
+        return scores
+
+    def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Return the regression of the next feature plus the cross-entropy with the target itself (section 4.2).
+
+        That is its head on the true feature. Only the first depth is trained, as in the paper, on features
+        with noise, which stands for what the depths below will see.
+        """
+        positions_BP = examples.positions_BP
+        features_BTF = self.fuse(examples.features_BTF)
+        noisy_BTF = features_BTF
+        if self.config.noise:
+            generator = torch.Generator(features_BTF.device).manual_seed(examples.seed)
+            shape, device = features_BTF.shape, features_BTF.device
+            draw_BTF = torch.rand(shape, generator=generator, device=device, dtype=features_BTF.dtype) - 0.5
+            noisy_BTF = features_BTF + draw_BTF * (self.config.noise * NOISE_LENGTH / shape[1])
+        state_BPF = self.unroll(examples.tokens_BT, noisy_BTF, 1, positions_BP)[0]
+        batch_B1 = torch.arange(len(positions_BP), device=positions_BP.device).unsqueeze(1)
+        next_BPF = features_BTF[batch_B1, positions_BP + 1]
+        distance_BPF = F.smooth_l1_loss(state_BPF.float(), next_BPF.float(), reduction="none")
+        regression = examples.mean(distance_BPF.mean(-1).flatten(), 0)
+        scores_RW = self.score(state_BPF).flatten(0, 1).float()
+        with torch.no_grad():
+            p_RW = self.score(next_BPF).flatten(0, 1).float().softmax(-1)
+        cross_entropy = examples.mean(scores_RW.logsumexp(-1) - (p_RW * scores_RW).sum(-1), 0)
+        loss = self.config.feature_weight * regression + self.config.token_weight * cross_entropy
+        labels_R = examples.labels_RN(1, self.d2t, self.vocab_size)[:, 0]
+        accuracy = examples.mean((scores_RW.detach().argmax(-1) == labels_R).float(), 0)
+        return loss.unsqueeze(0), accuracy.unsqueeze(0)
+
+    @torch.no_grad()
+    def bind(self, target: "Target") -> None:
+        """Point embedding and head at the target's."""
+        super().bind(target)
+        head_VF = target.head_weight_VF.detach().to(self.fc.weight)
+        assert isinstance(self.head, FrozenTable)
+        self.head.weight = head_VF if self.d2t is None else head_VF[self.d2t]
+
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
+        """Pack the borrowed head too: scoring is a product like any other."""
+        assert isinstance(self.head, FrozenTable)
+        self.head = self.head.as_layer()
+        super().pack(pack_layers)
+
+    def native_form(self) -> Any:
+        """Return the operator."""
+        norm = self.layer.post_attention_layernorm
+        return self.native_layer(self.fc, self.head, [norm], self.config.hidden_size)
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the matrices of the layer and the one that joins its inputs."""
+        return [self.fc.get_parameter("weight"), *super().hidden_matrices()]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the published keys and ours."""
+        return {"architectures": [ARCHITECTURES[0]], **super().describe()}
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by the architecture, or by the key `bias` or the tensor `fc.weight`: a Llama has neither."""
+        named = set(config.get("architectures") or ())
+        if named & set(ARCHITECTURES):
+            return True
+        llama = config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1
+        told = "bias" in config or JOINING in config.get(TENSOR_NAMES, ())
+        return llama and told and "draft_vocab_size" not in config and not any(
+            "eagle3" in name.lower() for name in named
+        )
+
+    @classmethod
+    def read_config(
+        cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
+    ) -> tuple[EagleConfig, Tensor | None]:
+        """Return what config.json and the tensors tell; without the key `bias` the tensors tell that too."""
+        draft_tokens = tensors.get("d2t")
+        known = {**config, "bias": bool(config.get("bias", "fc.bias" in tensors))}
+        scored = 0 if draft_tokens is None else len(draft_tokens)
+        return EagleConfig.from_json(known, origin, draft_vocab_size=scored), draft_tokens
+
+    @torch.no_grad()
+    def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:
+        """Copy checkpoint tensors in; the embedding in published files is the target's own and is passed over."""
+        own = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
+        super().load_published(own, origin)
+
+
+FAMILY = trained(
+    "eagle", "EAGLE: one decoder layer predicts the target's next state (arXiv:2401.15077, 2406.16858)", Eagle,
+    tree=EAGLE_TREE, compared=Compared(static_tree=True, confident_twin="eagle2"),
+)

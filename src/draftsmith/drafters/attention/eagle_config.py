@@ -1,0 +1,164 @@
+"""What can be set of the EAGLE families, and how it stands in a Llama-like config.json."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from draftsmith.drafters.attention.layer_sizes import LayerSizes, read_llama
+from draftsmith.drafters.config import FREE, Count, Counts, TrainedConfig, Weight
+from draftsmith.drafters.static_tree import EAGLE_TREE, plan_of
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.targets import Target
+
+Shape = Literal["chain", "static", "dynamic"]
+SHAPES = "the draft: a chain, a static tree as in EAGLE-1, or a dynamic one as in EAGLE-2"
+TREE = ("depth", "tree", "branching", "beam", "nodes")
+
+
+class FeatureConfig(LayerSizes, TrainedConfig):
+    """What families of one attending layer share: the sizes of the layer, and the draft where no plan is given.
+
+    The draft is a chain, a static tree (EAGLE-1), or the dynamic one of EAGLE-2, which expands the `beam` most probable
+    nodes of each depth by their `beam` best tokens and keeps the best `nodes` of all. EAGLE-2 published 10 and 59.
+    """
+
+    depth: Annotated[Count, FREE] = Field(default=5, description="most tokens that are guessed one after another")
+    tree: Annotated[Shape, FREE] = Field(default="static", description=SHAPES)
+    branching: Annotated[Counts, FREE] = Field(
+        default=(), description="children of a node of the static tree, depth by depth; [] takes EAGLE's published tree"
+    )
+    beam: Annotated[Count, FREE] = Field(
+        default=4, description="of the dynamic tree: nodes that get children at each depth, and children of each"
+    )
+    nodes: Annotated[Count, FREE] = Field(
+        default=16, description="of the dynamic tree: nodes that are kept, the likeliest"
+    )
+
+    layout: ClassVar[tuple[str, ...]] = ("vocab_size", *TREE, "draft_vocab_size")
+    needed = ("vocab_size",)
+
+    def rules(self) -> Iterator[tuple[bool, str, str]]:
+        """What has to hold between fields."""
+        yield from super().rules()
+        yield len(self.branching) <= self.depth, "branching", f"at most depth = {self.depth} numbers"
+
+    @property
+    def borrows(self) -> str:
+        """What a checkpoint needs the target for."""
+        return "borrows its target's embedding"
+
+    def plan(self) -> Plan:
+        """Return the draft to make when nobody chose one, with no more children a node than there are tokens."""
+        if self.tree == "chain":
+            return Plan((1,) * self.depth)
+        if self.tree == "static":
+            if not self.branching:
+                return plan_of(EAGLE_TREE, self.depth, self.scored)
+            return Plan(tuple(min(k, self.scored) for k in self.branching))
+        k = min(self.beam, self.scored)
+        return Plan((k,) * self.depth, beam=k, nodes=self.nodes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys of config.json, in its order."""
+        return self.to_llama() | super().to_json()
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], origin: Path, **told: Any) -> Self:
+        """Read a config.json's object; keys of other programs are passed over."""
+        return super().from_json(values, origin, **read_llama(values, origin), **told)
+
+
+class EagleConfig(FeatureConfig):
+    """The sizes and options of an EAGLE drafter."""
+
+    bias: bool = Field(default=False, description="give the layer that joins embedding and state a bias")
+    feature_weight: Annotated[Weight, FREE] = Field(
+        default=1.0, description="weight, in the loss, of the distance from the target's next state"
+    )
+    token_weight: Annotated[Weight, FREE] = Field(
+        default=0.1, description="weight, in the loss, of the cross-entropy against the target's own distribution"
+    )
+    noise: Annotated[Weight, FREE] = Field(
+        default=0.2,
+        description="width of the uniform noise on states in training, for 512 tokens; for fewer it is wider",
+    )
+
+    layout = ("vocab_size", "bias", *TREE, "draft_vocab_size")
+
+    @property
+    def borrows(self) -> str:
+        """What a checkpoint needs the target for."""
+        return "borrows its target's embedding and head"
+
+
+class Eagle3Config(FeatureConfig):
+    """The sizes and options of an EAGLE-3 drafter."""
+
+    tree: Annotated[Shape, FREE] = Field(default="dynamic", description=SHAPES)
+    taps: tuple[int, ...] = Field(
+        default=(),
+        description="layers of the target whose outputs are read, counted from 0; [] takes a low, middle and high one",
+    )
+    norm_before_residual: bool = Field(
+        default=False, description="start the residual stream from the normalised state instead of the state itself"
+    )
+    decay: Annotated[float, Field(gt=0, le=1), FREE] = Field(
+        default=0.8, description="how much each depth counts in the loss, as a part of the depth before"
+    )
+    init_head_from_target: Annotated[bool, FREE] = Field(
+        default=True, description="start the head as the target's own; false draws it"
+    )
+
+    layout = ("vocab_size", "draft_vocab_size", *TREE)
+    only_if_set = ()
+
+    def for_target(self, target: "Target") -> Self:
+        """Return a copy in which the target's sizes and layers are filled in; DraftsmithError for layers it lacks."""
+        taps, layers = self.taps or default_taps(target.layers), target.layers
+        if not all(0 <= tap < layers for tap in taps):
+            raise DraftsmithError(f"taps is {taps}, but the target's layers are 0 to {layers - 1}; name some of these.")
+        return super().for_target(target).changed(taps=taps)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys of config.json, in its order; the published one tells the number of scored tokens always."""
+        values = super().to_json()
+        tree = {name: values.pop(name) for name in TREE}
+        return values | {
+            "draft_vocab_size": self.scored, "target_hidden_size": self.hidden_size,
+            "norm_before_residual": self.norm_before_residual, **taps_to_json(self.taps), **tree,
+        }
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Return the low, middle and high layer that the authors read: the inputs of layers 2, L / 2 and L - 3.
+
+    A tap counts outputs, so each is one less. Targets too shallow for that give their first, middle and last layer.
+    """
+    published = (1, layers // 2 - 1, layers - 4)
+    if published[0] < published[1] < published[2]:
+        return published
+    return tuple(sorted({0, (layers - 1) // 2, layers - 1}))
+
+
+def taps_from_json(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the taps that a config.json names; () where it names none.
+
+    `eagle_config.eagle_aux_hidden_state_layer_ids` counts layers by their outputs, as SGLang reads it and as we do; the
+    same key outside counts them by their inputs, as vLLM and speculators read it.
+    """
+    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    outer = config.get("eagle_aux_hidden_state_layer_ids")
+    return tuple(inner) if inner else tuple(index - 1 for index in outer or ())
+
+
+def taps_to_json(taps: tuple[int, ...]) -> dict[str, Any]:
+    """Return the keys that name the taps, for both kinds of readers."""
+    return {
+        "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(taps)},
+    }

@@ -1,0 +1,166 @@
+"""Keys and values that a drafter keeps of its own, and where the new ones of each row go.
+
+A row has the slot here that it has in the target's cache, and keeps it as long as it runs, so that nothing moves when
+others leave. Where the slots of a batch follow each other, what it needs is a slice and never a copy.
+
+A drafter's `attach` makes a `RowCache`. Every step, whether it drafts or not, calls `lay_out` on its context, makes the
+layer's inputs from `tokens_N` and `features_NF` of what that returns, and hands them to `store`; `reset_rows` calls
+`forget`. Entry t of a row is the token at position t + 1 of its text, with the state that predicted it: the first token
+of a text was predicted by nothing. A drafter of several attending layers keeps a `RowCache` for each of them.
+
+Shapes: B rows, N newly committed entries of all rows together, S entries looked at, C capacity of a slot, H query
+heads, G key/value heads, W head width, E width of what attention reads, T context tokens, F feature width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.attention.decoder_layer import Attention, Rotary
+from draftsmith.drafters.attention.layer_sizes import LayerSizes
+from draftsmith.targets import KVCache
+from draftsmith.types import Context, DraftsmithError
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a context adds to every row, row after row without padding.
+
+    Args:
+        tokens_N: the tokens.
+        features_NF: the states that predicted them.
+        slots: slot of every entry (N), or the slot of a batch of one.
+        rows: the slots of the rows (B), or a slice where they follow each other.
+        places: position of every entry in its row, as indices (N) or, for a batch of one, as a slice.
+        roots: index of every row's root among the entries (B), or a slice for a batch of one.
+        last_B1: position of every row's root.
+        span: S, one more than the last position of any row.
+        mask_B1S: the committed entries of every row, root included; None where all are.
+    """
+
+    tokens_N: Tensor
+    features_NF: Tensor
+    slots: Tensor | int
+    rows: Tensor | slice
+    places: Tensor | slice
+    roots: Tensor | slice
+    last_B1: Tensor
+    span: int
+    mask_B1S: Tensor | None
+
+
+class RowCache:
+    """Storage for the rows of one call to the engine.
+
+    Args:
+        sizes: of the layer whose keys and values it keeps.
+        like: the engine's cache, whose slots and capacity this one has.
+        weight: one of the drafter's, whose device it has, and whose dtype unless another is faster.
+        native: whether the native operator uses it, which knows no dtype but its weights'.
+    """
+
+    def __init__(self, sizes: LayerSizes, like: KVCache, weight: Tensor, native: bool = False) -> None:
+        # In fp32 on a CPU, where one text's whole trees are drafted faster so.
+        slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+        self.dtype = torch.float32 if slow and not native else weight.dtype
+        heads, width = sizes.num_key_value_heads, sizes.head_dim
+        storage = KVCache([(heads, width, heads, width)], like.slots, like.capacity, self.dtype, weight.device)
+        self.keys_RCGW, self.values_RCGW = storage.keys_NEHD[0], storage.values_NEHD[0]
+        self._slot_of: dict[int, int] = {}
+        self._padded = False
+        self._seen: tuple[Tensor, Tensor | None] | None = None
+        self._rows: slice | Tensor = slice(0, 0)
+        self._longest = 0
+
+    def forget(self, rows: list[int]) -> None:
+        """Let go of rows that ended, and of what they held: NaN left there would reach later rows through a mask."""
+        slots = [self._slot_of.pop(row) for row in rows if row in self._slot_of]
+        for storage_RCGW in (self.keys_RCGW, self.values_RCGW):
+            storage_RCGW[slots, : self._longest] = 0
+        self._seen = None
+
+    def _note(self, rows_B: Tensor, slots_B: Tensor | None) -> None:
+        """Take note of which row has which slot."""
+        # The engine hands over the same tensors until rows come or go, which saves asking the device.
+        if self._seen is not None and self._seen[0] is rows_B and self._seen[1] is slots_B:
+            return
+        rows = rows_B.tolist()
+        slots = list(range(len(rows))) if slots_B is None else slots_B.tolist()
+        if max(slots) >= len(self.keys_RCGW):
+            raise DraftsmithError(
+                f"{max(slots) + 1} rows are drafted for at once, but there is room for {len(self.keys_RCGW)}; raise "
+                "max_batch."
+            )
+        self._slot_of |= {row: slot for row, slot in zip(rows, slots, strict=True) if row >= 0}
+        self._padded = min(rows) < 0
+        first, last = slots[0], slots[0] + len(slots)
+        if slots_B is None or slots == list(range(first, last)):
+            self._rows = slice(first, last)
+        else:
+            self._rows = slots_B
+        self._seen = (rows_B, slots_B)
+
+    def _starts(self, context: Context) -> Tensor:
+        """Return how many entries each row held before what the context adds (B)."""
+        starts_B = context.lengths_B - 1 - context.counts_B
+        if self._padded:
+            # The lengths of padding rows go on growing and mean nothing.
+            starts_B = starts_B.masked_fill(context.rows_B < 0, 0)
+        return starts_B
+
+    def settle(self, context: Context) -> Tensor:
+        """Take note of the rows; return how many entries each held before what the context adds (B)."""
+        self._note(context.rows_B, context.slots_B)
+        starts_B = self._starts(context)
+        self._longest = max(self._longest, 1, int((starts_B + context.counts_B).max()))
+        return starts_B
+
+    def lay_out(self, context: Context) -> NewTokens:
+        """Find the place of everything that the context adds."""
+        self._note(context.rows_B, context.slots_B)
+        # Of n committed tokens n - 1 are entries: the first token of a text was predicted by nothing.
+        if self._padded:
+            end = int(context.lengths_B[context.rows_B >= 0].max()) - 1
+        else:
+            end = max(context.lengths_B.tolist()) - 1
+        self._longest = max(self._longest, end, 1)
+        rows = self._rows
+        if isinstance(rows, slice) and len(context.lengths_B) == 1:
+            count = int(context.counts_B)
+            return NewTokens(
+                context.tokens_BT[0, :count], context.features_BTF[0, :count], rows.start, rows,
+                slice(end - count, end), slice(count - 1, count), context.lengths_B.unsqueeze(1) - 2, end, None,
+            )
+        counts_B, starts_B = context.counts_B, self._starts(context)
+        columns_T = torch.arange(context.tokens_BT.shape[1], device=counts_B.device)
+        rows_N, columns_N = (columns_T < counts_B.unsqueeze(1)).nonzero(as_tuple=True)
+        slots_N = rows_N + rows.start if isinstance(rows, slice) else rows[rows_N]
+        last_B1 = (starts_B + counts_B - 1).unsqueeze(1)
+        mask_B1S = (torch.arange(end, device=counts_B.device) <= last_B1).unsqueeze(1)
+        return NewTokens(
+            context.tokens_BT[rows_N, columns_N], context.features_BTF[rows_N, columns_N], slots_N, rows,
+            starts_B[rows_N] + columns_N, counts_B.cumsum(0) - 1, last_B1, end, mask_B1S,
+        )
+
+    def store(
+        self, new: NewTokens, attention: Attention, rotary: Rotary, inputs_NE: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keep the keys and values of the new entries, made from these inputs of the layer's attention.
+
+        Returns:
+            the queries of the entries (N, H, W); what the rows hold now, keys and values (B, S, G, W), as views.
+        """
+        heads = attention.project(inputs_NE).to(self.dtype)
+        cos_PW, sin_PW = rotary.tables(new.span, heads.dtype, heads.device)
+        slots, places = new.slots, new.places
+        q_NHW, k_NGW, v_NGW = attention.turn(heads, cos_PW[places].unsqueeze(1), sin_PW[places].unsqueeze(1))
+        self.keys_RCGW[slots, places], self.values_RCGW[slots, places] = k_NGW, v_NGW
+        return q_NHW, self.keys_RCGW[new.rows, : new.span], self.values_RCGW[new.rows, : new.span]
+
+
+def attached(memory: RowCache | None) -> RowCache:
+    """Return the storage that a drafter began with when it was attached; DraftsmithError if it was not."""
+    if memory is None:
+        raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache, plan) first.")
+    return memory

@@ -1,0 +1,1 @@
+"""Small networks on the target's states: MLP speculator, Medusa, Hydra, recurrent drafter, FIRP."""

@@ -1,0 +1,225 @@
+"""FIRP: linear maps guess the intermediate states of future tokens, and the target's own last layers refine them.
+
+"FIRP: Faster LLM inference via future intermediate representation prediction" (arXiv:2410.20488). Let h be the output
+of layer l at the position that predicted the root. For every depth d from 0,
+
+    x_d = M_d h                                     a guess at the output of layer l, d + 1 positions further on
+    y_0 … y_{N-1} = layers l+1 … L (x_0 … x_{N-1})  each attends to the keys and values of the text and of x_0 … x_d
+    logits_d = head(norm(y_d))                      guesses the token d + 1 after the root
+
+The layers, the norm, the head and the keys and values of the text are the target's own, shared and frozen; the maps are
+all that is trained. Guesses depend on the text up to the root's predecessor and on no drafted token, so a tree is a
+product of what each depth guesses.
+
+As the paper's abstract says: states of tokens to come are predicted by linear transformations at a middle layer, and go
+through all layers behind it, in the context of the text and of each other. Different, or not known to be the same,
+because no more of the paper than abstract and introduction was at hand:
+- The paper predicts them in the forward that yields the next token. Here they go through the last layers in a pass of
+  their own right after it, behind the path that was accepted: from the same state, over the same keys and values, for
+  the price of reading the last layers once more a step.
+- Loss: cross-entropy, or with distillation the divergence from the target's distribution, plus `state_weight` times
+  |x - h|² / |h|², h being the true state there.
+- One map a depth, all at one layer, without bias, beginning as the identity.
+- A final scaling or soft cap of the logits, which some models have, is left out: it changes no ranking.
+
+There is no published checkpoint; config.json has `model_type` firp and the fields of `FIRPConfig`, tensors are
+maps.{d}.weight, and d2t with a drafted vocabulary.
+
+Shapes: B rows, T positions of a text, P positions that are drafted from, D depths (N in all),
+M = P × D guessed states, F target width, V vocabulary, W drafted vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from draftsmith.drafters.config import FREE, Count, Counts, Size, TrainedConfig, Weight
+from draftsmith.drafters.family import trained
+from draftsmith.drafters.trainable.batch import TrainingBatch
+from draftsmith.drafters.trainable.drafter import FrozenTable
+from draftsmith.drafters.trainable.parallel import ParallelDrafter
+from draftsmith.plan import Plan
+from draftsmith.targets.upper import UpperLayers
+from draftsmith.types import Context, DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.targets import KVCache, Target
+
+MOST_DEPTHS = 32
+
+
+class FIRPConfig(TrainedConfig):
+    """The sizes and options of a FIRP drafter."""
+
+    layer: Size | None = Field(
+        default=None,
+        description="the layer of the target, counted from 0, whose output is mapped; null takes the middle one",
+    )
+    n_predict: Annotated[int, Field(ge=1, le=MOST_DEPTHS)] = Field(
+        default=3, description="tokens that are guessed, a map each"
+    )
+    branching: Annotated[Counts, FREE] = Field(
+        default=(),
+        description="children of a node in the drafted tree, depth by depth; depths that are left out have one",
+    )
+    n_candidates: Annotated[Count, FREE] = Field(
+        default=5, description="paths of that tree that are kept, the likeliest ones"
+    )
+    state_weight: Annotated[Weight, FREE] = Field(
+        default=0.1, description="weight, in the loss, of the distance between guessed and true states"
+    )
+
+    layout = (
+        "hidden_size", "vocab_size", "layer", "n_predict", "branching", "n_candidates", "state_weight",
+        "draft_vocab_size",
+    )
+    only_if_set = ()
+    needed = ("hidden_size", "vocab_size", "layer", "n_predict")
+
+    def rules(self) -> Iterator[tuple[bool, str, str]]:
+        """What has to hold between fields."""
+        yield from super().rules()
+        yield len(self.branching) <= self.n_predict, "branching", f"at most n_predict = {self.n_predict} numbers"
+
+    @property
+    def borrows(self) -> str:
+        """What a checkpoint needs the target for."""
+        return "borrows its target's last layers"
+
+    def for_target(self, target: "Target") -> Self:
+        """Return a copy in which the target's sizes and its middle layer are filled in."""
+        layer = (target.layers - 1) // 2 if self.layer is None else self.layer
+        return super().for_target(target).changed(layer=layer)
+
+
+class FIRPDrafter(ParallelDrafter):
+    """The drafter itself: one map a depth, and layers borrowed from the target."""
+
+    family_name = "a FIRP drafter"
+    model_type = "firp"
+    config_class = FIRPConfig
+    config: FIRPConfig
+    borrows_layers = True
+
+    def __init__(self, config: FIRPConfig, draft_tokens: Tensor | None = None) -> None:
+        """Build an untrained one, of no use before `bind`."""
+        super().__init__(config, draft_tokens)
+        assert config.layer is not None
+        self.taps = (config.layer,)
+        width = config.hidden_size
+        self.maps = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(config.n_predict))
+        for one in self.maps:
+            nn.init.eye_(one.get_parameter("weight"))
+        self.head: nn.Module | None = None if self.d2t is None else FrozenTable(len(self.d2t), width)
+        self._upper: UpperLayers | None = None
+        self._cache: KVCache | None = None
+
+    @property
+    def upper(self) -> UpperLayers:
+        """The borrowed layers."""
+        if self._upper is None:
+            raise DraftsmithError("a FIRP drafter works with its target's last layers only; bind it to that target.")
+        return self._upper
+
+    @torch.no_grad()
+    def bind(self, target: "Target") -> None:
+        """Borrow the target's last layers and head; DraftsmithError for a target without layers behind `layer`."""
+        self._upper = UpperLayers(target, self.taps[0])
+        if isinstance(self.head, FrozenTable):
+            # In the target's dtype, as what comes out of its layers.
+            self.head.weight = target.head_weight_VF.detach()[self.d2t]
+
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
+        """Pack the maps, and the rows of the head that a drafted vocabulary needs."""
+        if isinstance(self.head, FrozenTable):
+            self.head = self.head.as_layer()
+        super().pack(pack_layers)
+
+    def guess_states(self, roots: Tensor) -> Tensor:
+        """Map outputs of the layer (…, F) to those of the next positions (…, D, F)."""
+        return torch.stack([one(roots) for one in self.maps], dim=-2)
+
+    def score(self, final: Tensor, upper: UpperLayers) -> Tensor:
+        """Return the logits (…, W) of refined states (…, F)."""
+        logits: Tensor = (upper.head if self.head is None else self.head)(final)
+        return logits
+
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
+        """Keep the target's cache: guesses attend to its keys and values, and write theirs where the draft will be."""
+        self._cache = cache
+
+    def guess(self, context: Context, root_B: Tensor, feature_BF: Tensor) -> Tensor:
+        """Guess and refine the states of all depths in one pass behind the committed text.
+
+        The cache has all committed tokens but the root, whose position is that of the first guessed state. What is
+        written behind them is free until the next verification.
+        """
+        if self._cache is None:
+            raise RuntimeError("a FIRP drafter drafts within an engine, which attaches its cache first.")
+        cached_B, depths = context.lengths_B - 1, self.config.n_predict
+        span = int(cached_B.max()) + depths
+        states_BDF = self.guess_states(feature_BF.to(self.upper.target.dtype))
+        chain = self.upper.chain(self._cache, cached_B, depths, span, context.slots_B)
+        return self.score(self.upper.refine(states_BDF, chain), self.upper)
+
+    def _refined(self, features_BTF: Tensor, positions_BP: Tensor) -> tuple[Tensor, Tensor]:
+        """Guess and refine behind every one of these positions of whole texts, each as decoding would do it there.
+
+        The text is read into a scratch cache first, as the target read it; entry t of the features stands at position
+        t, and the guesses behind it at t + 1, t + 2 …, out of sight of all others.
+
+        Returns:
+            guessed states and refined ones, both (B, P, D, F).
+        """
+        upper = self.upper.differentiable
+        batch, length, width = features_BTF.shape
+        cache = upper.new_cache(batch, length + positions_BP.shape[1] * self.max_depth)
+        upper.read_text(features_BTF, cache)
+        index_BPF = positions_BP.unsqueeze(2).expand(-1, -1, width)
+        roots_BPF = features_BTF.gather(1, index_BPF).to(self.maps[0].get_parameter("weight"))
+        guessed_BPDF = self.guess_states(roots_BPF)
+        branches = upper.branches(cache, length, positions_BP, self.max_depth)
+        final_BMF = upper.refine(guessed_BPDF.flatten(1, 2), branches)
+        return guessed_BPDF, final_BMF.unflatten(1, (-1, self.max_depth))
+
+    def guess_at(self, tokens_BT: Tensor, features_BTF: Tensor, positions_BP: Tensor) -> Tensor:
+        """Return what is guessed behind these positions; the features have to begin with the text."""
+        return self.score(self._refined(features_BTF, positions_BP)[1], self.upper.differentiable)
+
+    def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Return the loss of every depth: what its guess says, and how far its state is from the true one."""
+        guessed_BPDF, final_BPDF = self._refined(examples.features_BTF, examples.positions_BP)
+        losses, accuracy = self.losses_from(examples, self.score(final_BPDF, self.upper.differentiable))
+        batch, reads_BPN = examples.reads_BPN(self.max_depth)
+        true_BPDF = examples.features_BTF[batch, reads_BPN + 1].float()
+        error_RD = ((guessed_BPDF.float() - true_BPDF).square().sum(-1) / true_BPDF.square().sum(-1)).flatten(0, 1)
+        errors = torch.stack([examples.mean(error_RD[:, depth], depth) for depth in range(self.max_depth)])
+        return losses + self.config.state_weight * errors, accuracy
+
+    def default_plan(self) -> Plan:
+        """Return the tree that config.json asks for; a chain by default."""
+        given = self.config.branching
+        branching = given + (1,) * (self.max_depth - len(given))
+        return Plan(branching, paths=None if set(branching) == {1} else self.config.n_candidates)
+
+    @property
+    def max_depth(self) -> int:
+        """The number of maps."""
+        return self.config.n_predict
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the maps."""
+        return list(self.maps.parameters())
+
+    def describe(self) -> dict[str, Any]:
+        """Return the object of config.json."""
+        return {"architectures": ["FIRPDrafter"], **super().describe()}
+
+
+FAMILY = trained(
+    "firp", "FIRP: guessed intermediate states of future tokens, through the target's last layers (arXiv:2410.20488)",
+    FIRPDrafter,
+)

@@ -1,0 +1,288 @@
+"""Hydra: heads like Medusa's that also read the tokens drafted before theirs.
+
+"Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (arXiv:2402.05109), section 3:
+
+    x_d = [state; emb(root); emb(guess 1); … emb(guess d)]        logits_d = head_d block_d(… block_d(x_d))
+
+emb is the target's own, frozen table. The first block of head d narrows d + 2 widths to one. Hydra++ (section 4) has
+more blocks (`num_layers: 4`), the target's own distribution as the teacher (`distillation.weight: 1`), and in the place
+of the state what a decoder layer makes of it and of the states before it (`prefix_attention: true`).
+
+The folder is the published one: config.json with hydra_num_heads, hydra_num_layers, hydra_head_arch "mlp",
+grounded_heads, hidden_state_offset, base_model_name_or_path; tensors `hydra_mlp.{head}.{layer}.linear.{weight,bias}`,
+`hydra_mlp.{head}.0.res_connection.{weight,bias}`, `hydra_lm_head.{head}.{weight,bias}`. The authors publish these in a
+pickle, hydra_lm_head.pt, which is refused; hydra_lm_head.safetensors holds the same. With prefix attention
+hydra_head_arch is "prefix-mlp", `hydra_mlp.{head}.{2 layer + 1}` and `hydra_lm_head.{head}.1` leave room for dropout,
+all blocks behind a head's first are one and the same, stored under each of its names, and the layer is that of a Llama
+behind `prefix_embeding_layer.` (so spelled). Its sizes are the target's; ours are also in the key `prefix_layer`.
+
+Shapes: B rows, R rows of any origin, F width of the target's states, W drafted vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from draftsmith.drafters.attention.layer_sizes import LayerSizes, read_llama
+from draftsmith.drafters.attention.prefix_attention import PrefixAttention
+from draftsmith.drafters.config import OF_TARGET, Count
+from draftsmith.drafters.family import Compared, Family
+from draftsmith.drafters.heads.base import HeadConfig, HeadDrafter, ResidualBlock, native_steps
+from draftsmith.drafters.trainable import storage
+from draftsmith.drafters.trainable.batch import TrainingBatch
+from draftsmith.drafters.trainable.drafter import FrozenTable
+from draftsmith.native.heads import ALL, NativeHead, native_heads
+from draftsmith.plan import Plan
+from draftsmith.types import Context, DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.targets import KVCache, Target
+
+GROUNDED = {"grounded_heads": True, "hidden_state_offset": 0}
+PREFIX_ARCH = "prefix-mlp"
+BORROWED = ("input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight")
+"""What published files have beside the heads: the target's table, and one that is never read."""
+
+
+class HydraConfig(HeadConfig):
+    """The sizes and options of Hydra heads."""
+
+    num_layers: Count = Field(default=1, description="residual blocks of each head; Hydra has 1, Hydra++ 4")
+    prefix_attention: bool = Field(
+        default=False, description="put a decoder layer of the target's sizes in front of the heads, as in Hydra++"
+    )
+    prefix_layer: Annotated[LayerSizes | None, OF_TARGET] = Field(default=None, description="the sizes of that layer")
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        **HeadConfig.renamed, "num_heads": "hydra_num_heads", "num_layers": "hydra_num_layers",
+    }
+    needed = ("num_heads",)
+
+    @property
+    def borrows(self) -> str:
+        """What a checkpoint needs the target for."""
+        lacking = self.prefix_attention and self.prefix_layer is None
+        return "has a layer as large as its target's" if lacking else ""
+
+    def for_target(self, target: "Target") -> Self:
+        """Return a copy in which the target's sizes are filled in, those of the layer too."""
+        made = super().for_target(target)
+        if not self.prefix_attention or self.prefix_layer is not None:
+            return made
+        return made.changed(prefix_layer=LayerSizes().for_target(target))
+
+
+class HydraDrafter(HeadDrafter):
+    """The heads. What they read grows by an embedding a depth, and is all of their state."""
+
+    family_name = "a set of Hydra heads"
+    weights_file = "hydra_lm_head.safetensors"
+    model_type = "hydra"
+    config_class = HydraConfig
+    config: HydraConfig
+    architecture = "mlp"
+    tensor_of_first_head = "hydra_lm_head.0.weight"
+
+    def __init__(self, config: HydraConfig, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
+        width = config.hidden_size
+        self.embedding = FrozenTable(self.vocab_size, width)
+        self.hydra_mlp = nn.ModuleList(
+            nn.Sequential(ResidualBlock(width, depth + 1), *self.later_blocks()) for depth in range(config.num_heads)
+        )
+        self.hydra_lm_head = nn.ModuleList(nn.Linear(width, config.scored) for _ in range(config.num_heads))
+        for projection in self.projections():
+            nn.init.zeros_(projection.bias)
+
+    def later_blocks(self) -> list[ResidualBlock]:
+        """Return new blocks for one head, without its first."""
+        return [ResidualBlock(self.config.hidden_size) for _ in range(self.config.num_layers - 1)]
+
+    def projections(self) -> list[nn.Linear]:
+        """Return the layers to the vocabulary."""
+        return [layer for layer in self.hydra_lm_head if isinstance(layer, nn.Linear)]
+
+    def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
+        """Put the token's embedding beside what was read before: (…, (d + 1) F) becomes (…, (d + 2) F)."""
+        return torch.cat([state, F.embedding(tokens, self.embedding.weight)], dim=-1)
+
+    def score(self, depth: int, state: Tensor) -> Tensor:
+        """Return the logits (…, W) of one head."""
+        scores: Tensor = self.hydra_lm_head[depth](self.hydra_mlp[depth](state))
+        return scores
+
+    def native_form(self) -> Any:
+        """Return the operator of heads that read the embeddings of all tokens before theirs."""
+        heads = [
+            NativeHead(native_steps(blocks), scores)
+            for blocks, scores in zip(self.hydra_mlp, self.hydra_lm_head, strict=True)
+        ]
+        return native_heads(heads, self.config.hidden_size, ALL, self.embedding.weight, d2t=self.d2t)
+
+    @torch.no_grad()
+    def bind(self, target: "Target") -> None:
+        """Point the heads at the target's embedding."""
+        like = self.embedding.weight
+        self.embedding.weight = target.embedding_weight_VF.detach().to(like)[: self.vocab_size]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the published config.json."""
+        values, kind = super().describe(), {"hydra_head_arch": self.architecture, **GROUNDED}
+        first = {key: values.pop(key) for key in ("model_type", "hydra_num_heads", "hydra_num_layers")}
+        return first | kind | values
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by hydra_num_heads: published files have no model_type."""
+        return "hydra_num_heads" in config and config.get("model_type", "hydra") == "hydra"
+
+    @classmethod
+    def read_config(
+        cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
+    ) -> tuple[HydraConfig, Tensor | None]:
+        """Return what is told; DraftsmithError for heads of another architecture."""
+        for key, supported in {"hydra_head_arch": cls.architecture, **GROUNDED}.items():
+            if config.get(key, supported) != supported:
+                raise DraftsmithError(
+                    f"{origin} says {key} {config[key]!r}, but only {supported!r} is supported; convert it, or train "
+                    "heads of that kind."
+                )
+        prefix, scores = cls.architecture == PREFIX_ARCH, cls.tensor_of_first_head
+        layer = LayerSizes(**read_llama(config["prefix_layer"], origin)) if "prefix_layer" in config else None
+        told = HydraConfig.from_json(config, origin, prefix_attention=prefix, prefix_layer=layer)
+        return told.sized_by(tensors, scores, scores), tensors.get("d2t")
+
+    @classmethod
+    def read_tensors(cls, folder: Path) -> dict[str, Tensor]:
+        """Read the weights, without the tables that published files have beside them."""
+        tensors = super().read_tensors(folder)
+        return {name: tensor for name, tensor in tensors.items() if name not in BORROWED}
+
+
+class HydraPrefixDrafter(HydraDrafter):
+    """The heads of Hydra++ behind their prefix attention."""
+
+    family_name = "a set of Hydra++ heads"
+    architecture = PREFIX_ARCH
+    tensor_of_first_head = "hydra_lm_head.0.1.weight"
+    reads_prompt = True
+    can_compile = False
+
+    def __init__(self, config: HydraConfig, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
+        assert config.prefix_layer is not None
+        self.prefix = PrefixAttention(config.prefix_layer)
+
+    def later_blocks(self) -> list[ResidualBlock]:
+        """Return one new block as often as there are layers: the published code repeats it."""
+        return super().later_blocks()[:1] * (self.config.num_layers - 1)
+
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
+        """Begin with an empty memory."""
+        self.prefix.attach(cache, self.embedding.weight)
+
+    def reset_rows(self, rows: list[int]) -> None:
+        """Forget rows that ended."""
+        self.prefix.forget(rows)
+
+    def follow(self, context: Context) -> None:
+        """Store what was committed, and guess nothing."""
+        self.prefix.store(context, self.work_dtype)
+
+    def begin(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Start from the root and what the layer makes of the state that predicted it."""
+        return self.prefix.roots(context, self.work_dtype)
+
+    def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
+        """Predict at every depth, see `TrainableDrafter.forward`."""
+        return self.predict(tokens_BT, self.prefix(self.start(features_BTF)))
+
+    def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for."""
+        return self.losses_from(
+            examples, self.prefix(self.start(examples.features_BTF), examples.positions_BP).flatten(0, 1)
+        )
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the matrices of the blocks and of the layer."""
+        matrices = [parameter for parameter in self.prefix.parameters() if parameter.ndim == 2]
+        return [*super().hidden_matrices(), *matrices]
+
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
+        """Merge products that read the same input, and pack."""
+        self.prefix.layer.merge()
+        super().pack(pack_layers)
+
+    def native_form(self) -> Any:
+        """Return None: the operator knows of no layer in front."""
+        return None
+
+    def published_name(self, name: str) -> str:
+        """Leave room for the dropout of the published code."""
+        part, *rest = name.split(".")
+        if part == "prefix":
+            return ".".join(["prefix_embeding_layer", *rest])
+        if part == "hydra_mlp":
+            return ".".join([part, rest[0], str(2 * int(rest[1]) + 1), *rest[2:]])
+        return ".".join([part, rest[0], "1", *rest[1:]]) if part == "hydra_lm_head" else name
+
+    @torch.no_grad()
+    def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:
+        """Copy checkpoint tensors in, but for tables of angles; the repeated block has to be the same everywhere."""
+        own = {name: tensor for name, tensor in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
+        for name, tensor in own.items():
+            part, *rest = name.split(".")
+            if part == "hydra_mlp" and rest[1] not in ("1", "3"):
+                first = own.get(".".join([part, rest[0], "3", *rest[2:]]))
+                if first is None or not torch.equal(first, tensor):
+                    raise DraftsmithError(
+                        f"tensor {name} in {origin} differs from that of layer 3, but the published code repeats one "
+                        "block; train heads of that kind."
+                    )
+        super().load_published(own, origin)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the published config.json, and the sizes of the layer."""
+        return super().describe() | {"prefix_layer": {"model_type": "llama", **self.prefix.sizes.to_llama()}}
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any]) -> bool:
+        """Tell by the architecture that Hydra's config names."""
+        return HydraDrafter.recognises(config) and config.get("hydra_head_arch") == PREFIX_ARCH
+
+
+def make_hydra(config: HydraConfig, target: "Target", draft_tokens: Tensor | None) -> HydraDrafter:
+    """Make untrained heads of either architecture.
+
+    With prefix attention they say of the normed state what the target's head says of it; its likeliest token is the
+    same.
+    """
+    return (HydraPrefixDrafter if config.prefix_attention else HydraDrafter).new(config, target, draft_tokens)
+
+
+def hydra_in(folder: Path) -> type[HydraDrafter]:
+    """Tell the architecture of the heads in a folder."""
+    config = storage.read_json(Path(folder) / "config.json")
+    return HydraPrefixDrafter if HydraPrefixDrafter.recognises(config) else HydraDrafter
+
+
+def load_hydra(folder: Path, target: "Target") -> HydraDrafter:
+    """Load for decoding heads of either architecture."""
+    return hydra_in(folder).load(folder, target)
+
+
+def reopen_hydra(folder: Path, target: "Target | None", dtype: torch.dtype) -> HydraDrafter:
+    """Load for training heads of either architecture."""
+    return hydra_in(folder).from_pretrained(folder, target, dtype)
+
+
+FAMILY = Family(
+    "hydra", "Hydra heads: Medusa's, reading the tokens guessed before theirs as well (arXiv:2402.05109)",
+    HydraConfig, make_hydra, load_hydra, HydraDrafter.recognises, trainable=True, reopen=reopen_hydra,
+    compared=Compared(beats_in_papers=("medusa",)),
+)

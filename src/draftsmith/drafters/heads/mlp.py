@@ -1,0 +1,218 @@
+"""The MLP speculator: one small stage a depth, fed the target's state and each drafted token in turn.
+
+"Accelerating Production LLMs with Combined Token/Embedding Speculators" (arXiv:2404.19124), section 3:
+
+    state_i = GELU(LN_i(proj_i state_{i-1} + (w_e / w_s) emb_i[token_{i-1}]))        logits_i = head_i state_i
+
+Shapes: B rows, T positions, R rows of any origin, N stages, F target width, D inner width, S state width (F before the
+first stage, D after it), V vocabulary, W drafted vocabulary (V, or the most frequent few tokens), k children.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.drafters.family import Compared, trained
+from draftsmith.drafters.heads.mlp_config import MLPConfig
+from draftsmith.drafters.trainable.drafter import FrozenTable, RowwiseDrafter
+from draftsmith.native.layers import packed_parts
+from draftsmith.plan import Plan
+from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.targets import Target
+
+EPSILON = 1e-6
+
+
+def rms_normalise(x: Tensor) -> Tensor:
+    """Divide by the root mean square over the last dimension, in fp32 or better."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)
+
+
+class ScaleShiftNorm(nn.Module):
+    """RMS normalisation with a learned scale and shift."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep shape and dtype."""
+        return (rms_normalise(x) * self.weight + self.bias).to(x.dtype)
+
+
+class MLPSpeculator(RowwiseDrafter):
+    """The speculator itself. Weights start as N(0, 1/sqrt(D)), norms at scale 1 and shift 0."""
+
+    taps = (-1,)
+    can_compile = True
+    family_name = "an MLP speculator"
+    model_type = "mlp_speculator"
+    tensor_prefix = "speculator."
+    config_class = MLPConfig
+    config: MLPConfig
+
+    def __init__(self, config: MLPConfig, draft_tokens: Tensor | None = None) -> None:
+        super().__init__(config, draft_tokens)
+        n, width = config.n_predict, config.width
+        self.state_weight = 0.5 ** (0.5 / n)
+        self.token_weight = math.sqrt((1 - self.state_weight**2) * width / 2)
+        self.ratio = self.token_weight / self.state_weight
+
+        def stages(make: Any, shared: bool) -> list[nn.Module]:
+            return [make()] * n if shared else [make() for _ in range(n)]
+
+        def table(rows: int, kind: type[nn.Module]) -> nn.Module:
+            if config.tie_to_target:
+                return FrozenTable(rows, width)
+            return kind(rows, width) if kind is nn.Embedding else nn.Linear(width, rows, bias=False)
+
+        share = config.tie_weights or config.tie_to_target
+        reads = n if config.condition_on_tokens else 0
+        self.emb = nn.ModuleList(stages(lambda: table(config.vocab_size, nn.Embedding), share)[:reads])
+        self.head = nn.ModuleList(stages(lambda: table(config.scored, nn.Linear), share))
+        self.ln = nn.ModuleList(stages(lambda: ScaleShiftNorm(width), config.tie_weights))
+        first = nn.Linear(config.hidden_size, width, bias=False)
+        rest = stages(lambda: nn.Linear(width, width, bias=False), config.tie_weights)[1:]
+        self.proj = nn.ModuleList([first, *rest])
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=width**-0.5)
+
+    def _weight(self, modules: nn.ModuleList, depth: int) -> Tensor:
+        weight: Tensor = modules[depth].weight  # type: ignore[assignment]
+        return weight
+
+    def start(self, features: Tensor) -> Tensor:
+        """Turn tapped states (…, F) into what the first stage reads, of the same shape."""
+        features = features.to(self._weight(self.ln, 0).dtype)
+        return (rms_normalise(features) / math.sqrt(2)).to(features.dtype) if self.config.scale_input else features
+
+    def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
+        """Read a state (…, S) and the token chosen from it (…); return the next state (…, D)."""
+        mixed = self.proj[depth](state)
+        if self.config.condition_on_tokens:
+            # The norm that follows makes only the ratio of the two weights matter.
+            mixed = mixed + self.ratio * F.embedding(tokens, self._weight(self.emb, depth))
+        return F.gelu(self.ln[depth](mixed))
+
+    def score(self, depth: int, state: Tensor) -> Tensor:
+        """Return the logits (…, W) over the drafted vocabulary."""
+        scores: Tensor = self.head[depth](state)
+        return scores
+
+    def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
+        """Pack as others do, a borrowed head too."""
+        shared = self.head[0]
+        if isinstance(shared, FrozenTable):
+            self.head = nn.ModuleList([shared.as_layer()] * self.config.n_predict)
+        super().pack(pack_layers)
+
+    def native_form(self) -> Any:
+        """Return the operator of this family."""
+        weights, scales, sums, _ = packed_parts([*self.proj, *self.head])
+        return torch.classes.draftsmith.Speculator(
+            weights, scales, sums,
+            [self._weight(self.emb, depth).detach().contiguous() for depth in range(len(self.emb))],
+            [self._weight(self.ln, depth).detach().float() for depth in range(len(self.ln))],
+            [norm.get_parameter("bias").detach().float() for norm in self.ln],
+            torch.empty(0, dtype=torch.long) if self.d2t is None else self.d2t,
+            self.config.hidden_size, self.config.scored, self.ratio, self.config.scale_input,
+        )
+
+    def default_plan(self) -> Plan:
+        """Return the tree that config.json asks for."""
+        branching = self.config.default_branching or self.config.branching
+        return Plan(branching, paths=None if math.prod(branching) == 1 else self.config.n_candidates)
+
+    @property
+    def max_depth(self) -> int:
+        """The number of stages."""
+        return self.config.n_predict
+
+    @torch.no_grad()
+    def bind(self, target: "Target") -> None:
+        """Point a speculator that is tied to its target at the target's embedding and head; others stay as they are."""
+        if self.config.tie_to_target:
+            if self.config.width != target.hidden_size:
+                raise DraftsmithError(
+                    f"inner_dim is {self.config.width}, but the target's tables are {target.hidden_size} wide; "
+                    f"set inner_dim to {target.hidden_size}, or tie_to_target to false."
+                )
+            embedding_VD, head_WD = target_tables(self, target)
+            for module in self.emb:
+                module.weight = embedding_VD
+            for module in self.head:
+                module.weight = head_WD
+
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Return the projections between states."""
+        return list(dict.fromkeys(self.proj.parameters()))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the published config.json.
+
+        Readers of tied checkpoints differ: text-generation-inference reads stage 0 (and proj 1) only; vLLM ignores
+        names it does not look for, but its newer versions keep one head a stage and look for each.
+        """
+        return {"architectures": ["MLPSpeculatorPreTrainedModel"], **super().describe()}
+
+    def start_new(self, target: "Target") -> None:
+        """Start from the target's tables where the config says so."""
+        initialise_from_target(self, target, self.config.init_from_target)
+
+
+def target_tables(speculator: MLPSpeculator, target: "Target") -> tuple[Tensor, Tensor]:
+    """Return the target's embedding (V, F) and the head rows of the drafted tokens (W, F)."""
+    config = speculator.config
+    like = speculator._weight(speculator.proj, 0)
+    embedding_VD = target.embedding_weight_VF.detach().to(like)
+    head_VD = target.head_weight_VF.detach().to(like)
+    return embedding_VD[: config.vocab_size], head_VD if speculator.d2t is None else head_VD[speculator.d2t]
+
+
+@torch.no_grad()
+def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: str) -> None:
+    """Start emb, or emb and head, of every stage from the target's tables (section 5).
+
+    Args:
+        what: "none", "embeddings" or "embeddings+head".
+
+    The embedding is scaled to the RMS 1/sqrt(D) that the stage weights w_s and w_e are made for; the head is taken as
+    it is. Where D is not the target's width, both are rotated into D dimensions by one random orthogonal map, which
+    keeps what tokens are near to each other.
+    """
+    if what == "none" or speculator.config.tie_to_target:
+        return
+    embedding_VD, head_WD = target_tables(speculator, target)
+    width = speculator.config.width
+    if width != target.hidden_size:
+        turn_FD = torch.empty(target.hidden_size, width)
+        nn.init.orthogonal_(turn_FD)
+        turn_FD = turn_FD.to(embedding_VD.device)
+        embedding_VD, head_WD = embedding_VD.float() @ turn_FD, head_WD.float() @ turn_FD
+    scaled_VD = embedding_VD.float() * (speculator.config.width * embedding_VD.float().square().mean()).rsqrt()
+    for module in speculator.emb:
+        speculator_weight: Tensor = module.weight  # type: ignore[assignment]
+        speculator_weight.copy_(scaled_VD)
+    if what == "embeddings+head":
+        for module in speculator.head:
+            head_weight: Tensor = module.weight  # type: ignore[assignment]
+            head_weight.copy_(head_WD)
+
+
+FAMILY = trained(
+    "mlp", "MLP speculator: one small stage a token, fed the target's state and each guess (arXiv:2404.19124)",
+    MLPSpeculator, rate=3e-3,
+    compared=Compared(
+        options={"n_predict": 4, "tie_weights": True, "init_from_target": "embeddings+head"},
+        beats_in_papers=("medusa",)
+    ),
+)

@@ -1,0 +1,1 @@
+"""Drafters without weights, in plain Python: what followed the newest tokens before."""

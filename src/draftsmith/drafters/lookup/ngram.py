@@ -1,0 +1,127 @@
+"""Prompt lookup: what followed the newest tokens where they last stood, in the prompt or in the output.
+
+The idea is Saxena's prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, 2023), and that of Yang et
+al., "Inference with Reference" (arXiv:2304.04487, section 3). Every n-gram of a row is indexed as it is committed, so
+a step looks up and never searches.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from draftsmith.drafters.config import Config, Count
+from draftsmith.drafters.family import Compared, Family
+from draftsmith.drafters.lookup.python_drafter import DraftTree, PythonDrafter
+from draftsmith.plan import Plan
+from draftsmith.types import ROOT
+
+if TYPE_CHECKING:
+    from draftsmith.targets import Target
+
+Match = Literal["recent", "frequent"]
+
+NOWHERE = -1
+# Only so many of the latest places of an n-gram are looked at; common words of a long text have thousands.
+MOST_PLACES = 64
+
+
+class NgramConfig(Config):
+    """The options of prompt lookup."""
+
+    min_length: Count = Field(default=2, description="the fewest newest tokens that have to occur earlier")
+    max_length: Count = Field(default=4, description="the most that are looked up; the longest match is tried first")
+    guesses: Count = Field(default=8, description="tokens to draft")
+    match: Match = Field(
+        default="recent",
+        description="recent goes on as at the latest match, frequent with the token that followed most often",
+    )
+    branches: Count = Field(default=1, description="continuations to draft, which differ in their first token")
+
+    def rules(self) -> Iterator[tuple[bool, str, str]]:
+        """What has to hold between fields."""
+        yield self.min_length <= self.max_length, "min_length", f"at most max_length, which is {self.max_length}"
+
+
+class NgramIndex:
+    """A growing text, and where each of its n-grams was followed by what; n from `shortest` to `longest`."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.text: list[int] = []
+        # The latest place behind each n-gram, and for every place the one before it, length by length.
+        self._latest: dict[tuple[int, ...], int] = {}
+        self._earlier: list[tuple[int, list[int]]] = [(n, []) for n in range(shortest, longest + 1)]
+
+    def extend(self, tokens: list[int]) -> None:
+        """Add committed tokens; each files the n-grams that it follows."""
+        text, latest = self.text, self._latest
+        for token in tokens:
+            place = len(text)
+            for n, earlier in self._earlier:
+                if place < n:
+                    earlier.append(NOWHERE)
+                    continue
+                gram = tuple(text[place - n :])
+                earlier.append(latest.get(gram, NOWHERE))
+                latest[gram] = place
+            text.append(token)
+
+    def places(self, match: Match, wanted: int) -> list[int]:
+        """Return up to `wanted` places to continue from: of longer matches first, each with another token there."""
+        text = self.text
+        found: dict[int, int] = {}
+        for n, earlier in reversed(self._earlier):
+            if n > len(text):
+                continue
+            times: dict[int, int] = {}
+            first: dict[int, int] = {}
+            place, left = self._latest.get(tuple(text[-n:]), NOWHERE), MOST_PLACES
+            while place != NOWHERE and left and (match == "frequent" or len(first) < wanted):
+                token = text[place]
+                times[token] = times.get(token, 0) + 1
+                first.setdefault(token, place)
+                place, left = earlier[place], left - 1
+            # Sorting keeps the more recent of equally frequent ones in front.
+            order = sorted(first, key=lambda token: -times[token]) if match == "frequent" else first
+            for token in order:
+                found.setdefault(token, first[token])
+            if len(found) >= wanted:
+                break
+        return list(found.values())[:wanted]
+
+    def copy(self, place: int, count: int) -> list[int]:
+        """Return `count` tokens from `place` on; behind the end of the text the copy goes on with itself."""
+        piece = self.text[place : place + count]
+        return piece if len(piece) == count else (piece * (count // len(piece) + 1))[:count]
+
+
+class NgramDrafter(PythonDrafter[NgramIndex]):
+    """Drafts the continuation of an earlier occurrence of the newest tokens, and nothing when there is none."""
+
+    def __init__(self, config: NgramConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def default_plan(self) -> Plan:
+        return Plan((self.config.branches,) + (1,) * (self.config.guesses - 1))
+
+    def new_row(self) -> NgramIndex:
+        return NgramIndex(self.config.min_length, self.config.max_length)
+
+    def draft_row(self, row: NgramIndex, plan: Plan, room: int) -> DraftTree:
+        config, tree = self.config, DraftTree(plan.branching, room)
+        for place in row.places(config.match, min(config.branches, plan.branching[0])):
+            tree.add_path(ROOT, row.copy(place, min(config.guesses, plan.depth)))
+        return tree
+
+
+def make_ngram(config: NgramConfig, target: "Target", draft_tokens: Tensor | None) -> NgramDrafter:
+    """Make a drafter that is ready; it needs neither the target nor a list of tokens."""
+    return NgramDrafter(config)
+
+
+FAMILY = Family(
+    "ngram", "prompt lookup: what followed the newest tokens earlier in prompt or output; no training",
+    NgramConfig, make_ngram, compared=Compared(looks_up=True, better_on_repeats=("mlp",)),
+)

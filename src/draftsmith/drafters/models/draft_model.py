@@ -1,0 +1,98 @@
+"""The family of separate draft models: any causal language model that can be a target can draft for one.
+
+Where its tokenizer is the target's, ids pass through; otherwise they are translated, see `cross_vocabulary`.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from draftsmith.drafters.config import Config
+from draftsmith.drafters.family import Family
+from draftsmith.drafters.models.cross_vocabulary import CrossVocabularyDraftModel, SharedTokens
+from draftsmith.drafters.models.model_drafter import MAX_DEPTH, DraftModel
+from draftsmith.targets import Target
+from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LANGUAGE_MODELS = frozenset(map(str, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+
+
+class DraftModelConfig(Config):
+    """The options of a draft model."""
+
+    path: str = Field(description="folder or hub name of a causal language model")
+    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
+        default=4, description="tokens that are drafted, as a chain"
+    )
+    quantize: Literal["none", "int8"] = Field(
+        default="none", description="int8 reads int8 weights by the native kernels, on a CPU"
+    )
+
+
+def draft_with(model: Target, target: Target, guesses: int = 4) -> DraftModel:
+    """Make a drafter of a model that is loaded, translating between vocabularies where they differ.
+
+    Raises:
+        DraftsmithError: vocabularies that cannot be compared, or that share nothing.
+    """
+    if model.tokenizer is None or target.tokenizer is None:
+        if model.vocab_size != target.vocab_size:
+            without = model if model.tokenizer is None else target
+            raise DraftsmithError(
+                f"{model.name} has {model.vocab_size} tokens and {target.name} has {target.vocab_size}, and "
+                f"{without.name} has no tokenizer to translate with; add its files."
+            )
+        return DraftModel(model, target.vocab_size, guesses)
+    if same_vocabulary(model.tokenizer, target.tokenizer):
+        return DraftModel(model, target.vocab_size, guesses)
+    shared = SharedTokens(target.tokenizer, model.tokenizer, target.vocab_size, model.vocab_size)
+    return CrossVocabularyDraftModel(model, target, shared, guesses)
+
+
+def same_vocabulary(left: PreTrainedTokenizerBase, right: PreTrainedTokenizerBase) -> bool:
+    """Whether both give every token the same id; tokens added to the trained ones may differ."""
+    return _trained_tokens(left) == _trained_tokens(right)
+
+
+def _trained_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    added = tokenizer.added_tokens_decoder
+    return {token: number for token, number in tokenizer.get_vocab().items() if number not in added}
+
+
+def make_draft_model(config: DraftModelConfig, target: Target, draft_tokens: Tensor | None) -> DraftModel:
+    """Load the model at `path`, on the target's device, in its dtype or in int8."""
+    try:
+        model = Target.from_pretrained(
+            config.path,
+            dtype=target.dtype if config.quantize == "none" else torch.bfloat16,
+            device=str(target.device),
+            native=target.backend.native or config.quantize != "none",
+            quantize=config.quantize,
+        )
+    except DraftsmithError as error:
+        raise DraftsmithError(f"no draft model from {config.path!r}: {error}") from error
+    return draft_with(model, target, config.guesses)
+
+
+def load_draft_model(folder: Path, target: Target) -> DraftModel:
+    """Load the causal language model in a folder as a draft model."""
+    return make_draft_model(DraftModelConfig(path=str(folder)), target, None)
+
+
+def is_language_model(config: "Mapping[str, Any]") -> bool:
+    """Whether a config.json is that of a causal language model of transformers, by the class that it names."""
+    return not LANGUAGE_MODELS.isdisjoint(map(str, config.get("architectures") or ()))
+
+
+FAMILY = Family(
+    "draft-model", "a separate language model, with any tokenizer (arXiv:2211.17192, arXiv:2502.05202)",
+    DraftModelConfig, make_draft_model, load_draft_model, is_language_model,
+)

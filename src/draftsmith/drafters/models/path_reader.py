@@ -1,0 +1,114 @@
+"""Reads tokens with a whole model behind what the rows of its cache hold.
+
+Shapes: B rows, M nodes of a forward, F frontier nodes a row, D tokens of a path, R = B × F, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftsmith.targets import KVCache, Nodes, Target
+
+ROOM = 256
+"""Entries that a cache needs behind the longest text, for the paths of a forward."""
+SCRATCH = -1
+"""The number of a row that is only padding."""
+
+
+class PathReader:
+    """Reads with a model behind the rows of a cache.
+
+    Args:
+        cache: of the model's own shapes, or one whose first layers are the model's.
+        chunk: most tokens a row in one forward, at most `ROOM`.
+    """
+
+    def __init__(self, model: Target, cache: KVCache, chunk: int = ROOM) -> None:
+        self.model, self.cache, self.chunk = model, cache, chunk
+
+    def read(self, held: Sequence[int], fresh: Sequence[Sequence[int]], slots_B: Tensor | None = None) -> Tensor:
+        """Read `fresh[b]`, at least one token, behind the first `held[b]` tokens of row b.
+
+        Returns the logits after the last token of every row (B, V). Rows from the first with a whole text to read on
+        go by themselves, so that the others do not wait for their length.
+
+        Args:
+            slots_B: slot of every row in the cache; None for row b in slot b.
+        """
+        joined = next((b for b, tokens in enumerate(fresh) if not held[b] and len(tokens) > 1), len(held))
+        parts = [list(range(joined)), list(range(joined, len(held)))]
+        return torch.cat([self._read_rows(held, fresh, slots_B, rows) for rows in parts if rows])
+
+    def _read_rows(
+        self, held: Sequence[int], fresh: Sequence[Sequence[int]], slots_B: Tensor | None, rows: list[int]
+    ) -> Tensor:
+        last: dict[int, Tensor] = {}
+        device = self.model.device
+        everybody = len(held)
+        for start in range(0, max(len(fresh[b]) for b in rows), self.chunk):
+            going = [b for b in rows if start < len(fresh[b])]
+            pieces = [fresh[b][start : start + self.chunk] for b in going]
+            sizes = [len(piece) for piece in pieces]
+            size = max(sizes)
+            tokens_BM = torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces], device=device)
+            before = [held[b] + start for b in going]
+            if len(going) == everybody:
+                slots = slots_B
+            elif slots_B is None:
+                slots = torch.tensor(going, device=device)
+            else:
+                slots = slots_B[going]
+            counts_B = None if min(sizes) == size else torch.tensor(sizes, device=device)
+            ends_B1 = torch.tensor([[count - 1] for count in sizes], device=device)
+            logits_B1V, _ = self.model.read_chain(
+                self.cache, tokens_BM, torch.tensor(before, device=device), (), slots, ends_B1, max(before), counts_B
+            )
+            last |= {b: logits_B1V[i, 0] for i, b in enumerate(going)}
+        return torch.stack([last[b] for b in rows])
+
+    def read_paths(
+        self, held: Sequence[int], paths_BFD: Tensor, slots_B: Tensor | None = None
+    ) -> tuple[Tensor, int]:
+        """Read F paths a row behind its first `held[b]` tokens, none seeing another.
+
+        They are read as one tree, or as several where the cache has no room for it.
+
+        Args:
+            slots_B: slot of every row in the cache; None for row b in slot b.
+
+        Returns:
+            the logits after the last token of every path (R, V), and which path lies right behind the `held` tokens
+            in the end, token after token, as if it were text.
+        """
+        frontier, length = paths_BFD.shape[1:]
+        most = max(1, min(self.cache.capacity - max(held), ROOM) // length)
+        logits = []
+        for start in range(0, frontier, most):
+            nodes_BM = paths_BFD[:, start : start + most].flatten(1)
+            count = nodes_BM.shape[1] // length
+            path_M = torch.arange(count).repeat_interleave(length)
+            visible_MM = (path_M.unsqueeze(1) == path_M) & torch.ones((len(path_M),) * 2, dtype=torch.bool).tril()
+            columns = list(range(length - 1, count * length, length))
+            depths_M = torch.arange(length).repeat(count)
+            logits.append(self._read_tree(nodes_BM, depths_M, visible_MM, held, columns, slots_B))
+        return torch.cat(logits, dim=1).flatten(0, 1), start
+
+    def _read_tree(
+        self, tokens_BM: Tensor, depths_M: Tensor, visible_MM: Tensor, held: Sequence[int], columns: list[int],
+        slots_B: Tensor | None,
+    ) -> Tensor:
+        batch, nodes = tokens_BM.shape
+        device = self.model.device
+        tree = Nodes(
+            tokens_BM,
+            torch.tensor(held, device=device),
+            slots_B,
+            depths_M.to(device).expand(batch, -1),
+            visible_MM.to(device).expand(batch, -1, -1),
+            columns_S=self.model.backend.columns(lambda: max(held) + nodes),
+        )
+        logits_BUV, _ = self.model.forward(
+            self.cache, tree, (), None if len(columns) == nodes else torch.tensor(columns, device=device)
+        )
+        return logits_BUV

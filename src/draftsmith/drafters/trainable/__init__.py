@@ -1,0 +1,1 @@
+"""What drafters with weights share: training examples, losses, checkpoints, and bases to derive from."""

@@ -1,0 +1,129 @@
+"""What a drafter learns from: text, the target's states that predicted it, and optionally its distributions.
+
+Shapes: B sequences, T tokens a sequence, P positions trained on a sequence, R = B × P rows, N depths, F feature width,
+V vocabulary, W drafted vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class SoftLabels:
+    """The target's own distribution at rows of a batch: p_SW, its entropy in nats, and which row wants which.
+
+    With a drafted vocabulary it is the distribution given that the token is in it. Rows share it, because what depth d
+    of one position learns is what depth d - 1 of the next does.
+    """
+
+    p_SW: Tensor
+    entropy_S: Tensor
+    index_RN: Tensor
+
+
+def counted(learnt_BT: Tensor, positions_BP: Tensor, depths: int) -> Tensor:
+    """Return which guesses behind these roots count (B, P, N): those with nothing but learnt tokens up to their own."""
+    batch = torch.arange(len(learnt_BT), device=learnt_BT.device).view(-1, 1, 1)
+    labels_BPN = positions_BP.unsqueeze(2) + torch.arange(1, depths + 1, device=positions_BP.device)
+    return learnt_BT[batch, labels_BPN].long().cumprod(2).bool()
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """One micro-batch, aligned as everywhere: `features_BTF[:, t]` is the state that predicted `tokens_BT[:, t]`.
+
+    Args:
+        tokens_BT: the text from its second token on.
+        features_BTF: the target's tapped states.
+        positions_BP: roots t to train on; depth d reads tokens up to t + d and predicts token t + d + 1.
+        logits_BTV: the target's logits behind `tokens_BT[:, t]` (they predict token t + 1); None without distillation.
+        weight: share of the loss that is the divergence from the target's own distribution.
+        temperature: of both distributions in that divergence.
+        seed: of what a family draws while it learns, another one for every micro-batch of a run.
+        learnt_BT: which tokens are learnt: not padding, and of a conversation only what the assistant wrote. A guess
+            counts if its token and those between it and the root are learnt; None where all are.
+        first_B: the tokens before the second, which no state predicted; for those who read whole texts.
+    """
+
+    tokens_BT: Tensor
+    features_BTF: Tensor
+    positions_BP: Tensor
+    logits_BTV: Tensor | None = None
+    weight: float = 0.0
+    temperature: float = 1.0
+    seed: int = 0
+    learnt_BT: Tensor | None = None
+    first_B: Tensor | None = None
+
+    def reads_BPN(self, depths: int) -> tuple[Tensor, Tensor]:
+        """Return the batch index (B, 1, 1) and, for every position and depth, the index of the last token read."""
+        batch = torch.arange(self.tokens_BT.shape[0], device=self.tokens_BT.device).view(-1, 1, 1)
+        return batch, self.positions_BP.unsqueeze(2) + torch.arange(depths, device=self.tokens_BT.device)
+
+    def roots_RF(self) -> Tensor:
+        """Return the states that predicted the roots (R, F)."""
+        batch, reads_BP1 = self.reads_BPN(1)
+        return self.features_BTF[batch.squeeze(2), reads_BP1.squeeze(2)].flatten(0, 1)
+
+    def tokens_RN(self, depths: int) -> Tensor:
+        """Return what the depths read: the root and the true tokens after it."""
+        batch, reads_BPN = self.reads_BPN(depths)
+        return self.tokens_BT[batch, reads_BPN].flatten(0, 1)
+
+    def labels_RN(self, depths: int, d2t: Tensor | None, vocab_size: int) -> Tensor:
+        """Return what the depths should say, as indices into the drafted vocabulary; IGNORED where it is not in it."""
+        batch, reads_BPN = self.reads_BPN(depths)
+        labels_RN = self.tokens_BT[batch, reads_BPN + 1].flatten(0, 1)
+        if d2t is not None:
+            index_V = labels_RN.new_full((vocab_size,), IGNORED)
+            index_V[d2t] = torch.arange(len(d2t), device=labels_RN.device)
+            labels_RN = index_V[labels_RN]
+        counts_RN = self.counts_RN(depths)
+        return labels_RN if counts_RN is None else labels_RN.masked_fill(~counts_RN, IGNORED)
+
+    def counts_RN(self, depths: int) -> Tensor | None:
+        """Return which guesses count; None where all do."""
+        if self.learnt_BT is None:
+            return None
+        return counted(self.learnt_BT, self.positions_BP, depths).flatten(0, 1)
+
+    def mean(self, values_R: Tensor, depth: int) -> Tensor:
+        """Return the mean over the guesses of a depth that count."""
+        counts_RN = self.counts_RN(depth + 1)
+        if counts_RN is None:
+            return values_R.mean()
+        counts_R = counts_RN[:, depth]
+        return values_R.where(counts_R, 0).sum() / counts_R.sum().clamp(min=1)
+
+    def soft_labels(self, depths: int, d2t: Tensor | None) -> SoftLabels | None:
+        """Return what the target itself would say, or None where nothing is to be distilled."""
+        if self.logits_BTV is None or self.weight == 0:
+            return None
+        logits_BTW = self.logits_BTV if d2t is None else self.logits_BTV[..., d2t]
+        log_p_SW = (logits_BTW.flatten(0, 1).float() / self.temperature).log_softmax(-1)
+        p_SW = log_p_SW.exp()
+        batch, reads_BPN = self.reads_BPN(depths)
+        return SoftLabels(p_SW, -(p_SW * log_p_SW).sum(-1), (batch * self.tokens_BT.shape[1] + reads_BPN).flatten(0, 1))
+
+    def loss_and_accuracy(
+        self, depth: int, logits_RW: Tensor, labels_RN: Tensor, soft: SoftLabels | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of one depth in nats and the share of right first guesses, given true tokens as input.
+
+        The share is no acceptance when serving.
+        """
+        logits_RW, labels_R = logits_RW.float(), labels_RN[:, depth]
+        valid = (labels_R != IGNORED).sum().clamp(min=1)
+        loss = F.cross_entropy(logits_RW, labels_R, ignore_index=IGNORED, reduction="sum") / valid
+        if soft is not None:
+            index_R, scaled_RW = soft.index_RN[:, depth], logits_RW / self.temperature
+            cross_R = scaled_RW.logsumexp(-1) - (soft.p_SW[index_R] * scaled_RW).sum(-1)
+            # The square keeps the gradient's size independent of the temperature.
+            divergence = self.mean(cross_R - soft.entropy_S[index_R], depth) * self.temperature**2
+            loss = (1 - self.weight) * loss + self.weight * divergence
+        return loss, self.mean((logits_RW.detach().argmax(-1) == labels_R).float(), depth)

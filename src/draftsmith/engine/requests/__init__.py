@@ -1,0 +1,1 @@
+"""From a prompt to a request with a slot: what may be asked, and whose turn it is."""

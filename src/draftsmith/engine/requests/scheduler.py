@@ -1,0 +1,161 @@
+"""Whose turn it is: which requests get a slot, and which pieces of prompts are read beside the next decoding step.
+
+First come, first served, within a priority. What does not fit waits, and nothing of its priority overtakes it, so that
+nobody starves but by a steady flow of requests that matter more. A request takes its slot when everything it may ever
+hold fits beside what the others may hold: so none has to be thrown out in the middle.
+"""
+
+import heapq
+import time
+from dataclasses import dataclass, field
+
+from draftsmith.engine.requests.request import NO_SLOT, Request
+from draftsmith.targets import BLOCK, Blocks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens `begin` to `end` - 1 of a request's prompt: to be read next, or, if `stored`, to be told to drafters."""
+
+    request: Request
+    begin: int
+    end: int
+    stored: bool = False
+
+    @property
+    def ends_prompt(self) -> bool:
+        """Whether the first token of the text follows."""
+        return self.end == len(self.request.prompt)
+
+
+@dataclass
+class Scheduler:
+    """Knows who waits, who reads and who decodes.
+
+    Args:
+        blocks: who hands out the cache's memory; shares what prompts have in common.
+        max_batch: most requests that hold a slot.
+        max_tokens: most tokens that their texts, read to their ends, may have together.
+        piece: most tokens of prompts that are read in a step while rows decode.
+        largest_piece: the same while none does.
+        room: places that a step may write behind a row's text.
+        share: whether prompts that begin alike are read and stored once.
+        tells: whether a drafter with a memory wants to hear of prompts.
+    """
+
+    blocks: Blocks
+    max_batch: int
+    max_tokens: int
+    piece: int
+    largest_piece: int
+    room: int
+    share: bool
+    tells: bool
+    waiting: list[tuple[int, int, Request]] = field(default_factory=list)
+    reading: list[Request] = field(default_factory=list)
+    decoding: dict[int, Request] = field(default_factory=dict)
+    """By id."""
+    tokens: int = 0
+    """That the texts of those who hold a slot may have together."""
+    _free: list[int] = field(init=False)
+    _deadlines: int = 0
+
+    def __post_init__(self) -> None:
+        self._free = list(range(self.max_batch))
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn."""
+        heapq.heappush(self.waiting, (-request.priority, request.id, request))
+        self._deadlines += request.deadline is not None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody waits, reads or decodes."""
+        return bool(self.waiting or self.reading or self.decoding)
+
+    def overdue(self) -> list[Request]:
+        """Return the requests whose deadline has passed."""
+        if not self._deadlines:
+            return []
+        now = time.monotonic()
+        everybody = [*(request for *_, request in self.waiting), *self.reading, *self.decoding.values()]
+        return [request for request in everybody if request.deadline is not None and request.deadline <= now]
+
+    def pieces(self) -> list[Piece]:
+        """Give slots to those whose turn it is; return what to read next, in order of arrival."""
+        while self.waiting and self._free:
+            request = self.waiting[0][2]
+            if self.tokens + whole(request) > self.max_tokens:
+                break
+            heapq.heappop(self.waiting)
+            # The lowest slot: rows without holes between them are read without being gathered.
+            request.slot = heapq.heappop(self._free)
+            self.tokens += whole(request)
+            self.reading.append(request)
+        budget = self.piece if self.decoding else self.largest_piece
+        pieces: list[Piece] = []
+        for request in self.reading:
+            if budget <= 0:
+                break
+            if self.share and request.read == 0:
+                if self._comes_later(request):
+                    continue
+                request.read = request.shared = self.blocks.share(request.slot, request.prompt)
+            if self.tells and request.told < request.shared and not request.never_drafts:
+                told = min(request.shared, request.told + budget)
+                budget -= told - request.told
+                pieces.append(Piece(request, request.told, told, stored=True))
+                if budget <= 0:
+                    break
+            end = min(len(request.prompt), request.read + budget)
+            budget -= end - request.read
+            self.blocks.reserve(request.slot, min(end + self.room, self.blocks.cache.capacity))
+            pieces.append(Piece(request, request.read, end))
+        return pieces
+
+    def _comes_later(self, request: Request) -> bool:
+        """Whether somebody before it is about to read more of the same beginning than is stored now."""
+        mine = request.prompt
+        best = self.blocks.findable(mine)
+        for other in self.reading:
+            if other is request:
+                return False
+            theirs = other.prompt
+            if theirs[:BLOCK] != mine[:BLOCK]:
+                continue
+            most = min(len(mine) - 1, len(theirs)) // BLOCK * BLOCK
+            while most > best:
+                if mine[:most] == theirs[:most]:
+                    return True
+                most -= BLOCK
+        return False
+
+    def done_reading(self, request: Request) -> None:
+        """Let a request decode whose prompt was read."""
+        self.reading.remove(request)
+        self.decoding[request.id] = request
+
+    def remove(self, request: Request, stored: list[int] | None) -> None:
+        """Forget a request wherever it is; its slot is free at once.
+
+        Args:
+            stored: the tokens whose keys and values its slot holds, for others to share; None throws them away.
+        """
+        self._deadlines -= request.deadline is not None
+        if request.slot == NO_SLOT:
+            self.waiting = [entry for entry in self.waiting if entry[2] is not request]
+            heapq.heapify(self.waiting)
+            return
+        if self.decoding.pop(request.id, None) is None:
+            self.reading.remove(request)
+        if self.share and stored is not None:
+            self.blocks.publish(request.slot, stored)
+        self.blocks.release(request.slot)
+        self.tokens -= whole(request)
+        heapq.heappush(self._free, request.slot)
+        request.slot = NO_SLOT
+
+
+def whole(request: Request) -> int:
+    """Return the most tokens that a request's text may have."""
+    return len(request.prompt) + request.params.max_tokens

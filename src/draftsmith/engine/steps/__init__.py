@@ -1,0 +1,1 @@
+"""One step of decoding and its parts: rows, prompts read, drafts laid out, tokens committed."""

@@ -1,0 +1,97 @@
+"""What was accepted becomes text: keys and values into place, and the context of the next step.
+
+Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), D depth of the draft, T context tokens,
+F feature width, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from draftsmith.engine.steps.layout import Layout
+from draftsmith.targets import KVCache, keep_path
+from draftsmith.types import UNUSED, Context, Draft
+from draftsmith.verify import Acceptance, accept_greedy
+
+# Stands in the table for a row's number of guesses when the logits that chose its first token are NaN or infinite.
+NOT_FINITE = -1
+
+
+def commit_greedy(
+    cache: KVCache, logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
+) -> tuple[Context, Tensor, Tensor]:
+    """Accept the path of argmaxes and commit it; see `commit`."""
+    acceptance = accept_greedy(logits_BMV.argmax(dim=-1), layout.draft)
+    return commit(cache, acceptance, logits_BMV, features_BMF, layout, context)
+
+
+def commit_greedily_natively(
+    cache: KVCache, logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
+) -> tuple[Context, Tensor, Tensor]:
+    """Do as `commit_greedy`, in one native operator where logits and states are bf16."""
+    if logits_BMV.dtype != torch.bfloat16 or features_BMF.dtype != torch.bfloat16:
+        return commit_greedy(cache, logits_BMV, features_BMF, layout, context)
+    draft = layout.draft
+    tokens_BT, features_BTF, counts_B, lengths_B, table_BX, path_BD = torch.ops.draftsmith.commit_greedy(
+        [] if draft.is_chain else cache.tensors, logits_BMV, features_BMF, layout.tokens_BM, draft.parents_BN,
+        context.lengths_B, draft.depth, context.slots_B, layout.nodes_B, cache.tables_RJ,
+    )
+    return context.after(tokens_BT, features_BTF, counts_B, lengths_B), table_BX, path_BD
+
+
+def commit_natively(
+    cache: KVCache, acceptance: Acceptance, logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
+) -> tuple[Context, Tensor, Tensor]:
+    """Do as `commit`, in one native operator where logits and states are bf16."""
+    if logits_BMV.dtype != torch.bfloat16 or features_BMF.dtype != torch.bfloat16:
+        return commit(cache, acceptance, logits_BMV, features_BMF, layout, context)
+    draft = layout.draft
+    tokens_BT, features_BTF, counts_B, lengths_B, table_BX, path_BD = torch.ops.draftsmith.commit_path(
+        [] if draft.is_chain else cache.tensors, logits_BMV, features_BMF, layout.tokens_BM, draft.parents_BN,
+        context.lengths_B, acceptance.path_BD, acceptance.counts_B, acceptance.next_B, context.slots_B, layout.nodes_B,
+        cache.tables_RJ,
+    )
+    return context.after(tokens_BT, features_BTF, counts_B, lengths_B), table_BX, path_BD
+
+
+def commit(
+    cache: KVCache, acceptance: Acceptance, logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
+) -> tuple[Context, Tensor, Tensor]:
+    """Keep the accepted path in the cache and line up the next context.
+
+    Returns:
+        the context of the next step (T = depth + 1), the table of `StepResult`, and path_BD.
+    """
+    path_BD, accepted_B, next_B = acceptance.path_BD, acceptance.counts_B, acceptance.next_B
+    draft = layout.draft
+    # The nodes of a chain lie where they will stay.
+    if draft.depth and not draft.is_chain:
+        keep_path(cache, context.lengths_B - 1, path_BD, context.slots_B, layout.nodes_B)
+    tokens_BT = torch.cat([layout.tokens_BM.gather(1, path_BD), next_B.unsqueeze(1)], dim=1)
+    tokens_BT = tokens_BT.scatter(1, accepted_B.unsqueeze(1), next_B.unsqueeze(1))
+    states_BT = torch.cat([torch.zeros_like(accepted_B).unsqueeze(1), path_BD], dim=1)
+    features_BTF = features_BMF.gather(1, states_BT.unsqueeze(2).expand(-1, -1, features_BMF.shape[2]))
+    # A row ends before what no finite logits chose; its last guess, unreadable, is then the root of the next step.
+    finite_B = count_finite(logits_BMV, states_BT, accepted_B)
+    counts_B = torch.where(finite_B > 0, finite_B, accepted_B + 1)
+    drafted_B = guesses_or_flag(draft, finite_B)
+    table_BX = torch.cat([counts_B.unsqueeze(1), drafted_B.unsqueeze(1), tokens_BT], dim=1)
+    following = context.after(tokens_BT, features_BTF, counts_B, context.lengths_B + counts_B)
+    return following, table_BX, path_BD
+
+
+def count_finite(logits_BMV: Tensor, states_BT: Tensor, accepted_B: Tensor) -> Tensor:
+    """Count the tokens of every row that finite logits chose, from the first on until one that others chose (B).
+
+    Args:
+        states_BT: the root and the accepted path, as nodes; entries behind `accepted_B` + 1 are not looked at.
+    """
+    # Both ends are NaN where anything is, and nothing as wide as the vocabulary is made to find them.
+    least_BM, most_BM = logits_BMV.aminmax(dim=-1)
+    finite_BT = (least_BM.isfinite() & most_BM.isfinite()).gather(1, states_BT)
+    used_BT = torch.arange(states_BT.shape[1], device=states_BT.device) <= accepted_B.unsqueeze(1)
+    return (finite_BT & used_BT).cumprod(dim=1).sum(dim=1)
+
+
+def guesses_or_flag(draft: Draft, finite_B: Tensor) -> Tensor:
+    """Count the guesses of every row, or flag it when no token of it is sound."""
+    return torch.where(finite_B > 0, (draft.parents_BN != UNUSED).sum(dim=1), NOT_FINITE)

@@ -1,0 +1,180 @@
+"""The tensors of rows that draft alike: one index a row, in any order of their slots.
+
+Within a group, rows that are greedy and ask for nothing else come first, so that they stay on the shortest way whatever
+the others ask for.
+
+Shapes: B rows (padded to a bucket in compiled mode), T context tokens, F feature width, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from draftsmith.engine.policy import Choice
+from draftsmith.engine.requests.request import Request
+from draftsmith.types import Context, SamplingParams
+from draftsmith.verify import History, SamplingBatch
+
+# What stands in the rows of padding.
+FILL = {"counts_B": 1, "lengths_B": 1, "rows_B": -1}
+
+
+@dataclass
+class Rows:
+    """Running requests and their device-side state. Row b of every tensor belongs to `requests[b]`.
+
+    Tensors may have more rows than there are requests: compiled code sees few batch sizes, and the rest is padding.
+
+    Args:
+        context: of all rows.
+        choice: what they draft.
+        simple: how many of them, from the first on, are greedy without any change of their logits.
+        sampling, history: of the others, and of padding where there are others; history is None where no penalty is.
+
+    What follows from these does not change from step to step, and is kept.
+
+    Args:
+        count: rows that are requests.
+        size: rows of the tensors.
+        simple_rows: rows of the tensors that are simple; padding goes with the others, if there are any.
+        never_drafts: whether no step of these rows will ever draft.
+        has_logprobs: whether any row asks for log-probabilities or keeps its logits.
+        depth, max_nodes: of the plan.
+    """
+
+    requests: list[Request]
+    context: Context
+    choice: Choice
+    simple: int
+    sampling: SamplingBatch
+    history: History | None
+    count: int = field(init=False)
+    size: int = field(init=False)
+    simple_rows: int = field(init=False)
+    never_drafts: bool = field(init=False)
+    has_logprobs: bool = field(init=False)
+    depth: int = field(init=False)
+    max_nodes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count, self.size = len(self.requests), self.context.rows_B.shape[0]
+        self.simple_rows = self.size if self.simple == self.count else self.simple
+        self.never_drafts = self.requests[0].never_drafts
+        self.has_logprobs = any(request.wants_logits for request in self.requests)
+        self.depth, self.max_nodes = self.choice.plan.depth, self.choice.plan.max_nodes
+
+    @property
+    def longest(self) -> int:
+        """Most committed tokens of any row."""
+        return max(request.length for request in self.requests)
+
+
+def is_simple(params: SamplingParams) -> bool:
+    """Whether a request takes the likeliest token as the target has it."""
+    return (
+        params.temperature == 0 and not params.logit_bias and params.repetition_penalty == 1
+        and params.presence_penalty == 0 and params.frequency_penalty == 0
+    )
+
+
+def gather(
+    parts: Sequence[tuple[Context, list[int]]], width: int, bucket: int, spare_slots: Sequence[int]
+) -> Context:
+    """Put rows of several contexts, by their indices, into one.
+
+    Args:
+        width: T, at least; a group keeps it, so that compiled code sees one shape.
+        bucket: rows, padding included.
+        spare_slots: slots for the rows of padding.
+    """
+    count = sum(len(order) for _, order in parts)
+    picked = [pick(part, order) for part, order in parts]
+    if bucket > count:
+        picked.append(padding_like(picked[0], list(spare_slots[: bucket - count])))
+    return join_contexts(picked, width)
+
+
+def pick(context: Context, order: list[int]) -> Context:
+    """Return the rows of a context in this order."""
+    if order == list(range(len(context.rows_B))):
+        return context
+    index_B = torch.tensor(order, device=context.rows_B.device, dtype=torch.long)
+    return Context(**{name: tensor[index_B] for name, tensor in tensors_of(context).items()})
+
+
+def padding_like(context: Context, slots: list[int]) -> Context:
+    """Return rows of padding in these slots, as wide as those of a context."""
+    rows = {
+        name: tensor.new_full((len(slots), *tensor.shape[1:]), FILL.get(name, 0))
+        for name, tensor in tensors_of(context).items()
+    }
+    return Context(**rows | {"slots_B": torch.tensor(slots, device=context.rows_B.device)})
+
+
+def join_contexts(contexts: Sequence[Context], width: int = 0) -> Context:
+    """Put contexts behind each other, row after row; narrower ones get zeros behind their tokens, up to `width` too."""
+    width = max(width, *(context.tokens_BT.shape[1] for context in contexts))
+    if len(contexts) == 1 and contexts[0].tokens_BT.shape[1] == width:
+        return contexts[0]
+    several = [tensors_of(context) for context in contexts]
+    return Context(**{name: torch.cat([widened(each[name], width) for each in several]) for name in several[0]})
+
+
+def widened(tensor: Tensor, width: int) -> Tensor:
+    """Add zeros behind the tokens of a tensor (B, T, …) up to a width; a tensor (B) stays as it is."""
+    if tensor.ndim == 1 or tensor.shape[1] == width:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros((len(tensor), width - tensor.shape[1], *tensor.shape[2:]))], dim=1)
+
+
+def tensors_of(context: Context) -> dict[str, Tensor]:
+    """Return the fields of a context, all of which the engine fills."""
+    return {field.name: getattr(context, field.name) for field in fields(Context)}
+
+
+class Penalties:
+    """What penalties remember of every slot; made when somebody first needs it, and changed for the newcomer alone."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self._slots, self._vocab_size, self._device = slots, vocab_size, device
+        self._whole: History | None = None
+        self._known: dict[int, int] = {}
+
+    def of(self, requests: Sequence[Request], slots_B: Tensor) -> History:
+        """Return the history of these rows, entering those that are new (and padding, by its slot)."""
+        if self._whole is None:
+            self._whole = History.empty(self._slots, self._vocab_size, self._device)
+        for request in requests:
+            if self._known.get(request.slot) != request.id:
+                self._whole.enter(request.slot, request.prompt, request.tokens)
+                self._known[request.slot] = request.id
+        return self._whole.at(slots_B)
+
+    def restore(self, request: Request) -> None:
+        """Let a row have read and written what its request has, whatever a step that was taken back counted."""
+        if self._whole is not None:
+            self._whole.enter(request.slot, request.prompt, request.tokens)
+
+
+def make_rows(
+    requests: list[Request], context: Context, choice: Choice, vocab_size: int, penalties: Penalties
+) -> Rows:
+    """Make a group of requests that come in order, the simple ones first."""
+    device = context.tokens_BT.device
+    slots_B = slots_of(context)
+    simple = next((b for b, request in enumerate(requests) if not is_simple(request.params)), len(requests))
+    others = requests[simple:]
+    params = [request.params for request in others]
+    if others:
+        params += params[:1] * (len(context.rows_B) - len(requests))
+    sampling = SamplingBatch.build(params, vocab_size, device)
+    history = penalties.of(others, slots_B[simple:]) if sampling.needs_history else None
+    return Rows(requests, context, choice, simple, sampling, history)
+
+
+def slots_of(context: Context) -> Tensor:
+    """Return the slots of a context's rows, which the engine always gives (B)."""
+    assert context.slots_B is not None
+    return context.slots_B

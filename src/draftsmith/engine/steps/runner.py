@@ -1,0 +1,49 @@
+"""How an engine runs the pieces of a step: as they are, here, or compiled, see `draftsmith.engine.steps.compiled`."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine.steps.commit import commit, commit_greedily_natively, commit_greedy, commit_natively
+from draftsmith.engine.steps.layout import Drafting, Layout, lay_out, lay_out_natively
+from draftsmith.plan import Plan
+from draftsmith.targets import KVCache, Nodes, Target
+from draftsmith.types import CompileLevel, Context
+
+Forward = Callable[[KVCache, Nodes, tuple[int, ...]], tuple[Tensor, Tensor]]
+DraftRows = Callable[[Context, Plan], Layout]
+CommitGreedily = Callable[[KVCache, Tensor, Tensor, Layout, Context], tuple[Context, Tensor, Tensor]]
+
+
+class Runner:
+    """The pieces of a step for one engine and its target: functions that are chosen once.
+
+    Args:
+        forward: reads nodes, see `Target.forward`.
+        columns: the cached entries to look at, see `Backend.columns`.
+        commit_greedily: see `commit_greedy`.
+        commit_path: see `commit`.
+    """
+
+    level: CompileLevel = "off"
+
+    def __init__(self, target: Target) -> None:
+        self.backend = target.backend
+        self.columns = self.backend.columns
+        self.lay_out = self.backend.choose(lay_out, lay_out_natively)
+        self.commit_path = self.backend.choose(commit, commit_natively)
+        self.forward: Forward = target.forward
+        self.commit_greedily: CommitGreedily = self.backend.choose(commit_greedy, commit_greedily_natively)
+
+    def drafting(self, drafter: Drafter) -> DraftRows:
+        """Return what guesses with a drafter, and lays its trees out for the target."""
+        return Drafting(drafter, self.lay_out).run
+
+    def bucket(self, rows: int, most: int) -> int:
+        """Return the rows to compute for so many requests, at most `most`."""
+        return rows
+
+    def slots(self, max_batch: int) -> int:
+        """Return the slots that a cache needs for so many requests."""
+        return max_batch

@@ -1,0 +1,280 @@
+"""One step of decoding: propose, verify, accept, keep, for all rows at once, whatever each of them drafts.
+
+Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), D depth of the plan, T context tokens,
+F feature width, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine.steps.clock import Clock
+from draftsmith.engine.steps.layout import Layout, roots_alone, together
+from draftsmith.engine.steps.rows import Rows, join_contexts, slots_of
+from draftsmith.engine.steps.runner import Runner
+from draftsmith.plan import Plan
+from draftsmith.targets import KVCache, Nodes, Target
+from draftsmith.types import Context, Draft
+from draftsmith.verify import (
+    Acceptance,
+    accept_block,
+    accept_deterministic,
+    accept_greedy,
+    accept_natively,
+    accept_sampled,
+    accept_typical,
+    can_accept_natively,
+    narrow,
+    probabilities,
+    shape_logits,
+)
+
+SPAN_STEP = 64
+"""The cached entries looked at are a multiple of so many, so that few lengths occur."""
+
+
+@dataclass
+class StepResult:
+    """What a step committed for a group of rows.
+
+    Args:
+        tables: of its rows, in order, in one or two pieces: a row's number of committed tokens, of verified guesses (or
+            `NOT_FINITE`), then the tokens, the target's own last.
+        depth: the most guesses that could have been accepted.
+        raw_logits_BTV: the target's logits behind every committed token, if a row wants log-probabilities.
+        before: the context that the step began with.
+    """
+
+    tables: list[Tensor]
+    depth: int
+    raw_logits_BTV: Tensor | None
+    before: Context
+
+
+class Stepper:
+    """Owns nothing but references: runs the target and the drafters over the cache.
+
+    Args:
+        drafters: by name, the one that drafts unless a choice says otherwise first.
+    """
+
+    def __init__(self, target: Target, drafters: Mapping[str, Drafter], cache: KVCache, runner: Runner) -> None:
+        self.target, self.cache = target, cache
+        self.drafters = dict(drafters)
+        self.first = next(iter(drafters))
+        self.taps = union_of_taps(list(drafters.values()))
+        self._columns = {name: columns_of(drafter.taps, self.taps, target) for name, drafter in drafters.items()}
+        self._runner = runner
+        self._draft = {name: runner.drafting(drafter) for name, drafter in drafters.items()}
+        self._lone_roots: dict[int, Layout] = {}
+        self._choose = target.backend.choose(choose, choose_natively)
+
+    def context_for(self, name: str, context: Context) -> Context:
+        """Return a context with the tapped states of one drafter."""
+        columns_F = self._columns[name]
+        if columns_F is None:
+            return context
+        return replace(context, features_BTF=context.features_BTF[:, :, columns_F])
+
+    def follow(self, context: Context, besides: str | None) -> None:
+        """Show what was committed to every drafter with a memory but one."""
+        for name, drafter in self.drafters.items():
+            if name != besides and drafter.reads_prompt:
+                drafter.follow(self.context_for(name, context))
+
+    def step(self, groups: Sequence[Rows], clock: Clock) -> list[StepResult]:
+        """Advance every row by one to its plan's depth + 1 tokens, and leave the groups ready for the next step."""
+        clock.start("drafter")
+        contexts = [rows.context for rows in groups]
+        layouts = [self._lay_out(rows) for rows in groups]
+        clock.start("rest")
+        layout = layouts[0] if len(layouts) == 1 else together(layouts)
+        nodes = Nodes(
+            layout.tokens_BM, concat([context.lengths_B for context in contexts]) - 1,
+            concat([slots_of(context) for context in contexts]), layout.depths_BM, layout.visible_BMM, layout.nodes_B,
+            self._runner.columns(lambda: self._span(groups, layout)),
+        )
+        clock.start("target")
+        logits_BMV, features_BMF = self._runner.forward(self.cache, nodes, self.taps)
+        clock.start("rest")
+        results, begin = [], 0
+        for rows, own in zip(groups, layouts, strict=True):
+            if own is layout:
+                wide, scores, states = layout, logits_BMV, features_BMF
+            else:
+                end = begin + rows.size
+                wide, scores, states = layout.part(begin, end), logits_BMV[begin:end], features_BMF[begin:end]
+                begin = end
+            self._observe(rows, own, scores, clock)
+            results.append(self._commit(rows, own, wide, scores, states))
+        return results
+
+    def _span(self, groups: Sequence[Rows], layout: Layout) -> int:
+        most = max(rows.longest for rows in groups) + layout.tokens_BM.shape[1] - 1
+        return min(self.cache.capacity, -(-most // SPAN_STEP) * SPAN_STEP)
+
+    def _lay_out(self, rows: Rows) -> Layout:
+        plan, name = rows.choice.plan, rows.choice.drafter or self.first
+        context = rows.context
+        if not rows.never_drafts:
+            self.follow(context, name if rows.depth else None)
+        if not rows.depth and context.tokens_BT.shape[1] == 1:
+            return self._roots(context)
+        layout = self._draft[name](self.context_for(name, context), plan)
+        draft = layout.draft
+        if draft.tokens_BN.shape[1] > rows.max_nodes or draft.depth > rows.depth:
+            raise RuntimeError(
+                f"the drafter returned {draft.tokens_BN.shape[1]} nodes in {draft.depth} levels for {plan}; "
+                "a draft has to fit its plan."
+            )
+        return layout
+
+    def _roots(self, context: Context) -> Layout:
+        """Lay out rows that draft nothing after a step in which none did: all but their tokens stays as it was."""
+        size = len(context.rows_B)
+        if size not in self._lone_roots:
+            self._lone_roots[size] = roots_alone(context)
+        known = self._lone_roots[size]
+        return Layout(known.draft, context.tokens_BT, known.depths_BM, known.visible_BMM)
+
+    def _observe(self, rows: Rows, layout: Layout, logits_BMV: Tensor, clock: Clock) -> None:
+        """Show a drafter that learns from it what the target says of its guesses."""
+        name = rows.choice.drafter or self.first
+        drafter = self.drafters[name]
+        if drafter.observes and rows.depth:
+            clock.start("drafter")
+            nodes = layout.tokens_BM.shape[1]
+            # On a CPU a maximum is found several times faster than an argmax.
+            choice_BM = logits_BMV[:, :nodes].max(dim=-1).indices
+            drafter.observe(self.context_for(name, rows.context), layout.draft, choice_BM)
+            clock.start("rest")
+
+    def _commit(
+        self, rows: Rows, own: Layout, wide: Layout, logits_BMV: Tensor, features_BMF: Tensor
+    ) -> StepResult:
+        """Accept paths and keep them: of the simple rows greedily, of the others by their rules.
+
+        Args:
+            own: as drafted.
+            wide: the same, as wide as what was read.
+        """
+        context, depth = rows.context, own.draft.depth
+        if wide is not own:
+            wide.draft.depth, wide.draft.branching = depth, own.draft.branching
+        simple, size = rows.simple_rows, rows.size
+        done = []
+        if simple == size:
+            done.append(self._runner.commit_greedily(self.cache, logits_BMV, features_BMF, wide, context))
+        elif simple:
+            done.append(self._runner.commit_greedily(
+                self.cache, logits_BMV[:simple], features_BMF[:simple], wide.part(0, simple), context.part(0, simple)
+            ))
+        if simple < size:
+            nodes = own.tokens_BM.shape[1]
+            before = context.part(simple, size)
+            acceptance = self.choose(rows, before, logits_BMV[simple:, :nodes], own.part(simple, size))
+            after, table_BX, path_BD = self._runner.commit_path(
+                self.cache, acceptance, logits_BMV[simple:], features_BMF[simple:], wide.part(simple, size), before
+            )
+            if rows.history is not None:
+                rows.history.commit(after.tokens_BT, after.counts_B)
+            done.append((after, table_BX, path_BD))
+        rows.context = done[0][0] if len(done) == 1 else join_contexts([after for after, _, _ in done])
+        if self.cache.states_NEF is not None:
+            # Beside the keys and values of the tokens just read, for whoever begins with the same text later.
+            states_BTF = rows.context.features_BTF
+            places_T = torch.arange(states_BTF.shape[1], device=states_BTF.device)
+            places_BT = (context.lengths_B - 1).unsqueeze(1) + places_T
+            self.cache.store_states(context.slots_B, places_BT, states_BTF)
+        if rows.count < size:
+            # Padding writes the same few places again and again; left to grow, it would outgrow the cache.
+            lengths_B = torch.where(context.rows_B < 0, context.lengths_B, rows.context.lengths_B)
+            rows.context = replace(rows.context, lengths_B=lengths_B)
+        raw_BTV = None
+        if rows.has_logprobs:
+            path_BD = torch.cat([path_BD for _, _, path_BD in done])
+            index_BT = torch.cat([torch.zeros_like(context.counts_B).unsqueeze(1), path_BD], dim=1)
+            raw_BTV = logits_BMV.gather(1, index_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
+        return StepResult([table_BX for _, table_BX, _ in done], depth, raw_BTV, context)
+
+    def choose(self, rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
+        """Apply the rules of acceptance to the rows of a group that are not simple.
+
+        A method, so that a proof can put a broken rule in their place.
+        """
+        return self._choose(rows, context, logits_BMV, layout)
+
+
+def lists_of(results: Sequence[StepResult]) -> list[list[list[int]]]:
+    """Bring the tables of all groups to the host, in one transfer."""
+    tables = [table_BX for result in results for table_BX in result.tables]
+    if len(tables) == 1:
+        return [tables[0].tolist()]
+    width = max(table_BX.shape[1] for table_BX in tables)
+    lines = torch.cat([pad(table_BX, (0, width - table_BX.shape[1])) for table_BX in tables]).tolist()
+    found = []
+    for result in results:
+        size = sum(len(table_BX) for table_BX in result.tables)
+        found.append(lines[:size])
+        lines = lines[size:]
+    return found
+
+
+def concat(tensors_B: Sequence[Tensor]) -> Tensor:
+    """Put vectors behind each other."""
+    return tensors_B[0] if len(tensors_B) == 1 else torch.cat(list(tensors_B))
+
+
+def union_of_taps(drafters: Sequence[Drafter]) -> tuple[int, ...]:
+    """Return the hidden states that any of them reads, each once; those of one drafter as it wants them."""
+    if len(drafters) == 1:
+        return drafters[0].taps
+    return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
+
+
+def columns_of(taps: tuple[int, ...], all_taps: tuple[int, ...], target: Target) -> Tensor | None:
+    """Return where the states of some taps lie among those of all; None where they are all."""
+    if taps == all_taps:
+        return None
+    width = target.hidden_size
+    columns = [all_taps.index(tap) * width + f for tap in taps for f in range(width)]
+    return torch.tensor(columns, dtype=torch.long, device=target.device)
+
+
+def choose_natively(rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
+    """Do as `choose`, by a native operator where the target alone chooses tokens: they stay the same."""
+    draft, plan, sampling = layout.draft, rows.choice.plan, rows.sampling
+    own_choice = sampling.all_greedy or (draft.q_BMV is None and plan.acceptance != "typical")
+    if own_choice and can_accept_natively(logits_BMV, rows.history):
+        return accept_natively(
+            logits_BMV, sampling, rows.history, draft, layout.visible_BMM, context.seeds_B, context.lengths_B
+        )
+    return choose(rows, context, logits_BMV, layout)
+
+
+def choose(rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
+    """Apply every row's sampling rules at every node and accept a path by the plan's rule."""
+    draft, plan, sampling, shaped_BMV = layout.draft, rows.choice.plan, rows.sampling, logits_BMV
+    if sampling.needs_shaping:
+        shaped_BMV = shape_logits(logits_BMV, sampling, rows.history, draft.tokens_BN, layout.visible_BMM)
+    if sampling.all_greedy:
+        return accept_greedy(shaped_BMV.argmax(dim=-1), draft)
+    narrowed = narrow(shaped_BMV, sampling, draft)
+    if narrowed is not None:
+        return narrowed.restore(accept_by_rule(narrowed.p_BMU, narrowed.draft, context, plan))
+    return accept_by_rule(probabilities(shaped_BMV, sampling), draft, context, plan)
+
+
+def accept_by_rule(p_BMV: Tensor, draft: Draft, context: Context, plan: Plan) -> Acceptance:
+    """Accept a path of a draft, with the target's distribution at every node, by the plan's rule."""
+    seeds_B, positions_B = context.seeds_B, context.lengths_B
+    if plan.acceptance == "typical":
+        return accept_typical(p_BMV, draft, seeds_B, positions_B, plan.epsilon, plan.delta)
+    if draft.q_BMV is None:
+        return accept_deterministic(p_BMV, draft, seeds_B, positions_B)
+    accept = accept_block if plan.acceptance == "block" else accept_sampled
+    return accept(p_BMV, draft, seeds_B, positions_B)

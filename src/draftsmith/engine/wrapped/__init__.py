@@ -1,0 +1,1 @@
+"""The `generate` of transformers, with drafts."""

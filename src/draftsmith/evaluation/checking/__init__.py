@@ -1,0 +1,1 @@
+"""`check`: does a drafter decode as its training promises?"""

@@ -1,0 +1,256 @@
+"""The gate before a drafter is published: everything that makes served acceptance differ from trained, one by one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.registry import family_of, load_drafter
+from draftsmith.drafters.trainable import storage
+from draftsmith.drafters.trainable.drafter import TrainableDrafter
+from draftsmith.drafters.trainable.model import TrainableModel, other_tokens
+from draftsmith.engine import Engine
+from draftsmith.evaluation.checking.parity import Parity, likely_cause, measure_parity, own_texts
+from draftsmith.evaluation.measuring.losslessness import first_divergence
+from draftsmith.evaluation.measuring.measure import Measurement
+from draftsmith.plan import Plan
+from draftsmith.targets import Target
+from draftsmith.types import Completion, DraftsmithError, SamplingParams, require_finished
+
+PACKING_POINTS = 0.02
+RAGGED = 8
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report; `passed` is None for what could not be run."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+@dataclass
+class CheckReport:
+    """All checks, and acceptance by depth as predicted, as measured, and as measured with the copy that decodes."""
+
+    checks: list[Check] = field(default_factory=list)
+    parity: Parity | None = None
+    packed: list[float] | None = None
+    unpacked: list[float] | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed and everything ran."""
+        return all(check.passed for check in self.checks)
+
+    def sentence(self) -> str:
+        """Say the result, and the first failure with its cause."""
+        failed = [check for check in self.checks if check.passed is False]
+        if failed:
+            return f"FAILED: {failed[0].name}: {failed[0].detail}."
+        return f"Passed: all {len(self.checks)} checks; decoding accepts what training predicts."
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        return {
+            "passed": self.passed,
+            "sentence": self.sentence(),
+            "checks": [asdict(check) for check in self.checks],
+            "parity": self.parity.summary() if self.parity is not None else None,
+            "accepted_by_depth_as_decoded": self.packed,
+            "accepted_by_depth_unpacked": self.unpacked,
+        }
+
+
+def check_files(folder: Path) -> list[Check]:
+    """Check that the folder is whole: files, sums, and tensors that are finite."""
+    checks = []
+    try:
+        storage.require_folder(folder)
+        storage.verify_folder(folder)
+        config = storage.read_json(folder / "config.json")
+        tensors = {
+            name: tensor for path in sorted(folder.glob("*.safetensors"))
+            for name, tensor in storage.read_tensor_file(path).items()
+        }
+        if not tensors:
+            raise DraftsmithError(f"{folder} has no safetensors file; restore it from a good copy.")
+    except DraftsmithError as error:
+        return [Check("files", False, str(error).rstrip("."))]
+    sealed = (folder / storage.MANIFEST).exists()
+    detail = "every file has the sum its manifest lists" if sealed else (
+        f"there is no {storage.MANIFEST}, so a damaged file would go unseen; save the drafter again"
+    )
+    checks.append(Check("files", sealed, detail))
+    broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    declared = config.get("torch_dtype") or config.get("dtype")
+    agrees = declared is None or declared in kinds
+    checks.append(
+        Check(
+            "weights and dtype", not broken and agrees,
+            f"{broken[0]} holds numbers that are not finite" if broken
+            else f"{len(tensors)} tensors, {', '.join(kinds)}" if agrees
+            else f"config.json says {declared}, the tensors are {', '.join(kinds)}",
+        )
+    )
+    return checks
+
+
+def load_pair(folder: Path, target: Target) -> tuple[Drafter | None, Check]:
+    """Load a drafter for a target; a refusal, of another tokenizer say, becomes a failed check."""
+    try:
+        drafter = load_drafter(folder, target)
+    except DraftsmithError as error:
+        return None, Check("made for this target", False, str(error).rstrip("."))
+    recorded = storage.read_json(folder / "config.json").get("draftsmith", {}).get("target", {})
+    known = recorded.get("tokenizer_hash") is not None
+    return drafter, Check(
+        "made for this target", True,
+        "hidden size, vocabulary and tokenizer hash agree" if known
+        else "hidden size and vocabulary agree; the folder records no tokenizer hash to compare",
+    )
+
+
+def check_tokens(folder: Path, target: Target) -> Check:
+    """Check that the target makes the tokens that the drafter was trained on: BOS, chat template, tokenizer."""
+    recorded = storage.read_json(folder / "config.json").get("draftsmith", {}).get("target", {})
+    found = other_tokens(folder, recorded, target)
+    known = recorded.get("text_hash") is not None
+    return Check(
+        "tokens as in training", found is None,
+        found.rstrip(".") if found is not None
+        else "texts and conversations become the same tokens" if known
+        else "the folder does not record how tokens were made, so there is nothing to compare",
+    )
+
+
+def training_form(folder: Path, drafter: Drafter, target: Target) -> TrainableModel:
+    """Return what a loaded drafter was while it learnt: mostly itself; else its family knows how to reopen it.
+
+    Raises:
+        DraftsmithError: nothing here trained it.
+    """
+    if isinstance(drafter, TrainableDrafter):
+        return drafter
+    family = family_of(folder)
+    if family is not None and family.reopen is not None:
+        return family.reopen(folder, target, target.dtype).to(target.device).eval()
+    raise DraftsmithError(f"{folder} holds a drafter without a training forward, so there is nothing to compare.")
+
+
+def check_drafter(
+    target: Target,
+    trained_model: TrainableModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int = 48,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> CheckReport:
+    """Compare decoding with the training forward, for a drafter in its own precision on a target in fp32 or fp64.
+
+    Args:
+        trained_model: has the training forward; most often the drafter itself, see `training_form`.
+        prompts: of different lengths; the shortest and the longest third are compared apart too.
+        on_progress: called with what is being done.
+    """
+    result = CheckReport()
+    on_progress("decoding the target's own text")
+    texts = own_texts(target, drafter, trained_model.max_depth, prompts, new_tokens)
+    on_progress("predicting it with the training forward")
+    parity = measure_parity(target, trained_model, texts)
+    result.parity = parity
+    result.checks.append(_parity_check("parity, depth by depth", target, trained_model, texts, parity))
+
+    what = "features" if trained_model.taps else "guesses"
+    on_progress(f"shifting the {what}, to see that the comparison would notice")
+    broken = [len(measure_parity(target, trained_model, texts, shift).faults) for shift in (1, -1)]
+    result.checks.append(
+        Check(
+            f"alignment of {what}", min(broken) > len(parity.faults),
+            f"{what} one position off would differ at {broken[0]} (late) and {broken[1]} (early) of "
+            f"{parity.roots} steps, against {len(parity.faults)}"
+            + ("" if min(broken) else "; hardly a guess hits because of what it reads, so there is nothing to compare"),
+        )
+    )
+    ranked = sorted(texts, key=lambda text: len(text.prompt_tokens))
+    third = max(1, len(ranked) // 3)
+    for name, some in (("short", ranked[:third]), ("long", ranked[-third:])):
+        size = f"{len(some[0].prompt_tokens)} to {len(some[-1].prompt_tokens)} tokens"
+        found = measure_parity(target, trained_model, some)
+        result.checks.append(
+            Check(
+                f"positions, {name} prompts", found.holds,
+                f"{size}: {found.roots} steps, {len(found.faults)} without parity",
+            )
+        )
+    on_progress("the same prompts in a ragged batch")
+    together = own_texts(target, drafter, trained_model.max_depth, prompts, new_tokens, RAGGED)
+    result.checks.append(_mask_check(texts, together))
+    return result
+
+
+def _parity_check(
+    name: str, target: Target, trained_model: TrainableModel, texts: Sequence[Completion], parity: Parity
+) -> Check:
+    ties = len(parity.gaps) - len(parity.faults)
+    if parity.holds:
+        return Check(name, True, f"{parity.roots} steps agree{f', {ties} of them up to a tie' if ties else ''}")
+    first = min(parity.faults, key=lambda gap: gap.depth)
+    d = first.depth - 1
+    return Check(
+        name, False,
+        f"{len(parity.faults)} of {parity.roots} steps differ, at depth {first.depth} first (predicted "
+        f"{parity.predicted[d]:.1%}, measured {parity.measured[d]:.1%}); likely cause: "
+        f"{likely_cause(target, trained_model, texts, parity)}",
+    )
+
+
+def _mask_check(alone: Sequence[Completion], together: Sequence[Completion]) -> Check:
+    name = f"masks, ragged batch of {RAGGED} against 1"
+    for index, (one, other) in enumerate(zip(alone, together, strict=True)):
+        item = first_divergence(index, one.accepted_lengths, other.accepted_lengths)
+        if item is not None:
+            return Check(
+                name, False,
+                f"prompt {index}, step {item.position} accepts {item.got} guesses in the batch and {item.expected} "
+                "alone; likely cause: a mask or an index that lets a row see padding or another row",
+            )
+    return Check(name, True, f"{len(alone)} prompts make the same drafts")
+
+
+def check_packing(
+    target: Target, packed: Drafter, plain: Drafter, depth: int, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> tuple[Check, list[float], list[float]]:
+    """Measure what packing and quantising the drafter for decoding costs, by depth, on the target as it serves.
+
+    Args:
+        packed: the copy that decodes.
+        plain: the same drafter unpacked, in fp32.
+    """
+    longest = max(len(prompt) for prompt in prompts) + new_tokens
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    shares = []
+    for drafter in (packed,) if plain.borrows_layers else (packed, plain):
+        engine = Engine(target, drafter, plan=Plan((1,) * depth), max_batch=1, max_length=longest)
+        found = Measurement(require_finished(engine.generate(prompts, params)), 1.0).accepted_by_depth()
+        shares.append((found + [0.0] * depth)[:depth])
+    if plain.borrows_layers:
+        detail = "it drafts with the target's own layers, so there is no unpacked copy to compare with"
+        return Check("the copy that decodes", True, detail), shares[0], []
+    lost = [after - before for before, after in zip(*shares, strict=True)]
+    worst = max(range(depth), key=lambda d: lost[d])
+    fine = lost[worst] <= PACKING_POINTS
+    where = f"{str(target.dtype).removeprefix('torch.')} on {target.backend.description}"
+    return (
+        Check(
+            "the copy that decodes", True,
+            f"{where}: " + (
+                f"at no depth does packing cost more than {100 * PACKING_POINTS:.0f} points of acceptance" if fine
+                else f"WARNING: packing costs {100 * lost[worst]:.1f} points of acceptance at depth {worst + 1}"
+            ),
+        ),
+        shares[0], shares[1],
+    )

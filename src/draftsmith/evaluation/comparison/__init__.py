@@ -1,0 +1,1 @@
+"""`compare`: draft families against each other, on the same prompts and rounds."""

@@ -1,0 +1,1 @@
+"""How fast and how well: timed decoding, intervals, interleaved trials, texts compared."""

@@ -1,0 +1,1 @@
+"""`prove`: greedy text token for token, sampled text against its exact distribution."""

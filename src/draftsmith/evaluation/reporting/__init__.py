@@ -1,0 +1,1 @@
+"""Results for people: pictures, files, the names of plans."""

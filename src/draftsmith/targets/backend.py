@@ -1,0 +1,298 @@
+"""What reads a target: transformers' code through tree attention, with native linear layers, or one native operator.
+
+Every target has one backend, settled while it loads. Whoever depends on it (the engine, drafters, proofs) asks it for
+what he wants done; nobody asks which it is. Compilation is the engine's, see `draftsmith.engine.steps.runner`.
+
+Shapes: B rows, M nodes (root first), T tokens, S cached tokens looked at, U nodes that logits are wanted of.
+"""
+
+import copy
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.native import kernels_in_use, why_missing
+from draftsmith.native.decoder import NativeDecoder, has_native_form
+from draftsmith.native.layers import can_pack, pack_linears, pack_model
+from draftsmith.targets.attention import ShapeProbe, lay_out_pass
+from draftsmith.targets.cache.cache import KVCache
+from draftsmith.targets.cache.nodes import Nodes
+from draftsmith.targets.encode import encode_by_model, encode_in_pieces, no_features
+from draftsmith.targets.packing import can_prepack, prepack_linears
+from draftsmith.types import DraftsmithError, Quantization
+
+if TYPE_CHECKING:
+    from draftsmith.targets.loading.self_check import SelfCheck
+    from draftsmith.targets.target import Target
+
+# How far the native forward may be from the model's own code, relative to its size; bf16 gives 0.01 or so, and int8,
+# which rounds what goes into a layer too, two to four times that.
+NATIVE_TOLERANCE: dict[Quantization, float] = {"none": 0.05, "int8": 0.1}
+# Texts of a forward are padded to the longest where padding is computed; no more than this often as many tokens as
+# there are.
+MOST_PADDING = 1.5
+
+F = TypeVar("F")
+log = logging.getLogger(__name__)
+
+
+class Backend(ABC):
+    """Reads one target, and packs the layers of those that draft for it.
+
+    Args:
+        target: as far set up as its hooks.
+    """
+
+    description: str
+    """What reads the model, in words, for reports."""
+    native: bool = False
+    """Whether native kernels take part; who loads another model beside this one may use them too."""
+    compiles: bool = True
+    """Whether there is anything in `read` for a compiler."""
+    reads_apart: bool = False
+    """Whether every row is read as if it were alone: with the same bits whatever else is read and in however many
+    pieces, and so that keys and values that are no numbers stay with the tokens they belong to."""
+    lacks: str = ""
+    """Why a model that the native kernels are made for goes without them; empty when it does not."""
+    packing_s: float = 0.0
+    """Seconds that native packing took."""
+
+    def __init__(self, target: "Target") -> None:
+        self.target = target
+
+    @abstractmethod
+    def read(
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...], keep_logits: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Read nodes behind every row; see `Target.forward`."""
+
+    @abstractmethod
+    def encode(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor | None]:
+        """Read whole texts, without gradients; see `Target.encode`."""
+
+    @abstractmethod
+    def columns(self, span: Callable[[], int]) -> Tensor | None:
+        """Return the cached entries to look at, for `Nodes`; `span`, how many, is asked only where they are needed."""
+
+    @abstractmethod
+    def batches(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Divide texts of so many tokens into those to read in one forward; return their indices."""
+
+    @abstractmethod
+    def pack(self, drafter: nn.Module) -> bool:
+        """Turn the linear layers of a drafter into what decodes fastest here, in place.
+
+        Returns whether they are packed for native operators.
+        """
+
+    @abstractmethod
+    def choose(self, plain: F, native: F) -> F:
+        """Return what goes with this backend: what is made of PyTorch's operations, or of a native one."""
+
+    @abstractmethod
+    def differentiable(self) -> "Target":
+        """Return the target with products that gradients pass through; itself where they are."""
+
+    @abstractmethod
+    def settled(self, probe: ShapeProbe, check: "SelfCheck") -> "Backend":
+        """Return the fastest backend that reads draft trees as the model itself does; refuse the target for none."""
+
+    def over(self, target: "Target") -> Self:
+        """Return the same for a view of the target."""
+        other = copy.copy(self)
+        other.target = target
+        return other
+
+
+class Eager(Backend):
+    """The transformers model through tree attention; its bf16 products on a CPU by oneDNN, packed where it can.
+
+    Args:
+        lacks: why it is not native, if it might be.
+    """
+
+    description = "PyTorch"
+
+    def __init__(self, target: "Target", lacks: str = "") -> None:
+        super().__init__(target)
+        self.lacks = lacks
+        self._columns_S = torch.empty(0, dtype=torch.long, device=target.device)
+
+    def read(
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...], keep_logits: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Hand the nodes to the model, with what its attention needs of them."""
+        target = self.target
+        tree_pass = lay_out_pass(cache, nodes, target.max_length)
+        own = keep_logits is not None and keep_logits.ndim == 2
+        target.hooks.want(taps, keep_logits if own else None)
+        out = target.model(
+            input_ids=tree_pass.tokens_BM,
+            position_ids=tree_pass.positions_BM,
+            use_cache=False,
+            logits_to_keep=0 if keep_logits is None or own else keep_logits,
+            return_dict=True,
+            tree_pass=tree_pass,
+        )
+        target.hooks.want(())
+        if not taps:
+            return out.logits, no_features(target, nodes.tokens_BM)
+        features_BMF = target.hooks.take(taps)
+        if nodes.counts_B is not None:
+            number_M = torch.arange(features_BMF.shape[1], device=features_BMF.device)
+            features_BMF = features_BMF.masked_fill((number_M >= nodes.counts_B.unsqueeze(1)).unsqueeze(2), 0)
+        return out.logits, features_BMF
+
+    def encode(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor | None]:
+        """Let the model read them."""
+        return encode_by_model(self.target, tokens_BT, taps, logits)
+
+    def columns(self, span: Callable[[], int]) -> Tensor | None:
+        """Return 0 … S - 1."""
+        count = span()
+        if len(self._columns_S) < count:
+            self._columns_S = torch.arange(2 * count, device=self.target.device)
+        return self._columns_S[:count]
+
+    def batches(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Put texts of similar length together, because they are padded to the longest."""
+        batches: list[list[int]] = []
+        longest = tokens = 0  # of the last batch
+        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+            size = sizes[index]
+            if batches and (len(batches[-1]) + 1) * longest <= MOST_PADDING * (tokens + size):
+                batches[-1].append(index)
+                tokens += size
+            else:
+                batches.append([index])
+                longest = tokens = size
+        return batches
+
+    def pack(self, drafter: nn.Module) -> bool:
+        """Prepack where it is of use."""
+        if can_prepack(self.target.device, self.target.dtype):
+            prepack_linears(drafter)
+        return False
+
+    def choose(self, plain: F, native: F) -> F:
+        """Return what is made of PyTorch's operations."""
+        return plain
+
+    def differentiable(self) -> "Target":
+        """Return the target without prepacking."""
+        return self.target.without_prepacking()
+
+    def settled(self, probe: ShapeProbe, check: "SelfCheck") -> Backend:
+        """Prepack, and hold against the model's own code."""
+        if can_prepack(self.target.device, self.target.dtype):
+            prepack_linears(self.target.model)
+        check.trees()
+        return self
+
+
+class NativeLayers(Eager):
+    """The transformers model with native linear layers; native operators around it and in drafters.
+
+    Args:
+        target: after `pack_model`.
+        allowed: how far a native forward may be from the model's own.
+        packing_s: seconds that packing took.
+    """
+
+    native = True
+
+    def __init__(self, target: "Target", allowed: float, packing_s: float) -> None:
+        super().__init__(target)
+        self.description = f"native {kernels_in_use()} layers"
+        self._allowed, self.packing_s = allowed, packing_s
+
+    def pack(self, drafter: nn.Module) -> bool:
+        """Pack as int8: guesses need not be exact."""
+        pack_linears(drafter, lambda _: True)
+        return True
+
+    def choose(self, plain: F, native: F) -> F:
+        """Return what is native."""
+        return native
+
+    def differentiable(self) -> "Target":
+        """Return a copy of the whole target, because nothing of a packed layer can be shared."""
+        return self.target.copied(self.target.dtype).without_prepacking()
+
+    def settled(self, probe: ShapeProbe, check: "SelfCheck") -> Backend:
+        """Take the native forward where there is one that says what the model itself says."""
+        target = self.target
+        if has_native_form(target.model) and probe.softcaps == {None}:
+            target.backend = NativeForward(target, self._allowed, self.packing_s)
+            distance = check.tree_distance()
+            if distance < self._allowed:
+                return target.backend
+            target.backend = self
+            log.warning(
+                "%s: the native forward differs from the model's own by %.3f, so it is not used.", target.name, distance
+            )
+        check.trees()
+        return self
+
+
+class NativeForward(NativeLayers):
+    """One native operator for the whole forward, over the packed weights of native layers."""
+
+    compiles = False
+    reads_apart = True
+
+    def __init__(self, target: "Target", allowed: float, packing_s: float) -> None:
+        super().__init__(target, allowed, packing_s)
+        self.description = f"native {kernels_in_use()} forward"
+        self._decoder = NativeDecoder(target.model, target.windows, target.max_length)
+
+    def over(self, target: "Target") -> Self:
+        """Make the operator for this view of the target."""
+        other = super().over(target)
+        other._decoder = NativeDecoder(target.model, target.windows, target.max_length)
+        return other
+
+    def read(
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...], keep_logits: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Call the operator."""
+        layers = self.target.layers
+        return self._decoder.forward(
+            nodes.tokens_BM, nodes.depths_BM, nodes.visible_BMM, nodes.cached_B, cache.keys_NEHD[:layers],
+            cache.values_NEHD[:layers], cache.tables_RJ, nodes.slots_B, nodes.counts_B, taps, keep_logits,
+        )
+
+    def encode(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor | None]:
+        """Read them as in decoding."""
+        return encode_in_pieces(self.target, tokens_BT, taps, logits)
+
+    def columns(self, span: Callable[[], int]) -> Tensor | None:
+        """Return None: the operator looks at what each row has."""
+        return None
+
+    def batches(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Read all together: padding is not computed."""
+        return [list(range(len(sizes)))] if sizes else []
+
+
+def first_backend(target: "Target", native: bool, quantize: Quantization) -> Backend:
+    """Return what a target begins with: native layers where they serve, packed now, else PyTorch."""
+    device, dtype = target.device, target.dtype
+    if native and can_pack(device, dtype):
+        model, begun = target.model, time.perf_counter()
+        pack_model(model, model.get_output_embeddings(), model.get_input_embeddings(), quantize == "int8")
+        seconds = time.perf_counter() - begun
+        log.info("%s: packed in %.2f s", target.name, seconds)
+        return NativeLayers(target, NATIVE_TOLERANCE[quantize], seconds)
+    if quantize != "none":
+        raise DraftsmithError(
+            f"quantize is {quantize!r}, which needs the native kernels and a bf16 model on a CPU; "
+            f"{why_missing() or f'this is {dtype} on {device}'}."
+        )
+    wanted = native and device.type == "cpu" and dtype == torch.bfloat16
+    return Eager(target, why_missing() if wanted else "")

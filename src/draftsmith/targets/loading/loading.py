@@ -1,0 +1,93 @@
+"""Reads models from disk or the hub, and says plainly what is wrong with them."""
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.targets.loading.support import refuse_unsupported
+from draftsmith.targets.loading.tokens import first_line
+from draftsmith.types import DraftsmithError
+
+
+def load_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+    """Load a causal LM by hub name or folder; weights from safetensors only.
+
+    Raises:
+        DraftsmithError: when it is missing, damaged or of an unsupported kind.
+    """
+    folder = Path(name)
+    if not folder.exists() and (folder.is_absolute() or name.startswith((".", "~"))):
+        raise DraftsmithError(f"folder {name} does not exist; check the path.")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise DraftsmithError(f"{name} has no config.json; give the folder of a saved transformers model.")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise DraftsmithError(f"the target {name!r} could not be read ({first_line(error)}); "
+                              "give the folder of a saved model or the name of one on the hub.") from error
+    refuse_unsupported(config, name)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        model, info = loaded
+        model.to(device)
+    except Exception as error:  # the loaders raise a dozen kinds for damaged files
+        raise DraftsmithError(f"the weights of {name!r} could not be loaded ({first_line(error)}); "
+                              "fetch the files again, as safetensors.") from error
+    lost = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
+    if lost:
+        raise DraftsmithError(
+            f"the weights of {name!r} lack or misfit {len(lost)} tensors, {lost[0]} first; fetch the files again."
+        )
+    return cast(PreTrainedModel, model)
+
+
+def precision_on_disk(name: str, dtype: torch.dtype, trust_remote_code: bool) -> str:
+    """Return the short name, such as "fp32", of what a loaded model is stored in if `dtype` cannot hold it, else ""."""
+    stored = _stored_dtype(Path(name)) if Path(name).is_dir() else None
+    if stored is None:
+        stored = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).dtype
+    if stored not in _STORED.values() or torch.promote_types(stored, dtype) == dtype:
+        return ""
+    return short_name(stored)
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return how options call a dtype."""
+    return {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+
+
+_STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _stored_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype of the largest tensor in the first file of a folder; None where it holds no floats."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                parts = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118
+                largest = max(parts, key=lambda part: math.prod(part.get_shape()), default=None)
+                return _STORED.get(largest.get_dtype()) if largest is not None else None
+        except (OSError, SafetensorError):
+            return None
+    return None
+
+
+def resolve_device(device: str) -> torch.device:
+    """Read auto, cpu or cuda."""
+    try:
+        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    except RuntimeError as error:
+        raise DraftsmithError(f"device {device!r} is unknown; use auto, cpu or cuda.") from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise DraftsmithError(f"device {device!r} is not here: PyTorch sees no CUDA device; use cpu or auto.")
+    return where

@@ -1,0 +1,251 @@
+"""The target: any decoder-only causal LM of transformers, unmodified, read through draft trees.
+
+Shapes: B rows, M nodes (root first), T tokens, F feature width, V width of the logits, S cached tokens looked at.
+"""
+
+import copy
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.targets.backend import Backend, first_backend
+from draftsmith.targets.cache.cache import KVCache
+from draftsmith.targets.cache.nodes import Nodes
+from draftsmith.targets.encode import encode_by_model, no_features
+from draftsmith.targets.hooks import Hooks
+from draftsmith.targets.layers import shortened
+from draftsmith.targets.loading.loading import load_model, precision_on_disk, resolve_device, short_name
+from draftsmith.targets.loading.self_check import SelfCheck
+from draftsmith.targets.loading.support import (
+    SHORT_WINDOW,
+    fingerprint,
+    longest_text,
+    refuse_unsupported,
+    short_windows,
+    use_tree_attention,
+)
+from draftsmith.targets.loading.tokens import end_tokens, load_tokenizer, tokenizer_hash
+from draftsmith.targets.packing import without_prepacking
+from draftsmith.targets.token_ids import ways
+from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_parameters, resolve_dtype
+
+log = logging.getLogger(__name__)
+
+
+class Target:
+    """Wraps a causal LM: logits and tapped hidden states at every node of a draft tree, in one forward.
+
+    Args:
+        model: the loaded transformers model; used as it is, in evaluation mode.
+        tokenizer: its tokenizer, or None when prompts are token ids.
+        name: what to call it in messages and checkpoints.
+        native: use the native kernels where they serve (bf16 on a CPU): linear layers then hold packed weights in the
+            place of their own, and Llama-shaped models are read by one native operator. It is False for PyTorch alone.
+        quantize: "int8" quantises the linear layers; text is then that of the quantised model.
+
+    Raises:
+        DraftsmithError: for encoder-decoders, recurrent or hybrid state, and attention outside transformers'
+            attention interface, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "in-memory",
+        native: bool = True,
+        quantize: Quantization = "none",
+    ) -> None:
+        refuse_unsupported(model.config, name)
+        own_attention = use_tree_attention(model, name)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config(decoder=True)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = _head(model, name).weight.shape[0]
+        self.layers: int = self.config.num_hidden_layers
+        self.max_length = longest_text(self.config, name)
+        self.eos_token_ids: frozenset[int] = end_tokens(model, tokenizer)
+        self.weights = sum(parameter.numel() for parameter in model.parameters())
+        """How many there are; packing turns parameters into buffers, so it is counted before."""
+        self.precision_on_disk = ""
+        """What the weights were before the dtype "auto" made them coarser, such as "fp32"; empty where it did not."""
+        self.hooks = Hooks(model, self.layers, self.hidden_size, f"{name} ({self.config.model_type})")
+        self.backend: Backend = first_backend(self, native, quantize)
+        """What reads the model."""
+        self.hooks.limit(model.get_output_embeddings())
+        # Packing came first: weights that are mapped from files are then read once, and not by these forwards as well.
+        with short_windows(model, self.config) as window:
+            check = SelfCheck(self, own_attention)
+            probe = check.whole_texts()
+            self.kv_shapes = [probe.shapes[layer] for layer in range(self.layers)]
+            self.windows = [probe.windows[layer] for layer in range(self.layers)]
+            """The sliding window of every layer, None for full attention."""
+            self.backend = self.backend.settled(probe, check)
+        if window is not None:
+            self.windows = [window if short == SHORT_WINDOW else short for short in self.windows]
+            self.backend = self.backend.over(self)
+        log.info("%s: %s", name, self.backend.description)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        native: bool = True,
+        quantize: Quantization = "none",
+    ) -> "Target":
+        """Load a target by hub name or folder; weights from safetensors only.
+
+        Raises:
+            DraftsmithError: when it is missing, damaged or of an unsupported kind.
+        """
+        name = str(name_or_path)
+        where = resolve_device(device)
+        kind = resolve_dtype(dtype, where)
+        model = load_model(name, kind, where, trust_remote_code)
+        tokenizer, folder = load_tokenizer(name, trust_remote_code), Path(name)
+        target = cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name, native, quantize)
+        if dtype == "auto":
+            target.precision_on_disk = precision_on_disk(name, kind, trust_remote_code)
+            if target.precision_on_disk:
+                log.info(
+                    "%s: weights are %s on disk; using %s here", target.name, target.precision_on_disk, short_name(kind)
+                )
+        return target
+
+    @property
+    def embedding_weight_VF(self) -> Tensor:
+        """The input embedding (V, hidden)."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def head_weight_VF(self) -> Tensor:
+        """The output projection (V, hidden)."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    def facts(self) -> TargetFacts:
+        """Return what a drafter trained for this target has to match."""
+        vocabulary, changed = tokenizer_hash(self.tokenizer), fingerprint(self.model.config)
+        return TargetFacts(self.hidden_size, self.vocab_size, vocabulary, self.name, changed, *ways(self.tokenizer))
+
+    def feature_size(self, taps: tuple[int, ...]) -> int:
+        """Width (F) of the concatenated tapped states."""
+        return len(taps) * self.hidden_size
+
+    def widened(self) -> "Target":
+        """Return an fp32 copy, to tell ties of the rounding from faults."""
+        return self.copied(torch.float32)
+
+    def copied(self, dtype: torch.dtype, native: bool = False, quantize: Quantization = "none") -> "Target":
+        """Return a copy with weights of its own, in another precision."""
+        # Built anew: a copy of the modules would keep hooks and packed weights that belong to this target.
+        model = type(self.model)(copy.deepcopy(self.model.config))
+        cast_parameters(model, dtype)
+        model.load_state_dict(self.model.state_dict())
+        return Target(model.to(device=self.device), self.tokenizer, self.name, native, quantize)
+
+    def truncated(self, layers: int) -> "Target":
+        """Return a view of the first `layers` layers under the same norm and head, without taps.
+
+        It shares the weights, and reads and writes the first layers of a cache that this target reads and writes.
+        """
+        if not 1 <= layers <= self.layers:
+            raise DraftsmithError(f"{self.name} has {self.layers} layers, so {layers} of them cannot be taken.")
+        view = copy.copy(self)
+        view.model = shortened(self.model, self.layers, layers)
+        view.layers, view.kv_shapes, view.windows = layers, self.kv_shapes[:layers], self.windows[:layers]
+        view.backend = self.backend.over(view)
+        return view
+
+    def without_prepacking(self) -> "Target":
+        """Return a view with the products of the model itself, for gradients and for generated code."""
+        model = without_prepacking(self.model)
+        if model is self.model:
+            return self
+        view = copy.copy(self)
+        view.model = model
+        view.backend = self.backend.over(view)
+        return view
+
+    def new_cache(self, slots: int, capacity: int, blocks: int | None = None, features: int = 0) -> KVCache:
+        """Allocate keys and values for `slots` rows of `capacity` tokens; see `KVCache` for blocks and features."""
+        return KVCache(self.kv_shapes, slots, capacity, self.dtype, self.device, blocks, features)
+
+    def encode(
+        self,
+        tokens_BT: Tensor,
+        taps: tuple[int, ...] = (-1,),
+        logits: bool = False,
+        gradients: bool = False,
+        by_model: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Read whole sequences, for training; with `gradients`, for training the target too.
+
+        Args:
+            by_model: let the model's own code read, where a native operator would: a second opinion.
+
+        Returns:
+            features_BTF, where entry t is the state after reading token t (so it predicts token t + 1), and
+            logits_BTV if asked for.
+        """
+        if not taps and not logits:
+            return no_features(self, tokens_BT), None
+        if gradients or by_model:
+            return encode_by_model(self, tokens_BT, taps, logits, gradients)
+        return self.backend.encode(tokens_BT, taps, logits)
+
+    def read_chain(
+        self,
+        cache: KVCache,
+        tokens_BM: Tensor,
+        cached_B: Tensor,
+        taps: tuple[int, ...] = (-1,),
+        slots_B: Tensor | None = None,
+        keep_logits: Tensor | None = None,
+        longest: int | None = None,
+        counts_B: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Read tokens of a text behind every row, each seeing those before it; see `Nodes` and `forward`.
+
+        Args:
+            longest: the largest of `cached_B`; without it the device is asked.
+        """
+        columns_S = None if longest is None else self.backend.columns(lambda: longest + tokens_BM.shape[1])
+        nodes = Nodes(tokens_BM, cached_B, slots_B, counts_B=counts_B, columns_S=columns_S)
+        return self.forward(cache, nodes, taps, keep_logits)
+
+    def forward(
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Read nodes behind every row and store their keys and values; the caller decides what stays.
+
+        Args:
+            nodes: what to read, and where.
+            taps: hidden states to return, see `Drafter.taps`.
+            keep_logits: nodes to compute logits at: the same of all rows (U), or of every row its own (B, U); None
+                computes all.
+
+        Returns:
+            logits (B, M or U, V) and features_BMF. Of nodes that a row does not have, the logits are anything, and the
+            features zero.
+        """
+        return self.backend.read(cache, nodes, taps, keep_logits)
+
+
+def _head(model: PreTrainedModel, name: str) -> nn.Linear:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise DraftsmithError(f"{name} has no output projection; give a causal language model.")
+    return head

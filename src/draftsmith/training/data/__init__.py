@@ -1,0 +1,1 @@
+"""Training text: sources, windows, text of the target's own, batches."""

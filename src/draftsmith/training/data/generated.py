@@ -1,0 +1,118 @@
+"""Text that the target wrote after prompts from the data: made once, kept in the run's folder, read several times.
+
+It is made in numbered batches, each with its own prompts and seed, so a run that was killed goes on with the first
+batch that is missing.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from draftsmith.files import JsonLines
+from draftsmith.training.data.loader import noise
+from draftsmith.training.data.windows import Batch, Window, collate
+from draftsmith.training.recipe import OnPolicySection
+from draftsmith.types import DraftsmithError
+
+Generate = Callable[[list[list[int]], int, int], list[list[int]]]
+"""(prompts, max_tokens, seed) to continuations: each of so many tokens, or up to the target's end token."""
+
+
+class Prompts(Protocol):
+    """Where prompts come from, such as a `Loader`."""
+
+    def next_window(self) -> Window:
+        """Return the next prompt."""
+        ...
+
+
+class GeneratedText:
+    """The sequences (prompt and continuation) of stage 2, and how many tokens of each are the prompt."""
+
+    def __init__(self, path: Path, section: OnPolicySection, seed: int) -> None:
+        self.path, self.section, self.seed = path, section, seed
+        needed = section.steps * section.batch * section.accumulate
+        self.count = -(-needed // section.epochs)
+        self._orders: dict[int, list[int]] = {}
+        # What a kill left of the last line is made again.
+        self.log = JsonLines(path, "restore it from a good copy, or delete it to write again", "go on with the run")
+        self.sequences: list[list[int]] = []
+        self.prompts: list[int] = []
+        for record in self.log.read():
+            self.sequences += record["sequences"]
+            self.prompts += record["prompts"]
+
+    @classmethod
+    def of(cls, path: Path, section: OnPolicySection, seed: int) -> "GeneratedText":
+        """Take up a file that another run wrote.
+
+        Raises:
+            DraftsmithError: it is not there, or holds too few sequences, or longer continuations.
+        """
+        if not path.is_file():
+            raise DraftsmithError(f"stage2.texts {path} does not exist; give the generated.jsonl of a run.")
+        found = cls(path, section, seed)
+        if found.missing:
+            raise DraftsmithError(
+                f"stage2.texts {path} holds {len(found.sequences)} sequences, but {found.count} are needed; lower "
+                "stage2.steps, or raise stage2.epochs."
+            )
+        written = max(len(tokens) - prompt for tokens, prompt in zip(found.sequences, found.prompts, strict=True))
+        if written > section.new_tokens:
+            raise DraftsmithError(
+                f"stage2.texts {path} has continuations of {written} tokens, but stage2.new_tokens is "
+                f"{section.new_tokens}; make them agree."
+            )
+        return found
+
+    @property
+    def missing(self) -> int:
+        """Sequences still to be made."""
+        return max(0, self.count - len(self.sequences))
+
+    def make(self, prompts: Prompts, generate: Generate, end_tokens: Collection[int] = ()) -> Iterator[int]:
+        """Make what is missing, yielding how many sequences there are after each batch.
+
+        Raises:
+            DraftsmithError: a continuation is shorter than it should be, without one of the end tokens at its end, or
+                the file cannot be written.
+        """
+        for _ in range(len(self.sequences)):
+            prompts.next_window()
+        while self.missing:
+            batch = [prompts.next_window().tokens for _ in range(min(self.section.generate_batch, self.missing))]
+            wanted = self.section.new_tokens
+            written = generate(batch, wanted, noise(self.seed, "generate", len(self.sequences)))
+            whole = (len(tokens) == wanted or (tokens[-1:] and tokens[-1] in end_tokens) for tokens in written)
+            if len(written) != len(batch) or not all(whole):
+                raise DraftsmithError(
+                    f"the target did not write {wanted} tokens, or up to its end token, after each of {len(batch)} "
+                    "prompts; shorten stage2.new_tokens to what fits its context."
+                )
+            fresh = [prompt + list(tokens) for prompt, tokens in zip(batch, written, strict=True)]
+            lengths = [len(prompt) for prompt in batch]
+            self.log.append({"sequences": fresh, "prompts": lengths})
+            self.sequences += fresh
+            self.prompts += lengths
+            yield len(self.sequences)
+
+    def window(self, place: int) -> Window:
+        """Return a sequence, of which only what the target wrote is learnt."""
+        tokens = self.sequences[place]
+        return Window(tokens, [(self.prompts[place], len(tokens))])
+
+    def batch(self, number: int, room: int = 0) -> Batch:
+        """Return micro-batch `number` of the stage, see `collate`; every epoch reads the sequences in another order."""
+        size, most = self.section.batch, max(map(len, self.sequences))
+        return collate([self.window(self._place(number * size + i)) for i in range(size)], most, room)
+
+    def _place(self, draw: int) -> int:
+        epoch, index = divmod(draw, self.count)
+        if epoch not in self._orders:
+            generator = torch.Generator().manual_seed(noise(self.seed, "order", epoch))
+            self._orders = {epoch: torch.randperm(self.count, generator=generator).tolist()} | {
+                e: order for e, order in self._orders.items() if e == epoch - 1
+            }
+        return self._orders[epoch][index]

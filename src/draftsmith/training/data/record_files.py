@@ -1,0 +1,128 @@
+"""Records from files and data sets: text, JSON lines (also .gz and .xz), JSON lists, parquet, and the hub."""
+
+import gzip
+import json
+import lzma
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TextIO
+
+from draftsmith.training.data.records import FIELDS, Document, read_record
+from draftsmith.training.recipe import SourceSection
+from draftsmith.types import DraftsmithError
+
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson")
+LOOKED_AT = 8192
+"""So many bytes at a file's beginning tell text from what is none."""
+
+
+def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
+    """Return the files to read at a path, and how many of a folder's are left out, by the reason."""
+    if not path.is_dir():
+        return [path], Counter()
+    files, left_out = [], Counter[str]()
+    for file in sorted(path.rglob("*")):
+        if not file.is_file():
+            continue
+        if any(part.startswith(".") for part in file.relative_to(path).parts):
+            left_out["hidden files"] += 1
+        elif not file.name.endswith((*JSON_LINES, ".parquet")) and _is_binary(file):
+            left_out["binary files"] += 1
+        else:
+            files.append(file)
+    return files, left_out
+
+
+def _is_binary(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return b"\0" in opened.read(LOOKED_AT) or file.name.endswith((".gz", ".xz", ".zip", ".bz2", ".zst"))
+    except OSError as error:
+        raise DraftsmithError(f"{file} cannot be read ({error.strerror}); check its permissions.") from error
+
+
+def documents_in(file: Path) -> Iterator[Document]:
+    """Yield what a file holds; which kind it is of, its name says."""
+    if file.name.endswith(JSON_LINES):
+        return _json_lines(file)
+    if file.suffix == ".parquet":
+        return _parquet(file)
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if file.suffix == ".json" and (records := _records(text)):
+        return (read_record(record, f"{file}, record {number},") for number, record in enumerate(records, 1))
+    return iter([text])
+
+
+def documents_on_hub(section: SourceSection) -> Iterator[Document]:
+    """Yield what a hub data set holds, as it comes over the network."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DraftsmithError(
+            f"reading the data set {section.name!r} needs datasets; install draftsmith[train]."
+        ) from error
+    try:
+        rows = load_dataset(section.name, section.configuration, split=section.split, streaming=True)
+    except Exception as error:  # the library raises its own, the hub's and the network's kinds
+        raise DraftsmithError(
+            f"cannot open the data set {section.name!r} ({error}); check its name, configuration and split, or the "
+            "network."
+        ) from error
+    for record in rows:
+        yield read_record(record, str(section.name))
+
+
+def _records(text: str) -> list[dict[str, Any]]:
+    """Return the records of a JSON list of them, as conversations are often published; none for other JSON."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    fits = isinstance(found, list) and all(isinstance(item, Mapping) and set(item) & set(FIELDS) for item in found)
+    return found if fits else []
+
+
+def _open_text(path: Path) -> TextIO:
+    if path.name.endswith(".xz"):
+        return lzma.open(path, "rt", encoding="utf-8")
+    if path.name.endswith(".gz"):
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8", errors="replace")
+
+
+def _json_lines(path: Path) -> Iterator[Document]:
+    try:
+        with _open_text(path) as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number},"
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    raise DraftsmithError(f"{where} is no JSON ({error}); fix or remove that line.") from error
+                if not isinstance(record, dict):
+                    raise DraftsmithError(f"{where} is no JSON object; fix or remove that line.")
+                yield read_record(record, where)
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        raise DraftsmithError(f"{path} is cut short or broken ({error}); fetch it again.") from error
+
+
+def _parquet(path: Path) -> Iterator[Document]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DraftsmithError(f"reading {path} needs pyarrow; install draftsmith[train].") from error
+    for batch in parquet.ParquetFile(path).iter_batches():
+        for record in batch.to_pylist():
+            yield read_record(record, str(path))
+
+
+def missing_file(path: Path) -> DraftsmithError:
+    """Return the error that names a path which does not exist and its nearest neighbour."""
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, siblings, n=1)
+    hint = f"did you mean {path.parent / near[0]}?" if near else "check the path."
+    return DraftsmithError(f"data file {path} does not exist; {hint}")

@@ -1,0 +1,97 @@
+"""What a record of a data set may be: a text, a conversation, or a prompt with its completion."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.targets.token_ids import Conversation, Message
+from draftsmith.types import DraftsmithError
+
+FIELDS = ("text", "messages", "conversations", "prompt")
+
+ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+    "function": "tool", "observation": "tool", "function_response": "tool",
+}
+"""What ShareGPT's words for roles mean; other words stand for themselves."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text of which the first part was given and the second is to be learnt."""
+
+    prompt: str
+    completion: str
+
+
+Document = str | Conversation | Completion
+
+
+def read_record(record: Mapping[str, Any], where: str) -> Document:
+    """Return what a record holds; an empty text stands for fields that are there and empty.
+
+    The template of a conversation is also given the record's `tools` and `documents`, and what its
+    `chat_template_kwargs` hold.
+
+    Raises:
+        DraftsmithError: it has none of the known fields, or a message without role or content.
+    """
+    if isinstance(record.get("text"), str):
+        return str(record["text"])
+    turns = record.get("messages") or record.get("conversations")
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Completion(prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        turns = [*prompt, *completion]
+    if turns:
+        return _conversation(turns, record, where)
+    known = [name for name in FIELDS if name in record]
+    if not known or (known == ["prompt"] and "completion" not in record):
+        raise DraftsmithError(
+            f"{where} has neither `text` nor `messages`, `conversations` or `prompt` and `completion` (it has "
+            f"{', '.join(record) or 'nothing'}); name one of its fields so."
+        )
+    return ""
+
+
+def _conversation(turns: Any, record: Mapping[str, Any], where: str) -> Conversation:
+    if not isinstance(turns, Sequence) or isinstance(turns, str):
+        raise DraftsmithError(f"{where} has messages that are no list but {turns!r}; give a list of messages.")
+    messages = [_message(turn, where) for turn in turns]
+    system = record.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    more = dict(record.get("chat_template_kwargs") or {})
+    for name in ("tools", "documents"):
+        value = record.get(name)
+        if isinstance(value, str) and value.strip():  # some data sets keep them as JSON in a text
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise DraftsmithError(f"{where} has `{name}` that are no JSON ({error}); fix them.") from error
+        if value:
+            more[name] = value
+    return Conversation(messages, more)
+
+
+def _message(turn: Any, where: str) -> Message:
+    if isinstance(turn, Mapping) and "from" in turn and "value" in turn:
+        word = str(turn["from"])
+        return {"role": ROLES.get(word, word), "content": turn["value"]}
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        raise DraftsmithError(f"{where} has a message without `role` or `content`; give each message both.")
+    if not ("content" in turn or "tool_calls" in turn):
+        raise DraftsmithError(f"{where} has a message without `role` or `content`; give each message both.")
+    # Columns that a table has for some messages only are empty for the others.
+    return {name: value for name, value in turn.items() if value is not None or name == "content"}
+
+
+def plain_text(document: Document) -> str:
+    """Return a text that stands for a document: what it is held out by, and how long it is."""
+    if isinstance(document, str):
+        return document
+    if isinstance(document, Completion):
+        return document.prompt + document.completion
+    return json.dumps([dict(message) for message in document.messages], ensure_ascii=False, sort_keys=True, default=str)

@@ -1,0 +1,101 @@
+"""The training documents of one source, cut into pieces, with an account of what is left out."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draftsmith.training.data.record_files import documents_in, documents_on_hub, files_of, missing_file
+from draftsmith.training.data.records import Document, plain_text
+from draftsmith.training.data.split import is_held_out
+from draftsmith.training.recipe import SourceSection
+from draftsmith.types import DraftsmithError
+
+EMPTY, HELD_OUT = "empty", "held out"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or a part of a long text; `ends` where it is the last one."""
+
+    content: Document
+    ends: bool = True
+
+    @property
+    def characters(self) -> int:
+        """How long it is."""
+        return len(plain_text(self.content))
+
+
+@dataclass
+class Source:
+    """The training documents of one source, always in the same order, cut into pieces.
+
+    Held-out and empty documents are passed over; `read` and `left_out` count documents in the last pass. What is
+    shuffled are pieces, so that one long book does not fill a batch.
+    """
+
+    section: SourceSection
+    held_out_every: int
+    piece_characters: int
+    files: list[Path] = field(default_factory=list, init=False)
+    files_left_out: Counter[str] = field(default_factory=Counter, init=False)
+    read: int = field(default=0, init=False)
+    left_out: Counter[str] = field(default_factory=Counter, init=False)
+
+    def __post_init__(self) -> None:
+        if (self.section.path is None) == (self.section.name is None):
+            raise DraftsmithError("a source in data.sources takes either a path or a name; give one of them.")
+        if self.section.path is None:
+            return
+        path = Path(self.section.path).expanduser()
+        if not path.exists():
+            raise missing_file(path)
+        self.files, self.files_left_out = files_of(path)
+
+    @property
+    def label(self) -> str:
+        """What to call it in messages."""
+        return str(self.section.path or self.section.name)
+
+    def documents(self) -> Iterator[Document]:
+        """Yield all documents of the source, the held-out and empty ones too."""
+        if self.section.name is not None:
+            yield from documents_on_hub(self.section)
+        for file in self.files:
+            yield from documents_in(file)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield one pass over the training documents; DraftsmithError when there is none."""
+        self.read, self.left_out, seen = 0, Counter(), 0
+        for document in self.documents():
+            self.read += 1
+            text = plain_text(document)
+            if not text.strip():
+                self.left_out[EMPTY] += 1
+            elif is_held_out(text, self.held_out_every):
+                self.left_out[HELD_OUT] += 1
+            else:
+                for piece in self._cut(document):
+                    seen += 1
+                    yield piece
+        if not seen:
+            raise DraftsmithError(
+                f"{self.label} has no document to train on ({self.left_out[EMPTY]} are empty, "
+                f"{self.left_out[HELD_OUT]} held out); add text to it."
+            )
+
+    def _cut(self, document: Document) -> Iterator[Piece]:
+        """Cut a long text, where a word begins if there is one near; other documents stay whole."""
+        if not isinstance(document, str):
+            yield Piece(document)
+            return
+        start = 0
+        while len(document) - start > self.piece_characters:
+            end = start + self.piece_characters
+            near = start + self.piece_characters // 2
+            space = max(document.rfind(" ", near, end), document.rfind("\n", near, end))
+            end = space + 1 if space >= 0 else end
+            yield Piece(document[start:end], ends=False)
+            start = end
+        yield Piece(document[start:])

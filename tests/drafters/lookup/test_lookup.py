@@ -1,0 +1,292 @@
+"""Drafting without training and without a second model: prompt lookup, suffix drafting, and the contract of all.
+
+B rows, N drafted nodes, M = N + 1 verified nodes (root first), T context tokens.
+"""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
+from draftsmith.drafters.lookup.suffix import Memory, SuffixConfig, SuffixDrafter
+from draftsmith.drafters.registry import load_drafter
+from draftsmith.engine import Engine
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.targets import Target
+from draftsmith.types import ROOT, Draft, DraftsmithError, SamplingParams
+from tests.drafters.lookup.lookup_toy import context_of, counting_model, trees
+from tests.helpers.contract import check_draft, check_drafter
+from tests.helpers.tiny import VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
+
+SPECS = [
+    "ngram:min_length=1",
+    "ngram:min_length=1,max_length=2,branches=3,match=frequent",
+    "suffix",
+    "lookahead:window=3,length=3,guesses=3",
+]
+
+
+def propose(drafter: Drafter, rows: dict[int, Sequence[int]], plan: Plan | None = None) -> Draft:
+    plan = plan if plan is not None else drafter.default_plan()
+    draft = drafter.propose(context_of(rows, width=3), plan)
+    check_draft(draft, plan, len(rows), VOCABULARY, can_sample=False)
+    return draft
+
+
+def chain(draft: Draft) -> list[int]:
+    [(tokens, parents)] = trees(draft)
+    assert parents == list(range(-1, len(tokens) - 1))
+    return tokens
+
+
+def ngram(**options: Any) -> NgramDrafter:
+    return NgramDrafter(NgramConfig(**options))
+
+
+def suffix(**options: Any) -> SuffixDrafter:
+    return SuffixDrafter(SuffixConfig(**options))
+
+
+@pytest.fixture(scope="module")
+def counting() -> Target:
+    return Target(counting_model(), name="counting")
+
+
+# The contract
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_text_stays_the_targets(spec: str, architecture: str):
+    target = tiny_target(architecture)
+    plan = Plan((2, 2, 1), nodes=5) if architecture == "gpt2" else Plan((1, 1, 1), sampled=True)
+    check_drafter(lambda: load_drafter(spec, target), target, tiny_model(architecture), plans=[None, plan])
+
+
+def test_drafts_of_changing_size_make_few_compiled_shapes():
+    question = [5, 6, 7, 5, 6]
+    target = Target(tiny_model(), name="traced")
+    engine = Engine(target, load_drafter("suffix:factor=2", target), max_batch=1, compile="trace")
+    # With a draft or without: a third variant is an error.
+    with torch._dynamo.config.patch(recompile_limit=2):
+        [found] = engine.generate([question], SamplingParams(max_tokens=50))
+    assert found.tokens == greedy_reference(tiny_model(), question, 50)
+    assert 0 < found.statistics.drafted < found.statistics.steps * engine.plan.max_nodes
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ngram:min_length=5,max_length=3", "min_length is 5; it must be at most max_length, which is 3"),
+        ("ngram:guesses=0", "ngram:guesses is 0"),
+        ("ngram:matches=recent", "did you mean ngram:match"),
+        ("ngram:match=oldest", "ngram:match is 'oldest'"),
+        ("suffix:factor=0", "suffix:factor is 0"),
+        ("suffix:min_probability=2", "suffix:min_probability is 2"),
+        ("lookahead:length=1", "lookahead:length is 1"),
+    ],
+)
+def test_wrong_options_are_named(spec: str, message: str):
+    with pytest.raises(DraftsmithError, match=message):
+        load_drafter(spec, tiny_target())
+
+
+# Prompt lookup
+
+
+def test_the_continuation_of_the_match_is_drafted():
+    assert chain(propose(ngram(guesses=3), {0: [1, 2, 3, 4, 5, 9, 1, 2]})) == [3, 4, 5]
+    assert chain(propose(ngram(guesses=3), {0: [1, 2, 3, 4, 5, 9, 1, 2]}, Plan((1, 1)))) == [3, 4]
+
+
+def test_longer_matches_come_first():
+    text = [7, 1, 2, 8, 5, 1, 2, 9, 7, 1, 2]
+    assert chain(propose(ngram(guesses=1, max_length=3), {0: text})) == [8]
+    assert chain(propose(ngram(guesses=1, max_length=2), {0: text})) == [9]
+
+
+def test_recent_and_frequent_matches():
+    text = [1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 4, 5, 1, 2]
+    assert chain(propose(ngram(guesses=2), {0: text})) == [4, 5]
+    assert chain(propose(ngram(guesses=2, match="frequent"), {0: text})) == [3, 0]
+
+
+def test_branches_differ_in_their_first_token():
+    text = [1, 2, 3, 0, 1, 2, 3, 6, 1, 2, 4, 5, 1, 2]
+    found = trees(propose(ngram(guesses=2, branches=3), {0: text}))
+    assert found == [([4, 5, 3, 6], [ROOT, 0, ROOT, 2])]
+    assert trees(propose(ngram(guesses=2, branches=3), {0: text}, Plan((2, 1), nodes=3))) == [
+        ([4, 5, 3], [ROOT, 0, ROOT])
+    ]
+
+
+def test_a_copy_that_meets_its_own_end_goes_on():
+    assert chain(propose(ngram(guesses=7), {0: [9, 5, 6, 5, 6]})) == [5, 6, 5, 6, 5, 6, 5]
+
+
+def test_without_a_match_nothing_is_drafted():
+    draft = propose(ngram(), {0: [1, 2, 3, 4], 1: [5]})
+    assert draft.tokens_BN.shape == (2, 0) and draft.depth == 0
+    assert trees(propose(ngram(guesses=1), {2: [1, 2, 3, 1, 2], 3: [1, 2]})) == [([3], [ROOT]), ([], [])]
+
+
+def test_rows_keep_their_texts_when_they_move_and_lose_them_when_they_end():
+    drafter = ngram(guesses=1)
+    propose(drafter, {4: [1, 2, 3, 1], 7: [1, 2, 8, 1], -1: [1]})
+    assert trees(propose(drafter, {7: [2], -1: [2], 4: [2]})) == [([8], [ROOT]), ([], []), ([3], [ROOT])]
+    drafter.reset_rows([4])
+    assert trees(propose(drafter, {4: [1, 2], 7: [8]})) == [([], []), ([1], [ROOT])]
+
+
+def searched(text: list[int], options: NgramConfig) -> list[int]:
+    """Find what to draft by reading the whole text."""
+    for n in range(options.max_length, options.min_length - 1, -1):
+        for place in range(len(text) - 1, n - 1, -1):
+            if text[place - n : place] == text[-n:] and len(text) > n:
+                grown = list(text)
+                for offset in range(options.guesses):
+                    grown.append(grown[place + offset])
+                return grown[len(text) :]
+    return []
+
+
+def test_the_index_finds_what_a_search_finds():
+    random = Random(0)
+    options = NgramConfig(min_length=1, max_length=3, guesses=4)
+    drafter, text = NgramDrafter(options), []
+    drafted = 0
+    for _ in range(120):
+        new = [random.randrange(12) for _ in range(random.randint(1, 3))]
+        text += new
+        found = chain(propose(drafter, {0: new}))
+        assert found == searched(text, options)
+        drafted += bool(found)
+    assert 60 < drafted < 120
+
+
+# Suffix drafting
+
+
+def test_the_likeliest_continuations_make_the_tree():
+    text = [1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2]
+    # 3 followed in two of three cases, both times with 1 and 2 behind it; 4 in one, and then all of it over again.
+    wide = propose(suffix(factor=3, min_probability=0.2), {0: text})
+    assert trees(wide) == [([3, 1, 2, 4, 3, 4], [ROOT, 0, 1, ROOT, 2, 2])]
+    assert chain(propose(suffix(factor=3, min_probability=0.5), {0: text})) == [3, 1, 2]
+    assert chain(propose(suffix(factor=3, branches=1, nodes=4), {0: text})) == [3, 1, 2, 3]
+
+
+def test_a_match_of_p_tokens_is_worth_factor_times_p_guesses():
+    text = [*range(10, 40), 5, *range(10, 16)]
+    for factor, guesses in ((0.5, 3), (1.0, 6), (1.5, 9), (4.0, 12)):
+        assert chain(propose(suffix(factor=factor), {0: text})) == list(range(16, 16 + guesses))
+    assert chain(propose(suffix(factor=1, max_length=4), {0: text})) == [16, 17, 18, 19]
+
+
+def test_the_shorter_match_wins_where_it_promises_more():
+    # After 9, 1 one of three tokens followed, each once; after 1 alone it was 7 eight times more.
+    text = [9, 1, 2, 9, 1, 3, 9, 1, 7, *[5, 1, 7] * 8, 9, 1]
+    assert chain(propose(suffix(factor=1, branches=1), {0: text})) == [7]
+    assert propose(suffix(factor=1, branches=1, min_probability=0.9), {0: text}).depth == 0
+
+
+def test_tokens_may_come_in_any_pieces():
+    random = Random(1)
+    text = [random.randrange(5) for _ in range(200)]
+    pieces, whole = suffix(factor=2), suffix(factor=2)
+    start = 0
+    while start < len(text):
+        stop = start + random.randint(1, 4)
+        in_pieces = trees(propose(pieces, {0: text[start:stop]}))
+        start = stop
+    assert in_pieces == trees(propose(whole, {0: text})) != [([], [])]
+
+
+def occurrences(pattern: list[int], texts: Sequence[list[int]]) -> int:
+    return sum(text[i : i + len(pattern)] == pattern for text in texts for i in range(len(text)))
+
+
+def test_the_memory_counts_what_it_holds_and_forgets_the_oldest():
+    random = Random(2)
+    memory, most, depth = Memory(depth=6, most=60), 60, 6
+    given: list[list[int]] = []
+    seen = set()
+    for _ in range(60):
+        given.append([random.randrange(3) for _ in range(random.randint(1, 30))])
+        memory.add(given[-1])
+        held: list[list[int]] = []
+        for text in reversed(given):
+            if sum(map(len, held)) + len(text) > most:
+                break
+            held.append(text)
+        assert memory.tokens == sum(map(len, held)) <= most
+        for _ in range(40):
+            pattern = [random.randrange(3) for _ in range(random.randint(1, depth))]
+            match = memory.trie.find(pattern)
+            expected = occurrences(pattern, held)
+            seen.add(min(expected, 3))
+            assert (0 if match is None else match.times) == expected
+    assert seen == {0, 1, 2, 3}
+
+
+def test_a_text_longer_than_the_memory_leaves_its_end():
+    memory = Memory(depth=4, most=5)
+    memory.add(list(range(9)))
+    assert memory.tokens == 5
+    assert memory.trie.find([3, 4]) is None and memory.trie.find([7, 8]) is not None
+
+
+def test_earlier_outputs_are_drafted_if_asked():
+    output = [21, 22, 23, 24, 25]
+    for remember, expected in ((True, [23, 24]), (False, [])):
+        drafter = suffix(remember=remember)
+        propose(drafter, {0: [9, *output[:1]]})
+        for token in output[1:]:
+            assert propose(drafter, {0: [token]}).depth == 0
+        drafter.reset_rows([0])
+        propose(drafter, {0: [8, 21]})
+        assert chain(propose(drafter, {0: [22]})) == expected
+
+
+def test_the_second_time_everything_is_remembered():
+    question = prompts(1, seed=4)[0]
+    engine = Engine(tiny_target(), suffix(factor=4, remember=True))
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=8)
+    [plain] = engine.generate([question], params, plan=NO_DRAFT)
+    [first] = engine.generate([question], params)
+    [second] = engine.generate([question], params)
+    assert plain.tokens == first.tokens == second.tokens
+    assert first.statistics.tokens_per_step < 2 and second.statistics.tokens_per_step > 5
+
+
+@pytest.mark.parametrize("make", [ngram, suffix])
+def test_rows_are_read_while_nothing_is_drafted(make):
+    drafter = make()
+    drafter.follow(context_of({0: [1, 2, 3, 4], -1: [1]}))
+    drafter.follow(context_of({0: [1], -1: [1]}))
+    assert chain(propose(drafter, {0: [2]}, Plan((1, 1)))) == [3, 4]
+
+
+# How much it brings
+
+
+@pytest.mark.parametrize("spec", ["ngram:guesses=8", "suffix:factor=4,nodes=8,depth=8"])
+def test_a_copied_text_is_accepted_whole(counting: Target, spec: str):
+    question = [*range(10, 60), 0, *range(10, 14)]
+    [found] = Engine(counting, load_drafter(spec, counting)).generate([question], SamplingParams(max_tokens=46))
+    assert found.tokens == list(range(14, 60))
+    assert found.accepted_lengths == [8, 8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("spec", ["ngram:guesses=8", "suffix:factor=4,nodes=8,depth=8"])
+def test_an_edited_text_is_accepted_but_for_the_edits(counting: Target, spec: str):
+    draft_of_text = list(range(10, 60))
+    draft_of_text[14] = draft_of_text[30] = 1  # two mistakes that the target corrects
+    question = [*draft_of_text, 0, *range(10, 14)]
+    [found] = Engine(counting, load_drafter(spec, counting)).generate([question], SamplingParams(max_tokens=46))
+    assert found.tokens == list(range(14, 60))
+    assert found.statistics.accepted >= 46 - 12

@@ -1,0 +1,279 @@
+"""`check` passes a healthy drafter and fails planted faults, naming the depth and the cause."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from draftsmith.cli import app
+from draftsmith.drafters.base import NoDrafter
+from draftsmith.drafters.heads.mlp import MLPSpeculator
+from draftsmith.drafters.heads.mlp_config import MLPConfig
+from draftsmith.drafters.models.model_drafter import DraftModel
+from draftsmith.drafters.models.small_lm import SmallLM
+from draftsmith.drafters.registry import family_named
+from draftsmith.drafters.trainable import storage
+from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.evaluation.checking.check import check_drafter, check_files
+from draftsmith.evaluation.checking.parity import measure_parity, own_texts
+from draftsmith.evaluation.prompts import cut, embedded_prompts
+from draftsmith.targets import Target
+from draftsmith.types import Context, TargetFacts
+from tests.helpers.tiny import prompts, save_tiny_target, tiny_target
+
+L = TypeVar("L", bound=TrainableModel)
+NEW_TOKENS = 24
+PROMPTS = prompts(9, shortest=3, longest=40, seed=6)
+
+
+def taught(target: Target, trained_model: L, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> L:
+    """Let it learn the target's texts behind some prompts by heart, so that guesses are accepted."""
+    trained_model.to(target.dtype)
+    examples = []
+    for text in own_texts(target, NoDrafter(), 0, starts, new_tokens, batch=9):
+        tokens_1T = torch.tensor([text.prompt_tokens + text.tokens])
+        features_1TF, _ = target.encode(tokens_1T[:, :-1], trained_model.taps)
+        examples.append((tokens_1T[:, 1:], features_1TF))
+    optimizer = torch.optim.Adam(trained_model.parameters(), lr=0.01)
+    for _ in range(25):
+        loss = torch.zeros((), dtype=target.dtype)
+        for tokens_1T, features_1TF in examples:
+            for d, logits_1TV in enumerate(trained_model(tokens_1T, features_1TF)):
+                loss = loss + torch.nn.functional.cross_entropy(logits_1TV[0, :-1], tokens_1T[0, d + 1 :])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return trained_model.eval().requires_grad_(False)
+
+
+def fitted(target: Target, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> MLPSpeculator:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        drafter = MLPSpeculator(MLPConfig(inner_dim=64, n_predict=3).for_target(target))
+    return taught(target, drafter, starts, new_tokens)
+
+
+def fitted_small_lm(target: Target, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> SmallLM:
+    family = family_named("small-lm")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        trained_model = family.make(family.config.read({}, ""), target, None)
+    assert isinstance(trained_model, SmallLM)
+    return taught(target, trained_model, starts, new_tokens)
+
+
+class LaggingFeatures(MLPSpeculator):
+    """Drafts from the state that predicted the token before the root."""
+
+    def __init__(self, config: MLPConfig) -> None:
+        super().__init__(config)
+        self.memory: dict[int, torch.Tensor] = {}
+
+    def begin(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        root_B, _ = context.root()
+        states = []
+        for b, row in enumerate(context.rows_B.tolist()):
+            count = int(context.counts_B[b])
+            last_F = context.features_BTF[b, count - 1]
+            before_F = context.features_BTF[b, count - 2] if count > 1 else self.memory.get(row, last_F)
+            self.memory[row] = last_F
+            states.append(before_F)
+        return root_B, self.start(torch.stack(states))
+
+    def reset_rows(self, rows: list[int]) -> None:
+        for row in rows:
+            self.memory.pop(row, None)
+
+
+class LostState(MLPSpeculator):
+    """Hands the second stage the state of the first unchanged depth after depth."""
+
+    def top_k(self, depth, state, tokens_R, k, scores):  # type: ignore[no-untyped-def]
+        best, tokens, after = super().top_k(depth, state, tokens_R, k, scores)
+        return best, tokens, after if depth == 0 else state
+
+
+class SeesOtherRows(MLPSpeculator):
+    """Takes the first row's state for every row: right at batch 1."""
+
+    def begin(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        root_B, state_BF = super().begin(context)
+        return root_B, state_BF[:1].expand_as(state_BF)
+
+
+class LosesTheFirstToken(DraftModel):
+    """Reads a prompt from its second token on."""
+
+    def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:
+        return super().take_in(replace(context, first_B=None))
+
+
+def test_a_healthy_drafter_passes_and_its_guesses_are_worth_comparing():
+    target = tiny_target()
+    drafter = fitted(target)
+    report = check_drafter(target, drafter, drafter, PROMPTS, NEW_TOKENS)
+    assert report.passed, report.sentence()
+    assert report.parity is not None and not report.parity.gaps and report.parity.roots > 50
+    assert report.parity.measured == report.parity.predicted and report.parity.measured[2] > 0.2
+    assert {check.name for check in report.checks} >= {"alignment of features", "positions, long prompts"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "failing", "words"),
+    [
+        (LaggingFeatures, "parity, depth by depth", "depth 1 first .*features off by one.*token before"),
+        (LostState, "parity, depth by depth", "depth 3 first .*what one stage hands to the next"),
+        (SeesOtherRows, "masks, ragged batch of 8 against 1", "in the batch .*mask or an index"),
+    ],
+)
+def test_a_planted_fault_fails_with_depth_and_cause(kind: type[MLPSpeculator], failing: str, words: str):
+    target = tiny_target()
+    healthy = fitted(target)
+    faulty = kind(healthy.config).to(target.dtype).eval().requires_grad_(False)
+    faulty.load_state_dict(healthy.state_dict())
+    report = check_drafter(target, faulty, faulty, PROMPTS, NEW_TOKENS)
+    failed = {check.name: check.detail for check in report.checks if not check.passed}
+    assert not report.passed and failing in failed
+    assert re.search(words, failed[failing]), failed[failing]
+
+
+def test_a_small_lm_is_held_against_its_forward_and_a_token_that_it_loses_is_seen():
+    target = tiny_target()
+    trained_model = fitted_small_lm(target)
+    drafter = trained_model.for_decoding(target)
+    assert isinstance(drafter, DraftModel)
+    report = check_drafter(target, trained_model, drafter, PROMPTS, NEW_TOKENS)
+    assert report.passed, report.sentence()
+    assert report.parity is not None and not report.parity.gaps and report.parity.roots > 50
+    assert report.parity.measured[3] > 0.2 and "alignment of guesses" in {check.name for check in report.checks}
+    faulty = LosesTheFirstToken(drafter.model, target.vocab_size, drafter.guesses)
+    assert check_drafter(target, trained_model, faulty, PROMPTS, NEW_TOKENS).sentence().startswith("FAILED: parity")
+
+
+def test_a_small_lm_that_hits_nothing_leaves_nothing_to_compare():
+    target = tiny_target()
+    trained_model = fitted_small_lm(target, PROMPTS[:1], 2)
+    with torch.no_grad():
+        trained_model.lm.lm_head.weight.zero_()  # guesses token 0 for ever
+    report = check_drafter(target, trained_model, trained_model.for_decoding(target), PROMPTS[:3], NEW_TOKENS)
+    assert report.sentence().startswith("FAILED: alignment of guesses") and "nothing to compare" in report.sentence()
+
+
+def test_a_tie_is_not_a_fault_and_is_counted():
+    target = tiny_target()
+    drafter = fitted(target)
+    texts = own_texts(target, drafter, 3, PROMPTS[:2], NEW_TOKENS)
+    step = next(i for i, length in enumerate(texts[0].accepted_lengths) if length)
+    texts[0].accepted_lengths[step] -= 1  # as if the guess had gone the other way
+    with torch.no_grad():
+        for head in drafter.head:
+            head.weight.zero_()  # every score equal
+    parity = measure_parity(target, drafter, texts)
+    assert parity.gaps and all(gap.tie for gap in parity.gaps) and parity.holds
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_target(folder / "target")
+    target = Target.from_pretrained(folder / "target", dtype="fp32")
+    windows = zip(cut(target, embedded_prompts(), 120, 3), (8, 64, 120), strict=True)
+    drafter = fitted(target, [window[:size] for window, size in windows], 8)
+    facts = target.facts()
+    other = TargetFacts(facts.hidden_size, facts.vocab_size, "0" * 64, facts.name)
+    for name, made_for in (("drafter", facts), ("stranger", other)):
+        drafter.save_pretrained(folder / name, made_for)
+    fitted_small_lm(target, [window[:64] for window in cut(target, embedded_prompts(), 120, 3)], 8).save_pretrained(
+        folder / "small-lm", facts
+    )
+    return folder
+
+
+def run(*words: object) -> tuple[int, str]:
+    size = ("--dtype", "fp64", "--serving-dtype", "fp32", "--prompts", "3", "--new-tokens", "8")
+    found = CliRunner().invoke(app, ["check", *map(str, words), *size])
+    return found.exit_code, found.output
+
+
+def test_the_command_passes_a_healthy_folder_and_writes_json(models: Path):
+    code, output = run(models / "drafter", "--target", models / "target", "--json", models / "check.json")
+    assert code == 0, output
+    written = json.loads((models / "check.json").read_text())
+    assert written["passed"] and written["parity"]["faults"] == 0
+    assert [check["name"] for check in written["checks"]][:3] == ["files", "weights and dtype", "made for this target"]
+    assert len(written["accepted_by_depth_as_decoded"]) == 3
+
+
+def test_the_command_passes_a_small_lm_and_refuses_a_model_that_nothing_here_trained(models: Path, tmp_path: Path):
+    code, output = run(models / "small-lm", "--target", models / "target")
+    assert code == 0 and "alignment of guesses" in output, output
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    for file in (models / "small-lm").iterdir():
+        (strange / file.name).write_bytes(file.read_bytes())
+    config, manifest = (storage.read_json(strange / name) for name in ("config.json", storage.MANIFEST))
+    del config["draftsmith"]
+    storage.write_json(strange / "config.json", config)
+    storage.write_json(strange / storage.MANIFEST, manifest | {"config.json": storage.sha256(strange / "config.json")})
+    code, output = run(strange, "--target", models / "target")
+    assert code == 2 and "without a training forward" in " ".join(output.split()), output
+
+
+def test_another_tokenizer_fails_loudly(models: Path):
+    code, output = run(models / "stranger", "--target", models / "target")
+    assert code == 1 and "tokenizer hash" in output and "FAILED" in output
+
+
+def test_a_damaged_file_fails_before_anything_is_decoded(models: Path, tmp_path: Path):
+    assert [check.passed for check in check_files(models / "drafter")] == [True, True]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in (models / "drafter").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
+    (damaged,) = check_files(copy)
+    assert damaged.passed is False and "damaged" in damaged.detail
+    (copy / "manifest.json").unlink()
+    assert "no manifest.json" in check_files(copy)[0].detail
+
+
+def test_a_drafter_that_hits_nothing_leaves_nothing_to_compare_and_does_not_pass():
+    target = tiny_target()
+    drafter = fitted(target, PROMPTS[:1], 2)
+    with torch.no_grad():
+        for head in drafter.head:
+            head.weight.zero_()  # guesses token 0 for ever
+    report = check_drafter(target, drafter, drafter, PROMPTS[:3], NEW_TOKENS)
+    assert not report.passed and "nothing to compare" in report.sentence()
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "recurrent"])
+def test_the_files_of_every_published_layout_are_found(tmp_path: Path, name: str):
+    family = family_named(name)
+    with torch.random.fork_rng(devices=[]):
+        drafter = family.make(family.config.read({}, ""), tiny_target(), None)
+    assert isinstance(drafter, TrainableModel)
+    drafter.save_pretrained(tmp_path / name, tiny_target().facts())
+    checks = check_files(tmp_path / name)
+    assert [check.passed for check in checks] == [True, True], checks
+    (tmp_path / name / drafter.weights_file).unlink()
+    assert not check_files(tmp_path / name)[0].passed
+
+
+def test_short_prompts_are_checked_on(models: Path):
+    lines = [json.dumps({"text": text}) for text in ("def f(x):", "a = 1", "return", "for i in range(3):")]
+    (models / "short.jsonl").write_text("\n".join(lines))
+    code, output = run(models / "drafter", "--target", models / "target", "--data", models / "short.jsonl")
+    assert code in (0, 1) and "parity, depth by depth" in " ".join(output.split()), output
+
+
+def test_the_drafter_is_named_as_in_all_commands_and_only_once(models: Path, tmp_path: Path):
+    code, output = run(models / "drafter", "--drafter", models / "drafter")
+    assert code == 2 and "give one of them" in output
+    code, output = run("--target", models / "target", "--drafter", tmp_path / "absent")
+    assert code == 2 and "absent does not exist" in " ".join(output.split())

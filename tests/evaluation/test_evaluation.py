@@ -1,0 +1,348 @@
+"""Measuring: prompts of exact length, intervals on known data, cells of the benchmark, ties told from faults."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.drafters.heads.mlp import MLPSpeculator
+from draftsmith.drafters.heads.mlp_config import MLPConfig
+from draftsmith.engine import Engine
+from draftsmith.evaluation.bench import Grid, plan_for, run_grid
+from draftsmith.evaluation.measuring.interleaving import interleaved
+from draftsmith.evaluation.measuring.intervals import mean_interval, ratio_interval
+from draftsmith.evaluation.measuring.losslessness import (
+    Divergence,
+    compare_texts,
+    first_divergence,
+    is_targets_own,
+    rounding_step,
+    tie_or_fault,
+)
+from draftsmith.evaluation.measuring.peers import transformers_peer
+from draftsmith.evaluation.measuring.speedup import measure_speedup
+from draftsmith.evaluation.prompts import Prompt, cut, distinct, embedded_prompts, load_prompts
+from draftsmith.evaluation.reporting.result_files import ensure_writable, markdown_table, write_json
+from draftsmith.files import JsonLines, replace_text, replacing
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.provenance import provenance, without_folders
+from draftsmith.targets import Target
+from draftsmith.types import DraftsmithError, SamplingParams
+from tests.helpers.tiny import prompts as token_prompts
+from tests.helpers.tiny import save_tiny_target
+
+NEW_TOKENS = 9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    return Target.from_pretrained(folder, dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def engine(target: Target) -> Engine:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = MLPConfig(n_predict=3, top_k_tokens_per_head=(3, 2, 1)).for_target(target)
+        drafter = MLPSpeculator(config).eval()
+    return Engine(target, drafter, max_batch=4)
+
+
+def test_embedded_prompts_of_every_task_are_held_out_from_the_training_ones():
+    tasks = {prompt.task for prompt in embedded_prompts()}
+    assert tasks == {"code", "prose", "dialogue"}
+    training = {prompt.text for prompt in embedded_prompts(split="train")}
+    held_out = {prompt.text for prompt in embedded_prompts()}
+    assert len(held_out) == 120 and len(training) == 300 and not held_out & training
+    assert {prompt.task for prompt in embedded_prompts("prose")} == {"prose"}
+
+
+def test_an_unknown_task_is_refused_with_the_known_ones():
+    with pytest.raises(DraftsmithError, match="'poetry'.*code, dialogue, prose"):
+        embedded_prompts("poetry")
+
+
+def test_prompts_are_cut_to_exact_lengths_and_repeat_when_used_up(target: Target):
+    texts = [Prompt("a", "s", "x" * 25), Prompt("a", "s", "y" * 12), Prompt("a", "s", "z" * 5)]
+    pieces = cut(target, texts, 10, 5)
+    assert [len(piece) for piece in pieces] == [10] * 5
+    decoded = [str(target.tokenizer.decode(piece))[0] for piece in pieces]  # type: ignore[union-attr]
+    assert decoded == ["x", "y", "x", "x", "y"]
+
+
+def test_prompts_that_are_too_short_are_refused(target: Target):
+    with pytest.raises(DraftsmithError, match="no prompt has 10 tokens .the longest has 4."):
+        cut(target, [Prompt("a", "s", "abcd")], 10, 1)
+
+
+def test_short_texts_are_taken_whole_where_lengths_may_differ(target: Target):
+    texts = [Prompt("a", "s", "x" * 25), Prompt("a", "s", "yyyy"), Prompt("a", "s", "")]
+    pieces = cut(target, texts, 10, 4, exact=False)
+    assert [len(piece) for piece in pieces] == [10, 4, 10, 10], "beginnings first, then windows, then over again"
+    assert pieces[3] == pieces[0] and pieces[2] != pieces[1]
+    assert distinct(pieces) == [pieces[0], pieces[1]], "the second window of x is as the first"
+
+
+def test_own_prompts_come_from_jsonl_or_text(tmp_path: Path):
+    (tmp_path / "p.jsonl").write_text('{"text": "one", "task": "t"}\n\n{"prompt": "two"}\n')
+    (tmp_path / "p.txt").write_text("three")
+    assert [(p.task, p.text) for p in load_prompts(tmp_path / "p.jsonl")] == [("t", "one"), ("text", "two")]
+    assert [p.text for p in load_prompts(tmp_path / "p.txt")] == ["three"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.jsonl", b'{"text": "one"}\n{"txt": 1}\n', "line 2 of"),
+        ("p.jsonl", b"[1]\n", "line 1 of"),
+        ("p.txt", b"  \n", "holds no text"),
+        ("p.txt", b"\xff\xfe\xff", "not UTF-8"),
+    ],
+)
+def test_broken_prompt_files_are_named(tmp_path: Path, name: str, content: bytes, message: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DraftsmithError, match=message):
+        load_prompts(tmp_path / name)
+
+
+def test_a_missing_prompt_file_is_named(tmp_path: Path):
+    with pytest.raises(DraftsmithError, match="cannot be read"):
+        load_prompts(tmp_path / "absent.jsonl")
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    generator = torch.Generator().manual_seed(0)
+    caught = 0
+    for trial in range(200):
+        values = (5 + torch.randn(30, generator=generator)).tolist()
+        interval = mean_interval(values, seed=trial)
+        assert interval.low <= interval.value <= interval.high
+        caught += interval.low <= 5 <= interval.high
+    assert 178 <= caught <= 199
+
+
+def test_paired_ratios_ignore_a_drift_that_meets_both():
+    drift = [1 + 0.5 * i for i in range(20)]
+    interval = ratio_interval([3 * d for d in drift], drift)
+    assert interval.value == pytest.approx(3) and interval.low == pytest.approx(3) and interval.high == pytest.approx(3)
+    unpaired = mean_interval([3 * d for d in drift])
+    assert unpaired.high - unpaired.low > 1
+
+
+def test_intervals_are_repeatable_and_refuse_nothing_to_measure():
+    assert mean_interval([1.0, 2.0, 4.0], seed=3) == mean_interval([1.0, 2.0, 4.0], seed=3)
+    assert mean_interval([2.5]).ends == [2.5, 2.5]
+    with pytest.raises(ValueError, match="no values"):
+        mean_interval([])
+    with pytest.raises(ValueError, match="paired"):
+        ratio_interval([1.0, 2.0], [1.0])
+
+
+def test_candidates_prune_the_drafters_tree_and_widen_it_where_it_has_too_few_paths():
+    default = Plan((3, 2, 1), paths=5)
+    assert plan_for(default, 0) == NO_DRAFT
+    assert plan_for(default, 4) == Plan((3, 2, 1), paths=4)
+    assert plan_for(default, 32) == Plan((16, 2, 1), paths=32)
+    assert plan_for(default, 2, (6, 3, 2)) == Plan((6, 3, 2), paths=2)
+    with pytest.raises(DraftsmithError, match="--drafter"):
+        plan_for(NO_DRAFT, 1)
+
+
+def test_candidates_keep_to_the_rules_and_of_sampled_guesses_are_chains():
+    default = Plan((3, 2, 1), paths=5)
+    typical = Plan(nodes=7, acceptance="typical", epsilon=0.2)
+    assert plan_for(default, 4, None, typical) == Plan((3, 2, 1), paths=4, nodes=7, acceptance="typical", epsilon=0.2)
+    assert plan_for(default, 3, None, Plan(sampled=True)) == Plan((3, 1, 1), sampled=True)
+    block = Plan(sampled=True, acceptance="block")
+    assert plan_for(default, 1, (6, 2), block) == Plan((1, 1), sampled=True, acceptance="block")
+    with pytest.raises(DraftsmithError, match="one child"):
+        plan_for(default, 2, None, block)
+
+
+def test_a_cell_has_every_figure_and_both_sides_counted_exactly(engine: Engine, folder: Path):
+    grid = Grid(batches=(1, 2), candidates=(0, 1, 4), prompt_tokens=(12,), new_tokens=NEW_TOKENS, trials=3, warmups=1)
+    seen: list[int] = []
+    peer = transformers_peer(folder, engine.target)
+    cells = run_grid(engine, engine.plan, embedded_prompts("prose"), grid, peer, lambda _, n: seen.append(n))
+    assert [(c["batch"], c["engine"], c["candidates"]) for c in cells] == [
+        (1, "draftsmith", 0),
+        (1, "draftsmith", 1),
+        (1, "draftsmith", 4),
+        (1, "transformers", None),
+        (2, "draftsmith", 0),
+        (2, "draftsmith", 1),
+        (2, "draftsmith", 4),
+    ]
+    assert sum(seen) == grid.runs + 4
+    needed = {
+        "batch",
+        "candidates",
+        "prompt_tokens",
+        "new_tokens",
+        "trials",
+        "ms_per_token",
+        "ms_per_token_ci",
+        "tokens_per_step",
+        "accepted_by_depth",
+        "step_ms",
+        "share",
+    }
+    for cell in cells:
+        assert cell["generated_tokens"] == cell["trials"] * cell["batch"] * NEW_TOKENS
+        assert cell["identical_texts"] == cell["texts"] == cell["trials"] * cell["batch"]
+        low, high = cell["ms_per_token_ci"]
+        assert 0 < low <= cell["ms_per_token"] <= high
+        if cell["engine"] == "draftsmith":
+            assert needed <= cell.keys()
+            assert sum(cell["share"].values()) == pytest.approx(1)
+            assert cell["tokens_per_step"] == pytest.approx(1 + sum(cell["accepted_by_depth"]))
+            assert cell["prefill_ms"] > 0 and cell["step_ms"] > 0
+        if cell["candidates"] == 0:
+            assert cell["speedup"] == 1 and cell["tokens_per_step"] == 1 and cell["nodes"] == 0
+    json.dumps(cells, allow_nan=False)
+
+
+@pytest.mark.parametrize("wrong", [{"batches": ()}, {"candidates": (-1,)}, {"new_tokens": 1}, {"trials": 0}])
+def test_impossible_grids_are_refused(wrong: dict[str, object]):
+    with pytest.raises(DraftsmithError, match=next(iter(wrong))):
+        Grid(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_race_counts_both_sides_and_finds_the_texts_identical(engine: Engine):
+    outcome = measure_speedup(engine, token_prompts(3, shortest=8), NEW_TOKENS)
+    assert outcome.drafted_speed.value / outcome.plain_speed.value == pytest.approx(outcome.speedup.value)
+    summary = outcome.summary()
+    assert summary["new_tokens_plain"] == summary["new_tokens_drafted"] == 3 * NEW_TOKENS
+    assert outcome.comparison.lossless and outcome.comparison.sentence().startswith("yes (3 of 3")
+    assert outcome.own_texts == 3
+
+
+def test_a_text_that_is_not_the_targets_is_noticed(engine: Engine):
+    completion = engine.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=8), plan=NO_DRAFT)[0]
+    assert is_targets_own(engine.target, completion)
+    completion.tokens[4] = (completion.tokens[4] + 1) % 96
+    assert not is_targets_own(engine.target, completion)
+
+
+def test_divergences_are_found_where_they_begin():
+    assert first_divergence(0, [1, 2, 3], [1, 2, 3]) is None
+    assert first_divergence(7, [1, 2, 3], [1, 5, 3]) == Divergence(7, 1, 2, 5)
+    assert first_divergence(0, [1, 2], [1]) == Divergence(0, 1, 2, None)
+
+
+def test_a_tie_needs_both_tokens_on_top_in_both_precisions_and_a_gap_within_the_rounding():
+    item = Divergence(0, 0, 1, 2)
+    close, wide = torch.tensor([0.0, 9.0, 9.0625]), torch.tensor([0.0, 9.02, 9.0])
+    assert tie_or_fault(item, close, wide, torch.bfloat16).tie
+    assert not tie_or_fault(item, close, wide, torch.float32).tie
+    assert not tie_or_fault(item, torch.tensor([0.0, 9.0, 9.5]), wide, torch.bfloat16).tie
+    assert not tie_or_fault(item, torch.tensor([9.5, 9.0, 9.0]), wide, torch.bfloat16).tie
+    assert not tie_or_fault(Divergence(0, 0, 1, None), close, wide, torch.bfloat16).tie
+    assert rounding_step(9.0, torch.bfloat16) == 0.0625
+    large = torch.tensor([0.0, 300.0, 301.0])
+    assert not tie_or_fault(item, large, large, torch.bfloat16).tie  # a step is 2 there, and a tie at most 0.125
+
+
+def test_a_real_divergence_is_explained_as_a_fault(engine: Engine):
+    expected = engine.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=8), plan=NO_DRAFT)
+    got = engine.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=8), plan=NO_DRAFT)
+    got[0].tokens[3] = (got[0].tokens[3] + 1) % 96
+    comparison = compare_texts(expected, got, engine.target)
+    assert comparison.identical == 0 and comparison.ties == 0 and not comparison.lossless
+    assert comparison.sentence().startswith("no (0 of 1")
+    json.dumps(comparison.summary())
+
+
+def test_provenance_names_no_folder_and_no_host():
+    import platform
+
+    record = json.dumps(provenance(dtype="float32"))
+    assert platform.node() not in record or platform.node() in ("", "localhost")
+    assert all(str(folder) not in record for folder in (Path.cwd(), Path(__file__).parent))
+    assert without_folders("--json=/a/b/c.json") == "--json=c.json" and without_folders("/a/b") == "b"
+    assert without_folders("data/x.json") == "data/x.json"
+
+
+def test_results_replace_files_whole_and_unwritable_places_are_named(tmp_path: Path):
+    path = tmp_path / "deep" / "r.json"
+    ensure_writable(path)
+    write_json(path, {"a": 1})
+    write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 2} and [p.name for p in path.parent.iterdir()] == ["r.json"]
+    with pytest.raises(DraftsmithError, match="is a folder"):
+        ensure_writable(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DraftsmithError, match="cannot be written"):
+        ensure_writable(tmp_path / "file" / "r.json")
+
+
+def test_tables_align_numbers_to_the_right():
+    assert markdown_table(["a", "b"], [["x", "1"]]) == "| a | b |\n| --- | ---: |\n| x | 1 |"
+
+
+def stopped(after: int) -> Callable[[str, int], None]:
+    """Interrupt as Ctrl-C does, once so many runs are done."""
+    done = 0
+
+    def note(_: str, more: int) -> None:
+        nonlocal done
+        done += more
+        if done == after:
+            raise KeyboardInterrupt
+
+    return note
+
+
+@pytest.mark.parametrize(("after", "trials"), [(3, []), (7, [2, 2]), (9, [3, 3]), (12, [4, 4]), (15, [4, 4, 1, 1])])
+def test_an_interrupted_grid_hands_over_whole_rounds(engine: Engine, after: int, trials: list[int]):
+    """Two settings; one warm-up and four trials a batch size: 10 runs make the first."""
+    grid = Grid((1, 2), (0, 1), (8,), new_tokens=4, trials=4, warmups=1)
+    found: list[list[int]] = [[]]
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(
+            engine, engine.plan, embedded_prompts("prose"), grid, None, stopped(after),
+            lambda cells: found.append([cell["trials"] for cell in cells]),
+        )
+    assert found[-1] == trials
+
+
+def test_all_ways_take_turns_in_every_round():
+    seen = list(interleaved(("a", "b", "c"), 20, random.Random(0), warmups=2))
+    assert [turn.number for turn in seen] == [number for number in range(22) for _ in range(3)]
+    rounds = [[turn.way for turn in seen if turn.number == number] for number in range(22)]
+    assert all(sorted(ways) == ["a", "b", "c"] for ways in rounds) and len(set(map(tuple, rounds))) == 6
+    assert [turn.timed for turn in seen] == [False] * 6 + [True] * 60
+
+
+def test_a_log_drops_what_a_kill_left_and_names_what_is_damaged(tmp_path: Path):
+    log = JsonLines(tmp_path / "log.jsonl", "delete it", "go on")
+    assert log.read() == []
+    for value in (1, {"a": [2]}):
+        log.append(value)
+    with log.path.open("a") as handle:
+        handle.write('{"a": 3')
+    assert log.read() == [1, {"a": [2]}] and log.path.read_text() == '1\n{"a": [2]}\n'
+    log.rewrite([4])
+    assert log.read() == [4]
+    log.path.write_text("1\nx\n2\n")
+    with pytest.raises(DraftsmithError, match=r"line 2 of .*log.jsonl is damaged; delete it\."):
+        log.read()
+    with pytest.raises(DraftsmithError, match=r"cannot write .*free some space, then go on\."):
+        JsonLines(Path("/proc/none/log.jsonl"), "", "go on").append(1)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path):
+    path = tmp_path / "a.txt"
+    replace_text(path, "old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and [file.name for file in tmp_path.iterdir()] == ["a.txt"]

@@ -1,0 +1,219 @@
+"""`prove` has teeth: a healthy pair is lossless, and every planted fault is a defect, in the part that must find it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from draftsmith.cli import app
+from draftsmith.drafters.heads.mlp import MLPSpeculator
+from draftsmith.drafters.heads.mlp_config import MLPConfig
+from draftsmith.drafters.registry import families
+from draftsmith.evaluation.measuring.losslessness import Divergence, last_logits
+from draftsmith.evaluation.proof.chi_square import detectable, fit, variation_of_perfect
+from draftsmith.evaluation.proof.draws import draw
+from draftsmith.evaluation.proof.exact_distribution import enumerate_distribution, read_by_decoding, read_plainly
+from draftsmith.evaluation.proof.prove import Proof, SmallPair, Workload, prove
+from draftsmith.evaluation.proof.rounding import logits_by_shape, measure_movement, tie_or_fault_by_movement
+from draftsmith.evaluation.proof.sampling import ALPHA
+from draftsmith.evaluation.proof.shared_rows import SharedRows
+from draftsmith.evaluation.proof.small_target import PROMPT, STAND_IN, TableDrafter, small_drafter, small_target
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.targets import Nodes, Target
+from draftsmith.types import DraftsmithError, SamplingParams
+from tests.evaluation.planted import PLANTED, LeakyMask, Planted
+from tests.helpers.tiny import prompts, save_tiny_target, tiny_target
+
+PLAN = Plan((2, 1, 1))
+HEALTHY = Planted("nowhere", plan=Plan((2, 1), sampled=True))
+
+
+def proof_of(fault: Planted, plan: Plan = PLAN) -> Proof:
+    target, toy = fault.wrap(tiny_target()), small_target(fault.alphabet)
+    return prove(
+        target,
+        fault.make_drafter(target),
+        plan,
+        prompts(5, seed=4),
+        SmallPair(toy, fault.make_drafter(toy), STAND_IN),
+        Workload(
+            new_tokens=16, batch=4, draws=1_000, small_draws=fault.draws, small_plans=(fault.plan,),
+            joint_tokens=fault.tokens, rows=1_000,
+        ),
+        sampling_prompts=prompts(2, shortest=4, longest=4),
+        make_stepper=fault.make_stepper,
+    )
+
+
+def test_a_healthy_pair_is_lossless_and_the_report_says_how_sure_that_is():
+    proof = proof_of(HEALTHY)
+    assert proof.verdict == "lossless", proof.sentence()
+    summary = proof.summary()
+    assert summary["greedy"]["identical"] == summary["greedy"]["compared"] == 15
+    assert summary["sampling"]["p_value"] > ALPHA and summary["sampling"]["defects"] == 0
+    assert {cell["where"] for cell in summary["sampling"]["cells"]} == {"this target", "small alphabet"}
+    assert all(0 < cell["smallest_shift"] < 0.4 for cell in summary["sampling"]["cells"])
+    assert "nine times out of ten" in proof.sentence()
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_a_defect(name: str):
+    proof = proof_of(PLANTED[name])
+    assert proof.verdict == "defect", proof.summary()
+    parts = {"greedy": proof.greedy.defects, "sampling": proof.sampling.defects}
+    assert parts[PLANTED[name].found_in] > 0
+    assert proof.sentence().startswith("DEFECT: ")
+
+
+def test_typical_acceptance_is_lossy_by_choice_and_hides_no_defect():
+    typical = Plan((2, 1), acceptance="typical", epsilon=0.02)
+    proof = proof_of(HEALTHY, typical)
+    assert proof.verdict == "lossy by choice" and proof.sampling.defects == 0
+    assert [cell.plan for cell in proof.sampling.cells if not cell.lossless] == ["tree 2,1 typical"]
+    assert proof_of(PLANTED["off-by-one acceptance"], typical).verdict == "defect"
+
+
+def test_rows_with_equal_inputs_are_read_once_and_get_the_same_texts():
+    toy = small_target()
+    params = SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
+    for plan in (NO_DRAFT, Plan((2, 1)), Plan((2, 1), sampled=True)):
+        mine, all_rows = (
+            draw(one, TableDrafter(toy), PROMPT, params, plan, 500, batch=256, seed=5) for one in (SharedRows(toy), toy)
+        )
+        assert mine == all_rows and len(mine.texts) == 500 and {len(text) for text in mine.texts} == {3}
+
+
+def test_a_row_with_a_stale_cache_is_not_taken_for_a_sound_one():
+    toy = small_target()
+    cache = toy.new_cache(2, 8)
+    for target in (toy, SharedRows(toy)):
+        cache.keys_NEHD[0][1, 0] = 1.0
+        nodes = Nodes(torch.full((2, 1), 3), torch.ones(2, dtype=torch.long))
+        logits_BMV, _ = target.forward(cache, nodes, ())
+        assert not torch.equal(logits_BMV[0], logits_BMV[1])
+
+
+def test_both_readers_give_one_distribution_and_the_penalties_of_the_text_matter():
+    target, prompt = tiny_target(), [3, 9, 9, 4]
+    params = SamplingParams(
+        temperature=0.8, top_k=4, repetition_penalty=1.3, frequency_penalty=0.8, presence_penalty=0.2
+    )
+    plain = enumerate_distribution(read_plainly(target), target, prompt, params, 2)
+    assert plain.p_C.sum() == pytest.approx(1) and len(plain.p_C) == 16
+    assert plain.distance(enumerate_distribution(read_by_decoding(target), target, prompt, params, 2)) < 1e-9
+    toy = small_target()
+    exact = [
+        enumerate_distribution(read_plainly(toy), toy, PROMPT, params, 2, remembers=flag) for flag in (True, False)
+    ]
+    assert exact[0].distance(exact[1]) > 0.05
+
+
+def test_the_distribution_is_refused_where_it_cannot_be_enumerated():
+    with pytest.raises(ValueError, match="top-k and penalties alone"):
+        enumerate_distribution(
+            read_plainly(small_target()), small_target(), PROMPT, SamplingParams(temperature=1, top_p=0.9), 2
+        )
+
+
+def test_shapes_of_the_forward_agree_in_float64_and_a_leaking_mask_is_no_rounding():
+    target = tiny_target()
+    sequences = prompts(2, shortest=6, seed=8)
+    healthy = measure_movement(target, sequences)
+    assert 0 <= healthy.largest < 1e-10 and healthy.plausible and healthy.prefixes == 2
+    assert len(logits_by_shape(target, sequences[0])) == 5
+    assert not measure_movement(LeakyMask(target), sequences).plausible
+
+
+def test_a_divergence_is_a_tie_only_within_what_the_rounding_moves():
+    target, prefix = tiny_target(), prompts(1, shortest=6, seed=8)[0]
+    best = last_logits(target, prefix).topk(2).indices.tolist()
+    explained, moved = tie_or_fault_by_movement(target, target, prefix, Divergence(0, 0, *best))
+    assert not explained.tie and explained.gap is not None and explained.gap > 1e-6 > moved
+    ended, _ = tie_or_fault_by_movement(target, target, prefix, Divergence(0, 0, best[0], None))
+    assert not ended.tie
+
+
+def test_the_chi_square_test_sees_what_it_says_and_no_more():
+    rng = np.random.default_rng(3)
+    p_C = rng.dirichlet(np.ones(100))
+    count = 20_000
+    shift = detectable(p_C, count, ALPHA, seed=0)
+    sign_C = np.where(np.arange(100) % 2 == 0, 1.0, -1.0)
+    for size, seen in ((0.0, False), (2.0 * shift, True)):
+        shifted_C = p_C * (1 + 2 * size * sign_C)
+        counts_C = rng.multinomial(count, shifted_C / shifted_C.sum())
+        assert (fit(counts_C, 0, p_C).p_value < ALPHA) == seen
+    mean, most = variation_of_perfect(p_C, count, seed=0)
+    assert 0 < mean < most < shift
+    assert fit(rng.multinomial(count, p_C), 1, p_C).p_value == 0.0
+
+
+def test_the_small_drafter_is_of_the_users_family_or_a_stand_in_and_says_so():
+    toy = small_target()
+    drafter, name = small_drafter(toy, families()["mlp"])
+    assert "family mlp" in name and drafter.can_sample
+    assert small_drafter(toy, None)[1] == STAND_IN
+    assert small_drafter(toy, families()["mlp"], least_depth=99)[1] == STAND_IN
+
+
+def test_nothing_to_prove_is_refused():
+    with pytest.raises(DraftsmithError, match="drafts nothing"):
+        prove(tiny_target(), TableDrafter(tiny_target()), NO_DRAFT, [[1]], None, Workload())  # type: ignore[arg-type]
+    with pytest.raises(DraftsmithError, match="top_k is 1"):
+        Workload(top_k=1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_target(folder / "target")
+    facts = Target.from_pretrained(folder / "target", dtype="fp32").facts()
+    torch.manual_seed(1)
+    config = MLPConfig(
+        hidden_size=facts.hidden_size, vocab_size=facts.vocab_size, n_predict=2, top_k_tokens_per_head=(2, 1)
+    )
+    MLPSpeculator(config).save_pretrained(folder / "drafter", facts)
+    return folder
+
+
+def run(models: Path, *words: str) -> tuple[int, str]:
+    pair = ("--target", str(models / "target"), "--drafter", str(models / "drafter"), "--dtype", "fp32")
+    size = ("--prompts", "4", "--new-tokens", "6", "--batch", "3", "--rows", "1000")
+    found = CliRunner().invoke(app, ["prove", *pair, *size, *words])
+    return found.exit_code, found.output
+
+
+def test_the_command_proves_a_pair_and_writes_json(models: Path):
+    code, output = run(models, "--draws", "1000", "--quick", "--json", str(models / "proof.json"))
+    assert code == 0, output
+    assert "Lossless" in output and "untrained drafter of the family mlp" in " ".join(output.split())
+    written = json.loads((models / "proof.json").read_text())
+    assert written["verdict"] == "lossless" and written["greedy"]["identical"] == written["greedy"]["compared"] == 24
+    assert {"draws", "p_value", "tv", "tv_noise", "smallest_shift", "cells"} <= written["sampling"].keys()
+
+
+def test_short_prompts_do_and_each_counts_once(models: Path):
+    lines = [json.dumps({"text": text}) for text in ("a = 1", "a = 1", "b = 22", "c")]
+    (models / "short.jsonl").write_text("\n".join(lines))
+    more = ("--data", str(models / "short.jsonl"), "--prompts", "9", "--draws", "1000")
+    code, output = run(models, *more, "--json", str(models / "short.json"))
+    assert code == 0, output
+    assert json.loads((models / "short.json").read_text())["greedy"]["prompts"] == 3
+    said = " ".join(output.split())
+    assert "The texts give 3 different prompts, so it is these and not 9." in said and "…" not in output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--draws", "10"), "--draws is 10"),
+        (("--prompts", "0"), "--prompts is 0"),
+        (("--top-k", "40"), "too many to enumerate"),
+    ],
+)
+def test_what_cannot_be_proven_is_refused(models: Path, words: tuple[str, ...], sentence: str):
+    code, output = run(models, *words)
+    assert code == 2 and sentence in " ".join(output.split())
