@@ -1,8 +1,9 @@
 """Decoding: the core that steps, and its interfaces: a blocking engine and one for asyncio."""
 
 from draftsmith.engine.async_engine import AsyncEngine
-from draftsmith.engine.core import EngineCore, Limits, Progress
+from draftsmith.engine.core import EngineCore, Progress
 from draftsmith.engine.engine import Chunk, Engine
+from draftsmith.engine.limits import Limits
 from draftsmith.engine.policy import Choice, Fixed, Load, OffAbove, Policy, RowHistory
 from draftsmith.engine.requests.admission import Prompt
 

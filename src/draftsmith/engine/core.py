@@ -17,27 +17,22 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, NoDrafter
-from draftsmith.engine.policy import Choice, Load, Policy
+from draftsmith.engine.limits import DRAFT_ROOM, Limits
+from draftsmith.engine.policy import Choice, Policy
 from draftsmith.engine.requests.request import Request
 from draftsmith.engine.requests.scheduler import Piece, Scheduler, whole
 from draftsmith.engine.steps.clock import Clock
 from draftsmith.engine.steps.commit import NOT_FINITE
 from draftsmith.engine.steps.compiled import runner_for
+from draftsmith.engine.steps.groups import Groups
 from draftsmith.engine.steps.logprobs import logprobs_of
 from draftsmith.engine.steps.prefill import PromptReader
 from draftsmith.engine.steps.reread import reread
-from draftsmith.engine.steps.rows import Penalties, Rows, gather, is_simple, make_rows
+from draftsmith.engine.steps.rows import Penalties
 from draftsmith.engine.steps.step import Stepper, lists_of, union_of_taps
 from draftsmith.plan import Plan
 from draftsmith.targets import BLOCK, Blocks, Target
-from draftsmith.types import CompileLevel, Context, DraftsmithError
-
-DRAFT_ROOM = 256
-"""Places behind a row's text that the nodes of a draft may take."""
-PIECE_TOKENS = 512
-"""Tokens of prompts that are read in a step while rows decode."""
-LARGEST_PIECE = 2048
-"""The same while none does."""
+from draftsmith.types import CompileLevel, DraftsmithError
 
 
 @dataclass(slots=True)
@@ -47,27 +42,6 @@ class Progress:
     request: Request
     tokens: list[int]
     finished: bool
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes of a core.
-
-    Args:
-        max_batch: most rows at a time; further requests wait.
-        max_length: most tokens a row, prompt and output.
-        max_tokens: most tokens that the texts of all rows may come to together; what would exceed it waits.
-        piece: tokens of prompts that are read in a step while rows decode: the longest wait of a running row.
-        largest_piece: the same while none decodes.
-        share: read and store once what prompts have in common.
-    """
-
-    max_batch: int
-    max_length: int
-    max_tokens: int
-    piece: int = PIECE_TOKENS
-    largest_piece: int = LARGEST_PIECE
-    share: bool = True
 
 
 class EngineCore:
@@ -106,27 +80,22 @@ class EngineCore:
         )
         self.blocks = Blocks(self.cache)
         # Rows of padding write where nobody reads.
-        self._spare_slots = list(range(limits.max_batch, slots))
-        for slot in self._spare_slots:
+        spare_slots = list(range(limits.max_batch, slots))
+        for slot in spare_slots:
             self.blocks.reserve(slot, DRAFT_ROOM + BLOCK)
         self.stepper = Stepper(target, self.drafters, self.cache, self.runner)
         self._penalties = Penalties(slots, target.vocab_size, target.device)
         self._prompts = PromptReader(self.stepper, self._penalties)
+        self._groups = Groups(policy, self.runner, spare_slots, self._penalties, target.vocab_size)
         self.scheduler = Scheduler(
             self.blocks, limits.max_batch, limits.max_tokens, limits.piece, limits.largest_piece,
             room, limits.share, remembers,
         )
         self._ids = count()
         self._requests: dict[int, Request] = {}
-        self._groups: list[Rows] = []
-        self._choices: list[Choice] = []
-        self._changed = False
-        # Of rows that are not in their group yet: a context, and where in it they are.
-        self._sources: dict[int, tuple[Context, int]] = {}
         self._clock = Clock(target.device)
         # A row's share of all seconds so far: what a request has cost is the difference between two readings.
         self._spent = {"target": 0.0, "drafter": 0.0, "rest": 0.0}
-        self._allowed = frozenset(policy.choices)
         self._inboxes: dict[int, deque[Progress]] = {}
         # Whether drafters know where rows are, since none was there last.
         self._attached = False
@@ -187,8 +156,9 @@ class EngineCore:
                 return self.step()
         try:
             progress = [self._expire(request) for request in self.scheduler.overdue()]
-            self._regroup()
-            if self._groups:
+            if not self._groups.are_settled:
+                self._groups.settle(list(self.scheduler.decoding.values()), self.scheduler.load())
+            if self._groups.rows:
                 progress += self._decode()
             pieces = self.scheduler.pieces()
             if pieces:
@@ -242,7 +212,7 @@ class EngineCore:
             for b, request in enumerate(first.rows.requests):
                 self.scheduler.done_reading(request)
                 request.began = dict(self._spent)
-                self._sources[request.id] = (first.rows.context, b)
+                self._groups.enter(request, first.rows.context, b)
                 raw_TV = None if first.raw_logits_B1V is None else first.raw_logits_B1V[b]
                 progress.append(self._take(request, table[b], raw_TV))
         # Where attention carries on what is no number, only a text that was read to a finite end is handed to others.
@@ -251,51 +221,11 @@ class EngineCore:
             still_there = self.limits.share and request.slot >= 0 and not piece.stored
             if still_there and (self.target.backend.reads_apart or piece.ends_prompt):
                 self.blocks.publish(request.slot, request.prompt[: piece.end])
-        self._changed = True
         return progress
-
-    def _regroup(self) -> None:
-        """Ask the policy, and put the rows that will draft alike together; nothing moves where nothing changed."""
-        if not self._changed and self.policy.is_fixed:
-            return
-        running = list(self.scheduler.decoding.values())
-        scheduler = self.scheduler
-        load = Load(len(running), len(scheduler.reading), len(scheduler.waiting), self.limits.max_batch)
-        asked = self.policy.choose(load, [request.history for request in running])
-        choices = [request.choice or choice for request, choice in zip(running, asked, strict=True)]
-        if not self._changed and choices == self._choices:
-            return
-        unknown = next((choice for choice in set(asked) if choice not in self._allowed), None)
-        if unknown is not None:
-            raise DraftsmithError(f"the policy chose {unknown}, which is none of its choices; add it to them.")
-        self._changed, self._choices = False, choices
-        for rows in self._groups:
-            for b, request in enumerate(rows.requests):
-                self._sources[request.id] = (rows.context, b)
-        alike: dict[tuple[Choice, bool], list[Request]] = {}
-        for request, choice in zip(running, choices, strict=True):
-            alike.setdefault((choice, request.never_drafts), []).append(request)
-        self._groups = [self._group(requests, choice) for (choice, _), requests in alike.items()]
-        self._sources.clear()
-
-    def _group(self, requests: list[Request], choice: Choice) -> Rows:
-        """Make a group of these requests, wherever their tensors are now."""
-        # In the order of their slots, which spares gathering where these are the first ones.
-        requests.sort(key=lambda request: (not is_simple(request.params), request.slot))
-        parts: list[tuple[Context, list[int]]] = []
-        for request in requests:
-            context, b = self._sources[request.id]
-            if parts and parts[-1][0] is context:
-                parts[-1][1].append(b)
-            else:
-                parts.append((context, [b]))
-        bucket = self.runner.bucket(len(requests), len(requests) + len(self._spare_slots))
-        context = gather(parts, choice.plan.depth + 1, bucket, self._spare_slots)
-        return make_rows(requests, context, choice, self.target.vocab_size, self._penalties)
 
     def _decode(self) -> list[Progress]:
         """Advance every row, and hand its tokens to its request."""
-        for rows in self._groups:
+        for rows in self._groups.rows:
             room = rows.max_nodes + self.scheduler.room
             for request in rows.requests:
                 needed = len(request.prompt) + len(request.tokens) + room
@@ -303,12 +233,12 @@ class EngineCore:
                     self.blocks.reserve(request.slot, min(needed, self.cache.capacity))
                     request.reserved = self.blocks.room(request.slot)
         clock = self._clock
-        results = self.stepper.step(self._groups, clock)
+        results = self.stepper.step(self._groups.rows, clock)
         tables = lists_of(results)  # the one transfer from the device in a step
         seconds = clock.stop()
         begun = time.perf_counter()
         progress = []
-        for rows, result, table in zip(self._groups, results, tables, strict=True):
+        for rows, result, table in zip(self._groups.rows, results, tables, strict=True):
             raw_BTV = result.raw_logits_BTV
             for b, request in enumerate(rows.requests):
                 line, raw_TV = table[b], None if raw_BTV is None else raw_BTV[b]
@@ -362,7 +292,7 @@ class EngineCore:
         del self._requests[request.id]
         if request.began:
             self._add_up(request)
-        self._sources.pop(request.id, None)
+        self._groups.leave(request)
         if request.slot >= 0 and not request.never_drafts:
             for drafter in self.drafters.values():
                 drafter.reset_rows([request.id])
@@ -374,9 +304,8 @@ class EngineCore:
         elif self.target.backend.reads_apart:
             stored = request.prompt[: request.read]
         self.scheduler.remove(request, stored)
-        self._changed = True
         if not self.scheduler.decoding:
-            self._groups = []
+            self._groups.clear()
 
     def _add_up(self, request: Request) -> None:
         """Give a request its share of the seconds since it began to decode."""
@@ -394,8 +323,8 @@ class EngineCore:
                 self._let_go(request)
         self._requests.clear()
         self._inboxes.clear()
-        self._sources.clear()
-        self._groups, self._clock = [], Clock(self.target.device)
+        self._groups.clear()
+        self._clock = Clock(self.target.device)
 
     def _attach(self, choices: Sequence[Choice]) -> None:
         """Tell drafters where rows will be, now that none of them is theirs; they may have served another core."""

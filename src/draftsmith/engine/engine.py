@@ -10,7 +10,8 @@ import torch
 
 from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.drafters.registry import load_drafter
-from draftsmith.engine.core import LARGEST_PIECE, PIECE_TOKENS, EngineCore, Limits, Progress
+from draftsmith.engine.core import EngineCore, Progress
+from draftsmith.engine.limits import LARGEST_PIECE, PIECE_TOKENS, Limits
 from draftsmith.engine.policy import Fixed, OffAbove, Policy
 from draftsmith.engine.requests.admission import Prompt, admit
 from draftsmith.engine.requests.request import Request

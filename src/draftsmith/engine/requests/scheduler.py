@@ -9,6 +9,7 @@ import heapq
 import time
 from dataclasses import dataclass, field
 
+from draftsmith.engine.policy import Load
 from draftsmith.engine.requests.request import NO_SLOT, Request
 from draftsmith.targets import BLOCK, Blocks
 
@@ -72,6 +73,10 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether anybody waits, reads or decodes."""
         return bool(self.waiting or self.reading or self.decoding)
+
+    def load(self) -> Load:
+        """Return what a policy may know of how busy the core is."""
+        return Load(len(self.decoding), len(self.reading), len(self.waiting), self.max_batch)
 
     def overdue(self) -> list[Request]:
         """Return the requests whose deadline has passed."""
