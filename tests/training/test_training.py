@@ -209,7 +209,8 @@ def test_accumulation_is_one_larger_batch(tmp_path: Path, data: Path):
         step = TrainingStep(drafter, toy.target(), recipe.optimizer, DistillationSection(weight=0.5))
         batches = [collate([next(rest) for _ in range(size)], 99, 1) for size in sizes]
         found = step(batches, rate=0.01, positions=None, seed=())
-        moved.append([found.loss_N, found.accuracy_N, *(p.grad if p.grad is not None else p for p in drafter.parameters())])
+        weights = (p.grad if p.grad is not None else p for p in drafter.parameters())
+        moved.append([found.loss_N, found.accuracy_N, *weights])
     for other in moved[1:]:
         for one, two in zip(moved[0], other, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)

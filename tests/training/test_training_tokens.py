@@ -263,7 +263,7 @@ def test_no_token_sees_another_document_and_padding_costs_no_family_anything(fam
         return prepare(drafter, target, task, distillation=DistillationSection(weight=0.4), seed=()), task.counts_N
 
     whole, counts_N = examples(windows)
-    loss_N, hits_N = drafter.losses(whole)
+    loss_N, accuracy_N = drafter.losses(whole)
     counts_N = counts_N[: len(loss_N)]
     losses, hits = torch.zeros(len(loss_N)), torch.zeros(len(loss_N))
     for row, window in enumerate(windows):
@@ -272,11 +272,11 @@ def test_no_token_sees_another_document_and_padding_costs_no_family_anything(fam
         torch.testing.assert_close(
             whole.features_BTF[row, :length], alone.features_BTF[0, :length], rtol=1e-4, atol=1e-4
         )
-        own_loss_N, own_hits_N = drafter.losses(alone)
+        own_loss_N, own_accuracy_N = drafter.losses(alone)
         losses += own_loss_N.detach() * own_N[: len(loss_N)]
-        hits += own_hits_N.detach() * own_N[: len(loss_N)]
+        hits += own_accuracy_N.detach() * own_N[: len(loss_N)]
     torch.testing.assert_close(loss_N.detach(), losses / counts_N, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(hits_N.detach(), hits / counts_N, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(accuracy_N.detach(), hits / counts_N, rtol=1e-4, atol=1e-5)
 
 
 def test_cutting_keeps_every_token_and_its_mask():
