@@ -22,12 +22,9 @@ def work(source: str, folder: str, drafter_name: str, rows: int) -> None:
     """Load, then answer every line of standard input with the seconds of a call."""
     import torch
 
+    # Names of the package itself alone: where the rest lies may differ between the two work trees.
     import draftsmith
-    from draftsmith.drafters.registry import load_drafter
-    from draftsmith.engine import Engine
-    from draftsmith.plan import NO_DRAFT
-    from draftsmith.targets import Target
-    from draftsmith.types import SamplingParams
+    from draftsmith import Engine, Plan, SamplingParams, Target, load_drafter
 
     assert draftsmith.__file__.startswith(source), draftsmith.__file__
     target = Target.from_pretrained(folder, dtype="bf16")
@@ -37,7 +34,7 @@ def work(source: str, folder: str, drafter_name: str, rows: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         way, tokens = line.split()
-        plan = NO_DRAFT if way == "plain" else drafter.default_plan()
+        plan = Plan() if way == "plain" else drafter.default_plan()
         begun = time.perf_counter()
         found = engine.generate([prompt] * rows, SamplingParams(max_tokens=int(tokens), ignore_eos=True), plan)
         seconds = time.perf_counter() - begun
