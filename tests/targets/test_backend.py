@@ -1,4 +1,4 @@
-"""What is asked of a backend: columns, batches, packing, and views without packing. See test_native_model for bits."""
+"""What is asked of a backend: columns, batches, packing, and views without packing. See tests/native for bits."""
 
 import pytest
 import torch

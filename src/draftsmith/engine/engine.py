@@ -96,6 +96,7 @@ class Engine:
         in_flight = max_batch * self.max_length if max_tokens_in_flight is None else max_tokens_in_flight
         if piece_tokens is not None and piece_tokens < 1:
             raise DraftsmithError(f"piece_tokens is {piece_tokens}; use at least 1.")
+        self._piece_tokens = piece_tokens
         beside, alone = (PIECE_TOKENS, LARGEST_PIECE) if piece_tokens is None else (piece_tokens, piece_tokens)
         limits = Limits(max_batch, self.max_length, in_flight, beside, alone, share_prefixes)
         self.core = EngineCore(target, drafters, policy, limits, compile)
@@ -146,7 +147,7 @@ class Engine:
         a sentence in `error`; the other rows go on, and their text is what it would be without it.
 
         Args:
-            prompts: texts or token ids.
+            prompts: texts, token ids, what a tokenizer returned, or conversations; see `Prompt`.
             params: one for all, or one for each; greedy by default.
             plan: shape of the drafts of this call; `NO_DRAFT` is plain decoding through the same engine.
             on_progress: called after every step with the number of tokens it committed.
@@ -200,7 +201,7 @@ class Engine:
         limits = self.core.limits
         engine = Engine(
             self.target, self.core.drafters, policy=self.core.policy, max_batch=limits.max_batch,
-            max_length=limits.max_length, max_tokens_in_flight=limits.max_tokens, piece_tokens=limits.piece,
+            max_length=limits.max_length, max_tokens_in_flight=limits.max_tokens, piece_tokens=self._piece_tokens,
             share_prefixes=limits.share, compile=compile,
         )
         engine.plan = self.plan

@@ -1,6 +1,6 @@
 """From documents to token ids: whole texts to learn from, and prompts for the target to go on from.
 
-All tokens are those of `target.token_ids`, which serving uses too.
+All tokens are those of `targets.token_ids`, which serving uses too.
 """
 
 import re
