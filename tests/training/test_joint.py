@@ -92,7 +92,7 @@ def test_the_target_stands_still_in_the_warm_up_and_no_longer(tmp_path: Path, da
 def test_heads_alone_are_an_ordinary_run(tmp_path: Path, data: Path):
     """While the target stands still, joint training is Medusa-1: only the weights of the depths differ."""
     still = run(tmp_path / "a", data, "stage1.steps=3", "joint.warmup_steps=9", "joint.decay=1.0", "stage2.steps=0")
-    recipe = toy.recipe(tmp_path / "b", data, BASICS[0], "stage1.steps=3", "stage2.steps=0")
+    recipe = toy.recipe(tmp_path / "b", data, BASICS[0], "drafter.decay=1.0", "stage1.steps=3", "stage2.steps=0")
     plain = train(recipe, target=new_target(), generate=toy.generate, evaluate=evaluate)
     one, other = (safetensors.torch.load_file(r.folder / "latest/medusa_lm_head.safetensors") for r in (still, plain))
     for name, tensor in one.items():

@@ -146,7 +146,7 @@ def test_draft_vocabulary_labels(tmp_path: Path, data: Path):
     work = examples(torch.tensor([[1, known, known, unknown]]), 1, distil=True)
     assert work.labels_RN(2, drafter.d2t, drafter.vocab_size).tolist() == [[4, IGNORED]]
     soft = work.soft_labels(2, drafter.d2t)
-    assert soft is not None and soft.p_SW.shape == (3, 20) and soft.index_RN.tolist() == [[0, 1]]
+    assert soft is not None and soft.log_p_SW.shape == (3, 20) and soft.index_RN.tolist() == [[0, 1]]
     result = toy.run(tmp_path / "run", data, "drafter.draft_vocab_size=20", "distillation.weight=0.5")
     assert load_drafter(result.drafter, toy.target()).d2t.tolist() == drafter.d2t.tolist()
 
@@ -159,9 +159,9 @@ def test_distillation_is_least_when_the_drafter_says_what_the_target_says(tmp_pa
     assert soft is not None
     # The logits behind token t + 1 + d are the target's word on token t + 2 + d.
     _, logits_BLV = toy.target().encode(tokens_BL, logits=True)
-    torch.testing.assert_close(soft.p_SW[soft.index_RN[0, 1]], logits_BLV[0, 2].softmax(-1))
+    torch.testing.assert_close(soft.log_p_SW[soft.index_RN[0, 1]], logits_BLV[0, 2].log_softmax(-1))
     for depth in range(2):
-        own_RV = soft.p_SW[soft.index_RN[:, depth]].log()
+        own_RV = soft.log_p_SW[soft.index_RN[:, depth]]
         assert work.loss_and_accuracy(depth, own_RV, labels_RN, soft)[0].abs() < 1e-5
     assert (drafter.losses(work)[0] > 0.01).all()
 

@@ -95,6 +95,9 @@ class TrainedConfig(Config):
     draft_vocab_size: Size = Field(
         default=0, description="score only this many tokens, the most frequent ones of the training data; 0 scores all"
     )
+    decay: Annotated[float, Field(gt=0, le=1), FREE] = Field(
+        default=1.0, description="how much each depth counts in the loss, as a part of the depth before"
+    )
 
     layout: ClassVar[tuple[str, ...]] = ()
     """The fields that config.json holds, in its order; () is all."""

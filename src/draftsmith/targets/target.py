@@ -5,6 +5,7 @@ Shapes: B rows, M nodes (root first), T tokens, F feature width, V width of the 
 
 import copy
 import logging
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from draftsmith.targets.loading.support import (
     use_tree_attention,
 )
 from draftsmith.targets.loading.tokens import end_tokens, load_tokenizer, tokenizer_hash
+from draftsmith.targets.logit_form import LogitForm, logit_form
 from draftsmith.targets.packing import without_prepacking
 from draftsmith.targets.token_ids import ways
 from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_parameters, resolve_dtype
@@ -134,6 +136,11 @@ class Target:
         """The output projection (V, hidden)."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight
+
+    @cached_property
+    def logit_form(self) -> LogitForm:
+        """What becomes of the products of the output projection before they are logits."""
+        return logit_form(self)
 
     def facts(self) -> TargetFacts:
         """Return what a drafter trained for this target has to match."""

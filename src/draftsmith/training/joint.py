@@ -4,8 +4,9 @@
 
     loss = cross-entropy of the target's own head + λ Σ_k d^k cross-entropy of head k
 
-two learning rates, and heads that learn alone at first. Gradients of the heads flow through the states into the target;
-what drafters borrow from it (tables, heads) follows it but takes none.
+where d takes the place of the drafter's own `decay`; two learning rates, and heads that learn alone at first. Gradients
+of the heads flow through the states into the target; what drafters borrow from it (tables, heads) follows it but takes
+none.
 
 The text of the new target is not that of the old one. Speculation stays lossless with respect to the new one.
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from draftsmith.drafters.config import TrainedConfig, explain
 from draftsmith.drafters.family import Family
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named
+from draftsmith.drafters.trainable.divergence import Divergence
 from draftsmith.training.data.split import HELD_OUT_EVERY
 from draftsmith.types import DraftsmithError
 
@@ -155,10 +156,14 @@ class OptimizerSection(Section):
 
 
 class DistillationSection(Section):
-    """How much of the loss is the divergence from the target's own distribution, at this temperature."""
+    """How much of the loss is the divergence from the target's own distribution, which one, and at which temperature.
+
+    `divergence` is forward_kl, reverse_kl, js (Jensen-Shannon), tv (total variation) or lk; see docs/training.md.
+    """
 
     weight: Annotated[float, Field(ge=0, le=1)] = 0.0
     temperature: Rate = 1.0
+    divergence: Divergence = "forward_kl"
 
 
 class JointSection(Section):

@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        """The losses of all depths, summed."""
+        """The losses of all depths, summed, each as if it counted in full."""
         return self.loss_N.sum().item()
 
 
@@ -104,7 +104,8 @@ class TrainingStep:
             examples = prepare(self.drafter, self.target, task, distillation=self.distillation, seed=seed)
         with self.autocast(half):
             loss_N, accuracy_N = self.losses(examples)
-        return (loss_N * share_N[: len(loss_N)]).sum(), loss_N, accuracy_N
+        decay_N = loss_N.new_tensor([self.drafter.config.decay**depth for depth in range(len(loss_N))])
+        return (loss_N * share_N[: len(loss_N)] * decay_N).sum(), loss_N, accuracy_N
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of the step to come."""

@@ -30,6 +30,7 @@ from draftsmith.drafters.attention.feature_drafter import FeatureDrafter
 from draftsmith.drafters.family import Compared, trained
 from draftsmith.drafters.static_tree import EAGLE_TREE
 from draftsmith.drafters.trainable.batch import TrainingBatch
+from draftsmith.drafters.trainable.divergence import Divergence, divergence, entropy
 from draftsmith.drafters.trainable.drafter import FrozenTable
 from draftsmith.drafters.trainable.storage import TENSOR_NAMES
 
@@ -74,15 +75,15 @@ class Eagle(FeatureDrafter):
         return joined, joined
 
     def score(self, states: Tensor) -> Tensor:
-        """Apply the target's head."""
-        scores: Tensor = self.head(states)
-        return scores
+        """Score as the target does, by its head."""
+        return self.logit_form(self.head(states))
 
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Return the regression of the next feature plus the cross-entropy with the target itself (section 4.2).
 
-        That is its head on the true feature. Only the first depth is trained, as in the paper, on features
-        with noise, which stands for what the depths below will see.
+        That is its head on the true feature; another divergence takes the place of the cross-entropy where one is
+        chosen. Only the first depth is trained, as in the paper, on features with noise, which stands for what the
+        depths below will see.
         """
         positions_BP = examples.positions_BP
         features_BTF = self.fuse(examples.features_BTF)
@@ -99,12 +100,19 @@ class Eagle(FeatureDrafter):
         regression = examples.mean(distance_BPF.mean(-1).flatten(), 0)
         scores_RW = self.score(state_BPF).flatten(0, 1).float()
         with torch.no_grad():
-            p_RW = self.score(next_BPF).flatten(0, 1).float().softmax(-1)
-        cross_entropy = examples.mean(scores_RW.logsumexp(-1) - (p_RW * scores_RW).sum(-1), 0)
-        loss = self.config.feature_weight * regression + self.config.token_weight * cross_entropy
+            own_RW = self.score(next_BPF).flatten(0, 1).float()
+        distance = examples.mean(self._distance_R(examples.divergence, own_RW, scores_RW), 0)
+        loss = self.config.feature_weight * regression + self.config.token_weight * distance
         labels_R = examples.labels_RN(1, self.d2t, self.vocab_size)[:, 0]
         accuracy = examples.mean((scores_RW.detach().argmax(-1) == labels_R).float(), 0)
         return loss.unsqueeze(0), accuracy.unsqueeze(0)
+
+    def _distance_R(self, kind: Divergence, own_RW: Tensor, scores_RW: Tensor) -> Tensor:
+        """Return how far the scores are from the target's own."""
+        if kind == "forward_kl":
+            return scores_RW.logsumexp(-1) - (own_RW.softmax(-1) * scores_RW).sum(-1)
+        log_p_RW = own_RW.log_softmax(-1)
+        return divergence(kind, log_p_RW, scores_RW, entropy(log_p_RW))
 
     @torch.no_grad()
     def bind(self, target: "Target") -> None:
@@ -113,6 +121,7 @@ class Eagle(FeatureDrafter):
         head_VF = target.head_weight_VF.detach().to(self.fc.weight)
         assert isinstance(self.head, FrozenTable)
         self.head.weight = head_VF if self.d2t is None else head_VF[self.d2t]
+        self.logit_form = target.logit_form
 
     def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack the borrowed head too: scoring is a product like any other."""
@@ -121,7 +130,7 @@ class Eagle(FeatureDrafter):
         super().pack(pack_layers)
 
     def native_form(self) -> Any:
-        """Return the operator."""
+        """Return the operator; it makes chains of best tokens, which the form of the logits does not change."""
         norm = self.layer.post_attention_layernorm
         return self.native_layer(self.fc, self.head, [norm], self.config.hidden_size)
 

@@ -69,7 +69,7 @@ class Eagle3(FeatureDrafter):
     def start_new(self, target: "Target") -> None:
         """Start the head as the target's, unless the config says otherwise."""
         if self.config.init_head_from_target:
-            head_VF = target.head_weight_VF.detach().float().cpu()
+            head_VF = target.logit_form.scaled(target.head_weight_VF.detach().float().cpu())
             with torch.no_grad():
                 self.lm_head.weight.copy_(head_VF if self.d2t is None else head_VF[self.d2t])
 
@@ -113,7 +113,7 @@ class Eagle3(FeatureDrafter):
         states = self.unroll(examples.tokens_BT, examples.features_BTF, depths, examples.positions_BP)
         for depth, state_BPF in enumerate(states):
             loss, accuracy = examples.loss_and_accuracy(depth, self.score(state_BPF).flatten(0, 1), labels_RN, soft)
-            losses.append(loss * self.config.decay**depth)
+            losses.append(loss)
             accuracies.append(accuracy)
         return torch.stack(losses), torch.stack(accuracies)
 

@@ -108,7 +108,7 @@ class Eagle3Config(FeatureConfig):
         default=False, description="start the residual stream from the normalised state instead of the state itself"
     )
     decay: Annotated[float, Field(gt=0, le=1), FREE] = Field(
-        default=0.8, description="how much each depth counts in the loss, as a part of the depth before"
+        default=0.8, description=TrainedConfig.model_fields["decay"].description
     )
     init_head_from_target: Annotated[bool, FREE] = Field(
         default=True, description="start the head as the target's own; false draws it"

@@ -163,7 +163,7 @@ class HeadDrafter(RowwiseDrafter):
 
     @torch.no_grad()
     def start_as_target(self, target: "Target") -> None:
-        """Let every head say what the target's own head says."""
-        rows_WF = self.head_rows_WF(target)
+        """Let every head say what the target's own head says, but for a cap of its logits."""
+        rows_WF = target.logit_form.scaled(self.head_rows_WF(target))
         for projection in self.projections():
             projection.weight.copy_(rows_WF)

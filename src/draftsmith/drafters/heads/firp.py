@@ -20,7 +20,6 @@ because no more of the paper than abstract and introduction was at hand:
 - Loss: cross-entropy, or with distillation the divergence from the target's distribution, plus `state_weight` times
   |x - h|² / |h|², h being the true state there.
 - One map a depth, all at one layer, without bias, beginning as the identity.
-- A final scaling or soft cap of the logits, which some models have, is left out: it changes no ranking.
 
 There is no published checkpoint; config.json has `model_type` firp and the fields of `FIRPConfig`, tensors are
 maps.{d}.weight, and d2t with a drafted vocabulary.
@@ -131,6 +130,7 @@ class FIRPDrafter(ParallelDrafter):
         if isinstance(self.head, FrozenTable):
             # In the target's dtype, as what comes out of its layers.
             self.head.weight = target.head_weight_VF.detach()[self.d2t]
+        self.logit_form = target.logit_form
 
     def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack the maps, and the rows of the head that a drafted vocabulary needs."""
@@ -144,8 +144,7 @@ class FIRPDrafter(ParallelDrafter):
 
     def score(self, final: Tensor, upper: UpperLayers) -> Tensor:
         """Return the logits (…, W) of refined states (…, F)."""
-        logits: Tensor = (upper.head if self.head is None else self.head)(final)
-        return logits
+        return self.logit_form((upper.head if self.head is None else self.head)(final))
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Keep the target's cache: guesses attend to its keys and values, and write theirs where the draft will be."""

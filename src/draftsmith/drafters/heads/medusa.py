@@ -17,12 +17,13 @@ Shapes: B rows, N heads, F width of the target's states, W drafted vocabulary.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from draftsmith.drafters.config import FREE
 from draftsmith.drafters.family import trained
 from draftsmith.drafters.heads.base import HeadConfig, HeadDrafter, ResidualBlock, native_steps
 from draftsmith.drafters.static_tree import MEDUSA_TREE, plan_of
@@ -45,6 +46,9 @@ class MedusaConfig(HeadConfig):
     tie_to_target: bool = Field(
         default=False,
         description="score by the target's own head for good: fewer weights, which are read once for all heads",
+    )
+    decay: Annotated[float, Field(gt=0, le=1), FREE] = Field(
+        default=0.8, description=HeadConfig.model_fields["decay"].description
     )
 
     renamed: ClassVar[Mapping[str, str]] = {
@@ -101,14 +105,14 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
     def score(self, depth: int, state: Tensor) -> Tensor:
         """Return the logits (…, W) of one head."""
         read: Tensor = self.heads[depth](state)
-        return read if self.shared is None else self.shared(read)
+        return read if self.shared is None else self.logit_form(self.shared(read))
 
     def prepare(self, context: Context, root_B: Tensor, feature_BF: Tensor) -> HeadOutputs:
         """Ask tied heads; the others are asked only as deep as the draft goes."""
         state_BF, scores_NBW = self.start(feature_BF), None
         if self.shared is not None:
             # One pass over the projection, whose weights are most of what is read, for all heads.
-            scores_NBW = self.shared(torch.stack([head(state_BF) for head in self.heads]))
+            scores_NBW = self.logit_form(self.shared(torch.stack([head(state_BF) for head in self.heads])))
         return HeadOutputs(state_BF, scores_NBW)
 
     def depth_scores(self, depth: int, guessed: HeadOutputs) -> Tensor:
@@ -120,6 +124,7 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
         """Point tied heads at the target's own projection."""
         if isinstance(self.shared, FrozenTable):
             self.shared.weight = self.head_rows_WF(target)
+            self.logit_form = target.logit_form
 
     def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack as others do, the shared projection too."""
@@ -128,7 +133,9 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
         super().pack(pack_layers)
 
     def native_form(self) -> Any:
-        """Return the operator of heads that read no tokens."""
+        """Return the operator of heads that read no tokens; None where scores are more than products."""
+        if not self.logit_form.plain:
+            return None
         heads = []
         for head in self.heads:
             assert isinstance(head, nn.Sequential)

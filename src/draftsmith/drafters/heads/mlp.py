@@ -105,8 +105,7 @@ class MLPSpeculator(RowwiseDrafter):
 
     def score(self, depth: int, state: Tensor) -> Tensor:
         """Return the logits (…, W) over the drafted vocabulary."""
-        scores: Tensor = self.head[depth](state)
-        return scores
+        return self.logit_form(self.head[depth](state))
 
     def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
         """Pack as others do, a borrowed head too."""
@@ -116,7 +115,9 @@ class MLPSpeculator(RowwiseDrafter):
         super().pack(pack_layers)
 
     def native_form(self) -> Any:
-        """Return the operator of this family."""
+        """Return the operator of this family; None where scores are more than products."""
+        if not self.logit_form.plain:
+            return None
         weights, scales, sums, _ = packed_parts([*self.proj, *self.head])
         return torch.classes.draftsmith.Speculator(
             weights, scales, sums,
@@ -151,6 +152,7 @@ class MLPSpeculator(RowwiseDrafter):
                 module.weight = embedding_VD
             for module in self.head:
                 module.weight = head_WD
+            self.logit_form = target.logit_form
 
     def hidden_matrices(self) -> list[nn.Parameter]:
         """Return the projections between states."""
@@ -186,8 +188,8 @@ def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: st
         what: "none", "embeddings" or "embeddings+head".
 
     The embedding is scaled to the RMS 1/sqrt(D) that the stage weights w_s and w_e are made for; the head is taken as
-    it is. Where D is not the target's width, both are rotated into D dimensions by one random orthogonal map, which
-    keeps what tokens are near to each other.
+    it is, with the scale of the target's logits if they have one. Where D is not the target's width, both are rotated
+    into D dimensions by one random orthogonal map, which keeps what tokens are near to each other.
     """
     if what == "none" or speculator.config.tie_to_target:
         return
@@ -205,7 +207,7 @@ def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: st
     if what == "embeddings+head":
         for module in speculator.head:
             head_weight: Tensor = module.weight  # type: ignore[assignment]
-            head_weight.copy_(head_WD)
+            head_weight.copy_(target.logit_form.scaled(head_WD))
 
 
 FAMILY = trained(

@@ -10,20 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.drafters.trainable.divergence import ACCEPTANCE, Divergence, divergence, entropy
+
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class SoftLabels:
-    """The target's own distribution at rows of a batch: p_SW, its entropy in nats, and which row wants which.
+    """The target's own distribution at rows of a batch: log p, its entropy in nats, and which row wants which.
 
-    With a drafted vocabulary it is the distribution given that the token is in it. Rows share it, because what depth d
-    of one position learns is what depth d - 1 of the next does.
+    With a drafted vocabulary it is the distribution given that the token is in it; how probable the target finds that
+    is told apart, where it is asked for. Rows share it, because what depth d of one position learns is what depth d - 1
+    of the next does.
     """
 
-    p_SW: Tensor
+    log_p_SW: Tensor
     entropy_S: Tensor
     index_RN: Tensor
+    log_share_S: Tensor | None = None
 
 
 def counted(learnt_BT: Tensor, positions_BP: Tensor, depths: int) -> Tensor:
@@ -48,6 +52,7 @@ class TrainingBatch:
         learnt_BT: which tokens are learnt: not padding, and of a conversation only what the assistant wrote. A guess
             counts if its token and those between it and the root are learnt; None where all are.
         first_B: the tokens before the second, which no state predicted; for those who read whole texts.
+        divergence: which one, see `draftsmith.drafters.trainable.divergence`.
     """
 
     tokens_BT: Tensor
@@ -59,6 +64,7 @@ class TrainingBatch:
     seed: int = 0
     learnt_BT: Tensor | None = None
     first_B: Tensor | None = None
+    divergence: Divergence = "forward_kl"
 
     def reads_BPN(self, depths: int) -> tuple[Tensor, Tensor]:
         """Return the batch index (B, 1, 1) and, for every position and depth, the index of the last token read."""
@@ -106,9 +112,20 @@ class TrainingBatch:
             return None
         logits_BTW = self.logits_BTV if d2t is None else self.logits_BTV[..., d2t]
         log_p_SW = (logits_BTW.flatten(0, 1).float() / self.temperature).log_softmax(-1)
-        p_SW = log_p_SW.exp()
         batch, reads_BPN = self.reads_BPN(depths)
-        return SoftLabels(p_SW, -(p_SW * log_p_SW).sum(-1), (batch * self.tokens_BT.shape[1] + reads_BPN).flatten(0, 1))
+        index_RN = (batch * self.tokens_BT.shape[1] + reads_BPN).flatten(0, 1)
+        log_share_S = self._log_share_S(logits_BTW) if d2t is not None and self.divergence in ACCEPTANCE else None
+        return SoftLabels(log_p_SW, entropy(log_p_SW), index_RN, log_share_S)
+
+    def _log_share_S(self, logits_BTW: Tensor) -> Tensor:
+        """Return the logarithm of how probable the target finds the drafted tokens together."""
+        assert self.logits_BTV is not None
+        # Text by text, because wide logits of all of them would be large.
+        drafted_BT, all_BT = (
+            torch.stack([(one.float() / self.temperature).logsumexp(-1) for one in logits])
+            for logits in (logits_BTW, self.logits_BTV)
+        )
+        return (drafted_BT - all_BT).flatten()
 
     def loss_and_accuracy(
         self, depth: int, logits_RW: Tensor, labels_RN: Tensor, soft: SoftLabels | None
@@ -121,9 +138,11 @@ class TrainingBatch:
         valid = (labels_R != IGNORED).sum().clamp(min=1)
         loss = F.cross_entropy(logits_RW, labels_R, ignore_index=IGNORED, reduction="sum") / valid
         if soft is not None:
-            index_R, scaled_RW = soft.index_RN[:, depth], logits_RW / self.temperature
-            cross_R = scaled_RW.logsumexp(-1) - (soft.p_SW[index_R] * scaled_RW).sum(-1)
+            index_R = soft.index_RN[:, depth]
+            distance_R = divergence(
+                self.divergence, soft.log_p_SW[index_R], logits_RW / self.temperature, soft.entropy_S[index_R],
+                None if soft.log_share_S is None else soft.log_share_S[index_R], self.temperature,
+            )
             # The square keeps the gradient's size independent of the temperature.
-            divergence = self.mean(cross_R - soft.entropy_S[index_R], depth) * self.temperature**2
-            loss = (1 - self.weight) * loss + self.weight * divergence
+            loss = (1 - self.weight) * loss + self.weight * (self.mean(distance_R, depth) * self.temperature**2)
         return loss, self.mean((logits_RW.detach().argmax(-1) == labels_R).float(), depth)

@@ -19,6 +19,7 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.model import TrainableModel, check_target
 from draftsmith.plan import Plan
+from draftsmith.targets.logit_form import LogitForm
 from draftsmith.types import Context, Draft, DraftsmithError
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
     _weighed: tuple[int, int] | None = None
     """How many weights it has, and their bytes; set when it is made ready to decode, after which it can neither be
     trained nor saved."""
+    logit_form: LogitForm = LogitForm()
+    """What becomes of the products of a borrowed head before they are scores, as in the target; set by `bind`."""
     _native: Any = None
     """The operator that drafts with the packed layers; None where PyTorch's operations do."""
 

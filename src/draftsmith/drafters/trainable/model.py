@@ -48,7 +48,10 @@ class TrainableModel(ABC, nn.Module):
 
     @abstractmethod
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return loss_N in nats, which sums to the training loss, and the share of right first guesses accuracy_N."""
+        """Return the loss of every depth, loss_N, and the share of right first guesses accuracy_N.
+
+        What is minimised is their sum, each depth counting `config.decay` of the one before.
+        """
 
     @property
     def vocab_size(self) -> int:

@@ -86,4 +86,5 @@ def as_training_batch(
         noise(*seed, "lesson"),
         None if everything else learnt_BL[:, 1:].to(tokens_BL.device),
         tokens_BL[:, 0],
+        distillation.divergence,
     )
