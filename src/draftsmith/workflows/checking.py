@@ -98,7 +98,9 @@ def check(
             target, Loading(kind, device, trust_remote_code, native, dtype_option=option), shown
         )
 
-    report, name = check_folder(folder, load, dtype, serving_dtype, texts, prompt_count, new_tokens, on_progress)
+    report, name = check_folder(
+        folder, load, dtype, serving_dtype, texts, prompt_count, new_tokens, on_progress, shown
+    )
     where = provenance(
         target=name, drafter=folder.name, dtype=dtype, serving_dtype=serving_dtype, prompts=prompt_count,
         new_tokens=new_tokens,
@@ -115,6 +117,7 @@ def check_folder(
     prompts: int,
     new_tokens: int,
     say: Callable[[str], None],
+    console: Console,
 ) -> tuple[CheckReport, str]:
     """Run every check on a folder; what a failure makes impossible is not run. Returns the target's name too."""
     report = CheckReport(check_files(folder))
@@ -127,7 +130,7 @@ def check_folder(
         return report, reference.name
     report.checks.append(check_tokens(folder, reference))
     trained_model = training_form(folder, drafter, reference)
-    windows = ragged(reference, texts, prompts, new_tokens)
+    windows = ragged(reference, texts, prompts, new_tokens, console)
     found = check_drafter(reference, trained_model, drafter, windows, new_tokens, say)
     report.checks += found.checks
     report.parity = found.parity
@@ -144,11 +147,31 @@ def check_folder(
     return report, reference.name
 
 
-def ragged(target: Target, texts: Sequence[Prompt], count: int, new_tokens: int) -> list[list[int]]:
-    """Return so many prompts: the conversations whole, then beginnings of texts, each longer than the one before."""
-    longest = min(LONGEST, target.max_length - new_tokens)
-    chats = [prompt for prompt in whole(target, texts) if len(prompt) <= target.max_length - new_tokens][:count]
-    texts, count = [prompt for prompt in texts if prompt.conversation is None], count - len(chats)
+def ragged(
+    target: Target, texts: Sequence[Prompt], count: int, new_tokens: int, console: Console
+) -> list[list[int]]:
+    """Return so many prompts: the conversations whole, then beginnings of texts, each longer than the one before.
+
+    Conversations that the target has no room for are passed over, which the console is told.
+
+    Raises:
+        DraftsmithError: that leaves nothing.
+    """
+    room = target.max_length - new_tokens
+    longest, every = min(LONGEST, room), whole(target, texts)
+    chats = [prompt for prompt in every if len(prompt) <= room]
+    texts = [prompt for prompt in texts if prompt.conversation is None]
+    if len(chats) < len(every):
+        longest_chat = max(map(len, every))
+        said = (
+            f"{target.name!r} takes {target.max_length} tokens, {room} of them before {new_tokens} new ones, and the "
+            f"longest conversation has {longest_chat}"
+        )
+        if not chats and not texts:
+            raise DraftsmithError(f"no conversation is short enough to check on: {said}; give shorter ones.")
+        console.print(f"[dim]{len(every) - len(chats)} of {len(every)} conversations are passed over: {said}.[/dim]")
+    chats = chats[:count]
+    count -= len(chats)
     if not texts or count < 2:
         return [chats[index % len(chats)] for index in range(len(chats) + count)]
     windows = cut(target, texts, longest, count, exact=False)
