@@ -19,12 +19,12 @@ from draftsmith.evaluation.checking.check import (
     load_pair,
     training_form,
 )
-from draftsmith.evaluation.prompts import Prompt, cut, whole
+from draftsmith.evaluation.prompts import Prompt, cut
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading, load_target, quiet
-from draftsmith.workflows.sources import gather_prompts
+from draftsmith.workflows.sources import fitting_conversations, gather_prompts
 
 SHORTEST, LONGEST = 8, 160
 
@@ -152,26 +152,11 @@ def ragged(
 ) -> list[list[int]]:
     """Return so many prompts: the conversations whole, then beginnings of texts, each longer than the one before.
 
-    Conversations that the target has no room for are passed over, which the console is told.
-
-    Raises:
-        DraftsmithError: that leaves nothing.
+    See `fitting_conversations` for those that are too long.
     """
-    room = target.max_length - new_tokens
-    longest, every = min(LONGEST, room), whole(target, texts)
-    chats = [prompt for prompt in every if len(prompt) <= room]
-    texts = [prompt for prompt in texts if prompt.conversation is None]
-    if len(chats) < len(every):
-        longest_chat = max(map(len, every))
-        said = (
-            f"{target.name!r} takes {target.max_length} tokens, {room} of them before {new_tokens} new ones, and the "
-            f"longest conversation has {longest_chat}"
-        )
-        if not chats and not texts:
-            raise DraftsmithError(f"no conversation is short enough to check on: {said}; give shorter ones.")
-        console.print(f"[dim]{len(every) - len(chats)} of {len(every)} conversations are passed over: {said}.[/dim]")
-    chats = chats[:count]
-    count -= len(chats)
+    longest = min(LONGEST, target.max_length - new_tokens)
+    chats = fitting_conversations(target, texts, new_tokens, console)[:count]
+    texts, count = [prompt for prompt in texts if prompt.conversation is None], count - len(chats)
     if not texts or count < 2:
         return [chats[index % len(chats)] for index in range(len(chats) + count)]
     windows = cut(target, texts, longest, count, exact=False)
