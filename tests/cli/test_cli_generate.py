@@ -79,7 +79,7 @@ def test_a_chat_comes_from_standard_input_and_in_several_copies_too(chatty: Path
 
 
 def test_a_chat_needs_a_template_and_a_system_message_a_chat(target: Path):
-    refused(run("Hi", "--chat", "--target", target, *FEW), "tiny-target has no chat template")
+    refused(run("Hi", "--chat", "--target", target, *FEW), "'tiny-target' has none; leave out --chat")
     refused(run("Hi", "--system", "Be kind."), "--system is 'Be kind.'", "add --chat")
 
 

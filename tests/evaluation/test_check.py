@@ -19,12 +19,16 @@ from draftsmith.drafters.models.small_lm import SmallLM
 from draftsmith.drafters.registry import family_named
 from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.model import TrainableModel
-from draftsmith.evaluation.checking.check import check_drafter, check_files
+from draftsmith.engine import Engine
+from draftsmith.evaluation.checking.check import check_drafter, check_files, check_packing, check_tokens
 from draftsmith.evaluation.checking.parity import measure_parity, own_texts
-from draftsmith.evaluation.prompts import cut, embedded_prompts
+from draftsmith.evaluation.measuring.measure import Measurement
+from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
+from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.types import Context, TargetFacts
-from tests.helpers.tiny import prompts, save_tiny_target, tiny_target
+from draftsmith.types import Context, SamplingParams, TargetFacts
+from draftsmith.workflows.bridge import EngineBridge
+from tests.helpers.tiny import TOKENIZER_SIZE, prompts, save_tiny_target, tiny_model, tiny_target, tiny_tokenizer
 
 L = TypeVar("L", bound=TrainableModel)
 NEW_TOKENS = 24
@@ -155,6 +159,25 @@ def test_a_small_lm_is_held_against_its_forward_and_a_token_that_it_loses_is_see
     assert check_drafter(target, trained_model, faulty, PROMPTS, NEW_TOKENS).sentence().startswith("FAILED: parity")
 
 
+def test_what_is_measured_ends_where_serving_ends():
+    """A text ends at the target's end token, and what would come after it is in no figure."""
+    healthy = Target(tiny_model(vocabulary=TOKENIZER_SIZE), tiny_tokenizer(), native=False)
+    drafter = fitted(healthy)
+    text = own_texts(healthy, drafter, 3, PROMPTS[:1], NEW_TOKENS)[0].tokens
+    end = next(token for token in text[4:] if token not in text[:4])
+    target = Target(tiny_model(vocabulary=TOKENIZER_SIZE, eos_token_id=end), tiny_tokenizer(), native=False)
+    served = Engine(target, drafter, plan=Plan((1, 1, 1))).generate(PROMPTS, SamplingParams(max_tokens=NEW_TOKENS))
+    assert served[0].tokens == text[: text.index(end) + 1]
+    _, packed, _ = check_packing(target, drafter, drafter, 3, PROMPTS, NEW_TOKENS)
+    assert packed == Measurement(served, 1.0).accepted_by_depth()
+
+    questions = [Prompt("text", "x", "draft verify"), Prompt("text", "y", "token root")]
+    found = EngineBridge(target, questions, 2, NEW_TOKENS, 12, {}).evaluate(drafter)
+    asked = cut(target, questions, 12, 2, exact=False)
+    answers = Engine(target, drafter).generate(asked, SamplingParams(max_tokens=NEW_TOKENS))
+    assert found["tokens_per_step"] == Measurement(answers, 1.0).tokens_per_step
+
+
 def test_a_small_lm_that_hits_nothing_leaves_nothing_to_compare():
     target = tiny_target()
     trained_model = fitted_small_lm(target, PROMPTS[:1], 2)
@@ -263,6 +286,41 @@ def test_the_files_of_every_published_layout_are_found(tmp_path: Path, name: str
     assert [check.passed for check in checks] == [True, True], checks
     (tmp_path / name / drafter.weights_file).unlink()
     assert not check_files(tmp_path / name)[0].passed
+
+
+def test_conversations_that_the_target_has_no_room_for_are_passed_over_and_told(tmp_path: Path):
+    folder = tmp_path / "target"
+    save_tiny_target(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    target = Target.from_pretrained(folder, dtype="fp32")
+    fitted(target, PROMPTS[:1], 2).save_pretrained(tmp_path / "drafter", target.facts())
+    long, short = ({"messages": [{"role": "user", "content": "a" * size}]} for size in (target.max_length, 20))
+
+    def checked(*records: object) -> str:
+        asked = tmp_path / "asked.jsonl"
+        asked.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return " ".join(run(tmp_path / "drafter", "--target", folder, "--data", asked)[1].split())
+
+    said = f"takes {target.max_length} tokens, {target.max_length - 8} of them before 8 new ones, and the longest"
+    output = checked(long)
+    assert "no conversation is short enough" in output and said in output and f"has {target.max_length};" in output
+    output = checked(long, short)
+    assert "1 of 2 conversations are passed over" in output and "parity, depth by depth" in output
+
+
+def test_what_was_not_compared_is_said(models: Path, tmp_path: Path):
+    target = Target.from_pretrained(models / "target", dtype="fp32")
+    detail = check_tokens(models / "drafter", target).detail
+    assert detail == "texts and conversations become the same tokens"
+    assert "not compared" in check_tokens(models / "drafter", tiny_target()).detail
+    older = tmp_path / "config.json"
+    config = storage.read_json(models / "drafter" / "config.json")
+    del config["draftsmith"]["target"]["template_hash"]
+    storage.write_json(older, config)
+    detail = check_tokens(tmp_path, target).detail
+    assert detail.startswith("texts become the same tokens; conversations were not compared, because"), detail
 
 
 def test_short_prompts_are_checked_on(models: Path):

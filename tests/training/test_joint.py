@@ -17,7 +17,10 @@ from draftsmith.drafters.trainable.drafter import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.plan import NO_DRAFT
 from draftsmith.targets import Target
+from draftsmith.training.build import build_drafter
 from draftsmith.training.checkpoint import Checkpoints
+from draftsmith.training.data.windows import Window, collate
+from draftsmith.training.joint import JointStep
 from draftsmith.training.recipe import build_recipe
 from draftsmith.training.train import train
 from draftsmith.training.trainer import TrainingInterrupted, TrainingResult
@@ -87,6 +90,25 @@ def test_the_target_stands_still_in_the_warm_up_and_no_longer(tmp_path: Path, da
     assert all(torch.equal(tensor, before[name]) for name, tensor in target_tensors(still.folder).items())
     changed = target_tensors(run(tmp_path / "moved", data, *heads, "joint.warmup_steps=3").folder)
     assert all(not torch.equal(tensor, before[name]) for name, tensor in changed.items())
+
+
+def test_two_micro_batches_of_unlike_size_are_one_batch(tmp_path: Path, data: Path):
+    """Every learnt token counts as much as any other in the target's own loss, whatever batch it stands in."""
+    windows = [
+        Window(list(range(40, 70)), [(1, 30)]), Window(list(range(90, 102)), [(8, 12)]),
+        Window(list(range(50, 64)), [(1, 4)]),
+    ]
+    recipe = toy.recipe(tmp_path, data, *BASICS, "joint.warmup_steps=0", "joint.weight=1e-9")
+    assert recipe.joint is not None
+
+    def own_loss(*groups: list[Window]) -> float:
+        target = new_target()
+        drafter = build_drafter(recipe, target)
+        step = JointStep(recipe.joint, drafter, target, recipe.optimizer, recipe.distillation)
+        batches = [collate(group, 99, drafter.max_depth - 1) for group in groups]
+        return step(batches, rate=0.001, positions=2, seed=(1,)).noted["target_loss"]
+
+    assert own_loss(windows[:1], windows[1:]) == pytest.approx(own_loss(windows), rel=1e-4)
 
 
 def test_heads_alone_are_an_ordinary_run(tmp_path: Path, data: Path):

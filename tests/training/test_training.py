@@ -311,6 +311,23 @@ def test_the_seconds_of_a_run_add_up_over_its_commands(tmp_path: Path, data: Pat
     assert toy.run(folder, data, resume=True).seconds is None
 
 
+def test_a_run_that_recorded_no_ways_of_making_tokens_is_refused(tmp_path: Path, data: Path):
+    result = toy.run(tmp_path / "run", data)
+    kept = result.folder / "run.json"
+    record = json.loads(kept.read_text())
+    del record["runs"][-1]["target"]["text_hash"]
+    kept.write_text(json.dumps(record))
+    with pytest.raises(DraftsmithError, match="earlier version, which did not record the target's text_hash; start"):
+        toy.run(tmp_path / "run", data, resume=True)
+
+
+def test_a_target_without_a_tokenizer_learns_from_sequences_of_another_run(tmp_path: Path, data: Path):
+    written = toy.run(tmp_path / "one", data).folder / "generated.jsonl"
+    bare = Target(toy.target().model, None, name="bare")
+    recipe = toy.recipe(tmp_path / "two", data, "stage1.steps=0", f"stage2.texts={written}")
+    assert train(recipe, target=bare, generate=toy.generate, evaluate=toy.evaluate).step == 4
+
+
 def test_curves_on_a_board_have_every_step_once_after_resuming(tmp_path: Path, data: Path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = tmp_path / "run"

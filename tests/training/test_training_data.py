@@ -11,11 +11,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.training.data.generated import GeneratedText
 from draftsmith.training.data.loader import Loader, Windowing
 from draftsmith.training.data.reader import Reader
 from draftsmith.training.data.record_files import missing_file
 from draftsmith.training.data.split import is_held_out
-from draftsmith.training.recipe import DataSection
+from draftsmith.training.recipe import DataSection, OnPolicySection
 from draftsmith.types import DraftsmithError
 
 END = 30_000
@@ -84,6 +85,18 @@ def test_resume_anywhere(tmp_path: Path, length: int):
         reader = loader(*paths, length=length)
         reader.load_state_dict(state)
     assert seen == calm
+
+
+def test_what_an_earlier_version_wrote_is_refused_in_one_sentence(tmp_path: Path):
+    reader = loader(write(tmp_path / "a.jsonl", numbered(23)))
+    state = reader.state_dict()
+    del state["unusable"]
+    with pytest.raises(DraftsmithError, match="written by an earlier version; start a new run"):
+        reader.load_state_dict(state)
+    kept = tmp_path / "generated.jsonl"
+    kept.write_text('{"sequences": [[1, 2, 3]]}\n')
+    with pytest.raises(DraftsmithError, match="generated.jsonl was written by an earlier version; start a new run"):
+        GeneratedText(kept, OnPolicySection(), 0)
 
 
 def test_a_window_belongs_to_one_document_and_an_end_token_stands_at_its_end_only(tmp_path: Path):

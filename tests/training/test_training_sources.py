@@ -43,6 +43,23 @@ def test_a_folder_is_read_by_names_without_hidden_and_binary_files(tmp_path: Pat
         texts(source(path=str(tmp_path / "alone")))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("cut.json", b'[{"text": "one"}, {"te', r"cut.json begins as a list of records but is no JSON .*; fetch it"),
+        ("odd.json", b'[{"text": "one"}, {"body": "two"}]', r"odd.json, record 2, has neither `text` nor"),
+        ("word.json", b'[{"text": "one"}, "two"]', r"word.json, record 2, is no JSON object; fix or remove it"),
+        ("data.jsonl.zst", b"\x28\xb5\x2f\xfd", r"data.jsonl.zst is no text; give text in UTF-8, .jsonl"),
+        ("book.bin", b"a\0b", r"book.bin is no text"),
+    ],
+)
+def test_what_is_damaged_is_never_read_as_text(tmp_path: Path, name: str, content: bytes, words: str):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DraftsmithError, match=words):
+        texts(source(path=str(path)))
+
+
 def test_what_is_empty_or_held_out_is_counted(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     records = [{"text": ""}, {"text": None, "messages": CHAT}, {"messages": []}, *({"text": str(i)} for i in range(40))]
@@ -95,6 +112,9 @@ def test_long_texts_are_cut_where_a_word_begins_and_end_once():
         ({"text": "a"}, "a"), ({"text": "a", "messages": CHAT}, "a"), ({"text": None}, ""), ({"messages": None}, ""),
         ({"prompt": "a", "completion": "b"}, Completion("a", "b")),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, Conversation(CHAT, {})),
+        ({"prompt": CHAT[:1], "completion": "yes"}, Conversation(CHAT, {})),
+        ({"prompt": "hi", "completion": CHAT[1:]}, Conversation(CHAT, {})),
+        ({"prompt": "", "completion": []}, ""), ({"text": " ", "messages": CHAT}, Conversation(CHAT, {})),
         ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}], "system": "S"},
          Conversation([{"role": "system", "content": "S"}, *CHAT], {})),
         ({"messages": CHAT, "tools": [{"name": "t"}], "documents": None},

@@ -1,22 +1,26 @@
 """The jobs of the commands, called from Python on tiny models: typed results, nothing printed, the command's JSON."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import draftsmith
 from draftsmith import DraftsmithError, Plan, Target, load_drafter
 from draftsmith.evaluation.bench import Grid
-from draftsmith.evaluation.comparison.methods import Settings
+from draftsmith.evaluation.comparison.methods import Settings, gather
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.evaluation.proof.prove import Workload
+from draftsmith.targets.token_ids import Conversation
 from draftsmith.workflows.demonstration import demonstrate
 from draftsmith.workflows.live import LiveSettings
 from draftsmith.workflows.methods import Budget
 from draftsmith.workflows.models import Loading
+from draftsmith.workflows.proving import ragged
 from draftsmith.workflows.training import Evaluation, TrainResult
-from tests.helpers.tiny import save_tiny_target
+from tests.helpers.tiny import save_tiny_target, tiny_tokenizer
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n" * 12 for i in range(6)]
 FP32 = Loading("fp32")
@@ -54,6 +58,32 @@ def test_train_returns_the_folder_that_decodes(trained: TrainResult, place: Path
     record = json.loads(json.dumps(trained.as_json()))
     assert record["provenance"]["target"] == "target" and record["result"]["drafter"] == str(trained.drafter)
     assert record["result"]["step"] == 3 and record["result"]["evaluations"][-1]["step"] == 3
+
+
+def test_conversations_are_proved_on_whole_and_bench_says_that_it_needs_texts(place: Path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}|answer:"
+    target = Target.from_pretrained(place / "target", dtype="fp32")
+    target = Target(target.model, tokenizer, native=False)
+    sizes = (20, 90, target.max_length)
+    chats = [
+        Prompt("text", "x", "a" * size, Conversation([{"role": "user", "content": "a" * size}])) for size in sizes
+    ]
+    told = Console(file=io.StringIO(), width=400)
+    found = ragged(target, [*chats, Prompt("text", "y", TEXTS[0])], 6, 8, told)
+    assert [tokenizer.decode(tokens) for tokens in found[:2]] == [f"{'a' * size}|answer:" for size in sizes[:2]]
+    assert len(found) > 2 and all(len(tokens) <= 64 for tokens in found[2:])
+    assert "1 of 3 conversations are passed over" in told.file.getvalue()
+    with pytest.raises(DraftsmithError, match="all 3 prompts are conversations, which cannot be cut .*; give texts"):
+        draftsmith.bench(place / "target", prompts=chats)
+
+
+def test_a_prompt_without_room_is_found_before_anything_is_trained(place: Path):
+    target = Target.from_pretrained(place / "target", dtype="fp32")
+    texts = [Prompt("prose", "x", text) for text in TEXTS]
+    settings = Settings(tasks=("prose",), prompts=1, sampled_prompts=1, prompt_tokens=120, new_tokens=32)
+    with pytest.raises(DraftsmithError, match=r"prompt 1 of task 'prose' has 120 tokens, .* room for 96 before"):
+        gather(target, texts, settings)
 
 
 def test_train_refuses_an_override_that_it_does_not_know():

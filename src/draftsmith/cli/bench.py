@@ -53,7 +53,7 @@ def bench(
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
     data: Annotated[
-        Path | None, typer.Option(help="Prompts of your own: JSONL with `text` a line, or a text file.")
+        Path | None, typer.Option(help="Texts of your own: JSONL with `text` a line, or a text file; no conversations.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="Only prompts of this task: code, prose or dialogue.")] = None,
     batch: Annotated[str, typer.Option(help="Rows decoded together.")] = "1,2,4",

@@ -46,6 +46,7 @@ from draftsmith.types import LOSSY, Completion, DraftsmithError, SamplingParams,
 if TYPE_CHECKING:
     from draftsmith.engine import Engine, Prompt
     from draftsmith.plan import Plan
+    from draftsmith.targets import Target
 
 SAMPLING, CHAT = "Sampling", "Chat"
 
@@ -162,6 +163,8 @@ def generate(
         draft_rows=draft_rows,
         draft=not no_draft,
     )
+    if chat:
+        check_chat(engine.target)
     if not no_draft:
         check_drafter(engine.drafter, rules)
     shape = NO_DRAFT if no_draft else parse_plan(plan, candidates, engine.plan, rules)
@@ -227,6 +230,15 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
     """Return a conversation that waits for its first answer."""
     first = [{"role": "system", "content": system}] if system is not None else []
     return [*first, {"role": "user", "content": text}]
+
+
+def check_chat(target: "Target") -> None:
+    """Raise a DraftsmithError where the target has no chat template."""
+    if target.tokenizer is None or target.tokenizer.chat_template is None:
+        raise DraftsmithError(
+            f"--chat needs a chat template, and {target.name!r} has none; leave out --chat, or give a --target that "
+            "was trained to chat."
+        )
 
 
 def read_bias(pairs: list[str]) -> dict[int, float]:

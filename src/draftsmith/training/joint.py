@@ -76,7 +76,9 @@ class JointStep(TrainingStep):
         self.target.model.requires_grad_(not self.waits)
         self.noted["heads_weight"] = self.heads_weight()
 
-    def compute_loss(self, task: Task, share_N: Tensor, seed: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_loss(
+        self, task: Task, share_N: Tensor, token_share: float, seed: tuple[object, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the losses of heads and target on one forward; see `TrainingStep.compute_loss`."""
         tokens_BL = task.batch.tokens_BL.to(self.target.device)
         with self.autocast(self.section.precision == "bf16"):
@@ -89,11 +91,11 @@ class JointStep(TrainingStep):
                 distillation=self.distillation, seed=seed,
             )
             loss_N, accuracy_N = self.losses(examples)
-        # The target learns what the first guesses learn, at all positions.
+        # The target learns at all positions, however few of them the heads were given.
         labels_BT = tokens_BL.masked_fill(~task.batch.learnt_BL.to(tokens_BL.device), IGNORED)[:, FIRST_LEARNT:]
         logits_SV, labels_S = logits_BLV[:, FIRST_LEARNT - 1 : -1].flatten(0, 1).float(), labels_BT.flatten()
         own = F.cross_entropy(logits_SV, labels_S, ignore_index=IGNORED, reduction="sum")
-        own = own / (labels_S != IGNORED).sum().clamp(min=1) * share_N[0]
+        own = own / max(1, task.learnt_tokens) * token_share
         self.noted["target_loss"] = self.noted.get("target_loss", 0.0) + own.item()
         decay_N = self.joint.decay ** torch.arange(1, len(loss_N) + 1, device=loss_N.device)
         objective = self.heads_weight() * (loss_N * share_N[: len(loss_N)] * decay_N).sum()

@@ -109,15 +109,20 @@ class RunFolder:
             ("opening", "begins texts with other special tokens"), ("text_hash", "makes other tokens of a text"),
             ("template_hash", "has another chat template"),
         ):
-            if before.get(name) is not None and json.dumps(before[name]) != json.dumps(now[name]):
+            if name not in before:
+                raise DraftsmithError(
+                    f"the run in {self.path} was written by an earlier version, which did not record the target's "
+                    f"{name}; start a new run."
+                )
+            if json.dumps(before[name]) != json.dumps(now[name]):
                 raise DraftsmithError(
                     f"{self.facts.name!r} {what} than when the run in {self.path} began; restore its tokenizer files, "
                     "or start a new run."
                 )
 
-    def note_data(self, account: dict[str, Any]) -> None:
-        """Write down what was read and what was left out of it."""
-        self._runs[-1]["data"] = account
+    def note_data(self, purpose: str, account: dict[str, Any]) -> None:
+        """Write down what was read for a purpose, and what was left out of it."""
+        self._runs[-1].setdefault("data", {})[purpose] = account
         self.note_time()
 
     def _rewind(self, step: int) -> None:

@@ -20,17 +20,20 @@ SHOWN_CHARACTERS = 600
 def parts_of(window: Window, text: TokenText) -> list[tuple[str, bool]]:
     """Return the text of a window in parts, each with whether it is learnt; special tokens are written out.
 
-    A part is what its tokens add to the text before them, so that spaces stand where they belong.
+    A part is what its tokens add to the text before them, so that spaces stand where they belong; a character that is
+    cut by an edge belongs to the part in which it ends.
     """
+    whole = text.decode(window.tokens, skip_special_tokens=False)
     edges = sorted({0, len(window.tokens), *(edge for span in window.spans for edge in span)})
-    parts, before = [], ""
+    parts, shown = [], 0
     for begin, end in pairwise(edges):
-        whole = text.decode(window.tokens[:end], skip_special_tokens=False)
+        so_far = text.decode(window.tokens[:end], skip_special_tokens=False)
         learnt = any(first <= begin and end <= last for first, last in window.spans)
-        # The last character may have waited for its last byte.
-        same = next((at for at, (one, two) in enumerate(zip(whole, before, strict=False)) if one != two), len(before))
-        parts.append((whole[same:], learnt))
-        before = whole
+        # A character whose last byte is still to come decodes as another one.
+        same = (at for at, (one, two) in enumerate(zip(so_far, whole, strict=False)) if one != two)
+        agreed = next(same, min(len(so_far), len(whole)))
+        parts.append((whole[shown:agreed], learnt))
+        shown = max(shown, agreed)
     return parts
 
 

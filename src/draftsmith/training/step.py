@@ -79,9 +79,12 @@ class TrainingStep:
         losses, accuracies = [], []
         tasks = [draw(batch, self.drafter.max_depth, positions, (*seed, i)) for i, batch in enumerate(batches)]
         counts_MN = torch.stack([task.counts_N for task in tasks])
+        learnt_tokens = max(1, sum(task.learnt_tokens for task in tasks))
         shares_MN = (counts_MN / counts_MN.sum(0).clamp(min=1)).to(self.target.device)
         for micro, (task, share_N) in enumerate(zip(tasks, shares_MN, strict=True)):
-            objective, loss_N, accuracy_N = self.compute_loss(task, share_N, (*seed, micro))
+            objective, loss_N, accuracy_N = self.compute_loss(
+                task, share_N, task.learnt_tokens / learnt_tokens, (*seed, micro)
+            )
             objective.backward()
             losses.append(loss_N.detach() * share_N[: len(loss_N)])
             accuracies.append(accuracy_N * share_N[: len(accuracy_N)])
@@ -92,11 +95,14 @@ class TrainingStep:
         self.apply()
         return found
 
-    def compute_loss(self, task: Task, share_N: Tensor, seed: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_loss(
+        self, task: Task, share_N: Tensor, token_share: float, seed: tuple[object, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what a micro-batch minimises, the losses of the depths and their right first guesses.
 
         Args:
             share_N: how many of the step's guesses are in this micro-batch, of each depth.
+            token_share: how many of the step's learnt tokens are, for what learns at all positions.
         """
         half = self.section.precision == "bf16"
         # A target that is bf16 already only loses time under autocast.

@@ -39,6 +39,8 @@ from draftsmith.types import DraftsmithError, TargetFacts, cast_parameters, reso
 
 Evaluate = Callable[[TrainableModel], Mapping[str, float]]
 TAU = "tokens_per_step"
+STAGE1, PROMPTS = "stage1", "prompts"
+"""What data is read for."""
 
 
 class TrainingInterrupted(DraftsmithError):
@@ -197,9 +199,10 @@ class TrainingRun:
     def _show(self, windows: list[Window], title: str, loader: Loader | None) -> None:
         """Show what is learnt, and what of the data is left out; both are kept in the run's folder."""
         if loader is not None:
-            self.folder.note_data(loader.account())
+            self.folder.note_data(STAGE1, loader.account())
             show_account(loader.account(), self.console)
-        assert self.target.tokenizer is not None
+        if self.target.tokenizer is None:
+            return  # sequences of another run can be learnt without one
         records = show_samples(windows, TokenText(self.target.tokenizer), title, self.console)
         keep_samples(self.folder.samples, records)
 
@@ -227,7 +230,7 @@ class TrainingRun:
                 progress.update(bar, completed=made)
                 if interrupted.is_set():
                     raise self._stopped()
-        self.folder.note_data(prompts.account())
+        self.folder.note_data(PROMPTS, prompts.account())
         show_account(prompts.account(), self.console)
 
     def _steps(self, stage: StageSection, first: int, interrupted: threading.Event) -> None:
@@ -306,7 +309,7 @@ class TrainingRun:
             "best": self.best, "best_step": self.best_step, "loader": loader.state_dict() if loader else None,
         }
         if loader is not None:
-            self.folder.note_data(loader.account())
+            self.folder.note_data(STAGE1, loader.account())
         self.checkpoints.save(self.step, self._write_weights, progress, optimizer_tensors(self.learning.optimizers))
         if improved:
             self.checkpoints.link(BEST, self.step)

@@ -117,7 +117,18 @@ def bench(
     """
     grid, loading, console = grid or Grid(), loading or Loading(), console or quiet()
     check_peer(peer, grid.temperature)
-    texts = gather_prompts(prompts, task)
+    given = gather_prompts(prompts, task)
+    texts = [prompt for prompt in given if prompt.conversation is None]
+    if not texts:
+        raise DraftsmithError(
+            f"all {len(given)} prompts are conversations, which cannot be cut to the prompt lengths of bench; give "
+            "texts."
+        )
+    if len(texts) < len(given):
+        console.print(
+            f"{len(given) - len(texts)} of {len(given)} prompts are conversations and passed over: bench cuts texts to "
+            "exact lengths.", style="dim",
+        )
     drafting = any(count != BASELINE for count in grid.counts)
     longest = max(grid.prompt_tokens) + grid.new_tokens
     engine = load_engine(

@@ -55,10 +55,10 @@ class EngineBridge:
         return [completion.tokens for completion in done]
 
     def evaluate(self, drafter: TrainableModel) -> Mapping[str, float]:
-        """Measure τ, greedy, over all tasks and for each."""
+        """Measure τ, greedy, over all tasks and for each; texts end at the target's end token, as in serving."""
         longest = max(len(prompt) for prompts in self.prompts.values() for prompt in prompts) + self.new_tokens
         engine = Engine(self.target, drafter.for_decoding(self.target), max_batch=EVALUATION_ROWS, max_length=longest)
-        params = SamplingParams(max_tokens=self.new_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=self.new_tokens)
         total, scores = Statistics(), {}
         for task, prompts in self.prompts.items():
             result = measure(engine, prompts, params)

@@ -19,12 +19,12 @@ from draftsmith.evaluation.checking.check import (
     load_pair,
     training_form,
 )
-from draftsmith.evaluation.prompts import Prompt, cut, whole
+from draftsmith.evaluation.prompts import Prompt, cut
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading, load_target, quiet
-from draftsmith.workflows.sources import gather_prompts
+from draftsmith.workflows.sources import fitting_conversations, gather_prompts
 
 SHORTEST, LONGEST = 8, 160
 
@@ -98,7 +98,9 @@ def check(
             target, Loading(kind, device, trust_remote_code, native, dtype_option=option), shown
         )
 
-    report, name = check_folder(folder, load, dtype, serving_dtype, texts, prompt_count, new_tokens, on_progress)
+    report, name = check_folder(
+        folder, load, dtype, serving_dtype, texts, prompt_count, new_tokens, on_progress, shown
+    )
     where = provenance(
         target=name, drafter=folder.name, dtype=dtype, serving_dtype=serving_dtype, prompts=prompt_count,
         new_tokens=new_tokens,
@@ -115,6 +117,7 @@ def check_folder(
     prompts: int,
     new_tokens: int,
     say: Callable[[str], None],
+    console: Console,
 ) -> tuple[CheckReport, str]:
     """Run every check on a folder; what a failure makes impossible is not run. Returns the target's name too."""
     report = CheckReport(check_files(folder))
@@ -127,7 +130,7 @@ def check_folder(
         return report, reference.name
     report.checks.append(check_tokens(folder, reference))
     trained_model = training_form(folder, drafter, reference)
-    windows = ragged(reference, texts, prompts, new_tokens)
+    windows = ragged(reference, texts, prompts, new_tokens, console)
     found = check_drafter(reference, trained_model, drafter, windows, new_tokens, say)
     report.checks += found.checks
     report.parity = found.parity
@@ -144,10 +147,15 @@ def check_folder(
     return report, reference.name
 
 
-def ragged(target: Target, texts: Sequence[Prompt], count: int, new_tokens: int) -> list[list[int]]:
-    """Return so many prompts: the conversations whole, then beginnings of texts, each longer than the one before."""
+def ragged(
+    target: Target, texts: Sequence[Prompt], count: int, new_tokens: int, console: Console
+) -> list[list[int]]:
+    """Return so many prompts: the conversations whole, then beginnings of texts, each longer than the one before.
+
+    See `fitting_conversations` for those that are too long.
+    """
     longest = min(LONGEST, target.max_length - new_tokens)
-    chats = [prompt for prompt in whole(target, texts) if len(prompt) <= target.max_length - new_tokens][:count]
+    chats = fitting_conversations(target, texts, new_tokens, console)[:count]
     texts, count = [prompt for prompt in texts if prompt.conversation is None], count - len(chats)
     if not texts or count < 2:
         return [chats[index % len(chats)] for index in range(len(chats) + count)]

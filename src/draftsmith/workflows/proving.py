@@ -22,7 +22,7 @@ from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.drafts import Drafts, check_drafter
 from draftsmith.workflows.models import Loading, dtype_name, load_engine, name_of, quiet
-from draftsmith.workflows.sources import gather_prompts, name_of_source
+from draftsmith.workflows.sources import fitting_conversations, gather_prompts, name_of_source
 
 QUICK_SHARE = 10
 SHORTEST, LONGEST = 16, 64
@@ -109,7 +109,7 @@ def prove(
     )
     check_drafter(engine.drafter, asked.rules)
     shape = asked.plan(engine.plan) or engine.plan
-    windows = ragged(engine.target, texts, prompt_count, work.new_tokens)
+    windows = ragged(engine.target, texts, prompt_count, work.new_tokens, console)
     if len(windows) < prompt_count:
         console.print(
             f"[dim]The texts give {len(windows)} different prompts, so it is these and not {prompt_count}.[/dim]"
@@ -129,10 +129,18 @@ def prove(
     return ProveResult(where, proof, words)
 
 
-def ragged(target: Target, texts: Sequence[Prompt], count: int, new_tokens: int) -> list[list[int]]:
-    """Return so many prompts, or as many different ones as there are, of different lengths for a ragged batch."""
+def ragged(
+    target: Target, texts: Sequence[Prompt], count: int, new_tokens: int, console: Console
+) -> list[list[int]]:
+    """Return so many prompts, or as many different ones as there are, of different lengths for a ragged batch.
+
+    Conversations come first and whole, because their last tokens call for the answer; texts are cut.
+    """
     longest = min(LONGEST, target.max_length - new_tokens)
-    windows = cut(target, texts, max(1, longest), count, exact=False)
-    return distinct(
-        [window[: max(1, longest - (longest - SHORTEST) * (i % 7) // 7)] for i, window in enumerate(windows)]
-    )
+    chats = fitting_conversations(target, texts, new_tokens, console)[:count]
+    texts, count = [prompt for prompt in texts if prompt.conversation is None], count - len(chats)
+    windows = cut(target, texts, max(1, longest), count, exact=False) if texts and count else []
+    return distinct([
+        *chats,
+        *(window[: max(1, longest - (longest - SHORTEST) * (i % 7) // 7)] for i, window in enumerate(windows)),
+    ])

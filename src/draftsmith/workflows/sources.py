@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from draftsmith.evaluation.prompts import Prompt
+    from draftsmith.targets import Target
 
 EMBEDDED = "embedded held-out prompts"
 
@@ -33,6 +36,30 @@ def gather_prompts(source: "Path | str | Sequence[str | Prompt] | None", task: s
         known = ", ".join(sorted({prompt.task for prompt in prompts})) or "none at all"
         raise DraftsmithError(f"{place} holds no prompt of task {task!r}; choose one of {known}.")
     return chosen
+
+
+def fitting_conversations(
+    target: "Target", prompts: "Sequence[Prompt]", new_tokens: int, console: "Console"
+) -> list[list[int]]:
+    """Return the conversations among the prompts, whole; the console is told how many are too long for the target.
+
+    Raises:
+        DraftsmithError: that leaves no prompt at all.
+    """
+    from draftsmith.evaluation.prompts import whole
+
+    every, room = whole(target, prompts), target.max_length - new_tokens
+    fitting = [tokens for tokens in every if len(tokens) <= room]
+    if len(fitting) < len(every):
+        said = (
+            f"{target.name!r} takes {target.max_length} tokens, {room} of them before {new_tokens} new ones, and the "
+            f"longest conversation has {max(map(len, every))}"
+        )
+        if not fitting and all(prompt.conversation is not None for prompt in prompts):
+            raise DraftsmithError(f"no conversation is short enough: {said}; give shorter ones.")
+        passed_over = len(every) - len(fitting)
+        console.print(f"{passed_over} of {len(every)} conversations are passed over: {said}.", style="dim")
+    return fitting
 
 
 def name_of_source(source: "Path | str | Sequence[str | Prompt] | None") -> str:

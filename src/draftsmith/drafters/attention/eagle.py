@@ -13,7 +13,8 @@ Layout, as in the authors' code and checkpoints: a Llama-like config.json, often
 `layers.0.post_attention_layernorm.weight`; a copy of the target's `embed_tokens.weight` is passed over. The keys that
 shape the draft, and `draft_vocab_size` with the tensor `d2t` (token ids), are ours.
 
-Shapes: B sequences, T tokens, P positions trained on, F target width, V vocabulary, W drafted vocabulary.
+Shapes: B sequences, T tokens, L tokens of one of them, P positions trained on, F target width, V vocabulary,
+W drafted vocabulary.
 """
 
 from collections.abc import Callable, Mapping
@@ -87,12 +88,7 @@ class Eagle(FeatureDrafter):
         """
         positions_BP = examples.positions_BP
         features_BTF = self.fuse(examples.features_BTF)
-        noisy_BTF = features_BTF
-        if self.config.noise:
-            generator = torch.Generator(features_BTF.device).manual_seed(examples.seed)
-            shape, device = features_BTF.shape, features_BTF.device
-            draw_BTF = torch.rand(shape, generator=generator, device=device, dtype=features_BTF.dtype) - 0.5
-            noisy_BTF = features_BTF + draw_BTF * (self.config.noise * NOISE_LENGTH / shape[1])
+        noisy_BTF = features_BTF + self._noise_BTF(examples, features_BTF) if self.config.noise else features_BTF
         state_BPF = self.unroll(examples.tokens_BT, noisy_BTF, 1, positions_BP)[0]
         batch_B1 = torch.arange(len(positions_BP), device=positions_BP.device).unsqueeze(1)
         next_BPF = features_BTF[batch_B1, positions_BP + 1]
@@ -113,6 +109,32 @@ class Eagle(FeatureDrafter):
             return scores_RW.logsumexp(-1) - (own_RW.softmax(-1) * scores_RW).sum(-1)
         log_p_RW = own_RW.log_softmax(-1)
         return divergence(kind, log_p_RW, scores_RW, entropy(log_p_RW))
+
+    def _noise_BTF(self, examples: TrainingBatch, features_BTF: Tensor) -> Tensor:
+        """Draw the noise of every row by itself, so that neither neighbours nor padding change it.
+
+        As in the authors' code it is the weaker the longer a text is: up to its last learnt token, behind which nothing
+        counts.
+        """
+        noise_BTF, width = torch.zeros_like(features_BTF), features_BTF.shape[2]
+        generator = torch.Generator(features_BTF.device)
+        for row, length in enumerate(self._lengths(examples)):
+            generator.manual_seed((examples.seed + row) % 2**63)
+            draw_LF = torch.rand(
+                (length, width), generator=generator, device=features_BTF.device, dtype=features_BTF.dtype
+            )
+            noise_BTF[row, :length] = (draw_LF - 0.5) * (self.config.noise * NOISE_LENGTH / max(1, length))
+        return noise_BTF
+
+    @staticmethod
+    def _lengths(examples: TrainingBatch) -> list[int]:
+        """Return how many tokens each row has up to its last learnt one."""
+        rows, most = examples.tokens_BT.shape
+        if examples.learnt_BT is None:
+            return [most] * rows
+        places_T = torch.arange(1, most + 1, device=examples.learnt_BT.device)
+        lengths: list[int] = (examples.learnt_BT * places_T).amax(1).tolist()
+        return lengths
 
     @torch.no_grad()
     def bind(self, target: "Target") -> None:

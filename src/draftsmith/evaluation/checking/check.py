@@ -16,6 +16,7 @@ from draftsmith.evaluation.measuring.losslessness import first_divergence
 from draftsmith.evaluation.measuring.measure import Measurement
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
+from draftsmith.targets.token_ids import ways
 from draftsmith.types import Completion, DraftsmithError, SamplingParams, require_finished
 
 PACKING_POINTS = 0.02
@@ -117,14 +118,21 @@ def load_pair(folder: Path, target: Target) -> tuple[Drafter | None, Check]:
 def check_tokens(folder: Path, target: Target) -> Check:
     """Check that the target makes the tokens that the drafter was trained on: BOS, chat template, tokenizer."""
     recorded = storage.read_json(folder / "config.json").get("draftsmith", {}).get("target", {})
+    name = "tokens as in training"
     found = other_tokens(folder, recorded, target)
-    known = recorded.get("text_hash") is not None
-    return Check(
-        "tokens as in training", found is None,
-        found.rstrip(".") if found is not None
-        else "texts and conversations become the same tokens" if known
-        else "the folder does not record how tokens were made, so there is nothing to compare",
-    )
+    if found is not None:
+        return Check(name, False, found.rstrip("."))
+    now = ways(target.tokenizer)
+    kinds = {"texts": ("text_hash", now.text_hash), "conversations": ("template_hash", now.template_hash)}
+    same = [what for what, (field, value) in kinds.items() if None not in (recorded.get(field), value)]
+    other = [what for what in kinds if what not in same]
+    said = [f"{' and '.join(same)} become the same tokens"] if same else []
+    if other:
+        said.append(
+            f"{' and '.join(other)} were not compared, because the folder does not record how their tokens were made, "
+            f"or {target.name!r} does not make any"
+        )
+    return Check(name, True, "; ".join(said))
 
 
 def training_form(folder: Path, drafter: Drafter, target: Target) -> TrainableModel:
@@ -226,12 +234,14 @@ def check_packing(
 ) -> tuple[Check, list[float], list[float]]:
     """Measure what packing and quantising the drafter for decoding costs, by depth, on the target as it serves.
 
+    Texts end at the target's end token, as they do in serving.
+
     Args:
         packed: the copy that decodes.
         plain: the same drafter unpacked, in fp32.
     """
     longest = max(len(prompt) for prompt in prompts) + new_tokens
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=new_tokens)
     shares = []
     for drafter in (packed,) if plain.borrows_layers else (packed, plain):
         engine = Engine(target, drafter, plan=Plan((1,) * depth), max_batch=1, max_length=longest)

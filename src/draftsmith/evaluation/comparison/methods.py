@@ -117,6 +117,9 @@ def gather(target: Target, prompts: Sequence[Prompt], settings: Settings) -> dic
     """Return, for every task, the prompts of calibration (2), then those measured on; short texts are taken whole.
 
     The task `edit` is made from code: a file, and then its beginning again, as an editor's model is asked to write it.
+
+    Raises:
+        DraftsmithError: a task without prompts, or a prompt that the target has no room for.
     """
     count = max(settings.prompts, settings.sampled_prompts) + 2
     chosen = {}
@@ -132,6 +135,14 @@ def gather(target: Target, prompts: Sequence[Prompt], settings: Settings) -> dic
         if not mine:
             raise DraftsmithError(f"there are no prompts of task {task!r}; give some with --prompts, or leave it out.")
         chosen[task] = cut(target, mine, settings.prompt_tokens, count, exact=False)
+    room = target.max_length - settings.new_tokens
+    for task, several in chosen.items():
+        for number, tokens in enumerate(several, 1):
+            if len(tokens) > room:
+                raise DraftsmithError(
+                    f"prompt {number} of task {task!r} has {len(tokens)} tokens, but {target.name!r} has room for "
+                    f"{room} before {settings.new_tokens} new ones; give shorter prompts, or ask for fewer new tokens."
+                )
     return chosen
 
 

@@ -19,7 +19,7 @@ from draftsmith.types import DraftsmithError
 
 @dataclass(frozen=True)
 class Task:
-    """A batch, the roots to train on in it, and how many guesses of every depth count there.
+    """A batch, the roots to train on in it, how many guesses of every depth count there, and its learnt tokens.
 
     Position t is the root that is the window's token t + 1: the first token was predicted by no state.
     """
@@ -27,6 +27,7 @@ class Task:
     batch: Batch
     positions_BP: Tensor
     counts_N: Tensor
+    learnt_tokens: int
 
 
 def draw(batch: Batch, depth: int, count: int | None, seed: tuple[object, ...]) -> Task:
@@ -36,7 +37,7 @@ def draw(batch: Batch, depth: int, count: int | None, seed: tuple[object, ...]) 
     """
     positions_BP = choose_positions(batch.learnt_BL, depth, count, seed)
     counts_BPN = counted(batch.learnt_BL[:, 1:], positions_BP, depth)
-    return Task(batch, positions_BP, counts_BPN.sum((0, 1)))
+    return Task(batch, positions_BP, counts_BPN.sum((0, 1)), int(batch.learnt_BL[:, FIRST_LEARNT:].sum()))
 
 
 def choose_positions(learnt_BL: Tensor, depth: int, count: int | None, seed: tuple[object, ...]) -> Tensor:

@@ -41,6 +41,8 @@ class GeneratedText:
         self.sequences: list[list[int]] = []
         self.prompts: list[int] = []
         for record in self.log.read():
+            if "prompts" not in record:
+                raise DraftsmithError(f"{path} was written by an earlier version; start a new run.")
             self.sequences += record["sequences"]
             self.prompts += record["prompts"]
 

@@ -203,8 +203,10 @@ class Loader:
         self._fill()
         places = list(range(len(self._pool)))
         if near is not None:
-            apart = [abs(self._class_of(len(window.tokens)) - self._class_of(near)) for window in self._pool]
-            places = [place for place in places if apart[place] == min(apart)]
+            wanted = self._class_of(near)
+            apart = [abs(self._class_of(len(window.tokens)) - wanted) for window in self._pool]
+            nearest = min(apart)
+            places = [place for place in places if apart[place] == nearest]
         index = places[noise(self.seed, "window", self.rank, self.windows) % len(places)]
         self.windows += 1
         self._pool[index], self._pool[-1] = self._pool[-1], self._pool[index]
@@ -232,8 +234,11 @@ class Loader:
         """Go on from the states of all ranks, saved by as many ranks as now or by another number of them.
 
         Raises:
-            DraftsmithError: a rank's state is missing, or the sources are not those of the state.
+            DraftsmithError: a rank's state is missing or of an earlier version, or the sources are not those of the
+                state.
         """
+        if any("unusable" not in state for state in states):
+            raise DraftsmithError("the checkpoint was written by an earlier version; start a new run.")
         states = tuple(sorted(states, key=lambda state: int(state["rank"])))
         world = states[0]["world"]
         same_world = world == self.world

@@ -5,6 +5,7 @@ All tokens are those of `targets.token_ids`, which serving uses too.
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -115,15 +116,15 @@ class Reader:
                 raise Unusable(f"shorter than {length} tokens")
             return tokens[:length]
         if isinstance(content, Completion):
-            candidates = [text_ids(self.tokenizer, content.prompt)]
+            candidates = iter([text_ids(self.tokenizer, content.prompt)])
         else:
             turns = [at for at, message in enumerate(content.messages) if at and message["role"] == ASSISTANT]
             if not turns:
                 raise Unusable("no turn of an assistant")
             turn = chance("turn") % len(turns)
             # Where the chosen turn comes too late, an earlier one is taken.
-            begun = [Conversation(content.messages[:at], content.more) for at in reversed(turns[: turn + 1])]
-            candidates = self._through_template(lambda: [prompt_ids(self.tokenizer, some) for some in begun])
+            begun = (Conversation(content.messages[:at], content.more) for at in reversed(turns[: turn + 1]))
+            candidates = (self._through_template(partial(prompt_ids, self.tokenizer, some)) for some in begun)
         fitting = next((tokens for tokens in candidates if len(tokens) <= longest), None)
         if fitting is None:
             raise Unusable(f"prompt longer than {longest} tokens")

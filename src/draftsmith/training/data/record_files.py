@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -14,13 +15,22 @@ from draftsmith.training.recipe import SourceSection
 from draftsmith.types import DraftsmithError
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson")
+_BEGINS_RECORDS = re.compile(r"\s*\[\s*\{")
 LOOKED_AT = 8192
 """So many bytes at a file's beginning tell text from what is none."""
 
 
 def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
-    """Return the files to read at a path, and how many of a folder's are left out, by the reason."""
+    """Return the files to read at a path, and how many of a folder's are left out, by the reason.
+
+    Raises:
+        DraftsmithError: the path is a file that is no text.
+    """
     if not path.is_dir():
+        if _is_binary(path):
+            raise DraftsmithError(
+                f"{path} is no text; give text in UTF-8, {', '.join(JSON_LINES)} or .parquet, or unpack it."
+            )
         return [path], Counter()
     files, left_out = [], Counter[str]()
     for file in sorted(path.rglob("*")):
@@ -28,7 +38,7 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
             continue
         if any(part.startswith(".") for part in file.relative_to(path).parts):
             left_out["hidden files"] += 1
-        elif not file.name.endswith((*JSON_LINES, ".parquet")) and _is_binary(file):
+        elif _is_binary(file):
             left_out["binary files"] += 1
         else:
             files.append(file)
@@ -36,6 +46,9 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
 
 
 def _is_binary(file: Path) -> bool:
+    """Whether a file is neither text nor of a kind that is unpacked here."""
+    if file.name.endswith((*JSON_LINES, ".parquet")):
+        return False
     try:
         with file.open("rb") as opened:
             return b"\0" in opened.read(LOOKED_AT) or file.name.endswith((".gz", ".xz", ".zip", ".bz2", ".zst"))
@@ -50,8 +63,8 @@ def documents_in(file: Path) -> Iterator[Document]:
     if file.suffix == ".parquet":
         return _parquet(file)
     text = file.read_text(encoding="utf-8", errors="replace")
-    if file.suffix == ".json" and (records := _records(text)):
-        return (read_record(record, f"{file}, record {number},") for number, record in enumerate(records, 1))
+    if file.suffix == ".json" and (records := _records(text, file)):
+        return _json_list(records, file)
     return iter([text])
 
 
@@ -74,14 +87,30 @@ def documents_on_hub(section: SourceSection) -> Iterator[Document]:
         yield read_record(record, str(section.name))
 
 
-def _records(text: str) -> list[dict[str, Any]]:
-    """Return the records of a JSON list of them, as conversations are often published; none for other JSON."""
+def _records(text: str, file: Path) -> list[Any]:
+    """Return the items of a JSON list of records, as conversations are often published; none for other JSON.
+
+    Raises:
+        DraftsmithError: it begins as a list of records and is broken.
+    """
     try:
         found = json.loads(text)
-    except ValueError:
+    except ValueError as error:
+        if _BEGINS_RECORDS.match(text):
+            raise DraftsmithError(
+                f"{file} begins as a list of records but is no JSON ({error}); fetch it again, or fix it."
+            ) from error
         return []
-    fits = isinstance(found, list) and all(isinstance(item, Mapping) and set(item) & set(FIELDS) for item in found)
-    return found if fits else []
+    known = isinstance(found, list) and any(isinstance(item, Mapping) and set(item) & set(FIELDS) for item in found)
+    return found if known else []
+
+
+def _json_list(records: list[Any], file: Path) -> Iterator[Document]:
+    for number, record in enumerate(records, 1):
+        where = f"{file}, record {number},"
+        if not isinstance(record, Mapping):
+            raise DraftsmithError(f"{where} is no JSON object; fix or remove it.")
+        yield read_record(record, where)
 
 
 def _open_text(path: Path) -> TextIO:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.targets.token_ids import Conversation, Message
+from draftsmith.targets.token_ids import ASSISTANT, Conversation, Message
 from draftsmith.types import DraftsmithError
 
 FIELDS = ("text", "messages", "conversations", "prompt")
@@ -37,14 +37,15 @@ def read_record(record: Mapping[str, Any], where: str) -> Document:
     Raises:
         DraftsmithError: it has none of the known fields, or a message without role or content.
     """
-    if isinstance(record.get("text"), str):
-        return str(record["text"])
+    text = record.get("text")
+    if isinstance(text, str) and text.strip():
+        return text
     turns = record.get("messages") or record.get("conversations")
     prompt, completion = record.get("prompt"), record.get("completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         return Completion(prompt, completion)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        turns = [*prompt, *completion]
+    if isinstance(prompt, str | list) and isinstance(completion, str | list):
+        turns = [*_turns(prompt, "user"), *_turns(completion, ASSISTANT)]
     if turns:
         return _conversation(turns, record, where)
     known = [name for name in FIELDS if name in record]
@@ -54,6 +55,13 @@ def read_record(record: Mapping[str, Any], where: str) -> Document:
             f"{', '.join(record) or 'nothing'}); name one of its fields so."
         )
     return ""
+
+
+def _turns(said: str | list[Any], role: str) -> list[Any]:
+    """Return messages; a text stands for one of that role, an empty one for none."""
+    if isinstance(said, list):
+        return said
+    return [{"role": role, "content": said}] if said.strip() else []
 
 
 def _conversation(turns: Any, record: Mapping[str, Any], where: str) -> Conversation:
