@@ -16,7 +16,7 @@ from draftsmith.types import DraftsmithError
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
 
-def source(piece_characters: int = 1000, held_out_every: int = 1_000_000, **section: Any) -> Source:
+def source(piece_characters: int = 1000, held_out_every: int = 0, **section: Any) -> Source:
     return Source(SourceSection(**section), held_out_every, piece_characters)
 
 
@@ -99,7 +99,7 @@ def test_long_texts_are_cut_where_a_word_begins_and_end_once():
         def documents(self):
             yield text
 
-    pieces = list(Long(SourceSection(name="x"), 1_000_000, 64).pieces())
+    pieces = list(Long(SourceSection(name="x"), 0, 64).pieces())
     assert "".join(str(piece.content) for piece in pieces) == text and len(pieces) > 10
     assert all(str(piece.content).startswith("word") for piece in pieces)
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -145,3 +145,25 @@ def test_what_is_no_record_is_one_sentence(record: dict[str, Any], words: str):
 
 def test_a_piece_knows_its_length():
     assert Piece("abc").characters == 3 and Piece(Completion("ab", "c")).characters == 3
+
+
+@pytest.mark.parametrize("count", [2, 3, 20])
+def test_at_least_one_document_is_held_out_and_one_is_not(count: int, tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    for start in range(0, 2000, 97):
+        documents = [f"document {i}" for i in range(start, start + count)]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        trained, held_out = (
+            [piece.content for piece in Source(SourceSection(path=str(path)), 50, 1000, held_out=which).pieces()]
+            for which in (False, True)
+        )
+        assert trained and held_out and sorted([*trained, *held_out]) == sorted(documents)
+
+
+def test_of_the_only_text_the_end_is_held_out(tmp_path: Path):
+    path = tmp_path / "book.txt"
+    path.write_text("one two three four five six seven eight nine ten")
+    section = SourceSection(path=str(path))
+    (trained,), (held_out,) = (list(Source(section, 50, 1000, held_out=which).pieces()) for which in (False, True))
+    assert (trained.content, held_out.content) == ("one two three four five six seven eight ", "nine ten")
+    assert not trained.ends and held_out.ends, "an end token stands only where the document ends"

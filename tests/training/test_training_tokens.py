@@ -86,7 +86,7 @@ def recipe_for(folder: Path, records: list[dict[str, Any]], *overrides: str) -> 
     return build_recipe(
         {
             "drafter": {"n_predict": 2, "inner_dim": 32},
-            "data": {"sources": [{"path": str(path)}], "shuffle_windows": 4, "held_out_every": 1_000_000},
+            "data": {"sources": [{"path": str(path)}], "shuffle_windows": 4, "held_out_every": 0},
             "stage1": {"steps": 40, "batch": 4, "length": 48, "rate": 0.01, "final_rate": 0.001},
             "stage2": {"steps": 40, "batch": 4, "prompt_tokens": 6, "new_tokens": 16, "epochs": 4, "temperature": 0,
                        "generate_batch": 4, "rate": 0.01, "final_rate": 0.001},

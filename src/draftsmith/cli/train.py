@@ -10,7 +10,10 @@ from draftsmith.cli.common import MODELS, OUTPUT, JsonOption, check_outputs
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
-    from draftsmith.training.trainer import TrainingResult
+    from draftsmith.workflows.training import TrainResult
+
+LOW_TAU = 1.2
+"""Below it a run says what to try."""
 
 
 def train(
@@ -49,16 +52,30 @@ def train(
         list[Path] | None,
         typer.Option(help="File or folder of text to train on, in place of the recipe's. Repeat it for more."),
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="What a run without a recipe may take; its steps are chosen by it. 20 by default."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run: output.folder of the recipe.", rich_help_panel=OUTPUT)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write an untrained drafter.")] = False,
     eval_data: Annotated[
-        Path | None, typer.Option(help="Prompts to measure τ on, JSONL or text; the embedded held-out ones by default.")
+        Path | None,
+        typer.Option(help="Prompts to measure τ on, JSONL or text; the held-out part of the data by default."),
     ] = None,
-    eval_prompts: Annotated[int, typer.Option(help="Prompts a task in each evaluation.")] = 4,
-    eval_tokens: Annotated[int, typer.Option(help="New tokens of each of them.")] = 64,
-    eval_prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    eval_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts a task in each evaluation; 4, or 16 in all of held-out data.")
+    ] = None,
+    eval_tokens: Annotated[
+        int | None, typer.Option(min=1, help="New tokens of each of them; 64 where they fit.")
+    ] = None,
+    eval_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each prompt; 64 where they fit.")
+    ] = None,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List every key of a recipe with type, default and meaning, and stop.")
+    ] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the target's own code.")] = False,
     json_path: JsonOption = None,
 ) -> None:
@@ -69,36 +86,63 @@ def train(
     Example: `draftsmith train --target my-model --data texts.jsonl --family mlp --out runs/mine stage1.steps=500`
     """
     check_outputs(json_path)
+    recipe, overrides = sort_words(words or [])
+    if keys:
+        list_keys(family)
+        return
     from draftsmith.workflows.training import Evaluation
     from draftsmith.workflows.training import train as run
 
-    recipe, overrides = sort_words(words or [])
     result = run(
-        recipe, *overrides, target=target, data=data, family=family, init_from=drafter, out=out, resume=resume,
-        dry_run=dry_run,
+        recipe, *overrides, target=target, data=data, family=family, init_from=drafter, out=out,
+        minutes=minutes, resume=resume, dry_run=dry_run,
         evaluation=Evaluation(eval_data, eval_prompts, eval_tokens, eval_prompt_tokens),
         trust_remote_code=trust_remote_code, console=Console(stderr=True),
     )
     if not dry_run:
-        tell(result.training)
+        tell(result)
     if json_path is not None:
         from draftsmith.evaluation.reporting.result_files import write_json
 
         write_json(json_path, result.as_json())
 
 
+def list_keys(family: str | None) -> None:
+    """Print every key of a recipe, one a line, with the options of the family."""
+    from draftsmith.training.keys import recipe_keys
+    from draftsmith.training.recipe import build_recipe
+    from draftsmith.workflows.training import named
+
+    for key in recipe_keys(build_recipe({}, named(None, None, family, None, None)).drafter):
+        typer.echo(f"{key.name}={key.default}  ({key.kind})  {key.meaning}")
+
+
 def sort_words(words: list[str]) -> tuple[str | None, list[str]]:
     """Tell the recipe's file from the overrides, which have the form section.field=value."""
     overrides = [word for word in words if "=" in word]
     files = [word for word in words if "=" not in word]
+    for word in files:
+        if (Path(word) / "config.json").is_file():
+            raise DraftsmithError(f"{word} is the folder of a model, not a recipe; write --target {word}.")
+        if Path(word).exists() and Path(word).suffix not in (".yaml", ".yml"):
+            raise DraftsmithError(f"{word} is no recipe (.yaml); write --data {word} to train on it.")
     if len(files) > 1:
         raise DraftsmithError(f"{files[1]!r} is no override; write section.field=value behind the one recipe.")
     return files[0] if files else None, overrides
 
 
-def tell(result: "TrainingResult") -> None:
-    """Say what came out and how to use it."""
-    best = f", τ = {result.best:.3f}" if result.best is not None else ""
-    typer.echo(f"Trained {result.step} steps{best}. The drafter is in {result.drafter}; use it with --drafter.")
-    if result.target is not None:
-        typer.echo(f"The target was changed and is in {result.target}: use both together, with --target too.")
+def tell(result: "TrainResult") -> None:
+    """Say what came out, what was measured, and how to use it."""
+    training = result.training
+    best = f", τ = {training.best:.3f}" if training.best is not None else ""
+    typer.echo(f"Trained {training.step} steps{best}. The drafter is in {training.drafter}; use it with --drafter.")
+    if training.best is not None:
+        typer.echo(result.measured_on.sentence())
+        if training.best < LOW_TAU:
+            typer.echo(
+                "τ near 1 means that hardly a guess is accepted: train longer (--minutes), on more text of the kind "
+                "that you will decode (--data), or try another family (`draftsmith compare`); `draftsmith bench` with "
+                "--drafter ngram shows what looking up brings."
+            )
+    if training.target is not None:
+        typer.echo(f"The target was changed and is in {training.target}: use both together, with --target too.")

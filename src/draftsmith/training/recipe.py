@@ -12,6 +12,7 @@ from draftsmith.drafters.family import Family
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named
 from draftsmith.drafters.trainable.divergence import Divergence
 from draftsmith.training.data.split import HELD_OUT_EVERY
+from draftsmith.training.overrides import apply_override, wrong_form
 from draftsmith.types import DraftsmithError
 
 Count = Annotated[int, Field(ge=1)]
@@ -30,9 +31,11 @@ class TargetSection(Section):
     `name` is a folder or hub name, null the embedded demo target.
     """
 
-    name: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
+    name: str | None = Field(
+        default=None, description="folder or hub name of the model to draft for; null is the embedded one"
+    )
+    dtype: str = Field(default="auto", description="auto, bf16, fp16, fp32 or fp64")
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1 and so on")
 
 
 class DrafterSection(BaseModel):
@@ -43,8 +46,13 @@ class DrafterSection(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    family: str = DEFAULT_FAMILY
-    init_from: str | None = None
+    family: str = Field(
+        default=DEFAULT_FAMILY,
+        description="family of the drafter; `draftsmith families` lists them with their options, which stand here too",
+    )
+    init_from: str | None = Field(
+        default=None, description="folder of a drafter to start from (a warm start, not a resume)"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -81,11 +89,13 @@ class SourceSection(Section):
     proportion to the other sources' weights.
     """
 
-    path: str | None = None
-    name: str | None = None
-    configuration: str | None = None
-    split: str = "train"
-    weight: Rate = 1.0
+    path: str | None = Field(default=None, description="file or folder of text")
+    name: str | None = Field(default=None, description="hub data set")
+    configuration: str | None = Field(default=None, description="of the hub data set")
+    split: str = Field(default="train", description="of the hub data set")
+    weight: Rate = Field(
+        default=1.0, description="the source's share of the tokens, in proportion to the other sources' weights"
+    )
 
 
 class DataSection(Section):
@@ -95,12 +105,22 @@ class DataSection(Section):
     Of texts it is always everything.
     """
 
-    sources: tuple[SourceSection, ...] = ()
-    learn: Literal["assistant", "everything"] = "assistant"
-    held_out_every: Annotated[int, Field(ge=2)] = HELD_OUT_EVERY
-    shuffle_documents: Count = 10_000
-    shuffle_windows: Count = 128
-    piece_characters: Annotated[int, Field(ge=64)] = 30_000
+    sources: tuple[SourceSection, ...] = Field(
+        default=(),
+        description="what to read: a list of fields of this kind; the first one's path is data.sources.0.path",
+    )
+    learn: Literal["assistant", "everything"] = Field(
+        default="assistant", description="of conversations and completions: what the assistant wrote, or everything"
+    )
+    held_out_every: Annotated[int, Field(ge=0)] = Field(
+        default=HELD_OUT_EVERY,
+        description="hold out one document in so many, at least one of every source, to measure on; 0 holds out none",
+    )
+    shuffle_documents: Count = Field(default=10_000, description="documents in memory from which the next one is drawn")
+    shuffle_windows: Count = Field(default=128, description="windows in memory from which the next one is drawn")
+    piece_characters: Annotated[int, Field(ge=64)] = Field(
+        default=30_000, description="longer texts are cut into pieces of so many characters before they are shuffled"
+    )
 
 
 class StageSection(Section):
@@ -109,18 +129,20 @@ class StageSection(Section):
     `positions_per_sequence` trains on that many random positions of each sequence; null takes all.
     """
 
-    steps: Annotated[int, Field(ge=0)] = 0
-    batch: Count = 8
-    accumulate: Count = 1
-    rate: Rate = 1e-3
-    final_rate: Rate = 1e-4
-    positions_per_sequence: Count | None = None
+    steps: Annotated[int, Field(ge=0)] = Field(default=0, description="optimizer steps; 0 leaves the stage out")
+    batch: Count = Field(default=8, description="sequences that are read at once")
+    accumulate: Count = Field(default=1, description="batches that make a step")
+    rate: Rate = Field(default=1e-3, description="learning rate after the warm-up")
+    final_rate: Rate = Field(default=1e-4, description="learning rate at the end of the stage")
+    positions_per_sequence: Count | None = Field(
+        default=None, description="train on so many random positions of each sequence; null takes all"
+    )
 
 
 class GroundTruthSection(StageSection):
     """Stage 1: the data's own text, in windows of at most `length` tokens, each from one document alone."""
 
-    length: Annotated[int, Field(ge=8)] = 4096
+    length: Annotated[int, Field(ge=8)] = Field(default=4096, description="most tokens of a window of the data's text")
 
 
 class OnPolicySection(StageSection):
@@ -132,27 +154,41 @@ class OnPolicySection(StageSection):
     file of such texts, generated.jsonl of another run of the same lengths, to be read instead.
     """
 
-    rate: Rate = 1e-4
-    final_rate: Rate = 1e-5
-    prompt_tokens: Annotated[int, Field(ge=2)] = 64
-    longest_prompt: Annotated[int, Field(ge=2)] = 2048
-    new_tokens: Annotated[int, Field(ge=8)] = 256
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 10
-    epochs: Count = 1
-    generate_batch: Count = 32
-    texts: str | None = None
+    rate: Rate = Field(default=1e-4, description="learning rate after the warm-up")
+    final_rate: Rate = Field(default=1e-5, description="learning rate at the end of the stage")
+    prompt_tokens: Annotated[int, Field(ge=2)] = Field(
+        default=64, description="the target goes on behind so many tokens of a text"
+    )
+    longest_prompt: Annotated[int, Field(ge=2)] = Field(
+        default=2048, description="most tokens of a conversation that the target goes on behind"
+    )
+    new_tokens: Annotated[int, Field(ge=8)] = Field(
+        default=256, description="most tokens that the target writes behind each prompt"
+    )
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=1.0, description="at which the target writes; 0 is greedy"
+    )
+    top_k: Annotated[int, Field(ge=0)] = Field(
+        default=10, description="the target writes one of so many likeliest tokens; 0 is any"
+    )
+    epochs: Count = Field(default=1, description="how often what the target wrote is read")
+    generate_batch: Count = Field(default=32, description="prompts that the target goes on behind at once")
+    texts: str | None = Field(default=None, description="read generated.jsonl of another run instead of writing")
 
 
 class OptimizerSection(Section):
     """AdamW on everything, or Muon on the hidden matrices and AdamW on the rest."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    clip: Rate = 1.0
-    precision: Literal["bf16", "fp32"] = "bf16"
-    compile: bool = False
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="adamw for everything, or muon for hidden matrices and AdamW for the rest"
+    )
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="of AdamW: how slowly its two averages move")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.1, description="how much weights shrink by themselves"
+    )
+    clip: Rate = Field(default=1.0, description="gradients with a larger norm are scaled down to it")
+    precision: Literal["bf16", "fp32"] = Field(default="bf16", description="of the arithmetic; weights are always fp32")
+    compile: bool = Field(default=False, description="compile the loss with torch.compile")
 
 
 class DistillationSection(Section):
@@ -174,28 +210,36 @@ class JointSection(Section):
     run the target stands still; in the `ramp_steps` after them the weight rises to its full value as a sine does.
     """
 
-    heads_rate_factor: Rate = 4.0
-    weight: Rate = 0.2
-    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    ramp_steps: Annotated[int, Field(ge=0)] = 0
+    heads_rate_factor: Rate = Field(default=4.0, description="the target learns at so many times less than the heads")
+    weight: Rate = Field(default=0.2, description="of the heads' losses beside the target's own")
+    decay: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.8, description="head k, from 1, counts this to the power of k"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(default=0, description="steps in which the target stands still")
+    ramp_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="steps after these in which the weight rises"
+    )
 
 
 class OutputSection(Section):
     """Where the run is kept; `keep` checkpoints stay beside the best one, and the drafter is exported in `dtype`."""
 
-    folder: str = "runs/mlp"
-    keep: Count = 2
-    save_every: Count = 200
-    log_every: Count = 10
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    report_to: Literal["none", "tensorboard"] = "none"
+    folder: str = Field(default="runs/mlp", description="where the run is kept")
+    keep: Count = Field(default=2, description="checkpoints that stay beside the best one")
+    save_every: Count = Field(default=200, description="steps from one checkpoint to the next")
+    log_every: Count = Field(default=10, description="steps from one record of metrics.jsonl to the next")
+    dtype: Literal["bf16", "fp32"] = Field(default="bf16", description="of the exported drafter")
+    report_to: Literal["none", "tensorboard"] = Field(
+        default="none", description="also write the metrics for this program"
+    )
 
 
 class EvaluationSection(Section):
     """How often τ is measured by decoding, in steps; 0 measures only at the ends of the stages."""
 
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="steps from one measurement of τ to the next; 0 measures only at the ends of the stages"
+    )
 
 
 class Recipe(Section):
@@ -211,7 +255,7 @@ class Recipe(Section):
     output: OutputSection = OutputSection()
     evaluation: EvaluationSection = EvaluationSection()
     joint: JointSection | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0)] = Field(default=0, description="of everything random")
 
     def to_yaml(self) -> str:
         """Return the whole recipe, defaults included; it reads back as the same recipe."""
@@ -241,6 +285,7 @@ def build_recipe(values: Any, overrides: tuple[str, ...] | list[str] = ()) -> Re
     if not isinstance(values, dict):
         raise DraftsmithError(f"a recipe is a mapping of sections, not {type(values).__name__}; see recipes/.")
     for override in overrides:
+        check_form(override)
         values = apply_override(values, override)
     try:
         return Recipe.model_validate(values)
@@ -248,32 +293,24 @@ def build_recipe(values: Any, overrides: tuple[str, ...] | list[str] = ()) -> Re
         raise DraftsmithError(_explain(error)) from error
 
 
-def apply_override(values: dict[str, Any], override: str) -> dict[str, Any]:
-    """Return the values with one `section.field=value` applied; a number in the path indexes a list."""
-    path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        raise DraftsmithError(f"override {override!r} is not of the form section.field=value.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise DraftsmithError(f"the value of override {override!r} is no YAML; quote it.") from error
-    changed: dict[str, Any] = _put(values, keys, value, override)
-    return changed
+def check_form(override: str) -> None:
+    """Refuse an override of a whole section, or of a key without its section, with the right form."""
+    if "=" not in override:
+        return
+    fields = {
+        name: list(model_of(field.annotation).model_fields)
+        for name, field in Recipe.model_fields.items() if model_of(field.annotation) is not None
+    }
+    advice = wrong_form(override, fields)
+    if advice is not None:
+        raise DraftsmithError(advice)
 
 
-def _put(node: Any, keys: list[str], value: Any, override: str) -> Any:
-    if not keys:
-        return value
-    if isinstance(node, list):
-        if not keys[0].isdigit() or int(keys[0]) >= len(node):
-            raise DraftsmithError(f"override {override!r} wants item {keys[0]!r} of {len(node)}; count from 0.")
-        index = int(keys[0])
-        return [*node[:index], _put(node[index], keys[1:], value, override), *node[index + 1 :]]
-    if node is not None and not isinstance(node, dict):
-        raise DraftsmithError(f"override {override!r} goes below {node!r}, which has no fields.")
-    node = node or {}
-    return {**node, keys[0]: _put(node.get(keys[0]), keys[1:], value, override)}
+def model_of(annotation: Any) -> Any:
+    """Return the section that a type stands for, alone, in a tuple or beside None; None where it is no section."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := model_of(part)) is not None), None)
 
 
 def _fields_at(location: tuple[int | str, ...]) -> list[str]:

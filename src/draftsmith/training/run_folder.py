@@ -6,6 +6,7 @@ line; `curves.png` draws it.
 """
 
 import json
+import os
 import time
 from dataclasses import asdict
 from itertools import pairwise
@@ -55,6 +56,20 @@ class RunFolder:
         """What all commands together took, up to the last `note_time` of each; None where one of them kept no count."""
         counted = [run["seconds"] for run in self._runs if "seconds" in run]
         return float(sum(counted)) if len(counted) == len(self._runs) else None
+
+    @staticmethod
+    def check_place(path: Path) -> None:
+        """Refuse, before anything is made, a place where no folder can be written."""
+        place = path.absolute()
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+        if not place.is_dir():
+            reason = f"{place} is no folder"
+        elif not os.access(place, os.W_OK | os.X_OK):
+            reason = f"{place} cannot be written"
+        else:
+            return
+        raise DraftsmithError(f"cannot write the run's folder {path} ({reason}); choose another output.folder.")
 
     def open(self, resumed_step: int | None) -> None:
         """Make the folder, or take up an old one: records after `resumed_step` are dropped, since they come again.

@@ -100,9 +100,23 @@ class TrainingRun:
                     f"{name} is {length}; this target and drafter need {shortest} to {self.target.max_length} tokens."
                 )
 
+    def _check_data(self) -> None:
+        """Read as much of the data as shows that both stages can be trained on it, before anything is written."""
+        if self.recipe.stage1.steps:
+            self._stage1_loader().first(1)
+        section = self.recipe.stage2
+        if section.steps == 0:
+            return
+        if section.texts is not None:
+            GeneratedText.of(Path(section.texts), section, noise(self.recipe.seed, "stage2"))
+        else:
+            build_prompts(self.recipe, self.target).first(1)
+
     def plan_only(self) -> TrainingResult:
         """Print the plan and write an untrained drafter."""
+        self.folder.check_place(self.folder.path)
         self._build()
+        self._check_data()
         for name, stage in (("stage 1", self.recipe.stage1), ("stage 2", self.recipe.stage2)):
             tokens = self._tokens_a_step(stage)
             self.console.print(
@@ -134,9 +148,12 @@ class TrainingRun:
                 f"{self.folder.path} already holds a run, at step {self.checkpoints.steps()[-1]}; "
                 "add --resume (resume=True) to go on with it, or choose another output.folder."
             )
-        self.folder.open(checkpoint.progress["step"] if checkpoint else None)
+        self.folder.check_place(self.folder.path)
         self._build()
+        if checkpoint is None:
+            self._check_data()
         self.learning = self._make_learning()
+        self.folder.open(checkpoint.progress["step"] if checkpoint else None)
         if checkpoint is not None:
             self._take_up(checkpoint)
         try:

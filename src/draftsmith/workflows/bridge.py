@@ -7,7 +7,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.engine import Engine
 from draftsmith.evaluation.measuring.measure import measure
-from draftsmith.evaluation.prompts import Prompt, cut
+from draftsmith.evaluation.prompts import Prompt, cut, distinct
 from draftsmith.plan import NO_DRAFT
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams, Statistics, require_finished
@@ -33,7 +33,9 @@ class EngineBridge:
         self.drafter: Drafter | None = None
         tasks = sorted({prompt.task for prompt in prompts})
         self.prompts = {
-            task: cut(target, [p for p in prompts if p.task == task], prompt_tokens, prompts_a_task, exact=False)
+            task: distinct(
+                cut(target, [p for p in prompts if p.task == task], prompt_tokens, prompts_a_task, exact=False)
+            )
             for task in tasks
         }
 

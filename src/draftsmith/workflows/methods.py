@@ -121,7 +121,7 @@ def recipe_for(entry: Entry, target: Target, budget: Budget, steps: int, run: st
     return build_recipe(
         {
             "drafter": {"family": entry.family.name, **scored, **entry.options},
-            "data": {"sources": [{"path": str(source)}], "held_out_every": 1_000_000},
+            "data": {"sources": [{"path": str(source)}], "held_out_every": 0},
             "stage2": {
                 "steps": steps, "batch": BATCH, "prompt_tokens": PROMPT_TOKENS, "new_tokens": budget.text_tokens,
                 "temperature": 0, "epochs": epochs or -(-steps * BATCH // budget.texts), "generate_batch": 64,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +13,28 @@ from rich.console import Console
 from draftsmith import assets
 from draftsmith.drafters.family import read_spec
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named, family_of
-from draftsmith.evaluation.prompts import Prompt
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
+from draftsmith.training.data.sources import Source
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
+from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.train import train as run
 from draftsmith.training.trainer import TrainingResult
+from draftsmith.types import DraftsmithError
 from draftsmith.workflows.bridge import EngineBridge
+from draftsmith.workflows.held_out import Evaluation, Probe, settle
 from draftsmith.workflows.models import Loading, load_target, quiet
+from draftsmith.workflows.sizes import DEFAULT_MINUTES, choose
 from draftsmith.workflows.sources import gather_prompts
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What τ is measured on while training: prompts a task, their length, and new tokens behind each.
-
-    `prompts` are a file or texts; None takes the embedded held-out ones.
-    """
-
-    prompts: Path | str | Sequence[str | Prompt] | None = None
-    prompts_a_task: int = 4
-    new_tokens: int = 64
-    prompt_tokens: int = 64
-
-
-@dataclass(frozen=True)
 class TrainResult:
-    """What the run brought: `training.drafter` is the folder to decode with."""
+    """What the run brought: `training.drafter` is the folder to decode with; `measured_on` says what τ is of."""
 
     provenance: Mapping[str, Any]
     training: TrainingResult
+    measured_on: Probe
 
     @property
     def drafter(self) -> Path:
@@ -56,7 +49,13 @@ class TrainResult:
     def as_json(self) -> dict[str, Any]:
         """Return what `draftsmith train --json` writes."""
         paths = {name: str(path) for name, path in vars(self.training).items() if isinstance(path, Path)}
-        return {"provenance": dict(self.provenance), "result": asdict(self.training) | paths}
+        measured_on = {
+            "source": self.measured_on.source, "prompts": self.measured_on.count,
+            "prompt_tokens": self.measured_on.prompt_tokens, "new_tokens": self.measured_on.new_tokens,
+        }
+        return {
+            "provenance": dict(self.provenance), "result": asdict(self.training) | paths, "measured_on": measured_on,
+        }
 
 
 def train(
@@ -67,6 +66,7 @@ def train(
     family: str | None = None,
     init_from: str | Path | None = None,
     out: str | Path | None = None,
+    minutes: float | None = None,
     resume: bool = False,
     dry_run: bool = False,
     evaluation: Evaluation | None = None,
@@ -77,13 +77,15 @@ def train(
 
     Args:
         recipe: a YAML file, its values, or a `Recipe`. None is a small run for the target, data or family that is
-            named, see `starter_recipe`; where none is, the second stage of the embedded speculator.
+            named, see `starter_recipe`, its sizes chosen by target, data and machine; where none is, the second stage
+            of the embedded speculator. To resume, it is the recipe of the run in the folder.
         overrides: `section.field=value`, as on the command line.
         target: a folder or hub name, in place of the recipe's `target.name`; or a `Target`, taken as it is.
         data: files or folders of text, in place of the recipe's `data.sources`.
         family: of the drafter, with options or without, in place of the recipe's: "mlp", "mlp:n_predict=4".
         init_from: start a new run from this drafter (a warm start, not a resume).
         out: folder of the run, in place of the recipe's `output.folder`.
+        minutes: what a run without a recipe may take, 20 by default.
         resume: go on with the run in that folder.
         dry_run: write an untrained drafter only.
         evaluation: what τ is measured on.
@@ -93,18 +95,27 @@ def train(
     Raises:
         DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
     """
-    base = recipe
-    if recipe is None and (target is not None or data is not None or family is not None or names_another(overrides)):
-        recipe = starter_recipe(family_in(family, overrides))
+    another = target is not None or data is not None or family is not None or names_another(overrides)
+    base, starts = recipe, recipe is None and another and not resume
+    if minutes is not None and not starts:
+        raise DraftsmithError(
+            "--minutes (minutes=) is for a new run without a recipe; set stage1.steps and stage2.steps instead."
+        )
+    if minutes is not None and minutes <= 0:
+        raise DraftsmithError(f"--minutes (minutes=) is {minutes:g}; give a positive number.")
+    chosen = [*named(target, data, family, init_from, out), *overrides]
+    if recipe is None and resume and (kept := kept_recipe(family_in(family, overrides), another, chosen)) is not None:
+        recipe = kept
     elif recipe is None:
-        recipe = embedded_recipe()
+        recipe = starter_recipe(family_in(family, overrides)) if another else embedded_recipe()
     if base is None and init_from is not None and family is None and family_of(init_from) is not None:
         assert isinstance(recipe, dict)
         recipe |= {"drafter": options_in(Path(init_from))}
-    chosen = [*named(target, data, family, init_from, out), *overrides]
     settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)
-    probe, shown = evaluation or Evaluation(), console or quiet()
-    prompts = gather_prompts(probe.prompts)
+    asked, shown = evaluation or Evaluation(), console or quiet()
+    check_paths(settled, None if isinstance(target, Target) else settled.target.name)
+    if asked.prompts is not None:
+        gather_prompts(asked.prompts)
     frozen, dtype = settled.joint is None, settled.target.dtype
     if not frozen and dtype == "auto":
         dtype = "fp32"
@@ -112,16 +123,25 @@ def train(
         dtype, settled.target.device, trust_remote_code, native=frozen, dtype_option="target.dtype="
     )
     loaded = load_target(target if isinstance(target, Target) else settled.target.name, loading, shown)
+    probe = settle(asked, settled.data, reads_embedded(settled), loaded)
     second = settled.stage2
     bridge = EngineBridge(
-        loaded, prompts, probe.prompts_a_task, probe.new_tokens, probe.prompt_tokens,
+        loaded, probe.prompts, probe.prompts_a_task, probe.new_tokens, probe.prompt_tokens,
         {"temperature": second.temperature, "top_k": second.top_k},
     )
+    if starts:
+        assert isinstance(recipe, dict)
+        settled = choose(
+            recipe, chosen, loaded, bridge.generate, minutes=DEFAULT_MINUTES if minutes is None else minutes,
+            measured_tokens=probe.count * probe.new_tokens, console=shown,
+        )
+    for sentence in filter(None, (probe.sentence(), probe.warning)):
+        shown.print(sentence, highlight=False, markup=False)
     result = run(
         settled, target=loaded, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, dry_run=dry_run,
         console=shown, on_drafter=bridge.use,
     )
-    return TrainResult(provenance(target=loaded.name), result)
+    return TrainResult(provenance(target=loaded.name), result, probe)
 
 
 def named(
@@ -161,6 +181,33 @@ def family_in(family: str | None, overrides: Sequence[str]) -> str:
     return DEFAULT_FAMILY
 
 
+def kept_recipe(family: str, another: bool, chosen: Sequence[str]) -> dict[str, Any] | None:
+    """Return the recipe of the run in the folder that is meant, so that its sizes need not be said again."""
+    start = starter_recipe(family) if another else embedded_recipe()
+    path = Path(build_recipe(start, list(chosen)).output.folder).expanduser() / "recipe.yaml"
+    return load_recipe(path).model_dump(mode="json") if path.is_file() else None
+
+
+def check_paths(recipe: Recipe, target: str | None) -> None:
+    """Refuse paths that do not exist, and a folder that cannot be written, before a model is loaded."""
+    for section in recipe.data.sources:
+        Source(section, recipe.data.held_out_every, recipe.data.piece_characters)
+    RunFolder.check_place(Path(recipe.output.folder).expanduser())
+    if target is None or Path(target).expanduser().exists():
+        return
+    place = Path(target).expanduser()
+    folders = [path.name for path in place.parent.iterdir() if path.is_dir()] if place.parent.is_dir() else []
+    near = get_close_matches(place.name, folders, n=1)
+    if near:
+        raise DraftsmithError(f"the target {target} does not exist; did you mean {place.parent / near[0]}?")
+
+
+def reads_embedded(recipe: Recipe) -> bool:
+    """Whether all that is read is embedded, so that the embedded held-out prompts are like it."""
+    embedded = str(assets.prompt_file("train"))
+    return all(section.path == embedded for section in recipe.data.sources)
+
+
 def read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Return the recipe of a file or of values, overrides applied."""
     if isinstance(recipe, str | Path):
@@ -173,7 +220,7 @@ def embedded_recipe() -> dict[str, Any]:
     """Return the run to do without a recipe: stage 2 of the embedded speculator, on the embedded training texts."""
     return {
         "drafter": options_in(assets.demo_first_stage()),
-        "data": {"sources": [{"path": str(assets.prompt_file("train"))}], "held_out_every": 1_000_000},
+        "data": {"sources": [{"path": str(assets.prompt_file("train"))}], "held_out_every": 0},
         "stage2": {"steps": 100, "batch": 16, "new_tokens": 128, "epochs": 4, "positions_per_sequence": 32},
         "output": {"folder": "runs/demo-mlp"},
     }
@@ -188,7 +235,7 @@ def options_in(folder: Path) -> dict[str, Any]:
 
 
 def starter_recipe(family: str) -> dict[str, Any]:
-    """Return a run of some minutes to an hour for a small target on a CPU, from which to go on with a recipe.
+    """Return what a run without a recipe begins with; `sizes.choose` fills in steps, lengths, batch and vocabulary.
 
     Both stages, on the embedded training texts unless `data.sources` says otherwise; half of the loss is the
     divergence from the target's own distribution.
@@ -198,9 +245,9 @@ def starter_recipe(family: str) -> dict[str, Any]:
     return {
         "drafter": {"family": family},
         "data": {"sources": [{"path": str(assets.prompt_file("train"))}]},
-        "stage1": {"steps": 500, "length": 256, **rates},
+        "stage1": {"length": 256, **rates},
         "stage2": {
-            "steps": 500, "prompt_tokens": 64, "new_tokens": 128, "temperature": 0, "epochs": 4, "generate_batch": 64,
+            "prompt_tokens": 64, "new_tokens": 128, "temperature": 0, "epochs": 4, "generate_batch": 64,
             "positions_per_sequence": 48, **rates,
         },
         "distillation": {"weight": 0.5},

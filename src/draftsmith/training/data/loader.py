@@ -191,7 +191,9 @@ class Loader:
             misses = 0 if len(self._pool) > before else misses + 1
             if misses > 10_000 * self.world:
                 reasons = "; ".join(f"{count}: {reason}" for reason, count in self.unusable.most_common(3))
-                raise DraftsmithError(f"no document in data.sources can be used ({reasons}); add others.")
+                prompts = self.windowing.prompts is not None
+                advice = "add longer ones, or lower stage2.prompt_tokens" if prompts else "add others"
+                raise DraftsmithError(f"no document in data.sources can be used ({reasons}); {advice}.")
 
     def first(self, count: int) -> list[Window]:
         """Return some of the next windows without drawing them."""

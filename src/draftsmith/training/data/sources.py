@@ -7,11 +7,11 @@ from pathlib import Path
 
 from draftsmith.training.data.record_files import documents_in, documents_on_hub, files_of, missing_file
 from draftsmith.training.data.records import Document, plain_text
-from draftsmith.training.data.split import is_held_out
+from draftsmith.training.data.split import Split, find_split
 from draftsmith.training.recipe import SourceSection
 from draftsmith.types import DraftsmithError
 
-EMPTY, HELD_OUT = "empty", "held out"
+EMPTY, HELD_OUT, HELD_OUT_END = "empty", "held out", "held out at its end"
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,19 @@ class Source:
     """The training documents of one source, always in the same order, cut into pieces.
 
     Held-out and empty documents are passed over; `read` and `left_out` count documents in the last pass. What is
-    shuffled are pieces, so that one long book does not fill a batch.
+    shuffled are pieces, so that one long book does not fill a batch. With `held_out` it is the other way round: the
+    pieces are those of the documents that are held out.
     """
 
     section: SourceSection
     held_out_every: int
     piece_characters: int
+    held_out: bool = False
     files: list[Path] = field(default_factory=list, init=False)
     files_left_out: Counter[str] = field(default_factory=Counter, init=False)
     read: int = field(default=0, init=False)
     left_out: Counter[str] = field(default_factory=Counter, init=False)
+    _split: Split | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if (self.section.path is None) == (self.section.name is None):
@@ -65,28 +68,41 @@ class Source:
         for file in self.files:
             yield from documents_in(file)
 
+    @property
+    def split(self) -> Split:
+        """Which of its documents are held out."""
+        if self._split is None:
+            self._split = find_split(self.documents(), self.held_out_every)
+        return self._split
+
     def pieces(self) -> Iterator[Piece]:
-        """Yield one pass over the training documents; DraftsmithError when there is none."""
+        """Yield one pass over the documents; DraftsmithError when there is none to train on."""
         self.read, self.left_out, seen = 0, Counter(), 0
         for document in self.documents():
             self.read += 1
-            text = plain_text(document)
-            if not text.strip():
+            if not plain_text(document).strip():
                 self.left_out[EMPTY] += 1
-            elif is_held_out(text, self.held_out_every):
-                self.left_out[HELD_OUT] += 1
-            else:
-                for piece in self._cut(document):
-                    seen += 1
-                    yield piece
-        if not seen:
+                continue
+            trained_on, held_out = self.split.parts(document)
+            if held_out is not None:
+                self.left_out[HELD_OUT if trained_on is None else HELD_OUT_END] += 1
+            wanted = held_out if self.held_out else trained_on
+            ends = self.held_out or held_out is None
+            for piece in () if wanted is None else self._cut(wanted, ends):
+                seen += 1
+                yield piece
+        if not seen and not self.held_out:
             raise DraftsmithError(
                 f"{self.label} has no document to train on ({self.left_out[EMPTY]} are empty, "
                 f"{self.left_out[HELD_OUT]} held out); add text to it."
             )
 
-    def _cut(self, document: Document) -> Iterator[Piece]:
-        """Cut a long text, where a word begins if there is one near; other documents stay whole."""
+    def _cut(self, document: Document, ends: bool = True) -> Iterator[Piece]:
+        """Cut a long text, where a word begins if there is one near; other documents stay whole.
+
+        Args:
+            ends: whether the document ends here.
+        """
         if not isinstance(document, str):
             yield Piece(document)
             return
@@ -98,4 +114,4 @@ class Source:
             end = space + 1 if space >= 0 else end
             yield Piece(document[start:end], ends=False)
             start = end
-        yield Piece(document[start:])
+        yield Piece(document[start:], ends)

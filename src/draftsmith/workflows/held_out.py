@@ -1,0 +1,139 @@
+"""What τ is measured on while training: the held-out part of the user's own data, given prompts, or embedded ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from draftsmith.evaluation.prompts import Prompt, cut, distinct, whole
+from draftsmith.targets import Target
+from draftsmith.targets.token_ids import ASSISTANT
+from draftsmith.training.data.records import Completion, Document, plain_text
+from draftsmith.training.data.sources import Source
+from draftsmith.training.recipe import DataSection
+from draftsmith.types import DraftsmithError
+from draftsmith.workflows.sources import EMBEDDED, gather_prompts, name_of_source
+
+PROMPTS_A_TASK, HELD_OUT_PROMPTS = 4, 16
+FEWEST_PROMPTS = 8
+NEW_TOKENS, PROMPT_TOKENS = 64, 64
+READ_PIECES = 64
+"""Held-out pieces of a source beyond these are not read."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What τ is measured on while training: prompts a task, their length, and new tokens behind each.
+
+    `prompts` are a file or texts; None takes the held-out part of the training data, or the embedded held-out prompts
+    where the training data are the embedded ones too. Of the numbers, None takes 4 prompts a task, 16 in all of
+    held-out data, and lengths of 64 tokens, less where the target's context is short.
+    """
+
+    prompts: Path | str | Sequence[str | Prompt] | None = None
+    prompts_a_task: int | None = None
+    new_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Prompts to measure τ on, with all numbers settled, and in words which they are and what was assumed."""
+
+    prompts: list[Prompt]
+    prompts_a_task: int
+    new_tokens: int
+    prompt_tokens: int
+    source: str
+    count: int
+    warning: str = ""
+
+    def sentence(self) -> str:
+        """Say what τ is measured on, and what that assumes."""
+        return (
+            f"τ is measured by greedy decoding of {self.new_tokens} tokens behind {self.count} "
+            f"prompt{'s' if self.count != 1 else ''} of at most {self.prompt_tokens} tokens from {self.source}, on the "
+            "assumption that what you will decode is like them."
+        )
+
+
+def settle(asked: Evaluation, data: DataSection, embedded: bool, target: Target) -> Probe:
+    """Return what to measure on.
+
+    Args:
+        embedded: whether the run is one on the embedded texts, for which held-out ones are embedded too.
+
+    Raises:
+        DraftsmithError: prompts that do not exist, or lengths above the target's context.
+    """
+    third = target.max_length // 3
+    new_tokens = asked.new_tokens or min(NEW_TOKENS, third)
+    prompt_tokens = asked.prompt_tokens or min(PROMPT_TOKENS, third)
+    if new_tokens + prompt_tokens > target.max_length:
+        raise DraftsmithError(
+            f"the evaluation reads {prompt_tokens} tokens and writes {new_tokens}, but the target's context has "
+            f"{target.max_length}; lower --eval-prompt-tokens or --eval-tokens."
+        )
+    warning, own = "", asked.prompts is None and not embedded
+    if own:
+        prompts = held_out_prompts(data, target, target.max_length - new_tokens)
+        source = "the held-out part of your data"
+        if not prompts:
+            warning = (
+                "Your data leave nothing to hold out, so τ is measured on the embedded prompts, which may be unlike "
+                "your texts; give your own with --eval-data."
+            )
+            prompts, source = gather_prompts(None), f"the {EMBEDDED}"
+    else:
+        prompts, source = gather_prompts(asked.prompts), name_of_source(asked.prompts)
+    tasks = sorted({prompt.task for prompt in prompts})
+    a_task = asked.prompts_a_task or (-(-HELD_OUT_PROMPTS // len(tasks)) if own else PROMPTS_A_TASK)
+    count = sum(
+        len(distinct(cut(target, [p for p in prompts if p.task == task], prompt_tokens, a_task, exact=False)))
+        for task in tasks
+    )
+    if own and not warning and count < min(FEWEST_PROMPTS, a_task):
+        warning = (
+            f"The held-out part of your data gives only {count} prompt{'s' if count != 1 else ''}, so τ is uncertain; "
+            "add text, or give prompts with --eval-data."
+        )
+    return Probe(prompts, a_task, new_tokens, prompt_tokens, source, count, warning)
+
+
+def held_out_prompts(data: DataSection, target: Target, longest: int) -> list[Prompt]:
+    """Return the held-out texts of every source, one task each; conversations that do not fit are left out."""
+    found = []
+    for section in data.sources:
+        source = Source(section, data.held_out_every, data.piece_characters, held_out=True)
+        task = Path(source.label).stem if len(data.sources) > 1 else "held_out"
+        pieces = source.pieces()
+        for piece in islice(pieces, READ_PIECES):
+            prompt = as_prompt(piece.content, task, source.label)
+            if prompt is not None and fits(prompt, target, longest):
+                found.append(prompt)
+    return found
+
+
+def as_prompt(document: Document, task: str, source: str) -> Prompt | None:
+    """Return what of a document is a prompt; None where the assistant has no turn in it."""
+    if isinstance(document, Completion):
+        return Prompt(task, source, document.prompt)
+    if isinstance(document, str):
+        return Prompt(task, source, document)
+    turns = [at for at, message in enumerate(document.messages) if at and message["role"] == ASSISTANT]
+    if not turns:
+        return None
+    begun = replace(document, messages=document.messages[: turns[0]])
+    return Prompt(task, source, plain_text(begun), begun)
+
+
+def fits(prompt: Prompt, target: Target, longest: int) -> bool:
+    """Tell whether a conversation can be shown to the target; texts are cut."""
+    if prompt.conversation is None:
+        return bool(prompt.text.strip())
+    try:
+        return len(whole(target, [prompt])[0]) <= longest
+    except DraftsmithError:  # the template refuses this one
+        return False
+
+

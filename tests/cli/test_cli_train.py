@@ -1,0 +1,143 @@
+"""`draftsmith train` as a stranger meets it: a model folder and a text file, mistakes, and what the run says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
+
+from draftsmith.cli import app
+from draftsmith.training.keys import recipe_keys
+from tests.helpers.tiny import save_tiny_target
+from tests.helpers.tiny_tokenizers import tiny_tokenizer_of
+
+TEXT = "the quick brown fox jumps over the lazy dog. "
+FEW = ("--minutes", "0.001", "--eval-prompts", "2", "--eval-tokens", "8", "--eval-prompt-tokens", "8")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stranger")
+    save_tiny_target(folder / "model")
+    (folder / "corpus.txt").write_text(TEXT * 100)
+    lines = [json.dumps({"text": f"{i} {TEXT * 2}"}) for i in range(12)]
+    (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def save_target(folder: Path, vocabulary: int) -> Path:
+    """Save a Llama whose vocabulary is larger than its tokenizer's, as they are padded in practice."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+            num_hidden_layers=2, max_position_embeddings=96, bos_token_id=1, eos_token_id=2,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer_of("byte-level").save_pretrained(folder)
+    return folder
+
+
+def run(*words: str | Path) -> Result:
+    return CliRunner().invoke(app, ["train", *map(str, words)])
+
+
+def said(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def refused(result: Result, *parts: str) -> None:
+    assert result.exit_code == 2, result.output
+    sentence = " ".join(result.stderr[max(0, result.stderr.find("Error: ")) :].split())
+    assert sentence.startswith("Error: ") and "Traceback" not in sentence
+    for part in parts:
+        assert part in sentence, sentence
+
+
+def test_a_model_folder_and_a_text_are_enough(place: Path, tmp_path: Path):
+    words = ("--target", place / "model", "--data", place / "corpus.txt", "--out", tmp_path / "run", *FEW)
+    result = run(*words, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    for part in (
+        "chosen: stage1.length = 128", "chosen: stage1.steps = 10", "chosen: stage2.batch = 16", "estimate:",
+        "2 prompts of at most 8 tokens from the held-out part of your data", "τ near 1", "held out at its end",
+    ):
+        assert part in said(result), part
+    assert "draft_vocab_size" not in result.output
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["measured_on"]["source"] == "the held-out part of your data" and record["result"]["step"] == 20
+    recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert recipe["stage1"]["steps"] == 10 and recipe["stage2"]["prompt_tokens"] == 32
+    resumed = run(*words[:-8], "--resume", *FEW[2:])
+    assert resumed.exit_code == 0, resumed.output
+    refused(run(*words), "already holds a run")
+
+
+def test_what_was_chosen_by_the_user_stays(place: Path, tmp_path: Path):
+    own = ("stage1.steps=1", "stage2.steps=0", "stage1.batch=2", "stage1.length=24")
+    result = run(
+        "--target", place / "model", "--data", place / "corpus.jsonl", "--out", tmp_path / "run", *FEW, *own
+    )
+    assert result.exit_code == 0, result.output
+    assert "chosen: stage1." not in result.output and "left out: 1 held out" in said(result)
+    recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert recipe["stage1"]["batch"] == 2 and recipe["stage1"]["length"] == 24 and recipe["stage2"]["steps"] == 0
+
+
+@pytest.mark.parametrize("vocabulary", [512, 9000])
+def test_a_large_vocabulary_is_restricted_with_its_coverage(vocabulary: int, place: Path, tmp_path: Path):
+    target = save_target(tmp_path / "model", vocabulary)
+    words = ("--target", target, "--data", place / "corpus.jsonl", "--out", tmp_path / "run", *FEW)
+    result = run(*words, "stage2.steps=0", "stage1.batch=2", "--dry-run")
+    assert result.exit_code == 0, result.output
+    restricted = "chosen: drafter.draft_vocab_size = 8192: of the target's 9,000 tokens; these cover 100.0%"
+    assert (restricted in said(result)) == (vocabulary == 9000)
+    out = tmp_path / "other"
+    refused(run(*words[:-8], *FEW, "--out", out, "drafter.draft_vocab_size=10000"), "10000", f"target's {vocabulary}")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["data=corpus.jsonl"], ["--data corpus.jsonl", "data.sources.0.path=corpus.jsonl"]),
+        (["target=M"], ["--target M", "target.name=M"]),
+        (["steps=500"], ["stage1.steps=500", "stage2.steps=500"]),
+        (["step=500"], ["stage1.steps=500"]),
+        (["family=medusa"], ["--family medusa"]),
+        (["stage1=500"], ["stage1.steps=VALUE"]),
+        (["stage1.stesp=5"], ["did you mean stage1.steps?"]),
+        (["--minutes", "0"], ["--minutes", "positive"]),
+        (["--out", "/proc/absent/run"], ["/proc", "output.folder"]),
+        (["stage1.length=500"], ["stage1.length is 500", "128"]),
+        (["--eval-tokens", "100", "--eval-prompt-tokens", "100"], ["--eval-tokens", "128"]),
+        (["stage2.prompt_tokens=120", "stage2.new_tokens=8", "data.piece_characters=64"], ["stage2.prompt_tokens"]),
+    ],
+)
+def test_mistakes_are_answered_before_anything_is_written(
+    words: list[str], parts: list[str], place: Path, tmp_path: Path
+):
+    given = ("--target", place / "model", "--data", place / "corpus.jsonl", "--out", tmp_path / "run")
+    refused(run(*given, *words), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistyped_paths_name_the_nearest_one(place: Path, tmp_path: Path):
+    out = ("--out", tmp_path / "run")
+    refused(run("--target", place / "modle", "--data", place / "corpus.txt", *out), f"did you mean {place / 'model'}?")
+    refused(run("--target", place / "model", "--data", place / "corpsu.txt", *out), f"{place / 'corpus.txt'}?")
+    refused(run(place / "corpus.txt", *out), f"--data {place / 'corpus.txt'}")
+    refused(run(place / "model", *out), f"--target {place / 'model'}")
+    refused(run("--minutes", "3", *out), "--minutes")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_lists_every_key_with_a_meaning():
+    result = run("--keys", "--family", "medusa")
+    assert result.exit_code == 0
+    for part in ("stage1.steps=0  (whole number)", "data.sources.0.path=null", "drafter.num_heads=", "joint.decay="):
+        assert part in result.output
+    assert all(key.meaning and key.kind for key in recipe_keys())
