@@ -175,10 +175,10 @@ def test_depths_count_by_the_decay_and_are_logged_in_full(name: str):
     batch = collate(windows(), 99, full.max_depth)
     shares_N = torch.ones(full.max_depth)
     task = draw_roots(batch, full.max_depth, None, ())
-    objective, found_N, _ = step.compute_loss(task, shares_N, ())
+    objective, found_N, _ = step.compute_loss(task, shares_N, 1.0, ())
     weights_N = torch.tensor([0.5**depth for depth in range(len(found_N))])
     torch.testing.assert_close(objective, (found_N * weights_N).sum())
-    torch.testing.assert_close(plain.compute_loss(task, shares_N, ())[0], found_N.sum())
+    torch.testing.assert_close(plain.compute_loss(task, shares_N, 1.0, ())[0], found_N.sum())
 
 
 def test_defaults_of_the_families():
