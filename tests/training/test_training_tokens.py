@@ -27,6 +27,8 @@ from draftsmith.targets.token_ids import Conversation, conversation_ids
 from draftsmith.training.build import build_loader, build_prompts
 from draftsmith.training.data.batches import draw, prepare
 from draftsmith.training.data.loader import Loader, Windowing
+from draftsmith.training.data.reader import Reader, Unusable
+from draftsmith.training.data.sources import Piece
 from draftsmith.training.data.windows import Window, collate, cut
 from draftsmith.training.recipe import DistillationSection, Recipe, build_recipe
 from draftsmith.training.samples import parts_of
@@ -148,6 +150,17 @@ def test_prompts_are_those_that_serving_would_get(kind: str, tmp_path: Path):
     begun = {tuple(served(target, " ".join(words[at:]))[:6]) for at in range(len(words) - 1)}
     texts = {prompt for prompt in prompts - chats if len(prompt) == 6}
     assert texts and texts <= begun
+
+
+def test_no_earlier_turn_is_asked_for_where_the_drawn_one_fits():
+    """The template refuses the shorter conversations, which a prompt that fits never needs."""
+    refusing = "{% if messages | length < 4 %}{{ raise_exception('too short') }}{% endif %}" + ENDING
+    target = target_of("llama", refusing)
+    reader = Reader.of(target, "assistant")
+    piece = Piece(Conversation(MESSAGES))
+    assert reader.prompt(piece, 6, 1000, lambda purpose: 1) == served(target, MESSAGES[:4])
+    with pytest.raises(Unusable, match="refused by the chat template"):
+        reader.prompt(piece, 6, 1000, lambda purpose: 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
