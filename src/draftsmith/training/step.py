@@ -92,6 +92,22 @@ class TrainingStep:
         self.apply()
         return found
 
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Batch], positions: int) -> float:
+        """Return the loss on batches, all depths summed, as a step that learns from all of them would; none is learnt.
+
+        Args:
+            positions: as in a step; the same are drawn every time.
+        """
+        tasks = [draw(batch, self.drafter.max_depth, positions, ("measure", i)) for i, batch in enumerate(batches)]
+        counts_MN = torch.stack([task.counts_N for task in tasks])
+        shares_MN = (counts_MN / counts_MN.sum(0).clamp(min=1)).to(self.target.device)
+        losses = [
+            self.compute_loss(task, share_N, ("measure", micro))[0]
+            for micro, (task, share_N) in enumerate(zip(tasks, shares_MN, strict=True))
+        ]
+        return torch.stack(losses).sum().item()
+
     def compute_loss(self, task: Task, share_N: Tensor, seed: tuple[object, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Return what a micro-batch minimises, the losses of the depths and their right first guesses.
 
