@@ -69,6 +69,8 @@ def test_a_model_folder_and_a_text_are_enough(place: Path, tmp_path: Path):
     assert "draft_vocab_size" not in result.output
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["measured_on"]["source"] == "the held-out part of your data" and record["result"]["step"] == 20
+    evaluations = record["result"]["evaluations"]
+    assert evaluations[-1]["evaluation"]["held_out_loss"] < evaluations[0]["evaluation"]["held_out_loss"]
     recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     assert recipe["stage1"]["steps"] == 10 and recipe["stage2"]["prompt_tokens"] == 32
     resumed = run(*words[:-8], "--resume", *FEW[2:])
@@ -77,7 +79,7 @@ def test_a_model_folder_and_a_text_are_enough(place: Path, tmp_path: Path):
 
 
 def test_what_was_chosen_by_the_user_stays(place: Path, tmp_path: Path):
-    own = ("stage1.steps=1", "stage2.steps=0", "stage1.batch=2", "stage1.length=24")
+    own = ("stage1.steps=1", "stage2.steps=0", "stage1.batch=2", "stage1.length=24", "stage1.rate=0.01")
     result = run(
         "--target", place / "model", "--data", place / "corpus.jsonl", "--out", tmp_path / "run", *FEW, *own
     )

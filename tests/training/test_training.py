@@ -268,6 +268,10 @@ def test_stopped_while_the_target_writes(tmp_path: Path, data: Path):
     assert toy.outcome(tmp_path / "run") == toy.outcome(tmp_path / "calm")
 
 
+READS = 2
+"""How often the target reads the held-out text of `write_data` before the first step."""
+
+
 def poisoned(at: int) -> Target:
     """Return a target whose states are NaN the `at`-th time they are asked for."""
 
@@ -285,7 +289,7 @@ def poisoned(at: int) -> Target:
 def test_not_finite_loss_stops_with_the_step_and_keeps_the_checkpoint(tmp_path: Path, data: Path):
     recipe = toy.recipe(tmp_path / "run", data)
     with pytest.raises(DraftsmithError, match=r"loss became nan .* at step 4; the checkpoint of step 2 is kept; lower"):
-        train(recipe, target=poisoned(4), generate=toy.generate, evaluate=toy.evaluate)
+        train(recipe, target=poisoned(READS + 4), generate=toy.generate, evaluate=toy.evaluate)
     assert Checkpoints(tmp_path / "run", 2).load().progress["step"] == 2
     toy.run(tmp_path / "run", data, resume=True)
     toy.run(tmp_path / "calm", data)
@@ -300,7 +304,7 @@ def test_the_seconds_of_a_run_add_up_over_its_commands(tmp_path: Path, data: Pat
         return runs
 
     with pytest.raises(DraftsmithError, match="loss became nan"):
-        train(toy.recipe(folder, data), target=poisoned(4), generate=toy.generate, evaluate=toy.evaluate)
+        train(toy.recipe(folder, data), target=poisoned(READS + 4), generate=toy.generate, evaluate=toy.evaluate)
     (first,) = commands()
     result = toy.run(folder, data, resume=True)
     before, after = commands()
@@ -333,7 +337,7 @@ def test_curves_on_a_board_have_every_step_once_after_resuming(tmp_path: Path, d
     folder = tmp_path / "run"
     recipe = toy.recipe(folder, data, "output.report_to=tensorboard")
     with pytest.raises(DraftsmithError, match="at step 4; the checkpoint of step 2"):
-        train(recipe, target=poisoned(4), generate=toy.generate, evaluate=toy.evaluate)
+        train(recipe, target=poisoned(READS + 4), generate=toy.generate, evaluate=toy.evaluate)
     assert records(folder, "loss")[-1]["step"] == 3, "a step behind the checkpoint, which comes again"
     toy.run(folder, data, "output.report_to=tensorboard", resume=True)
     board = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()

@@ -10,10 +10,14 @@ from draftsmith.drafters.registry import family_named
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
 from draftsmith.training.data.loader import Loader, Windowing, noise
-from draftsmith.training.data.reader import Reader
+from draftsmith.training.data.reader import Reader, Unusable
+from draftsmith.training.data.sources import Source
+from draftsmith.training.data.windows import Window, cut
 from draftsmith.training.recipe import Recipe
 
 COUNTED_TOKENS = 400_000
+HELD_OUT_WINDOWS, HELD_OUT_LENGTH = 16, 256
+"""The loss is measured on so many windows of each source, of at most so many tokens."""
 
 
 def build_loader(recipe: Recipe, target: Target, windowing: Windowing, purpose: str) -> Loader:
@@ -26,6 +30,24 @@ def build_prompts(recipe: Recipe, target: Target) -> Loader:
     section = recipe.stage2
     longest = min(section.longest_prompt, target.max_length - section.new_tokens)
     return build_loader(recipe, target, Windowing(section.prompt_tokens, longest), "prompts")
+
+
+def held_out_windows(recipe: Recipe, target: Target, shortest: int) -> list[Window]:
+    """Return some windows of the held-out text, to measure the loss on; none where nothing is held out."""
+    data, reader = recipe.data, Reader.of(target, recipe.data.learn)
+    length = max(shortest, min(HELD_OUT_LENGTH, recipe.stage1.length, target.max_length))
+    found: list[Window] = []
+    for section in data.sources:
+        own: list[Window] = []
+        for piece in Source(section, data.held_out_every, data.piece_characters, held_out=True).pieces():
+            try:
+                own += cut(reader.text(piece), reader.opening, length)
+            except Unusable:
+                continue
+            if len(own) >= HELD_OUT_WINDOWS:
+                break
+        found += own[:HELD_OUT_WINDOWS]
+    return found
 
 
 def frequent_tokens(recipe: Recipe, target: Target, size: int) -> Tensor:

@@ -77,14 +77,8 @@ class TrainingStep:
         self.noted = {}
         self.set_rate(rate)
         losses, accuracies = [], []
-        tasks = [draw(batch, self.drafter.max_depth, positions, (*seed, i)) for i, batch in enumerate(batches)]
-        counts_MN = torch.stack([task.counts_N for task in tasks])
-        learnt_tokens = max(1, sum(task.learnt_tokens for task in tasks))
-        shares_MN = (counts_MN / counts_MN.sum(0).clamp(min=1)).to(self.target.device)
-        for micro, (task, share_N) in enumerate(zip(tasks, shares_MN, strict=True)):
-            objective, loss_N, accuracy_N = self.compute_loss(
-                task, share_N, task.learnt_tokens / learnt_tokens, (*seed, micro)
-            )
+        for task, share_N, token_share, own_seed in self._share_out(batches, positions, seed):
+            objective, loss_N, accuracy_N = self.compute_loss(task, share_N, token_share, own_seed)
             objective.backward()
             losses.append(loss_N.detach() * share_N[: len(loss_N)])
             accuracies.append(accuracy_N * share_N[: len(accuracy_N)])
@@ -94,6 +88,36 @@ class TrainingStep:
             raise NotFinite(f"the loss became {found.loss} (gradient norm {norm})")
         self.apply()
         return found
+
+    @torch.no_grad()
+    def measure(self, batches: Iterable[Batch], positions: int) -> float:
+        """Return the loss on batches, all depths summed, every guess counting as much as any other; none is learnt.
+
+        Args:
+            positions: as in a step; the same are drawn every time.
+        """
+        total = 0.0
+        for task, share_N, token_share, seed in self._share_out(batches, positions, ("measure",)):
+            _, loss_N, _ = self.compute_loss(task, share_N, token_share, seed)
+            total += (loss_N * share_N[: len(loss_N)]).sum().item()
+        return total
+
+    def _share_out(
+        self, batches: Iterable[Batch], positions: int | None, seed: tuple[object, ...]
+    ) -> list[tuple[Task, Tensor, float, tuple[object, ...]]]:
+        """Draw positions; return of every micro-batch what `compute_loss` takes."""
+        batches = list(batches)
+        seeds = [(*seed, micro) for micro in range(len(batches))]
+        tasks = [
+            draw(batch, self.drafter.max_depth, positions, own) for batch, own in zip(batches, seeds, strict=True)
+        ]
+        counts_MN = torch.stack([task.counts_N for task in tasks])
+        shares_MN = (counts_MN / counts_MN.sum(0).clamp(min=1)).to(self.target.device)
+        tokens = max(1, sum(task.learnt_tokens for task in tasks))
+        return [
+            (task, share_N, task.learnt_tokens / tokens, own)
+            for task, share_N, own in zip(tasks, shares_MN, seeds, strict=True)
+        ]
 
     def compute_loss(
         self, task: Task, share_N: Tensor, token_share: float, seed: tuple[object, ...]

@@ -18,7 +18,7 @@ from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.drafters.trainable.storage import verify_folder
 from draftsmith.targets import Target
 from draftsmith.targets.loading.tokens import TokenText
-from draftsmith.training.build import build_drafter, build_loader, build_prompts
+from draftsmith.training.build import build_drafter, build_loader, build_prompts, held_out_windows
 from draftsmith.training.checkpoint import (
     BEST,
     Checkpoint,
@@ -28,7 +28,7 @@ from draftsmith.training.checkpoint import (
 )
 from draftsmith.training.data.generated import Generate, GeneratedText
 from draftsmith.training.data.loader import Loader, Windowing, noise
-from draftsmith.training.data.windows import Batch, Window
+from draftsmith.training.data.windows import Batch, Window, collate
 from draftsmith.training.recipe import Recipe, StageSection
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.samples import SHOWN_SAMPLES, keep_samples, show_account, show_samples
@@ -38,9 +38,10 @@ from draftsmith.training.terminal import progress_bar
 from draftsmith.types import DraftsmithError, TargetFacts, cast_parameters, resolve_dtype
 
 Evaluate = Callable[[TrainableModel], Mapping[str, float]]
-TAU = "tokens_per_step"
+TAU, HELD_OUT_LOSS = "tokens_per_step", "held_out_loss"
 STAGE1, PROMPTS = "stage1", "prompts"
 """What data is read for."""
+HELD_OUT_ROWS, HELD_OUT_POSITIONS = 4, 64
 
 
 class TrainingInterrupted(DraftsmithError):
@@ -86,6 +87,7 @@ class TrainingRun:
         self.best_step: int | None = None
         self.loader: Loader | None = None
         self.generated: GeneratedText | None = None
+        self.held_out: list[Window] | None = None
 
     def _build(self) -> None:
         self.drafter = build_drafter(self.recipe, self.target)
@@ -313,12 +315,27 @@ class TrainingRun:
         scores = dict(self.evaluate(self._served()))
         if TAU not in scores:
             raise DraftsmithError(f"the evaluation returned {', '.join(scores) or 'nothing'}; it must have {TAU}.")
+        loss = self._held_out_loss()
+        if loss is not None:
+            scores[HELD_OUT_LOSS] = loss
         self.folder.log({"step": self.step, "evaluation": scores})
-        self.console.print(f"step {self.step}: τ = {scores[TAU]:.3f} tokens per step, by decoding")
+        told = "" if loss is None else f"; loss on held-out text {loss:.3f}"
+        self.console.print(f"step {self.step}: τ = {scores[TAU]:.3f} tokens per step, by decoding{told}")
         improved = self.best is None or scores[TAU] > self.best
         if improved:
             self.best, self.best_step = scores[TAU], self.step
         return improved
+
+    def _held_out_loss(self) -> float | None:
+        """Return the loss on the held-out part of the data; None where there is none."""
+        depth = self.drafter.max_depth
+        if self.held_out is None:
+            self.held_out = held_out_windows(self.recipe, self.target, depth + 3)
+        if not self.held_out:
+            return None
+        most = max(depth + 3, *(len(window.tokens) for window in self.held_out))
+        groups = [self.held_out[at : at + HELD_OUT_ROWS] for at in range(0, len(self.held_out), HELD_OUT_ROWS)]
+        return self.learning.measure([collate(group, most, depth - 1) for group in groups], HELD_OUT_POSITIONS)
 
     def _save(self, improved: bool = True) -> None:
         loader = self.loader if self.step < self.recipe.stage1.steps else None

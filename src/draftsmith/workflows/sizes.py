@@ -114,6 +114,7 @@ def by_data(found: Survey, recipe: Recipe, target: Target) -> list[Choice]:
         Choice("stage2.new_tokens", new, f"fits the target's context of {context} behind a prompt"),
     ]
     family = family_named(recipe.drafter.family)
+    choices += [Choice(f"stage{number}.rate", family.rate, f"suits {family.name}") for number in (1, 2)]
     restricts = family.compared.options.get("draft_vocab_size") != 0
     if target.vocab_size > LARGE_VOCABULARY and restricts and recipe.drafter.init_from is None:
         fitting = [size for factor in (1, 2, 4) if (size := factor * LARGE_VOCABULARY) < target.vocab_size]
