@@ -33,7 +33,9 @@ def build_prompts(recipe: Recipe, target: Target) -> Loader:
 
 
 def held_out_windows(recipe: Recipe, target: Target, shortest: int) -> list[Window]:
-    """Return some windows of the held-out text, to measure the loss on; none where nothing is held out."""
+    """Return some windows of the held-out text, to measure the loss on; none where nothing is held out or readable."""
+    if target.tokenizer is None:
+        return []
     data, reader = recipe.data, Reader.of(target, recipe.data.learn)
     length = max(shortest, min(HELD_OUT_LENGTH, recipe.stage1.length, target.max_length))
     found: list[Window] = []
