@@ -121,22 +121,31 @@ def _open_text(path: Path) -> TextIO:
     return path.open(encoding="utf-8", errors="replace")
 
 
+def _lines(path: Path) -> Iterator[str]:
+    # Nothing is yielded within the try: a reader that is dropped would meet its clauses while Python shuts down.
+    with _open_text(path) as lines:
+        while True:
+            try:
+                line = next(lines, None)
+            except (EOFError, lzma.LZMAError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+                raise DraftsmithError(f"{path} is cut short or broken ({error}); fetch it again.") from error
+            if line is None:
+                return
+            yield line
+
+
 def _json_lines(path: Path) -> Iterator[Document]:
-    try:
-        with _open_text(path) as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number},"
-                try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise DraftsmithError(f"{where} is no JSON ({error}); fix or remove that line.") from error
-                if not isinstance(record, dict):
-                    raise DraftsmithError(f"{where} is no JSON object; fix or remove that line.")
-                yield read_record(record, where)
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, UnicodeDecodeError) as error:
-        raise DraftsmithError(f"{path} is cut short or broken ({error}); fetch it again.") from error
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number},"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DraftsmithError(f"{where} is no JSON ({error}); fix or remove that line.") from error
+        if not isinstance(record, dict):
+            raise DraftsmithError(f"{where} is no JSON object; fix or remove that line.")
+        yield read_record(record, where)
 
 
 def _parquet(path: Path) -> Iterator[Document]:
