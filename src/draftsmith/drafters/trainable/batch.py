@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.drafters.trainable.divergence import ACCEPTANCE, Divergence, divergence, entropy
+from draftsmith.drafters.trainable.fused_loss import MixedLoss
 
 IGNORED = -100
 
@@ -134,7 +135,10 @@ class TrainingBatch:
 
         The share is no acceptance when serving.
         """
-        logits_RW, labels_R = logits_RW.float(), labels_RN[:, depth]
+        labels_R = labels_RN[:, depth]
+        if self.divergence == "forward_kl" and not torch.compiler.is_compiling():
+            return self._fused(depth, logits_RW, labels_R, soft)
+        logits_RW = logits_RW.float()
         valid = (labels_R != IGNORED).sum().clamp(min=1)
         loss = F.cross_entropy(logits_RW, labels_R, ignore_index=IGNORED, reduction="sum") / valid
         if soft is not None:
@@ -146,3 +150,24 @@ class TrainingBatch:
             # The square keeps the gradient's size independent of the temperature.
             loss = (1 - self.weight) * loss + self.weight * (self.mean(distance_R, depth) * self.temperature**2)
         return loss, self.mean((logits_RW.detach().argmax(-1) == labels_R).float(), depth)
+
+    def _fused(
+        self, depth: int, logits_RW: Tensor, labels_R: Tensor, soft: SoftLabels | None
+    ) -> tuple[Tensor, Tensor]:
+        """Do the same in one pass, several times as fast where nothing is compiled."""
+        valid_R = labels_R != IGNORED
+        hard_R = valid_R / valid_R.sum().clamp(min=1)
+        if soft is None:
+            loss, best_R = MixedLoss.apply(
+                logits_RW, labels_R.where(valid_R, 0), hard_R, None, None, None, None, self.temperature
+            )
+        else:
+            index_R, counts_RN = soft.index_RN[:, depth], self.counts_RN(depth + 1)
+            counts_R = torch.ones_like(valid_R) if counts_RN is None else counts_RN[:, depth]
+            # The square keeps the gradient's size independent of the temperature.
+            soft_R = self.weight * self.temperature**2 * counts_R / counts_R.sum().clamp(min=1)
+            loss, best_R = MixedLoss.apply(
+                logits_RW, labels_R.where(valid_R, 0), (1 - self.weight) * hard_R, soft.log_p_SW, index_R,
+                soft.entropy_S[index_R], soft_R, self.temperature,
+            )
+        return loss, self.mean((best_R == labels_R).float(), depth)

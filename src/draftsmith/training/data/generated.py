@@ -16,6 +16,8 @@ from draftsmith.training.data.windows import Batch, Window, collate
 from draftsmith.training.recipe import OnPolicySection
 from draftsmith.types import DraftsmithError
 
+BATCHES_SORTED = 32
+
 Generate = Callable[[list[list[int]], int, int], list[list[int]]]
 """(prompts, max_tokens, seed) to continuations: each of so many tokens, or up to the target's end token."""
 
@@ -113,8 +115,21 @@ class GeneratedText:
     def _place(self, draw: int) -> int:
         epoch, index = divmod(draw, self.count)
         if epoch not in self._orders:
-            generator = torch.Generator().manual_seed(noise(self.seed, "order", epoch))
-            self._orders = {epoch: torch.randperm(self.count, generator=generator).tolist()} | {
-                e: order for e, order in self._orders.items() if e == epoch - 1
-            }
+            self._orders = {epoch: self._order(epoch)} | {e: o for e, o in self._orders.items() if e == epoch - 1}
         return self._orders[epoch][index]
+
+    def _order(self, epoch: int) -> list[int]:
+        """Return the sequences at random, but those of a batch about equally long: padding is read by the target too.
+
+        Of so many batches' sequences, drawn at random, the shortest make one batch, and so on; then batches are drawn.
+        """
+        size, generator = self.section.batch, torch.Generator().manual_seed(noise(self.seed, "order", epoch))
+        drawn = torch.randperm(self.count, generator=generator).tolist()
+        some = size * BATCHES_SORTED
+        alike = [
+            place for begin in range(0, self.count, some)
+            for place in sorted(drawn[begin : begin + some], key=lambda place: len(self.sequences[place]))
+        ]
+        whole = self.count // size
+        batches = torch.randperm(whole, generator=generator).tolist()
+        return [place for at in batches for place in alike[at * size : (at + 1) * size]] + alike[whole * size :]

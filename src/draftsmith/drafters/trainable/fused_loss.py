@@ -1,0 +1,84 @@
+"""Cross-entropy and forward KL in one pass over the logits, which makes their gradient on the way.
+
+The gradient of both is a difference of distributions, softmax(x) - what is wanted, so nothing of the size of the logits
+has to be kept or read again but that gradient itself. Rows are taken some at a time, so that the wide numbers in between
+stay in a processor's cache.
+
+Shapes: R guesses, C of them at a time, S places of the text, W drafted vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AT_A_TIME_CPU, AT_A_TIME = 2**18, 2**26
+"""Logits that are made wide together."""
+
+
+class MixedLoss(torch.autograd.Function):
+    """Σ hard · cross-entropy + Σ soft · forward KL, a weight for each guess and term."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_RW: Tensor, labels_R: Tensor, hard_R: Tensor, log_p_SW: Tensor | None, index_R: Tensor | None,
+        entropy_R: Tensor | None, soft_R: Tensor | None, temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss and the best guesses (R).
+
+        Args:
+            labels_R: the true tokens; any index where `hard_R` is 0.
+            log_p_SW: the target's distributions, of which `index_R` says which guess wants which; None without `soft_R`.
+            entropy_R: those of these distributions in nats.
+            temperature: both distributions are softened by it already, or are to be.
+        """
+        gradient_RW = torch.empty_like(logits_RW)
+        best_R = torch.empty_like(labels_R)
+        loss = logits_RW.new_zeros((), dtype=torch.float32)
+        count, width = logits_RW.shape
+        most = AT_A_TIME_CPU if logits_RW.device.type == "cpu" else AT_A_TIME
+        for rows in torch.arange(count, device="cpu").split(max(1, most // width)):
+            piece = slice(int(rows[0]), int(rows[-1]) + 1)
+            x_CW = logits_RW[piece].float()
+            best_R[piece] = x_CW.argmax(-1)
+            hard_C1, labels_C1 = hard_R[piece].unsqueeze(1), labels_R[piece].unsqueeze(1)
+            chosen_C1 = x_CW.gather(1, labels_C1)
+            if soft_R is not None and temperature == 1:
+                part, gradient_CW = _soft(x_CW, log_p_SW, index_R, entropy_R, soft_R, piece, hard_C1, 1.0)
+                loss += part - (hard_C1 * chosen_C1).sum()
+            else:
+                total_C1 = x_CW.logsumexp(-1, keepdim=True)
+                loss += (hard_C1 * (total_C1 - chosen_C1)).sum()
+                gradient_CW = (x_CW - total_C1).exp_().mul_(hard_C1)
+                if soft_R is not None:
+                    part, softened_CW = _soft(
+                        x_CW / temperature, log_p_SW, index_R, entropy_R, soft_R, piece, torch.zeros_like(hard_C1), temperature
+                    )
+                    loss += part
+                    gradient_CW += softened_CW
+            gradient_RW[piece] = gradient_CW.scatter_add_(1, labels_C1, -hard_C1)
+        ctx.save_for_backward(gradient_RW)
+        ctx.mark_non_differentiable(best_R)
+        return loss, best_R
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale what was made on the way."""
+        (gradient_RW,) = ctx.saved_tensors
+        return gradient_RW * gradients[0], None, None, None, None, None, None, None
+
+
+def _soft(
+    x_CW: Tensor, log_p_SW: Tensor | None, index_R: Tensor | None, entropy_R: Tensor | None, soft_R: Tensor,
+    piece: slice, hard_C1: Tensor, temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Return Σ (hard + soft) · logsumexp(x) - Σ soft · (Σ p x + entropy), and its gradient by the logits before /T."""
+    assert log_p_SW is not None and index_R is not None and entropy_R is not None
+    soft_C1 = soft_R[piece].unsqueeze(1)
+    total_C1 = x_CW.logsumexp(-1, keepdim=True)
+    p_CW = log_p_SW[index_R[piece]].exp_()
+    cross_C = (p_CW * x_CW).sum(-1)
+    weight_C1 = hard_C1 + soft_C1
+    loss = (weight_C1 * total_C1).sum() - (soft_R[piece] * (cross_C + entropy_R[piece])).sum()
+    gradient_CW = (x_CW - total_C1).exp_().mul_(weight_C1).sub_(p_CW.mul_(soft_C1))
+    return loss, gradient_CW if temperature == 1 else gradient_CW / temperature
