@@ -27,6 +27,7 @@ def test_the_public_names_are_exactly_these():
         "load_drafter",
         "prove",
         "train",
+        "tune_layers",
         "wrap",
     ]
     assert dir(draftsmith) == sorted(draftsmith.__all__)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from draftsmith.workflows.comparison import compare
     from draftsmith.workflows.proving import prove
     from draftsmith.workflows.training import train
+    from draftsmith.workflows.tuning import tune_layers
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "load_drafter",
     "prove",
     "train",
+    "tune_layers",
     "wrap",
 ]
 
@@ -51,6 +53,7 @@ _HOMES = {
     "load_drafter": "draftsmith.drafters.registry",
     "prove": "draftsmith.workflows.proving",
     "train": "draftsmith.workflows.training",
+    "tune_layers": "draftsmith.workflows.tuning",
     "wrap": "draftsmith.engine.wrapped.model",
 }
 

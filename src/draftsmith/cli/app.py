@@ -18,6 +18,7 @@ from draftsmith.cli.families import families
 from draftsmith.cli.generate import generate
 from draftsmith.cli.prove import prove
 from draftsmith.cli.train import train
+from draftsmith.cli.tune_layers import tune_layers
 from draftsmith.types import DraftsmithError
 
 USER_MISTAKE = 2
@@ -63,6 +64,7 @@ LISTED = "`draftsmith families` lists the families."
 MORE: dict[Callable[..., None], str] = {
     demo: "README.md",
     train: f"docs/training.md. {LISTED}",
+    tune_layers: "docs/families/draft-model.md",
     generate: f"docs/verification.md, of the drafts. {LISTED}",
     bench: f"benchmarks/README.md. {LISTED}",
     compare: f"docs/compare.md. {LISTED}",

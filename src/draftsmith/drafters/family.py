@@ -1,5 +1,6 @@
 """What the registry knows of a family of drafters: its name, what a user may set, and how one is made or loaded."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 
 Choices = tuple[tuple[int, ...], ...]
+SEPARATOR = re.compile(r",(?![^\[]*\])")
+"""A comma between options, not one in a list."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +99,14 @@ def trained(name: str, summary: str, drafter: "type[TrainableDrafter]", **facts:
 
 
 def read_spec(text: str) -> tuple[str, dict[str, Any]]:
-    """Split "family:key=value,key=value" into the name and plain values, typed as in YAML.
+    """Split "family:key=value,key=[value,value]" into the name and plain values, typed as in YAML.
 
     >>> read_spec("ngram:max_length=4")
     ('ngram', {'max_length': 4})
     """
     name, _, rest = text.partition(":")
     values: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
+    for part in filter(None, SEPARATOR.split(rest)):
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise DraftsmithError(f"drafter {text!r} has {part!r} where key=value is needed, as in ngram:max_length=4.")

@@ -4,6 +4,7 @@ Shapes: B rows, M nodes, N pieces of a cache of E entries, R slots, J blocks of 
 D head width, F width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,17 +22,21 @@ class NativeDecoder:
 
     Args:
         model: after `pack_model`.
+        layers: the numbers of those to read, in order.
         windows: the sliding window of every layer, None for full attention.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: list[int | None], max_length: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[int], windows: Sequence[int | None], max_length: int
+    ) -> None:
         config = model.config.get_text_config(decoder=True)
         base: Any = model.base_model
-        first = base.layers[0].self_attn
+        first = base.layers[layers[0]].self_attn
         linears: list[nn.Module] = []
         norms: list[Tensor] = []
         head_norms: list[Tensor] = []
-        for layer in base.layers:
+        for number in layers:
+            layer = base.layers[number]
             attention, feed_forward = layer.self_attn, layer.mlp
             linears += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
             linears += [feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj]
@@ -54,7 +59,7 @@ class NativeDecoder:
                 config.intermediate_size, head.out_features, max_length,
             ],
             [config.rms_norm_eps, first.scaling, rotary.attention_scaling],
-            [window or 0 for window in windows],
+            [windows[layer] or 0 for layer in layers],
         )
 
     def forward(

@@ -3,7 +3,8 @@
 from draftsmith.targets.cache.blocks import Blocks, OutOfBlocks
 from draftsmith.targets.cache.cache import BLOCK, KVCache, keep_path
 from draftsmith.targets.cache.nodes import Nodes
+from draftsmith.targets.sublayers import Skipped
 from draftsmith.targets.target import Target
 from draftsmith.targets.upper import UpperLayers
 
-__all__ = ["BLOCK", "Blocks", "KVCache", "Nodes", "OutOfBlocks", "Target", "UpperLayers", "keep_path"]
+__all__ = ["BLOCK", "Blocks", "KVCache", "Nodes", "OutOfBlocks", "Skipped", "Target", "UpperLayers", "keep_path"]

@@ -95,6 +95,8 @@ class ShapeProbe:
     windows: dict[int, int | None] = field(default_factory=dict)
     softcaps: set[float | None] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    """The module of every layer that attends."""
 
 
 def _masked_attention(
@@ -157,6 +159,7 @@ def tree_attention(
         shape_probe.shapes[layer] = (key_heads, key.shape[3], value.shape[1], value.shape[3])
         shape_probe.windows[layer] = sliding_window
         shape_probe.softcaps.add(softcap)
+        shape_probe.modules[layer] = module
         shape_probe.unknown |= {name for name, value in others.items() if value is not None} - HARMLESS
         if attention_mask is not None:  # ours come from the pass: this one is the model's own
             shape_probe.unknown.add("attention_mask")

@@ -11,7 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ class Backend(ABC):
     reads_apart: bool = False
     """Whether every row is read as if it were alone: with the same bits whatever else is read and in however many
     pieces, and so that keys and values that are no numbers stay with the tokens they belong to."""
+    takes_parts: bool = True
+    """Whether a view that leaves out parts of layers is read as this target is; whole layers always are."""
     lacks: str = ""
     """Why a model that the native kernels are made for goes without them; empty when it does not."""
     packing_s: float = 0.0
@@ -102,8 +104,8 @@ class Backend(ABC):
     def settled(self, probe: ShapeProbe, check: "SelfCheck") -> "Backend":
         """Return the fastest backend that reads draft trees as the model itself does; refuse the target for none."""
 
-    def over(self, target: "Target") -> Self:
-        """Return the same for a view of the target."""
+    def over(self, target: "Target") -> "Backend":
+        """Return what reads a view of the target."""
         other = copy.copy(self)
         other.target = target
         return other
@@ -245,26 +247,28 @@ class NativeForward(NativeLayers):
 
     compiles = False
     reads_apart = True
+    takes_parts = False
 
     def __init__(self, target: "Target", allowed: float, packing_s: float) -> None:
         super().__init__(target, allowed, packing_s)
         self.description = f"native {kernels_in_use()} forward"
-        self._decoder = NativeDecoder(target.model, target.windows, target.max_length)
+        self._layers = [layer for layer in range(target.layers) if layer not in target.skipped.attention]
+        self._decoder = NativeDecoder(target.model, self._layers, target.windows, target.max_length)
 
-    def over(self, target: "Target") -> Self:
-        """Make the operator for this view of the target."""
-        other = super().over(target)
-        other._decoder = NativeDecoder(target.model, target.windows, target.max_length)
-        return other
+    def over(self, target: "Target") -> Backend:
+        """Make the operator for this view of the target; where a layer lacks a part, let transformers' code read."""
+        kind = NativeForward if target.skipped.whole else NativeLayers
+        return kind(target, self._allowed, self.packing_s)
 
     def read(
         self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...], keep_logits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Call the operator."""
-        layers = self.target.layers
+        keys_NEHD = [cache.keys_NEHD[layer] for layer in self._layers]
+        values_NEHD = [cache.values_NEHD[layer] for layer in self._layers]
         return self._decoder.forward(
-            nodes.tokens_BM, nodes.depths_BM, nodes.visible_BMM, nodes.cached_B, cache.keys_NEHD[:layers],
-            cache.values_NEHD[:layers], cache.tables_RJ, nodes.slots_B, nodes.counts_B, taps, keep_logits,
+            nodes.tokens_BM, nodes.depths_BM, nodes.visible_BMM, nodes.cached_B, keys_NEHD, values_NEHD,
+            cache.tables_RJ, nodes.slots_B, nodes.counts_B, taps, keep_logits,
         )
 
     def encode(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""The stack of layers of a model: where it is, and a model that ends after some of them."""
+"""The stack of layers of a model: where it is, and copies of the modules around it that share all others."""
 
 import copy
 from collections import OrderedDict
@@ -37,18 +37,6 @@ def _stacks(base: nn.Module, layers: int) -> list[tuple[str, nn.ModuleList]]:
         if isinstance(module, nn.ModuleList) and len(module) == layers and not inside:
             found.append((path, module))
     return found
-
-
-def shortened(model: PreTrainedModel, layers: int, kept: int) -> PreTrainedModel:
-    """Return a model of the first `kept` of a model's `layers` layers that shares every weight with it.
-
-    The modules around the layers are copies without hooks; the layers, embeddings, norms and the head are the same
-    objects.
-    """
-    path, stack = layer_stack(model, layers, type(model).__name__)
-    short = twin(model)
-    short._modules[model.base_model_prefix] = with_stack(model.base_model, path, nn.ModuleList(list(stack)[:kept]))
-    return short
 
 
 def with_stack(base: M, path: str, stack: nn.ModuleList) -> M:

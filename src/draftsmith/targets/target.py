@@ -17,7 +17,6 @@ from draftsmith.targets.cache.cache import KVCache
 from draftsmith.targets.cache.nodes import Nodes
 from draftsmith.targets.encode import encode_by_model, no_features
 from draftsmith.targets.hooks import Hooks
-from draftsmith.targets.layers import shortened
 from draftsmith.targets.loading.loading import load_model, precision_on_disk, resolve_device, short_name
 from draftsmith.targets.loading.self_check import SelfCheck
 from draftsmith.targets.loading.support import (
@@ -31,6 +30,7 @@ from draftsmith.targets.loading.support import (
 from draftsmith.targets.loading.tokens import end_tokens, load_tokenizer, tokenizer_hash
 from draftsmith.targets.logit_form import LogitForm, logit_form
 from draftsmith.targets.packing import without_prepacking
+from draftsmith.targets.sublayers import Skipped, Sublayers, model_without, whole_layers
 from draftsmith.targets.token_ids import ways
 from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_parameters, resolve_dtype
 
@@ -72,6 +72,8 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = _head(model, name).weight.shape[0]
         self.layers: int = self.config.num_hidden_layers
+        self.skipped = Skipped()
+        """The parts of layers that a view leaves out."""
         self.max_length = longest_text(self.config, name)
         self.eos_token_ids: frozenset[int] = end_tokens(model, tokenizer)
         self.weights = sum(parameter.numel() for parameter in model.parameters())
@@ -125,6 +127,11 @@ class Target:
                 )
         return target
 
+    @cached_property
+    def sublayers(self) -> Sublayers:
+        """The parts of its layers; DraftsmithError where they have none that can be left out."""
+        return Sublayers(self)
+
     @property
     def embedding_weight_VF(self) -> Tensor:
         """The input embedding (V, hidden)."""
@@ -164,15 +171,23 @@ class Target:
         return Target(model.to(device=self.device), self.tokenizer, self.name, native, quantize)
 
     def truncated(self, layers: int) -> "Target":
-        """Return a view of the first `layers` layers under the same norm and head, without taps.
-
-        It shares the weights, and reads and writes the first layers of a cache that this target reads and writes.
-        """
+        """Return a view of the first `layers` layers under the same norm and head; see `without`."""
         if not 1 <= layers <= self.layers:
             raise DraftsmithError(f"{self.name} has {self.layers} layers, so {layers} of them cannot be taken.")
+        return self.without(whole_layers(range(layers, self.layers)))
+
+    def without(self, skipped: Skipped) -> "Target":
+        """Return a view that leaves out parts of layers, without taps.
+
+        It shares the weights. Where its layers attend it reads and writes a cache that this target reads and writes.
+        """
         view = copy.copy(self)
-        view.model = shortened(self.model, self.layers, layers)
-        view.layers, view.kv_shapes, view.windows = layers, self.kv_shapes[:layers], self.windows[:layers]
+        view.model, view.skipped = model_without(self, skipped), skipped
+        view.layers = 1 + max(layer for layer in range(self.layers) if layer not in skipped.attention & skipped.mlp)
+        view.kv_shapes = [
+            (0, 0, 0, 0) if layer in skipped.attention else self.kv_shapes[layer] for layer in range(view.layers)
+        ]
+        view.windows = self.windows[: view.layers]
         view.backend = self.backend.over(view)
         return view
 

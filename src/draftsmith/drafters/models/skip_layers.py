@@ -1,0 +1,113 @@
+"""The target without some attentions and feed-forwards drafts for it: "Draft & Verify" (arXiv:2309.08168), section 3.
+
+Which are left out is set by hand or found by `draftsmith tune-layers`, see `layer_search`; the folder that it writes
+holds no weights, because all are the target's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+from torch import Tensor
+
+from draftsmith.drafters.config import Config, Size
+from draftsmith.drafters.family import Family
+from draftsmith.drafters.models.model_drafter import MAX_DEPTH
+from draftsmith.drafters.models.self_drafter import SelfDrafter
+from draftsmith.drafters.trainable import storage
+from draftsmith.drafters.trainable.model import check_target
+from draftsmith.targets import Skipped
+from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.targets import Target
+
+MODEL_TYPE = "skip_layers"
+
+
+class SkipLayersConfig(Config):
+    """The options of skipped layers."""
+
+    skip_attention: tuple[Size, ...] = Field(
+        description="numbers of the layers whose attention is left out, such as [3,5]; the first layer is 0"
+    )
+    skip_mlp: tuple[Size, ...] = Field(description="numbers of the layers whose feed-forward is left out")
+    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
+        default=4, description="tokens that are drafted, as a chain"
+    )
+
+    @property
+    def skipped(self) -> Skipped:
+        """What is left out."""
+        return Skipped(frozenset(self.skip_attention), frozenset(self.skip_mlp))
+
+
+class SkipLayers(SelfDrafter):
+    """Drafts with what is left of the target."""
+
+    def __init__(self, target: "Target", skipped: Skipped, guesses: int) -> None:
+        """Leave these parts out; DraftsmithError where the target has no such parts."""
+        super().__init__(target, target.without(skipped), guesses)
+
+
+def make_skip_layers(config: SkipLayersConfig, target: "Target", draft_tokens: Tensor | None) -> SkipLayers:
+    """Make the drafter that is asked for."""
+    return SkipLayers(target, config.skipped, config.guesses)
+
+
+def save_skip_layers(
+    folder: Path, skipped: Skipped, guesses: int, target: "Target", found: Mapping[str, Any] | None = None
+) -> None:
+    """Write the folder of a drafter at once or not at all.
+
+    Args:
+        found: how it was found and measured, kept under the key `draftsmith`.
+
+    Raises:
+        DraftsmithError: something else stands there, or the place cannot be written.
+    """
+    check_place(folder)
+    config = {
+        "model_type": MODEL_TYPE, "skip_attention": sorted(skipped.attention), "skip_mlp": sorted(skipped.mlp),
+        "guesses": guesses,
+        "draftsmith": {"target": asdict(target.facts()), "layers": target.layers, **(found or {})},
+    }
+    storage.write_folder(folder, lambda aside: storage.write_json(aside / "config.json", config))
+
+
+def check_place(folder: Path) -> None:
+    """Refuse to write over anything but an older drafter of this family; DraftsmithError says so."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / "config.json").is_file() or not recognises(storage.read_json(folder / "config.json")):
+        raise DraftsmithError(f"{folder} exists and holds something else; choose a new folder.")
+
+
+def load_skip_layers(folder: Path, target: "Target") -> SkipLayers:
+    """Load a folder that `save_skip_layers` wrote; DraftsmithError for a damaged one, or for another target."""
+    storage.verify_folder(folder)
+    origin = folder / "config.json"
+    values = storage.read_json(origin)
+    record = values.get("draftsmith", {})
+    check_target(folder, record.get("target", {}), target.facts())
+    layers = record.get("layers", target.layers)
+    if layers != target.layers:
+        raise DraftsmithError(
+            f"{folder} drafts for a target of {layers} layers, but {target.name!r} has {target.layers}; load that "
+            "target, or run tune-layers for this one."
+        )
+    options = {name: values[name] for name in SkipLayersConfig.options() if name in values}
+    return make_skip_layers(SkipLayersConfig.read(options, f"{origin}: "), target, None)
+
+
+def recognises(config: Mapping[str, Any]) -> bool:
+    """Tell by the model type."""
+    return config.get("model_type") == MODEL_TYPE
+
+
+FAMILY = Family(
+    "skip-layers", "the target without some of its attentions and feed-forwards, sharing its cache (arXiv:2309.08168)",
+    SkipLayersConfig, make_skip_layers, load_skip_layers, recognises,
+)
