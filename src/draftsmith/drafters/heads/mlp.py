@@ -215,6 +215,6 @@ FAMILY = trained(
     MLPSpeculator, rate=3e-3,
     compared=Compared(
         options={"n_predict": 4, "tie_weights": True, "init_from_target": "embeddings+head"},
-        beats_in_papers=("medusa",)
+        starts={"init_from_target": ("embeddings+head", "embeddings", "none")}, beats_in_papers=("medusa",),
     ),
 )

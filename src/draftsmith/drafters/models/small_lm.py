@@ -157,5 +157,5 @@ def trained_here(config: Mapping[str, Any]) -> bool:
 FAMILY = Family(
     "small-lm", "a small Llama with the target's vocabulary, trained here, drafts as a draft model (arXiv:2310.08461)",
     SmallLMConfig, make_small_lm, load_draft_model, trained_here, trainable=True, reopen=SmallLM.from_pretrained,
-    compared=Compared(options={"draft_vocab_size": 0}),
+    compared=Compared(options={"draft_vocab_size": 0}, starts={"init_from_target": (True, False)}),
 )
