@@ -68,8 +68,9 @@ def test_starts_are_tried_at_the_best_rate():
 
 def test_what_was_asked_for_is_not_searched(tmp_path: Any):
     asked, free = read_entries(["mlp:init_from_target=none", "mlp"])
-    assert asked.starts == {} and free.starts.keys() == {"init_from_target"}
+    assert asked.starts.keys() == {"init_width"} and free.starts.keys() == {"init_from_target", "init_width"}
     assert free.suggested().options["init_from_target"] == "embeddings+head"
+    assert asked.suggested().options["init_from_target"] == "none" and asked.suggested().options["init_width"] == 1.0
     assert read_entries(["medusa"])[0].suggested().options == {"init_from_target": True}
     assert all(entry.family.trainable or not entry.starts for entry in read_entries([]))
     with pytest.raises(DraftsmithError, match="search_share is 1.5; give a number from 0 .no search. to 1"):

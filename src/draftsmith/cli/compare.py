@@ -23,6 +23,8 @@ from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
 
 FOLDED = ("fastest draft", "sources", "start")
+# Columns that may be folded within a word.
+LONG_WORDS = ("sources", "start")
 # Of a table: what a column needs beside its text, and the longest name that is not folded.
 BORDERS, LONGEST_NAME = 3, 14
 # What a run calls the folder of its drafter.
@@ -167,7 +169,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     if sentence := fairness.search_sentence(result):
         console.print(f"· {sentence}", highlight=False)
     if rows := fairness.search_rows(result["families"]):
-        print_table(console, "Rates and starts", fairness.SEARCH_HEADER, rows)
+        print_table(console, "Rates and starts", fairness.SEARCH_HEADER[:-1], [row[:-1] for row in rows])
     print_table(console, "Methods", tables.FAMILY_HEADER[:-1], weights)
     for task in result["tasks"]:
         for mode in MODES:
@@ -200,9 +202,9 @@ def widths(columns: Sequence[tuple[str, Sequence[str]]], width: int) -> list[int
     least = []
     for index, (name, entries) in enumerate(columns):
         words = [word for text in (name, *entries) for word in text.split()]
-        # A method's options may be longer than a line.
+        # A method's options, or a source's name, may be longer than a line.
         found = max(map(len, words if name in FOLDED else [*name.split(), *entries]), default=0)
-        least.append(min(found, LONGEST_NAME) if index == 0 else found)
+        least.append(min(found, LONGEST_NAME) if index == 0 or name in LONG_WORDS else found)
     spare = width - 1 - sum(least) - BORDERS * len(columns)
     for index, wanted in enumerate(whole):
         more = max(0, min(spare, wanted - least[index]))

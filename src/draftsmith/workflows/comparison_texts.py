@@ -19,13 +19,13 @@ from draftsmith.workflows.held_out import as_prompt, fits
 from draftsmith.workflows.partition import (
     MEASURED,
     PARTS,
-    SOURCE,
     TRAINING,
     TUNING,
     Found,
     Parts,
     Text,
     keep_apart,
+    of_other_sources,
     split,
     spread,
 )
@@ -117,30 +117,29 @@ def comparison_texts(
     Raises:
         DraftsmithError: files that cannot be read, or too little text to keep some of it apart.
     """
-    cut_off, given = False, None if prompts is None else gather_prompts(prompts)
-    if data is None:
-        parts, by = embedded_parts(), SOURCE
-    else:
-        pool, cut_off = read_data(data)
-        dealt, by = split(pool, measured=given is None)
-        parts = {part: [piece for text in texts for piece in text.pieces()] for part, texts in dealt.items()}
-        parts[MEASURED] = spread(parts[MEASURED])
+    given = None if prompts is None else gather_prompts(prompts)
+    asked = [Text(one.task, one.source, one.conversation or one.text) for one in given or ()]
+    pool, cut_off = (embedded_pool(), False) if data is None else read_data(data)
+    others = of_other_sources(pool, asked)
+    dealt, by = split(others, measured=given is None)
+    parts = {part: [piece for text in dealt[part] for piece in text.pieces()] for part in PARTS}
     parts[TUNING] = spread(parts[TUNING])
     if given is not None:
-        parts[MEASURED] = [Text(one.task, one.source, one.conversation or one.text) for one in given]
-    kept, found = keep_apart(parts)
+        parts[MEASURED] = asked
+    elif data is not None:
+        parts[MEASURED] = spread(parts[MEASURED])
+    else:
+        names = {text.source for text in parts[MEASURED]}
+        parts[MEASURED] = [text for text in embedded_texts("prompts") if text.source in names]
+    kept, found = keep_apart(parts, len(pool) - len(others))
     trained = EMBEDDED if data is None else data.name
     origins = {TRAINING: trained, MEASURED: trained if prompts is None else name_of_source(prompts)}
     return ComparisonTexts(kept, given, found, by, origins, cut_off)
 
 
-def embedded_parts() -> Parts:
-    """Return the embedded texts in parts; only those that nothing embedded was trained on are measured on."""
-    every = {name: list(embedded_texts(name)) for name in ("train", "prompts")}
-    dealt, _ = split([*every["train"], *every["prompts"]])
-    names = {text.source for text in dealt[MEASURED]}
-    parts = {part: [piece for text in dealt[part] for piece in text.pieces()] for part in (TRAINING, TUNING)}
-    return parts | {MEASURED: [text for text in every["prompts"] if text.source in names]}
+def embedded_pool() -> list[Text]:
+    """Return all embedded texts; only those of the prompts are measured on, which nothing embedded was trained on."""
+    return [text for name in ("train", "prompts") for text in embedded_texts(name)]
 
 
 def embedded_texts(name: str) -> Iterator[Text]:

@@ -163,21 +163,24 @@ def spread(texts: Iterable[Text]) -> list[Text]:
     return sorted(texts, key=lambda text: text.key)
 
 
-def keep_apart(parts: Parts) -> tuple[Parts, Found]:
+def of_other_sources(texts: Sequence[Text], measured: Sequence[Text]) -> list[Text]:
+    """Return the texts whose source is not measured on; all of them where that leaves too few to train and tune on."""
+    sources = {text.source for text in measured} - {""}
+    others = [text for text in texts if text.source not in sources]
+    return others if len(others) > 1 else list(texts)
+
+
+def keep_apart(parts: Parts, of_prompts: int = 0) -> tuple[Parts, Found]:
     """Leave out of the training what the other parts know, and of the tuning what is measured on; say what was found.
 
-    Texts of a source that is measured on are left out where others remain.
+    Args:
+        of_prompts: texts that were left out already because the prompts are of their source.
 
     Raises:
         DraftsmithError: nothing to train on or to tune on remains.
     """
-    left_out: Counter[str] = Counter()
+    left_out = Counter({OWN_SOURCE: of_prompts})
     kept = dict(parts)
-    sources = {text.source for text in parts[MEASURED]} - {""}
-    others = {part: [text for text in parts[part] if text.source not in sources] for part in (TRAINING, TUNING)}
-    if all(others.values()):
-        left_out[OWN_SOURCE] = sum(len(parts[part]) - len(others[part]) for part in others)
-        kept |= others
     common = _common(kept)
     known: set[str] = set()
     windows: set[int] = set()

@@ -5,14 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 TEXTS_HEADER = ["part", "task", "texts", "sources"]
-SEARCH_HEADER = ["method", "rate", "suggested", "start", "trials", "search, s", "positions"]
+SEARCH_HEADER = ["method", "suggested", "rate", "start", "trials", "search, s", "positions"]
 TRIALS_HEADER = ["method", "rate", "start", "τ on tuning prompts"]
 MOST_NAMES = 7
-APART = {
-    "source": "by their sources",
-    "document": "by document, as there are too few named sources",
-    "place": "by their place, each document's beginning, middle and end, as there are too few documents",
-}
+BY_DOCUMENT, BY_PLACE = "document", "place"
+"""What texts are told apart by where sources do not do."""
 
 
 def texts_rows(texts: Mapping[str, Any]) -> list[list[str]]:
@@ -35,12 +32,11 @@ def texts_sentences(result: Mapping[str, Any]) -> list[str]:
     """Say what was kept apart, what the check found, and what could not be checked."""
     texts = result["texts"]
     origins, parts = texts["origins"], texts["parts"]
-    together = origins["training"] == origins["measured"]
     said = [
-        f"The texts that are trained, tuned and measured on are all of {origins['training']}, told apart "
-        f"{APART[texts['told_apart_by']]}." if together else
-        f"What is measured on is of {origins['measured']}. Those that are trained and tuned on are of "
-        f"{origins['training']}, told apart {APART[texts['told_apart_by']]}."
+        f"The texts that are trained, tuned and measured on are all of {origins['training']}, told apart {apart(texts)}."
+        if origins["training"] == origins["measured"] else
+        f"What is measured on is of {origins['measured']}. What is trained and tuned on is of {origins['training']}, told "
+        f"apart {apart(texts)}."
     ]
     left_out = "; ".join(f"{count} {reason}" for reason, count in texts["left_out"].items())
     said.append(f"Left out of training and tuning: {left_out or 'nothing had to be'}.")
@@ -67,6 +63,21 @@ def texts_sentences(result: Mapping[str, Any]) -> list[str]:
     return said
 
 
+def apart(texts: Mapping[str, Any]) -> str:
+    """Say what texts were told apart by."""
+    if texts["told_apart_by"] == BY_PLACE:
+        return "by their place, the beginning, the middle and the end of each, as there are too few documents"
+    if texts["told_apart_by"] == BY_DOCUMENT:
+        return "by document, as there are too few sources"
+    together = texts["origins"]["training"] == texts["origins"]["measured"]
+    own = [part for part in texts["parts"] if together or part["part"] != "measured"]
+    if not any(part["without_source"] for part in own):
+        return "by their sources"
+    if not any(part["sources"] for part in own):
+        return "by document, as none names a source"
+    return "by their sources, and by document where none is named"
+
+
 def measured(item: Mapping[str, Any]) -> str:
     """Say what a task was measured on."""
     sources = f" of {item['sources']} source{'s' if item['sources'] != 1 else ''}" if item["sources"] else ""
@@ -78,7 +89,7 @@ def search_rows(families: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a line for each method that was searched for: what was chosen, and what that cost."""
     return [
         [
-            f["name"], f"{f['rate']:.2g}{' (at the edge)' if f['rate_at_edge'] else ''}", f"{f['suggested_rate']:.2g}",
+            f["name"], f"{f['suggested_rate']:.2g}", f"{f['rate']:.2g}{' (edge)' if f['rate_at_edge'] else ''}",
             start(f["start"]), str(len(f["search"]["trials"])), f"{f['search']['seconds']:.0f}",
             f"{f['search']['positions']:,}",
         ]
@@ -100,12 +111,12 @@ def searched(families: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def start(options: Mapping[str, Any]) -> str:
-    """Say how a drafter starts, as on the command line; – where there is nothing to choose."""
-    return ",".join(f"{name}={word(value)}" for name, value in options.items()) or "–"
+    """Say how a drafter starts; – where there is nothing to choose."""
+    return ", ".join(f"{name}={word(value)}" for name, value in options.items()) or "–"
 
 
 def word(value: Any) -> str:
-    """Return a value as it is written on the command line."""
+    """Return a value as it is given to a recipe or a command."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -129,5 +140,6 @@ def search_sentence(result: Mapping[str, Any]) -> str:
         "Of every family that is trained, a third of the suggested rate, that rate and three times it were tried, one "
         "more where the best lay at an edge, and then other starts where the family has some: each trial with "
         f"{share:.0%} of the steps and the same schedule, judged by τ of a greedy chain on the same prompts of the "
-        f"tuning part. The search comes on top of the budget and took {seconds:.0f} s in all."
+        "tuning part. \"Edge\" marks a rate beyond which none was tried. The search comes on top of the budget and "
+        f"took {seconds:.0f} s in all."
     )
