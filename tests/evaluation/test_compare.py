@@ -74,7 +74,7 @@ def test_two_options_of_one_family(place: Path):
         assert recipe["stage2"]["rate"] == family["rate"]
         assert recipe["drafter"]["init_from_target"] == family["start"]["init_from_target"]
     texts = result["texts"]
-    assert texts["origins"] == {"training": "the embedded texts", "measured": "prompts.jsonl"}
+    assert (texts["data"], texts["prompts"]) == ("the embedded texts", "prompts.jsonl")
     assert (texts["shared_sources"], texts["shared_texts"], texts["shared_windows"]) == ([], 0, 0)
     assert result["measured"] == [
         {"task": task, "prompts": 3, "texts": 3, "sources": 0} for task in ("code", "edit")
@@ -178,7 +178,7 @@ def test_a_part_of_the_data_is_measured_on_where_no_prompts_are_given(place: Pat
     result = CliRunner().invoke(app, [*command, "--data", str(place / "prompts.jsonl"), "--search-share", "0"])
     assert result.exit_code == 0, result.output
     found = json.loads((place / "own" / "report.json").read_text())
-    assert found["texts"]["origins"] == {"training": "prompts.jsonl", "measured": "prompts.jsonl"}
+    assert (found["texts"]["data"], found["texts"]["prompts"]) == ("prompts.jsonl", None)
     assert [(part["part"], part["texts"]) for part in found["texts"]["parts"]] == [
         ("training", 3), ("tuning", 1), ("measured", 2)
     ]

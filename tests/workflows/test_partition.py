@@ -100,7 +100,7 @@ def test_data_are_told_apart_by_source(tmp_path: Path):
     texts = comparison_texts(jsonl(tmp_path / "data.jsonl", records), None)
     named = [sources(texts, part, "text") for part in PARTS]
     assert texts.by == SOURCE and [len(own) for own in named] == [3, 1, 2] and len(set.union(*named)) == 6
-    assert texts.origins == {"training": "data.jsonl", "measured": "data.jsonl"}
+    assert (texts.data, texts.prompts_of) == ("data.jsonl", None)
     assert texts.account()["shared_sources"] == [] and texts.found.shared_windows == 0
     again = comparison_texts(jsonl(tmp_path / "data.jsonl", records[::-1]), None)
     assert [sources(again, part, "text") for part in PARTS] == named, "whatever their order"

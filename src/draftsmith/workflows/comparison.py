@@ -134,10 +134,14 @@ class TextsOfPart(_Record):
 
 
 class TextsApart(_Record):
-    """What the parts were told apart by, what was left out for that, and what they still share."""
+    """What the parts were told apart by, what was left out for that, and what they still share.
+
+    `prompts` names what is measured on where that is no part of the `data`.
+    """
 
     told_apart_by: str
-    origins: dict[str, str]
+    data: str
+    prompts: str | None
     only_the_first_characters: int | None
     parts: list[TextsOfPart]
     left_out: dict[str, int]

@@ -19,7 +19,6 @@ from draftsmith.workflows.held_out import as_prompt, fits
 from draftsmith.workflows.partition import (
     MEASURED,
     PARTS,
-    TRAINING,
     TUNING,
     Found,
     Parts,
@@ -42,15 +41,16 @@ EMBEDDED = "the embedded texts"
 class ComparisonTexts:
     """The parts, and what is to be said of where they come from.
 
-    `by` says what the parts were told apart by. `origins` says of training and measuring where the texts come from,
-    `cut_off` whether more data were there than were read. What is measured on is `given` as prompts, or None.
+    `by` says what the parts were told apart by, `cut_off` whether more data were there than were read. What is measured
+    on is `given` as prompts from elsewhere, or None. `data` and `prompts_of` name where they come from.
     """
 
     parts: Parts
     given: list[Prompt] | None
     found: Found
     by: str
-    origins: Mapping[str, str]
+    data: str
+    prompts_of: str | None
     cut_off: bool
 
     def prompts(self, part: str, target: Target, new_tokens: int) -> list[Prompt]:
@@ -73,13 +73,13 @@ class ComparisonTexts:
 
     def digest(self) -> str:
         """Return what tells these parts from others."""
-        lines = (json.dumps([part, as_record(text)], sort_keys=True) for part in PARTS for text in self.parts[part])
+        lines = (json.dumps([part, as_record(text)], sort_keys=True, default=str) for part in PARTS for text in self.parts[part])
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
         """Write a file of every part, JSON lines, to be trained on and to be looked at."""
         for part in PARTS:
-            lines = [json.dumps(as_record(text), ensure_ascii=False) + "\n" for text in self.parts[part]]
+            lines = [json.dumps(as_record(text), ensure_ascii=False, default=str) + "\n" for text in self.parts[part]]
             replace_text(folder / f"{part}.jsonl", "".join(lines))
 
     def account(self) -> dict[str, Any]:
@@ -87,7 +87,8 @@ class ComparisonTexts:
         found = self.found
         return {
             "told_apart_by": self.by,
-            "origins": dict(self.origins),
+            "data": self.data,
+            "prompts": self.prompts_of,
             "only_the_first_characters": MOST_CHARACTERS if self.cut_off else None,
             "parts": [
                 {
@@ -132,9 +133,9 @@ def comparison_texts(
         names = {text.source for text in parts[MEASURED]}
         parts[MEASURED] = [text for text in embedded_texts("prompts") if text.source in names]
     kept, found = keep_apart(parts, len(pool) - len(others))
-    trained = EMBEDDED if data is None else data.name
-    origins = {TRAINING: trained, MEASURED: trained if prompts is None else name_of_source(prompts)}
-    return ComparisonTexts(kept, given, found, by, origins, cut_off)
+    named_data = EMBEDDED if data is None else data.name
+    named_prompts = None if prompts is None else name_of_source(prompts)
+    return ComparisonTexts(kept, given, found, by, named_data, named_prompts, cut_off)
 
 
 def embedded_pool() -> list[Text]:

@@ -31,12 +31,10 @@ def sources_of(part: Mapping[str, Any]) -> str:
 def texts_sentences(result: Mapping[str, Any]) -> list[str]:
     """Say what was kept apart, what the check found, and what could not be checked."""
     texts = result["texts"]
-    origins, parts = texts["origins"], texts["parts"]
+    data, prompts, parts = texts["data"], texts["prompts"], texts["parts"]
     said = [
-        f"The texts that are trained, tuned and measured on are all of {origins['training']}, told apart {apart(texts)}."
-        if origins["training"] == origins["measured"] else
-        f"What is measured on is of {origins['measured']}. What is trained and tuned on is of {origins['training']}, told "
-        f"apart {apart(texts)}."
+        f"What is trained, tuned and measured on is all of {data}, told apart {apart(texts)}." if prompts is None else
+        f"What is measured on is of {prompts}. What is trained and tuned on is of {data}, told apart {apart(texts)}."
     ]
     left_out = "; ".join(f"{count} {reason}" for reason, count in texts["left_out"].items())
     said.append(f"Left out of training and tuning: {left_out or 'nothing had to be'}.")
@@ -69,8 +67,7 @@ def apart(texts: Mapping[str, Any]) -> str:
         return "by their place, the beginning, the middle and the end of each, as there are too few documents"
     if texts["told_apart_by"] == BY_DOCUMENT:
         return "by document, as there are too few sources"
-    together = texts["origins"]["training"] == texts["origins"]["measured"]
-    own = [part for part in texts["parts"] if together or part["part"] != "measured"]
+    own = [part for part in texts["parts"] if texts["prompts"] is None or part["part"] != "measured"]
     if not any(part["without_source"] for part in own):
         return "by their sources"
     if not any(part["sources"] for part in own):
