@@ -73,8 +73,8 @@ class ComparisonTexts:
 
     def digest(self) -> str:
         """Return what tells these parts from others."""
-        lines = (json.dumps([part, as_record(text)], sort_keys=True, default=str) for part in PARTS for text in self.parts[part])
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        records = [[part, as_record(text)] for part in PARTS for text in self.parts[part]]
+        return hashlib.sha256(json.dumps(records, sort_keys=True, default=str).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
         """Write a file of every part, JSON lines, to be trained on and to be looked at."""
