@@ -170,7 +170,7 @@ def test_what_many_texts_have_in_common_makes_nothing_known():
 
 def test_too_little_data_are_refused(tmp_path: Path):
     chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
-    with pytest.raises(DraftsmithError, match="the data hold too little .1 documents"):
+    with pytest.raises(DraftsmithError, match="the data hold too little to be told apart .1 documents"):
         comparison_texts(jsonl(tmp_path / "one.jsonl", [chat]), None)
 
 

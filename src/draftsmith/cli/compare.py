@@ -165,9 +165,9 @@ def show(console: Console, result: dict[str, Any]) -> None:
     weights = [row[:-1] for row in tables.family_rows(result["families"])]
     print_table(console, "Texts kept apart", fairness.TEXTS_HEADER, fairness.texts_rows(result["texts"]))
     for sentence in fairness.texts_sentences(result):
-        console.print(f"· {sentence.replace('**', '')}", highlight=False)
+        console.print(f"· {sentence.replace('**', '')}", highlight=False, markup=False)
     if sentence := fairness.search_sentence(result):
-        console.print(f"· {sentence}", highlight=False)
+        console.print(f"· {sentence}", highlight=False, markup=False)
     if rows := fairness.search_rows(result["families"]):
         print_table(console, "Rates and starts", fairness.SEARCH_HEADER[:-1], [row[:-1] for row in rows])
     print_table(console, "Methods", tables.FAMILY_HEADER[:-1], weights)

@@ -61,7 +61,7 @@ def search(suggested: float, options: Mapping[str, Any], starts: Mapping[str, Se
         return max(trials, key=lambda trial: trial["tokens_per_step"] or 0.0)
 
     def at(power: int) -> float:
-        return suggested * float(FACTOR) ** power
+        return float(f"{suggested * float(FACTOR) ** power:.4g}")
 
     powers = [0, -1, 1]
     trials += [run(at(power), options) for power in powers]
