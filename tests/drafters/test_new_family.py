@@ -15,13 +15,13 @@ from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.drafter import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import Grid
-from draftsmith.evaluation.comparison.methods import Settings
 from draftsmith.evaluation.comparison.orderings import pairs
+from draftsmith.evaluation.comparison.questions import Settings
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
-from draftsmith.workflows.methods import Budget
+from draftsmith.workflows.entries import Budget
 from draftsmith.workflows.models import Loading
 from tests.helpers import training_toy as toy
 from tests.helpers.contract import check_drafter, check_forward_agreement

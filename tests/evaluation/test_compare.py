@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -60,6 +61,24 @@ def test_two_options_of_one_family(place: Path):
     names = ["mlp:inner_dim=16", "mlp:n_predict=2,tie_weights=true"]
     assert [family["name"] for family in result["families"]] == names
     assert all(family["parameters"] > 0 and family["training_positions"] >= 1000 for family in result["families"])
+    for family in result["families"]:
+        trials = family["search"]["trials"]
+        assert 7 <= len(trials) <= 8 and family["suggested_rate"] == 0.003 and trials[0]["rate"] == 0.003
+        best = max(trials, key=lambda trial: trial["tokens_per_step"])
+        assert family["rate"] == best["rate"]
+        for name, values in STARTS.items():
+            assert family["start"][name] == best["options"][name]
+            assert {trial["options"][name] for trial in trials} == values
+        assert family["search"]["positions"] == len(trials) * 16 * 48 and family["search"]["seconds"] > 0
+        recipe = yaml.safe_load((next((place / "out" / "runs").glob(slug(family["name"]))) / "recipe.yaml").read_text())
+        assert recipe["stage2"]["rate"] == family["rate"]
+        assert recipe["drafter"]["init_from_target"] == family["start"]["init_from_target"]
+    texts = result["texts"]
+    assert (texts["data"], texts["prompts"]) == ("the embedded texts", "prompts.jsonl")
+    assert (texts["shared_sources"], texts["shared_texts"], texts["shared_windows"]) == ([], 0, 0)
+    assert result["measured"] == [
+        {"task": task, "prompts": 3, "texts": 3, "sources": 0} for task in ("code", "edit")
+    ]
     assert {(c["method"], c["task"], c["mode"]) for c in result["cells"]} == {
         (name, task, mode) for name in names for task in ("code", "edit") for mode in ("greedy", "T=1")
     }
@@ -72,6 +91,8 @@ def test_two_options_of_one_family(place: Path):
         assert cell["mode"] != "greedy" or cell["identical"] == cell["rounds"] == 3
     assert "Verdict" in output and len(result["verdict"]) >= 4
     report = (place / "out" / "report.md").read_text()
+    assert "6 of " in report and "texts name no source, so of these only the words were compared" in report
+    assert "0 shared sources, 0 shared texts, 0 times 13 words in a row" in report and "## Rates and starts" in report
     assert "## code, greedy" in report and (place / "out" / "tau-and-cost.png").read_bytes()[1:4] == b"PNG"
 
     measured = (place / "out" / "measurements.jsonl").read_bytes()
@@ -104,11 +125,26 @@ def test_mistakes_are_named(place: Path, arguments: tuple[str, ...], message: st
     assert code == 2 and message in " ".join(output.split())
 
 
+def slug(name: str) -> str:
+    return name.replace(":", "-").replace(",", "-")
+
+
+STARTS = {"init_from_target": {"none", "embeddings", "embeddings+head"}, "init_width": {0.5, 1.0, 2.0}}
 KEPT = ("chain", "tree", "sampled_chain")
 
 
 def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def trials(path: Path) -> int:
+    return path.read_bytes().count(b'"trial|') if path.exists() else 0
+
+
+def value(record: str) -> dict[str, Any]:
+    """Return what a record says, but for the time that it took."""
+    found: dict[str, Any] = json.loads(record)
+    return {name: said for name, said in found["value"].items() if name != "seconds"}
 
 
 def kill_when(place: Path, more: tuple[str, ...], ready: Callable[[], bool]) -> None:
@@ -123,6 +159,42 @@ def kill_when(place: Path, more: tuple[str, ...], ready: Callable[[], bool]) -> 
         os.kill(process.pid, signal.SIGKILL)
 
 
+def test_a_comparison_without_search_says_so(place: Path):
+    more = ("--family", "mlp:inner_dim=16", "--search-share", "0", "--tasks", "code", "--out", str(place / "plain"))
+    code, output = compare(place, *more)
+    assert code == 0, output
+    assert "No search: every family was trained with the rate and the start that it" in " ".join(output.split())
+    (family,) = json.loads((place / "plain" / "report.json").read_text())["families"]
+    assert family["rate"] == family["suggested_rate"] and family["search"]["trials"] == []
+    assert family["start"] == {"init_from_target": "embeddings+head", "init_width": 1.0}
+
+
+def test_a_part_of_the_data_is_measured_on_where_no_prompts_are_given(place: Path):
+    # The prompts of this file, as data: six documents, of which no two share 13 words.
+    command = arguments(place, "--family", "mlp:inner_dim=16", "--out", str(place / "own"))
+    for option in ("--prompts", "--tasks"):
+        at = command.index(option)
+        del command[at : at + 2]
+    result = CliRunner().invoke(app, [*command, "--data", str(place / "prompts.jsonl"), "--search-share", "0"])
+    assert result.exit_code == 0, result.output
+    found = json.loads((place / "own" / "report.json").read_text())
+    assert (found["texts"]["data"], found["texts"]["prompts"]) == ("prompts.jsonl", None)
+    assert [(part["part"], part["texts"]) for part in found["texts"]["parts"]] == [
+        ("training", 3), ("tuning", 1), ("measured", 2)
+    ]
+    assert found["tasks"] == ["code", "edit"] and all(item["texts"] == 2 for item in found["measured"])
+    parts = [lines(place / "own" / "parts" / f"{name}.jsonl") for name in ("training", "tuning", "measured")]
+    assert parts == [3, 1, 2]
+
+
+def test_a_comparison_of_another_format_is_refused(place: Path):
+    folder = place / "old"
+    folder.mkdir()
+    (folder / "measurements.jsonl").write_text('{"key": "terms", "value": {"format": 2}}\n')
+    code, output = compare(place, "--family", "ngram", "--out", str(folder))
+    assert code == 2 and "of another version of Draftsmith, which measured otherwise" in " ".join(output.split())
+
+
 def test_a_killed_comparison_ends_as_one_that_was_not(place: Path):
     more = ("--family", "mlp:inner_dim=16", "--family", "ngram", "--positions", "20000", "--tasks", "code")
     whole, cut = place / "whole", place / "cut"
@@ -130,10 +202,14 @@ def test_a_killed_comparison_ends_as_one_that_was_not(place: Path):
 
     measurement_log, run = cut / "measurements.jsonl", cut / "runs" / "mlp-inner_dim=16"
     more += ("--out", str(cut))
+    kill_when(place, more, lambda: lines(measurement_log) > 3)
+    assert 2 <= trials(measurement_log) < trials(whole / "measurements.jsonl"), "killed as it searched"
     kill_when(place, more, lambda: (run / "latest").exists())
     (run / "latest").unlink()  # as if the kill had come between a checkpoint and the link to it
-    assert lines(measurement_log) == 2, "terms and beginning alone: it was killed as it trained"
-    kill_when(place, more, lambda: lines(measurement_log) > 4)
+    searched = trials(measurement_log)
+    assert lines(measurement_log) == 2 + searched, "terms, beginning and search: it was killed as it trained"
+    assert searched == trials(whole / "measurements.jsonl")
+    kill_when(place, more, lambda: lines(measurement_log) > 4 + searched)
     kept = measurement_log.read_bytes()
     assert lines(measurement_log) < lines(whole / "measurements.jsonl"), "killed as it measured"
     code, output = compare(place, *more)
@@ -143,6 +219,8 @@ def test_a_killed_comparison_ends_as_one_that_was_not(place: Path):
     records = [(folder / measurement_log.name).read_text().splitlines() for folder in (whole, cut)]
     keys = [[json.loads(record)["key"] for record in several] for several in records]
     assert keys[0] == keys[1] and len(set(keys[1])) == len(keys[1]), "everything once, in the same order"
+    found = [[value(record) for record in several if '"trial|' in record] for several in records]
+    assert found[0] == found[1], "the search found the same"
     weights = [folder / "runs" / run.name / "drafter" / "model.safetensors" for folder in (whole, cut)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     one, other = (json.loads((folder / "report.json").read_text()) for folder in (whole, cut))

@@ -10,13 +10,13 @@ from rich.console import Console
 import draftsmith
 from draftsmith import DraftsmithError, Plan, Target, load_drafter
 from draftsmith.evaluation.bench import Grid
-from draftsmith.evaluation.comparison.methods import Settings, gather
+from draftsmith.evaluation.comparison.questions import Settings, gather
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.evaluation.proof.prove import Workload
 from draftsmith.targets.token_ids import Conversation
 from draftsmith.workflows.demonstration import demonstrate
+from draftsmith.workflows.entries import Budget
 from draftsmith.workflows.live import LiveSettings
-from draftsmith.workflows.methods import Budget
 from draftsmith.workflows.models import Loading
 from draftsmith.workflows.proving import ragged
 from draftsmith.workflows.training import Evaluation, TrainResult
@@ -83,7 +83,7 @@ def test_a_prompt_without_room_is_found_before_anything_is_trained(place: Path):
     texts = [Prompt("prose", "x", text) for text in TEXTS]
     settings = Settings(tasks=("prose",), prompts=1, sampled_prompts=1, prompt_tokens=120, new_tokens=32)
     with pytest.raises(DraftsmithError, match=r"prompt 1 of task 'prose' has 120 tokens, .* room for 96 before"):
-        gather(target, texts, settings)
+        gather(target, texts, texts, settings)
 
 
 def test_train_refuses_an_override_that_it_does_not_know():

@@ -22,7 +22,9 @@ from draftsmith.cli.common import (
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
 
-FOLDED = "fastest draft"
+FOLDED = ("fastest draft", "sources", "start")
+# Columns that may be folded within a word.
+LONG_WORDS = ("sources", "start")
 # Of a table: what a column needs beside its text, and the longest name that is not folded.
 BORDERS, LONGEST_NAME = 3, 14
 # What a run calls the folder of its drafter.
@@ -43,7 +45,11 @@ def compare(
         typer.Option(help="Also a drafter that is trained already, as FOLDER or NAME=FOLDER. Repeat it for more."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Text whose beginnings the target continues to train on; embedded by default.")
+        Path | None,
+        typer.Option(
+            help="Text whose beginnings the target continues to train on; embedded by default. Without --prompts a "
+            "part of it is measured on."
+        ),
     ] = None,
     positions: Annotated[
         int | None, typer.Option(help="Positions that every family is trained on; 100,000 by default.")
@@ -51,12 +57,24 @@ def compare(
     minutes: Annotated[
         float | None, typer.Option(help="Minutes that every family is trained for, in place of --positions.")
     ] = None,
+    search_share: Annotated[
+        float,
+        typer.Option(
+            help="Part of the training, on top of it, that each trial of learning rate and start gets; 0 takes what "
+            "the families suggest."
+        ),
+    ] = 0.15,
     texts: Annotated[int, typer.Option(help="Texts that the target writes for all to learn from.")] = 2048,
     text_tokens: Annotated[int, typer.Option(help="Tokens of each of them.")] = 128,
     prompts: Annotated[
-        Path | None, typer.Option(help="Held-out prompts of your own: JSONL, `text` or `messages` and `task` a line.")
+        Path | None,
+        typer.Option(
+            help="Prompts of your own to measure on: JSONL, `text` or `messages`, and `task` and `source`, a line."
+        ),
     ] = None,
-    tasks: Annotated[str, typer.Option(help="Tasks to decode; `edit` repeats a file.")] = "code,prose,dialogue,edit",
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks to decode, such as code,edit; `edit` repeats a file. All by default.")
+    ] = None,
     prompt_count: Annotated[int, typer.Option(help="Prompts a task that τ is measured on, greedily.")] = 40,
     sampled_prompt_count: Annotated[int, typer.Option(help="The same at temperature 1.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
@@ -74,19 +92,20 @@ def compare(
 ) -> None:
     """Train draft families on one budget, decode with each, and say which to use for which task.
 
-    Every family is trained by the same trainer on the same texts, which the target itself writes; families without
-    training take part as they are. A run that was cut goes on where it was when the same command is given again.
+    Every family is trained by the same trainer on the same texts, which the target itself writes, with the learning
+    rate that the same search found best; families without training take part as they are. Nothing is measured on
+    sources that are trained or tuned on. A run that was cut goes on where it was when the same command is given again.
 
     Example: `draftsmith compare --family mlp --family medusa --family ngram --minutes 1`
     """
     check_outputs(json_path)
-    from draftsmith.evaluation.comparison.methods import Settings
+    from draftsmith.evaluation.comparison.questions import Settings
     from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.comparison import compare as run
-    from draftsmith.workflows.methods import Budget
+    from draftsmith.workflows.entries import Budget
 
-    budget = Budget(out, positions, minutes, data, texts, text_tokens, seed)
-    wanted = tuple(task for task in tasks.replace(" ", "").split(",") if task)
+    budget = Budget(out, positions, minutes, data, texts, text_tokens, seed, search_share)
+    wanted = tuple(task for task in (tasks or "").replace(" ", "").split(",") if task)
     settings = Settings(wanted, prompt_count, sampled_prompt_count, prompt_tokens, new_tokens, rounds, seed)
     given = named_folders(drafter or [])
     console, notes = Console(), Console(stderr=True)
@@ -140,10 +159,17 @@ def named_folder(item: str) -> tuple[str, str]:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print the tables and the verdict."""
-    from draftsmith.evaluation.comparison import orderings, tables
+    from draftsmith.evaluation.comparison import fairness, orderings, tables
     from draftsmith.evaluation.comparison.methods import MODES
 
     weights = [row[:-1] for row in tables.family_rows(result["families"])]
+    print_table(console, "Texts kept apart", fairness.TEXTS_HEADER, fairness.texts_rows(result["texts"]))
+    for sentence in fairness.texts_sentences(result):
+        console.print(f"· {sentence.replace('**', '')}", highlight=False, markup=False)
+    if sentence := fairness.search_sentence(result):
+        console.print(f"· {sentence}", highlight=False, markup=False)
+    if rows := fairness.search_rows(result["families"]):
+        print_table(console, "Rates and starts", fairness.SEARCH_HEADER[:-1], [row[:-1] for row in rows])
     print_table(console, "Methods", tables.FAMILY_HEADER[:-1], weights)
     for task in result["tasks"]:
         for mode in MODES:
@@ -163,7 +189,7 @@ def print_table(console: Console, title: str, header: Sequence[str], rows: Seque
     table = Table(title=title, title_justify="left")
     columns = [(name, [row[index] for row in rows]) for index, name in enumerate(header)]
     for index, ((name, _), width) in enumerate(zip(columns, widths(columns, console.width), strict=True)):
-        wordy = index == 0 or name in (FOLDED, "task", "holds here")
+        wordy = index == 0 or name in (*FOLDED, "task", "holds here")
         table.add_column(name, justify="left" if wordy else "right", overflow="fold", width=width)
     for row in rows:
         table.add_row(*row)
@@ -176,9 +202,9 @@ def widths(columns: Sequence[tuple[str, Sequence[str]]], width: int) -> list[int
     least = []
     for index, (name, entries) in enumerate(columns):
         words = [word for text in (name, *entries) for word in text.split()]
-        # A method's options may be longer than a line.
-        found = max(map(len, words if name == FOLDED else [*name.split(), *entries]), default=0)
-        least.append(min(found, LONGEST_NAME) if index == 0 else found)
+        # A method's options, or a source's name, may be longer than a line.
+        found = max(map(len, words if name in FOLDED else [*name.split(), *entries]), default=0)
+        least.append(min(found, LONGEST_NAME) if index == 0 or name in LONG_WORDS else found)
     spare = width - 1 - sum(least) - BORDERS * len(columns)
     for index, wanted in enumerate(whole):
         more = max(0, min(spare, wanted - least[index]))

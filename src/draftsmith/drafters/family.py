@@ -31,6 +31,8 @@ class Compared:
 
     Args:
         options: in place of the defaults, which may be those of a large target.
+        starts: options that say how its first weights are made, and the values of each that are tried before it is
+            trained, besides several learning rates.
         static_tree: its tree is the family's published one at every step, cut to as many nodes as all others have.
         confident_twin: the name under which the same weights take part once more, with a tree of what they are surest
             of; None where they do not.
@@ -40,6 +42,7 @@ class Compared:
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
+    starts: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     static_tree: bool = False
     confident_twin: str | None = None
     beats_in_papers: tuple[str, ...] = ()

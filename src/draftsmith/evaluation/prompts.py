@@ -16,7 +16,7 @@ from draftsmith.types import DraftsmithError
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with the kind of task it stands for ("code", "prose", "dialogue", …) and where it comes from.
+    """A text with the kind of task it stands for ("code", "prose", "dialogue", …) and its source, "" where nobody said.
 
     Of a `conversation`, which waits for the assistant's next words, the text is what was said last.
     """
@@ -45,7 +45,7 @@ def load_prompts(path: Path) -> list[Prompt]:
         if path.suffix in (".jsonl", ".ndjson"):
             prompts = read_jsonl(path)
         else:
-            prompts = [Prompt("text", path.name, path.read_text(encoding="utf-8"))]
+            prompts = [Prompt("text", "", path.read_text(encoding="utf-8"))]
     except OSError as error:
         raise DraftsmithError(f"the prompt file {path} cannot be read ({error.strerror}); check the path.") from error
     except UnicodeDecodeError as error:
@@ -77,7 +77,7 @@ def read_jsonl(path: Path) -> list[Prompt]:
                     f"line {number} of {path} is not a JSON object with a string field `text` or `prompt`, or with "
                     "`messages` that begin with a user's; fix it."
                 ) from error
-            task, source = str(record.get("task", "text")), str(record.get("source", path.name))
+            task, source = str(record.get("task", "text")), str(record.get("source", ""))
             prompts.append(Prompt(task, source, text, conversation))
     return prompts
 

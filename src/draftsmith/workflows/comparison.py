@@ -1,6 +1,5 @@
 """Which draft family pays, for which task, on this machine: `draftsmith compare`, from Python."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +10,25 @@ from rich.console import Console
 
 from draftsmith.drafters.trainable import storage
 from draftsmith.evaluation.comparison.measurement_log import MeasurementLog
-from draftsmith.evaluation.comparison.methods import Settings, gather, measure_methods
+from draftsmith.evaluation.comparison.methods import measure_methods
 from draftsmith.evaluation.comparison.orderings import orderings, summary
 from draftsmith.evaluation.comparison.plots import figures
+from draftsmith.evaluation.comparison.questions import Settings, gather
 from draftsmith.evaluation.comparison.tables import to_markdown, verdict
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.evaluation.reporting.result_files import ensure_folder, write_report
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
-from draftsmith.workflows.methods import Budget, prepare_methods, read_entries
+from draftsmith.workflows.comparison_texts import comparison_texts
+from draftsmith.workflows.entries import Budget, read_entries
+from draftsmith.workflows.methods import prepare_methods
 from draftsmith.workflows.models import Loading, load_target, quiet
-from draftsmith.workflows.sources import gather_prompts
+from draftsmith.workflows.partition import MEASURED, TUNING
+from draftsmith.workflows.search import Judge
 
 # Of the measurements that a comparison keeps; those of another format are not gone on with.
-FORMAT = 2
+FORMAT = 3
 
 
 class _Record(BaseModel):
@@ -67,8 +70,30 @@ class CompareCell(_Record):
     seconds_by_round: list[float]
 
 
+class Trial(_Record):
+    """A short training of the search, and the τ that it was judged by; None where its loss was not finite."""
+
+    rate: float
+    options: dict[str, Any]
+    tokens_per_step: float | None
+    tokens_per_step_ci: list[float] | None
+    steps: int
+    seconds: float
+
+
+class Search(_Record):
+    """All trials of a method, and what they cost besides its training."""
+
+    trials: list[Trial]
+    seconds: float
+    positions: int
+
+
 class MethodFacts(_Record):
-    """What a method weighs, and what training it took."""
+    """What a method weighs, and what training it took; `rate` and `start` are those that the search chose.
+
+    `rate_at_edge` tells that no larger rate, or no smaller one, was tried that did worse.
+    """
 
     name: str
     summary: str
@@ -78,6 +103,11 @@ class MethodFacts(_Record):
     training_s: float | None = None
     training_positions: int | None = None
     training_steps: int | None = None
+    rate: float | None = None
+    suggested_rate: float | None = None
+    start: dict[str, Any] | None = None
+    rate_at_edge: bool | None = None
+    search: Search | None = None
 
 
 class Ordering(_Record):
@@ -93,6 +123,43 @@ class Ordering(_Record):
     prompts: int
 
 
+class TextsOfPart(_Record):
+    """The texts of one task that are in one part: trained, tuned or measured on."""
+
+    part: str
+    task: str
+    texts: int
+    sources: list[str]
+    without_source: int
+
+
+class TextsApart(_Record):
+    """What the parts were told apart by, what was left out for that, and what they still share.
+
+    `prompts` names what is measured on where that is no part of the `data`.
+    """
+
+    told_apart_by: str
+    data: str
+    prompts: str | None
+    only_the_first_characters: int | None
+    parts: list[TextsOfPart]
+    left_out: dict[str, int]
+    shared_sources: list[str]
+    shared_texts: int
+    shared_windows: int
+    common_windows: int
+
+
+class Measured(_Record):
+    """How many prompts a task was measured on, of how many texts and known sources."""
+
+    task: str
+    prompts: int
+    texts: int
+    sources: int
+
+
 class CompareResult(_Record):
     """Everything a comparison measured; `begun` says what command measured first."""
 
@@ -103,6 +170,9 @@ class CompareResult(_Record):
     prompts: list[int]
     rounds: int
     tasks: list[str]
+    texts: TextsApart
+    measured: list[Measured]
+    search_share: float
     families: list[MethodFacts]
     cells: list[CompareCell]
     orderings: list[Ordering]
@@ -153,38 +223,49 @@ def compare(
         drafters: folders of drafters that are trained already, by the name to call them.
         budget: what every family may learn from, and the folder of runs and report.
         settings: how much to measure.
-        prompts: held-out prompts, a file or texts with their tasks; the embedded ones by default.
+        prompts: held-out prompts, a file or texts with their tasks; by default a part of the data, or of the embedded
+            texts, whose sources nothing is trained or tuned on.
         loading: how a target given by name is loaded.
         console: where training is shown; nowhere by default.
         on_progress: gets what is being measured.
 
     Raises:
-        DraftsmithError: an unknown family or task, or a folder that holds a comparison on other terms.
+        DraftsmithError: an unknown family or task, too little text to keep some of it apart, or a folder that holds a
+            comparison on other terms.
     """
     budget, settings = budget or Budget(Path("comparison")), settings or Settings()
     loading, console, given = loading or Loading(), console or quiet(), dict(drafters or {})
     entries = [] if given and not families else read_entries(list(families))
     digests = {name: fingerprint(Path(folder)) for name, folder in given.items()}
-    texts = gather_prompts(prompts)
+    texts = comparison_texts(budget.data, prompts)
     loaded = load_target(target, loading, console)
-    questions = gather(loaded, texts, settings)
+    tuning, measured = (texts.prompts(part, loaded, settings.new_tokens) for part in (TUNING, MEASURED))
+    questions = gather(loaded, measured, tuning, settings)
     ensure_folder(budget.folder)
     measurement_log = MeasurementLog(budget.folder / "measurements.jsonl")
     terms = {
-        "format": FORMAT, "target": loaded.name, "dtype": str(loaded.dtype), "data": budget.data and str(budget.data),
-        "positions": budget.positions, "minutes": budget.minutes, "texts": [budget.texts, budget.text_tokens],
-        "seed": budget.seed,
+        "format": FORMAT, "target": loaded.name, "dtype": str(loaded.dtype), "texts": texts.digest(),
+        "positions": budget.positions, "minutes": budget.minutes, "written": [budget.texts, budget.text_tokens],
+        "search_share": budget.search_share, "seed": budget.seed,
         "prompts": [settings.prompts, settings.sampled_prompts, settings.prompt_tokens, settings.new_tokens],
-        "prompts_from": source_of(prompts),
         "device": str(loaded.device), "implementation": loaded.backend.description, "given": digests,
     }
-    if measurement_log.once("terms", lambda: terms) != terms:
+    kept = measurement_log.once("terms", lambda: terms)
+    if kept.get("format") != FORMAT:
+        raise DraftsmithError(
+            f"{budget.folder} holds a comparison of another version of Draftsmith, which measured otherwise; choose "
+            "another --out, or delete it."
+        )
+    if kept != terms:
         raise DraftsmithError(
             f"{budget.folder} holds a comparison on other terms; choose another --out, or delete it."
         )
     about = provenance(target=loaded.name, dtype=str(loaded.dtype))
     begun = measurement_log.once("begun", lambda: about)
-    methods, weighed = prepare_methods(loaded, entries, given, budget, measurement_log, console)
+    ensure_folder(budget.parts)
+    texts.write(budget.parts)
+    judge = Judge.of(loaded, tuning, settings)
+    methods, weighed = prepare_methods(loaded, entries, given, budget, tuning, judge, measurement_log, console)
     cells = measure_methods(loaded, methods, questions, settings, measurement_log, on_progress)
     tasks = list(questions)
     ordered = orderings(cells, tasks, weighed)
@@ -197,6 +278,12 @@ def compare(
         "prompts": [settings.prompts, settings.sampled_prompts],
         "rounds": settings.rounds,
         "tasks": tasks,
+        "texts": texts.account(),
+        "measured": [
+            {"task": task, "prompts": len(asked.measured), "texts": asked.texts, "sources": asked.sources}
+            for task, asked in questions.items()
+        ],
+        "search_share": budget.search_share,
         "families": weighed,
         "cells": cells,
         "orderings": ordered,
@@ -205,14 +292,6 @@ def compare(
     result = CompareResult.model_validate(values)
     found = result.as_json()
     return Comparison(result, write_report(budget.folder, to_markdown(found), found, figures(found["cells"], tasks)))
-
-
-def source_of(prompts: Path | str | Sequence[str | Prompt] | None) -> str | None:
-    """Return what tells two sources of prompts apart: a path, or a digest of texts that were handed over."""
-    if prompts is None or isinstance(prompts, str | Path):
-        return None if prompts is None else str(prompts)
-    texts = [item if isinstance(item, str) else f"{item.task}\n{item.text}" for item in prompts]
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def fingerprint(folder: Path) -> str:

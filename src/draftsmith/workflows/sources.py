@@ -29,7 +29,7 @@ def gather_prompts(source: "Path | str | Sequence[str | Prompt] | None", task: s
     if isinstance(source, str | Path):
         prompts = load_prompts(Path(source))
     else:
-        prompts = [item if isinstance(item, Prompt) else Prompt("text", "given", item) for item in source]
+        prompts = [item if isinstance(item, Prompt) else Prompt("text", "", item) for item in source]
     chosen = [prompt for prompt in prompts if task is None or prompt.task == task]
     if not chosen:
         place = source if isinstance(source, str | Path) else "what was given"

@@ -125,6 +125,14 @@ def test_state_only_heads_do_not_read_tokens():
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def test_what_is_drawn_begins_as_wide_as_asked_for():
+    one, wide = make().state_dict(), make(init_width=2.0).state_dict()
+    for name, drawn in one.items():
+        factor = 2.0 if drawn.ndim == 2 else 1.0
+        torch.testing.assert_close(wide[name], factor * drawn)
+    assert one["head.0.weight"].std().item() == pytest.approx(WIDTH**-0.5, rel=0.1)
+
+
 def test_default_plan_is_the_config_s():
     assert make(top_k_tokens_per_head=(3, 2), n_candidates=4).default_plan() == Plan((3, 2, 1, 1), paths=4)
     assert make().default_plan() == Plan((1, 1, 1, 1))

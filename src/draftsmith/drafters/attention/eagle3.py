@@ -31,7 +31,7 @@ from draftsmith.drafters.attention.eagle import ARCHITECTURES as EAGLE_ARCHITECT
 from draftsmith.drafters.attention.eagle_config import Eagle3Config, taps_from_json
 from draftsmith.drafters.attention.feature_drafter import FeatureDrafter
 from draftsmith.drafters.attention.layer_sizes import LayerSizes
-from draftsmith.drafters.family import trained
+from draftsmith.drafters.family import Compared, trained
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.types import DraftsmithError
 
@@ -197,5 +197,5 @@ def draft_tokens(config: Mapping[str, Any], tensors: Mapping[str, Tensor], origi
 
 FAMILY = trained(
     "eagle3", "EAGLE-3: one decoder layer over states of several layers, trained on its own outputs (arXiv:2503.01840)",
-    Eagle3,
+    Eagle3, compared=Compared(starts={"init_head_from_target": (True, False)}),
 )

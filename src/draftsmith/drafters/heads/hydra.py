@@ -284,5 +284,5 @@ def reopen_hydra(folder: Path, target: "Target | None", dtype: torch.dtype) -> H
 FAMILY = Family(
     "hydra", "Hydra heads: Medusa's, reading the tokens guessed before theirs as well (arXiv:2402.05109)",
     HydraConfig, make_hydra, load_hydra, HydraDrafter.recognises, trainable=True, reopen=reopen_hydra,
-    compared=Compared(beats_in_papers=("medusa",)),
+    compared=Compared(starts={"init_from_target": (True, False)}, beats_in_papers=("medusa",)),
 )

@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.drafters.config import FREE
-from draftsmith.drafters.family import trained
+from draftsmith.drafters.family import Compared, trained
 from draftsmith.drafters.heads.base import HeadConfig, HeadDrafter, ResidualBlock, native_steps
 from draftsmith.drafters.static_tree import MEDUSA_TREE, plan_of
 from draftsmith.drafters.trainable import storage
@@ -180,5 +180,5 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
 
 FAMILY = trained(
     "medusa", "Medusa heads: each guesses one token further ahead from the target's state (arXiv:2401.10774)",
-    MedusaDrafter, tree=MEDUSA_TREE,
+    MedusaDrafter, tree=MEDUSA_TREE, compared=Compared(starts={"init_from_target": (True, False)}),
 )

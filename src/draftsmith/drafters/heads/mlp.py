@@ -49,7 +49,7 @@ class ScaleShiftNorm(nn.Module):
 
 
 class MLPSpeculator(RowwiseDrafter):
-    """The speculator itself. Weights start as N(0, 1/sqrt(D)), norms at scale 1 and shift 0."""
+    """The speculator itself. Weights start as N(0, 1/sqrt(D)) times `init_width`, norms at scale 1 and shift 0."""
 
     taps = (-1,)
     can_compile = True
@@ -84,7 +84,7 @@ class MLPSpeculator(RowwiseDrafter):
         self.proj = nn.ModuleList([first, *rest])
         for parameter in self.parameters():
             if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=width**-0.5)
+                nn.init.normal_(parameter, std=config.init_width * width**-0.5)
 
     def _weight(self, modules: nn.ModuleList, depth: int) -> Tensor:
         weight: Tensor = modules[depth].weight  # type: ignore[assignment]
@@ -215,6 +215,7 @@ FAMILY = trained(
     MLPSpeculator, rate=3e-3,
     compared=Compared(
         options={"n_predict": 4, "tie_weights": True, "init_from_target": "embeddings+head"},
-        beats_in_papers=("medusa",)
+        starts={"init_from_target": ("embeddings+head", "embeddings", "none"), "init_width": (1.0, 0.5, 2.0)},
+        beats_in_papers=("medusa",),
     ),
 )

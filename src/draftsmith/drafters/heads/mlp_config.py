@@ -39,6 +39,9 @@ class MLPConfig(TrainedConfig):
     init_from_target: Annotated[Literal["none", "embeddings", "embeddings+head"], FREE] = Field(
         default="none", description="which tables begin as copies of the target's: none, embeddings or embeddings+head"
     )
+    init_width: Annotated[float, Field(gt=0, allow_inf_nan=False), FREE] = Field(
+        default=1.0, description="what is drawn begins with this times the standard deviation 1/sqrt(inner_dim)"
+    )
 
     layout = (
         "hidden_size", "vocab_size", "inner_dim", "n_predict", "tie_weights", "scale_input", "top_k_tokens_per_head",

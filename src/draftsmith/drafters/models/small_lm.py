@@ -9,7 +9,7 @@ Shapes: B sequences, T positions, R rows, V vocabulary, F width of the target's 
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.config import Count, Size, TrainedConfig
+from draftsmith.drafters.config import FREE, Count, Size, TrainedConfig
 from draftsmith.drafters.family import Compared, Family
 from draftsmith.drafters.models.draft_model import draft_with, load_draft_model
 from draftsmith.drafters.trainable.batch import TrainingBatch
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 HEAD_WIDTH = 64
+DRAWN = 0.02
+"""The standard deviation of new weights, as Llama's config has it."""
 
 
 class SmallLMConfig(TrainedConfig):
@@ -41,6 +43,9 @@ class SmallLMConfig(TrainedConfig):
     guesses: Count = Field(default=4, description="tokens that are drafted, as a chain")
     init_from_target: bool = Field(
         default=True, description="start embedding and head as the target's, where the widths agree; false draws them"
+    )
+    init_width: Annotated[float, Field(gt=0, allow_inf_nan=False), FREE] = Field(
+        default=1.0, description=f"what is drawn begins with this times the standard deviation {DRAWN}"
     )
 
 
@@ -139,7 +144,8 @@ def make_small_lm(config: SmallLMConfig, target: "Target", draft_tokens: Tensor 
     llama = LlamaConfig(
         vocab_size=target.vocab_size, hidden_size=width, intermediate_size=-(-8 * width // 3 // 16) * 16,
         num_hidden_layers=config.layers, num_attention_heads=heads, max_position_embeddings=target.max_length,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=min(target.eos_token_ids, default=None),
+        initializer_range=DRAWN * config.init_width, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=min(target.eos_token_ids, default=None),
     )
     made = SmallLM(config, llama)
     if config.init_from_target and width == target.hidden_size:
@@ -157,5 +163,7 @@ def trained_here(config: Mapping[str, Any]) -> bool:
 FAMILY = Family(
     "small-lm", "a small Llama with the target's vocabulary, trained here, drafts as a draft model (arXiv:2310.08461)",
     SmallLMConfig, make_small_lm, load_draft_model, trained_here, trainable=True, reopen=SmallLM.from_pretrained,
-    compared=Compared(options={"draft_vocab_size": 0}),
+    compared=Compared(
+        options={"draft_vocab_size": 0}, starts={"init_from_target": (True, False), "init_width": (1.0, 0.5, 2.0)}
+    ),
 )

@@ -3,7 +3,7 @@
 Two things are measured of every method, task and temperature. How well it guesses: τ on the same prompts with one
 chain and one tree for all, and at temperature 1 with a sampled chain as well; cost is left out. What that is worth
 here: the time of one prompt at a time with the shape of draft that this method is fastest with, every round together
-with plain decoding and all others in random order. A shape is chosen on prompts that are not measured on.
+with plain decoding and all others in random order. A shape is chosen on prompts of sources that are not measured on.
 """
 
 import random
@@ -16,49 +16,21 @@ from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.drafters.static_tree import Choices, pruned
 from draftsmith.engine import Engine
 from draftsmith.evaluation.comparison.measurement_log import MeasurementLog
+from draftsmith.evaluation.comparison.questions import Questions, Settings
 from draftsmith.evaluation.measuring.interleaving import interleaved
 from draftsmith.evaluation.measuring.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.measuring.measure import measure
-from draftsmith.evaluation.prompts import Prompt, cut, tokenizer_of
 from draftsmith.evaluation.reporting.plan_names import plan_name
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
-from draftsmith.targets.token_ids import body_ids, opening_ids
-from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.types import SamplingParams
 
 PLAIN = "plain"
 CHAIN = 4
 TREE_NODES, TREE_WIDTH = 14, 4
-EDIT = "edit"
-# A file that is repeated is so many times as long as a prompt; its beginning, half a prompt, is given again.
-REPEATED = 3
-TASKS = ("code", "prose", "dialogue", EDIT)
 MODES = {"greedy": 0.0, "T=1": 1.0}
 # Rows at a time where τ is measured, which does not depend on it; more would only take more memory for each engine.
 ROWS = 16
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How much to measure of every task: τ on so many prompts, exactly `new_tokens` each, and timed rounds.
-
-    At temperature 1 the first `sampled_prompts` do: τ varies less from prompt to prompt there, and takes more steps.
-    """
-
-    tasks: tuple[str, ...] = TASKS
-    prompts: int = 40
-    sampled_prompts: int = 16
-    prompt_tokens: int = 64
-    new_tokens: int = 64
-    rounds: int = 12
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("prompts", "sampled_prompts", "prompt_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise DraftsmithError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.new_tokens < 2:
-            raise DraftsmithError(f"new_tokens is {self.new_tokens}; it must be at least 2.")
 
 
 def static_tree(published: Choices) -> Choices:
@@ -113,49 +85,17 @@ class Method:
         return plans
 
 
-def gather(target: Target, prompts: Sequence[Prompt], settings: Settings) -> dict[str, list[list[int]]]:
-    """Return, for every task, the prompts of calibration (2), then those measured on; short texts are taken whole.
-
-    The task `edit` is made from code: a file, and then its beginning again, as an editor's model is asked to write it.
-
-    Raises:
-        DraftsmithError: a task without prompts, or a prompt that the target has no room for.
-    """
-    count = max(settings.prompts, settings.sampled_prompts) + 2
-    chosen = {}
-    for task in settings.tasks:
-        if task == EDIT:
-            whole = REPEATED * settings.prompt_tokens
-            files = cut(target, [prompt for prompt in prompts if prompt.task == "code"], whole, count, exact=False)
-            tokenizer = tokenizer_of(target)
-            again, begun = body_ids(tokenizer, "\n\n# The same file, edited:\n"), len(opening_ids(tokenizer))
-            chosen[task] = [file + again + file[begun : len(file) // (2 * REPEATED)] for file in files]
-            continue
-        mine = [prompt for prompt in prompts if prompt.task == task]
-        if not mine:
-            raise DraftsmithError(f"there are no prompts of task {task!r}; give some with --prompts, or leave it out.")
-        chosen[task] = cut(target, mine, settings.prompt_tokens, count, exact=False)
-    room = target.max_length - settings.new_tokens
-    for task, several in chosen.items():
-        for number, tokens in enumerate(several, 1):
-            if len(tokens) > room:
-                raise DraftsmithError(
-                    f"prompt {number} of task {task!r} has {len(tokens)} tokens, but {target.name!r} has room for "
-                    f"{room} before {settings.new_tokens} new ones; give shorter prompts, or ask for fewer new tokens."
-                )
-    return chosen
-
-
 def measure_methods(
     target: Target,
     methods: Sequence[Method],
-    prompts: dict[str, list[list[int]]],
+    prompts: dict[str, Questions],
     settings: Settings,
     measurement_log: MeasurementLog,
     on_progress: Callable[[str], None] = lambda label: None,
 ) -> list[dict[str, Any]]:
     """Measure everything that the measurement log lacks and return a cell for each method, task and mode."""
-    longest = max(len(prompt) for several in prompts.values() for prompt in several) + settings.new_tokens
+    every = [prompt for several in prompts.values() for prompt in [*several.calibration, *several.measured]]
+    longest = max(map(len, every)) + settings.new_tokens
     rows = min(max(settings.prompts, settings.sampled_prompts), ROWS)
     engines = {
         method.name: Engine(target, method.drafter, max_batch=rows, max_length=longest, share_prefixes=False)
@@ -163,10 +103,9 @@ def measure_methods(
     }
     cells = []
     for task, several in prompts.items():
-        calibration = several[:2]
         for mode, temperature in MODES.items():
             count = settings.prompts if temperature == 0 else settings.sampled_prompts
-            measured = several[2:][:count]
+            measured = several.measured[:count]
             params = SamplingParams(
                 max_tokens=settings.new_tokens, temperature=temperature, ignore_eos=True, seed=settings.seed
             )
@@ -179,7 +118,7 @@ def measure_methods(
                     f"guess|{key}", partial(guess_quality, engine, method, measured, params)
                 )
                 found = measurement_log.once(
-                    f"shape|{key}", partial(fastest_shape, engine, method, calibration, params)
+                    f"shape|{key}", partial(fastest_shape, engine, method, several.calibration, params)
                 )
                 shapes[method.name] = read_plan(found)
             rounds = []

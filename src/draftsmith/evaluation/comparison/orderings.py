@@ -9,7 +9,8 @@ from typing import Any
 
 from draftsmith.drafters.family import Compared
 from draftsmith.drafters.registry import families as known_families
-from draftsmith.evaluation.comparison.methods import EDIT, MODES
+from draftsmith.evaluation.comparison.methods import MODES
+from draftsmith.evaluation.comparison.questions import EDIT
 from draftsmith.evaluation.measuring.intervals import Interval, ratio_difference
 
 Cells = Sequence[Mapping[str, Any]]

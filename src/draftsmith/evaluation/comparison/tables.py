@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftsmith.drafters.registry import families
+from draftsmith.evaluation.comparison import fairness
 from draftsmith.evaluation.comparison.methods import CHAIN, MODES, TREE_NODES, static_tree
 from draftsmith.evaluation.comparison.orderings import HEADER, Cells, ordering_rows
 from draftsmith.evaluation.measuring.intervals import ratio_interval
@@ -201,7 +202,7 @@ def to_markdown(result: Mapping[str, Any]) -> str:
     """Write the report."""
     parts = [
         "# Draft families compared",
-        f"Target {result['target']}; {result['budget']}. τ on {result['prompts'][0]} held-out prompts a task "
+        f"Target {result['target']}; {result['budget']}. τ on up to {result['prompts'][0]} prompts a task "
         f"({result['prompts'][1]} at T=1), speed in {result['rounds']} rounds.",
         "## Verdict",
         "\n".join(f"- {sentence}" for sentence in result["verdict"]),
@@ -210,6 +211,13 @@ def to_markdown(result: Mapping[str, Any]) -> str:
         "## Methods",
         markdown_table(FAMILY_HEADER, family_rows(result["families"])),
     ]
+    parts += ["## Texts kept apart", "\n".join(f"- {sentence}" for sentence in fairness.texts_sentences(result))]
+    parts.append(markdown_table(fairness.TEXTS_HEADER, fairness.texts_rows(result["texts"])))
+    if sentence := fairness.search_sentence(result):
+        parts += ["## Rates and starts", sentence]
+    if rows := fairness.search_rows(result["families"]):
+        parts.append(markdown_table(fairness.SEARCH_HEADER, rows))
+        parts.append(markdown_table(fairness.TRIALS_HEADER, fairness.trial_rows(result["families"])))
     for task in result["tasks"]:
         for mode in MODES:
             header, *rows = cell_table(result["cells"], task, mode)

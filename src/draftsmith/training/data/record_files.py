@@ -15,6 +15,9 @@ from draftsmith.training.recipe import SourceSection
 from draftsmith.types import DraftsmithError
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson")
+Located = tuple[Mapping[str, Any], str]
+"""A record, and where it stands."""
+
 _BEGINS_RECORDS = re.compile(r"\s*\[\s*\{")
 LOOKED_AT = 8192
 """So many bytes at a file's beginning tell text from what is none."""
@@ -58,6 +61,12 @@ def _is_binary(file: Path) -> bool:
 
 def documents_in(file: Path) -> Iterator[Document]:
     """Yield what a file holds; which kind it is of, its name says."""
+    for record, where in records_in(file):
+        yield read_record(record, where)
+
+
+def records_in(file: Path) -> Iterator[Located]:
+    """Yield the records of a file, with all their fields; a file of plain text is one record with a `text`."""
     if file.name.endswith(JSON_LINES):
         return _json_lines(file)
     if file.suffix == ".parquet":
@@ -65,7 +74,7 @@ def documents_in(file: Path) -> Iterator[Document]:
     text = file.read_text(encoding="utf-8", errors="replace")
     if file.suffix == ".json" and (records := _records(text, file)):
         return _json_list(records, file)
-    return iter([text])
+    return iter([({"text": text}, str(file))])
 
 
 def documents_on_hub(section: SourceSection) -> Iterator[Document]:
@@ -105,12 +114,12 @@ def _records(text: str, file: Path) -> list[Any]:
     return found if known else []
 
 
-def _json_list(records: list[Any], file: Path) -> Iterator[Document]:
+def _json_list(records: list[Any], file: Path) -> Iterator[Located]:
     for number, record in enumerate(records, 1):
         where = f"{file}, record {number},"
         if not isinstance(record, Mapping):
             raise DraftsmithError(f"{where} is no JSON object; fix or remove it.")
-        yield read_record(record, where)
+        yield record, where
 
 
 def _open_text(path: Path) -> TextIO:
@@ -134,7 +143,7 @@ def _lines(path: Path) -> Iterator[str]:
             yield line
 
 
-def _json_lines(path: Path) -> Iterator[Document]:
+def _json_lines(path: Path) -> Iterator[Located]:
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
@@ -145,17 +154,17 @@ def _json_lines(path: Path) -> Iterator[Document]:
             raise DraftsmithError(f"{where} is no JSON ({error}); fix or remove that line.") from error
         if not isinstance(record, dict):
             raise DraftsmithError(f"{where} is no JSON object; fix or remove that line.")
-        yield read_record(record, where)
+        yield record, where
 
 
-def _parquet(path: Path) -> Iterator[Document]:
+def _parquet(path: Path) -> Iterator[Located]:
     try:
         from pyarrow import parquet
     except ImportError as error:
         raise DraftsmithError(f"reading {path} needs pyarrow; install draftsmith[train].") from error
     for batch in parquet.ParquetFile(path).iter_batches():
         for record in batch.to_pylist():
-            yield read_record(record, str(path))
+            yield record, str(path)
 
 
 def missing_file(path: Path) -> DraftsmithError:

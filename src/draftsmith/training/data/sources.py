@@ -106,12 +106,18 @@ class Source:
         if not isinstance(document, str):
             yield Piece(document)
             return
-        start = 0
-        while len(document) - start > self.piece_characters:
-            end = start + self.piece_characters
-            near = start + self.piece_characters // 2
-            space = max(document.rfind(" ", near, end), document.rfind("\n", near, end))
-            end = space + 1 if space >= 0 else end
-            yield Piece(document[start:end], ends=False)
-            start = end
-        yield Piece(document[start:], ends)
+        *before, last = cut_text(document, self.piece_characters)
+        yield from (Piece(part, ends=False) for part in before)
+        yield Piece(last, ends)
+
+
+def cut_text(text: str, characters: int) -> list[str]:
+    """Cut a text into parts of at most so many characters, where a word begins if there is one near."""
+    parts, start = [], 0
+    while len(text) - start > characters:
+        end, near = start + characters, start + characters // 2
+        space = max(text.rfind(" ", near, end), text.rfind("\n", near, end))
+        end = space + 1 if space >= 0 else end
+        parts.append(text[start:end])
+        start = end
+    return [*parts, text[start:]]
