@@ -2,10 +2,10 @@
 
     python benchmarks/losses.py --recipe recipes/demo-mlp.yaml --start runs/first/drafter --out runs/losses
 
-Every training reads the same texts in the same order, which the first one of its temperature has the target write. Each
-drafter then decodes the same held-out prompts at the temperature of its texts: greedily with a chain of its best
-guesses; at temperature 1 with a chain drawn from its own distribution, whose acceptance is what `tv` and `lk` learn, and
-with one of its best guesses. Intervals resample prompts; differences resample the same prompts on both sides.
+Every training reads the same texts in the same order, which the first one of its temperature has the target write.
+Each drafter then decodes the same held-out prompts at the temperature of its texts: greedily with a chain of its best
+guesses; at temperature 1 with a chain drawn from its own distribution, whose acceptance is what `tv` and `lk` learn,
+and with one of its best guesses. Intervals resample prompts; differences resample the same prompts on both sides.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ def run() -> None:
     """Train, measure and write."""
     parser = arguments(__doc__, "losses")
     parser.add_argument("--recipe", type=Path, default=Path("recipes/demo-mlp.yaml"))
-    parser.add_argument("--start", type=Path, default=assets.demo_first_stage(), help="folder of the drafter to go on from")
+    parser.add_argument("--start", type=Path, default=assets.demo_first_stage(), help="the drafter to go on from")
     parser.add_argument("--out", type=Path, default=Path("runs/losses"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in the recipe")
@@ -77,9 +77,8 @@ def run() -> None:
                 own, reference = pooled_tau(*taus[name][way]), pooled_tau(*taus[REFERENCE][way])
                 value = bootstrap(len(prompts), own, args.seed)
                 over = bootstrap(len(prompts), lambda t, a=own, b=reference: a(t) - b(t), args.seed)
-                cells.append(
-                    {"temperature": temperature, "draft": way, "loss": name, "tau": as_json(value), "over": as_json(over)}
-                )
+                about = {"temperature": temperature, "draft": way, "loss": name}
+                cells.append({**about, "tau": as_json(value), "over": as_json(over)})
                 difference = "" if name == REFERENCE else span(over, 3)
                 table.append([f"{temperature:g}", way, name, span(value, 3), difference])
     show_table(

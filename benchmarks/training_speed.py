@@ -15,12 +15,25 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import arguments, as_json, bootstrap, finish, main, make_plan, make_prompts, pooled_tau, say, show_table
-from common import span, start
+from common import (
+    arguments,
+    as_json,
+    bootstrap,
+    finish,
+    main,
+    make_plan,
+    make_prompts,
+    pooled_tau,
+    say,
+    show_table,
+    span,
+    start,
+)
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -115,7 +128,7 @@ def taus(target: Target, folder: Path, prompts: list[list[int]], plan: Any, new_
 
 def reached(points: list[tuple[float, float]], level: float) -> float | None:
     """Return when τ first was at a level, between measurements by a straight line; None where it never was."""
-    for (t0, tau0), (t1, tau1) in zip(points, points[1:], strict=False):
+    for (t0, tau0), (t1, tau1) in pairwise(points):
         if tau1 >= level:
             return t0 if tau0 >= level else t0 + (t1 - t0) * (level - tau0) / (tau1 - tau0)
     return None
@@ -192,8 +205,8 @@ def run() -> None:
                 )
                 say(f"{training.name}, {seconds / 60:.1f} minutes: τ {value.value:.3f}")
     rows = [
-        [name, str(point["step"]), f"{point['minutes']:.2f}", span(Interval(point["tau"]["value"], *point["tau"]["ci95"]), 3)]
-        for name, points in curves.items() for point in points
+        [name, str(p["step"]), f"{p['minutes']:.2f}", span(Interval(p["tau"]["value"], *p["tau"]["ci95"]), 3)]
+        for name, points in curves.items() for p in points
     ]
     show_table(f"τ over minutes of training, {target.name}", ["run", "step", "minutes", "τ"], rows)
     pairs = {name: [(point["minutes"], point["tau"]["value"]) for point in points] for name, points in curves.items()}

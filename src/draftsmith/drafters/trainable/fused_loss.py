@@ -1,8 +1,8 @@
 """Cross-entropy and forward KL in one pass over the logits, which makes their gradient on the way.
 
-The gradient of both is a difference of distributions, softmax(x) - what is wanted, so nothing of the size of the logits
-has to be kept or read again but that gradient itself. Rows are taken some at a time, so that the wide numbers in between
-stay in a processor's cache.
+The gradient of both is a difference of distributions, softmax(x) - what is wanted, so nothing of the size of the
+logits has to be kept or read again but that gradient itself. Rows are taken some at a time, so that the wide numbers
+in between stay in a processor's cache.
 
 Shapes: R guesses, C of them at a time, S places of the text, W drafted vocabulary.
 """
@@ -28,17 +28,18 @@ class MixedLoss(torch.autograd.Function):
 
         Args:
             labels_R: the true tokens; any index where `hard_R` is 0.
-            log_p_SW: the target's distributions, of which `index_R` says which guess wants which; None without `soft_R`.
+            log_p_SW: the target's distributions; `index_R` says which guess wants which. None without `soft_R`.
             entropy_R: those of these distributions in nats.
-            temperature: both distributions are softened by it already, or are to be.
+            temperature: of the divergence; the target's distributions are softened by it already.
         """
         gradient_RW = torch.empty_like(logits_RW)
         best_R = torch.empty_like(labels_R)
         loss = logits_RW.new_zeros((), dtype=torch.float32)
         count, width = logits_RW.shape
         most = AT_A_TIME_CPU if logits_RW.device.type == "cpu" else AT_A_TIME
-        for rows in torch.arange(count, device="cpu").split(max(1, most // width)):
-            piece = slice(int(rows[0]), int(rows[-1]) + 1)
+        size = max(1, most // width)
+        for begin in range(0, count, size):
+            piece = slice(begin, begin + size)
             x_CW = logits_RW[piece].float()
             best_R[piece] = x_CW.argmax(-1)
             hard_C1, labels_C1 = hard_R[piece].unsqueeze(1), labels_R[piece].unsqueeze(1)
@@ -51,8 +52,9 @@ class MixedLoss(torch.autograd.Function):
                 loss += (hard_C1 * (total_C1 - chosen_C1)).sum()
                 gradient_CW = (x_CW - total_C1).exp_().mul_(hard_C1)
                 if soft_R is not None:
+                    none_C1 = torch.zeros_like(hard_C1)
                     part, softened_CW = _soft(
-                        x_CW / temperature, log_p_SW, index_R, entropy_R, soft_R, piece, torch.zeros_like(hard_C1), temperature
+                        x_CW / temperature, log_p_SW, index_R, entropy_R, soft_R, piece, none_C1, temperature
                     )
                     loss += part
                     gradient_CW += softened_CW
