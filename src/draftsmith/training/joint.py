@@ -32,7 +32,7 @@ from draftsmith.targets.loading.support import LABEL
 from draftsmith.training.data.batches import Task, as_training_batch
 from draftsmith.training.data.windows import FIRST_LEARNT
 from draftsmith.training.optimizer import set_rate
-from draftsmith.training.recipe import JointSection, StageSection
+from draftsmith.training.sections import JointSection, StageSection
 from draftsmith.training.step import TrainingStep
 from draftsmith.training.trainer import TrainingResult, TrainingRun
 from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype

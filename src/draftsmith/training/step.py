@@ -15,7 +15,7 @@ from draftsmith.targets import Target
 from draftsmith.training.data.batches import Task, draw, prepare
 from draftsmith.training.data.windows import Batch
 from draftsmith.training.optimizer import build_optimizers, set_rate
-from draftsmith.training.recipe import DistillationSection, OptimizerSection
+from draftsmith.training.sections import DistillationSection, OptimizerSection
 from draftsmith.types import DraftsmithError
 
 

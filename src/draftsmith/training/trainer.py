@@ -29,10 +29,11 @@ from draftsmith.training.checkpoint import (
 from draftsmith.training.data.generated import Generate, GeneratedText
 from draftsmith.training.data.loader import Loader, Windowing, noise
 from draftsmith.training.data.windows import Batch, Window, collate
-from draftsmith.training.recipe import Recipe, StageSection
+from draftsmith.training.recipe import Recipe
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.samples import SHOWN_SAMPLES, keep_samples, show_account, show_samples
 from draftsmith.training.schedule import learning_rate
+from draftsmith.training.sections import StageSection
 from draftsmith.training.step import NotFinite, TrainingStep
 from draftsmith.training.terminal import progress_bar
 from draftsmith.types import DraftsmithError, TargetFacts, cast_parameters, resolve_dtype

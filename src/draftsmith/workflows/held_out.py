@@ -10,7 +10,7 @@ from draftsmith.targets import Target
 from draftsmith.targets.token_ids import ASSISTANT
 from draftsmith.training.data.records import Completion, Document, plain_text
 from draftsmith.training.data.sources import Source
-from draftsmith.training.recipe import DataSection
+from draftsmith.training.sections import DataSection
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.sources import EMBEDDED, gather_prompts, name_of_source
 

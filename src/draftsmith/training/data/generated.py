@@ -13,7 +13,7 @@ import torch
 from draftsmith.files import JsonLines
 from draftsmith.training.data.loader import noise
 from draftsmith.training.data.windows import Batch, Window, collate
-from draftsmith.training.recipe import OnPolicySection
+from draftsmith.training.sections import OnPolicySection
 from draftsmith.types import DraftsmithError
 
 Generate = Callable[[list[list[int]], int, int], list[list[int]]]

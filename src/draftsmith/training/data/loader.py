@@ -14,7 +14,7 @@ from typing import Any
 from draftsmith.training.data.reader import Reader, Unusable
 from draftsmith.training.data.sources import Piece, Source
 from draftsmith.training.data.windows import Batch, Window, collate, cut
-from draftsmith.training.recipe import DataSection
+from draftsmith.training.sections import DataSection
 from draftsmith.types import DraftsmithError
 
 SAMPLE_PIECES = 256

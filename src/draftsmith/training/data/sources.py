@@ -8,7 +8,7 @@ from pathlib import Path
 from draftsmith.training.data.record_files import documents_in, documents_on_hub, files_of, missing_file
 from draftsmith.training.data.records import Document, plain_text
 from draftsmith.training.data.split import Split, find_split
-from draftsmith.training.recipe import SourceSection
+from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
 
 EMPTY, HELD_OUT, HELD_OUT_END = "empty", "held out", "held out at its end"
