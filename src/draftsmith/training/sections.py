@@ -171,6 +171,11 @@ class OnPolicySection(StageSection):
     generate_batch: Count = Field(default=32, description="prompts that the target goes on behind at once")
     texts: str | None = Field(default=None, description="read generated.jsonl of another run instead of writing")
 
+    @property
+    def texts_needed(self) -> int:
+        """How many texts the stage reads, each `epochs` times."""
+        return -(-self.steps * self.batch * self.accumulate // self.epochs)
+
 
 class OptimizerSection(Section):
     """AdamW on everything, or Muon on the hidden matrices and AdamW on the rest."""

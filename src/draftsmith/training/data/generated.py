@@ -33,8 +33,7 @@ class GeneratedText:
 
     def __init__(self, path: Path, section: OnPolicySection, seed: int) -> None:
         self.path, self.section, self.seed = path, section, seed
-        needed = section.steps * section.batch * section.accumulate
-        self.count = -(-needed // section.epochs)
+        self.count = section.texts_needed
         self._orders: dict[int, list[int]] = {}
         # What a kill left of the last line is made again.
         self.log = JsonLines(path, "restore it from a good copy, or delete it to write again", "go on with the run")
