@@ -40,6 +40,11 @@ class EngineBridge:
             for task in tasks
         }
 
+    @property
+    def every_prompt(self) -> list[list[int]]:
+        """What τ is measured on, of all tasks."""
+        return [prompt for prompts in self.prompts.values() for prompt in prompts]
+
     def use(self, drafter: TrainableModel) -> None:
         """Write the coming text with this drafter, for speed; the text's distribution does not depend on it."""
         self.drafter = drafter.for_decoding(self.target)
@@ -59,7 +64,7 @@ class EngineBridge:
 
     def evaluate(self, drafter: TrainableModel) -> Mapping[str, Any]:
         """Measure τ, greedy, over all tasks and for each; texts end at the target's end token, as in serving."""
-        longest = max(len(prompt) for prompts in self.prompts.values() for prompt in prompts) + self.new_tokens
+        longest = max(map(len, self.every_prompt)) + self.new_tokens
         engine = Engine(self.target, drafter.for_decoding(self.target), max_batch=EVALUATION_ROWS, max_length=longest)
         params = SamplingParams(max_tokens=self.new_tokens)
         found = {
@@ -72,7 +77,9 @@ class EngineBridge:
 
 def scores(prompts: Sequence[Statistics]) -> dict[str, Any]:
     """Return τ of what was decoded behind some prompts and, where there are several, its 95 % interval over them."""
-    total = sum(prompts, Statistics())
+    total = Statistics()
+    for own in prompts:
+        total += own
     told: dict[str, Any] = {"tokens_per_step": total.tokens_per_step, "prompts": len(prompts)}
     # A text of a single token took no step.
     stepped = [own for own in prompts if own.steps]
