@@ -1,4 +1,4 @@
-"""What a run will do, as a dry run prints it, and whether its lengths fit."""
+"""What a run will do, as a dry run prints it, and whether its numbers fit."""
 
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
@@ -11,6 +11,16 @@ def stage_length(recipe: Recipe, stage: StageSection) -> int:
     """Return the most tokens of a sequence of a stage."""
     second = recipe.stage2
     return recipe.stage1.length if stage is recipe.stage1 else second.prompt_tokens + second.new_tokens
+
+
+def check_stages(recipe: Recipe) -> None:
+    """Refuse a run without steps, and a patience without measurements."""
+    if recipe.stage1.steps + recipe.stage2.steps == 0:
+        raise DraftsmithError("stage1.steps and stage2.steps are both 0; give at least one of them steps.")
+    if recipe.evaluation.patience is not None and recipe.evaluation.every == 0:
+        raise DraftsmithError(
+            f"evaluation.patience is {recipe.evaluation.patience}, but evaluation.every is 0; set evaluation.every."
+        )
 
 
 def check_lengths(recipe: Recipe, drafter: TrainableModel, target: Target) -> None:

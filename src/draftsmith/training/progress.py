@@ -95,6 +95,16 @@ class Progress:
         self.stage = 2 if self.stage == 1 and recipe.stage2.steps else DONE
         self.begun, self.stage_best, self.waited = self.step, tau, 0
 
+    def end_early(self, recipe: Recipe) -> dict[str, Any]:
+        """Go to the next stage before the end of this one; return the record that says why, as plain JSON."""
+        assert self.stage_best is not None
+        record = {
+            "stage": str(self.stage), "steps": self.step - self.begun, "planned_steps": self.section(recipe).steps,
+            "stage_best": self.stage_best, "measurements_since": self.waited,
+        }
+        self.finish_stage(recipe, self.stage_best)
+        return record
+
     def rest(self, recipe: Recipe, written: int) -> Work:
         """Return what is still to be done, the measurement before the first step included.
 

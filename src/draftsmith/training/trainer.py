@@ -20,7 +20,6 @@ from draftsmith.training.data.generated import Generate
 from draftsmith.training.material import CENSUS, Material
 from draftsmith.training.measuring import (
     TAU,
-    TAU_INTERVAL,
     Evaluate,
     HeldOutLoss,
     checked,
@@ -29,7 +28,7 @@ from draftsmith.training.measuring import (
     tau_in_words,
     with_loss,
 )
-from draftsmith.training.plan import check_lengths, plan_lines
+from draftsmith.training.plan import check_lengths, check_stages, plan_lines
 from draftsmith.training.progress import DONE, Progress, Work, early_in_words
 from draftsmith.training.recipe import Recipe
 from draftsmith.training.run_folder import RunFolder
@@ -55,7 +54,7 @@ class TrainingInterrupted(DraftsmithError):
 class TrainingResult:
     """What a run brought: its folder, the exported drafter (the best by τ), and the measurements.
 
-    `best` is the highest τ, measured at `best_step`, and `best_ci` its interval, where it was measured with one.
+    `best` is the highest τ and `best_step` where it was measured; of joint training, the last.
     `ended_early` has a record of every stage that ended before its last step. `target` is the folder of the changed
     target where the recipe changes it. `seconds` are those of all commands that trained this run; of one that was
     killed, up to its last checkpoint. None where a command kept no count.
@@ -69,8 +68,13 @@ class TrainingResult:
     target: Path | None = None
     seconds: float | None = None
     best_step: int | None = None
-    best_ci: list[float] | None = None
     ended_early: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def best_scores(self) -> dict[str, Any] | None:
+        """All that was measured at `best_step`; None where nothing was."""
+        found = (record["evaluation"] for record in self.evaluations if record["step"] == self.best_step)
+        return next(found, None)
 
 
 class TrainingRun:
@@ -82,8 +86,7 @@ class TrainingRun:
     ) -> None:
         self.recipe, self.target, self.console = recipe, target, console
         self.generate, self.evaluate, self.on_drafter, self.foretell = generate, evaluate, on_drafter, foretell
-        if recipe.stage1.steps + recipe.stage2.steps == 0:
-            raise DraftsmithError("stage1.steps and stage2.steps are both 0; give at least one of them steps.")
+        check_stages(recipe)
         self.folder = RunFolder(recipe, target.facts())
         self.checkpoints = Checkpoints(self.folder.path, recipe.output.keep)
         self.go_on = "go on with --resume (resume=True)"
@@ -212,14 +215,8 @@ class TrainingRun:
             self._end_early()
 
     def _end_early(self) -> None:
-        progress, number = self.progress, self.progress.stage
-        record: dict[str, Any] = {
-            "stage": str(number), "steps": progress.step - progress.begun,
-            "planned_steps": progress.section(self.recipe).steps, "stage_best": progress.stage_best,
-            "measurements_since": progress.waited,
-        }
-        assert progress.stage_best is not None
-        progress.finish_stage(self.recipe, progress.stage_best)
+        progress = self.progress
+        record = progress.end_early(self.recipe)
         if progress.stage == 2 and progress.best_step in self.checkpoints.steps():
             # The best of stage 1 is that of the run so far. It is taken up before the save, so that a run that goes on
             # from there needs no other checkpoint.
@@ -293,10 +290,9 @@ class TrainingRun:
             step = best
         folder, records = self.folder.path / "drafter", self.folder.records
         self._export(folder, step)
-        evaluations = [record for record in records if "evaluation" in record]
-        scores: dict[str, Any] = next((record["evaluation"] for record in evaluations if record["step"] == step), {})
         return TrainingResult(
-            self.folder.path, folder, self.progress.step, self.progress.best, evaluations, seconds=self.folder.seconds,
-            best_step=best, best_ci=scores.get(TAU_INTERVAL),
+            self.folder.path, folder, self.progress.step, self.progress.best,
+            [record for record in records if "evaluation" in record], seconds=self.folder.seconds,
+            best_step=self.progress.best_step,
             ended_early=tuple(record["ended_early"] for record in records if "ended_early" in record),
         )
