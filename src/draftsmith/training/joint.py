@@ -130,6 +130,13 @@ class JointlyTrained(Trained):
         """Return what takes steps with a drafter and the target."""
         return JointStep(self.section, drafter, self.target, optimizer, self.recipe.distillation)
 
+    def throwaway(self) -> TrainingStep:
+        """Return what takes steps as they are after the warm-up."""
+        step = super().throwaway()
+        assert isinstance(step, JointStep)
+        step.done = self.section.warmup_steps
+        return step
+
     def write(self, folder: Path, step: int) -> None:
         """Write the target beside the drafter."""
         super().write(folder, step)

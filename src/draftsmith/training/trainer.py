@@ -134,8 +134,8 @@ class TrainingRun:
             self.folder.note_data(CENSUS, census)
         if checkpoint is not None:
             self._take_up(checkpoint)
-        self._foretell(self.material.written if checkpoint is not None else 0)
         try:
+            self._foretell(self.material.written if checkpoint is not None else 0)
             self._stages(interrupted, fresh=checkpoint is None)
         finally:
             self.folder.close()
