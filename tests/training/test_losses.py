@@ -12,7 +12,8 @@ from draftsmith.drafters.trainable.divergence import Divergence, divergence, ent
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.training.data.batches import draw as draw_roots
 from draftsmith.training.data.windows import Window, collate
-from draftsmith.training.recipe import DistillationSection, OptimizerSection, build_recipe
+from draftsmith.training.recipe import build_recipe
+from draftsmith.training.sections import DistillationSection, OptimizerSection
 from draftsmith.training.step import TrainingStep
 from draftsmith.types import DraftsmithError
 from tests.helpers import training_toy as toy

@@ -22,7 +22,8 @@ from draftsmith.training.data.batches import choose_positions, draw, prepare
 from draftsmith.training.data.generated import GeneratedText
 from draftsmith.training.data.loader import noise
 from draftsmith.training.data.windows import Window, collate
-from draftsmith.training.recipe import DistillationSection, OnPolicySection, load_recipe
+from draftsmith.training.recipe import load_recipe
+from draftsmith.training.sections import DistillationSection, OnPolicySection
 from draftsmith.training.step import TrainingStep
 from draftsmith.training.train import train
 from draftsmith.training.trainer import TrainingInterrupted

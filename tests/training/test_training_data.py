@@ -16,7 +16,7 @@ from draftsmith.training.data.loader import Loader, Windowing
 from draftsmith.training.data.reader import Reader
 from draftsmith.training.data.record_files import missing_file
 from draftsmith.training.data.split import is_held_out
-from draftsmith.training.recipe import DataSection, OnPolicySection
+from draftsmith.training.sections import DataSection, OnPolicySection
 from draftsmith.types import DraftsmithError
 
 END = 30_000

@@ -10,7 +10,7 @@ from draftsmith.targets.token_ids import Conversation
 from draftsmith.training.data.record_files import documents_in
 from draftsmith.training.data.records import Completion, read_record
 from draftsmith.training.data.sources import Piece, Source
-from draftsmith.training.recipe import SourceSection
+from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]

@@ -30,8 +30,9 @@ from draftsmith.training.data.loader import Loader, Windowing
 from draftsmith.training.data.reader import Reader, Unusable
 from draftsmith.training.data.sources import Piece
 from draftsmith.training.data.windows import Window, collate, cut
-from draftsmith.training.recipe import DistillationSection, Recipe, build_recipe
+from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.training.samples import parts_of
+from draftsmith.training.sections import DistillationSection
 from draftsmith.training.train import train
 from draftsmith.training.trainer import TrainingInterrupted
 from draftsmith.types import DraftsmithError, SamplingParams

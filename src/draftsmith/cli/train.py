@@ -65,7 +65,7 @@ def train(
         typer.Option(help="Prompts to measure τ on, JSONL or text; the held-out part of the data by default."),
     ] = None,
     eval_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts a task in each evaluation; 4, or 16 in all of held-out data.")
+        int | None, typer.Option(min=1, help="Prompts a task or source in each evaluation; 16, 32 of a single one.")
     ] = None,
     eval_tokens: Annotated[
         int | None, typer.Option(min=1, help="New tokens of each of them; 64 where they fit.")
@@ -133,10 +133,19 @@ def sort_words(words: list[str]) -> tuple[str | None, list[str]]:
 
 def tell(result: "TrainResult") -> None:
     """Say what came out, what was measured, and how to use it."""
+    from draftsmith.training.measuring import source_lines, tau_in_words
+    from draftsmith.training.progress import early_in_words
+
     training = result.training
-    best = f", τ = {training.best:.3f}" if training.best is not None else ""
+    scores = training.best_scores
+    best = f", {tau_in_words(scores)} at step {training.best_step}" if scores is not None else ""
     typer.echo(f"Trained {training.step} steps{best}. The drafter is in {training.drafter}; use it with --drafter.")
-    if training.best is not None:
+    for record in training.ended_early:
+        sentence = early_in_words(record)
+        typer.echo(sentence[0].upper() + sentence[1:])
+    if scores is not None and training.best is not None:
+        for line in source_lines(scores):
+            typer.echo(line)
         typer.echo(result.measured_on.sentence())
         if training.best < LOW_TAU:
             typer.echo(

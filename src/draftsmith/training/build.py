@@ -11,7 +11,7 @@ from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
 from draftsmith.training.data.loader import Loader, Windowing, noise
 from draftsmith.training.data.reader import Reader, Unusable
-from draftsmith.training.data.sources import Source
+from draftsmith.training.data.sources import Source, names_of
 from draftsmith.training.data.windows import Window, cut
 from draftsmith.training.recipe import Recipe
 
@@ -32,14 +32,14 @@ def build_prompts(recipe: Recipe, target: Target) -> Loader:
     return build_loader(recipe, target, Windowing(section.prompt_tokens, longest), "prompts")
 
 
-def held_out_windows(recipe: Recipe, target: Target, shortest: int) -> list[Window]:
-    """Return some windows of the held-out text, to measure the loss on; none where nothing is held out or readable."""
+def held_out_windows(recipe: Recipe, target: Target, shortest: int) -> dict[str, list[Window]]:
+    """Return some windows of every source's held-out text, to measure the loss on, where there are any."""
     if target.tokenizer is None:
-        return []
+        return {}
     data, reader = recipe.data, Reader.of(target, recipe.data.learn)
     length = max(shortest, min(HELD_OUT_LENGTH, recipe.stage1.length, target.max_length))
-    found: list[Window] = []
-    for section in data.sources:
+    found: dict[str, list[Window]] = {}
+    for name, section in zip(names_of(data.sources), data.sources, strict=True):
         own: list[Window] = []
         for piece in Source(section, data.held_out_every, data.piece_characters, held_out=True).pieces():
             try:
@@ -48,7 +48,8 @@ def held_out_windows(recipe: Recipe, target: Target, shortest: int) -> list[Wind
                 continue
             if len(own) >= HELD_OUT_WINDOWS:
                 break
-        found += own[:HELD_OUT_WINDOWS]
+        if own:
+            found[name] = own[:HELD_OUT_WINDOWS]
     return found
 
 

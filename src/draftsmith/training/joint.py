@@ -32,8 +32,10 @@ from draftsmith.targets.loading.support import LABEL
 from draftsmith.training.data.batches import Task, as_training_batch
 from draftsmith.training.data.windows import FIRST_LEARNT
 from draftsmith.training.optimizer import set_rate
-from draftsmith.training.recipe import JointSection, StageSection
+from draftsmith.training.recipe import Recipe
+from draftsmith.training.sections import JointSection, OptimizerSection, StageSection
 from draftsmith.training.step import TrainingStep
+from draftsmith.training.trained import Trained
 from draftsmith.training.trainer import TrainingResult, TrainingRun
 from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
 
@@ -114,64 +116,46 @@ class JointStep(TrainingStep):
         self.drafter.bind(self.target)
 
 
-class JointTrainingRun(TrainingRun):
-    """A run that changes the target in place; the best of both is exported."""
+class JointlyTrained(Trained):
+    """The drafter and the target, which is changed in place."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        assert self.recipe.joint is not None
-        self.section: JointSection = self.recipe.joint
-        if self.target.dtype not in (torch.float32, torch.float64):
-            raise DraftsmithError(
-                f"the recipe has a section joint, which changes the target, but {self.target.name!r} is held in "
-                f"{self.target.dtype}; load it in fp32 (target.dtype=fp32)."
-            )
-        self.made_for = self.target.facts()
+    learning: JointStep
+
+    def __init__(self, section: JointSection, recipe: Recipe, target: Target) -> None:
+        self.section, self.made_for = section, target.facts()
         self.fingerprint: str | None = None
+        super().__init__(recipe, target)
 
-    def _make_learning(self) -> "JointStep":
-        return JointStep(self.section, self.drafter, self.target, self.recipe.optimizer, self.recipe.distillation)
+    def new_learning(self, drafter: TrainableModel, optimizer: OptimizerSection) -> JointStep:
+        """Return what takes steps with a drafter and the target."""
+        return JointStep(self.section, drafter, self.target, optimizer, self.recipe.distillation)
 
-    def _one_step(self, stage: StageSection, local: int) -> dict[str, Any]:
-        assert isinstance(self.learning, JointStep)
-        self.learning.done = self.step
-        return super()._one_step(stage, local)
+    def throwaway(self) -> TrainingStep:
+        """Return what takes steps as they are after the warm-up."""
+        step = super().throwaway()
+        assert isinstance(step, JointStep)
+        step.done = self.section.warmup_steps
+        return step
 
-    def _write_weights(self, folder: Path) -> None:
-        super()._write_weights(folder)
+    def write(self, folder: Path, step: int) -> None:
+        """Write the target beside the drafter."""
+        super().write(folder, step)
         storage.write_tensors(folder / TARGET_FILE, self.target.model.state_dict())
 
-    def _load_weights(self, folder: Path) -> None:
-        super()._load_weights(folder)
+    def load(self, folder: Path) -> None:
+        """Take the weights of both."""
+        super().load(folder)
         self.target.model.load_state_dict(storage.read_tensor_file(folder / TARGET_FILE))
         self.drafter.bind(self.target)
 
-    def _held_out_loss(self) -> float | None:
-        """The loss beside the changing target's own would not tell what the heads learnt."""
-        return None
-
-    def _measure(self) -> bool:
-        """Take the last for the best: a target that has less to say is easier to guess, so τ must not choose one."""
-        self.best = None
-        return super()._measure()
-
-    def _facts(self) -> TargetFacts:
-        if self.fingerprint is None and self.step <= self.section.warmup_steps:
+    def facts(self, step: int) -> TargetFacts:
+        """Return those of the target as it was at a step."""
+        if self.fingerprint is None and step <= self.section.warmup_steps:
             return self.made_for
-        fingerprint = self.fingerprint or f"step {self.step}"
+        fingerprint = self.fingerprint or f"step {step}"
         return replace(self.made_for, name=f"{self.made_for.name}, changed with its heads", fingerprint=fingerprint)
 
-    def _result(self) -> TrainingResult:
-        result = super()._result()
-        self.target.model.requires_grad_(False)
-        return replace(result, target=self.folder.path / TARGET_FOLDER)
-
-    def _export_best(self) -> Path:
-        # The drafter carries the fingerprint of the target that it is for.
-        self._export_target(self.folder.path / TARGET_FOLDER)
-        return super()._export_best()
-
-    def _export_target(self, folder: Path) -> None:
+    def export_target(self, folder: Path, step: int, steps: int) -> None:
         """Write the changed target as a transformers folder that says what it is."""
         model, dtype = self.target.model, resolve_dtype(self.recipe.output.dtype, self.target.device)
         # Tied weights have to stay one tensor, for transformers to write them once.
@@ -186,19 +170,19 @@ class JointTrainingRun(TrainingRun):
             self.fingerprint = hashlib.sha256(sums.encode()).hexdigest()
             config = storage.read_json(aside / "config.json")
             config.pop("torch_dtype", None)
-            config |= {"dtype": str(dtype).removeprefix("torch."), LABEL: self._label()}
+            config |= {"dtype": str(dtype).removeprefix("torch."), LABEL: self._label(step)}
             storage.write_json(aside / "config.json", config)
-            storage.write_bytes(aside / "README.md", self._card().encode())
+            storage.write_bytes(aside / "README.md", self._card(step, steps).encode())
 
         storage.write_folder(folder, fill)
 
-    def _label(self) -> dict[str, Any]:
+    def _label(self, step: int) -> dict[str, Any]:
         return {
-            "fingerprint": self.fingerprint, "changed_from": self.made_for.name, "training_step": self.step,
+            "fingerprint": self.fingerprint, "changed_from": self.made_for.name, "training_step": step,
             "note": f"not lossless with respect to {self.made_for.name}: trained further, together with its heads",
         }
 
-    def _card(self) -> str:
+    def _card(self, step: int, steps: int) -> str:
         name, heads = self.made_for.name, self.recipe.drafter.family
         return (
             f"# {name}, changed with its heads\n\n"
@@ -207,6 +191,53 @@ class JointTrainingRun(TrainingRun):
             f"**It is not `{name}`: its text is not lossless with respect to `{name}`.** Decoding it with its heads, "
             "in the folder `drafter` beside this one, is lossless with respect to this model. Licence and limits are "
             f"those of `{name}` and of the texts it was trained on.\n\n"
-            f"- step {self.step} of {self.steps}; fingerprint `{self.fingerprint}`\n"
+            f"- step {step} of {steps}; fingerprint `{self.fingerprint}`\n"
             f"- recipe: `recipe.yaml` beside this folder; joint: `{json.dumps(self.section.model_dump())}`\n"
         )
+
+
+class JointTrainingRun(TrainingRun):
+    """A run that changes the target in place; the last of both is exported."""
+
+    trained: JointlyTrained
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        assert self.recipe.joint is not None
+        self.section: JointSection = self.recipe.joint
+        if self.target.dtype not in (torch.float32, torch.float64):
+            raise DraftsmithError(
+                f"the recipe has a section joint, which changes the target, but {self.target.name!r} is held in "
+                f"{self.target.dtype}; load it in fp32 (target.dtype=fp32)."
+            )
+        if self.recipe.evaluation.patience is not None:
+            raise DraftsmithError(
+                f"evaluation.patience is {self.recipe.evaluation.patience}, but in joint training τ chooses nothing; "
+                "set it to null."
+            )
+
+    def _make_trained(self) -> JointlyTrained:
+        return JointlyTrained(self.section, self.recipe, self.target)
+
+    def _one_step(self, stage: StageSection, local: int) -> dict[str, Any]:
+        self.trained.learning.done = self.progress.step
+        return super()._one_step(stage, local)
+
+    def _loss_on_held_out_text(self) -> tuple[None, dict[str, float]]:
+        """The loss beside the changing target's own would not tell what the heads learnt."""
+        return None, {}
+
+    def _measure(self) -> tuple[bool, float]:
+        """Take the last for the best: a target that has less to say is easier to guess, so τ must not choose one."""
+        self.progress.best = None
+        return super()._measure()
+
+    def _result(self) -> TrainingResult:
+        result = super()._result()
+        self.target.model.requires_grad_(False)
+        return replace(result, target=self.folder.path / TARGET_FOLDER)
+
+    def _export(self, folder: Path, step: int) -> None:
+        # The drafter carries the fingerprint of the target that it is for.
+        self.trained.export_target(self.folder.path / TARGET_FOLDER, step, self.progress.last(self.recipe))
+        super()._export(folder, step)

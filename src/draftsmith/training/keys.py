@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from draftsmith.training.recipe import DrafterSection, Recipe, model_of
+from draftsmith.training.recipe import Recipe, model_of
+from draftsmith.training.sections import DrafterSection
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import torch
 
 from draftsmith.drafters.trainable.model import TrainableModel
-from draftsmith.training.recipe import OptimizerSection
+from draftsmith.training.sections import OptimizerSection
 
 
 def build_optimizers(drafter: TrainableModel, section: OptimizerSection) -> list[torch.optim.Optimizer]:

@@ -9,15 +9,15 @@ import json
 import os
 import time
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from draftsmith.drafters.trainable import storage
-from draftsmith.files import JsonLines, replace_text, replacing
+from draftsmith.files import JsonLines, replace_text
 from draftsmith.provenance import provenance
+from draftsmith.training.curves import draw_curves
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.types import DraftsmithError, TargetFacts
 
@@ -135,10 +135,14 @@ class RunFolder:
                     "or start a new run."
                 )
 
-    def note_data(self, purpose: str, account: dict[str, Any]) -> None:
+    def note_data(self, purpose: str, account: Any) -> None:
         """Write down what was read for a purpose, and what was left out of it."""
         self._runs[-1].setdefault("data", {})[purpose] = account
         self.note_time()
+
+    def noted_data(self, purpose: str) -> Any:
+        """Return what was written down last for a purpose, by this command or one before it; None if nothing was."""
+        return next((run["data"][purpose] for run in reversed(self._runs) if purpose in run.get("data", {})), None)
 
     def _rewind(self, step: int) -> None:
         self.records = [record for record in self._log.read() if record["step"] <= step]
@@ -186,47 +190,14 @@ def _tensorboard(path: Path, first_step: int) -> Any:
     return SummaryWriter(str(path / "tensorboard"), purge_step=first_step)
 
 
-def _scalars(record: dict[str, Any]) -> list[tuple[str, float]]:
+def _scalars(record: dict[str, Any], where: str = "") -> list[tuple[str, float]]:
     found = []
     for key, value in record.items():
+        name = f"{where}{key}"
         if isinstance(value, dict):
-            found += [(f"{key}/{name}", v) for name, v in value.items() if isinstance(v, int | float)]
+            found += _scalars(value, f"{name}/")
         elif isinstance(value, list):
-            found += [(f"{key}/{i + 1}", v) for i, v in enumerate(value)]
+            found += [(f"{name}/{i + 1}", v) for i, v in enumerate(value)]
         elif isinstance(value, int | float) and key != "step":
-            found.append((key, value))
+            found.append((name, value))
     return found
-
-
-def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
-    """Draw loss and training accuracy by stage, τ by decoding and the learning rate as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    training = [record for record in records if "loss" in record]
-    evaluations = [record for record in records if "evaluation" in record]
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2)
-    steps = [record["step"] for record in training]
-    for title, unit, key, axis in (
-        ("loss by head", "nats", "loss_by_head", axes[0][0]),
-        ("right first guesses in training (not acceptance)", "share", "training_accuracy_by_head", axes[0][1]),
-    ):
-        for head in range(len(training[0][key]) if training else 0):
-            axis.plot(steps, [record[key][head] for record in training], label=f"head {head + 1}")
-        axis.set(title=title, xlabel="step", ylabel=unit)
-    measured = [(record["step"], record["evaluation"]["tokens_per_step"]) for record in evaluations]
-    axes[1][0].plot([step for step, _ in measured], [tau for _, tau in measured], marker="o")
-    axes[1][0].set(title="τ by decoding (the target's own token included)", xlabel="step", ylabel="tokens per step")
-    axes[1][1].plot(steps, [record["rate"] for record in training])
-    axes[1][1].set(title="learning rate", xlabel="step", ylabel="rate")
-    for step in [b["step"] for a, b in pairwise(training) if a["stage"] != b["stage"]]:
-        for axis in axes.flat:
-            axis.axvline(step, color="grey", linewidth=0.8, linestyle=":", label="stage 2 begins")
-    for axis in axes[0] if training else ():
-        axis.legend(fontsize="small")
-    for axis in axes.flat:
-        axis.title.set_fontsize("medium")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)

@@ -66,19 +66,3 @@ def keep_samples(path: Path, records: Sequence[dict[str, Any]]) -> None:
     old = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
     kept = [record for record in old if record["of"] not in fresh]
     replace_text(path, "".join(json.dumps(record) + "\n" for record in [*kept, *records]))
-
-
-def show_account(account: dict[str, Any], console: Console) -> None:
-    """Print what was read so far, and what was left out and why."""
-    for source in account["sources"]:
-        files = f" in {source['files']} files" if source["files"] > 1 else ""
-        left_out = {**source["files_left_out"], **source["left_out"]}
-        missing = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "nothing"
-        console.print(
-            f"data: {source['source']}: {source['documents']:,} documents read so far{files}; left out: {missing}",
-            highlight=False, markup=False,
-        )
-    for reason, count in account["unusable"].items():
-        console.print(
-            f"data: {count:,} of {account['pieces']:,} pieces cannot be used: {reason}", highlight=False, markup=False
-        )

@@ -15,7 +15,7 @@ from draftsmith.targets import Target
 from draftsmith.training.data.batches import Task, draw, prepare
 from draftsmith.training.data.windows import Batch
 from draftsmith.training.optimizer import build_optimizers, set_rate
-from draftsmith.training.recipe import DistillationSection, OptimizerSection
+from draftsmith.training.sections import DistillationSection, OptimizerSection
 from draftsmith.types import DraftsmithError
 
 
@@ -74,6 +74,16 @@ class TrainingStep:
         Raises:
             NotFinite: before any weight was moved.
         """
+        found = self.gradients(batches, rate=rate, positions=positions, seed=seed)
+        if not math.isfinite(found.loss) or not math.isfinite(found.gradient_norm):
+            raise NotFinite(f"the loss became {found.loss} (gradient norm {found.gradient_norm})")
+        self.apply()
+        return found
+
+    def gradients(
+        self, batches: Iterable[Batch], *, rate: float, positions: int | None, seed: tuple[object, ...]
+    ) -> Outcome:
+        """Do all of a step but moving the weights."""
         self.noted = {}
         self.set_rate(rate)
         losses, accuracies = [], []
@@ -83,24 +93,21 @@ class TrainingStep:
             losses.append(loss_N.detach() * share_N[: len(loss_N)])
             accuracies.append(accuracy_N * share_N[: len(accuracy_N)])
         norm = self.clip()
-        found = Outcome(torch.stack(losses).sum(0), torch.stack(accuracies).sum(0), norm, self.noted)
-        if not math.isfinite(found.loss) or not math.isfinite(norm):
-            raise NotFinite(f"the loss became {found.loss} (gradient norm {norm})")
-        self.apply()
-        return found
+        return Outcome(torch.stack(losses).sum(0), torch.stack(accuracies).sum(0), norm, self.noted)
 
     @torch.no_grad()
-    def measure(self, batches: Iterable[Batch], positions: int) -> float:
-        """Return the loss on batches, all depths summed, every guess counting as much as any other; none is learnt.
+    def measure(self, batches: Iterable[Batch], positions: int) -> tuple[Tensor, Tensor]:
+        """Return the losses of the depths on batches and how many guesses each is the mean of (N); none is learnt.
 
         Args:
             positions: as in a step; the same are drawn every time.
         """
-        total = 0.0
+        losses, counts = [], []
         for task, share_N, token_share, seed in self._share_out(batches, positions, ("measure",)):
             _, loss_N, _ = self.compute_loss(task, share_N, token_share, seed)
-            total += (loss_N * share_N[: len(loss_N)]).sum().item()
-        return total
+            losses.append((loss_N * share_N[: len(loss_N)]).cpu())
+            counts.append(task.counts_N)
+        return torch.stack(losses).sum(0), torch.stack(counts).sum(0)
 
     def _share_out(
         self, batches: Iterable[Batch], positions: int | None, seed: tuple[object, ...]
@@ -149,6 +156,11 @@ class TrainingStep:
         """Move the weights."""
         for optimizer in self.optimizers:
             optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def autocast(self, enabled: bool) -> torch.autocast:

@@ -27,6 +27,12 @@ class _Rate(ProgressColumn):
         return Text(f"{task.speed:.2f}/s" if task.speed else "", style="dim")
 
 
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are: paths and numbers get no colours, brackets are no markup."""
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
 def progress_bar(console: Console) -> Progress:
     """Return a bar with description, count, rate and time left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())

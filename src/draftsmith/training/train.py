@@ -8,9 +8,10 @@ from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
 from draftsmith.training.data.generated import Generate
 from draftsmith.training.joint import JointTrainingRun
+from draftsmith.training.measuring import Evaluate
 from draftsmith.training.recipe import Recipe
 from draftsmith.training.terminal import one_gentle_interrupt
-from draftsmith.training.trainer import Evaluate, TrainingResult, TrainingRun
+from draftsmith.training.trainer import Foretell, TrainingResult, TrainingRun
 
 
 def train(
@@ -23,6 +24,7 @@ def train(
     dry_run: bool = False,
     console: Console | None = None,
     on_drafter: Callable[[TrainableModel], None] | None = None,
+    foretell: Foretell | None = None,
     go_on: str | None = None,
 ) -> TrainingResult:
     """Train the recipe's drafter for a frozen target or, with a section `joint`, the target as well.
@@ -30,17 +32,18 @@ def train(
     Args:
         generate: (prompts, max_tokens, seed) to as many continuations of exactly max_tokens; a function of its inputs.
         evaluate: measures a speculator by decoding; what it returns is logged, and has `tokens_per_step`, which
-            picks the best checkpoint.
+            picks the best checkpoint and ends stages early.
         resume: go on from the last good checkpoint in output.folder.
         dry_run: print the plan and write an initialised checkpoint only.
         go_on: how to go on after Ctrl-C, where that is not `resume`.
         on_drafter: is given the speculator so far before stage 2 generates, to make generating faster.
+        foretell: is told what is to be done before it is, with a step to try out that changes nothing.
 
     Raises:
         DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
     """
     kind = TrainingRun if recipe.joint is None else JointTrainingRun
-    run = kind(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter)
+    run = kind(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter, foretell)
     if go_on is not None:
         run.go_on = go_on
     if dry_run:

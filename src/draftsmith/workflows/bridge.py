@@ -6,6 +6,7 @@ from typing import Any
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.engine import Engine
+from draftsmith.evaluation.measuring.intervals import ratio_interval
 from draftsmith.evaluation.measuring.measure import measure
 from draftsmith.evaluation.prompts import Prompt, cut, distinct
 from draftsmith.plan import NO_DRAFT
@@ -39,6 +40,11 @@ class EngineBridge:
             for task in tasks
         }
 
+    @property
+    def every_prompt(self) -> list[list[int]]:
+        """What τ is measured on, of all tasks."""
+        return [prompt for prompts in self.prompts.values() for prompt in prompts]
+
     def use(self, drafter: TrainableModel) -> None:
         """Write the coming text with this drafter, for speed; the text's distribution does not depend on it."""
         self.drafter = drafter.for_decoding(self.target)
@@ -56,14 +62,28 @@ class EngineBridge:
         done = require_finished(engine.generate(prompts, rules, NO_DRAFT if crowded else None))
         return [completion.tokens for completion in done]
 
-    def evaluate(self, drafter: TrainableModel) -> Mapping[str, float]:
+    def evaluate(self, drafter: TrainableModel) -> Mapping[str, Any]:
         """Measure τ, greedy, over all tasks and for each; texts end at the target's end token, as in serving."""
-        longest = max(len(prompt) for prompts in self.prompts.values() for prompt in prompts) + self.new_tokens
+        longest = max(map(len, self.every_prompt)) + self.new_tokens
         engine = Engine(self.target, drafter.for_decoding(self.target), max_batch=EVALUATION_ROWS, max_length=longest)
         params = SamplingParams(max_tokens=self.new_tokens)
-        total, scores = Statistics(), {}
-        for task, prompts in self.prompts.items():
-            result = measure(engine, prompts, params)
-            scores[f"tokens_per_step_{task}"] = result.tokens_per_step
-            total += result.statistics
-        return {"tokens_per_step": total.tokens_per_step, **scores}
+        found = {
+            task: [completion.statistics for completion in measure(engine, prompts, params).completions]
+            for task, prompts in self.prompts.items()
+        }
+        every = [statistics for own in found.values() for statistics in own]
+        return {**scores(every), "by_source": {task: scores(own) for task, own in found.items()}}
+
+
+def scores(prompts: Sequence[Statistics]) -> dict[str, Any]:
+    """Return τ of what was decoded behind some prompts and, where there are several, its 95 % interval over them."""
+    total = Statistics()
+    for own in prompts:
+        total += own
+    told: dict[str, Any] = {"tokens_per_step": total.tokens_per_step, "prompts": len(prompts)}
+    # A text of a single token took no step.
+    stepped = [own for own in prompts if own.steps]
+    if len(stepped) > 1:
+        tokens, steps = [own.steps + own.accepted for own in stepped], [own.steps for own in stepped]
+        told["tokens_per_step_ci"] = ratio_interval(tokens, steps).ends
+    return told

@@ -9,12 +9,13 @@ from draftsmith.evaluation.prompts import Prompt, cut, distinct, whole
 from draftsmith.targets import Target
 from draftsmith.targets.token_ids import ASSISTANT
 from draftsmith.training.data.records import Completion, Document, plain_text
-from draftsmith.training.data.sources import Source
-from draftsmith.training.recipe import DataSection
+from draftsmith.training.data.sources import Source, names_of
+from draftsmith.training.sections import DataSection
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.sources import EMBEDDED, gather_prompts, name_of_source
 
-PROMPTS_A_TASK, HELD_OUT_PROMPTS = 4, 16
+PROMPTS, PROMPTS_A_TASK = 32, 16
+"""In all, and of every task at least."""
 FEWEST_PROMPTS = 8
 NEW_TOKENS, PROMPT_TOKENS = 64, 64
 READ_PIECES = 64
@@ -26,8 +27,8 @@ class Evaluation:
     """What τ is measured on while training: prompts a task, their length, and new tokens behind each.
 
     `prompts` are a file or texts; None takes the held-out part of the training data, or the embedded held-out prompts
-    where the training data are the embedded ones too. Of the numbers, None takes 4 prompts a task, 16 in all of
-    held-out data, and lengths of 64 tokens, less where the target's context is short.
+    where the training data are the embedded ones too. Of the numbers, None takes 32 prompts in all, at least 16 of
+    every task or source, and lengths of 64 tokens, less where the target's context is short.
     """
 
     prompts: Path | str | Sequence[str | Prompt] | None = None
@@ -87,7 +88,7 @@ def settle(asked: Evaluation, data: DataSection, embedded: bool, target: Target)
     else:
         prompts, source = gather_prompts(asked.prompts), name_of_source(asked.prompts)
     tasks = sorted({prompt.task for prompt in prompts})
-    a_task = asked.prompts_a_task or (-(-HELD_OUT_PROMPTS // len(tasks)) if own else PROMPTS_A_TASK)
+    a_task = asked.prompts_a_task or max(PROMPTS_A_TASK, -(-PROMPTS // len(tasks)))
     count = sum(
         len(distinct(cut(target, [p for p in prompts if p.task == task], prompt_tokens, a_task, exact=False)))
         for task in tasks
@@ -103,9 +104,8 @@ def settle(asked: Evaluation, data: DataSection, embedded: bool, target: Target)
 def held_out_prompts(data: DataSection, target: Target, longest: int) -> list[Prompt]:
     """Return the held-out texts of every source, one task each; conversations that do not fit are left out."""
     found = []
-    for section in data.sources:
+    for task, section in zip(names_of(data.sources), data.sources, strict=True):
         source = Source(section, data.held_out_every, data.piece_characters, held_out=True)
-        task = Path(source.label).stem if len(data.sources) > 1 else "held_out"
         pieces = source.pieces()
         for piece in islice(pieces, READ_PIECES):
             prompt = as_prompt(piece.content, task, source.label)

@@ -18,8 +18,8 @@ from draftsmith.engine import Engine
 from draftsmith.plan import NO_DRAFT
 from draftsmith.targets import Target
 from draftsmith.training.data.windows import Window, collate
-from draftsmith.training.recipe import DistillationSection, OptimizerSection
 from draftsmith.training.schedule import learning_rate
+from draftsmith.training.sections import DistillationSection, OptimizerSection
 from draftsmith.training.step import NotFinite, TrainingStep
 from draftsmith.types import DraftsmithError, SamplingParams, require_finished
 

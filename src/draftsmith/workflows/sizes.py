@@ -1,26 +1,22 @@
 """The sizes of a run that nobody chose, from the target, the data and the machine, each with its reason."""
 
 import json
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from draftsmith.drafters.registry import family_named
 from draftsmith.targets import Target
-from draftsmith.training.build import build_drafter, build_loader, build_prompts
-from draftsmith.training.data.generated import Generate
-from draftsmith.training.data.loader import Windowing
+from draftsmith.training.build import build_drafter
 from draftsmith.training.data.reader import Reader
 from draftsmith.training.data.survey import Survey, survey
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.training.step import TrainingStep
+from draftsmith.training.terminal import say
+from draftsmith.workflows.bridge import EngineBridge
+from draftsmith.workflows.estimate import Pace, activations, free_memory, scored, try_out
 
 DEFAULT_MINUTES = 20.0
 BATCH, LENGTH, PROMPT_TOKENS, NEW_TOKENS = 16, 256, 64, 128
@@ -31,8 +27,8 @@ FIRST_SHARE = 0.4
 """Of the budget, for stage 1; stage 2 also waits for the target to write."""
 MEASURING_SHARE = 0.1
 """No more of the budget is spent on measuring τ within the stages."""
-MEASUREMENTS = 4
-PROBED_STEPS, PROBED_ROWS, PROBED_TOKENS = 2, 8, 8
+MOST_MEASUREMENTS, FEWEST_MEASUREMENTS, PATIENCE = 8, 4, 3
+"""In a run; a stage ends early only where there are so many that its patience is less than half of them."""
 DEPTH = 5
 """Guessed depths that memory is reckoned with before the drafter is there."""
 
@@ -50,25 +46,14 @@ class Choice:
         return f"{self.key}={json.dumps(self.value)}"
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Seconds a step of stage 1 and stage 2, for a text that the target writes, and the drafter's parameters."""
-
-    first: float
-    second: float
-    text: float
-    parameters: int
-
-
 def choose(
-    values: Mapping[str, Any], overrides: Sequence[str], target: Target, generate: Generate, *, minutes: float,
-    measured_tokens: int, console: Console,
-) -> Recipe:
-    """Return the recipe with what nobody chose filled in; say what was chosen and what the run will take.
+    values: Mapping[str, Any], overrides: Sequence[str], target: Target, bridge: EngineBridge, *, minutes: float,
+    console: Console,
+) -> tuple[Recipe, Pace]:
+    """Return the recipe with what nobody chose filled in, and what its steps take; say what was chosen and why.
 
     Args:
         values: the recipe before the overrides, which win over every choice.
-        measured_tokens: that one measurement of τ decodes.
     """
     taken = [override.partition("=")[0].strip() for override in overrides]
 
@@ -82,22 +67,18 @@ def choose(
     with console.status("Looking at the data …"):
         found = survey(recipe.data, Reader.of(target, recipe.data.learn))
     choices = free(by_data(found, recipe, target))
-    recipe = settled(choices)
-    choices += free(by_memory(recipe, target, free_memory(target)))
-    recipe = settled([*choices, Choice("stage1.steps", 1, ""), Choice("stage2.steps", 1, "")])
+    once = [Choice("stage1.steps", 1, ""), Choice("stage2.steps", 1, "")]
+    choices += free(by_memory(settled([*choices, *once]), target, free_memory(target)))
+    recipe = settled([*choices, *once])
     with console.status("Measuring a step …"):
-        pace = measure(recipe, target, generate)
-    choices += free(by_time(found, recipe, settled(choices), pace, minutes, measured_tokens, taken))
-    recipe = settled(choices)
-    for choice in choices:
-        console.print(f"chosen: {choice.key} = {json.dumps(choice.value)}: {choice.why}", highlight=False, markup=False)
-    seconds = recipe.stage1.steps * pace.first + recipe.stage2.steps * (pace.second + texts_a_step(recipe) * pace.text)
-    console.print(
-        f"estimate: {seconds / 60:.1f} minutes of training and writing, as a step of stage 1 took {pace.first:.3f} s; "
-        f"{memory(recipe, target, pace.parameters) / 2**30:.1f} GiB beside the target.",
-        highlight=False, markup=False,
-    )
-    return recipe
+        step = TrainingStep(build_drafter(recipe, target), target, recipe.optimizer, recipe.distillation)
+        pace = try_out(recipe, target, step, bridge.generate, bridge.every_prompt, bridge.new_tokens)
+    choices += free(by_time(found, recipe, pace, minutes))
+    measured = free(by_measurements(settled(choices), pace, minutes))
+    # Who says how often to measure also says when to stop.
+    choices += measured if measured and measured[0].key == "evaluation.every" else []
+    say(console, *(f"chosen: {choice.key} = {json.dumps(choice.value)}: {choice.why}" for choice in choices))
+    return settled(choices), pace
 
 
 def by_data(found: Survey, recipe: Recipe, target: Target) -> list[Choice]:
@@ -137,46 +118,61 @@ def by_memory(recipe: Recipe, target: Target, room: int) -> list[Choice]:
             Choice("stage1.positions_per_sequence", POSITIONS, "scoring every position of a large vocabulary is slow")
         )
     batch = BATCH
-    while batch > 1 and activations(recipe, target, batch) > room / 4:
+    while batch > 1 and activations(with_batch(recipe, batch), target, DEPTH) > room / 4:
         batch //= 2
     why = f"a quarter of the {room / 2**30:.1f} GiB of free memory holds it"
     return [*choices, Choice("stage1.batch", batch, why), Choice("stage2.batch", batch, why)]
 
 
-def by_time(
-    found: Survey, probed: Recipe, recipe: Recipe, pace: Pace, minutes: float, measured_tokens: int,
-    taken: Sequence[str],
-) -> list[Choice]:
-    """Choose the steps of both stages, and how often τ is measured, by the minutes there are."""
-    seconds, given = 60 * minutes, f"of {minutes:g} minutes (--minutes)"
-    none = [name for name, stage in (("1", recipe.stage1), ("2", recipe.stage2)) if not stage.steps]
-    skips = {name: f"stage{name}.steps" in taken and name in none for name in ("1", "2")}
-    shares = {"1": 1.0 if skips["2"] else FIRST_SHARE, "2": 1.0 if skips["1"] else 1 - FIRST_SHARE}
-    first = within(shares["1"] * seconds / pace.first)
-    why = f"{shares['1']:.0%} {given}, but {FEWEST_STEPS} to {MOST_STEPS}"
-    if found.whole:
-        windows = sum(-(-length // probed.stage1.length) for length in found.lengths)
-        passes = within(MOST_PASSES * windows / probed.stage1.batch)
-        if passes < first:
-            first = passes
-            why = f"{MOST_PASSES} passes over the data's {windows} windows; more would learn them by heart"
-    second = within(shares["2"] * seconds / (pace.second + texts_a_step(probed) * pace.text))
-    every = (first + second) // MEASUREMENTS
-    cost = measured_tokens * pace.text / probed.stage2.new_tokens
-    choices = [
-        Choice("stage1.steps", first, why),
-        Choice(
-            "stage2.steps", second,
-            f"{shares['2']:.0%} {given}, the target's writing included, but {FEWEST_STEPS} to {MOST_STEPS}",
-        ),
-    ]
-    if MEASUREMENTS * cost <= MEASURING_SHARE * seconds and every:
-        why = f"so that the best of {MEASUREMENTS} or more checkpoints is kept"
-        choices.append(Choice("evaluation.every", every, why))
+def with_batch(recipe: Recipe, batch: int) -> Recipe:
+    """Return the recipe with another batch in both stages."""
+    stages = {name: getattr(recipe, name).model_copy(update={"batch": batch}) for name in ("stage1", "stage2")}
+    return recipe.model_copy(update=stages)
+
+
+def by_time(found: Survey, tried: Recipe, pace: Pace, minutes: float) -> list[Choice]:
+    """Choose the steps of the stages that there are by the minutes that measuring and saving leave."""
+    first, second = tried.stage1.steps > 0, tried.stage2.steps > 0
+    measurements = 1 + first + second + measurements_within(pace, minutes)
+    seconds = 60 * minutes - measurements * (pace.measurement + pace.save)
+    given, choices = f"of {minutes:g} minutes (--minutes)", []
+    if first:
+        share = FIRST_SHARE if second else 1.0
+        steps, why = bounded(share * seconds / pace.first), f"{share:.0%} {given}, but {FEWEST_STEPS} to {MOST_STEPS}"
+        if found.whole:
+            windows = sum(-(-length // tried.stage1.length) for length in found.lengths)
+            passes = bounded(MOST_PASSES * windows / tried.stage1.batch)
+            if passes < steps:
+                steps = passes
+                why = f"{MOST_PASSES} passes over the data's {windows} windows; more would learn them by heart"
+        choices.append(Choice("stage1.steps", steps, why))
+    if second:
+        share = 1 - FIRST_SHARE if first else 1.0
+        steps = bounded(share * seconds / (pace.second + texts_a_step(tried) * pace.text))
+        why = f"{share:.0%} {given}, the target's writing included, but {FEWEST_STEPS} to {MOST_STEPS}"
+        choices.append(Choice("stage2.steps", steps, why))
     return choices
 
 
-def within(steps: float) -> int:
+def measurements_within(pace: Pace, minutes: float) -> int:
+    """Return how often τ can be measured within the stages."""
+    return min(MOST_MEASUREMENTS, int(MEASURING_SHARE * 60 * minutes / (pace.measurement + pace.save)))
+
+
+def by_measurements(recipe: Recipe, pace: Pace, minutes: float) -> list[Choice]:
+    """Choose how often τ is measured, and after how many measurements without a better one a stage ends."""
+    count = measurements_within(pace, minutes)
+    every = (recipe.stage1.steps + recipe.stage2.steps) // max(1, count)
+    if count < FEWEST_MEASUREMENTS or not every:
+        return []
+    choices = [Choice("evaluation.every", every, f"so that the best of {count} or more checkpoints is kept")]
+    if count > 2 * PATIENCE and recipe.joint is None:
+        why = f"a stage that brings no better τ in {PATIENCE} measurements in a row ends early"
+        choices.append(Choice("evaluation.patience", PATIENCE, why))
+    return choices
+
+
+def bounded(steps: float) -> int:
     """Return whole steps, neither too few to learn nor more than a first run needs."""
     return int(min(MOST_STEPS, max(FEWEST_STEPS, steps)))
 
@@ -185,63 +181,3 @@ def texts_a_step(recipe: Recipe) -> float:
     """Return how many texts the target writes for a step of stage 2."""
     section = recipe.stage2
     return 0.0 if section.texts is not None else section.batch * section.accumulate / section.epochs
-
-
-def measure(recipe: Recipe, target: Target, generate: Generate) -> Pace:
-    """Train a throwaway drafter for a few steps, and let the target write a little."""
-    drafter = build_drafter(recipe, target)
-    step = TrainingStep(drafter, target, recipe.optimizer, recipe.distillation)
-    first, second, room = recipe.stage1, recipe.stage2, drafter.max_depth - 1
-    loader = build_loader(recipe, target, Windowing(first.length), "pace")
-
-    def train(number: int) -> None:
-        batches = [loader.next_batch(first.batch, room) for _ in range(first.accumulate)]
-        step(batches, rate=0.0, positions=first.positions_per_sequence, seed=("pace", number))
-
-    train(0)  # the first one warms up
-    first_s = sum(timed(partial(train, number)) for number in range(1, 1 + PROBED_STEPS)) / PROBED_STEPS
-    text_s = 0.0
-    if texts_a_step(recipe):
-        prompts = build_prompts(recipe, target)
-        rows = [prompts.next_window().tokens for _ in range(PROBED_ROWS)]
-        text_s = timed(lambda: generate(rows, PROBED_TOKENS, 0)) * second.new_tokens / PROBED_TOKENS / PROBED_ROWS
-    read = (second.prompt_tokens + second.new_tokens) * second.batch * second.accumulate
-    second_s = first_s * read / (first.length * first.batch * first.accumulate)
-    return Pace(first_s, second_s, text_s, sum(parameter.numel() for parameter in drafter.parameters()))
-
-
-def timed(task: Callable[[], object]) -> float:
-    """Return the seconds that a task takes."""
-    begun = time.perf_counter()
-    task()
-    return max(1e-6, time.perf_counter() - begun)
-
-
-def scored(recipe: Recipe, target: Target) -> int:
-    """Return how many tokens the drafter scores."""
-    return recipe.drafter.config.draft_vocab_size or target.vocab_size
-
-
-def activations(recipe: Recipe, target: Target, batch: int) -> int:
-    """Reckon the bytes of a step of stage 1: the target's logits, twice, and the drafter's, three times, in fp32."""
-    length = recipe.stage1.length
-    positions = min(length, recipe.stage1.positions_per_sequence or length)
-    return 4 * batch * (2 * length * target.vocab_size + 3 * positions * DEPTH * scored(recipe, target))
-
-
-def memory(recipe: Recipe, target: Target, parameters: int) -> int:
-    """Reckon the bytes of training: weights, gradients and two averages in fp32, and what a step needs."""
-    return 16 * parameters + activations(recipe, target, recipe.stage1.batch)
-
-
-def free_memory(target: Target) -> int:
-    """Return the bytes that are free where the target computes; half of all where the system does not say."""
-    if target.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(target.device)[0])
-    # Linux says what programs can get; pages that are free this moment leave out what it only keeps of files.
-    told = Path("/proc/meminfo")
-    lines = told.read_text(encoding="ascii").splitlines() if told.is_file() else []
-    available = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    if available is not None:
-        return 1024 * int(available)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

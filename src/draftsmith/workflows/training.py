@@ -16,12 +16,16 @@ from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named, family_of
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.training.data.sources import Source
+from draftsmith.training.progress import Work
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
 from draftsmith.training.run_folder import RunFolder
+from draftsmith.training.step import TrainingStep
+from draftsmith.training.terminal import say
 from draftsmith.training.train import train as run
 from draftsmith.training.trainer import TrainingResult
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.bridge import EngineBridge
+from draftsmith.workflows.estimate import Pace, foretold, try_out
 from draftsmith.workflows.held_out import Evaluation, Probe, settle
 from draftsmith.workflows.models import Loading, load_target, quiet
 from draftsmith.workflows.sizes import DEFAULT_MINUTES, choose
@@ -129,17 +133,23 @@ def train(
         loaded, probe.prompts, probe.prompts_a_task, probe.new_tokens, probe.prompt_tokens,
         {"temperature": second.temperature, "top_k": second.top_k},
     )
+    pace: Pace | None = None
     if starts:
         assert isinstance(recipe, dict)
-        settled = choose(
-            recipe, chosen, loaded, bridge.generate, minutes=DEFAULT_MINUTES if minutes is None else minutes,
-            measured_tokens=probe.count * probe.new_tokens, console=shown,
+        settled, pace = choose(
+            recipe, chosen, loaded, bridge, minutes=DEFAULT_MINUTES if minutes is None else minutes, console=shown
         )
     for sentence in filter(None, (probe.sentence(), probe.warning)):
         shown.print(sentence, highlight=False, markup=False)
+
+    def foretell(work: Work, step: TrainingStep) -> None:
+        with shown.status("Measuring a step …"):
+            known = pace or try_out(settled, loaded, step, bridge.generate, bridge.every_prompt, bridge.new_tokens)
+        say(shown, foretold(settled, loaded, known, work))
+
     result = run(
         settled, target=loaded, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, dry_run=dry_run,
-        console=shown, on_drafter=bridge.use,
+        console=shown, on_drafter=bridge.use, foretell=foretell,
     )
     return TrainResult(provenance(target=loaded.name), result, probe)
 

@@ -13,7 +13,7 @@ from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
 from draftsmith.training.data.loader import noise
 from draftsmith.training.data.windows import FIRST_LEARNT, Batch
-from draftsmith.training.recipe import DistillationSection
+from draftsmith.training.sections import DistillationSection
 from draftsmith.types import DraftsmithError
 
 

@@ -13,7 +13,7 @@ import torch
 from draftsmith.files import JsonLines
 from draftsmith.training.data.loader import noise
 from draftsmith.training.data.windows import Batch, Window, collate
-from draftsmith.training.recipe import OnPolicySection
+from draftsmith.training.sections import OnPolicySection
 from draftsmith.types import DraftsmithError
 
 BATCHES_SORTED = 32
@@ -35,8 +35,7 @@ class GeneratedText:
 
     def __init__(self, path: Path, section: OnPolicySection, seed: int) -> None:
         self.path, self.section, self.seed = path, section, seed
-        needed = section.steps * section.batch * section.accumulate
-        self.count = -(-needed // section.epochs)
+        self.count = section.texts_needed
         self._orders: dict[int, list[int]] = {}
         # What a kill left of the last line is made again.
         self.log = JsonLines(path, "restore it from a good copy, or delete it to write again", "go on with the run")

@@ -14,7 +14,7 @@ from typing import Any
 from draftsmith.training.data.reader import Reader, Unusable
 from draftsmith.training.data.sources import Piece, Source
 from draftsmith.training.data.windows import Batch, Window, collate, cut
-from draftsmith.training.recipe import DataSection
+from draftsmith.training.sections import DataSection
 from draftsmith.types import DraftsmithError
 
 SAMPLE_PIECES = 256
@@ -141,14 +141,7 @@ class Loader:
         Documents are those read so far in the current pass over each source, some of which wait to be shuffled;
         `unusable` counts pieces that were drawn and gave no tokens to learn from.
         """
-        sources = [
-            {
-                "source": shuffled.source.label, "files": len(shuffled.source.files),
-                "files_left_out": dict(shuffled.source.files_left_out), "documents": shuffled.source.read,
-                "left_out": dict(shuffled.source.left_out),
-            }
-            for shuffled in self.sources
-        ]
+        sources = [shuffled.source.account() for shuffled in self.sources]
         return {"sources": sources, "pieces": self.pieces, "unusable": dict(self.unusable)}
 
     def _pick(self, piece: int) -> ShuffledSource:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from draftsmith.training.data.records import FIELDS, Document, read_record
-from draftsmith.training.recipe import SourceSection
+from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson")

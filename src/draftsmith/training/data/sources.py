@@ -1,14 +1,21 @@
 """The training documents of one source, cut into pieces, with an account of what is left out."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from draftsmith.training.data.record_files import documents_in, documents_on_hub, files_of, missing_file
+from draftsmith.training.data.record_files import (
+    JSON_LINES,
+    documents_in,
+    documents_on_hub,
+    files_of,
+    missing_file,
+)
 from draftsmith.training.data.records import Document, plain_text
 from draftsmith.training.data.split import Split, find_split
-from draftsmith.training.recipe import SourceSection
+from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
 
 EMPTY, HELD_OUT, HELD_OUT_END = "empty", "held out", "held out at its end"
@@ -25,6 +32,30 @@ class Piece:
     def characters(self) -> int:
         """How long it is."""
         return len(plain_text(self.content))
+
+
+def names_of(sections: Sequence[SourceSection]) -> list[str]:
+    """Return a short name for every source, by which its measurements are told; the whole one where two are alike."""
+    short = [_short_name(section) for section in sections]
+    return [
+        name if short.count(name) == 1 else _whole_name(section) for name, section in zip(short, sections, strict=True)
+    ]
+
+
+def _short_name(section: SourceSection) -> str:
+    if section.path is None:
+        return str(section.name)
+    path = Path(section.path).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    ending = next((ending for ending in JSON_LINES if path.name.endswith(ending)), path.suffix)
+    return path.name.removesuffix(ending)
+
+
+def _whole_name(section: SourceSection) -> str:
+    if section.path is not None:
+        return section.path
+    return " ".join(filter(None, (section.name, section.configuration, section.split)))
 
 
 @dataclass
@@ -60,6 +91,14 @@ class Source:
     def label(self) -> str:
         """What to call it in messages."""
         return str(self.section.path or self.section.name)
+
+    def account(self) -> dict[str, Any]:
+        """Return what the last pass has met so far, as plain JSON."""
+        return {
+            "source": self.label, "files": len(self.files), "files_left_out": dict(self.files_left_out),
+            "documents": self.read, "used": self.read - self.left_out[EMPTY] - self.left_out[HELD_OUT],
+            "left_out": dict(self.left_out),
+        }
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents of the source, the held-out and empty ones too."""

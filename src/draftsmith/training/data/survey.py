@@ -7,7 +7,7 @@ from itertools import islice
 
 from draftsmith.training.data.reader import Reader, Unusable
 from draftsmith.training.data.sources import Source
-from draftsmith.training.recipe import DataSection
+from draftsmith.training.sections import DataSection
 from draftsmith.types import DraftsmithError
 
 PIECES, TOKENS = 500, 400_000

@@ -1,0 +1,127 @@
+"""What a run learns from: windows of the data in stage 1, text of the target's own in stage 2, and accounts of them."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from draftsmith.targets import Target
+from draftsmith.training.build import build_loader, build_prompts
+from draftsmith.training.data.census import account_lines, census_lines, take_census
+from draftsmith.training.data.generated import Generate, GeneratedText
+from draftsmith.training.data.loader import Loader, Windowing, noise
+from draftsmith.training.data.windows import Batch, Window
+from draftsmith.training.recipe import Recipe
+from draftsmith.training.run_folder import RunFolder
+from draftsmith.training.samples import SHOWN_SAMPLES
+from draftsmith.training.terminal import progress_bar, say
+from draftsmith.types import DraftsmithError
+
+CENSUS, STAGE1, PROMPTS = "documents", "stage1", "prompts"
+"""What run.json keeps of the data: all that is there, and what was met while reading it for each purpose."""
+
+
+class Material:
+    """Texts, read and written as they are needed, and noted in the run's folder."""
+
+    def __init__(self, recipe: Recipe, target: Target, folder: RunFolder, console: Console) -> None:
+        self.recipe, self.target, self.folder, self.console = recipe, target, folder, console
+        self._loader: Loader | None = None
+        self._generated: GeneratedText | None = None
+
+    def check(self) -> list[dict[str, Any]] | None:
+        """Find out, before anything is written, that both stages can be trained on the data; say what is in it.
+
+        Returns the census of the data; None where none is read.
+        """
+        first, second = self.recipe.stage1, self.recipe.stage2
+        if first.steps:
+            self.loader.first(1)
+        if second.steps and second.texts is not None:
+            self._given_text(second.texts)
+        elif second.steps:
+            build_prompts(self.recipe, self.target).first(1)
+        if not first.steps and second.texts is not None:
+            return None
+        census = take_census(self.recipe.data, self.console)
+        say(self.console, *census_lines(census))
+        return census
+
+    @property
+    def loader(self) -> Loader:
+        """The windows of stage 1."""
+        if self._loader is None:
+            self._loader = build_loader(self.recipe, self.target, Windowing(self.recipe.stage1.length), "stage1")
+        return self._loader
+
+    @property
+    def generated(self) -> GeneratedText:
+        """The text of stage 2, as far as it is written."""
+        if self._generated is None:
+            texts = self.recipe.stage2.texts
+            if texts is not None:
+                self._generated = self._given_text(texts)
+            else:
+                self._generated = GeneratedText(self.folder.generated, self.recipe.stage2, self._seed)
+        return self._generated
+
+    @property
+    def written(self) -> int:
+        """How many texts for stage 2 are written already."""
+        section = self.recipe.stage2
+        return len(self.generated.sequences) if section.steps and section.texts is None else 0
+
+    @property
+    def _seed(self) -> int:
+        return noise(self.recipe.seed, "stage2")
+
+    def _given_text(self, texts: str) -> GeneratedText:
+        return GeneratedText.of(Path(texts), self.recipe.stage2, self._seed)
+
+    def samples(self, stage: int) -> list[Window]:
+        """Return the first few windows of a stage."""
+        if stage == 1:
+            return self.loader.first(SHOWN_SAMPLES)
+        return [self.generated.window(place) for place in range(min(SHOWN_SAMPLES, len(self.generated.sequences)))]
+
+    def batch(self, stage: int, number: int, room: int) -> Batch:
+        """Return micro-batch `number` of a stage, see `collate`; those of stage 1 come in order."""
+        if stage == 1:
+            return self.loader.next_batch(self.recipe.stage1.batch, room)
+        return self.generated.batch(number, room)
+
+    def write_texts(self, generate: Generate, interrupted: threading.Event, stopped: Callable[[], Exception]) -> None:
+        """Let the target write what is missing for stage 2; what is `stopped` is raised where that is interrupted."""
+        prompts, texts = build_prompts(self.recipe, self.target), self.generated
+        with progress_bar(self.console) as bars:
+            bar = bars.add_task("target writes", total=texts.count, completed=len(texts.sequences))
+            for made in texts.make(prompts, generate, self.target.eos_token_ids):
+                bars.update(bar, completed=made)
+                if interrupted.is_set():
+                    raise stopped()
+        self._show_account(PROMPTS, prompts)
+
+    def require_texts(self, step: int) -> None:
+        """Refuse to go on within stage 2 where texts are gone that it was trained on."""
+        if self.generated.missing:
+            raise DraftsmithError(
+                f"{self.generated.path} lacks {self.generated.missing} sequences that step {step} was trained on; "
+                "restore it, or start a new run."
+            )
+
+    def note(self) -> None:
+        """Write down what was met in stage 1 so far, if it has begun."""
+        if self._loader is not None:
+            self.folder.note_data(STAGE1, self._loader.account())
+
+    def show_account(self) -> None:
+        """Say what was met in stage 1 that was not counted before."""
+        self._show_account(STAGE1, self.loader)
+
+    def _show_account(self, purpose: str, loader: Loader) -> None:
+        self.folder.note_data(purpose, loader.account())
+        census = self.folder.noted_data(CENSUS) or ()
+        counted = [source["source"] for source in census if source["whole"]]
+        say(self.console, *account_lines(loader.account(), counted))

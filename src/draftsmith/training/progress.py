@@ -1,0 +1,132 @@
+"""Where a run stands: its step, its stage, its best τ, and when a stage has waited long enough for a better one.
+
+All of it is kept with every checkpoint, so that a run that was killed decides as one that was not.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from draftsmith.training.recipe import Recipe
+from draftsmith.training.sections import StageSection
+from draftsmith.types import DraftsmithError
+
+DONE = 3
+"""What comes after stage 2."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What of a run is still to be done, if no stage ends early.
+
+    Steps of both stages, texts that the target writes for stage 2, measurements of τ, and saves.
+    """
+
+    first: int
+    second: int
+    texts: int
+    measurements: int
+    saves: int
+
+
+@dataclass
+class Progress:
+    """Counters of a run.
+
+    `stage` is that of the next step, `begun` the step behind which it begins, and `best` the highest τ so far, at
+    `best_step`. `stage_best` is the highest of the stage, its beginning included, and `waited` counts the measurements
+    since. As stage 1 begins with the run, its best is that of the run.
+    """
+
+    step: int = 0
+    stage: int = 1
+    begun: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    stage_best: float | None = None
+    waited: int = 0
+
+    @classmethod
+    def start(cls, recipe: Recipe) -> "Progress":
+        """Return that of a new run, in the first stage that has steps."""
+        return cls(stage=1 if recipe.stage1.steps else 2)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Progress":
+        """Take it up from a checkpoint."""
+        names = list(cls.__dataclass_fields__)
+        if any(name not in values for name in names):
+            raise DraftsmithError("the checkpoint was written by an earlier version; start a new run.")
+        return cls(**{name: values[name] for name in names})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return asdict(self)
+
+    @property
+    def within(self) -> bool:
+        """Whether the stage has begun and is not over."""
+        return self.stage != DONE and self.step > self.begun
+
+    def section(self, recipe: Recipe) -> StageSection:
+        """Return the section of the stage."""
+        return recipe.stage1 if self.stage == 1 else recipe.stage2
+
+    def end(self, recipe: Recipe) -> int:
+        """Return the step with which the stage ends if nothing ends it earlier."""
+        return self.step if self.stage == DONE else self.begun + self.section(recipe).steps
+
+    def last(self, recipe: Recipe) -> int:
+        """Return the step with which the run ends if nothing ends it earlier."""
+        return self.end(recipe) + (recipe.stage2.steps if self.stage == 1 else 0)
+
+    def measured(self, tau: float) -> bool:
+        """Take in a τ; return whether it is the run's best so far."""
+        if self.stage_best is None or tau > self.stage_best:
+            self.stage_best, self.waited = tau, 0
+        else:
+            self.waited += 1
+        improved = self.best is None or tau > self.best
+        if improved:
+            self.best, self.best_step = tau, self.step
+        return improved
+
+    def finish_stage(self, recipe: Recipe, tau: float) -> None:
+        """Go to the next stage, which begins with weights of this τ."""
+        self.stage = 2 if self.stage == 1 and recipe.stage2.steps else DONE
+        self.begun, self.stage_best, self.waited = self.step, tau, 0
+
+    def end_early(self, recipe: Recipe) -> dict[str, Any]:
+        """Go to the next stage before the end of this one; return the record that says why, as plain JSON."""
+        assert self.stage_best is not None
+        record = {
+            "stage": str(self.stage), "steps": self.step - self.begun, "planned_steps": self.section(recipe).steps,
+            "stage_best": self.stage_best, "measurements_since": self.waited,
+        }
+        self.finish_stage(recipe, self.stage_best)
+        return record
+
+    def rest(self, recipe: Recipe, written: int) -> Work:
+        """Return what is still to be done, the measurement before the first step included.
+
+        Args:
+            written: texts of stage 2 that are there already.
+        """
+        every, save, second = recipe.evaluation.every, recipe.output.save_every, recipe.stage2
+        end, last = self.end(recipe), self.last(recipe)
+        steps = range(self.step + 1, last + 1)
+        measured = {step for step in steps if step in (end, last) or (every and step % every == 0)}
+        saved = measured | {step for step in steps if step % save == 0}
+        begins = self.step == 0
+        first = end - self.step if self.stage == 1 else 0
+        missing = second.texts_needed - written if len(steps) > first and second.texts is None else 0
+        return Work(first, len(steps) - first, max(0, missing), begins + len(measured), begins + len(saved))
+
+
+def early_in_words(record: dict[str, Any]) -> str:
+    """Say that a stage ended early, and why."""
+    step = record.get("goes_on_from_step")
+    onward = f"; stage 2 goes on from the weights of step {step}" if step is not None else ""
+    return (
+        f"stage {record['stage']} ended early, after {record['steps']} of {record['planned_steps']} steps: "
+        f"{record['measurements_since']} measurements in a row without a τ above {record['stage_best']:.3f}{onward}."
+    )

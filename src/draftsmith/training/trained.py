@@ -1,0 +1,71 @@
+"""What a run trains, and its way in and out of folders: checkpoints, the copy that is measured, the export."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.drafters.trainable.storage import verify_folder
+from draftsmith.targets import Target
+from draftsmith.training.build import build_drafter
+from draftsmith.training.checkpoint import load_optimizer_tensors, optimizer_tensors
+from draftsmith.training.recipe import Recipe
+from draftsmith.training.sections import OptimizerSection
+from draftsmith.training.step import TrainingStep
+from draftsmith.types import TargetFacts, cast_parameters, resolve_dtype
+
+
+class Trained:
+    """The drafter and its optimizers; what changes when the target is trained too is in methods of its own."""
+
+    def __init__(self, recipe: Recipe, target: Target) -> None:
+        self.recipe, self.target = recipe, target
+        self.drafter = build_drafter(recipe, target)
+        self.learning = self.new_learning(self.drafter, recipe.optimizer)
+
+    def new_learning(self, drafter: TrainableModel, optimizer: OptimizerSection) -> TrainingStep:
+        """Return what takes steps with a drafter."""
+        return TrainingStep(drafter, self.target, optimizer, self.recipe.distillation)
+
+    def throwaway(self) -> TrainingStep:
+        """Return what takes steps with a copy, uncompiled, to find out what a step takes."""
+        drafter = copy.deepcopy(self.drafter)
+        drafter.bind(self.target)
+        return self.new_learning(drafter, self.recipe.optimizer.model_copy(update={"compile": False}))
+
+    @torch.no_grad()
+    def served(self) -> TrainableModel:
+        """Return a copy as it would be served: in the target's dtype."""
+        served = copy.deepcopy(self.drafter).eval().requires_grad_(False)
+        cast_parameters(served, self.target.dtype)
+        served.bind(self.target)
+        return served
+
+    def facts(self, step: int) -> TargetFacts:
+        """Return what the drafter of a step has to find in a target."""
+        return self.target.facts()
+
+    def write(self, folder: Path, step: int) -> None:
+        """Write what `load` reads."""
+        self.drafter.write_files(folder, self.facts(step), {"training_step": step}, False)
+
+    def load(self, folder: Path) -> None:
+        """Take the weights of a checkpoint."""
+        verify_folder(folder)
+        self.drafter.load_published(self.drafter.read_tensors(folder), folder)
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizers' state."""
+        return optimizer_tensors(self.learning.optimizers)
+
+    def load_optimizers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up the optimizers' state."""
+        load_optimizer_tensors(self.learning.optimizers, tensors)
+
+    def export(self, folder: Path, step: int) -> None:
+        """Write the drafter for serving."""
+        drafter = copy.deepcopy(self.drafter).to(resolve_dtype(self.recipe.output.dtype, self.target.device))
+        drafter.save_pretrained(folder, self.facts(step), {"training_step": step}, repeat_tied=False)

@@ -1,0 +1,197 @@
+"""What a run will take, in time and memory, by trying out on this machine what it is made of."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from draftsmith.drafters.trainable import storage
+from draftsmith.targets import Target
+from draftsmith.training.build import build_loader, build_prompts
+from draftsmith.training.data.generated import Generate
+from draftsmith.training.data.loader import Windowing
+from draftsmith.training.data.windows import Batch, Window, collate
+from draftsmith.training.plan import stage_length
+from draftsmith.training.progress import Work
+from draftsmith.training.recipe import Recipe
+from draftsmith.training.sections import StageSection
+from draftsmith.training.step import TrainingStep
+
+TRIED_STEPS, TRIED_ROWS, TRIED_TOKENS = 2, 8, 8
+LOOKED_AT_BATCHES = 8
+"""Batches of stage 1 whose lengths are looked at: some have short windows, some long ones."""
+TRIED_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a step of stage 1 and of stage 2, of a text that the target writes, of a measurement, and of a save.
+
+    `parameters` are those that are trained, `depth` the tokens that the drafter guesses.
+    """
+
+    first: float
+    second: float
+    text: float
+    measurement: float
+    save: float
+    parameters: int
+    depth: int
+
+    def seconds(self, work: Work) -> tuple[float, float, float, float]:
+        """Return what a run takes in stage 1, in stage 2 with the target's writing, in measuring and in saving."""
+        second = work.second * self.second + work.texts * self.text
+        return work.first * self.first, second, work.measurements * self.measurement, work.saves * self.save
+
+
+def try_out(
+    recipe: Recipe, target: Target, step: TrainingStep, generate: Generate, measured: Sequence[list[int]],
+    measured_tokens: int,
+) -> Pace:
+    """Take a few steps that are thrown away, let the target write a little, and write a file.
+
+    Args:
+        step: of the run's kind, on a drafter of its own.
+        measured: the prompts that τ is measured on, and behind each of which so many tokens are decoded.
+    """
+    first_s = second_s = text_s = 0.0
+    if recipe.stage1.steps:
+        first_s = seconds_of_stage_one(recipe, target, step)
+    if recipe.stage2.steps:
+        generator = torch.Generator().manual_seed(0)
+        length = stage_length(recipe, recipe.stage2)
+        tokens = torch.randint(target.vocab_size, (length,), generator=generator).tolist()
+        window = Window(tokens, [(recipe.stage2.prompt_tokens, length)])
+        batch = collate([window] * recipe.stage2.batch, length)
+        second_s = seconds_a_step(recipe, step, recipe.stage2, [batch] * recipe.stage2.accumulate)
+        if recipe.stage2.texts is None:
+            prompts = build_prompts(recipe, target)
+            rows = [prompts.next_window().tokens for _ in range(min(recipe.stage2.generate_batch, 8 * TRIED_ROWS))]
+            text_s = seconds_a_text(generate, rows, recipe.stage2.new_tokens)
+    measurement_s = len(measured) * seconds_a_text(generate, measured[:TRIED_ROWS], measured_tokens)
+    parameters = sum(p.numel() for optimizer in step.optimizers for g in optimizer.param_groups for p in g["params"])
+    return Pace(
+        first_s, second_s, text_s, measurement_s, 12 * parameters * seconds_a_byte(), parameters, step.drafter.max_depth
+    )
+
+
+def seconds_of_stage_one(recipe: Recipe, target: Target, step: TrainingStep) -> float:
+    """Return what a step of stage 1 takes, by batches whose windows are about as long as they are on average."""
+    section, room = recipe.stage1, step.drafter.max_depth - 1
+    loader = build_loader(recipe, target, Windowing(section.length), "pace")
+    count = max(LOOKED_AT_BATCHES, section.accumulate)
+    batches = [loader.next_batch(section.batch, room) for _ in range(count)]
+    mean = sum(batch.tokens_BL.numel() for batch in batches) / count
+    tried = sorted(batches, key=lambda batch: abs(batch.tokens_BL.numel() - mean))[: section.accumulate]
+    read = sum(batch.tokens_BL.numel() for batch in tried)
+    return seconds_a_step(recipe, step, section, tried) * mean * section.accumulate / read
+
+
+def seconds_a_step(recipe: Recipe, step: TrainingStep, section: StageSection, batches: Sequence[Batch]) -> float:
+    """Return what a step on these micro-batches takes."""
+
+    def take(number: int) -> None:
+        step.gradients(batches, rate=0.0, positions=section.positions_per_sequence, seed=("pace", number))
+        if recipe.joint is None:
+            step.apply()
+        else:  # the target itself must not be touched
+            step.forget()
+
+    take(0)  # the first one warms up
+    return sum(timed(partial(take, number)) for number in range(1, 1 + TRIED_STEPS)) / TRIED_STEPS
+
+
+def seconds_a_text(generate: Generate, prompts: Sequence[list[int]], new_tokens: int) -> float:
+    """Return what a text of so many tokens takes, written beside others, one behind each prompt."""
+    rows = list(prompts)
+    generate(rows[:1], 1, 0)  # warms up
+    begun = timed(lambda: generate(rows, 1, 0))
+    more = timed(lambda: generate(rows, 1 + TRIED_TOKENS, 0))
+    return (begun + max(0.0, more - begun) * (new_tokens - 1) / TRIED_TOKENS) / len(rows)
+
+
+def seconds_a_byte() -> float:
+    """Return what a byte of a checkpoint takes to write and to seal."""
+    with tempfile.TemporaryDirectory() as place:
+        tensor = torch.zeros(TRIED_BYTES, dtype=torch.uint8)
+        took = timed(
+            lambda: storage.write_folder(
+                Path(place) / "tried", lambda aside: storage.write_tensors(aside / "tried", {"tried": tensor})
+            )
+        )
+    return took / TRIED_BYTES
+
+
+def timed(task: Callable[[], object]) -> float:
+    """Return the seconds that a task takes."""
+    begun = time.perf_counter()
+    task()
+    return max(1e-6, time.perf_counter() - begun)
+
+
+def foretold(recipe: Recipe, target: Target, pace: Pace, work: Work) -> str:
+    """Say what is still to be done, how long it will take and how much memory."""
+    first, second, measuring, saving = pace.seconds(work)
+    parts = [
+        f"{minutes(seconds)} {what}" for count, seconds, what in (
+            (work.first, first, f"of stage 1 ({pace.first:.3f} s a step)"),
+            (
+                work.second, second,
+                f"of stage 2 ({pace.second:.3f} s a step"
+                + (f", {work.texts:,} texts of the target's to write)" if work.texts else ")"),
+            ),
+            (work.measurements, measuring, f"of measuring τ {work.measurements} times"),
+            (work.saves, saving, f"of saving {work.saves} times"),
+        ) if count
+    ]
+    compiled = ", reckoned without compilation" if recipe.optimizer.compile else ""
+    early = ", less if a stage ends early" if recipe.evaluation.patience is not None else ""
+    needed = memory(recipe, target, pace.parameters, pace.depth) / 2**30
+    return (
+        f"estimate: {minutes(first + second + measuring + saving)} minutes{early}: {', '.join(parts)}{compiled}; "
+        f"{needed:.1f} GiB of memory beside the target."
+    )
+
+
+def minutes(seconds: float) -> str:
+    """Return minutes, in words short enough for a sentence."""
+    return f"{seconds / 60:.1f}"
+
+
+def scored(recipe: Recipe, target: Target) -> int:
+    """Return how many tokens the drafter scores."""
+    return recipe.drafter.config.draft_vocab_size or target.vocab_size
+
+
+def activations(recipe: Recipe, target: Target, depth: int) -> int:
+    """Reckon the bytes of a step: the target's logits, twice, and the drafter's of all depths, three times, in fp32."""
+
+    def of(stage: StageSection) -> int:
+        length = stage_length(recipe, stage)
+        positions = min(length, stage.positions_per_sequence or length)
+        return 4 * stage.batch * (2 * length * target.vocab_size + 3 * positions * depth * scored(recipe, target))
+
+    return max((of(stage) for stage in (recipe.stage1, recipe.stage2) if stage.steps), default=0)
+
+
+def memory(recipe: Recipe, target: Target, parameters: int, depth: int) -> int:
+    """Reckon the bytes of training: weights, gradients and two averages in fp32, and what a step needs."""
+    return 16 * parameters + activations(recipe, target, depth)
+
+
+def free_memory(target: Target) -> int:
+    """Return the bytes that are free where the target computes; half of all where the system does not say."""
+    if target.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(target.device)[0])
+    # Linux says what programs can get; pages that are free this moment leave out what it only keeps of files.
+    told = Path("/proc/meminfo")
+    lines = told.read_text(encoding="ascii").splitlines() if told.is_file() else []
+    available = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    if available is not None:
+        return 1024 * int(available)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
