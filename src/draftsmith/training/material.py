@@ -1,11 +1,12 @@
 """What a run learns from: windows of the data in stage 1, text of the target's own in stage 2, and accounts of them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 
 from draftsmith.targets import Target
 from draftsmith.training.build import build_loader, build_prompts
@@ -16,7 +17,7 @@ from draftsmith.training.data.windows import Batch, Window
 from draftsmith.training.recipe import Recipe
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.samples import SHOWN_SAMPLES
-from draftsmith.training.terminal import progress_bar, say
+from draftsmith.training.terminal import say
 from draftsmith.types import DraftsmithError
 
 CENSUS, STAGE1, PROMPTS = "documents", "stage1", "prompts"
@@ -30,6 +31,8 @@ class Material:
         self.recipe, self.target, self.folder, self.console = recipe, target, folder, console
         self._loader: Loader | None = None
         self._generated: GeneratedText | None = None
+        self._prompts: Loader | None = None
+        self._writing: Iterator[int] | None = None
 
     def check(self) -> list[dict[str, Any]] | None:
         """Find out, before anything is written, that both stages can be trained on the data; say what is in it.
@@ -92,22 +95,32 @@ class Material:
             return self.loader.next_batch(self.recipe.stage1.batch, room)
         return self.generated.batch(number, room)
 
-    def write_texts(self, generate: Generate, interrupted: threading.Event, stopped: Callable[[], Exception]) -> None:
-        """Let the target write what is missing for stage 2; what is `stopped` is raised where that is interrupted."""
-        prompts, texts = build_prompts(self.recipe, self.target), self.generated
-        with progress_bar(self.console) as bars:
-            bar = bars.add_task("target writes", total=texts.count, completed=len(texts.sequences))
-            for made in texts.make(prompts, generate, self.target.eos_token_ids):
-                bars.update(bar, completed=made)
-                if interrupted.is_set():
-                    raise stopped()
-        self._show_account(PROMPTS, prompts)
+    def write_texts(self, count: int, generate: Generate, bars: Progress, interrupted: threading.Event) -> bool:
+        """Let the target write until there are `count` texts for stage 2; return whether there are."""
+        texts = self.generated
+        if len(texts.sequences) >= count:
+            return True
+        if self._writing is None:
+            self._prompts = build_prompts(self.recipe, self.target)
+            self._writing = texts.make(self._prompts, generate, self.target.eos_token_ids)
+        bar = bars.add_task("target writes", total=count, completed=len(texts.sequences))
+        while len(texts.sequences) < count and not interrupted.is_set():
+            bars.update(bar, completed=next(self._writing))
+        bars.remove_task(bar)
+        if self._prompts is not None and not texts.missing:
+            self._show_account(PROMPTS, self._prompts)
+        return len(texts.sequences) >= count
 
-    def require_texts(self, step: int) -> None:
-        """Refuse to go on within stage 2 where texts are gone that it was trained on."""
-        if self.generated.missing:
+    def texts_for(self, number: int) -> int:
+        """Return how many texts there have to be for micro-batch `number` of stage 2."""
+        return self.generated.needed(number)
+
+    def require_texts(self, step: int, last: int) -> None:
+        """Refuse to go on within stage 2 where texts are gone that it was trained on, up to micro-batch `last`."""
+        lacking = self.texts_for(last) - len(self.generated.sequences)
+        if lacking > 0:
             raise DraftsmithError(
-                f"{self.generated.path} lacks {self.generated.missing} sequences that step {step} was trained on; "
+                f"{self.generated.path} lacks {lacking} sequences that step {step} was trained on; "
                 "restore it, or start a new run."
             )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress as Bars
 
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
@@ -166,15 +167,37 @@ class TrainingRun:
         if progress.stage == DONE:
             return
         if progress.within:
-            self.material.require_texts(progress.step)
+            taken = progress.step - progress.begun
+            self.material.require_texts(progress.step, taken * self.recipe.stage2.accumulate - 1)
         else:
             self.trained.learning.renew()
-            if self.material.generated.missing:
-                if self.on_drafter is not None:
-                    self.on_drafter(self.trained.served())
-                self.material.write_texts(self.generate, interrupted, self._stopped)
+            ahead = self._writes_ahead()
+            if ahead and self.on_drafter is not None and self.material.generated.missing:
+                self.on_drafter(self.trained.served())
+            with progress_bar(self.console) as bars:
+                self._write_texts(self.material.generated.count if ahead else self._needed_now(), bars, interrupted)
             self._show(2)
         self._steps(interrupted)
+
+    def _writes_ahead(self) -> bool:
+        """Whether all texts of stage 2 are written before it begins: what has learnt already drafts for them.
+
+        Otherwise they are written as they are needed, so that learning begins at once.
+        """
+        return self.progress.begun > 0 or self.recipe.drafter.init_from is not None or self.recipe.joint is not None
+
+    def _needed_now(self) -> int:
+        """Return how many texts the next step of stage 2 needs."""
+        taken, accumulate = self.progress.step - self.progress.begun, self.recipe.stage2.accumulate
+        return self.material.texts_for((taken + 1) * accumulate - 1)
+
+    def _write_texts(self, count: int, bars: Bars, interrupted: threading.Event) -> None:
+        """Let the target write; where that is interrupted, save and stop."""
+        if self.material.write_texts(count, self.generate, bars, interrupted):
+            return
+        if self.progress.step not in self.checkpoints.steps():
+            self._save(improved=False)
+        raise self._stopped()
 
     def _show(self, stage: int) -> None:
         """Show what a stage learns from, and keep it in the run's folder."""
@@ -192,6 +215,8 @@ class TrainingRun:
         with progress_bar(self.console) as bars:
             bar = bars.add_task(name, total=stage.steps, completed=progress.step - progress.begun)
             while progress.stage == number:
+                if number == 2:
+                    self._write_texts(self._needed_now(), bars, interrupted)
                 record = self._one_step(stage, progress.step - progress.begun)
                 bars.update(bar, advance=1, description=f"{name}, loss {record['loss']:.3f}")
                 if progress.step % output.log_every == 0 or progress.step == end:

@@ -17,6 +17,7 @@ from draftsmith.training.sections import OnPolicySection
 from draftsmith.types import DraftsmithError
 
 BATCHES_SORTED = 32
+"""So many batches' texts are taken together, and those of a batch are about equally long."""
 
 Generate = Callable[[list[list[int]], int, int], list[list[int]]]
 """(prompts, max_tokens, seed) to continuations: each of so many tokens, or up to the target's end token."""
@@ -36,7 +37,7 @@ class GeneratedText:
     def __init__(self, path: Path, section: OnPolicySection, seed: int) -> None:
         self.path, self.section, self.seed = path, section, seed
         self.count = section.texts_needed
-        self._orders: dict[int, list[int]] = {}
+        self._orders: dict[tuple[int, int], list[int]] = {}
         # What a kill left of the last line is made again.
         self.log = JsonLines(path, "restore it from a good copy, or delete it to write again", "go on with the run")
         self.sequences: list[list[int]] = []
@@ -75,8 +76,17 @@ class GeneratedText:
         """Sequences still to be made."""
         return max(0, self.count - len(self.sequences))
 
+    @property
+    def _together(self) -> int:
+        return self.section.batch * BATCHES_SORTED
+
+    def needed(self, number: int) -> int:
+        """Return how many sequences micro-batch `number` needs: the first epoch reads them as they are written."""
+        last = (number + 1) * self.section.batch - 1
+        return self.count if last >= self.count else min(self.count, (last // self._together + 1) * self._together)
+
     def make(self, prompts: Prompts, generate: Generate, end_tokens: Collection[int] = ()) -> Iterator[int]:
-        """Make what is missing, yielding how many sequences there are after each batch.
+        """Make what is missing, a batch each time it is asked for, and yield how many sequences there are then.
 
         Raises:
             DraftsmithError: a continuation is shorter than it should be, without one of the end tokens at its end, or
@@ -108,27 +118,29 @@ class GeneratedText:
 
     def batch(self, number: int, room: int = 0) -> Batch:
         """Return micro-batch `number` of the stage, see `collate`; every epoch reads the sequences in another order."""
-        size, most = self.section.batch, max(map(len, self.sequences))
+        size, most = self.section.batch, max(map(len, self.sequences[: self.needed(number)]))
         return collate([self.window(self._place(number * size + i)) for i in range(size)], most, room)
 
     def _place(self, draw: int) -> int:
         epoch, index = divmod(draw, self.count)
-        if epoch not in self._orders:
-            self._orders = {epoch: self._order(epoch)} | {e: o for e, o in self._orders.items() if e == epoch - 1}
-        return self._orders[epoch][index]
+        group, at = divmod(index, self._together)
+        return self._order(epoch, group)[at]
 
-    def _order(self, epoch: int) -> list[int]:
-        """Return the sequences at random, but those of a batch about equally long: padding is read by the target too.
+    def _order(self, epoch: int, group: int) -> list[int]:
+        """Return sequences that are read one after the other, those of a batch about equally long.
 
-        Of so many batches' sequences, drawn at random, the shortest make one batch, and so on; then batches are drawn.
+        The target reads padding too. So some sequences are taken together, as they were written in the first epoch, at
+        random later; of these the shortest make one batch, and so on; and their batches come at random.
         """
-        size, generator = self.section.batch, torch.Generator().manual_seed(noise(self.seed, "order", epoch))
-        drawn = torch.randperm(self.count, generator=generator).tolist()
-        some = size * BATCHES_SORTED
-        alike = [
-            place for begin in range(0, self.count, some)
-            for place in sorted(drawn[begin : begin + some], key=lambda place: len(self.sequences[place]))
-        ]
-        whole = self.count // size
-        batches = torch.randperm(whole, generator=generator).tolist()
-        return [place for at in batches for place in alike[at * size : (at + 1) * size]] + alike[whole * size :]
+        if (epoch, group) not in self._orders:
+            size, generator = self.section.batch, torch.Generator().manual_seed(noise(self.seed, "order", epoch))
+            drawn = torch.randperm(self.count, generator=generator).tolist() if epoch else range(self.count)
+            some = drawn[group * self._together : (group + 1) * self._together]
+            alike = sorted(some, key=lambda place: len(self.sequences[place]))
+            whole = len(alike) // size
+            generator.manual_seed(noise(self.seed, "batches", epoch, group))
+            batches = torch.randperm(whole, generator=generator).tolist()
+            order = [place for at in batches for place in alike[at * size : (at + 1) * size]] + alike[whole * size :]
+            # A batch may reach from one epoch into the next.
+            self._orders = dict([*self._orders.items()][-1:]) | {(epoch, group): order}
+        return self._orders[epoch, group]
