@@ -170,7 +170,7 @@ class TrainingRun:
         self._load_weights(checkpoint.folder)
         if progress["best_step"] in self.checkpoints.steps():
             self.best_step = progress["best_step"]
-            self.checkpoints.link(BEST, self.best_step)
+        self.checkpoints.settle(self.step, self.best_step)
         if self._within_stage() and self.step < self.steps:
             load_optimizer_tensors(self.learning.optimizers, checkpoint.optimizer)
             if self.step < self.recipe.stage1.steps:
@@ -344,9 +344,10 @@ class TrainingRun:
         }
         if loader is not None:
             self.folder.note_data(STAGE1, loader.account())
-        self.checkpoints.save(self.step, self._write_weights, progress, optimizer_tensors(self.learning.optimizers))
-        if improved:
-            self.checkpoints.link(BEST, self.step)
+        self.checkpoints.save(
+            self.step, self._write_weights, progress, optimizer_tensors(self.learning.optimizers),
+            self.step if improved else None,
+        )
         self.folder.note_time()
 
     def _write_weights(self, folder: Path) -> None:
