@@ -102,12 +102,12 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.begun = time.time()
-        self.before = self._commands()
+        self.before = self._last_command()
         self.opened: tuple[int, ...] | None = None
 
     def moment(self) -> Moment:
         """Return where the run is."""
-        if self._commands() == self.before:
+        if self._last_command() == self.before:
             return Moment(-1, 0, STARTING)
         seen = tuple(_size(self.folder / name) for name in ("metrics.jsonl", "generated.jsonl"))
         if self.opened is None:
@@ -137,9 +137,11 @@ class Watch:
                 found += [str(path.relative_to(self.folder))] if path.lstat().st_mtime >= self.begun else []
         return sorted(found)
 
-    def _commands(self) -> int:
+    def _last_command(self) -> tuple[int, str] | None:
+        """Return what tells the last command that opened the folder; one that starts anew is again the first."""
         path = self.folder / "run.json"
-        return len(json.loads(path.read_text())["runs"]) if path.exists() else 0
+        runs = json.loads(path.read_text())["runs"] if path.exists() else []
+        return (len(runs), runs[-1]["date"]) if runs else None
 
     def _last_record(self) -> tuple[int, bool]:
         """Return the last step that is recorded, and whether its measurement is."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from draftsmith.targets.records import Document, plain_text
 from draftsmith.training.data.record_files import documents_in, documents_on_hub, files_of, missing_file
-from draftsmith.training.data.records import Document, plain_text
 from draftsmith.training.data.split import Split, find_split
 from draftsmith.training.recipe import SourceSection
 from draftsmith.types import DraftsmithError
