@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.engine import Engine
+from draftsmith.engine import Conversation, Engine
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 from tests.helpers.tiny import CONTEXT, VOCABULARY, tiny_model, tiny_target
@@ -101,6 +101,16 @@ def test_messages_go_through_the_chat_template():
     assert read(engine, tuple(MESSAGES)) == tokens
     assert tokens.count(tokenizer.bos_token_id) == 1
     assert tokens == tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+
+
+def test_tools_and_other_settings_of_a_conversation_reach_the_template():
+    template = "{% for tool in tools %}{{ tool['name'] }} {% endfor %}{{ mood }}" + CHAT
+    tokenizer = chatting(template)
+    tools = [{"name": "house"}, {"name": "road"}]
+    tokens = read(Engine(target_with(tokenizer)), Conversation(MESSAGES, {"tools": tools, "mood": "strange"}))
+    assert tokens == tokenizer.apply_chat_template(
+        MESSAGES, tools=tools, mood="strange", add_generation_prompt=True
+    )["input_ids"]
 
 
 def test_a_template_without_bos_gets_none():

@@ -67,11 +67,14 @@ def run(folder: Path, data: Path, *overrides: str, resume: bool = False) -> Trai
 
 
 def outcome(folder: Path) -> dict[str, bytes]:
-    """Every file of the last checkpoint and the exported drafter and the run's logs: what kills must not change."""
-    names = ("latest/model.safetensors", "latest/optimizer.safetensors", "latest/progress.json",
-             "drafter/model.safetensors", "metrics.jsonl", "generated.jsonl")
-    return {name: (folder / name).read_bytes() for name in names}
-
+    """Every file of a run but run.json, and where its links point: what kills must not change."""
+    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_symlink() or path.is_file()}
+    del found["run.json"]
+    return {
+        name: os.fsencode(path.readlink()) if path.is_symlink()
+        # The recipe tells where the run is kept.
+        else path.read_bytes().replace(os.fsencode(folder), b"") for name, path in found.items()
+    }
 
 
 def dies(task: Callable[[], object], at_call: int | None = None, after_s: float | None = None) -> bool:

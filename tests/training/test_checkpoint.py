@@ -124,6 +124,19 @@ def test_pruning_keeps_the_last_and_the_best(tmp_path: Path):
     assert os.readlink(tmp_path / BEST) == "checkpoints/step-00000002", "relative, so that a run can be moved"
 
 
+def test_pruning_spares_what_the_run_goes_on_from_though_a_damaged_one_is_later(tmp_path: Path):
+    for step in (1, 2, 5):
+        save(tmp_path, step, keep=1)
+    save(tmp_path, 6, keep=2)
+    truncate(Checkpoints(tmp_path, 1).at(6) / "model.safetensors")
+    with pytest.warns(RuntimeWarning):
+        assert loaded_step(tmp_path) == 5
+    Checkpoints(tmp_path, 1).settle(5, None)
+    assert Checkpoints(tmp_path, 1).steps() == [5, 6] and Checkpoints(tmp_path, 1).linked(LATEST) == 5
+    save(tmp_path, 7, keep=1)
+    assert Checkpoints(tmp_path, 1).steps() == [7]
+
+
 def test_full_disk_leaves_the_last_good_one(tmp_path: Path):
     """A limit on file size makes the kernel refuse the write, as a full disk does."""
     save(tmp_path, 1)
@@ -186,6 +199,26 @@ def test_training_killed_again_and_again_ends_with_the_same_weights(tmp_path: Pa
             assert toy.outcome(folder) == toy.outcome(tmp_path / "calm")
             shutil.rmtree(folder)
     assert toy.outcome(folder) == toy.outcome(tmp_path / "calm")
+
+
+def test_what_a_kill_left_undone_behind_the_last_save_is_done_by_who_goes_on(tmp_path: Path):
+    """The last checkpoint was in place already, but no link to it, and nothing was pruned yet."""
+    data = toy.write_data(tmp_path)
+    toy.run(tmp_path / "calm", data)
+    run, checkpoints = tmp_path / "killed", Checkpoints(tmp_path / "killed", 2)
+    toy.run(run, data)
+    last = checkpoints.steps()[-1]
+    best = checkpoints.linked(BEST)
+    for name in (LATEST, BEST):
+        checkpoints.link(name, last - 2)
+    shutil.copytree(checkpoints.at(last), checkpoints.at(1))
+    shutil.copytree(checkpoints.at(last), checkpoints.folder / ".step-dropped")
+    shutil.rmtree(run / "drafter")
+    for name in (".run.json.ab12.json", ".curves.png.ab12.png", ".metrics.jsonl.ab12.jsonl", ".recipe.yaml.ab12.yaml"):
+        (run / name).touch()
+    toy.run(run, data, resume=True)
+    assert toy.outcome(run) == toy.outcome(tmp_path / "calm")
+    assert checkpoints.linked(LATEST) == last and checkpoints.linked(BEST) == best
 
 
 def test_resume_after_damage_goes_on_from_the_one_before(tmp_path: Path):

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from draftsmith.targets.records import Completion, read_record
 from draftsmith.targets.token_ids import Conversation
 from draftsmith.training.data.record_files import documents_in
-from draftsmith.training.data.records import Completion, read_record
 from draftsmith.training.data.sources import Piece, Source
 from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError

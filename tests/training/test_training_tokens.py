@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerFast
 
 import draftsmith
 from draftsmith.drafters.registry import family_named, load_drafter
@@ -30,74 +29,34 @@ from draftsmith.training.data.loader import Loader, Windowing
 from draftsmith.training.data.reader import Reader, Unusable
 from draftsmith.training.data.sources import Piece
 from draftsmith.training.data.windows import Window, collate, cut
-from draftsmith.training.recipe import Recipe, build_recipe
+from draftsmith.training.recipe import build_recipe
 from draftsmith.training.samples import parts_of
 from draftsmith.training.sections import DistillationSection
 from draftsmith.training.train import train
 from draftsmith.training.trainer import TrainingInterrupted
 from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.workflows.bridge import EngineBridge
-from draftsmith.workflows.training import Evaluation
-from tests.helpers.tiny import tiny_model, tiny_tokenizer
-from tests.helpers.tiny_tokenizers import CHAT, tiny_tokenizer_of
-
-KINDS = ("llama", "metaspace-first", "byte-level", "word-piece")
-"""Of SentencePiece's two ways, bytes, and WordPiece; all but the bytes put a BOS before a text."""
-MARKING = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}</s>{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+from tests.helpers.tiny import tiny_tokenizer
+from tests.helpers.tiny_tokenizers import CHAT
+from tests.helpers.token_toy import (
+    ENDING,
+    KINDS,
+    MARKING,
+    MESSAGES,
+    ONE_ONE,
+    TEXTS,
+    recipe_for,
+    save,
+    target_of,
+    tokenizer_of,
+    trained,
 )
-ENDING = MARKING.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
 FORGETFUL = ENDING.replace(
     "<|{{ message['role'] }}|>",
     "<|{{ message['role'] }}|>{% if loop.last and message['role'] == 'assistant' %}think {% endif %}",
 )
-ONE_ONE = [{"role": "user", "content": "Who lives there?"}, {"role": "assistant", "content": "Nobody knew."}]
-MESSAGES = [
-    {"role": "system", "content": "Be kind."}, *ONE_ONE, {"role": "user", "content": "A light went on at night."},
-    {"role": "assistant", "content": "What a strange house, said the girl."},
-]
-TEXTS = [
-    "Once upon a time there was a small house at the end of the road.", "Nobody knew who lived there, but at night",
-    "The houses of the village were older than the times that anybody could tell of. " * 2,
-]
 ONE = SamplingParams(max_tokens=1)
-
-
-def tokenizer_of(kind: str, template: str | None = CHAT) -> PreTrainedTokenizerFast:
-    known = tiny_tokenizer_of(kind)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=known.backend_tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def target_of(kind: str, template: str | None = CHAT) -> Target:
-    tokenizer = tokenizer_of(kind, template)
-    end = tokenizer.eos_token_id
-    assert isinstance(end, int)
-    model = tiny_model(dtype=torch.float32, vocabulary=len(tokenizer), eos_token_id=end)
-    return Target(model, tokenizer, name=f"toy-{kind}")
-
-
-def recipe_for(folder: Path, records: list[dict[str, Any]], *overrides: str) -> Recipe:
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return build_recipe(
-        {
-            "drafter": {"n_predict": 2, "inner_dim": 32},
-            "data": {"sources": [{"path": str(path)}], "shuffle_windows": 4, "held_out_every": 0},
-            "stage1": {"steps": 40, "batch": 4, "length": 48, "rate": 0.01, "final_rate": 0.001},
-            "stage2": {"steps": 40, "batch": 4, "prompt_tokens": 6, "new_tokens": 16, "epochs": 4, "temperature": 0,
-                       "generate_batch": 4, "rate": 0.01, "final_rate": 0.001},
-            "optimizer": {"precision": "fp32"},
-            "output": {"folder": str(folder / "run"), "save_every": 20, "dtype": "fp32"},
-        },
-        list(overrides),
-    )
 
 
 def served(target: Target, prompt: Any) -> list[int]:
@@ -309,27 +268,11 @@ def test_cutting_keeps_every_token_and_its_mask():
     assert {token for token, learnt in expected.items() if learnt} <= set(seen)
 
 
-def trained(folder: Path, kind: str, template: str, records: list[dict[str, Any]], console: Console | None = None):
-    target = target_of(kind, template)
-    return draftsmith.train(
-        recipe_for(folder, records), target=target, console=console,
-        evaluation=Evaluation(prompts=TEXTS, prompts_a_task=2, new_tokens=12, prompt_tokens=12),
-    )
-
-
-def save(target: Target, folder: Path, template: str | None = CHAT) -> Path:
-    assert target.tokenizer is not None
-    target.model.save_pretrained(folder)
-    target.tokenizer.chat_template = template
-    target.tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("kind", ["llama", "word-piece"])
 def test_a_run_shows_what_it_learns_and_its_drafter_decodes_as_it_learnt(kind: str, tmp_path: Path):
     console = Console(file=io.StringIO(), width=400, force_terminal=True, color_system="standard")
     records = [{"messages": MESSAGES}, *({"text": text} for text in TEXTS), {"text": " "}]
-    result = trained(tmp_path, kind, ENDING, records, console)
+    result = trained(tmp_path, kind, ENDING, records, console=console)
     shown = console.file.getvalue()
     assert "left out: 1 empty" in shown and "stage 1 learns from" in shown and "stage 2 learns from" in shown
     assert "\x1b[2m" in shown, "what is not learnt is dimmed"
@@ -438,6 +381,13 @@ def test_what_is_measured_on_are_prompts_as_serving_gets_them(kind: str, tmp_pat
     assert windows[:2] == texts and len(windows[2]) == 12
     opening = [] if kind == "byte-level" else [target.tokenizer.bos_token_id]  # type: ignore[union-attr]
     assert windows[2] == opening + served(target, TEXTS[2])[12 : 24 - len(opening)]
+    tools = {"tools": '[{"name": "house"}]', "chat_template_kwargs": {"mood": "strange"}}
+    shared = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Nobody."}]
+    records = [{"messages": MESSAGES[:2], **tools}, {"conversations": shared}, {"prompt": TEXTS[0], "completion": "x"}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = [prompt.conversation for prompt in load_prompts(path)]
+    assert found[0] == Conversation(MESSAGES[:2], {"tools": [{"name": "house"}], "mood": "strange"})
+    assert found[1] == Conversation([{"role": "user", "content": "Who?"}]) and found[2] is None
     path.write_text('{"messages": [{"role": "assistant", "content": "x"}]}\n')
     with pytest.raises(DraftsmithError, match=r"line 1 of .* `messages` that begin with a user's"):
         load_prompts(path)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.evaluation.prompts import Prompt, embedded_prompts
+from draftsmith.targets.records import Completion
 from draftsmith.targets.token_ids import Conversation
-from draftsmith.training.data.records import Completion
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.comparison_texts import ComparisonTexts, comparison_texts, embedded_texts
 from draftsmith.workflows.partition import (

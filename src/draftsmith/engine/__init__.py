@@ -6,8 +6,9 @@ from draftsmith.engine.engine import Chunk, Engine
 from draftsmith.engine.limits import Limits
 from draftsmith.engine.policy import Choice, Fixed, Load, OffAbove, Policy, RowHistory
 from draftsmith.engine.requests.admission import Prompt
+from draftsmith.targets.token_ids import Conversation
 
 __all__ = [
-    "AsyncEngine", "Choice", "Chunk", "Engine", "EngineCore", "Fixed", "Limits", "Load", "OffAbove", "Policy",
-    "Progress", "Prompt", "RowHistory",
+    "AsyncEngine", "Choice", "Chunk", "Conversation", "Engine", "EngineCore", "Fixed", "Limits", "Load", "OffAbove",
+    "Policy", "Progress", "Prompt", "RowHistory",
 ]

@@ -1,16 +1,18 @@
 """Prompts to measure on: the embedded held-out sets, or the user's own texts, cut to an exact number of tokens."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith import assets
 from draftsmith.targets import Target
 from draftsmith.targets.loading.tokens import first_line
-from draftsmith.targets.token_ids import ASSISTANT, Conversation, Message, opening_ids, prompt_ids, text_ids
+from draftsmith.targets.records import Completion, read_record
+from draftsmith.targets.token_ids import ASSISTANT, Conversation, opening_ids, prompt_ids, text_ids
 from draftsmith.types import DraftsmithError
 
 
@@ -40,7 +42,10 @@ def embedded_prompts(task: str | None = None, split: str = "prompts") -> list[Pr
 
 
 def load_prompts(path: Path) -> list[Prompt]:
-    """Read the user's prompts: JSONL with `text`, `prompt` or `messages` a line, or a text file as one document."""
+    """Read the user's prompts: JSONL with records as training reads them, or a text file as one document.
+
+    A record may also be a `prompt` alone. Of conversations and completions the end is left to the target.
+    """
     try:
         if path.suffix in (".jsonl", ".ndjson"):
             prompts = read_jsonl(path)
@@ -65,27 +70,33 @@ def read_jsonl(path: Path) -> list[Prompt]:
                 continue
             try:
                 record = json.loads(line)
-                conversation = _conversation(record["messages"]) if "messages" in record else None
-                text = (
-                    str(conversation.messages[-1]["content"]) if conversation is not None
-                    else record["text"] if "text" in record else record["prompt"]
-                )
-                if not isinstance(text, str):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+                asked = _asked(record, f"line {number} of {path}")
+                text = asked if isinstance(asked, str) else str(asked.messages[-1].get("content"))
+            except (ValueError, AttributeError, IndexError, DraftsmithError) as error:
                 raise DraftsmithError(
                     f"line {number} of {path} is not a JSON object with a string field `text` or `prompt`, or with "
                     "`messages` that begin with a user's; fix it."
                 ) from error
             task, source = str(record.get("task", "text")), str(record.get("source", ""))
-            prompts.append(Prompt(task, source, text, conversation))
+            prompts.append(Prompt(task, source, text, None if isinstance(asked, str) else asked))
     return prompts
 
 
-def _conversation(messages: list[Message]) -> Conversation:
-    """Return a conversation up to the last turn of the assistant's, which is to be written anew."""
+def _asked(record: Mapping[str, Any], where: str) -> str | Conversation:
+    """Return what a record asks the target to go on with, read as training reads it.
+
+    Of a conversation that is all up to the last turn of the assistant's, which is to be written anew.
+    """
+    if not any(record.get(name) for name in ("text", "messages", "conversations", "completion")):
+        record = {**record, "completion": ""}
+    document = read_record(record, where)
+    if isinstance(document, str):
+        return document
+    if isinstance(document, Completion):
+        return document.prompt
+    messages = document.messages
     last = len(messages) - (messages[-1]["role"] == ASSISTANT)
-    return Conversation(messages[:last])
+    return replace(document, messages=messages[:last])
 
 
 def whole(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:

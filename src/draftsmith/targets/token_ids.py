@@ -158,8 +158,12 @@ def ways(tokenizer: PreTrainedTokenizerBase | None) -> Ways:
     """Return how a tokenizer makes tokens of texts and conversations; no template has the hash of an empty text."""
     if tokenizer is None:
         return Ways()
+    template = tokenizer.chat_template or ""
+    # A template that writes bos_token writes another text when that is another token.
+    named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in str(template)}
     return Ways(
-        tuple(opening_ids(tokenizer)), _hash(text_ids(tokenizer, PROBE)), _hash(tokenizer.chat_template or "")
+        tuple(opening_ids(tokenizer)), _hash(text_ids(tokenizer, PROBE)),
+        _hash([template, named] if named else template),
     )
 
 

@@ -54,9 +54,9 @@ class Checkpoints:
 
     def save(
         self, step: int, drafter_files: Callable[[Path], None], progress: Mapping[str, Any],
-        optimizer: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor], best: int | None = None,
     ) -> Path:
-        """Write a checkpoint, point `latest` at it and prune; a failed save leaves all earlier ones as they were.
+        """Write a checkpoint and `settle` it; a failed save leaves all earlier ones as they were.
 
         Raises:
             DraftsmithError: no space, or a folder that cannot be written.
@@ -68,9 +68,18 @@ class Checkpoints:
             storage.write_json(aside / PROGRESS, {"step": step, **progress})
 
         storage.write_folder(self.at(step), fill)
-        self.link(LATEST, step)
-        self.prune()
+        self.settle(step, best)
         return self.at(step)
+
+    def settle(self, step: int, best: int | None) -> None:
+        """Point `latest`, and `best` unless it is None, at checkpoints, and prune.
+
+        Going on from a checkpoint does that again: a kill may have come between its save and this.
+        """
+        self.link(LATEST, step)
+        if best is not None:
+            self.link(BEST, best)
+        self.prune()
 
     def link(self, name: str, step: int) -> None:
         """Point a link at a step's checkpoint, in one move."""
@@ -92,11 +101,15 @@ class Checkpoints:
         return int(os.readlink(link).rpartition(PREFIX)[2]) if link.is_symlink() else None
 
     def prune(self) -> None:
-        """Remove all but the last `keep` and the best; leftovers of killed saves go too."""
+        """Remove all but the best and the last `keep` up to the latest; leftovers of killed saves go too.
+
+        What is later than the latest is damaged, or the run would have gone on from it.
+        """
         for leftover in self.folder.glob(f".{PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        best = self.linked(BEST)
-        for step in self.steps()[: -self.keep]:
+        best, latest = self.linked(BEST), self.linked(LATEST)
+        known = [step for step in self.steps() if latest is None or step <= latest]
+        for step in known[: -self.keep]:
             if step != best:
                 # Renamed first, so that a kill in the middle leaves no half checkpoint under a good name.
                 dropped = self.folder / f".{PREFIX}dropped"

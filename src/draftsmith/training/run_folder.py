@@ -22,6 +22,8 @@ from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.types import DraftsmithError, TargetFacts
 
 FREE_TO_CHANGE = ("output", "evaluation")
+REPLACED = ("metrics.jsonl", "recipe.yaml", "run.json", "curves.png")
+"""Files that are written aside and then renamed."""
 
 
 class RunFolder:
@@ -80,6 +82,9 @@ class RunFolder:
         self._begun = time.monotonic()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            for name in REPLACED:
+                for leftover in self.path.glob(f".{name}.*"):  # of a command that was killed as it wrote
+                    leftover.unlink()
             if resumed_step is not None:
                 self._check_recipe()
                 self._check_tokens()

@@ -145,8 +145,8 @@ class TrainingRun:
     def _take_up(self, checkpoint: Checkpoint) -> None:
         self.progress = progress = Progress.of(checkpoint.progress)
         self.trained.load(checkpoint.folder)
-        if progress.best_step in self.checkpoints.steps():
-            self.checkpoints.link(BEST, progress.best_step)
+        best = progress.best_step if progress.best_step in self.checkpoints.steps() else None
+        self.checkpoints.settle(progress.step, best)
         if progress.within:
             self.trained.load_optimizers(checkpoint.optimizer)
             if progress.stage == 1:
@@ -300,9 +300,8 @@ class TrainingRun:
         self.checkpoints.save(
             progress.step, lambda folder: self.trained.write(folder, progress.step),
             {**progress.to_json(), "loader": loader}, self.trained.optimizer_tensors(),
+            progress.step if improved else None,
         )
-        if improved:
-            self.checkpoints.link(BEST, progress.step)
         self.folder.note_time()
 
     def _export(self, folder: Path, step: int) -> None:

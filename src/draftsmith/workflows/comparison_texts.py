@@ -11,9 +11,9 @@ from draftsmith import assets
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.files import replace_text
 from draftsmith.targets import Target
+from draftsmith.targets.records import Completion, Document, read_record
 from draftsmith.targets.token_ids import Conversation
 from draftsmith.training.data.record_files import files_of, missing_file, records_in
-from draftsmith.training.data.records import Completion, Document, read_record
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.held_out import as_prompt, fits
 from draftsmith.workflows.partition import (

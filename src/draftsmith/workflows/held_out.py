@@ -7,8 +7,8 @@ from pathlib import Path
 
 from draftsmith.evaluation.prompts import Prompt, cut, distinct, whole
 from draftsmith.targets import Target
+from draftsmith.targets.records import Completion, Document, plain_text
 from draftsmith.targets.token_ids import ASSISTANT
-from draftsmith.training.data.records import Completion, Document, plain_text
 from draftsmith.training.data.sources import Source, names_of
 from draftsmith.training.sections import DataSection
 from draftsmith.types import DraftsmithError

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from draftsmith.targets.records import Completion, Document
 from draftsmith.targets.token_ids import Conversation
-from draftsmith.training.data.records import Completion, Document
 from draftsmith.training.data.sources import cut_text
 from draftsmith.types import DraftsmithError
 

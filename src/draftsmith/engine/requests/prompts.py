@@ -13,8 +13,11 @@ from draftsmith.targets.loading.tokens import first_line
 from draftsmith.targets.token_ids import Conversation, Message, prompt_ids, text_ids
 from draftsmith.types import DraftsmithError
 
-Prompt = str | Sequence[int] | np.ndarray | Tensor | Mapping[str, Any] | Sequence[Message]
-"""Text; token ids; what a tokenizer returned for one text; or messages, each with its "role" and its "content"."""
+Prompt = str | Sequence[int] | np.ndarray | Tensor | Mapping[str, Any] | Sequence[Message] | Conversation
+"""Text; token ids; what a tokenizer returned for one text; or messages, each with its "role" and its "content".
+
+A `Conversation` is messages with what else the chat template is given, such as tools.
+"""
 
 _KINDS = 'text, token ids, what a tokenizer returned for one text, or a list of messages such as {"role": "user", ...}'
 
@@ -44,6 +47,8 @@ def tokens_of(prompt: Prompt, number: int, target: Target) -> list[int]:
     """
     if isinstance(prompt, str):
         given: list[Any] = _read_text(prompt, number, _tokenizer(target, number, "text"))
+    elif isinstance(prompt, Conversation):
+        given = _read_messages(prompt, number, _tokenizer(target, number, "a conversation"), target.name)
     elif isinstance(prompt, Mapping):
         given = _read_encoding(prompt, number)
     elif isinstance(prompt, (np.ndarray, Tensor)):
@@ -51,7 +56,8 @@ def tokens_of(prompt: Prompt, number: int, target: Target) -> list[int]:
     elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
         given = list(prompt)
         if given and isinstance(given[0], Mapping):
-            given = _read_messages(given, number, _tokenizer(target, number, "a list of messages"), target.name)
+            tokenizer = _tokenizer(target, number, "a list of messages")
+            given = _read_messages(Conversation(given), number, tokenizer, target.name)
     else:
         raise DraftsmithError(f"prompt {number} is of type {type(prompt).__name__}; give {_KINDS}.")
     if not given:
@@ -83,8 +89,10 @@ def _read_text(text: str, number: int, tokenizer: PreTrainedTokenizerBase) -> li
     return text_ids(tokenizer, text)
 
 
-def _read_messages(messages: list[Any], number: int, tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
-    for place, message in enumerate(messages):
+def _read_messages(
+    conversation: Conversation, number: int, tokenizer: PreTrainedTokenizerBase, name: str
+) -> list[int]:
+    for place, message in enumerate(conversation.messages):
         whole = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not whole or not ("content" in message or "tool_calls" in message):
             raise DraftsmithError(
@@ -96,7 +104,7 @@ def _read_messages(messages: list[Any], number: int, tokenizer: PreTrainedTokeni
             f"prompt {number} is a list of messages, but {name} has no chat template; give text or token ids."
         )
     try:
-        return prompt_ids(tokenizer, Conversation(messages))
+        return prompt_ids(tokenizer, conversation)
     except Exception as error:  # a template is a program of somebody else's
         raise DraftsmithError(
             f"the chat template of {name} refuses prompt {number} ({first_line(error)}); fix its messages."

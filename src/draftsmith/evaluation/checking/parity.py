@@ -21,6 +21,7 @@ from draftsmith.types import Completion, SamplingParams, require_finished
 
 # Two scores closer than so many rounding steps of the larger may change places between shapes of a forward.
 TIE_STEPS = 8.0
+SURE = 0.95
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,27 @@ class Parity:
         """Whether nothing but ties differs."""
         return not self.faults
 
+    @property
+    def gap_points(self) -> float:
+        """By how many points of acceptance predicted and measured differ, at the depth where they differ most."""
+        both = zip(self.predicted, self.measured, strict=True)
+        return max((100 * abs(predicted - measured) for predicted, measured in both), default=0.0)
+
+    @property
+    def ruled_out_points(self) -> float:
+        """Points of acceptance that a fault can cost at most, at 95 %, where none of the steps showed one."""
+        return 100 * (1 - (1 - SURE) ** (1 / max(1, self.roots)))
+
     def summary(self) -> dict[str, Any]:
         """Return the figures for JSON."""
         return {
             "steps": self.roots,
             "predicted_by_depth": self.predicted,
             "measured_by_depth": self.measured,
+            "gap_points": self.gap_points,
             "ties": len(self.gaps) - len(self.faults),
             "faults": len(self.faults),
+            "ruled_out_points": self.ruled_out_points if self.holds else None,
         }
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.targets import Target
 from draftsmith.targets.loading.tokens import first_line
+from draftsmith.targets.records import Completion
 from draftsmith.targets.token_ids import (
     ASSISTANT,
     Conversation,
@@ -22,7 +23,6 @@ from draftsmith.targets.token_ids import (
     prompt_ids,
     text_ids,
 )
-from draftsmith.training.data.records import Completion
 from draftsmith.training.data.sources import Piece
 from draftsmith.training.data.windows import Window
 from draftsmith.types import DraftsmithError

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TextIO
 
-from draftsmith.training.data.records import FIELDS, Document, read_record
+from draftsmith.targets.records import FIELDS, Document, read_record
 from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
 

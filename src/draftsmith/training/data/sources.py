@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.targets.records import Document, plain_text
 from draftsmith.training.data.record_files import (
     JSON_LINES,
     documents_in,
@@ -13,7 +14,6 @@ from draftsmith.training.data.record_files import (
     files_of,
     missing_file,
 )
-from draftsmith.training.data.records import Document, plain_text
 from draftsmith.training.data.split import Split, find_split
 from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from draftsmith.training.data.records import Document, plain_text
+from draftsmith.targets.records import Document, plain_text
 
 HELD_OUT_EVERY = 50
 LOOKED_AT = 20
