@@ -5,14 +5,15 @@
 
 Both trainings are the command `draftsmith train`, whole: reading, learning, the target's writing, saving. They take
 turns of some seconds, one being stopped while the other runs, and only a run's own turns count as its time. Afterwards
-the drafter of every checkpoint decodes the same held-out prompts, in this process and at leisure.
+the drafter of every checkpoint decodes the same held-out prompts, in this process and at leisure; if that is cut, the
+same command does not train again.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -171,6 +172,7 @@ def run() -> None:
     parser.add_argument("--before-set", action="append", default=[], metavar="KEY=VALUE", help="in that recipe")
     parser.add_argument("--after-set", action="append", default=[], metavar="KEY=VALUE", help="in that recipe")
     parser.add_argument("--save-every", nargs=2, type=int, default=[10, 20], help="steps, before and after")
+    parser.add_argument("--out", type=Path, default=Path("runs/training-speed"), help="folder of the trainings")
     parser.add_argument("--turn", type=float, default=20, help="seconds")
     parser.add_argument("--tasks", default="code,prose")
     parser.add_argument("--prompts", type=int, default=80, help="a task")
@@ -179,31 +181,32 @@ def run() -> None:
     args = start(parser)
     target = Target.from_pretrained(args.target or assets.demo_target(), dtype=args.dtype, device=args.device)
     prompts = {task: make_prompts(target, task, 64, args.prompts, args.seed) for task in args.tasks.split(",")}
-    with tempfile.TemporaryDirectory() as scratch:
+    times = args.out / "times.json"
+    if not times.exists():
+        args.out.mkdir(parents=True, exist_ok=True)
         trainings = [
-            begin(name, str(source.resolve()), recipe, changes, Path(scratch), every)
+            begin(name, str(source.resolve()), recipe, changes, args.out, every)
             for name, source, recipe, changes, every in (
                 ("before", args.before, args.before_recipe, args.before_set, args.save_every[0]),
                 ("after", here / "src", args.after_recipe, args.after_set, args.save_every[1]),
             )
         ]
         train_both(trainings, args.turn)
-        curves: dict[str, list[dict[str, Any]]] = {}
-        for training in trainings:
-            curves[training.name] = []
-            for step, seconds in sorted(training.saved.items(), key=lambda item: item[1]):
-                folder = training.folder / "checkpoints" / f"step-{step:08d}"
-                by_task = {
-                    task: taus(target, folder, some, make_plan(args.plan), args.new_tokens)
-                    for task, some in prompts.items()
-                }
-                accepted, steps = (np.concatenate([pair[at] for pair in by_task.values()]) for at in (0, 1))
-                value: Interval = bootstrap(len(steps), pooled_tau(accepted, steps), args.seed)
-                each = {task: 1 + pair[0].sum() / pair[1].sum() for task, pair in by_task.items()}
-                curves[training.name].append(
-                    {"step": step, "minutes": seconds / 60, "tau": as_json(value), **each}
-                )
-                say(f"{training.name}, {seconds / 60:.1f} minutes: τ {value.value:.3f}")
+        times.write_text(json.dumps({training.name: sorted(training.saved.items()) for training in trainings}))
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for name, saved in json.loads(times.read_text()).items():
+        curves[name] = []
+        for step, seconds in saved:
+            folder = args.out / name / "checkpoints" / f"step-{step:08d}"
+            by_task = {
+                task: taus(target, folder, some, make_plan(args.plan), args.new_tokens)
+                for task, some in prompts.items()
+            }
+            accepted, steps = (np.concatenate([pair[at] for pair in by_task.values()]) for at in (0, 1))
+            value: Interval = bootstrap(len(steps), pooled_tau(accepted, steps), args.seed)
+            each = {task: float(1 + pair[0].sum() / pair[1].sum()) for task, pair in by_task.items()}
+            curves[name].append({"step": step, "minutes": seconds / 60, "tau": as_json(value), **each})
+            say(f"{name}, {seconds / 60:.1f} minutes: τ {value.value:.3f}")
     rows = [
         [name, str(p["step"]), f"{p['minutes']:.2f}", span(Interval(p["tau"]["value"], *p["tau"]["ci95"]), 3)]
         for name, points in curves.items() for p in points

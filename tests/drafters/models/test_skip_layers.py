@@ -177,9 +177,9 @@ def test_a_replay_accepts_what_decoding_accepts(architecture: str, guesses: int)
         while at < len(run):
             accepted.append(run[at])
             at += run[at] + 1
-        # The last step's draft is no longer than the text still to come.
-        seen = [*accepted[:-1], min(accepted[-1], len(run) - 1 - (at - accepted[-1] - 1))]
-        assert completion.accepted_lengths[: len(accepted)] == seen
+        # Where as many tokens are to come as are guessed, decoding guesses one less: the last one is the target's own.
+        last = guesses - 1 if at - accepted[-1] == len(run) else guesses
+        assert completion.accepted_lengths[: len(accepted)] == [*accepted[:-1], min(accepted[-1], last)]
         steps, tokens = steps + len(accepted), tokens + sum(accepted) + len(accepted)
     assert tokens_per_step(runs, guesses) == tokens / steps and any(map(any, runs))
 
