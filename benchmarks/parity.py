@@ -21,6 +21,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from draftsmith.engine import Engine
 from draftsmith.evaluation.prompts import embedded_prompts
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.targets.records import Document, read_record
+from draftsmith.targets.records import Completion, Document, read_record
+from draftsmith.targets.token_ids import Conversation
 from draftsmith.training.build import build_loader
 from draftsmith.training.data.batches import draw, prepare
 from draftsmith.training.data.loader import Windowing
@@ -168,7 +170,7 @@ KINDS: dict[str, tuple[Build, str]] = {
 
 def conversation_of(text: str) -> dict[str, Any]:
     """Make a conversation of two turns out of a text."""
-    lines = [" ".join(line.split()) for line in text.split("\n") if len(line.split()) > 2][:4]
+    lines = [" ".join(line.split())[:120] for line in text.split("\n") if len(line.split()) > 2][:4]
     turns = ("user", "assistant") * 2
     messages = [{"role": role, "content": line} for role, line in zip(turns, lines, strict=False)]
     return {"messages": [{"role": "system", "content": "Go on with the text."}, *messages]}
@@ -214,13 +216,18 @@ def taught_target(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, steps: int
 # Counting
 
 
+def to_learn(asked: Document) -> Document:
+    """Return a document whose end is to be learnt behind what is asked, so that it is the prompt in training."""
+    if isinstance(asked, str):
+        return Completion(asked, "…")
+    assert isinstance(asked, Conversation)
+    return replace(asked, messages=[*asked.messages, {"role": "assistant", "content": "…"}])
+
+
 def in_training(target: Target, drafter: TrainableDrafter, documents: list[Document]) -> Statistics:
     """Count on prompts and continuations as stage 2 makes them, guesses by the training forward."""
     reader, depth, total = Reader.of(target, "assistant"), drafter.max_depth, Statistics()
-    prompts = [
-        reader.text(Piece(document, ends=False)).tokens if isinstance(document, str)
-        else reader.prompt(Piece(document), 12, 10_000, lambda purpose: 0) for document in documents
-    ]
+    prompts = [reader.prompt(Piece(to_learn(document)), 2, 10_000, lambda _: -1) for document in documents]
     engine = Engine(target, max_batch=ROWS, max_length=max(map(len, prompts)) + NEW_TOKENS)
     written = require_finished(engine.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS)))
     windows = [
@@ -344,7 +351,7 @@ def measured(name: str, scratch: Path, args: argparse.Namespace) -> dict[str, An
 
     held_out = [prompt.text for prompt in embedded_prompts()]
     asked: dict[str, list[dict[str, Any]]] = {
-        "texts": [{"text": " ".join(text.split(" ")[:12])} for text in held_out[: args.prompts]],
+        "texts": [{"text": text[:150]} for text in held_out[: args.prompts]],
         "conversations": [
             {"messages": chat["messages"][:-1]} for text in held_out
             if len((chat := conversation_of(text))["messages"]) == 5
