@@ -14,8 +14,9 @@ from draftsmith.drafters.trainable.drafter import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
+from draftsmith.training.result import TrainingResult
 from draftsmith.training.train import train
-from draftsmith.training.trainer import TrainingInterrupted, TrainingResult
+from draftsmith.training.trainer import TrainingInterrupted
 from draftsmith.types import SamplingParams
 from tests.helpers import training_toy as toy
 

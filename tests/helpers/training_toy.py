@@ -17,8 +17,8 @@ import torch
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
 from draftsmith.training.recipe import Recipe, build_recipe
+from draftsmith.training.result import TrainingResult
 from draftsmith.training.train import train
-from draftsmith.training.trainer import TrainingResult
 from tests.helpers.tiny import TOKENIZER_EOS, TOKENIZER_SIZE, tiny_model, tiny_tokenizer
 
 WORDS = ("draft", "verify", "accept", "token", "tree", "root", "target", "stage", "state", "plan")

@@ -13,8 +13,8 @@ from rich.console import Console
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.progress import DONE, Progress, Work
+from draftsmith.training.result import TrainingResult
 from draftsmith.training.train import train
-from draftsmith.training.trainer import TrainingResult
 from draftsmith.types import DraftsmithError
 from tests.helpers import training_toy as toy
 

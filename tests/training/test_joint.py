@@ -22,8 +22,9 @@ from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data.windows import Window, collate
 from draftsmith.training.joint import JointStep
 from draftsmith.training.recipe import build_recipe
+from draftsmith.training.result import TrainingResult
 from draftsmith.training.train import train
-from draftsmith.training.trainer import TrainingInterrupted, TrainingResult
+from draftsmith.training.trainer import TrainingInterrupted
 from draftsmith.types import DraftsmithError, SamplingParams
 from tests.helpers import training_toy as toy
 from tests.helpers.heads_toy import evaluate

@@ -33,10 +33,11 @@ from draftsmith.training.data.batches import Task, as_training_batch
 from draftsmith.training.data.windows import FIRST_LEARNT
 from draftsmith.training.optimizer import set_rate
 from draftsmith.training.recipe import Recipe
+from draftsmith.training.result import TrainingResult
 from draftsmith.training.sections import JointSection, OptimizerSection, StageSection
 from draftsmith.training.step import TrainingStep
 from draftsmith.training.trained import Trained
-from draftsmith.training.trainer import TrainingResult, TrainingRun
+from draftsmith.training.trainer import TrainingRun
 from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
 
 TARGET_FILE = "target.safetensors"

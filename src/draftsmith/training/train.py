@@ -10,8 +10,9 @@ from draftsmith.training.data.generated import Generate
 from draftsmith.training.joint import JointTrainingRun
 from draftsmith.training.measuring import Evaluate
 from draftsmith.training.recipe import Recipe
+from draftsmith.training.result import TrainingResult
 from draftsmith.training.terminal import one_gentle_interrupt
-from draftsmith.training.trainer import Foretell, TrainingResult, TrainingRun
+from draftsmith.training.trainer import Foretell, TrainingRun
 
 
 def train(

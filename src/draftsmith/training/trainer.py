@@ -6,7 +6,6 @@ weights of one that was not. The engine comes from outside, as two callables.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from draftsmith.training.measuring import (
 from draftsmith.training.plan import check_lengths, check_stages, plan_lines
 from draftsmith.training.progress import DONE, Progress, Work, early_in_words
 from draftsmith.training.recipe import Recipe
+from draftsmith.training.result import TrainingResult
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.samples import keep_samples, show_samples
 from draftsmith.training.schedule import learning_rate
@@ -49,33 +49,6 @@ class TrainingInterrupted(DraftsmithError):
     """The user stopped the run; everything is saved."""
 
     exit_code = 130
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """What a run brought: its folder, the exported drafter (the best by τ), and the measurements.
-
-    `best` is the highest τ and `best_step` where it was measured; of joint training, the last.
-    `ended_early` has a record of every stage that ended before its last step. `target` is the folder of the changed
-    target where the recipe changes it. `seconds` are those of all commands that trained this run; of one that was
-    killed, up to its last checkpoint. None where a command kept no count.
-    """
-
-    folder: Path
-    drafter: Path
-    step: int
-    best: float | None
-    evaluations: list[dict[str, Any]]
-    target: Path | None = None
-    seconds: float | None = None
-    best_step: int | None = None
-    ended_early: tuple[dict[str, Any], ...] = ()
-
-    @property
-    def best_scores(self) -> dict[str, Any] | None:
-        """All that was measured at `best_step`; None where nothing was."""
-        found = (record["evaluation"] for record in self.evaluations if record["step"] == self.best_step)
-        return next(found, None)
 
 
 class TrainingRun:

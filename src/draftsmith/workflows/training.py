@@ -18,11 +18,11 @@ from draftsmith.targets import Target
 from draftsmith.training.data.sources import Source
 from draftsmith.training.progress import Work
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
+from draftsmith.training.result import TrainingResult
 from draftsmith.training.run_folder import RunFolder
 from draftsmith.training.step import TrainingStep
 from draftsmith.training.terminal import say
 from draftsmith.training.train import train as run
-from draftsmith.training.trainer import TrainingResult
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.bridge import EngineBridge
 from draftsmith.workflows.estimate import Pace, foretold, try_out
