@@ -58,9 +58,9 @@ def test_what_is_not_counted_whole_is_said_to_be_so(tmp_path: Path):
     assert "so far; it is too large to be counted first" in lines[0]
     assert lines[1] == "data: somebody/texts: not counted first; its documents are counted as they are read"
     account = {"sources": [much, {**hub, "documents": 1200, "used": 1190}], "pieces": 7, "unusable": {"too odd": 2}}
-    assert account_lines(account, [str(path)]) == [
+    assert account_lines(account, "stage 1", [str(path)]) == [
         "data: somebody/texts: 1,200 documents, 1,190 used; left out: nothing, in the last pass over it",
-        "data: 2 of 7 pieces cannot be used: too odd",
+        "data: 2 of 7 pieces drawn for stage 1 cannot be used: too odd",
     ]
 
 
@@ -80,7 +80,7 @@ def test_the_count_is_printed_and_kept(tmp_path: Path):
     recipe = toy.recipe(tmp_path / "run", path)
     train(recipe, target=toy.target(), generate=toy.generate, evaluate=toy.evaluate, console=told)
     kept = json.loads((tmp_path / "run" / "run.json").read_text())["runs"][0]["data"]
-    (counted,) = kept["documents"]
+    (counted,) = kept["documents"]["sources"]
     assert counted["documents"] == 41 and counted["whole"]
     assert counted["used"] + sum(counted["left_out"].values()) == 41
     assert census_lines([counted])[0] in told.file.getvalue()

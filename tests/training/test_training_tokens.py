@@ -285,7 +285,7 @@ def test_a_run_shows_what_it_learns_and_its_drafter_decodes_as_it_learnt(kind: s
     (run,) = json.loads((tmp_path / "run" / "run.json").read_text())["runs"]
     assert [source["left_out"] for source in run["data"].pop("documents")] == [{"empty": 1}]
     assert {what: found["sources"][0]["left_out"] for what, found in run["data"].items()} == {
-        "stage1": {"empty": 1}, "prompts": {"empty": 1}
+        "documents": {"empty": 1}, "stage1": {"empty": 1}, "prompts": {"empty": 1}
     }
     generated = [json.loads(line) for line in (tmp_path / "run" / "generated.jsonl").read_text().splitlines()]
     target = target_of(kind, ENDING)

@@ -46,7 +46,9 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     axes["tau"].set(title="τ by decoding (the target's own token included)", ylabel="tokens per step")
     axes["rate"].plot(steps, [record["rate"] for record in training])
     axes["rate"].set(title="learning rate", ylabel="rate")
-    begins = [b["step"] for a, b in pairwise(training) if a["stage"] != b["stage"]]
+    # The last step of a stage is logged unless it ended early.
+    early = [record["step"] for record in records if record.get("ended_early", {}).get("stage") == "1"]
+    begins = [early[0] if early else a["step"] for a, b in pairwise(training) if a["stage"] != b["stage"]]
     for axis in axes.values():
         for step in begins:
             axis.axvline(step, color="grey", linewidth=0.8, linestyle=":", label="stage 2 begins")

@@ -23,6 +23,8 @@ from draftsmith.types import DraftsmithError
 CENSUS, STAGE1, PROMPTS = "documents", "stage1", "prompts"
 """What run.json keeps of the data: all that is there, and what was met while reading it for each purpose."""
 
+IN_WORDS = {STAGE1: "stage 1", PROMPTS: "prompts of stage 2"}
+
 
 class Material:
     """Texts, read and written as they are needed, and noted in the run's folder."""
@@ -34,7 +36,7 @@ class Material:
         self._prompts: Loader | None = None
         self._writing: Iterator[int] | None = None
 
-    def check(self) -> list[dict[str, Any]] | None:
+    def check(self) -> dict[str, Any] | None:
         """Find out, before anything is written, that both stages can be trained on the data; say what is in it.
 
         Returns the census of the data; None where none is read.
@@ -50,7 +52,7 @@ class Material:
             return None
         census = take_census(self.recipe.data, self.console)
         say(self.console, *census_lines(census))
-        return census
+        return {"sources": census}
 
     @property
     def loader(self) -> Loader:
@@ -135,6 +137,6 @@ class Material:
 
     def _show_account(self, purpose: str, loader: Loader) -> None:
         self.folder.note_data(purpose, loader.account())
-        census = self.folder.noted_data(CENSUS) or ()
-        counted = [source["source"] for source in census if source["whole"]]
-        say(self.console, *account_lines(loader.account(), counted))
+        census = self.folder.noted_data(CENSUS)
+        counted = [source["source"] for source in census["sources"] if source["whole"]] if census else []
+        say(self.console, *account_lines(loader.account(), IN_WORDS[purpose], counted))

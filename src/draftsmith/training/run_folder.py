@@ -140,12 +140,12 @@ class RunFolder:
                     "or start a new run."
                 )
 
-    def note_data(self, purpose: str, account: Any) -> None:
+    def note_data(self, purpose: str, account: dict[str, Any]) -> None:
         """Write down what was read for a purpose, and what was left out of it."""
         self._runs[-1].setdefault("data", {})[purpose] = account
         self.note_time()
 
-    def noted_data(self, purpose: str) -> Any:
+    def noted_data(self, purpose: str) -> dict[str, Any] | None:
         """Return what was written down last for a purpose, by this command or one before it; None if nothing was."""
         return next((run["data"][purpose] for run in reversed(self._runs) if purpose in run.get("data", {})), None)
 

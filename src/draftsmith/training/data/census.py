@@ -56,14 +56,14 @@ def census_lines(census: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines, "data: documents that give no tokens to learn are counted as they are read"]
 
 
-def account_lines(account: dict[str, Any], counted: Collection[str]) -> list[str]:
-    """Say what was met while reading: documents of sources that were not `counted` first, and what was of no use."""
+def account_lines(account: dict[str, Any], purpose: str, counted: Collection[str]) -> list[str]:
+    """Say what was met while reading for a purpose: sources that were not `counted` first, and what was of no use."""
     lines = [
         f"data: {source['source']}: {_in_words(source)}, in the last pass over it"
         for source in account["sources"] if source["source"] not in counted
     ]
     return lines + [
-        f"data: {count:,} of {account['pieces']:,} pieces cannot be used: {reason}"
+        f"data: {count:,} of {account['pieces']:,} pieces drawn for {purpose} cannot be used: {reason}"
         for reason, count in account["unusable"].items()
     ]
 
