@@ -17,7 +17,7 @@ from draftsmith.drafters.registry import load_drafter
 from draftsmith.drafters.trainable.batch import IGNORED, TrainingBatch
 from draftsmith.targets import Target
 from draftsmith.training.build import build_drafter
-from draftsmith.training.checkpoint import Checkpoints
+from draftsmith.training.checkpoint import BEST, Checkpoints
 from draftsmith.training.data.batches import choose_positions, draw, prepare
 from draftsmith.training.data.generated import GeneratedText
 from draftsmith.training.data.loader import noise
@@ -433,7 +433,8 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(tmp_path: Path, dat
     after = toy.outcome(folder)
     del after["recipe.yaml"]
     assert after.items() <= before.items(), "resuming a finished run repeats nothing, but keeps as many as asked"
-    assert len(Checkpoints(folder, 1).steps()) == 1
+    checkpoints = Checkpoints(folder, 1)
+    assert set(checkpoints.steps()) == {checkpoints.linked(BEST), 10}
     assert len(json.loads((folder / "run.json").read_text())["runs"]) == 2
 
 
