@@ -93,7 +93,7 @@ def test_what_was_chosen_by_the_user_stays(place: Path, tmp_path: Path):
 def test_a_large_vocabulary_is_restricted_with_its_coverage(vocabulary: int, place: Path, tmp_path: Path):
     target = save_target(tmp_path / "model", vocabulary)
     words = ("--target", target, "--data", place / "corpus.jsonl", "--out", tmp_path / "run", *FEW)
-    result = run(*words, "stage2.steps=0", "stage1.batch=2", "--dry-run")
+    result = run(*words, "--family", "mlp", "stage2.steps=0", "stage1.batch=2", "--dry-run")
     assert result.exit_code == 0, result.output
     restricted = "chosen: drafter.draft_vocab_size = 8192: of the target's 9,000 tokens; these cover 100.0%"
     assert (restricted in said(result)) == (vocabulary == 9000)

@@ -18,7 +18,7 @@ from draftsmith.training.train import train
 from draftsmith.types import DraftsmithError
 from tests.helpers import training_toy as toy
 
-LONG = ("stage1.steps=12", "stage2.steps=8", "evaluation.every=2", "output.keep=99")
+LONG = ("stage1.steps=12", "stage2.steps=8", "evaluation.every=2", "output.keep=99", "data.held_out_every=0")
 Evaluate = Callable[[TrainableModel], dict[str, float]]
 
 
@@ -46,8 +46,8 @@ def test_a_stage_ends_early_and_the_next_goes_on_from_its_best(tmp_path: Path, d
     result = train(recipe, target=toy.target(), generate=toy.generate, evaluate=best_at_four, console=told)
     first, second = result.ended_early
     assert first == {
-        "stage": "1", "steps": 8, "planned_steps": 12, "stage_best": 9.0, "measurements_since": 2,
-        "goes_on_from_step": 4,
+        "stage": "1", "steps": 8, "planned_steps": 12, "stage_best": 9.0, "stage_loss": None,
+        "measurements_since": 2, "goes_on_from_step": 4,
     }
     assert second["stage"] == "2" and second["steps"] == 4 and second["stage_best"] == 9.0
     assert result.step == 12 and (result.best, result.best_step) == (9.0, 4)
@@ -115,6 +115,22 @@ def test_patience_that_can_do_nothing_is_refused(tmp_path: Path, data: Path):
     with pytest.raises(DraftsmithError, match=r"evaluation\.patience is 2, but in joint training τ chooses nothing"):
         run(tmp_path / "joint", data, toy.evaluate, *joint)
     assert not (tmp_path / "run").exists() and not (tmp_path / "joint").exists()
+
+
+def test_a_loss_on_held_out_text_that_falls_keeps_a_stage_going(
+    tmp_path: Path, data: Path, best_at_four: Evaluate
+):
+    result = run(tmp_path / "run", data, best_at_four, "evaluation.patience=2", "data.held_out_every=50")
+    losses = [record["evaluation"]["held_out_loss"] for record in result.evaluations[:7]]
+    assert losses == sorted(losses, reverse=True), "the toy learns in all of stage 1"
+    assert not [record for record in result.ended_early if record["stage"] == "1"]
+    progress = Progress()
+    seen = [(1.0, 5.0), (1.0, 4.0), (1.0, 4.0), (1.0, 4.5), (1.5, 6.0), (1.2, 3.9), (1.4, 3.9)]
+    waited = []
+    for tau, loss in seen:
+        progress.measured(tau, loss)
+        waited.append(progress.waited)
+    assert waited == [0, 0, 1, 2, 0, 0, 1] and (progress.stage_best, progress.stage_loss) == (1.5, 3.9)
 
 
 def test_what_is_still_to_be_done(tmp_path: Path, data: Path):

@@ -33,8 +33,9 @@ class Progress:
     """Counters of a run.
 
     `stage` is that of the next step, `begun` the step behind which it begins, and `best` the highest τ so far, at
-    `best_step`. `stage_best` is the highest of the stage, its beginning included, and `waited` counts the measurements
-    since. As stage 1 begins with the run, its best is that of the run.
+    `best_step`. `stage_best` is the highest of the stage, its beginning included, and `stage_loss` the lowest loss on
+    held-out text; `waited` counts the measurements since one of them was improved on. As stage 1 begins with the run,
+    its best is that of the run.
     """
 
     step: int = 0
@@ -43,6 +44,7 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     stage_best: float | None = None
+    stage_loss: float | None = None
     waited: int = 0
 
     @classmethod
@@ -79,12 +81,15 @@ class Progress:
         """Return the step with which the run ends if nothing ends it earlier."""
         return self.end(recipe) + (recipe.stage2.steps if self.stage == 1 else 0)
 
-    def measured(self, tau: float) -> bool:
-        """Take in a τ; return whether it is the run's best so far."""
-        if self.stage_best is None or tau > self.stage_best:
-            self.stage_best, self.waited = tau, 0
-        else:
-            self.waited += 1
+    def measured(self, tau: float, loss: float | None) -> bool:
+        """Take in a τ and the loss on held-out text, where there is one; return whether τ is the run's best so far."""
+        higher = self.stage_best is None or tau > self.stage_best
+        lower = loss is not None and self.stage_loss is not None and loss < self.stage_loss
+        self.waited = 0 if higher or lower else self.waited + 1
+        if higher:
+            self.stage_best = tau
+        if lower or self.stage_loss is None:
+            self.stage_loss = loss
         improved = self.best is None or tau > self.best
         if improved:
             self.best, self.best_step = tau, self.step
@@ -93,14 +98,14 @@ class Progress:
     def finish_stage(self, recipe: Recipe, tau: float) -> None:
         """Go to the next stage, which begins with weights of this τ."""
         self.stage = 2 if self.stage == 1 and recipe.stage2.steps else DONE
-        self.begun, self.stage_best, self.waited = self.step, tau, 0
+        self.begun, self.stage_best, self.stage_loss, self.waited = self.step, tau, None, 0
 
     def end_early(self, recipe: Recipe) -> dict[str, Any]:
         """Go to the next stage before the end of this one; return the record that says why, as plain JSON."""
         assert self.stage_best is not None
-        record = {
+        record: dict[str, Any] = {
             "stage": str(self.stage), "steps": self.step - self.begun, "planned_steps": self.section(recipe).steps,
-            "stage_best": self.stage_best, "measurements_since": self.waited,
+            "stage_best": self.stage_best, "stage_loss": self.stage_loss, "measurements_since": self.waited,
         }
         self.finish_stage(recipe, self.stage_best)
         return record
@@ -124,9 +129,11 @@ class Progress:
 
 def early_in_words(record: dict[str, Any]) -> str:
     """Say that a stage ended early, and why."""
-    step = record.get("goes_on_from_step")
+    lowest, step = record["stage_loss"], record.get("goes_on_from_step")
+    loss = f" or a loss on held-out text below {lowest:.3f}" if lowest is not None else ""
     onward = f"; stage 2 goes on from the weights of step {step}" if step is not None else ""
     return (
         f"stage {record['stage']} ended early, after {record['steps']} of {record['planned_steps']} steps: "
-        f"{record['measurements_since']} measurements in a row without a τ above {record['stage_best']:.3f}{onward}."
+        f"{record['measurements_since']} measurements in a row without a τ above {record['stage_best']:.3f}{loss}"
+        f"{onward}."
     )

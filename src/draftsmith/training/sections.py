@@ -239,8 +239,9 @@ class EvaluationSection(Section):
     """How often τ is measured by decoding, and when that ends a stage early.
 
     `every` is in steps; 0 measures only at the ends of the stages. With a `patience`, a stage ends after so many
-    measurements in a row without a τ above the highest one of the stage, that of its beginning included; what comes
-    after it goes on from the weights that had that one. The rate still falls as if the stage had all its steps.
+    measurements in a row in which neither τ rose above its highest of the stage nor the loss on held-out text fell
+    below its lowest; stage 2 then goes on from the weights of the highest τ. The rate still falls as if the stage had
+    all its steps.
     """
 
     every: Annotated[int, Field(ge=0)] = Field(
@@ -248,5 +249,6 @@ class EvaluationSection(Section):
     )
     patience: Count | None = Field(
         default=None,
-        description="measurements in a row without a higher τ after which a stage ends early; null is never",
+        description="measurements in a row that bring neither a higher τ nor a lower loss on held-out text, after "
+        "which a stage ends early; null is never",
     )

@@ -19,6 +19,7 @@ from draftsmith.training.checkpoint import BEST, Checkpoint, Checkpoints
 from draftsmith.training.data.generated import Generate
 from draftsmith.training.material import CENSUS, Material
 from draftsmith.training.measuring import (
+    HELD_OUT_LOSS,
     TAU,
     Evaluate,
     HeldOutLoss,
@@ -181,7 +182,7 @@ class TrainingRun:
         keep_samples(self.folder.samples, show_samples(self.material.samples(stage), text, title, self.console))
 
     def _steps(self, interrupted: threading.Event) -> None:
-        """Take the steps of the stage up to its end, or until it has waited long enough for a better τ."""
+        """Take the steps of the stage up to its end, or until it has waited long enough for something better."""
         output, every, progress = self.recipe.output, self.recipe.evaluation.every, self.progress
         stage, number, end = progress.section(self.recipe), progress.stage, progress.end(self.recipe)
         name = f"stage {number}"
@@ -260,7 +261,7 @@ class TrainingRun:
         self.folder.log({"step": step, "evaluation": scores})
         told = f"step {step}: {tau_in_words(scores)} tokens per step, by decoding{loss_in_words(scores)}"
         say(self.console, told, *source_lines(scores))
-        return self.progress.measured(tau), tau
+        return self.progress.measured(tau, scores.get(HELD_OUT_LOSS)), tau
 
     def _loss_on_held_out_text(self) -> tuple[float | None, dict[str, float]]:
         return self.held_out_loss(self.trained.learning)

@@ -39,7 +39,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Probe:
-    """Prompts to measure τ on, with all numbers settled, and in words which they are and what was assumed."""
+    """Prompts to measure τ on, with all numbers settled, and in words which they are and what was assumed.
+
+    Texts are cut to `prompt_tokens`, conversations are not; `longest` is what the longest of all has.
+    """
 
     prompts: list[Prompt]
     prompts_a_task: int
@@ -47,13 +50,14 @@ class Probe:
     prompt_tokens: int
     source: str
     count: int
+    longest: int
     warning: str = ""
 
     def sentence(self) -> str:
         """Say what τ is measured on, and what that assumes."""
         return (
             f"τ is measured by greedy decoding of {self.new_tokens} tokens behind {self.count} "
-            f"prompt{'s' if self.count != 1 else ''} of at most {self.prompt_tokens} tokens from {self.source}, on the "
+            f"prompt{'s' if self.count != 1 else ''} of at most {self.longest} tokens from {self.source}, on the "
             "assumption that what you will decode is like them."
         )
 
@@ -89,16 +93,19 @@ def settle(asked: Evaluation, data: DataSection, embedded: bool, target: Target)
         prompts, source = gather_prompts(asked.prompts), name_of_source(asked.prompts)
     tasks = sorted({prompt.task for prompt in prompts})
     a_task = asked.prompts_a_task or max(PROMPTS_A_TASK, -(-PROMPTS // len(tasks)))
-    count = sum(
-        len(distinct(cut(target, [p for p in prompts if p.task == task], prompt_tokens, a_task, exact=False)))
-        for task in tasks
-    )
+    lengths = [
+        len(tokens) for task in tasks
+        for tokens in distinct(
+            cut(target, [p for p in prompts if p.task == task], prompt_tokens, a_task, exact=False)
+        )
+    ]
+    count = len(lengths)
     if own and not warning and count < min(FEWEST_PROMPTS, a_task):
         warning = (
             f"The held-out part of your data gives only {count} prompt{'s' if count != 1 else ''}, so τ is uncertain; "
             "add text, or give prompts with --eval-data."
         )
-    return Probe(prompts, a_task, new_tokens, prompt_tokens, source, count, warning)
+    return Probe(prompts, a_task, new_tokens, prompt_tokens, source, count, max(lengths), warning)
 
 
 def held_out_prompts(data: DataSection, target: Target, longest: int) -> list[Prompt]:

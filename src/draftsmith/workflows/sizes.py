@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from rich.console import Console
 
 from draftsmith.drafters.registry import family_named
@@ -55,10 +56,10 @@ def choose(
     Args:
         values: the recipe before the overrides, which win over every choice.
     """
-    taken = [override.partition("=")[0].strip() for override in overrides]
+    taken = keys_in(overrides)
 
     def settled(choices: list[Choice]) -> Recipe:
-        return build_recipe(dict(values), [*(choice.override() for choice in choices), *overrides])
+        return build_recipe(dict(values), [*overrides, *(choice.override() for choice in choices)])
 
     def free(choices: list[Choice]) -> list[Choice]:
         return [c for c in choices if not any(c.key == key or c.key.startswith(f"{key}.") for key in taken)]
@@ -67,7 +68,7 @@ def choose(
     with console.status("Looking at the data …"):
         found = survey(recipe.data, Reader.of(target, recipe.data.learn))
     choices = free(by_data(found, recipe, target))
-    once = [Choice("stage1.steps", 1, ""), Choice("stage2.steps", 1, "")]
+    once = free([Choice("stage1.steps", 1, ""), Choice("stage2.steps", 1, "")])
     choices += free(by_memory(settled([*choices, *once]), target, free_memory(target)))
     recipe = settled([*choices, *once])
     with console.status("Measuring a step …"):
@@ -79,6 +80,16 @@ def choose(
     choices += measured if measured and measured[0].key == "evaluation.every" else []
     say(console, *(f"chosen: {choice.key} = {json.dumps(choice.value)}: {choice.why}" for choice in choices))
     return settled(choices), pace
+
+
+def keys_in(overrides: Sequence[str]) -> list[str]:
+    """Return the keys that overrides set; of a whole section, those that are named in it."""
+    found = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section = yaml.safe_load(value)
+        found += [f"{key.strip()}.{name}" for name in section] if isinstance(section, dict) else [key.strip()]
+    return found
 
 
 def by_data(found: Survey, recipe: Recipe, target: Target) -> list[Choice]:
@@ -167,7 +178,7 @@ def by_measurements(recipe: Recipe, pace: Pace, minutes: float) -> list[Choice]:
         return []
     choices = [Choice("evaluation.every", every, f"so that the best of {count} or more checkpoints is kept")]
     if count > 2 * PATIENCE and recipe.joint is None:
-        why = f"a stage that brings no better τ in {PATIENCE} measurements in a row ends early"
+        why = f"a stage ends early that brings neither a higher τ nor a lower loss in {PATIENCE} measurements in a row"
         choices.append(Choice("evaluation.patience", PATIENCE, why))
     return choices
 
