@@ -22,7 +22,7 @@ from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.types import DraftsmithError, TargetFacts
 
 FREE_TO_CHANGE = ("output", "evaluation")
-REPLACED = ("metrics.jsonl", "recipe.yaml", "run.json", "curves.png")
+REPLACED = ("metrics.jsonl", "recipe.yaml", "run.json", "samples.jsonl", "generated.jsonl", "curves.png")
 """Files that are written aside and then renamed."""
 
 
