@@ -97,11 +97,11 @@ def test_a_run_that_ends_early_and_is_killed_at_file_calls_is_the_same(
 ):
     options = ("evaluation.patience=2", "output.keep=1")
     calm = run(tmp_path / "calm", data, best_at_four, *options)
-    folder, call, killed = tmp_path / "killed", 30, True
+    folder, call, killed = tmp_path / "killed", 100, True
     while killed:
         resume = bool(Checkpoints(folder, 1).steps())
         killed = toy.dies(lambda resume=resume: run(folder, data, best_at_four, *options, resume=resume), at_call=call)
-        call += 37
+        call += 151
     assert toy.outcome(folder) == toy.outcome(calm.folder)
     before = toy.outcome(folder)
     assert run(folder, data, best_at_four, *options, resume=True).step == 12
