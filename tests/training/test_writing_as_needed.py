@@ -12,7 +12,7 @@ from draftsmith.training.train import train
 from draftsmith.training.trainer import TrainingInterrupted
 from tests.helpers import training_toy as toy
 
-# The first 32 texts are learnt before another is needed.
+# The first 8 texts are learnt before another is needed.
 SIZES = ("stage1.steps=0", "stage2.steps=40", "stage2.batch=1", "stage2.epochs=1", "stage2.generate_batch=8")
 
 
@@ -21,7 +21,7 @@ def written(folder: Path) -> int:
     return sum(len(json.loads(line)["sequences"]) for line in lines)
 
 
-@pytest.mark.parametrize(("call", "step", "texts"), [(2, 3, 32), (4, 39, 40)])
+@pytest.mark.parametrize(("call", "step", "texts"), [(2, 3, 8), (4, 39, 40)])
 def test_a_run_that_is_stopped_between_steps_goes_on_exactly(tmp_path: Path, call: int, step: int, texts: int):
     data = toy.write_data(tmp_path)
     every = f"evaluation.every={step if call == 2 else 13}"

@@ -9,9 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from draftsmith import train
+from draftsmith import assets, train
+from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.engine import Engine
 from draftsmith.evaluation.measuring.intervals import ratio_interval
+from draftsmith.targets import Target
 from draftsmith.training.build import build_drafter, held_out_windows
 from draftsmith.training.curves import draw_curves
 from draftsmith.training.data.survey import Survey
@@ -20,10 +22,11 @@ from draftsmith.training.measuring import HeldOutLoss, source_lines, tau_in_word
 from draftsmith.training.progress import Work
 from draftsmith.training.step import TrainingStep
 from draftsmith.types import SamplingParams, Statistics
-from draftsmith.workflows.bridge import EngineBridge, scores
+from draftsmith.workflows.bridge import FIRST_PROMPTS, TOO_LOW, EngineBridge, scores
 from draftsmith.workflows.estimate import Pace, foretold
 from draftsmith.workflows.held_out import Evaluation, held_out_prompts
 from draftsmith.workflows.sizes import by_measurements, by_time
+from draftsmith.workflows.sources import gather_prompts
 from tests.helpers import training_toy as toy
 from tests.helpers.tiny import save_tiny_target
 
@@ -90,6 +93,19 @@ def test_every_source_is_measured_by_itself(place: Path):
     assert told["by_source"]["code"]["held_out_loss"] == by_source["code"] and told["held_out_loss"] == loss
     lines = source_lines(told)
     assert len(lines) == 2 and lines[0].startswith("  code   τ = ") and f"{by_source['prose']:.3f}" in lines[1]
+
+
+def test_a_few_prompts_do_for_what_guesses_nothing():
+    target = Target.from_pretrained(assets.demo_target())
+    bridge = EngineBridge(target, gather_prompts(None), FIRST_PROMPTS + 1, 12, 16, {})
+    assert max(len(prompts) for prompts in bridge.prompts.values()) > FIRST_PROMPTS
+    drafter = MLPSpeculator.from_pretrained(assets.demo_drafter(), target)
+    found = bridge.evaluate(drafter)
+    assert found["tokens_per_step_ci"][1] > TOO_LOW and found["prompts"] == len(bridge.every_prompt)
+    for parameter in drafter.parameters():
+        parameter.data.zero_()
+    found = bridge.evaluate(drafter)
+    assert found["tokens_per_step_ci"][1] < TOO_LOW and found["prompts"] == FIRST_PROMPTS * len(bridge.prompts)
 
 
 def test_a_run_says_and_keeps_both_measures_by_source(place: Path, tmp_path: Path):

@@ -47,7 +47,7 @@ class Material:
         if second.steps and second.texts is not None:
             self._given_text(second.texts)
         elif second.steps:
-            build_prompts(self.recipe, self.target).first(1)
+            self.prompts.first(1)
         if not first.steps and second.texts is not None:
             return None
         census = take_census(self.recipe.data, self.console)
@@ -60,6 +60,13 @@ class Material:
         if self._loader is None:
             self._loader = build_loader(self.recipe, self.target, Windowing(self.recipe.stage1.length), "stage1")
         return self._loader
+
+    @property
+    def prompts(self) -> Loader:
+        """What the target goes on from in stage 2; drawn from once."""
+        if self._prompts is None:
+            self._prompts = build_prompts(self.recipe, self.target)
+        return self._prompts
 
     @property
     def generated(self) -> GeneratedText:
@@ -103,8 +110,7 @@ class Material:
         if len(texts.sequences) >= count:
             return True
         if self._writing is None:
-            self._prompts = build_prompts(self.recipe, self.target)
-            self._writing = texts.make(self._prompts, generate, self.target.eos_token_ids)
+            self._writing = texts.make(self.prompts, generate, self.target.eos_token_ids)
         bar = bars.add_task("target writes", total=count, completed=len(texts.sequences))
         while len(texts.sequences) < count and not interrupted.is_set():
             bars.update(bar, completed=next(self._writing))

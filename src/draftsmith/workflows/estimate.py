@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
 
 from draftsmith.drafters.trainable import storage
 from draftsmith.targets import Target
-from draftsmith.training.build import build_loader, build_prompts
+from draftsmith.training.build import build_loader
 from draftsmith.training.data.generated import Generate
 from draftsmith.training.data.loader import Windowing
 from draftsmith.training.data.windows import Batch, Window, collate
@@ -70,8 +71,8 @@ def try_out(
         batch = collate([window] * recipe.stage2.batch, length)
         second_s = seconds_a_step(recipe, step, recipe.stage2, [batch] * recipe.stage2.accumulate)
         if recipe.stage2.texts is None:
-            prompts = build_prompts(recipe, target)
-            rows = [prompts.next_window().tokens for _ in range(min(recipe.stage2.generate_batch, 8 * TRIED_ROWS))]
+            count = min(recipe.stage2.generate_batch, 8 * TRIED_ROWS)
+            rows = list(islice(cycle(measured), count))
             text_s = seconds_a_text(generate, rows, recipe.stage2.new_tokens)
     measurement_s = len(measured) * seconds_a_text(generate, measured[:TRIED_ROWS], measured_tokens)
     parameters = sum(p.numel() for optimizer in step.optimizers for g in optimizer.param_groups for p in g["params"])

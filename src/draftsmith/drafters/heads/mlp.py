@@ -9,7 +9,7 @@ first stage, D after it), V vocabulary, W drafted vocabulary (V, or the most fre
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,11 +97,27 @@ class MLPSpeculator(RowwiseDrafter):
 
     def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
         """Read a state (…, S) and the token chosen from it (…); return the next state (…, D)."""
+        read = F.embedding(tokens, self._weight(self.emb, depth)) if self.config.condition_on_tokens else None
+        return self._next(depth, state, read)
+
+    def _next(self, depth: int, state: Tensor, read: Tensor | None) -> Tensor:
         mixed = self.proj[depth](state)
-        if self.config.condition_on_tokens:
+        if read is not None:
             # The norm that follows makes only the ratio of the two weights matter.
-            mixed = mixed + self.ratio * F.embedding(tokens, self._weight(self.emb, depth))
+            mixed = mixed + self.ratio * read
         return F.gelu(self.ln[depth](mixed))
+
+    def states(self, state: Tensor, tokens_RN: Tensor) -> Iterator[Tensor]:
+        """Give the state of every depth in turn; a table that all stages share is looked up once.
+
+        Each lookup has a gradient of the whole table's size.
+        """
+        if not (self.config.condition_on_tokens and self.config.tie_weights):
+            yield from super().states(state, tokens_RN)
+            return
+        for depth, read_RD in enumerate(F.embedding(tokens_RN, self._weight(self.emb, 0)).unbind(1)):
+            state = self._next(depth, state, read_RD)
+            yield state
 
     def score(self, depth: int, state: Tensor) -> Tensor:
         """Return the logits (…, W) over the drafted vocabulary."""

@@ -10,25 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.drafters.trainable.divergence import ACCEPTANCE, Divergence, divergence, entropy
+from draftsmith.drafters.trainable.divergence import ACCEPTANCE, Divergence, divergence
 from draftsmith.drafters.trainable.fused_loss import MixedLoss
+from draftsmith.drafters.trainable.soft_labels import SoftLabels, soft_labels
 
 IGNORED = -100
-
-
-@dataclass(frozen=True)
-class SoftLabels:
-    """The target's own distribution at rows of a batch: log p, its entropy in nats, and which row wants which.
-
-    With a drafted vocabulary it is the distribution given that the token is in it; how probable the target finds that
-    is told apart, where it is asked for. Rows share it, because what depth d of one position learns is what depth d - 1
-    of the next does.
-    """
-
-    log_p_SW: Tensor
-    entropy_S: Tensor
-    index_RN: Tensor
-    log_share_S: Tensor | None = None
 
 
 def counted(learnt_BT: Tensor, positions_BP: Tensor, depths: int) -> Tensor:
@@ -111,22 +97,9 @@ class TrainingBatch:
         """Return what the target itself would say, or None where nothing is to be distilled."""
         if self.logits_BTV is None or self.weight == 0:
             return None
-        logits_BTW = self.logits_BTV if d2t is None else self.logits_BTV[..., d2t]
-        log_p_SW = (logits_BTW.flatten(0, 1).float() / self.temperature).log_softmax(-1)
         batch, reads_BPN = self.reads_BPN(depths)
-        index_RN = (batch * self.tokens_BT.shape[1] + reads_BPN).flatten(0, 1)
-        log_share_S = self._log_share_S(logits_BTW) if d2t is not None and self.divergence in ACCEPTANCE else None
-        return SoftLabels(log_p_SW, entropy(log_p_SW), index_RN, log_share_S)
-
-    def _log_share_S(self, logits_BTW: Tensor) -> Tensor:
-        """Return the logarithm of how probable the target finds the drafted tokens together."""
-        assert self.logits_BTV is not None
-        # Text by text, because wide logits of all of them would be large.
-        drafted_BT, all_BT = (
-            torch.stack([(one.float() / self.temperature).logsumexp(-1) for one in logits])
-            for logits in (logits_BTW, self.logits_BTV)
-        )
-        return (drafted_BT - all_BT).flatten()
+        places_RN = (batch * self.tokens_BT.shape[1] + reads_BPN).flatten(0, 1)
+        return soft_labels(self.logits_BTV, places_RN, d2t, self.temperature, self.divergence in ACCEPTANCE)
 
     def loss_and_accuracy(
         self, depth: int, logits_RW: Tensor, labels_RN: Tensor, soft: SoftLabels | None

@@ -6,7 +6,7 @@ vocabulary (V, or the most frequent few tokens), k children.
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -246,6 +246,12 @@ class RowwiseDrafter(TrainableDrafter):
             logits.append(self.to_vocabulary(self.score(depth, state)))
         return logits
 
+    def states(self, state: Tensor, tokens_RN: Tensor) -> Iterator[Tensor]:
+        """Give the state (R, S) of every depth in turn, from what starts at the roots and what the depths read."""
+        for depth, tokens_R in enumerate(tokens_RN.unbind(1)):
+            state = self.stage(depth, state, tokens_R)
+            yield state
+
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for."""
         return self.losses_from(examples, self.start(examples.roots_RF()))
@@ -256,9 +262,8 @@ class RowwiseDrafter(TrainableDrafter):
         tokens_RN, soft = examples.tokens_RN(depths), examples.soft_labels(depths, self.d2t)
         labels_RN = examples.labels_RN(depths, self.d2t, self.vocab_size)
         losses, accuracies = [], []
-        for depth in range(depths):
-            state = self.stage(depth, state, tokens_RN[:, depth])
-            loss, accuracy = examples.loss_and_accuracy(depth, self.score(depth, state), labels_RN, soft)
+        for depth, state_RS in enumerate(self.states(state, tokens_RN)):
+            loss, accuracy = examples.loss_and_accuracy(depth, self.score(depth, state_RS), labels_RN, soft)
             losses.append(loss)
             accuracies.append(accuracy)
         return torch.stack(losses), torch.stack(accuracies)

@@ -16,6 +16,12 @@ AT_A_TIME_CPU, AT_A_TIME = 2**18, 2**26
 """Logits that are made wide together."""
 
 
+def logits_at_a_time(logits_RW: Tensor) -> int:
+    """Return how many rows of logits are made wide together."""
+    most = AT_A_TIME_CPU if logits_RW.device.type == "cpu" else AT_A_TIME
+    return max(1, most // logits_RW.shape[1])
+
+
 class MixedLoss(torch.autograd.Function):
     """Σ hard · cross-entropy + Σ soft · forward KL, a weight for each guess and term."""
 
@@ -35,10 +41,8 @@ class MixedLoss(torch.autograd.Function):
         gradient_RW = torch.empty_like(logits_RW)
         best_R = torch.empty_like(labels_R)
         loss = logits_RW.new_zeros((), dtype=torch.float32)
-        count, width = logits_RW.shape
-        most = AT_A_TIME_CPU if logits_RW.device.type == "cpu" else AT_A_TIME
-        size = max(1, most // width)
-        for begin in range(0, count, size):
+        size = logits_at_a_time(logits_RW)
+        for begin in range(0, len(logits_RW), size):
             piece = slice(begin, begin + size)
             x_CW = logits_RW[piece].float()
             best_R[piece] = x_CW.argmax(-1)

@@ -16,8 +16,10 @@ from draftsmith.training.data.windows import Batch, Window, collate
 from draftsmith.training.sections import OnPolicySection
 from draftsmith.types import DraftsmithError
 
-BATCHES_SORTED = 32
+BATCHES_SORTED = 8
 """So many batches' texts are taken together, and those of a batch are about equally long."""
+FRESH_READS = 2
+"""So many times what was just written is read before more is written: writing takes longer than learning."""
 
 Generate = Callable[[list[list[int]], int, int], list[list[int]]]
 """(prompts, max_tokens, seed) to continuations: each of so many tokens, or up to the target's end token."""
@@ -80,10 +82,15 @@ class GeneratedText:
     def _together(self) -> int:
         return self.section.batch * BATCHES_SORTED
 
+    @property
+    def _fresh_reads(self) -> int:
+        return min(FRESH_READS, self.section.epochs)
+
     def needed(self, number: int) -> int:
-        """Return how many sequences micro-batch `number` needs: the first epoch reads them as they are written."""
+        """Return how many sequences micro-batch `number` needs: at first they are read as they are written."""
         last = (number + 1) * self.section.batch - 1
-        return self.count if last >= self.count else min(self.count, (last // self._together + 1) * self._together)
+        group = last // (self._together * self._fresh_reads)
+        return min(self.count, (group + 1) * self._together)
 
     def make(self, prompts: Prompts, generate: Generate, end_tokens: Collection[int] = ()) -> Iterator[int]:
         """Make what is missing, a batch each time it is asked for, and yield how many sequences there are then.
@@ -122,19 +129,27 @@ class GeneratedText:
         return collate([self.window(self._place(number * size + i)) for i in range(size)], most, room)
 
     def _place(self, draw: int) -> int:
+        """Return the sequence of a draw, counted from the beginning of the stage."""
         epoch, index = divmod(draw, self.count)
-        group, at = divmod(index, self._together)
+        if epoch < self._fresh_reads:
+            # Group by group, each as often as all the epochs that are still to write would read it.
+            group, rest = divmod(draw, self._together * self._fresh_reads)
+            size = min(self._together, self.count - group * self._together)
+            epoch, at = divmod(rest, size)
+        else:
+            group, at = divmod(index, self._together)
         return self._order(epoch, group)[at]
 
     def _order(self, epoch: int, group: int) -> list[int]:
         """Return sequences that are read one after the other, those of a batch about equally long.
 
-        The target reads padding too. So some sequences are taken together, as they were written in the first epoch, at
+        The target reads padding too. So some sequences are taken together, as they were written in the first epochs, at
         random later; of these the shortest make one batch, and so on; and their batches come at random.
         """
         if (epoch, group) not in self._orders:
             size, generator = self.section.batch, torch.Generator().manual_seed(noise(self.seed, "order", epoch))
-            drawn = torch.randperm(self.count, generator=generator).tolist() if epoch else range(self.count)
+            fresh = epoch < self._fresh_reads
+            drawn = range(self.count) if fresh else torch.randperm(self.count, generator=generator).tolist()
             some = drawn[group * self._together : (group + 1) * self._together]
             alike = sorted(some, key=lambda place: len(self.sequences[place]))
             whole = len(alike) // size
