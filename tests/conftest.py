@@ -1,13 +1,16 @@
-"""What every test has: one thread (tiny models gain nothing from more), no network, no window for pictures."""
+"""What every test has: one thread (tiny models gain nothing from more), no network, plain pictures without a window."""
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("MATPLOTLIBRC", str(Path(__file__).parent / "helpers" / "matplotlibrc"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import matplotlib
 import pytest
 import torch
 
@@ -36,6 +39,14 @@ def _one_thread() -> None:
 def _same_draws() -> None:
     """Make what a test draws the same, whatever ran before it and in whichever process."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def drawn_in_full() -> Iterator[None]:
+    """Draw pictures as users see them, with the numbers that other tests leave out."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        yield
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """Families compared: the command on a tiny target, what it leaves behind, and how it goes on after a cut."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from io import StringIO
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-import draftsmith
 from draftsmith.cli.app import app
 from draftsmith.cli.compare import print_table
 from draftsmith.evaluation.comparison.measurement_log import MeasurementLog
@@ -149,14 +146,17 @@ def value(record: str) -> dict[str, Any]:
 
 def kill_when(place: Path, more: tuple[str, ...], ready: Callable[[], bool]) -> None:
     """Run the command in a process of its own, and kill it as soon as `ready`."""
-    command = [sys.executable, "-m", "draftsmith", *arguments(place, *more)]
-    package = str(Path(draftsmith.__file__).parents[1])
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": package}, **quiet) as process:
-        while process.poll() is None and not ready():
-            time.sleep(0.005)
-        assert process.poll() is None, "it ended before it was to be killed"
-        os.kill(process.pid, signal.SIGKILL)
+    # One server imports everything and forks for each command; this process itself has threads and must not be forked.
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=compare, args=(place, *more))
+    process.start()
+    while process.is_alive() and not ready():
+        time.sleep(0.002)
+    assert process.is_alive(), "it ended before it was to be killed"
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_comparison_without_search_says_so(place: Path):
@@ -196,7 +196,7 @@ def test_a_comparison_of_another_format_is_refused(place: Path):
 
 
 def test_a_killed_comparison_ends_as_one_that_was_not(place: Path):
-    more = ("--family", "mlp:inner_dim=16", "--family", "ngram", "--positions", "20000", "--tasks", "code")
+    more = ("--family", "mlp:inner_dim=16", "--family", "ngram", "--positions", "6000", "--tasks", "code")
     whole, cut = place / "whole", place / "cut"
     assert compare(place, *more, "--out", str(whole))[0] == 0
 
@@ -334,6 +334,7 @@ def test_trained_drafters_are_held_against_the_best_lookup():
     assert orderings(cells, ["prose"], facts("mlp", "eagle")) == []
 
 
+@pytest.mark.usefixtures("drawn_in_full")
 def test_pictures_are_drawn_of_any_methods(tmp_path: Path):
     cells = [cell("mlp", 1.4), cell("ngram", 0.7, step_cost=0.9), cell("ngram", 2.0, "prose")]
     drawn = figures(cells, ["code", "prose"])
@@ -347,6 +348,7 @@ def test_pictures_are_drawn_of_any_methods(tmp_path: Path):
     assert {text.get_text() for text in drawn["tau-and-cost.png"].axes[0].texts} >= {"mlp", "ngram", "drafting pays"}
 
 
+@pytest.mark.usefixtures("drawn_in_full")
 def test_pictures_tell_fifteen_methods_apart_and_cut_no_title():
     names = [f"family-{i}" for i in range(15)]
     cells = [cell(name, 1 + i / 10, step_cost=1 + i / 9) for i, name in enumerate(names)]

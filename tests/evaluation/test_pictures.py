@@ -17,6 +17,8 @@ from draftsmith.evaluation.reporting.plots import (
     training_curve,
 )
 
+pytestmark = pytest.mark.usefixtures("drawn_in_full")
+
 SOME = Interval(1.4, 1.2, 1.7)
 CELL = {"prompt_tokens": 64, "batch": 1, "ms_per_token": 1.0, "ms_per_token_ci": [0.9, 1.2]}
 PICTURES = {

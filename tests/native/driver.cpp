@@ -1,5 +1,6 @@
 // Calls every kernel of every instruction set on heap buffers of exactly the size that it may touch, and compares with
-// plain loops in double. Built with sanitizers, so that one byte read or written beside a buffer ends it.
+// plain loops in double. The kernels are built with sanitizers, so that one byte that they read or write beside a buffer
+// ends it. Usage: driver [instruction set]…, all without.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -18,11 +19,16 @@ namespace {
 
 int failures = 0;
 
-void expect(bool ok, const char* table, const std::string& what) {
-  if (ok) return;
+void failed(const char* table, const std::string& what) {
   ++failures;
   std::printf("%s: %s\n", table, what.c_str());
 }
+
+// A macro, so that what is said of a failure is put together only where there is one.
+#define EXPECT(ok, table, what) \
+  do {                          \
+    if (!(ok)) failed(table, what); \
+  } while (false)
 
 // A buffer of exactly `count` values: std::vector may own more.
 template <class T>
@@ -66,12 +72,12 @@ void products(const Kernels& k, int64_t rows, int64_t pairs, int64_t panels, int
         sum += product, size += std::abs(product);
       }
       const float found = y[r * y_stride + n];
-      expect(std::abs(found - sum) <= static_cast<double>(2 * pairs) * 0x1p-23 * size, k.name,
+      EXPECT(std::abs(found - sum) <= static_cast<double>(2 * pairs) * 0x1p-23 * size, k.name,
              "gemm" + sizes({rows, pairs, panels, r, n}));
-      expect(found == one[n], k.name, "gemm alone" + sizes({rows, pairs, panels, r, n}));
+      EXPECT(found == one[n], k.name, "gemm alone" + sizes({rows, pairs, panels, r, n}));
     }
     for (int64_t i = 0; i < gap && r + 1 < rows; ++i)
-      expect(y[r * y_stride + panels * kPanel + i] == 77.0f, k.name, "gemm writes beside its rows");
+      EXPECT(y[r * y_stride + panels * kPanel + i] == 77.0f, k.name, "gemm writes beside its rows");
   }
 }
 
@@ -94,7 +100,7 @@ void whole_products(const Kernels& k, int64_t rows, int64_t quads, int64_t panel
     for (int64_t n = 0; n < panels * kPanel; ++n) {
       int32_t sum = 0;
       for (int64_t i = 0; i < 4 * quads; ++i) sum += x[r * x_stride + i] * weight(n, i);
-      expect(sum == y[r * y_stride + n], k.name, "gemm_int8" + sizes({rows, quads, panels, r, n}));
+      EXPECT(sum == y[r * y_stride + n], k.name, "gemm_int8" + sizes({rows, quads, panels, r, n}));
     }
 }
 
@@ -171,10 +177,10 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
       for (int64_t d = 0; d < value_width; ++d) {
         const float found = out[(n * groups + g) * value_width + d];
         const float alone_found = one[g * value_width + d];
-        expect(found == alone_found || (std::isnan(found) && std::isnan(alone_found)), k.name,
+        EXPECT(found == alone_found || (std::isnan(found) && std::isnan(alone_found)), k.name,
                "attend alone" + what + " at" + sizes({n, g, d}));
         if (last_one && (nothing || d == 0)) {
-          expect(!std::isfinite(found), k.name, "attend, not finite" + what);
+          EXPECT(!std::isfinite(found), k.name, "attend, not finite" + what);
           continue;
         }
         double sum = 0, size = 0;
@@ -183,7 +189,7 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
           sum += part, size += std::abs(part);
         }
         // Scores of this size are off by some 1e-5, and so are their exponentials.
-        expect(std::abs(found - sum) <= 1e-4 * size, k.name, "attend" + what + " at" + sizes({n, g, d}));
+        EXPECT(std::abs(found - sum) <= 1e-4 * size, k.name, "attend" + what + " at" + sizes({n, g, d}));
       }
     }
   }
@@ -208,7 +214,7 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
   task.out = again.data();
   k.attend(task);
   for (int64_t i = 0; i < out.count; ++i)
-    expect(again[i] == out[i] || (std::isnan(again[i]) && std::isnan(out[i])), k.name,
+    EXPECT(again[i] == out[i] || (std::isnan(again[i]) && std::isnan(out[i])), k.name,
            "attend in blocks" + what + " at" + sizes({i}));
 }
 
@@ -224,28 +230,28 @@ void elementwise(const Kernels& k, int64_t count) {
   const double scale = 1 / std::sqrt(squares / static_cast<double>(count) + 1e-6);
   for (int64_t i = 0; i < count; ++i) {
     const double right = widen(x[i]) * scale * widen(weight[i]);
-    expect(std::abs(widen(out[i]) - right) <= 0x1p-7 * std::abs(right), k.name, "rms_norm" + sizes({count, i}));
+    EXPECT(std::abs(widen(out[i]) - right) <= 0x1p-7 * std::abs(right), k.name, "rms_norm" + sizes({count, i}));
   }
   Exact<bf16> same(count);
   for (int64_t i = 0; i < count; ++i) same[i] = x[i];
   k.rms_norm(same.data(), weight.data(), count, 1e-6f, same.data());  // in place, as heads are
-  for (int64_t i = 0; i < count; ++i) expect(same[i] == out[i], k.name, "rms_norm in place" + sizes({count, i}));
+  for (int64_t i = 0; i < count; ++i) EXPECT(same[i] == out[i], k.name, "rms_norm in place" + sizes({count, i}));
   k.silu_times(gate.data(), up.data(), count, out.data());
   for (int64_t i = 0; i < count; ++i) {
     const double g = through_bf16(gate[i]), right = g / (1 + std::exp(-g)) * through_bf16(up[i]);
-    expect(std::abs(widen(out[i]) - right) <= 0x1p-7 * std::abs(right), k.name, "silu_times" + sizes({count, i}));
+    EXPECT(std::abs(widen(out[i]) - right) <= 0x1p-7 * std::abs(right), k.name, "silu_times" + sizes({count, i}));
   }
   k.narrow_row(gate.data(), count, out.data());
-  for (int64_t i = 0; i < count; ++i) expect(out[i] == narrow(gate[i]), k.name, "narrow_row" + sizes({count, i}));
+  for (int64_t i = 0; i < count; ++i) EXPECT(out[i] == narrow(gate[i]), k.name, "narrow_row" + sizes({count, i}));
   Exact<float> rounded(count);
   float most = -std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < count; ++i) most = std::max(most, through_bf16(gate[i]));
-  expect(k.round_row(gate.data(), count, rounded.data()) == most, k.name, "round_row" + sizes({count}));
+  EXPECT(k.round_row(gate.data(), count, rounded.data()) == most, k.name, "round_row" + sizes({count}));
   for (int64_t i = 0; i < count; ++i)
-    expect(rounded[i] == through_bf16(gate[i]), k.name, "round_row" + sizes({count, i}));
+    EXPECT(rounded[i] == through_bf16(gate[i]), k.name, "round_row" + sizes({count, i}));
   k.add_row(up.data(), count, out.data());
   for (int64_t i = 0; i < count; ++i)
-    expect(out[i] == narrow(widen(narrow(gate[i])) + through_bf16(up[i])), k.name, "add_row" + sizes({count, i}));
+    EXPECT(out[i] == narrow(widen(narrow(gate[i])) + through_bf16(up[i])), k.name, "add_row" + sizes({count, i}));
   const int64_t half = count / 2;
   k.rotate(x.data(), gate.data(), up.data(), half, out.data());
   for (int64_t i = 0; i < count; ++i) same[i] = x[i];
@@ -254,14 +260,14 @@ void elementwise(const Kernels& k, int64_t count) {
     const float low = widen(x[i]), high = widen(x[i + half]);
     const float first = through_bf16(low * gate[i]) + through_bf16(-high * up[i]);
     const float second = through_bf16(high * gate[i]) + through_bf16(low * up[i]);
-    expect(out[i] == narrow(first) && out[i + half] == narrow(second), k.name, "rotate" + sizes({count, i}));
-    expect(same[i] == out[i] && same[i + half] == out[i + half], k.name, "rotate in place" + sizes({count, i}));
+    EXPECT(out[i] == narrow(first) && out[i + half] == narrow(second), k.name, "rotate" + sizes({count, i}));
+    EXPECT(same[i] == out[i] && same[i + half] == out[i + half], k.name, "rotate in place" + sizes({count, i}));
   }
   double highest = gate[0], sum = 0;
   for (int64_t i = 0; i < count; ++i) highest = std::max(highest, static_cast<double>(gate[i]));
   for (int64_t i = 0; i < count; ++i) sum += std::exp(gate[i] - highest);
   const float found = k.sum_exponentials(gate.data(), count, static_cast<float>(highest));
-  expect(std::abs(found - sum) <= 1e-5 * sum, k.name, "sum_exponentials" + sizes({count}));
+  EXPECT(std::abs(found - sum) <= 1e-5 * sum, k.name, "sum_exponentials" + sizes({count}));
 }
 
 void largest(const Kernels& k, int64_t count) {
@@ -280,7 +286,7 @@ void largest(const Kernels& k, int64_t count) {
       const float value = widen(x[i]), best = widen(x[right]);
       if (best == best && (value != value || value > best)) right = i;
     }
-    expect(k.argmax(x.data(), count) == right, k.name, "argmax" + sizes({count, style}));
+    EXPECT(k.argmax(x.data(), count) == right, k.name, "argmax" + sizes({count, style}));
   }
 }
 
@@ -294,7 +300,7 @@ void scores(const Kernels& k, int64_t count) {
   k.widen_row(x.data(), count, wide.data());
   float largest = -INFINITY;
   for (int64_t i = 0; i < count; ++i) {
-    expect(wide[i] == widen(x[i]), k.name, "widen_row" + sizes({count, i}));
+    EXPECT(wide[i] == widen(x[i]), k.name, "widen_row" + sizes({count, i}));
     largest = std::max(largest, wide[i]);
   }
   const auto are_right = [&] {
@@ -302,10 +308,10 @@ void scores(const Kernels& k, int64_t count) {
       const int64_t first = part / kParts * kStretch, last = std::min(first + kStretch, count);
       float right = -INFINITY;
       for (int64_t i = first + part % kParts; i < last; i += kParts) right = wide[i] > right ? wide[i] : right;
-      expect(most[part] == right, k.name, "maxima, part" + sizes({count, part}));
+      EXPECT(most[part] == right, k.name, "maxima, part" + sizes({count, part}));
     }
   };
-  expect(k.maxima(wide.data(), count, most.data()) == largest, k.name, "maxima" + sizes({count}));
+  EXPECT(k.maxima(wide.data(), count, most.data()) == largest, k.name, "maxima" + sizes({count}));
   are_right();
   for (const float temperature : {1.0f, 0.7f}) {
     k.weigh(wide.data(), count, temperature, largest / temperature, weights.data(), sums.data());
@@ -314,15 +320,15 @@ void scores(const Kernels& k, int64_t count) {
       for (int64_t i = s * kStretch; i < std::min((s + 1) * kStretch, count); ++i) {
         const float power = wide[i] / temperature - largest / temperature;
         const double right = std::exp(static_cast<double>(power));
-        expect(std::abs(weights[i] - right) <= 3e-7 * right + 2e-38, k.name, "weigh" + sizes({count, i}));
+        EXPECT(std::abs(weights[i] - right) <= 3e-7 * right + 2e-38, k.name, "weigh" + sizes({count, i}));
         sum += right;
       }
-      expect(std::abs(sums[s] - sum) <= 1.5e-6 * sum + 1e-35, k.name, "weigh, sum" + sizes({count, s}));
+      EXPECT(std::abs(sums[s] - sum) <= 1.5e-6 * sum + 1e-35, k.name, "weigh, sum" + sizes({count, s}));
     }
   }
   wide[below(count)] = std::nanf("");
   const float spoilt = k.maxima(wide.data(), count, most.data());
-  expect(spoilt != spoilt, k.name, "maxima, not a number" + sizes({count}));
+  EXPECT(spoilt != spoilt, k.name, "maxima, not a number" + sizes({count}));
   are_right();
 }
 
@@ -334,11 +340,11 @@ void whole_numbers(const Kernels& k, int64_t count) {
     float most = 0;
     for (int64_t i = 0; i < count; ++i) x[i] = narrow(factor * drawn()), most = std::max(most, std::abs(widen(x[i])));
     const float scale = k.quantise(x.data(), count, whole.data());
-    expect(scale == most / 127, k.name, "quantise, scale" + sizes({count}));
-    expect(k.all_finite(x.data(), count), k.name, "all_finite" + sizes({count}));
+    EXPECT(scale == most / 127, k.name, "quantise, scale" + sizes({count}));
+    EXPECT(k.all_finite(x.data(), count), k.name, "all_finite" + sizes({count}));
     for (int64_t i = 0; i < count; ++i) {
       const double right = most > 0 ? 127.0 * widen(x[i]) / most : 0;
-      expect(std::abs(whole[i] - right) <= 0.5001 && std::abs(whole[i]) <= 127, k.name, "quantise" + sizes({count, i}));
+      EXPECT(std::abs(whole[i] - right) <= 0.5001 && std::abs(whole[i]) <= 127, k.name, "quantise" + sizes({count, i}));
     }
   }
   for (const bf16 odd : {0x7f80, 0xff80, 0x7fc0, 0xffff}) {
@@ -346,8 +352,8 @@ void whole_numbers(const Kernels& k, int64_t count) {
     const bf16 before = x[at];
     x[at] = odd;
     const float scale = k.quantise(x.data(), count, whole.data());
-    expect(scale != scale, k.name, "quantise, not finite" + sizes({count}));
-    expect(!k.all_finite(x.data(), count), k.name, "all_finite, not" + sizes({count}));
+    EXPECT(scale != scale, k.name, "quantise, not finite" + sizes({count}));
+    EXPECT(!k.all_finite(x.data(), count), k.name, "all_finite, not" + sizes({count}));
     x[at] = before;
   }
 }
@@ -358,7 +364,7 @@ void panels(const Kernels& k, int64_t pairs, int64_t gap) {
   for (int64_t i = 0; i < rows.count; ++i) rows[i] = static_cast<bf16>(below(1 << 16));
   k.interleave(rows.data(), stride, pairs, to.data());
   for (int64_t i = 0; i < to.count; ++i)
-    expect(to[i] == rows[i % (2 * kPanel) / 2 * stride + i / (2 * kPanel) * 2 + i % 2], k.name,
+    EXPECT(to[i] == rows[i % (2 * kPanel) / 2 * stride + i / (2 * kPanel) * 2 + i % 2], k.name,
            "interleave" + sizes({pairs, gap, i}));
 }
 
@@ -367,23 +373,25 @@ void roundings() {
   for (uint32_t bits = 0; bits < 0x10000u; ++bits) {
     const bf16 value = static_cast<bf16>(bits), back = narrow(widen(value));
     const bool nan = widen(value) != widen(value);
-    expect(nan ? widen(back) != widen(back) : back == value, "narrow", "bits" + sizes({bits}));
+    EXPECT(nan ? widen(back) != widen(back) : back == value, "narrow", "bits" + sizes({bits}));
   }
-  expect(narrow(1.0f + 0x1p-8f) == 0x3f80 && narrow(1.0f + 0x3p-8f) == 0x3f82, "narrow", "halves");
-  expect(narrow(std::numeric_limits<float>::max()) == 0x7f80, "narrow", "overflow");
+  EXPECT(narrow(1.0f + 0x1p-8f) == 0x3f80 && narrow(1.0f + 0x3p-8f) == 0x3f82, "narrow", "halves");
+  EXPECT(narrow(std::numeric_limits<float>::max()) == 0x7f80, "narrow", "overflow");
 }
 
 }  // namespace
 
-int main() {
+int main(int count, char** words) {
+  const std::vector<std::string> asked(words + 1, words + count);
   int tables = 0;
   roundings();
   const char* before = kernels().name;
   for (const char* name : {"portable", "avx2", "avx512", "avx512bf16", "amx"}) {
+    if (!asked.empty() && std::find(asked.begin(), asked.end(), name) == asked.end()) continue;
     if (!use_kernels(name)) continue;
     ++tables;
     const Kernels& k = kernels();
-    expect(std::string(k.name) == name, name, "is not what was chosen");
+    EXPECT(std::string(k.name) == name, name, "is not what was chosen");
     for (const int64_t rows : {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 14, 15, 16, 17, 28, 32, 33, 56, 64})
       for (const int64_t panels : {1, 2, 3, 4, 5, 8})
         for (const int64_t pairs : {1, 2, 5, 16, 21, 48}) products(k, rows, pairs, panels, (rows + pairs) % 3);
@@ -409,8 +417,8 @@ int main() {
       scores(k, count);
     }
   }
-  expect(!use_kernels("nothing"), "nothing", "was found");
-  expect(use_kernels(before), before, "is gone");
+  EXPECT(!use_kernels("nothing"), "nothing", "was found");
+  EXPECT(use_kernels(before), before, "is gone");
   std::printf("%d instruction sets, %d failures\n", tables, failures);
   return failures == 0 && tables > 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

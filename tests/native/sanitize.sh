@@ -1,20 +1,37 @@
 #!/bin/sh
-# Builds the kernels with sanitizers, without PyTorch, and runs driver.cpp on them. Usage: sanitize.sh [folder] [flags]
-# The flag -DDRAFTSMITH_EMULATED_TILES computes tiles in C++, so that their code is tested on any processor.
+# Builds the kernels with sanitizers, without PyTorch, and runs driver.cpp on them. Usage: sanitize.sh [folder]
+# It runs twice: on what this processor has, and on tiles that C++ computes, so that their code is tested on any one.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 source=$here/../../src/draftsmith/native/csrc
 folder=${1:-$(mktemp -d)}
-[ $# -eq 0 ] || shift
 compiler=${CXX:-g++}
-objects=""
-for file in "$here/driver.cpp" "$source/dispatch.cpp" "$source"/kernels_*.cpp; do
-  object=$folder/$(basename "$file" .cpp).o
-  "$compiler" -std=c++17 -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all \
-    -Wno-unknown-pragmas -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized -fno-math-errno -fno-trapping-math \
-    "$@" -I"$source" -c "$file" -o "$object"
-  objects="$objects $object"
+sanitizers="-fsanitize=address,undefined -fno-sanitize-recover=all"
+
+compile() {  # from, to, flags
+  from=$1 to=$2
+  shift 2
+  "$compiler" -std=c++17 -O1 -g1 -fno-omit-frame-pointer -Wno-unknown-pragmas -Wno-psabi -Wno-uninitialized \
+    -Wno-maybe-uninitialized -fno-math-errno -fno-trapping-math "$@" -I"$source" -c "$from" -o "$folder/$to.o"
+}
+
+link() {  # to, from
+  to=$1
+  shift
+  # The driver comes last: of a function that is in several objects, the first is taken, and that of a kernel is checked.
+  # shellcheck disable=SC2086
+  (cd "$folder" && "$compiler" $sanitizers dispatch.o kernels_portable.o kernels_avx*.o "$@" driver.o -o "$to")
+}
+
+# The driver is no kernel; what it allocates is watched all the same.
+compile "$here/driver.cpp" driver
+for file in "$source/dispatch.cpp" "$source"/kernels_*.cpp; do
+  # shellcheck disable=SC2086
+  compile "$file" "$(basename "$file" .cpp)" $sanitizers
 done
 # shellcheck disable=SC2086
-"$compiler" -fsanitize=address,undefined $objects -o "$folder/driver"
+compile "$source/kernels_amx.cpp" emulated $sanitizers -DDRAFTSMITH_EMULATED_TILES
+link driver kernels_amx.o
+link emulated emulated.o
 "$folder/driver"
+"$folder/emulated" amx

@@ -32,10 +32,11 @@ def run(folder: Path, data: Path, evaluate: Evaluate, *overrides: str, resume: b
     return train(recipe, target=toy.target(), generate=toy.generate, evaluate=evaluate, resume=resume)
 
 
-@pytest.fixture
-def best_at_four(tmp_path: Path, data: Path) -> Evaluate:
+@pytest.fixture(scope="module")
+def best_at_four(tmp_path_factory: pytest.TempPathFactory) -> Evaluate:
     """A τ that is a function of the weights, and highest at those of step 4."""
-    found = run(tmp_path / "probe", data, toy.evaluate, "stage2.steps=0")
+    folder = tmp_path_factory.mktemp("probe")
+    found = run(folder / "run", toy.write_data(folder), toy.evaluate, "stage2.steps=0")
     at_four = next(r["evaluation"]["tokens_per_step"] for r in found.evaluations if r["step"] == 4)
     return lambda drafter: {"tokens_per_step": 9.0 - abs(toy.evaluate(drafter)["tokens_per_step"] - at_four)}
 
@@ -72,12 +73,14 @@ def test_a_stage_that_has_all_its_steps_goes_on_from_its_last_weights(
     assert (calm.folder / name).read_bytes() == (patient.folder / name).read_bytes()
 
 
-def test_a_run_that_ends_early_and_is_killed_behind_any_measurement_is_the_same(
+def test_a_run_that_ends_early_and_is_killed_behind_a_measurement_is_the_same(
     tmp_path: Path, data: Path, best_at_four: Evaluate
 ):
+    """At the best weights, where stage 1 ends, at the first measurement of stage 2, and where that ends."""
     patience = "evaluation.patience=2"
     calm = run(tmp_path / "calm", data, best_at_four, patience)
-    for number in range(1, len(calm.evaluations) + 1):
+    assert [record["step"] for record in calm.evaluations] == [0, 2, 4, 6, 8, 10, 12]
+    for number in (3, 5, 6, 7):
         folder, seen = tmp_path / str(number), 0
 
         def measure_and_die(drafter: TrainableModel, number: int = number) -> dict[str, float]:
@@ -97,11 +100,15 @@ def test_a_run_that_ends_early_and_is_killed_at_file_calls_is_the_same(
 ):
     options = ("evaluation.patience=2", "output.keep=1")
     calm = run(tmp_path / "calm", data, best_at_four, *options)
-    folder, call, killed = tmp_path / "killed", 100, True
+    folder, call, killed, saved = tmp_path / "killed", 100, True, set()
     while killed:
-        resume = bool(Checkpoints(folder, 1).steps())
+        steps = Checkpoints(folder, 1).steps()
+        resume = bool(steps)
         killed = toy.dies(lambda resume=resume: run(folder, data, best_at_four, *options, resume=resume), at_call=call)
-        call += 151
+        saved |= {*steps}
+        # Far apart before the first checkpoint and behind the last step, where a picture makes many calls of one kind.
+        call += 400 if 12 in saved else 23 if saved else 60
+    assert len(saved) >= 4, "the kills must come between the measurements"
     assert toy.outcome(folder) == toy.outcome(calm.folder)
     before = toy.outcome(folder)
     assert run(folder, data, best_at_four, *options, resume=True).step == 12

@@ -45,6 +45,7 @@ def speculator(tmp_path: Path, data: Path, *overrides: str) -> MLPSpeculator:
     return build_drafter(toy.recipe(tmp_path / "unused", data, *overrides), toy.target())
 
 
+@pytest.mark.usefixtures("drawn_in_full")
 def test_two_stages_learn_and_leave_a_whole_run(tmp_path: Path, data: Path):
     overrides = ("stage1.steps=40", "stage2.steps=6", "output.report_to=tensorboard", "evaluation.every=20")
     result = toy.run(tmp_path / "run", data, *overrides)

@@ -180,6 +180,7 @@ def test_time_is_shared_out_with_what_measuring_takes(tmp_path: Path):
     assert by_measurements(long, PACE, 3.0) == []
 
 
+@pytest.mark.usefixtures("drawn_in_full")
 def test_curves_are_drawn_of_every_kind_of_record(tmp_path: Path):
     def evaluation(step: int, **more: object) -> dict:
         return {"step": step, "evaluation": {"tokens_per_step": 1.5 + step / 10, **more}}

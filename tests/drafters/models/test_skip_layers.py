@@ -145,7 +145,7 @@ def texts_of(model: PreTrainedModel, count: int = 4, new_tokens: int = 24) -> li
 
 @pytest.mark.parametrize(("whole", "found"), [(False, NO_OPS), (True, whole_layers([2, 4]))])
 def test_the_search_finds_exactly_the_parts_that_do_nothing(whole: bool, found: Skipped):
-    texts = texts_of(six_layers(NO_OPS))
+    texts = texts_of(six_layers(NO_OPS), 3, 13)
     search = LayerSearch(Replay(Target(six_layers(NO_OPS)), texts, 4), whole)
     looked_at = list(islice(search.candidates(), 60))
     assert search.best.skipped == found and search.best.tau == 5 and search.best.guesses == 4
