@@ -122,6 +122,8 @@ class Scheduler:
         """Whether somebody before it is about to read more of the same beginning than is stored now."""
         mine = request.prompt
         best = self.blocks.findable(mine)
+        if (len(mine) - 1) // BLOCK * BLOCK <= best:
+            return False  # nothing more of it could be shared
         for other in self.reading:
             if other is request:
                 return False
