@@ -39,13 +39,13 @@ from common import (
     with_peer,
 )
 
+from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Engine
 from draftsmith.evaluation.measuring.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.measuring.losslessness import first_divergence
 from draftsmith.evaluation.measuring.peers import transformers_peer
 from draftsmith.plan import NO_DRAFT
 from draftsmith.targets import Target
-from draftsmith.types import resolve_dtype
 
 
 def compile_seconds(level: str, folder: str, args: argparse.Namespace) -> dict[str, float]:

@@ -32,12 +32,13 @@ from common import (
 
 from draftsmith import assets
 from draftsmith.drafters.heads.mlp import MLPSpeculator
+from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import Grid, prepare_grid, run_engine, run_grid
 from draftsmith.evaluation.prompts import embedded_prompts
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.types import DraftsmithError, resolve_dtype
+from draftsmith.types import DraftsmithError
 
 GIB = 2**30
 

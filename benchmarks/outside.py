@@ -32,10 +32,11 @@ from common import (
     start,
 )
 
+from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Engine
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.types import SamplingParams, require_finished, resolve_dtype
+from draftsmith.types import SamplingParams, require_finished
 
 PROMPT = 64
 KINDS = {

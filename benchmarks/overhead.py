@@ -40,12 +40,12 @@ from common import (
 )
 from torch.profiler import ProfilerActivity, profile
 
+from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import TimedCall, run_engine
 from draftsmith.evaluation.reporting.result_files import write_text
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.types import resolve_dtype
 
 PARTS = ("target", "drafter", "rest")
 

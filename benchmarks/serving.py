@@ -33,10 +33,11 @@ from common import (
 )
 from matplotlib import pyplot as plt
 
+from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Engine
 from draftsmith.evaluation.reporting.result_files import ensure_writable
 from draftsmith.targets import Target
-from draftsmith.types import SamplingParams, resolve_dtype
+from draftsmith.types import SamplingParams
 
 WHOLE = 1_000_000
 """A piece that no prompt fills: it is read whole."""

@@ -3,15 +3,19 @@
 A draft is a tree of guessed tokens under the root, the newest committed token, which the target has not read yet.
 Nodes are numbered from 0 with parents before children; `ROOT` is the parent of a first guess, and `UNUSED` marks
 padding that makes ragged trees fit one tensor and is never accepted.
+
+PyTorch is not loaded here, so that a mistake on the command line is answered at once.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = -1
 UNUSED = -2
@@ -82,14 +86,14 @@ class Context:
     first_B: Tensor | None = None
     slots_B: Tensor | None = None
 
-    def after(self, tokens_BT: Tensor, features_BTF: Tensor, counts_B: Tensor, lengths_B: Tensor) -> "Context":
+    def after(self, tokens_BT: Tensor, features_BTF: Tensor, counts_B: Tensor, lengths_B: Tensor) -> Context:
         """Return the context of the same rows after a step that committed these tokens."""
         return Context(
             tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B, self.first_B,
             self.slots_B,
         )
 
-    def part(self, begin: int, end: int) -> "Context":
+    def part(self, begin: int, end: int) -> Context:
         """Return the rows `begin` to `end` - 1."""
         if begin == 0 and end == len(self.rows_B):
             return self
@@ -223,7 +227,7 @@ class Statistics:
         """Seconds spent in steps, the prefill left out."""
         return self.target_s + self.drafter_s + self.rest_s
 
-    def __iadd__(self, other: "Statistics") -> "Statistics":
+    def __iadd__(self, other: Statistics) -> Statistics:
         deeper, shallower = sorted((self.accepted_by_depth, other.accepted_by_depth), key=len, reverse=True)
         summed = list(deeper)
         for d, count in enumerate(shallower):
@@ -294,25 +298,3 @@ class TargetFacts:
     opening: tuple[int, ...] | None = None
     text_hash: str | None = None
     template_hash: str | None = None
-
-
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give all parameters a dtype, in place; buffers, such as rotary frequencies, keep the precision they need."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
-def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Turn "auto", "bf16", "fp32" … into a dtype; "auto" is bf16 where the hardware multiplies it, else fp32."""
-    if isinstance(name, torch.dtype):
-        return name
-    table = {
-        "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp32": torch.float32, "float32": torch.float32,
-        "fp16": torch.float16, "float16": torch.float16, "fp64": torch.float64, "float64": torch.float64,
-    }
-    if name == "auto":
-        fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-        return torch.bfloat16 if fast else torch.float32
-    if name not in table:
-        raise DraftsmithError(f"dtype {name!r} is unknown; use one of auto, {', '.join(table)}.")
-    return table[name]

@@ -12,9 +12,10 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from draftsmith.cli import app
+from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Engine
 from draftsmith.targets import Target
-from draftsmith.types import SamplingParams, resolve_dtype
+from draftsmith.types import SamplingParams
 from tests.helpers.tiny import save_tiny_target
 
 TEMPLATE = (

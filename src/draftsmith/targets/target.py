@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.dtypes import cast_parameters, resolve_dtype
 from draftsmith.targets.backend import Backend, first_backend
 from draftsmith.targets.cache.cache import KVCache
 from draftsmith.targets.cache.nodes import Nodes
@@ -32,7 +33,7 @@ from draftsmith.targets.logit_form import LogitForm, logit_form
 from draftsmith.targets.packing import without_prepacking
 from draftsmith.targets.sublayers import Skipped, Sublayers, model_without, whole_layers
 from draftsmith.targets.token_ids import ways
-from draftsmith.types import DraftsmithError, Quantization, TargetFacts, cast_parameters, resolve_dtype
+from draftsmith.types import DraftsmithError, Quantization, TargetFacts
 
 log = logging.getLogger(__name__)
 

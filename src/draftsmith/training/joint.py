@@ -27,6 +27,7 @@ from torch import Tensor
 from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.batch import IGNORED
 from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.dtypes import resolve_dtype
 from draftsmith.targets import Target
 from draftsmith.targets.loading.support import LABEL
 from draftsmith.training.data.batches import Task, as_training_batch
@@ -38,7 +39,7 @@ from draftsmith.training.sections import JointSection, OptimizerSection, StageSe
 from draftsmith.training.step import TrainingStep
 from draftsmith.training.trained import Trained
 from draftsmith.training.trainer import TrainingRun
-from draftsmith.types import DraftsmithError, TargetFacts, resolve_dtype
+from draftsmith.types import DraftsmithError, TargetFacts
 
 TARGET_FILE = "target.safetensors"
 TARGET_FOLDER = "target"

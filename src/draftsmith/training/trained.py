@@ -9,13 +9,14 @@ from torch import Tensor
 
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.drafters.trainable.storage import verify_folder
+from draftsmith.dtypes import cast_parameters, resolve_dtype
 from draftsmith.targets import Target
 from draftsmith.training.build import build_drafter
 from draftsmith.training.checkpoint import load_optimizer_tensors, optimizer_tensors
 from draftsmith.training.recipe import Recipe
 from draftsmith.training.sections import OptimizerSection
 from draftsmith.training.step import TrainingStep
-from draftsmith.types import TargetFacts, cast_parameters, resolve_dtype
+from draftsmith.types import TargetFacts
 
 
 class Trained:

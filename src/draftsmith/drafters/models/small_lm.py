@@ -22,8 +22,9 @@ from draftsmith.drafters.family import Compared, Family
 from draftsmith.drafters.models.draft_model import draft_with, load_draft_model
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.model import TrainableModel, check_target
+from draftsmith.dtypes import cast_parameters
 from draftsmith.targets import Target as DraftTarget
-from draftsmith.types import DraftsmithError, cast_parameters
+from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.targets import Target
