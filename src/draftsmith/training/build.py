@@ -1,6 +1,7 @@
 """From a recipe and a target to an untrained, or warmly started, drafter."""
 
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -15,9 +16,10 @@ from draftsmith.training.data.sources import Source, names_of
 from draftsmith.training.data.windows import Window, cut
 from draftsmith.training.recipe import Recipe
 
-COUNTED_TOKENS = 400_000
-HELD_OUT_WINDOWS, HELD_OUT_LENGTH = 16, 256
-"""The loss is measured on so many windows of each source, of at most so many tokens."""
+COUNTED_TOKENS, MOST_COUNTED = 400_000, 20_000
+"""Tokens that are counted, and documents that are looked at for them at most."""
+HELD_OUT_WINDOWS, HELD_OUT_WINDOWS_EACH, HELD_OUT_LENGTH = 32, 8, 256
+"""The loss is measured on so many windows in all, of each source at least, and of at most so many tokens."""
 
 
 def build_loader(recipe: Recipe, target: Target, windowing: Windowing, purpose: str) -> Loader:
@@ -38,6 +40,7 @@ def held_out_windows(recipe: Recipe, target: Target, shortest: int) -> dict[str,
         return {}
     data, reader = recipe.data, Reader.of(target, recipe.data.learn)
     length = max(shortest, min(HELD_OUT_LENGTH, recipe.stage1.length, target.max_length))
+    most = max(HELD_OUT_WINDOWS_EACH, HELD_OUT_WINDOWS // max(1, len(data.sources)))
     found: dict[str, list[Window]] = {}
     for name, section in zip(names_of(data.sources), data.sources, strict=True):
         own: list[Window] = []
@@ -46,27 +49,40 @@ def held_out_windows(recipe: Recipe, target: Target, shortest: int) -> dict[str,
                 own += cut(reader.text(piece), reader.opening, length)
             except Unusable:
                 continue
-            if len(own) >= HELD_OUT_WINDOWS:
+            if len(own) >= most:
                 break
         if own:
-            found[name] = own[:HELD_OUT_WINDOWS]
+            found[name] = own[:most]
     return found
 
 
-def frequent_tokens(recipe: Recipe, target: Target, size: int) -> Tensor:
-    """Return the ids (W) of the most frequent tokens of those that are learnt, in rising order."""
-    loader = build_loader(recipe, target, Windowing(256), "count")
+def frequent_tokens(recipe: Recipe, target: Target, size: int, documents: Loader | None = None) -> Tensor:
+    """Return the ids (W) of the most frequent tokens of those that are learnt, in rising order.
+
+    Args:
+        documents: a loader that has documents in memory already, which are then counted.
+    """
+    if documents is None:
+        documents = build_loader(recipe, target, Windowing(256), "count")
     counts: Counter[int] = Counter()
-    while counts.total() < COUNTED_TOKENS:
-        window = loader.next_window()
+    for piece in islice(documents.waiting(), MOST_COUNTED):
+        try:
+            window = documents.reader.text(piece)
+        except Unusable:
+            continue
         for begin, end in window.spans:
             counts.update(window.tokens[begin:end])
+        if counts.total() >= COUNTED_TOKENS:
+            break
     ranked = sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
 
 
-def build_drafter(recipe: Recipe, target: Target) -> TrainableModel:
+def build_drafter(recipe: Recipe, target: Target, documents: Loader | None = None) -> TrainableModel:
     """Return a drafter in fp32 on the target's device, its weights a function of the recipe alone.
+
+    Args:
+        documents: see `frequent_tokens`.
 
     Raises:
         DraftsmithError: sizes that do not fit the target, or a warm start of another shape.
@@ -74,7 +90,9 @@ def build_drafter(recipe: Recipe, target: Target) -> TrainableModel:
     section = recipe.drafter
     family = family_named(section.family)
     config = section.config
-    tokens = frequent_tokens(recipe, target, config.draft_vocab_size) if config.draft_vocab_size else None
+    tokens = None
+    if config.draft_vocab_size:
+        tokens = frequent_tokens(recipe, target, config.draft_vocab_size, documents)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(noise(recipe.seed, "weights"))
         drafter = family.make(config, target, tokens)

@@ -62,6 +62,11 @@ class Material:
         return self._loader
 
     @property
+    def documents(self) -> Loader | None:
+        """What has documents in memory from the start, so that nobody else need read them; None where nothing has."""
+        return self.prompts if not self.recipe.stage1.steps and self.recipe.stage2.texts is None else None
+
+    @property
     def prompts(self) -> Loader:
         """What the target goes on from in stage 2; drawn from once."""
         if self._prompts is None:

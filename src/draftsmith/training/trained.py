@@ -13,6 +13,7 @@ from draftsmith.dtypes import cast_parameters, resolve_dtype
 from draftsmith.targets import Target
 from draftsmith.training.build import build_drafter
 from draftsmith.training.checkpoint import load_optimizer_tensors, optimizer_tensors
+from draftsmith.training.data.loader import Loader
 from draftsmith.training.recipe import Recipe
 from draftsmith.training.sections import OptimizerSection
 from draftsmith.training.step import TrainingStep
@@ -22,9 +23,9 @@ from draftsmith.types import TargetFacts
 class Trained:
     """The drafter and its optimizers; what changes when the target is trained too is in methods of its own."""
 
-    def __init__(self, recipe: Recipe, target: Target) -> None:
+    def __init__(self, recipe: Recipe, target: Target, documents: Loader | None = None) -> None:
         self.recipe, self.target = recipe, target
-        self.drafter = build_drafter(recipe, target)
+        self.drafter = build_drafter(recipe, target, documents)
         self.learning = self.new_learning(self.drafter, recipe.optimizer)
 
     def new_learning(self, drafter: TrainableModel, optimizer: OptimizerSection) -> TrainingStep:

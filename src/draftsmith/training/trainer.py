@@ -70,7 +70,7 @@ class TrainingRun:
         self.held_out_loss = HeldOutLoss(recipe, target)
 
     def _make_trained(self) -> Trained:
-        return Trained(self.recipe, self.target)
+        return Trained(self.recipe, self.target, self.material.documents)
 
     def _build(self) -> None:
         self.trained = self._make_trained()

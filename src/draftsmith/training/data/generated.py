@@ -18,7 +18,7 @@ from draftsmith.types import DraftsmithError
 
 BATCHES_SORTED = 8
 """So many batches' texts are taken together, and those of a batch are about equally long."""
-FRESH_READS = 2
+FRESH_READS = 3
 """So many times what was just written is read before more is written: writing takes longer than learning."""
 
 Generate = Callable[[list[list[int]], int, int], list[list[int]]]

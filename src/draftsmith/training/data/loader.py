@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from draftsmith.training.data.reader import Reader, Unusable
@@ -60,6 +61,10 @@ class ShuffledSource:
         """Estimate the length of a piece from the first few."""
         lengths = [piece.characters for piece, _ in zip(self.source.pieces(), range(SAMPLE_PIECES), strict=False)]
         return sum(lengths) / len(lengths)
+
+    def peek(self, chance: int) -> Piece | None:
+        """Return one of the pieces in memory without drawing it; None where there are none."""
+        return self._buffer[chance % len(self._buffer)][1] if self._buffer else None
 
     def draw(self) -> Piece:
         """Return the next piece."""
@@ -192,6 +197,14 @@ class Loader:
         """Return some of the next windows without drawing them."""
         self._fill()
         return self._pool[:count]
+
+    def waiting(self) -> Iterator[Piece]:
+        """Give pieces that wait to be drawn, at random, the same one now and then, without drawing them; endless."""
+        self._fill()
+        for number in count(1):
+            piece = self._pick(-number).peek(noise(self.seed, "waiting", number))
+            if piece is not None:
+                yield piece
 
     def next_window(self, near: int | None = None) -> Window:
         """Return the next window, drawn at random from a pool; as long as another, about, where the pool has such."""
