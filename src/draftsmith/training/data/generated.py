@@ -18,8 +18,9 @@ from draftsmith.types import DraftsmithError
 
 BATCHES_SORTED = 8
 """So many batches' texts are taken together, and those of a batch are about equally long."""
-FRESH_READS = 3
-"""So many times what was just written is read before more is written: writing takes longer than learning."""
+FRESH_READS = 2
+"""So many times what was just written is read before more is written, which takes longer than learning; three times
+teach a little less a step, see benchmarks/README.md."""
 
 Generate = Callable[[list[list[int]], int, int], list[list[int]]]
 """(prompts, max_tokens, seed) to continuations: each of so many tokens, or up to the target's end token."""
