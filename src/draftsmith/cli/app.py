@@ -33,7 +33,7 @@ class FriendlyGroup(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except DraftsmithError as error:
-            say(f"Error: {error}")
+            say(str(error) if error.exit_code == INTERRUPTED else f"Error: {error}")
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             say("Interrupted; nothing that was already saved is lost.")

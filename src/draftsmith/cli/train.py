@@ -139,7 +139,10 @@ def tell(result: "TrainResult") -> None:
     training = result.training
     scores = training.best_scores
     best = f", {tau_in_words(scores)} at step {training.best_step}" if scores is not None else ""
-    typer.echo(f"Trained {training.step} steps{best}. The drafter is in {training.drafter}; use it with --drafter.")
+    took = f" in {training.seconds / 60:.1f} minutes" if training.seconds is not None else ""
+    typer.echo(f"Trained {training.step} steps{took}{best}. The drafter is in {training.drafter}.")
+    given = f" --target {training.target or result.target}" if training.target or result.target else ""
+    typer.echo(f"Whether it is faster here: draftsmith bench{given} --drafter {training.drafter}")
     for record in training.ended_early:
         sentence = early_in_words(record)
         typer.echo(sentence[0].upper() + sentence[1:])
@@ -147,6 +150,11 @@ def tell(result: "TrainResult") -> None:
         for line in source_lines(scores):
             typer.echo(line)
         typer.echo(result.measured_on.sentence())
+        if training.best_step == 0 and training.step:
+            typer.echo(
+                "What was saved are the weights of step 0: none of those that were trained guessed better. Train "
+                "longer (--minutes) or on more text (--data) before you use it."
+            )
         if training.best < LOW_TAU:
             typer.echo(
                 "τ near 1 means that hardly a guess is accepted: train longer (--minutes), on more text of the kind "

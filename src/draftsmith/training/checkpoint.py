@@ -52,6 +52,20 @@ class Checkpoints:
         names = [path.name.removeprefix(PREFIX) for path in self.folder.glob(f"{PREFIX}*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdigit())
 
+    def check_begin(self, resume: bool) -> None:
+        """Refuse to begin a run where there is one, and to go on with one where there is none."""
+        steps = self.steps()
+        if steps and not resume:
+            raise DraftsmithError(
+                f"{self.run} already holds a run, at step {steps[-1]}; "
+                "add --resume (resume=True) to go on with it, or choose another output.folder (--out)."
+            )
+        if resume and not steps:
+            raise DraftsmithError(
+                f"{self.run} has no checkpoint to resume from; name the folder of a run with --out (output.folder), or "
+                "leave out --resume (resume=False) to start one."
+            )
+
     def save(
         self, step: int, drafter_files: Callable[[Path], None], progress: Mapping[str, Any],
         optimizer: Mapping[str, Tensor], best: int | None = None,
@@ -133,9 +147,7 @@ class Checkpoints:
                 warnings.warn(f"{damage} Going back to the checkpoint before it.", RuntimeWarning, stacklevel=2)
         if damage:
             raise DraftsmithError(f"no checkpoint in {self.folder} is whole; the first one: {damage}")
-        raise DraftsmithError(
-            f"{self.run} has no checkpoint to resume from; leave out --resume (resume=False) to start one."
-        )
+        raise DraftsmithError(f"there is no checkpoint in {self.folder}.")
 
     def _read(self, folder: Path) -> Checkpoint:
         if not (folder / storage.MANIFEST).exists():

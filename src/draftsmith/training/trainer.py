@@ -95,12 +95,8 @@ class TrainingRun:
 
     def go(self, resume: bool, interrupted: threading.Event) -> TrainingResult:
         """Train from the start, or from the last good checkpoint."""
+        self.checkpoints.check_begin(resume)
         checkpoint = self.checkpoints.load() if resume else None
-        if checkpoint is None and self.checkpoints.steps():
-            raise DraftsmithError(
-                f"{self.folder.path} already holds a run, at step {self.checkpoints.steps()[-1]}; "
-                "add --resume (resume=True) to go on with it, or choose another output.folder."
-            )
         self.folder.check_place(self.folder.path)
         self._build()
         census = self.material.check() if checkpoint is None else None

@@ -103,7 +103,8 @@ def settle(asked: Evaluation, data: DataSection, embedded: bool, target: Target)
     if own and not warning and count < min(FEWEST_PROMPTS, a_task):
         warning = (
             f"The held-out part of your data gives only {count} prompt{'s' if count != 1 else ''}, so τ is uncertain; "
-            "add text, or give prompts with --eval-data."
+            "add text, give prompts with --eval-data, or hold out more, such as every tenth document with "
+            "data.held_out_every=10."
         )
     return Probe(prompts, a_task, new_tokens, prompt_tokens, source, count, max(lengths), warning)
 

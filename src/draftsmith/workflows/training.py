@@ -15,6 +15,7 @@ from draftsmith.drafters.family import read_spec
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named, family_of
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
+from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data.sources import Source
 from draftsmith.training.progress import Work
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
@@ -34,11 +35,15 @@ from draftsmith.workflows.sources import gather_prompts
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What the run brought: `training.drafter` is the folder to decode with; `measured_on` says what τ is of."""
+    """What the run brought: `training.drafter` is the folder to decode with; `measured_on` says what τ is of.
+
+    `target` is the folder or name of the target as it was given; None for the embedded one and for a `Target`.
+    """
 
     provenance: Mapping[str, Any]
     training: TrainingResult
     measured_on: Probe
+    target: str | None = None
 
     @property
     def drafter(self) -> Path:
@@ -118,6 +123,8 @@ def train(
     settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)
     asked, shown = evaluation or Evaluation(), console or quiet()
     check_paths(settled, None if isinstance(target, Target) else settled.target.name)
+    if not dry_run:
+        Checkpoints(Path(settled.output.folder).expanduser(), settled.output.keep).check_begin(resume)
     if asked.prompts is not None:
         gather_prompts(asked.prompts)
     frozen, dtype = settled.joint is None, settled.target.dtype
@@ -151,7 +158,8 @@ def train(
         settled, target=loaded, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, dry_run=dry_run,
         console=shown, on_drafter=bridge.use, foretell=foretell,
     )
-    return TrainResult(provenance(target=loaded.name), result, probe)
+    given = None if isinstance(target, Target) else settled.target.name
+    return TrainResult(provenance(target=loaded.name), result, probe, given)
 
 
 def named(

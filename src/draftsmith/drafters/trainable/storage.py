@@ -138,6 +138,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     Some published files can be told apart by nothing else. Weights that are missing or damaged have no names here; who
     reads them says so.
     """
+    exported = folder / "drafter"
+    if not (folder / "config.json").exists() and (exported / "config.json").exists():
+        raise DraftsmithError(f"{folder} is the folder of a run; its drafter is in {exported}, so give that.")
     config = read_json(folder / "config.json")
     try:
         with safetensors.safe_open(folder / "model.safetensors", "pt") as weights:
