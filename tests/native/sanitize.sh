@@ -1,6 +1,6 @@
 #!/bin/sh
 # Builds the kernels with sanitizers, without PyTorch, and runs driver.cpp on them. Usage: sanitize.sh [folder]
-# It runs twice: on what this processor has, and on tiles that C++ computes, so that their code is tested on any one.
+# The driver runs twice: on what this processor has, and on tiles that C++ computes, so that their code is tested on any one.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 source=$here/../../src/draftsmith/native/csrc
@@ -23,6 +23,9 @@ link() {  # to, from
   (cd "$folder" && "$compiler" $sanitizers dispatch.o kernels_portable.o kernels_avx*.o "$@" driver.o -o "$to")
 }
 
+# shellcheck disable=SC2086
+"$compiler" $sanitizers -std=c++17 -g1 -I"$source" "$here/crew.cpp" "$source/crew.cpp" -o "$folder/crew"
+"$folder/crew"
 # The driver is no kernel; what it allocates is watched all the same.
 compile "$here/driver.cpp" driver
 for file in "$source/dispatch.cpp" "$source"/kernels_*.cpp; do

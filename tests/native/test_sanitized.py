@@ -22,11 +22,12 @@ def has_sanitizers(folder: Path) -> bool:
 
 
 def test_kernels_touch_only_their_buffers_and_compute_what_they_say(tmp_path: Path):
-    """On every instruction set that is here, and with tiles that C++ computes."""
+    """On every instruction set that is here and with tiles that C++ computes; teams have the threads they should."""
     if not has_sanitizers(tmp_path):
         pytest.skip(f"{COMPILER} with address and undefined-behaviour sanitizers is not here")
     command = ["sh", str(FOLDER / "sanitize.sh"), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    own, emulated = ended.stdout.splitlines()
+    crew, own, emulated = ended.stdout.splitlines()
+    assert crew == "the crew does as it should"
     assert own.endswith(" instruction sets, 0 failures") and emulated == "1 instruction sets, 0 failures"

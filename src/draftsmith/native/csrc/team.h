@@ -1,8 +1,10 @@
-// The threads that share one piece of work; as many as torch.get_num_threads() says.
+// The threads that share one piece of work: as many as torch.get_num_threads() says, fewer beside busy neighbours.
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <utility>
+
+#include "crew.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -19,6 +21,7 @@ class Meeting {
     const int64_t round = round_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
       arrived_.store(0, std::memory_order_relaxed);
+      ended_ns_.store(Crew::now_ns(), std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
       round_.notify_all();
       return;
@@ -27,8 +30,15 @@ class Meeting {
       if (round_.load(std::memory_order_acquire) != round) return;
       pause();
     }
+    const int64_t begun = Crew::now_ns();
     while (round_.load(std::memory_order_acquire) == round) round_.wait(round, std::memory_order_acquire);
+    // What passes between the end of the meeting and this line is another program's.
+    const int64_t slept = ended_ns_.load(std::memory_order_relaxed) - begun;
+    if (slept > 0) slept_ns_.fetch_add(slept, std::memory_order_relaxed);
   }
+
+  // What threads slept here for want of others, in all.
+  int64_t slept_ns() const { return slept_ns_.load(std::memory_order_relaxed); }
 
  private:
   static constexpr int64_t kPatience = 20000;  // pauses, some tens of microseconds
@@ -43,6 +53,8 @@ class Meeting {
 
   alignas(64) std::atomic<int64_t> arrived_{0};
   alignas(64) std::atomic<int64_t> round_{0};
+  std::atomic<int64_t> ended_ns_{0};
+  alignas(64) std::atomic<int64_t> slept_ns_{0};
 };
 
 struct Team {
@@ -63,15 +75,22 @@ struct Team {
 template <class Work>
 void run_team(int64_t threads, const Work& work) {
 #ifdef _OPENMP
-  if (threads > 1) {
+  const Crew::Call call = Crew::of_process().begin(threads);
+  if (call.size > 1) {
     Meeting meeting;
-#pragma omp parallel num_threads(static_cast<int>(threads))
-    work(Team{omp_get_thread_num(), omp_get_num_threads(), &meeting});
+    std::atomic<int64_t> away_ns{0};
+    const int64_t begun = Crew::now_ns();
+#pragma omp parallel num_threads(static_cast<int>(call.size))
+    {
+      const int64_t from = call.counted ? Crew::now_ns() : 0, own = call.counted ? Crew::own_ns() : -1;
+      work(Team{omp_get_thread_num(), omp_get_num_threads(), &meeting});
+      if (own >= 0) away_ns += Crew::now_ns() - from - (Crew::own_ns() - own);
+    }
+    if (call.counted) Crew::of_process().end(call, Crew::now_ns() - begun, away_ns - meeting.slept_ns());
     return;
   }
-#else
-  (void)threads;
 #endif
+  (void)threads;
   work(Team{0, 1, nullptr});
 }
 
