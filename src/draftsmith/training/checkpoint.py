@@ -61,10 +61,13 @@ class Checkpoints:
                 "add --resume (resume=True) to go on with it, or choose another output.folder (--out)."
             )
         if resume and not steps:
-            raise DraftsmithError(
-                f"{self.run} has no checkpoint to resume from; name the folder of a run with --out (output.folder), or "
-                "leave out --resume (resume=False) to start one."
-            )
+            raise self._nothing_to_resume()
+
+    def _nothing_to_resume(self) -> DraftsmithError:
+        return DraftsmithError(
+            f"{self.run} has no checkpoint to resume from; name the folder of a run with --out (output.folder), or "
+            "leave out --resume (resume=False) to start one."
+        )
 
     def save(
         self, step: int, drafter_files: Callable[[Path], None], progress: Mapping[str, Any],
@@ -147,7 +150,7 @@ class Checkpoints:
                 warnings.warn(f"{damage} Going back to the checkpoint before it.", RuntimeWarning, stacklevel=2)
         if damage:
             raise DraftsmithError(f"no checkpoint in {self.folder} is whole; the first one: {damage}")
-        raise DraftsmithError(f"there is no checkpoint in {self.folder}.")
+        raise self._nothing_to_resume()
 
     def _read(self, folder: Path) -> Checkpoint:
         if not (folder / storage.MANIFEST).exists():
