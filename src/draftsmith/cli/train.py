@@ -1,5 +1,6 @@
 """`draftsmith train`: a speculator from a recipe, with τ measured by decoding."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -141,8 +142,9 @@ def tell(result: "TrainResult") -> None:
     best = f", {tau_in_words(scores)} at step {training.best_step}" if scores is not None else ""
     took = f" in {training.seconds / 60:.1f} minutes" if training.seconds is not None else ""
     typer.echo(f"Trained {training.step} steps{took}{best}. The drafter is in {training.drafter}.")
-    given = f" --target {training.target or result.target}" if training.target or result.target else ""
-    typer.echo(f"Whether it is faster here: draftsmith bench{given} --drafter {training.drafter}")
+    used_with = training.target or result.target
+    words = ["draftsmith", "bench", *(["--target", str(used_with)] if used_with else []), "--drafter"]
+    typer.echo(f"Whether it is faster here: {shlex.join([*words, str(training.drafter)])}")
     for record in training.ended_early:
         sentence = early_in_words(record)
         typer.echo(sentence[0].upper() + sentence[1:])

@@ -15,6 +15,7 @@ from draftsmith.training.data.reader import Reader, Unusable
 from draftsmith.training.data.sources import Source, names_of
 from draftsmith.training.data.windows import Window, cut
 from draftsmith.training.recipe import Recipe
+from draftsmith.types import DraftsmithError
 
 COUNTED_TOKENS, MOST_COUNTED = 400_000, 20_000
 """Tokens that are counted, and documents that are looked at for them at most."""
@@ -74,6 +75,11 @@ def frequent_tokens(recipe: Recipe, target: Target, size: int, documents: Loader
             counts.update(window.tokens[begin:end])
         if counts.total() >= COUNTED_TOKENS:
             break
+    if not counts:
+        raise DraftsmithError(
+            "no document in data.sources has tokens to learn, so that none can be chosen for drafter.draft_vocab_size; "
+            "add others, or set data.learn=everything."
+        )
     ranked = sorted(range(target.vocab_size), key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
 

@@ -18,7 +18,7 @@ PROMPTS, PROMPTS_A_TASK = 32, 16
 """In all, and of every task at least."""
 FEWEST_PROMPTS = 8
 NEW_TOKENS, PROMPT_TOKENS = 64, 64
-READ_PIECES = 32
+READ_PIECES = 64
 """Held-out pieces of a source beyond these are not read."""
 
 

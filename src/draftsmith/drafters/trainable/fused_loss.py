@@ -16,10 +16,10 @@ AT_A_TIME_CPU, AT_A_TIME = 2**18, 2**26
 """Logits that are made wide together."""
 
 
-def logits_at_a_time(logits_RW: Tensor) -> int:
-    """Return how many rows of logits are made wide together."""
-    most = AT_A_TIME_CPU if logits_RW.device.type == "cpu" else AT_A_TIME
-    return max(1, most // logits_RW.shape[1])
+def rows_at_a_time(width: int, device: torch.device) -> int:
+    """Return how many rows of so many logits are made wide together; a compiler fuses, so that it needs no pieces."""
+    most = AT_A_TIME_CPU if device.type == "cpu" and not torch.compiler.is_compiling() else AT_A_TIME
+    return max(1, most // width)
 
 
 class MixedLoss(torch.autograd.Function):
@@ -41,7 +41,7 @@ class MixedLoss(torch.autograd.Function):
         gradient_RW = torch.empty_like(logits_RW)
         best_R = torch.empty_like(labels_R)
         loss = logits_RW.new_zeros((), dtype=torch.float32)
-        size = logits_at_a_time(logits_RW)
+        size = rows_at_a_time(logits_RW.shape[1], logits_RW.device)
         for begin in range(0, len(logits_RW), size):
             piece = slice(begin, begin + size)
             x_CW = logits_RW[piece].float()

@@ -4,14 +4,13 @@ Shapes: B sequences, T tokens a sequence, S places of the text that guesses want
 drafted vocabulary.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftsmith.drafters.trainable.divergence import entropy
-from draftsmith.drafters.trainable.fused_loss import logits_at_a_time
+from draftsmith.drafters.trainable.fused_loss import rows_at_a_time
 
 
 @dataclass(frozen=True)
@@ -38,30 +37,25 @@ def soft_labels(
         share: whether it is told how probable the drafted tokens are together.
     """
     logits_SV = logits_BTV.flatten(0, 1)
-    if torch.compiler.is_compiling():
-        wanted_S, index_RN = None, places_RN  # how many are wanted must not depend on the data
-    else:
-        # Prompts, and padding, are places that no guess wants.
+    device, wanted_S, index_RN = logits_SV.device, None, places_RN
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        # Prompts, and padding, are places that no guess wants. Another device would have to be waited for to learn how
+        # many are left, and what a compiler makes must not depend on it.
         wanted_S, index_RN = places_RN.unique(return_inverse=True)
     count = len(logits_SV) if wanted_S is None else len(wanted_S)
+    share = share and d2t is not None
     width = logits_SV.shape[1] if d2t is None else len(d2t)
-    log_p_SW = torch.empty((count, width), dtype=torch.float32, device=logits_SV.device)
-    entropy_S, log_share_S = (torch.empty(count, dtype=torch.float32, device=logits_SV.device) for _ in range(2))
-    for piece, some_CV in _pieces(logits_SV, wanted_S):
+    log_p_SW = torch.empty((count, width), dtype=torch.float32, device=device)
+    entropy_S, log_share_S = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
+    size = rows_at_a_time(logits_SV.shape[1] if share else width, device)
+    for begin in range(0, count, size):
+        piece = slice(begin, begin + size)
+        some_CV = logits_SV[piece] if wanted_S is None else logits_SV.index_select(0, wanted_S[piece])
         drafted_CW = (some_CV if d2t is None else some_CV.index_select(1, d2t)).float()
         if temperature != 1:
             drafted_CW = drafted_CW / temperature
         log_p_SW[piece] = log_p_CW = drafted_CW.log_softmax(-1)
         entropy_S[piece] = entropy(log_p_CW)
-        if share and d2t is not None:
+        if share:
             log_share_S[piece] = drafted_CW.logsumexp(-1) - (some_CV.float() / temperature).logsumexp(-1)
-    return SoftLabels(log_p_SW, entropy_S, index_RN, log_share_S if share and d2t is not None else None)
-
-
-def _pieces(logits_SV: Tensor, wanted_S: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Give the logits of some places at a time, so that wide numbers stay in a processor's cache."""
-    size = logits_at_a_time(logits_SV)
-    count = len(logits_SV) if wanted_S is None else len(wanted_S)
-    for begin in range(0, count, size):
-        piece = slice(begin, begin + size)
-        yield piece, logits_SV[piece] if wanted_S is None else logits_SV.index_select(0, wanted_S[piece])
+    return SoftLabels(log_p_SW, entropy_S, index_RN, log_share_S if share else None)
