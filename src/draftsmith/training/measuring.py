@@ -40,7 +40,7 @@ class HeldOutLoss:
         for name, own in self.windows.items():
             groups = [own[at : at + HELD_OUT_ROWS] for at in range(0, len(own), HELD_OUT_ROWS)]
             loss_N, count_N = learning.measure(
-                [collate(group, most, depth - 1) for group in groups], HELD_OUT_POSITIONS
+                [collate(group, most, depth - 1, again=True) for group in groups], HELD_OUT_POSITIONS
             )
             found[name] = loss_N.sum().item()
             sums_N[: len(loss_N)] += loss_N * count_N[: len(loss_N)]

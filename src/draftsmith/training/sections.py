@@ -112,7 +112,7 @@ class DataSection(Section):
         default=HELD_OUT_EVERY,
         description="hold out one document in so many, at least one of every source, to measure on; 0 holds out none",
     )
-    shuffle_documents: Count = Field(default=10_000, description="documents in memory from which the next one is drawn")
+    shuffle_documents: Count = Field(default=2500, description="documents in memory from which the next one is drawn")
     shuffle_windows: Count = Field(default=128, description="windows in memory from which the next one is drawn")
     piece_characters: Annotated[int, Field(ge=64)] = Field(
         default=30_000, description="longer texts are cut into pieces of so many characters before they are shuffled"

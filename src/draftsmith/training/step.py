@@ -13,6 +13,7 @@ from torch import Tensor
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
 from draftsmith.training.data.batches import Task, draw, prepare
+from draftsmith.training.data.readings import KEPT_BYTES, Readings
 from draftsmith.training.data.windows import Batch
 from draftsmith.training.optimizer import build_optimizers, set_rate
 from draftsmith.training.sections import DistillationSection, OptimizerSection
@@ -50,6 +51,9 @@ class TrainingStep:
         self.drafter, self.target, self.section, self.distillation = drafter, target, optimizer, distillation
         self.optimizers = self.fresh_optimizers()
         self.noted: dict[str, float] = {}
+        # What a compiler makes is made for whole batches.
+        room = 0 if optimizer.compile else KEPT_BYTES
+        self.readings = Readings(target, drafter.taps, distillation.weight > 0, room)
         self.losses = torch.compile(drafter.losses) if optimizer.compile else drafter.losses
 
     def fresh_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -138,7 +142,9 @@ class TrainingStep:
         half = self.section.precision == "bf16"
         # A target that is bf16 already only loses time under autocast.
         with self.autocast(half and self.target.dtype == torch.float32):
-            examples = prepare(self.drafter, self.target, task, distillation=self.distillation, seed=seed)
+            examples = prepare(
+                self.drafter, self.target, task, distillation=self.distillation, seed=seed, readings=self.readings
+            )
         with self.autocast(half):
             loss_N, accuracy_N = self.losses(examples)
         decay_N = loss_N.new_tensor([self.drafter.config.decay**depth for depth in range(len(loss_N))])

@@ -64,12 +64,7 @@ def try_out(
     if recipe.stage1.steps:
         first_s = seconds_of_stage_one(recipe, target, step)
     if recipe.stage2.steps:
-        generator = torch.Generator().manual_seed(0)
-        length = stage_length(recipe, recipe.stage2)
-        tokens = torch.randint(target.vocab_size, (length,), generator=generator).tolist()
-        window = Window(tokens, [(recipe.stage2.prompt_tokens, length)])
-        batch = collate([window] * recipe.stage2.batch, length)
-        second_s = seconds_a_step(recipe, step, recipe.stage2, [batch] * recipe.stage2.accumulate)
+        second_s = seconds_of_stage_two(recipe, target, step)
         if recipe.stage2.texts is None:
             count = min(recipe.stage2.generate_batch, 8 * TRIED_ROWS)
             rows = list(islice(cycle(measured), count))
@@ -93,18 +88,37 @@ def seconds_of_stage_one(recipe: Recipe, target: Target, step: TrainingStep) -> 
     return seconds_a_step(recipe, step, section, tried) * mean * section.accumulate / read
 
 
+def seconds_of_stage_two(recipe: Recipe, target: Target, step: TrainingStep) -> float:
+    """Return what a step of stage 2 takes, of which the first epoch alone reads texts that nobody has read before."""
+    section, length = recipe.stage2, stage_length(recipe, recipe.stage2)
+    generator = torch.Generator().manual_seed(0)
+
+    def batches() -> list[Batch]:
+        texts_ML = torch.randint(target.vocab_size, (section.accumulate * section.batch, length), generator=generator)
+        windows = [Window(tokens, [(section.prompt_tokens, length)]) for tokens in texts_ML.tolist()]
+        own = [windows[at : at + section.batch] for at in range(0, len(windows), section.batch)]
+        return [collate(some, length, again=section.epochs > 1) for some in own]
+
+    take_step(recipe, step, section, batches(), 0)  # warms up
+    some = batches()
+    first, later = (timed(partial(take_step, recipe, step, section, some, number)) for number in (1, 2))
+    return first / section.epochs + later * (1 - 1 / section.epochs)
+
+
 def seconds_a_step(recipe: Recipe, step: TrainingStep, section: StageSection, batches: Sequence[Batch]) -> float:
     """Return what a step on these micro-batches takes."""
-
-    def take(number: int) -> None:
-        step.gradients(batches, rate=0.0, positions=section.positions_per_sequence, seed=("pace", number))
-        if recipe.joint is None:
-            step.apply()
-        else:  # the target itself must not be touched
-            step.forget()
-
+    take = partial(take_step, recipe, step, section, batches)
     take(0)  # the first one warms up
     return sum(timed(partial(take, number)) for number in range(1, 1 + TRIED_STEPS)) / TRIED_STEPS
+
+
+def take_step(recipe: Recipe, step: TrainingStep, section: StageSection, batches: Sequence[Batch], number: int) -> None:
+    """Take a step, of which nothing stays but what it moves in a drafter of its own."""
+    step.gradients(batches, rate=0.0, positions=section.positions_per_sequence, seed=("pace", number))
+    if recipe.joint is None:
+        step.apply()
+    else:  # the target itself must not be touched
+        step.forget()
 
 
 def seconds_a_text(generate: Generate, prompts: Sequence[list[int]], new_tokens: int) -> float:

@@ -147,7 +147,7 @@ def learn(
         share = (time.monotonic() - start) / max(1e-6, end - start)
         local = min(RESOLUTION - 1, int(share * RESOLUTION))
         rate = learning_rate(local, RESOLUTION, settings.rate, settings.final_rate)
-        batch = collate(rng.sample(sequences, min(settings.batch, len(sequences))), most, room)
+        batch = collate(rng.sample(sequences, min(settings.batch, len(sequences))), most, room, again=True)
         try:
             found = step([batch], rate=rate, positions=settings.positions, seed=(settings.seed, len(curve)))
         except NotFinite as error:

@@ -1,7 +1,7 @@
 """What a drafter learns from: text, the target's states that predicted it, and optionally its distributions.
 
-Shapes: B sequences, T tokens a sequence, P positions trained on a sequence, R = B × P rows, N depths, F feature width,
-V vocabulary, W drafted vocabulary.
+Shapes: B sequences, T tokens a sequence, P positions trained on a sequence, R = B × P rows, S places of the text, N
+depths, F feature width, V vocabulary, W drafted vocabulary.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ class TrainingBatch:
         features_BTF: the target's tapped states.
         positions_BP: roots t to train on; depth d reads tokens up to t + d and predicts token t + d + 1.
         logits_BTV: the target's logits behind `tokens_BT[:, t]` (they predict token t + 1); None without distillation.
+            With `row_BT`, (S, V), only those that are needed.
         weight: share of the loss that is the divergence from the target's own distribution.
         temperature: of both distributions in that divergence.
         seed: of what a family draws while it learns, another one for every micro-batch of a run.
@@ -40,6 +41,7 @@ class TrainingBatch:
             counts if its token and those between it and the root are learnt; None where all are.
         first_B: the tokens before the second, which no state predicted; for those who read whole texts.
         divergence: which one, see `draftsmith.drafters.trainable.divergence`.
+        row_BT: which of the logits stand behind which token; None where those of all tokens are there, in order.
     """
 
     tokens_BT: Tensor
@@ -52,6 +54,7 @@ class TrainingBatch:
     learnt_BT: Tensor | None = None
     first_B: Tensor | None = None
     divergence: Divergence = "forward_kl"
+    row_BT: Tensor | None = None
 
     def reads_BPN(self, depths: int) -> tuple[Tensor, Tensor]:
         """Return the batch index (B, 1, 1) and, for every position and depth, the index of the last token read."""
@@ -98,7 +101,8 @@ class TrainingBatch:
         if self.logits_BTV is None or self.weight == 0:
             return None
         batch, reads_BPN = self.reads_BPN(depths)
-        places_RN = (batch * self.tokens_BT.shape[1] + reads_BPN).flatten(0, 1)
+        row_BPN = batch * self.tokens_BT.shape[1] + reads_BPN if self.row_BT is None else self.row_BT[batch, reads_BPN]
+        places_RN = row_BPN.flatten(0, 1)
         return soft_labels(self.logits_BTV, places_RN, d2t, self.temperature, self.divergence in ACCEPTANCE)
 
     def loss_and_accuracy(

@@ -31,12 +31,12 @@ class SoftLabels:
 def soft_labels(
     logits_BTV: Tensor, places_RN: Tensor, d2t: Tensor | None, temperature: float, share: bool
 ) -> SoftLabels:
-    """Return the distributions at the places, indices into B × T, that rows and depths want.
+    """Return the distributions at the places, indices into all but the last dimension, that rows and depths want.
 
     Args:
         share: whether it is told how probable the drafted tokens are together.
     """
-    logits_SV = logits_BTV.flatten(0, 1)
+    logits_SV = logits_BTV.flatten(0, -2)
     device, wanted_S, index_RN = logits_SV.device, None, places_RN
     if device.type == "cpu" and not torch.compiler.is_compiling():
         # Prompts, and padding, are places that no guess wants. Another device would have to be waited for to learn how

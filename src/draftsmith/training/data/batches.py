@@ -1,9 +1,10 @@
 """From windows of tokens to a training batch: positions are drawn, the frozen target reads.
 
-Shapes: B windows, L tokens a window, T = L - 1, P positions trained on a window, N depths, F feature width.
+Shapes: B windows, L tokens a window, T = L - 1, P positions trained on a window, N depths, F feature width, H
+width of the target's states.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from draftsmith.drafters.trainable.batch import TrainingBatch, counted
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
 from draftsmith.training.data.loader import noise
+from draftsmith.training.data.readings import Readings
 from draftsmith.training.data.windows import FIRST_LEARNT, Batch
 from draftsmith.training.sections import DistillationSection
 from draftsmith.types import DraftsmithError
@@ -62,12 +64,24 @@ def choose_positions(learnt_BL: Tensor, depth: int, count: int | None, seed: tup
 
 
 def prepare(
-    drafter: TrainableModel, target: Target, task: Task, *, distillation: DistillationSection, seed: tuple[object, ...]
+    drafter: TrainableModel, target: Target, task: Task, *, distillation: DistillationSection,
+    seed: tuple[object, ...], readings: Readings | None = None,
 ) -> TrainingBatch:
-    """Let the frozen target read the windows."""
-    tokens_BL = task.batch.tokens_BL.to(target.device)
-    features_BLF, logits_BLV = target.encode(tokens_BL, drafter.taps, logits=distillation.weight > 0)
-    return as_training_batch(tokens_BL, features_BLF, logits_BLV, task, distillation=distillation, seed=seed)
+    """Let the frozen target read the windows, or take what it made of them before from `readings`."""
+    batch, wants_logits = task.batch, distillation.weight > 0
+    if readings is None or not readings.keeps(batch):
+        tokens_BL = batch.tokens_BL.to(target.device)
+        features_BLF, logits_BLV = target.encode(tokens_BL, drafter.taps, logits=wants_logits)
+        return as_training_batch(tokens_BL, features_BLF, logits_BLV, task, distillation=distillation, seed=seed)
+    features_BLF, final_BLH = readings.states(batch)
+    examples = as_training_batch(batch.tokens_BL, features_BLF, None, task, distillation=distillation, seed=seed)
+    if not wants_logits:
+        return examples
+    wanted_BT = torch.zeros_like(examples.tokens_BT, dtype=torch.bool)
+    row_B11, reads_BPN = examples.reads_BPN(drafter.max_depth)
+    wanted_BT[row_B11, reads_BPN] = True
+    row_BT = (wanted_BT.flatten().cumsum(0) - 1).clamp(min=0).view_as(wanted_BT)
+    return replace(examples, logits_BTV=readings.logits(final_BLH[:, 1:][wanted_BT]), row_BT=row_BT)
 
 
 def as_training_batch(

@@ -10,7 +10,7 @@ from draftsmith.training.data.sources import Source
 from draftsmith.training.sections import DataSection
 from draftsmith.training.terminal import progress_bar
 
-COUNTING_SECONDS = 8.0
+COUNTING_SECONDS = 4.0
 """No longer is spent on counting, so that a run on very much text does not wait for it."""
 SHOWN_EVERY = 500
 

@@ -127,7 +127,8 @@ class GeneratedText:
     def batch(self, number: int, room: int = 0) -> Batch:
         """Return micro-batch `number` of the stage, see `collate`; every epoch reads the sequences in another order."""
         size, most = self.section.batch, max(map(len, self.sequences[: self.needed(number)]))
-        return collate([self.window(self._place(number * size + i)) for i in range(size)], most, room)
+        windows = [self.window(self._place(number * size + i)) for i in range(size)]
+        return collate(windows, most, room, again=self.section.epochs > 1)
 
     def _place(self, draw: int) -> int:
         """Return the sequence of a draw, counted from the beginning of the stage."""

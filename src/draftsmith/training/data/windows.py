@@ -41,10 +41,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows side by side: `learnt_BL` tells the tokens to learn from padding and from what others wrote."""
+    """Windows side by side: `learnt_BL` tells the tokens to learn from padding and from what others wrote.
+
+    `again` says that the same windows are learnt from several times.
+    """
 
     tokens_BL: Tensor
     learnt_BL: Tensor
+    again: bool = False
 
 
 def cut(text: Window, opening: Sequence[int], length: int) -> list[Window]:
@@ -64,12 +68,13 @@ def cut(text: Window, opening: Sequence[int], length: int) -> list[Window]:
     return [piece for piece in pieces if piece.learns]
 
 
-def collate(windows: Iterable[Window], most: int, room: int = 0) -> Batch:
+def collate(windows: Iterable[Window], most: int, room: int = 0, again: bool = False) -> Batch:
     """Put windows side by side, padded to the longest of them.
 
     Args:
         most: as long as any window of the stage is.
         room: padding behind the longest, up to `most`, so that deep guesses have a place behind its last tokens.
+        again: whether the windows are learnt from several times.
     """
     rows = list(windows)
     longest = max(len(window.tokens) for window in rows)
@@ -79,4 +84,4 @@ def collate(windows: Iterable[Window], most: int, room: int = 0) -> Batch:
         tokens_BL[row, : len(window.tokens)] = torch.tensor(window.tokens)
         for begin, end in window.spans:
             learnt_BL[row, begin:end] = True
-    return Batch(tokens_BL, learnt_BL)
+    return Batch(tokens_BL, learnt_BL, again)
