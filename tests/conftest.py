@@ -1,6 +1,9 @@
 """What every test has: one thread (tiny models gain nothing from more), no network, plain pictures without a window."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +12,10 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("MATPLOTLIBRC", str(Path(__file__).parent / "helpers" / "matplotlibrc"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "DRAFTSMITH_CACHE" not in os.environ:
+    # What drafts cost is measured anew, once for all tests of a process and the commands that they start.
+    os.environ["DRAFTSMITH_CACHE"] = tempfile.mkdtemp(prefix="draftsmith-tests-")
+    atexit.register(shutil.rmtree, os.environ["DRAFTSMITH_CACHE"], ignore_errors=True)
 
 import matplotlib
 import pytest

@@ -87,7 +87,11 @@ def test_generate_streams_the_same_text_with_and_without_a_drafter(target: Path,
     plain = run("generate", "abc def", "--target", target, "--no-draft", "--max-tokens", "20", *MODELS)
     path = tmp_path / "r.json"
     words = ("generate", "abc def", "--target", target, "--drafter", drafter, "--max-tokens", "20", *MODELS)
-    drafted = run(*words, "--stats", "--json", path)
+    fitted = run(*words, "--stats")
+    assert fitted.exit_code == 0 and fitted.stdout == plain.stdout
+    assert re.search(r"[Dd]rafts.* machine.*measured", " ".join(fitted.stderr.split()))
+    assert "plain decoding now" in fitted.stderr
+    drafted = run(*words, "--stats", "--plan", "own", "--json", path)
     assert plain.exit_code == drafted.exit_code == 0
     assert drafted.stdout == plain.stdout and len(plain.stdout) > 5
     assert "tokens per step" in drafted.stderr

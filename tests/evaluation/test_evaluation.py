@@ -11,6 +11,8 @@ import torch
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.drafters.heads.mlp_config import MLPConfig
 from draftsmith.engine import Engine
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.profile import Arm, Profile
 from draftsmith.evaluation.bench import Grid, plan_for, run_grid
 from draftsmith.evaluation.measuring.interleaving import interleaved
 from draftsmith.evaluation.measuring.intervals import mean_interval, ratio_interval
@@ -169,9 +171,10 @@ def test_candidates_keep_to_the_rules_and_of_sampled_guesses_are_chains():
 
 def test_a_cell_has_every_figure_and_both_sides_counted_exactly(engine: Engine, folder: Path):
     grid = Grid(batches=(1, 2), candidates=(0, 1, 4), prompt_tokens=(12,), new_tokens=NEW_TOKENS, trials=3, warmups=1)
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
     peer = transformers_peer(folder, engine.target)
-    cells = run_grid(engine, engine.plan, embedded_prompts("prose"), grid, peer, lambda _, n: seen.append(n))
+    texts = embedded_prompts("prose")
+    cells = run_grid(engine, engine.plan, texts, grid, peer, lambda _, done, every: seen.append((done, every)))
     assert [(c["batch"], c["engine"], c["candidates"]) for c in cells] == [
         (1, "draftsmith", 0),
         (1, "draftsmith", 1),
@@ -181,7 +184,7 @@ def test_a_cell_has_every_figure_and_both_sides_counted_exactly(engine: Engine, 
         (2, "draftsmith", 1),
         (2, "draftsmith", 4),
     ]
-    assert sum(seen) == grid.runs + 4
+    assert sum(done for done, _ in seen) == seen[-1][1] == 2 * (3 + 1) * 3 + 4
     needed = {
         "batch",
         "candidates",
@@ -208,6 +211,39 @@ def test_a_cell_has_every_figure_and_both_sides_counted_exactly(engine: Engine, 
         if cell["candidates"] == 0:
             assert cell["speedup"] == 1 and cell["tokens_per_step"] == 1 and cell["nodes"] == 0
     json.dumps(cells, allow_nan=False)
+
+
+def test_the_engine_that_drafts_what_pays_is_one_more_setting(engine: Engine):
+    profile = Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), Arm(Plan((1, 1)), (0.9, 0.8), (1.1,))))
+    fitted = Engine(engine.target, engine.drafter, policy=Fitted(profile), max_batch=2)
+    grid = Grid((1, 2), None, (12,), new_tokens=NEW_TOKENS, trials=2, warmups=0, branching=(1, 1, 1))
+    cells = run_grid(engine, engine.plan, embedded_prompts("prose"), grid, fitted=fitted)
+    assert [(c["batch"], c["candidates"], c["fitted"]) for c in cells] == [
+        (batch, *which) for batch in (1, 2) for which in ((0, False), (1, False), (None, True))
+    ]
+    assert all(cell["identical_texts"] == cell["texts"] for cell in cells)
+    assert all(cell["tokens_per_step"] == pytest.approx(1 + sum(cell["accepted_by_depth"])) for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("default", "plans"),
+    [
+        (Plan((1,) * 10), {1: Plan((1,) * 10)}),
+        (Plan((4, 2, 1), nodes=7, beam=4), {8: Plan((4, 2, 1), nodes=7, beam=4)}),
+        (Plan((4, 2, 1), paths=3), {count: Plan((4, 2, 1), paths=count) for count in (1, 2, 3, 4, 8)}),
+        (Plan(choices=((0,), (1,), (0, 0))), {2: Plan(choices=((0,), (1,), (0, 0)))}),
+        (NO_DRAFT, {}),
+    ],
+)
+def test_without_candidates_a_drafters_own_plan_is_measured(default: Plan, plans: dict[int, Plan]):
+    assert Grid().plans(default) == {0: NO_DRAFT, **plans}
+
+
+def test_a_plan_that_is_given_is_measured_whole():
+    default = Plan((4, 2, 1), paths=3)
+    assert Grid(branching=(3, 2)).plans(default) == {0: NO_DRAFT, 6: Plan((3, 2))}
+    sampled = {count: Plan((count, 1, 1), sampled=True) for count in (1, 3)}
+    assert Grid(rules=Plan(sampled=True)).plans(default) == {0: NO_DRAFT, **sampled}
 
 
 @pytest.mark.parametrize("wrong", [{"batches": ()}, {"candidates": (-1,)}, {"new_tokens": 1}, {"trials": 0}])
@@ -292,7 +328,7 @@ def stopped(after: int) -> Callable[[str, int], None]:
     """Interrupt as Ctrl-C does, once so many runs are done."""
     done = 0
 
-    def note(_: str, more: int) -> None:
+    def note(_: str, more: int, every: int) -> None:
         nonlocal done
         done += more
         if done == after:

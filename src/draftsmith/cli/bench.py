@@ -38,7 +38,6 @@ from draftsmith.cli.plans import (
     read_rules,
     read_shape,
 )
-from draftsmith.plan import NO_DRAFT
 from draftsmith.types import LOSSY
 from draftsmith.workflows.models import Loading
 
@@ -60,7 +59,8 @@ def bench(
     candidates: Annotated[
         str | None,
         typer.Option(
-            help="Paths verified in a step; 0 is the baseline. 0,1,2,4,8,16,32 by default; a static --plan is whole."
+            help="Paths verified in a step; 0 is the baseline. By default the --plan whole, or what the drafter comes "
+            "with, and what pays on this machine, as `generate` drafts."
         ),
     ] = None,
     prompt_tokens: Annotated[str, typer.Option(help="Prompt lengths.")] = "64",
@@ -92,23 +92,23 @@ def bench(
     """
     check_outputs(json_path, plots)
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
-    from draftsmith.evaluation.bench import CANDIDATES, Grid
+    from draftsmith.evaluation.bench import Grid
     from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.benchmark import BenchResult
     from draftsmith.workflows.benchmark import bench as run
 
-    tree = read_shape(plan) if plan is not None else NO_DRAFT
-    if candidates is not None:
+    tree = read_shape(plan) if plan is not None else None
+    if candidates is not None and tree is not None:
         check_prunable(tree, plan)
     grid = Grid(
         batches=numbers(batch, "--batch"),
-        candidates=CANDIDATES if candidates is None else numbers(candidates, "--candidates"),
+        candidates=None if candidates is None else numbers(candidates, "--candidates"),
         prompt_tokens=numbers(prompt_tokens, "--prompt-tokens"),
         new_tokens=new_tokens,
         trials=trials,
         warmups=warmups,
-        branching=tree.branching if plan is not None else None,
-        choices=tree.choices,
+        branching=None if tree is None else tree.branching,
+        choices=() if tree is None else tree.choices,
         seed=seed,
         rules=rules,
         temperature=temperature,
@@ -123,7 +123,7 @@ def bench(
 
     console, notes = Console(), Console(stderr=True)
     try:
-        with progress(notes, grid.runs) as report:
+        with progress(notes) as report:
             run(
                 target, drafter, grid, prompts=data, task=task, peer=peer, compile=compile,
                 loading=Loading(dtype, device, trust_remote_code, native, quantize), console=notes,
@@ -139,16 +139,16 @@ def bench(
 
 
 @contextmanager
-def progress(console: Console, runs: int) -> Iterator[Callable[[str, int], None]]:
+def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """Give what shows how many runs are done; the bar comes with the first of them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bars = Progress(*columns, console=console, transient=True)
-    bar = bars.add_task("measuring", total=runs, start=False)
+    bar = bars.add_task("measuring", total=None, start=False)
 
-    def report(label: str, done: int) -> None:
+    def report(label: str, done: int, every: int) -> None:
         bars.start()
         bars.start_task(bar)
-        bars.update(bar, description=label, advance=done)
+        bars.update(bar, description=label, advance=done, total=every)
 
     try:
         yield report
@@ -182,16 +182,24 @@ def show(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
 
 def columns_of(mine: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Return what stands under each number of candidates and each peer: an entry a batch size, then τ."""
-    counts = sorted({cell["candidates"] for cell in mine if cell["candidates"] is not None})
-    peers = sorted({cell["engine"] for cell in mine if cell["candidates"] is None})
+    settings = {setting_of(cell) for cell in mine}
+    counts = sorted(setting for setting in settings if isinstance(setting, int))
+    others = sorted(setting for setting in settings if isinstance(setting, str))
     batches = sorted({cell["batch"] for cell in mine})
     columns = []
-    for key in [*counts, *peers]:
-        own = [c for c in mine if key == (c["engine"] if c["candidates"] is None else c["candidates"])]
-        found = {c["batch"]: entry(c) for c in own}
-        tau = f"{mean_tau(mine, key):.2f}" if isinstance(key, int) else ""
+    for key in [*counts, *others]:
+        own = [cell for cell in mine if setting_of(cell) == key]
+        found = {cell["batch"]: entry(cell) for cell in own}
+        tau = mean_tau(own)
         columns.append((str(key), [*(found.get(batch, "") for batch in batches), tau]))
     return columns
+
+
+def setting_of(cell: Mapping[str, Any]) -> int | str:
+    """Return the candidates of a cell; of one without, "fitted" or the peer's name."""
+    if cell["candidates"] is not None:
+        return int(cell["candidates"])
+    return "fitted" if cell.get("fitted") else str(cell["engine"])
 
 
 def pieces(columns: Sequence[tuple[str, list[str]]], width: int) -> list[list[tuple[str, list[str]]]]:
@@ -216,10 +224,10 @@ def lossless(cells: Sequence[Mapping[str, Any]]) -> bool:
 
 def verdict(cells: Sequence[Mapping[str, Any]]) -> str:
     """Say how the texts relate to the baseline's."""
-    drafted = [cell for cell in cells if cell["candidates"]]
+    drafted = [cell for cell in cells if cell["candidates"] or cell.get("fitted")]
     if not lossless(cells):
         return f"Texts are {LOSSY}: they are not distributed as the baseline's."
-    if any(cell["sampled"] for cell in drafted) and any(cell["temperature"] for cell in drafted):
+    if any(cell.get("sampled") for cell in drafted) and any(cell["temperature"] for cell in drafted):
         return "Texts are lossless: distributed as the baseline's, and not equal to them, because guesses are drawn."
     texts, equal = (sum(cell[key] for cell in drafted) for key in ("texts", "identical_texts"))
     return f"Texts equal to the baseline's, token for token: {equal} of {texts}."
@@ -232,10 +240,10 @@ def entry(cell: Mapping[str, Any]) -> str:
     return f"{cell['ms_per_token']:.2f}\n[dim]{low:.2f}–{high:.2f}[/dim]{ratio}"
 
 
-def mean_tau(cells: Sequence[Mapping[str, Any]], candidates: int) -> float:
-    """τ over all batch sizes, as the report gives it."""
-    values = [cell["tokens_per_step"] for cell in cells if cell["candidates"] == candidates]
-    return float(sum(values) / len(values))
+def mean_tau(cells: Sequence[Mapping[str, Any]]) -> str:
+    """τ over all batch sizes, as the report gives it; empty for a peer, which does not tell."""
+    values = [cell["tokens_per_step"] for cell in cells if "tokens_per_step" in cell]
+    return f"{sum(values) / len(values):.2f}" if values else ""
 
 
 def write_plots(folder: Path, cells: Sequence[Mapping[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
+    fit_drafts,
     load_engine,
     say,
     settle_compilation,
@@ -171,11 +172,14 @@ def generate(
     engine = settle_compilation(
         notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
     )
+    if shape is None and plan is None and draft_rows is None:
+        engine = fit_drafts(notes, engine, drafter)
     completions = write_out(engine, asked, params, shape)
     if not all(completion.statistics.lossless for completion in completions):
         notes.print(f"[dim]This text is {LOSSY}: it is not distributed as the target's own.[/dim]")
     if stats:
-        show_statistics(notes, completions)
+        rows = min(n, engine.max_batch)
+        show_statistics(notes, completions, drafts_in_words(engine, shape), rows / engine.pace(rows))
     if json_path is not None:
         from draftsmith.evaluation.reporting.result_files import write_json
         from draftsmith.provenance import provenance
@@ -273,8 +277,25 @@ def write_out(engine: "Engine", prompt: "Prompt", params: SamplingParams, plan: 
     return finished
 
 
-def show_statistics(console: Console, completions: list[Completion]) -> None:
-    """Print what drafting cost and brought, the formulas beside the numbers."""
+def drafts_in_words(engine: "Engine", plan: "Plan | None") -> str:
+    """Say which plan was taken, or how many steps took which."""
+    from draftsmith.engine.fitted import Fitted
+    from draftsmith.workflows.fitting import shape_in_words
+
+    policy = engine.core.policy
+    if plan is not None or not isinstance(policy, Fitted):
+        return shape_in_words(plan if plan is not None else engine.plan)
+    taken = sorted(zip(policy.steps, policy.choices, strict=True), key=lambda one: -one[0])
+    return ", ".join(f"{shape_in_words(choice.plan)} ({steps} steps)" for steps, choice in taken if steps) or "none"
+
+
+def show_statistics(console: Console, completions: list[Completion], drafts: str, plain: float) -> None:
+    """Print what drafting cost and brought, the formulas beside the numbers.
+
+    Args:
+        drafts: which were made.
+        plain: tokens a second that plain decoding brings now.
+    """
     total = Statistics()
     for completion in completions:
         total += completion.statistics
@@ -288,6 +309,7 @@ def show_statistics(console: Console, completions: list[Completion]) -> None:
         ("tokens per step, τ = 1 + accepted / steps", f"{total.tokens_per_step:.2f}"),
         ("accepted / drafted", f"{total.accepted} / {total.drafted}"),
         ("text", total.fidelity),
+        ("drafts", drafts),
     ]
     for depth, count in enumerate(total.accepted_by_depth, 1):
         rows.append((f"steps that accepted depth {depth}", f"{count / max(1, total.steps):.0%}"))
@@ -295,6 +317,11 @@ def show_statistics(console: Console, completions: list[Completion]) -> None:
     for name, value in parts.items():
         rows.append((f"seconds in {name}", f"{value:.3f} ({value / seconds if seconds else 0:.0%})"))
     rows.append(("tokens a second", f"{total.new_tokens / seconds:.1f}" if seconds else "-"))
+    decoded = total.new_tokens - len(completions)  # the first token of each comes with its prompt
+    if total.decode_s and decoded > 0:
+        speed = decoded / total.decode_s
+        rows.append(("the same without prompts", f"{speed:.1f}"))
+        rows.append(("plain decoding now, without prompts", f"{plain:.1f} (so this is {speed / plain:.2f}×)"))
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -14,14 +14,16 @@ from draftsmith.workflows.drafts import Drafts, check_drafter, check_prunable
 __all__ = ["check_drafter", "check_prunable"]
 
 DRAFTS = "Drafts"
+OWN = "own"
+"""The plan that a drafter comes with, as a user names it."""
 
 ShapeOption = Annotated[
     str | None,
     typer.Option(
         "--plan",
         help="Children of every node, depth by depth, such as 4,2,1; or a family's name, for the tree published with "
-        "it; or FILE.json with a tree as a list of lists of ranks, such as [[0], [0, 0], [1]]. The drafter's own by "
-        "default.",
+        "it; or FILE.json with a tree as a list of lists of ranks, such as [[0], [0, 0], [1]]; or own, for what the "
+        "drafter was made with.",
         rich_help_panel=DRAFTS,
     ),
 ]
@@ -93,12 +95,14 @@ def read_rules(
     )
 
 
-def read_shape(shape: str) -> Plan:
-    """Read "4,2,1", the name of a published tree, or a JSON file with a list of lists of ranks."""
+def read_shape(shape: str) -> Plan | None:
+    """Read "4,2,1", the name of a published tree, or a JSON file with a list of lists of ranks; "own" is None."""
     from draftsmith.drafters.registry import published_trees
     from draftsmith.drafters.static_tree import read_choices
 
     published = published_trees()
+    if shape == OWN:
+        return None
     if shape in published:
         return Plan(choices=published[shape])
     if shape.endswith(".json"):

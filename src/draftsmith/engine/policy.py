@@ -21,9 +21,9 @@ class Choice:
     drafter: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class RowHistory:
-    """What is known of a row before a step.
+    """What is known of a row before a step; the same object at every step of it.
 
     Args:
         sampled: whether its temperature is above 0.

@@ -8,7 +8,7 @@ every setting samples with the same seeds. Shapes: B rows (batch), K candidates,
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
@@ -25,6 +25,8 @@ from draftsmith.types import DraftsmithError, SamplingParams
 BASELINE = 0
 CANDIDATES = (0, 1, 2, 4, 8, 16, 32)
 PEER_NAME = "transformers"
+FITTED = "fitted"
+"""The setting in which a policy drafts what pays on the machine, as `draftsmith generate` does."""
 
 Peer = Callable[[Sequence[Sequence[int]], int], tuple[list[list[int]], float]]
 """Decodes prompts greedily to exactly N new tokens each; returns the tokens and the seconds of it."""
@@ -36,7 +38,9 @@ class Grid:
 
     Args:
         batches: rows decoded together.
-        candidates: root-to-leaf paths verified in each step; 0 is the baseline.
+        candidates: root-to-leaf paths verified in each step; 0 is the baseline. None measures `branching` or `choices`
+            whole; where these are not given either, the drafter's own plan, and, if that keeps the best paths of a
+            tree, those of `CANDIDATES` that the tree has.
         prompt_tokens: prompt lengths.
         new_tokens: N, generated exactly.
         trials: timed rounds of each (batch, prompt length).
@@ -49,7 +53,7 @@ class Grid:
     """
 
     batches: tuple[int, ...] = (1, 2, 4)
-    candidates: tuple[int, ...] = CANDIDATES
+    candidates: tuple[int, ...] | None = None
     prompt_tokens: tuple[int, ...] = (64,)
     new_tokens: int = 100
     trials: int = 16
@@ -63,7 +67,7 @@ class Grid:
     def __post_init__(self) -> None:
         for name, least in (("batches", 1), ("candidates", 0), ("prompt_tokens", 1)):
             values = getattr(self, name)
-            if not values or min(values) < least:
+            if values is not None and (not values or min(values) < least):
                 raise DraftsmithError(f"{name} is {list(values)}; give one or more numbers of at least {least}.")
         for name, least in (("new_tokens", 2), ("trials", 1), ("warmups", 0)):
             if getattr(self, name) < least:
@@ -73,22 +77,38 @@ class Grid:
             replace(self.rules, choices=self.choices)  # refuses rules that would choose nodes as well
 
     @property
-    def counts(self) -> list[int]:
-        """The numbers of candidates that are measured, the baseline among them."""
-        return sorted({BASELINE, *((path_count(self.choices),) if self.choices else self.candidates)})
+    def drafts(self) -> bool:
+        """Whether anything but the baseline is asked for."""
+        return bool(self.choices) or self.candidates is None or any(count != BASELINE for count in self.candidates)
 
     @property
-    def runs(self) -> int:
-        """Calls to the engine, warm-up included, without peers."""
-        rounds = len(self.batches) * len(self.prompt_tokens) * (self.trials + self.warmups)
-        return rounds * len(self.counts)
+    def rounds(self) -> int:
+        """How often every setting runs, warm-up included."""
+        return len(self.batches) * len(self.prompt_tokens) * (self.trials + self.warmups)
 
     def plans(self, default: Plan) -> dict[int, Plan]:
-        """Return the plan of every number of candidates; `default` is the drafter's own."""
+        """Return the plan of every number of candidates, the baseline among them; `default` is the drafter's own."""
         if self.choices:
-            tree = replace(self.rules, choices=self.choices)
-            return {count: tree if count else NO_DRAFT for count in self.counts}
-        return {count: plan_for(default, count, self.branching, self.rules) for count in self.counts}
+            return {BASELINE: NO_DRAFT, path_count(self.choices): replace(self.rules, choices=self.choices)}
+        if self.candidates is not None:
+            counts = sorted({BASELINE, *self.candidates})
+            return {count: plan_for(default, count, self.branching, self.rules) for count in counts}
+        if self.branching is not None:
+            return {BASELINE: NO_DRAFT, prod(self.branching): replace(self.rules, branching=self.branching)}
+        return self._defaults(default)
+
+    def _defaults(self, default: Plan) -> dict[int, Plan]:
+        """Return what is measured of a drafter where nobody says what: its own plan, and fewer or more of its paths."""
+        found = {BASELINE: NO_DRAFT}
+        if not default.branching:
+            return found
+        if default.choices and self.rules == NO_DRAFT:
+            return found | {path_count(default.choices): default}
+        if default.paths is not None or self.rules != NO_DRAFT:
+            leaves = 1 if self.rules.sampled else prod(default.branching)
+            counts = {count for count in CANDIDATES if BASELINE < count <= leaves} | {default.paths or 1}
+            return found | {count: plan_for(default, count, None, self.rules) for count in sorted(counts)}
+        return found | {prod(default.branching): default}
 
 
 @dataclass(frozen=True)
@@ -138,22 +158,25 @@ def run_grid(
     prompts: Sequence[Prompt],
     grid: Grid,
     peer: Peer | None = None,
-    on_progress: Callable[[str, int], None] | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
     on_cells: Callable[[list[dict[str, Any]]], None] | None = None,
+    fitted: Engine | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every cell.
 
     Args:
-        on_progress: gets a label and the number of runs done since the last call.
+        on_progress: gets a label, the number of runs done since the last call, and that of all runs.
         on_cells: gets all cells so far, whenever those of a batch size and prompt length are done, and after Ctrl-C
             once more with the rounds that were whole.
+        fitted: an engine of the same target that drafts what pays, as one more setting.
     """
     rng = random.Random(grid.seed)
     plans = grid.plans(default)
     cells: list[dict[str, Any]] = []
     for length in grid.prompt_tokens:
         for batch in grid.batches:
-            settings: list[int | str] = [*plans, *([PEER_NAME] if peer is not None and batch == 1 else [])]
+            settings: list[int | str] = list(plans)
+            settings += [FITTED] * (fitted is not None) + [PEER_NAME] * (peer is not None and batch == 1)
             runs: dict[int | str, list[TimedCall]] = {setting: [] for setting in settings}
             shape = {"batch": batch, "prompt_tokens": length, "new_tokens": grid.new_tokens}
 
@@ -166,7 +189,7 @@ def run_grid(
                 ]
 
             try:
-                _run_rounds(engine, prompts, grid, plans, peer, runs, shape, rng, on_progress)
+                _run_rounds(engine, prompts, grid, plans, peer, fitted, runs, shape, rng, on_progress)
             except KeyboardInterrupt:
                 whole = min(map(len, runs.values()))
                 if whole and on_cells is not None:
@@ -183,24 +206,34 @@ def run_grid(
 
 def _run_rounds(
     engine: Engine, prompts: Sequence[Prompt], grid: Grid, plans: dict[int, Plan], peer: Peer | None,
-    runs: dict[int | str, list[TimedCall]], shape: dict[str, int], rng: random.Random,
-    on_progress: Callable[[str, int], None] | None,
+    fitted: Engine | None, runs: dict[int | str, list[TimedCall]], shape: dict[str, int], rng: random.Random,
+    on_progress: Callable[[str, int, int], None] | None,
 ) -> None:
     """Fill `runs` round by round, every setting once a round in random order."""
     rounds, batch, length = grid.warmups + grid.trials, shape["batch"], shape["prompt_tokens"]
     pieces = cut(engine.target, prompts, length, batch * rounds)
     for index, setting, timed in interleaved(runs, grid.trials, rng, grid.warmups):
         chosen = pieces[index * batch : (index + 1) * batch]
+        seed = grid.seed + index * batch
         if isinstance(setting, int):
-            seed = grid.seed + index * batch
             run = run_engine(engine, chosen, plans[setting], grid.new_tokens, grid.temperature, seed)
+        elif setting == FITTED:
+            assert fitted is not None
+            run = run_engine(fitted, chosen, None, grid.new_tokens, grid.temperature, seed)
         else:
             assert peer is not None
             run = run_peer(peer, chosen, grid.new_tokens)
         if timed:
             runs[setting].append(run)
         if on_progress is not None:
-            on_progress(f"prompt {length}, batch {batch}, round {index + 1} of {rounds}", 1)
+            every = run_count(grid, plans, fitted is not None, peer is not None)
+            on_progress(f"prompt {length}, batch {batch}, round {index + 1} of {rounds}", 1, every)
+
+
+def run_count(grid: Grid, plans: Collection[int], fitted: bool, peer: bool) -> int:
+    """Return how many calls a whole grid takes."""
+    alone = sum(batch == 1 for batch in grid.batches) * grid.rounds // len(grid.batches)
+    return grid.rounds * (len(plans) + fitted) + peer * alone
 
 
 def prepare_grid(engine: Engine, default: Plan, grid: Grid) -> float:
@@ -214,12 +247,16 @@ def prepare_grid(engine: Engine, default: Plan, grid: Grid) -> float:
 def run_engine(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    plan: Plan,
+    plan: Plan | None,
     new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
 ) -> TimedCall:
-    """Decode one batch, exactly `new_tokens` each; greedily, or each row with the seed after the one before it."""
+    """Decode one batch, exactly `new_tokens` each; greedily, or each row with the seed after the one before it.
+
+    Args:
+        plan: None leaves it to the engine.
+    """
     params = [
         SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=seed + row)
         for row in range(len(prompts))
@@ -249,7 +286,8 @@ def cell_of(
     cell: dict[str, Any] = {
         **shape,
         "candidates": setting if isinstance(setting, int) else None,
-        "engine": "draftsmith" if isinstance(setting, int) else setting,
+        "engine": setting if setting == PEER_NAME else "draftsmith",
+        "fitted": setting == FITTED,
         "trials": len(mine),
         "generated_tokens": sum(len(row) for run in mine for row in run.tokens),
         "ms_per_token": latency.value,
@@ -265,14 +303,15 @@ def cell_of(
         "texts": len(mine) * shape["batch"],
     }
     measured = [run.measurement for run in mine if run.measurement is not None]
-    if isinstance(setting, int):
+    if measured:
         cell |= decoding_figures(measured, new_tokens)
+        cell["realised"] = ratio.value / cell["tokens_per_step"]
+    if isinstance(setting, int):
         plan = plans[setting]
         cell |= {"branching": list(plan.branching), "nodes": plan.max_nodes}
         cell |= {"sampled": plan.sampled, "acceptance": plan.acceptance}
         if plan.choices:
             cell["choices"] = [list(path) for path in plan.choices]
-        cell["realised"] = ratio.value / cell["tokens_per_step"]
     return cell
 
 

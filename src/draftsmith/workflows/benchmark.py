@@ -11,8 +11,9 @@ from rich.console import Console
 from draftsmith import assets
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import BASELINE, Grid, Peer, prepare_grid, run_grid
+from draftsmith.evaluation.bench import Grid, Peer, prepare_grid, run_grid
 from draftsmith.evaluation.prompts import Prompt
+from draftsmith.plan import NO_DRAFT
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
@@ -21,6 +22,7 @@ from draftsmith.workflows.models import (
     CompileChoice,
     Loading,
     dtype_name,
+    fit_drafts,
     load_engine,
     name_of,
     quiet,
@@ -34,7 +36,8 @@ PEERS = ("transformers",)
 class BenchCell(BaseModel):
     """One setting of the grid, measured; what only drafts have is None or empty for a peer.
 
-    Times are wall-clock of whole calls; intervals are [low, high] of 95 %. `candidates` is None for a peer.
+    Times are wall-clock of whole calls; intervals are [low, high] of 95 %. `candidates` is None for a peer, and where
+    the engine drafted what pays on the machine (`fitted`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,6 +47,7 @@ class BenchCell(BaseModel):
     new_tokens: int
     candidates: int | None
     engine: str
+    fitted: bool = False
     trials: int
     generated_tokens: int
     ms_per_token: float
@@ -94,7 +98,7 @@ def bench(
     compile: CompileChoice = "auto",
     loading: Loading | None = None,
     console: Console | None = None,
-    on_progress: Callable[[str, int], None] | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
     on_cells: Callable[[BenchResult], None] | None = None,
 ) -> BenchResult:
     """Measure ms a token over batch size and number of candidates, baseline and drafts interleaved.
@@ -109,7 +113,7 @@ def bench(
         compile: how much of the step PyTorch compiles.
         loading: how models given by name are loaded.
         console: where loading and compiling are told; nowhere by default.
-        on_progress: gets a label and the number of runs done since the last call.
+        on_progress: gets a label, the number of runs done since the last call, and that of all runs.
         on_cells: gets the result so far whenever some cells are done, so that a run that is cut keeps them.
 
     Raises:
@@ -129,7 +133,7 @@ def bench(
             f"{len(given) - len(texts)} of {len(given)} prompts are conversations and passed over: bench cuts texts to "
             "exact lengths.", style="dim",
         )
-    drafting = any(count != BASELINE for count in grid.counts)
+    drafting = grid.drafts
     longest = max(grid.prompt_tokens) + grid.new_tokens
     engine = load_engine(
         console, target=target, drafter=drafter, dtype=loading.dtype, device=loading.device,
@@ -144,12 +148,19 @@ def bench(
         )
     if drafting:
         check_drafter(engine.drafter, grid.rules)
-    grid.plans(engine.plan)  # refuses what cannot be made before anything is measured
+    own = engine.plan
+    plans = grid.plans(own)  # refuses what cannot be made before anything is measured
+    for plan in plans.values():
+        engine.core.check_plan(plan)
     other = load_peer(target, engine, loading.trust_remote_code) if peer is not None else None
-    tokens = grid.runs * grid.new_tokens * sum(grid.batches) // len(grid.batches)
+    tokens = grid.rounds * len(plans) * grid.new_tokens * sum(grid.batches) // len(grid.batches)
     engine = settle_compilation(
-        console, engine, compile, tokens, lambda compiled: prepare_grid(compiled, compiled.plan, grid)
+        console, engine, compile, tokens, lambda compiled: prepare_grid(compiled, own, grid)
     )
+    best: Engine | None = None
+    if grid.candidates is None and grid.branching is None and not grid.choices and grid.rules == NO_DRAFT:
+        best = fit_drafts(console, engine, drafter)
+        best = None if best is engine else best
     where = provenance(
         target=engine.target.name, drafter=name_of(drafter, assets.DRAFTER_NAME if drafting else None),
         dtype=dtype_name(engine.target), device=str(engine.target.device), compiled=engine.compiled,
@@ -157,7 +168,8 @@ def bench(
     )
 
     planned = sum(
-        len(grid.counts) + (other is not None and batch == 1) for batch in grid.batches for _ in grid.prompt_tokens
+        len(plans) + (best is not None) + (other is not None and batch == 1)
+        for batch in grid.batches for _ in grid.prompt_tokens
     )
 
     def result(cells: Sequence[Mapping[str, Any]]) -> BenchResult:
@@ -168,7 +180,7 @@ def bench(
         if on_cells is not None:
             on_cells(result(cells))
 
-    return result(run_grid(engine, engine.plan, texts, grid, other, on_progress, tell))
+    return result(run_grid(engine, own, texts, grid, other, on_progress, tell, best))
 
 
 def check_peer(peer: str | None, temperature: float) -> None:

@@ -1,0 +1,143 @@
+"""The policy that drafts what pays: by a profile of the machine, and by how often guesses stayed so far."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from draftsmith.engine import Engine
+from draftsmith.engine.fitted import FIRST_WAIT, LONGEST_WAIT, Fitted
+from draftsmith.engine.policy import Load, RowHistory
+from draftsmith.engine.profile import Arm, Profile, candidates
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.types import SamplingParams
+from tests.helpers.oracle import OracleDrafter
+from tests.helpers.tiny import VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
+
+CHAINS = [Plan((1,) * depth) for depth in range(1, 5)]
+KEPT = (0.6, 0.4, 0.2, 0.1)
+
+
+def profile(cost: float = 0.1, survival: tuple[float, ...] = KEPT, rows: tuple[int, ...] = (1, 4)) -> Profile:
+    """Chains of one to four; a guess costs so many plain steps, and four rows pay twice that."""
+    def arm(plan: Plan) -> Arm:
+        seconds = tuple(1.0 + cost * plan.depth * (1 if count == 1 else 2) for count in rows)
+        return Arm(plan, survival[: plan.depth], seconds)
+
+    return Profile(rows, tuple(arm(plan) for plan in (NO_DRAFT, *CHAINS)))
+
+
+def load(rows: int) -> Load:
+    return Load(decoding=rows, reading=0, waiting=0, max_batch=8)
+
+
+def go(policy: Fitted, history: RowHistory, steps: int, stay: int) -> list[int]:
+    """Ask and answer: of every draft so many guesses stay; return how deep the drafts were."""
+    depths = []
+    for _ in range(steps):
+        (choice,) = policy.choose(load(1), [history])
+        depths.append(choice.plan.depth)
+        history.drafted.append(choice.plan.depth)
+        history.accepted.append(min(stay, choice.plan.depth))
+    return depths
+
+
+def test_steps_are_timed_by_straight_lines_between_what_was_measured():
+    found = profile(rows=(1, 4, 8))
+    arm = replace(found.arms[2], seconds=(1.0, 4.0, 6.0))
+    assert [found.seconds(arm, rows) for rows in (1, 2, 4, 6, 8, 12)] == [1, 2, 4, 5, 6, 8]
+    assert profile(rows=(1,)).seconds(found.arms[1], 7) == found.arms[1].seconds[0]
+
+
+def test_the_best_plan_is_that_of_the_most_tokens_a_second():
+    dear, cheap = profile(cost=0.3), profile(cost=0.01)
+    assert dear.best(1).plan.depth == 2, "2.0 tokens for 1.6, against 1.6 for 1.3 and 2.2 for 1.9"
+    assert cheap.best(1).plan.depth == 4
+    assert dear.best(4).plan.depth == 0 and cheap.best(4).plan.depth == 4
+    assert cheap.best(1, odds=0.1).plan.depth == 1 and dear.best(1, odds=0.1).plan == NO_DRAFT
+    assert dear.gain(dear.arms[2], 1) == pytest.approx(2.0 / 1.6)
+
+
+def test_deeper_guesses_suffer_more_and_none_stays_oftener_than_always():
+    arm = profile().arms[4]
+    assert arm.accepted(0.5) == pytest.approx(0.6 / 2 + 0.4 / 4 + 0.2 / 8 + 0.1 / 16)
+    assert arm.accepted(10.0) == 4
+
+
+def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
+    found = Profile((1, 4), (*profile().arms, Arm(Plan(choices=((0,), (1,), (0, 0))), (0.5, 0.2), (1.0, 2.0))))
+    value = json.loads(json.dumps(found.to_json()))
+    assert Profile.from_json(value) == found
+    for wrong in ({}, {**value, "arms": []}, {**value, "arms": value["arms"][1:]}, {**value, "rows": [1]}):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            Profile.from_json(wrong)
+
+
+def test_candidates_are_chains_and_trees_up_to_the_room():
+    chains = candidates(Plan((1,) * 6), prunable=False, room=64, longest=6)
+    assert [plan.branching for plan in chains] == [(1,) * depth for depth in range(1, 7)]
+    own = Plan((4, 2, 1), paths=4)
+    trees = candidates(own, prunable=True, room=64, longest=3)
+    assert own in trees and {4, 6, 8, 12} <= {plan.max_nodes for plan in trees}
+    assert all(plan.nodes is None or plan.beam for plan in trees), "no wide tree is grown whole and cut then"
+    static = Plan(choices=((0,), (1,), (0, 0)))
+    assert static in candidates(static, prunable=True, room=64, longest=2)
+    small = candidates(Plan((8, 8)), prunable=True, room=10, longest=2)
+    assert small and all(plan.max_nodes <= 10 for plan in small)
+    assert candidates(NO_DRAFT, prunable=True, room=64, longest=3) == []
+
+
+def test_it_drafts_as_deep_as_pays_and_no_deeper_where_guesses_fail():
+    policy, history = Fitted(profile(cost=0.15)), RowHistory(False, 5)
+    assert go(policy, history, 1, 4) == [policy.typical.plan.depth] == [2]
+    assert go(policy, history, 40, 4)[-1] == 4, "all of them stay"
+    assert go(policy, history, 100, 0)[-10:].count(0) >= 9, "none does; it may just be looking whether one does again"
+
+
+def test_what_fails_is_tried_again_after_growing_pauses_and_taken_up_when_it_works():
+    policy, history = Fitted(profile(cost=0.3)), RowHistory(False, 5)
+    depths = go(policy, history, 3000, 0)
+    tries = [at for at, depth in enumerate(depths) if depth]
+    pauses = [b - a - 1 for a, b in pairwise(tries) if b - a > 1]
+    assert pauses[:4] == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, 8 * FIRST_WAIT] and pauses[-1] == LONGEST_WAIT
+    assert depths[-2000:].count(0) > 0.98 * 2000
+    assert sum(depth > 0 for depth in go(policy, history, 4000, 4)[-100:]) == 100
+
+
+def test_rows_that_begin_later_profit_from_what_others_met():
+    policy = Fitted(profile(cost=0.3))
+    for _ in range(5):
+        go(policy, RowHistory(False, 5), 60, 0)
+    assert sum(depth > 0 for depth in go(policy, RowHistory(False, 5), 10, 0)) <= 3
+    assert sum(depth > 0 for depth in go(Fitted(profile(cost=0.3)), RowHistory(False, 5), 10, 0)) >= 3
+
+
+def test_a_crowd_drafts_less():
+    policy = Fitted(profile(cost=0.3))
+    rows = [RowHistory(False, 5) for _ in range(4)]
+    assert [choice.plan.depth for choice in policy.choose(load(4), rows)] == [0] * 4
+    assert [choice.plan.depth for choice in policy.choose(load(1), rows[:1])] == [2]
+
+
+def test_where_nothing_can_be_gained_it_never_drafts():
+    hopeless = Fitted(profile(cost=0.9))
+    assert hopeless.is_fixed and hopeless.choices[0].plan == NO_DRAFT
+    assert not Fitted(profile(cost=0.9), hope=2.0).is_fixed, "other texts may be easier to foresee"
+
+
+@pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])
+def test_the_text_is_the_targets_own_and_drafting_follows_what_stays(error_rate: float):
+    model, new_tokens = tiny_model("llama"), 40
+    given = prompts(6)
+    texts = [prompt + greedy_reference(model, prompt, new_tokens) for prompt in given]
+    oracle = OracleDrafter(texts, VOCABULARY, error_rate=error_rate, place="first", plan=CHAINS[-1])
+    policy = Fitted(profile(cost=0.15, rows=(1,)))
+    engine = Engine(tiny_target("llama"), oracle, policy=policy, max_batch=3)
+    done = engine.generate(given, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+    assert [prompt + one.tokens for prompt, one in zip(given, done, strict=True)] == texts
+    taken = dict(zip((choice.plan.depth for choice in policy.choices), policy.steps, strict=True))
+    if error_rate == 0.0:
+        assert max(taken, key=taken.__getitem__) == 4
+    if error_rate == 1.0:
+        assert max(taken, key=taken.__getitem__) == 0

@@ -1,0 +1,122 @@
+"""What drafts cost here is measured once and kept; what is kept is of this target, this drafter and this machine."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from draftsmith import assets
+from draftsmith.drafters.registry import load_drafter
+from draftsmith.engine import Engine
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.profile import Arm, Profile
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.targets import Target
+from draftsmith.types import SamplingParams
+from draftsmith.workflows import fitting
+from draftsmith.workflows.fitting import fit, fitted, in_words, keep, place, read
+from draftsmith.workflows.models import fit_drafts
+
+WORD = "ngram:max_length=3"
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.from_pretrained(assets.demo_target())
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(fitting.CACHE, str(tmp_path))
+    return tmp_path
+
+
+def made(gain: float) -> Profile:
+    chain = Plan((1, 1))
+    return Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), Arm(chain, (0.5, 0.5), (2.0 / gain,))))
+
+
+def console() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=300), out
+
+
+def test_a_fit_is_measured_and_its_text_is_the_targets_own(target: Target, cache: Path):
+    drafter = load_drafter(WORD, target)
+    shown, out = console()
+    plain = Engine(target, max_batch=2, max_length=200)
+    engine = fit_drafts(shown, Engine(target, drafter, max_batch=2, max_length=200), WORD)
+    policy = engine.core.policy
+    assert isinstance(policy, Fitted) and policy.profile.arms[0].plan == NO_DRAFT
+    assert policy.profile.rows == fitting.ROWS and all(min(arm.seconds) > 0 for arm in policy.profile.arms)
+    assert engine.plan == (NO_DRAFT if policy.is_fixed else policy.typical.plan)
+    assert "measured in" in out.getvalue() and engine.max_length == 200
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    given = ["def area(width, height):", "It is a truth universally"]
+    found, expected = engine.generate(given, params), plain.generate(given, params)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+
+
+def test_a_kept_fit_is_taken_up_and_a_damaged_one_is_not(target: Target, cache: Path):
+    drafter, profile = load_drafter(WORD, target), made(1.5)
+    path = place(target, drafter, WORD)
+    assert cache in path.parents and read(path) is None
+    keep(path, {"format": 1, **profile.to_json()})
+    shown, out = console()
+    engine = fitted(Engine(target, drafter, max_batch=2, max_length=100), WORD, shown)
+    assert "a chain of 2, about 1.50× plain decoding" in out.getvalue() and "measured before" in out.getvalue()
+    assert engine.plan == Plan((1, 1)) and fit(target, drafter, WORD, shown).seconds == 0
+    for damaged in ("", "{", "[]", json.dumps({"rows": [1], "arms": [{}]})):
+        path.write_text(damaged)
+        assert read(path) is None
+    keep(path / "below a file", {})  # costs a measurement the next time, and nothing else
+
+
+def test_what_is_measured_is_kept_where_the_user_keeps_such_things(target: Target, monkeypatch: pytest.MonkeyPatch):
+    drafter = load_drafter(WORD, target)
+    monkeypatch.delenv(fitting.CACHE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert place(target, drafter, WORD).parent == Path("/elsewhere/draftsmith/fits")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert place(target, drafter, WORD).parent == Path.home() / ".cache/draftsmith/fits"
+
+
+def test_another_drafter_or_another_target_has_a_place_of_its_own(target: Target, tmp_path: Path):
+    drafter = load_drafter(WORD, target)
+    other = Target(target.copied(target.dtype).model, target.tokenizer, "other")
+    other.model.get_input_embeddings().weight.data[0, 0] += 1.0
+    assert place(target, drafter, WORD) == place(target, drafter, WORD)
+    assert place(target, drafter, WORD) != place(target, load_drafter("ngram", target), "ngram")
+    assert place(target, drafter, WORD) != place(target.copied(target.dtype), load_drafter("suffix", target), "suffix")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = place(target, drafter, str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    assert place(target, drafter, str(tmp_path)) != before
+
+
+@pytest.mark.parametrize(
+    ("gain", "hope", "said"),
+    [
+        (1.5, 1.0, "Drafts for this machine: a chain of 2, about 1.50× plain decoding"),
+        (0.8, 1.0, "No drafts, because on this machine none of this drafter's pays: the best, a chain of 2, would"),
+        (0.8, 2.0, "Drafts only where guesses stay more often than usual"),
+    ],
+)
+def test_what_is_drafted_and_why_is_said_in_a_line(gain: float, hope: float, said: str):
+    profile = made(gain)
+    assert in_words(fitting.Fit(profile, 0.0), Fitted(profile, hope=hope)).startswith(said)
+
+
+def test_a_disturbed_measurement_is_said_and_not_kept(target: Target, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    drafter, (shown, _) = load_drafter(WORD, target), console()
+    monkeypatch.setattr(fitting, "NOISY", 0.0)
+    found = fit(target, drafter, WORD, shown)
+    assert not found.quiet and read(place(target, drafter, WORD)) is None
+    assert "not kept, because other programs disturbed it" in in_words(found, Fitted(found.profile))
+
+
+def test_without_a_drafter_nothing_is_measured(target: Target, cache: Path):
+    engine, (shown, out) = Engine(target), console()
+    assert fit_drafts(shown, engine, None) is engine and not out.getvalue() and not list(cache.iterdir())
