@@ -24,6 +24,7 @@ def test_the_public_names_are_exactly_these():
         "bench",
         "check",
         "compare",
+        "fit_drafts",
         "load_drafter",
         "prove",
         "train",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from draftsmith.workflows.benchmark import bench
     from draftsmith.workflows.checking import check
     from draftsmith.workflows.comparison import compare
+    from draftsmith.workflows.fitting import fit_drafts
     from draftsmith.workflows.proving import prove
     from draftsmith.workflows.training import train
     from draftsmith.workflows.tuning import tune_layers
@@ -33,6 +34,7 @@ __all__ = [
     "bench",
     "check",
     "compare",
+    "fit_drafts",
     "load_drafter",
     "prove",
     "train",
@@ -50,6 +52,7 @@ _HOMES = {
     "bench": "draftsmith.workflows.benchmark",
     "check": "draftsmith.workflows.checking",
     "compare": "draftsmith.workflows.comparison",
+    "fit_drafts": "draftsmith.workflows.fitting",
     "load_drafter": "draftsmith.drafters.registry",
     "prove": "draftsmith.workflows.proving",
     "train": "draftsmith.workflows.training",

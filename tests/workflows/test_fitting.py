@@ -16,8 +16,7 @@ from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
 from draftsmith.workflows import fitting
-from draftsmith.workflows.fitting import fit, fitted, in_words, keep, place, read
-from draftsmith.workflows.models import fit_drafts
+from draftsmith.workflows.fitting import fit, fit_drafts, in_words, keep, place, read
 
 WORD = "ngram:max_length=3"
 
@@ -47,7 +46,7 @@ def test_a_fit_is_measured_and_its_text_is_the_targets_own(target: Target, cache
     drafter = load_drafter(WORD, target)
     shown, out = console()
     plain = Engine(target, max_batch=2, max_length=200)
-    engine = fit_drafts(shown, Engine(target, drafter, max_batch=2, max_length=200), WORD)
+    engine = fit_drafts(Engine(target, drafter, max_batch=2, max_length=200), WORD, shown)
     policy = engine.core.policy
     assert isinstance(policy, Fitted) and policy.profile.arms[0].plan == NO_DRAFT
     assert policy.profile.rows == fitting.ROWS and all(min(arm.seconds) > 0 for arm in policy.profile.arms)
@@ -65,7 +64,7 @@ def test_a_kept_fit_is_taken_up_and_a_damaged_one_is_not(target: Target, cache: 
     assert cache in path.parents and read(path) is None
     keep(path, {"format": 1, **profile.to_json()})
     shown, out = console()
-    engine = fitted(Engine(target, drafter, max_batch=2, max_length=100), WORD, shown)
+    engine = fit_drafts(Engine(target, drafter, max_batch=2, max_length=100), WORD, shown)
     assert "a chain of 2, about 1.50× plain decoding" in out.getvalue() and "measured before" in out.getvalue()
     assert engine.plan == Plan((1, 1)) and fit(target, drafter, WORD, shown).seconds == 0
     for damaged in ("", "{", "[]", json.dumps({"rows": [1], "arms": [{}]})):
@@ -119,4 +118,4 @@ def test_a_disturbed_measurement_is_said_and_not_kept(target: Target, cache: Pat
 
 def test_without_a_drafter_nothing_is_measured(target: Target, cache: Path):
     engine, (shown, out) = Engine(target), console()
-    assert fit_drafts(shown, engine, None) is engine and not out.getvalue() and not list(cache.iterdir())
+    assert fit_drafts(engine, None, shown) is engine and not out.getvalue() and not list(cache.iterdir())

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.types import DraftsmithError, Quantization
-from draftsmith.workflows.models import CompileChoice, fit_drafts, load_engine, settle_compilation
+from draftsmith.workflows.models import CompileChoice, load_engine, settle_compilation
 
-__all__ = ["CompileChoice", "fit_drafts", "load_engine", "settle_compilation"]
+__all__ = ["CompileChoice", "load_engine", "settle_compilation"]
 
 MODELS, SPEED, OUTPUT = "Models", "Speed", "Output"
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith import assets
 from draftsmith.cli.common import (
     OUTPUT,
     SPEED,
@@ -23,7 +24,6 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
-    fit_drafts,
     load_engine,
     say,
     settle_compilation,
@@ -173,7 +173,9 @@ def generate(
         notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
     )
     if shape is None and plan is None and draft_rows is None:
-        engine = fit_drafts(notes, engine, drafter)
+        from draftsmith.workflows.fitting import fit_drafts
+
+        engine = fit_drafts(engine, drafter or assets.demo_drafter(), notes)
     completions = write_out(engine, asked, params, shape)
     if not all(completion.statistics.lossless for completion in completions):
         notes.print(f"[dim]This text is {LOSSY}: it is not distributed as the target's own.[/dim]")

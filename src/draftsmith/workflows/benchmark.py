@@ -18,11 +18,11 @@ from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.drafts import check_drafter
+from draftsmith.workflows.fitting import fit_drafts
 from draftsmith.workflows.models import (
     CompileChoice,
     Loading,
     dtype_name,
-    fit_drafts,
     load_engine,
     name_of,
     quiet,
@@ -159,7 +159,8 @@ def bench(
     )
     best: Engine | None = None
     if grid.candidates is None and grid.branching is None and not grid.choices and grid.rules == NO_DRAFT:
-        best = fit_drafts(console, engine, drafter)
+        origin = assets.demo_drafter() if drafter is None else drafter
+        best = fit_drafts(engine, origin if isinstance(origin, str | Path) else None, console)
         best = None if best is engine else best
     where = provenance(
         target=engine.target.name, drafter=name_of(drafter, assets.DRAFTER_NAME if drafting else None),

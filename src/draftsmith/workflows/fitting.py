@@ -27,6 +27,7 @@ from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.provenance import machine, provenance
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams, require_finished
+from draftsmith.workflows.models import quiet as quiet_console
 
 ROWS = (1, 4, 8)
 PROMPT_TOKENS, NEW_TOKENS = 48, 20
@@ -51,11 +52,15 @@ Taken = dict[Plan, dict[int, list[float]]]
 
 @dataclass(frozen=True)
 class Fit:
-    """A profile, the seconds it took, 0 where it was kept from an earlier time, and whether nothing disturbed it."""
+    """A profile, the seconds it took, 0 where it was kept from an earlier time, and whether it could be kept now:
+
+    because nothing disturbed it, and because the drafter was loaded by a name.
+    """
 
     profile: Profile
     seconds: float
     quiet: bool = True
+    named: bool = True
 
 
 class Sampler:
@@ -203,15 +208,15 @@ def taking_turns(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
                 yield one[at]
 
 
-def fit(target: Target, drafter: Drafter, name: str, console: Console) -> Fit:
+def fit(target: Target, drafter: Drafter, name: str | None, console: Console) -> Fit:
     """Return the profile of target and drafter on this machine, measured now or kept from an earlier time.
 
     Args:
-        name: what the drafter was given as.
+        name: the folder or word that the drafter was loaded from; without one nothing is kept.
         console: shows that something is measured.
     """
-    path = place(target, drafter, name)
-    kept = read(path)
+    path = None if name is None else place(target, drafter, name)
+    kept = None if path is None else read(path)
     if kept is not None:
         return Fit(kept, 0.0)
     begun = time.monotonic()
@@ -220,13 +225,27 @@ def fit(target: Target, drafter: Drafter, name: str, console: Console) -> Fit:
             target, drafter, on_progress=lambda what: status.update(f"Measuring what drafts cost here: {what} …")
         )
     seconds = time.monotonic() - begun
-    if quiet:
+    if quiet and path is not None:
         keep(path, {"format": FORMAT, "provenance": provenance(target=target.name, drafter=name), **profile.to_json()})
-    return Fit(profile, seconds, quiet)
+    return Fit(profile, seconds, quiet, path is not None)
 
 
-def fitted(engine: Engine, name: str, console: Console) -> Engine:
-    """Return an engine of the same parts that drafts what pays here, and say what that is."""
+def fit_drafts(engine: Engine, loaded_from: str | Path | None = None, console: Console | None = None) -> Engine:
+    """Return an engine of the same parts that drafts what pays on this machine, and say what that is.
+
+    What drafts cost and bring is measured in some seconds, by decoding the embedded training texts; while the engine
+    decodes, each text's own acceptance corrects it. Without a drafter, or compiled, when every plan would cost a
+    compilation, the engine is returned as it is.
+
+    Args:
+        loaded_from: the folder or word that the drafter was loaded from; what was measured is then kept for the next
+            time, for this machine, these versions, this target and this drafter.
+        console: where that is said; nowhere by default.
+    """
+    console = console or quiet_console()
+    if not engine.plan.depth or engine.compiled != "off":
+        return engine
+    name = None if loaded_from is None else str(loaded_from)
     found = fit(engine.target, engine.drafter, name, console)
     hope = 1.0 if engine.drafter.reads_prompt else LOOKUP_HOPE
     policy = Fitted(found.profile, hope=hope)
@@ -243,7 +262,9 @@ def fitted(engine: Engine, name: str, console: Console) -> Engine:
 def in_words(found: Fit, policy: Fitted) -> str:
     """Say in a line which drafts are made, and why."""
     profile, arm = found.profile, policy.typical
-    kept = "kept" if found.quiet else "not kept, because other programs disturbed it"
+    kept = "kept" if found.named else "not kept"
+    if not found.quiet:
+        kept = "not kept, because other programs disturbed it"
     when = f"measured in {found.seconds:.1f} s and {kept}" if found.seconds else "measured before"
     if policy.is_fixed:
         tried = max(profile.arms[1:], key=lambda one: profile.gain(one, 1), default=None)

@@ -138,22 +138,6 @@ def load_engine(
     )
 
 
-def fit_drafts(console: Console, engine: "Engine", drafter: "Drafter | str | Path | None") -> "Engine":
-    """Return an engine that drafts what pays on this machine, where nobody chose a plan; say what that is.
-
-    Without a drafter, or compiled, when every plan would cost a compilation, it stays as it is.
-
-    Args:
-        drafter: as it was given; None is the embedded one.
-    """
-    from draftsmith.workflows.fitting import fitted
-
-    if not engine.plan.depth or engine.compiled != "off":
-        return engine
-    given = str(assets.demo_drafter()) if drafter is None else drafter
-    return fitted(engine, str(given) if isinstance(given, str | Path) else type(given).__name__, console)
-
-
 def settle_compilation(
     console: Console, engine: "Engine", choice: CompileChoice, tokens: int, prepare: "Callable[[Engine], float]"
 ) -> "Engine":
