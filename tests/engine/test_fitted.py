@@ -113,6 +113,13 @@ def test_rows_that_begin_later_profit_from_what_others_met():
     assert sum(depth > 0 for depth in go(Fitted(profile(cost=0.3)), RowHistory(False, 5), 10, 0)) >= 3
 
 
+def test_a_moment_without_rows_changes_nothing():
+    policy = Fitted(profile(cost=0.3))
+    go(policy, RowHistory(False, 5), 60, 4)
+    assert policy.choose(load(0), []) == []
+    assert go(policy, RowHistory(False, 5), 1, 4) == [4]
+
+
 def test_a_crowd_drafts_less():
     policy = Fitted(profile(cost=0.3))
     rows = [RowHistory(False, 5) for _ in range(4)]

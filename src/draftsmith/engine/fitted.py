@@ -76,8 +76,8 @@ class Fitted(Policy):
         return self.profile.best(1)
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-        if len(self._choices) == 1:
-            return self._choices * len(rows)
+        if len(self._choices) == 1 or not rows:
+            return self._choices[:1] * len(rows)
         expected, shares = self._accepts[self._now][USUAL], 0.0
         for history in rows:
             row, steps = self._rows.get(history), len(history.accepted)
@@ -91,7 +91,7 @@ class Fitted(Policy):
                 self._expected = COMMON_DECAY * self._expected + expected
             row.seen = steps
             shares += row.accepted / row.expected
-        self._now = self._settle(len(rows), shares / max(1, len(rows)))
+        self._now = self._settle(len(rows), shares / len(rows))
         self.steps[self._now] += 1
         return [self._choices[self._now]] * len(rows)
 

@@ -6,6 +6,7 @@ Costs and acceptance are those of decoding itself, on texts that nothing is eval
 import hashlib
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -182,7 +183,7 @@ def measure_profile(
     plans = candidates(default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest)
     length = min(PROMPT_TOKENS + NEW_TOKENS, target.max_length)
     new_tokens = min(NEW_TOKENS, length - 1)
-    prompts = cut(target, mixed(), length - new_tokens, 3 * most, exact=False)
+    prompts = texts_for(target, length - new_tokens, 3 * most)
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
     engine = Engine(target, drafter, plan=largest, max_batch=most, max_length=max(map(len, prompts)) + new_tokens)
     sampler = Sampler(engine, prompts, new_tokens)
@@ -191,6 +192,14 @@ def measure_profile(
         sampler.new_tokens = min(FEW_TOKENS, new_tokens)
     contest = Contest(sampler, rows, on_progress)
     return contest.run(plans), contest.is_quiet
+
+
+def texts_for(target: Target, tokens: int, count: int) -> list[list[int]]:
+    """Return beginnings of the embedded training texts; for a target without a tokenizer, random tokens."""
+    if target.tokenizer is not None:
+        return cut(target, mixed(), tokens, count, exact=False)
+    rng = random.Random(0)
+    return [[rng.randrange(target.vocab_size) for _ in range(tokens)] for _ in range(count)]
 
 
 def mixed() -> list[Any]:

@@ -1,0 +1,168 @@
+"""Whether defaults ever lose: what `draftsmith generate` drafts, against plain decoding and against fixed plans.
+
+    python benchmarks/defaults.py --drafters ngram suffix lookahead early-exit int8-self mlp=runs/demo-mlp/drafter
+    python benchmarks/defaults.py --geometry 134m --drafters ngram int8-self random --no-fixed --json defaults-134m.json
+
+Every drafter decodes prompts of four tasks (one is an edit: a file and then its beginning again) in batches, exactly so
+many tokens a row. In every round plain decoding, the fitted policy and every plan that was measured for it take a turn,
+in random order. Ratios are of seconds; the intervals are of resampled rounds. `random` is an untrained speculator.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+from common import (
+    GEOMETRIES,
+    arguments,
+    as_json,
+    bootstrap,
+    finish,
+    main,
+    model_folder,
+    random_speculator,
+    say,
+    show_table,
+    span,
+    start,
+)
+
+from draftsmith import assets, fit_drafts
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.registry import load_drafter
+from draftsmith.dtypes import resolve_dtype
+from draftsmith.engine import Engine
+from draftsmith.engine.fitted import Fitted
+from draftsmith.evaluation.bench import run_engine
+from draftsmith.evaluation.comparison.questions import Settings, gather
+from draftsmith.evaluation.measuring.interleaving import interleaved
+from draftsmith.evaluation.measuring.intervals import Interval
+from draftsmith.evaluation.prompts import embedded_prompts
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.targets import Target
+from draftsmith.workflows.fitting import shape_in_words
+from draftsmith.workflows.models import quiet
+
+PLAIN, FITTED = "plain", "fitted"
+LEAST, NEAR = 0.97, 0.95
+"""A default may be so much slower than plain decoding, and than the best fixed plan where that gains, and no more."""
+
+
+def defaults() -> None:
+    """Measure every drafter in every cell."""
+    parser = arguments(__doc__, "defaults")
+    parser.add_argument("--geometry", default="demo", choices=["demo", *GEOMETRIES])
+    parser.add_argument("--drafters", nargs="+", required=True, help="words, or NAME=FOLDER")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 8])
+    parser.add_argument("--tasks", nargs="+", default=["code", "prose", "dialogue", "edit"])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--no-fixed", action="store_true", help="leave the fixed plans out")
+    args = start(parser)
+    dtype = resolve_dtype(args.dtype, args.device)
+    with model_folder(args.geometry, args.target, dtype) as folder:
+        target = Target.from_pretrained(folder, dtype=args.dtype, device=args.device)
+        settings = Settings(tuple(args.tasks), max(args.batches) * args.rounds, 1, 64, args.new_tokens)
+        # Random weights come without a tokenizer; the embedded one's tokens are tokens of theirs too.
+        reader = target if target.tokenizer is not None else Target.from_pretrained(assets.demo_target())
+        tuning = embedded_prompts(split="train")
+        texts = {task: asked.measured for task, asked in gather(reader, embedded_prompts(), tuning, settings).items()}
+        cells = []
+        for word in args.drafters:
+            name, _, given = word.partition("=")
+            drafter = random_speculator(target) if word == "random" else load_drafter(given or name, target)
+            cells += cells_of(name, given or name, target, drafter, texts, args)
+    report(cells)
+    finish(args, {"cells": cells}, target=target.name, read_by=target.backend.description)
+
+
+def cells_of(
+    name: str, given: str, target: Target, drafter: Drafter, texts: dict[str, list[list[int]]], args: Any
+) -> list[dict[str, Any]]:
+    """Measure one drafter."""
+    begun = time.monotonic()
+    longest = max(len(prompt) for prompts in texts.values() for prompt in prompts) + args.new_tokens
+    plain = Engine(target, drafter, max_batch=max(args.batches), max_length=longest, share_prefixes=False)
+    fitted = fit_drafts(plain, None if given == "random" else given, quiet())
+    policy = fitted.core.policy
+    assert isinstance(policy, Fitted)
+    measured_s = time.monotonic() - begun
+    plans = [] if args.no_fixed else [arm.plan for arm in policy.profile.arms if arm.plan != NO_DRAFT]
+    cells = []
+    for batch, (task, prompts) in product(args.batches, texts.items()):
+        seconds, taken = rounds(plain, fitted, plans, prompts, batch, args)
+        own = seconds[FITTED]
+        cell = {
+            "drafter": name, "batch": batch, "task": task, "rounds": args.rounds,
+            "new_tokens": args.rounds * batch * args.new_tokens, "fit_s": measured_s, "seconds": seconds,
+            "plans": taken, "never_drafts": policy.is_fixed,
+            "over_plain": as_json(ratio(seconds[PLAIN], own, args.seed)),
+        }
+        fixed = {key: value for key, value in seconds.items() if key not in (PLAIN, FITTED)}
+        if fixed:
+            best = min(fixed, key=lambda key: sum(fixed[key]))
+            cell |= {
+                "best_fixed": best, "best_over_plain": as_json(ratio(seconds[PLAIN], fixed[best], args.seed)),
+                "over_best": as_json(ratio(fixed[best], own, args.seed)),
+            }
+        cells.append(cell)
+        say(f"{name}, {task}, batch {batch}: {cell['over_plain']['value']:.2f} × plain, {measured_s:.0f} s to fit")
+    return cells
+
+
+def rounds(
+    plain: Engine, fitted: Engine, plans: Sequence[Plan], prompts: Sequence[list[int]], batch: int, args: Any
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Return the seconds of every setting, round by round, and how many steps of the fitted one took which plan."""
+    policy = fitted.core.policy
+    assert isinstance(policy, Fitted)
+    before = list(policy.steps)
+    ways = {PLAIN: (plain, NO_DRAFT), FITTED: (fitted, None), **{text_of(plan): (plain, plan) for plan in plans}}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in interleaved(list(ways), args.rounds, random.Random(args.seed), 1):
+        some = [prompts[(turn.number * batch + row) % len(prompts)] for row in range(batch)]
+        engine, plan = ways[turn.way]
+        run = run_engine(engine, some, plan, args.new_tokens)
+        if turn.timed:
+            seconds[turn.way].append(run.wall_s)
+    taken = zip(policy.choices, policy.steps, before, strict=True)
+    return seconds, {shape_in_words(choice.plan): now - old for choice, now, old in taken}
+
+
+def text_of(plan: Plan) -> str:
+    """Name a plan: its branching, and what it is cut to."""
+    if plan.choices:
+        return f"static tree of {plan.max_nodes}"
+    cut = "".join(f" {name} {value}" for name in ("paths", "nodes") if (value := getattr(plan, name)) is not None)
+    return ",".join(map(str, plan.branching)) + cut
+
+
+def ratio(one: Sequence[float], other: Sequence[float], seed: int) -> Interval:
+    """Return how many times as long the one took, with its interval over rounds."""
+    ones, others = np.array(one), np.array(other)
+    return bootstrap(len(ones), lambda index: float(ones[index].sum() / others[index].sum()), seed)
+
+
+def report(cells: Sequence[dict[str, Any]]) -> None:
+    """Print a table, a drafter a line, and name the cells that lose."""
+    columns = list(dict.fromkeys((cell["task"], cell["batch"]) for cell in cells))
+    rows = []
+    for name in dict.fromkeys(cell["drafter"] for cell in cells):
+        own = {(cell["task"], cell["batch"]): cell for cell in cells if cell["drafter"] == name}
+        rows.append([name, *(f"{own[column]['over_plain']['value']:.2f}" for column in columns)])
+    show_table("Times as fast as plain decoding", ["drafter", *(f"{task} {batch}" for task, batch in columns)], rows)
+    for cell in cells:
+        where = f"{cell['drafter']}, {cell['task']}, batch {cell['batch']}"
+        found = Interval(cell["over_plain"]["value"], *cell["over_plain"]["ci95"])
+        if found.value < LEAST:
+            print(f"below {LEAST} of plain: {where}: {span(found)}")
+        near = cell.get("over_best")
+        if near and cell["best_over_plain"]["value"] > 1 and near["value"] < NEAR:
+            print(f"below {NEAR} of the best fixed plan: {where}: {near['value']:.2f} of {cell['best_fixed']}")
+
+
+if __name__ == "__main__":
+    main(defaults)
