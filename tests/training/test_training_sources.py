@@ -36,7 +36,7 @@ def test_a_folder_is_read_by_names_without_hidden_and_binary_files(tmp_path: Pat
     (tmp_path / "packed.gz").write_bytes(b"\x1f\x8b")
     found = source(path=str(tmp_path))
     assert texts(found) == ["x = 1", "one", "two", Conversation(CHAT, {}), "three", '{"name": "x"}']
-    assert found.files_left_out == {"hidden files": 2, "binary files": 2} and len(found.files) == 4
+    assert found.files_left_out == {"hidden": 2, "binary": 2} and len(found.files) == 4
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / ".x").write_text("x")
     with pytest.raises(DraftsmithError, match=r"alone has no document to train on"):

@@ -158,11 +158,11 @@ def test_an_estimate_adds_up(tmp_path: Path):
     recipe = toy.recipe(tmp_path, tmp_path)
     sentence = foretold(recipe, toy.target(), PACE, Work(120, 60, 240, 10, 4))
     assert sentence.startswith(
-        "estimate: 4.0 minutes: 1.0 of stage 1 (0.500 s a step), 2.0 of stage 2 (1.000 s a step, 240 texts of the "
-        "target's to write), 1.0 of measuring τ 10 times, 0.0 of saving 4 times; "
+        "estimate: 4.0 minutes: 60 s of stage 1 (0.500 s a step), 2.0 minutes of stage 2 (1.000 s a step, 240 texts of "
+        "the target's to write), 60 s of measuring τ 10 times, 0 s of saving 4 times; "
     )
     rest = foretold(recipe, toy.target(), PACE, Work(0, 60, 0, 0, 0))
-    assert rest.startswith("estimate: 1.0 minutes: 1.0 of stage 2 (1.000 s a step); ")
+    assert rest.startswith("estimate: 60 s: 60 s of stage 2 (1.000 s a step); ")
 
 
 def test_time_is_shared_out_with_what_measuring_takes(tmp_path: Path):

@@ -27,6 +27,7 @@ TRIED_STEPS, TRIED_ROWS, TRIED_TOKENS = 2, 8, 8
 LOOKED_AT_BATCHES = 8
 """Batches of stage 1 whose lengths are looked at: some have short windows, some long ones."""
 TRIED_BYTES = 32 * 2**20
+SHOWN_IN_SECONDS = 100
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def foretold(recipe: Recipe, target: Target, pace: Pace, work: Work) -> str:
     """Say what is still to be done, how long it will take and how much memory."""
     first, second, measuring, saving = pace.seconds(work)
     parts = [
-        f"{minutes(seconds)} {what}" for count, seconds, what in (
+        f"{in_words(seconds)} {what}" for count, seconds, what in (
             (work.first, first, f"of stage 1 ({pace.first:.3f} s a step)"),
             (
                 work.second, second,
@@ -168,14 +169,14 @@ def foretold(recipe: Recipe, target: Target, pace: Pace, work: Work) -> str:
     early = ", less if a stage ends early" if recipe.evaluation.patience is not None else ""
     needed = memory(recipe, target, pace.parameters, pace.depth) / 2**30
     return (
-        f"estimate: {minutes(first + second + measuring + saving)} minutes{early}: {', '.join(parts)}{compiled}; "
+        f"estimate: {in_words(first + second + measuring + saving)}{early}: {', '.join(parts)}{compiled}; "
         f"{needed:.1f} GiB of memory beside the target."
     )
 
 
-def minutes(seconds: float) -> str:
-    """Return minutes, in words short enough for a sentence."""
-    return f"{seconds / 60:.1f}"
+def in_words(seconds: float) -> str:
+    """Return "40 s" or "3.5 minutes"."""
+    return f"{seconds:.0f} s" if seconds < SHOWN_IN_SECONDS else f"{seconds / 60:.1f} minutes"
 
 
 def scored(recipe: Recipe, target: Target) -> int:

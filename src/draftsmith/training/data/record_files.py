@@ -40,9 +40,9 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
         if not file.is_file():
             continue
         if any(part.startswith(".") for part in file.relative_to(path).parts):
-            left_out["hidden files"] += 1
+            left_out["hidden"] += 1
         elif _is_binary(file):
-            left_out["binary files"] += 1
+            left_out["binary"] += 1
         else:
             files.append(file)
     return files, left_out
