@@ -21,10 +21,12 @@ from draftsmith.cli.common import (
     NativeOption,
     QuantizeOption,
     TargetOption,
+    ThreadsOption,
     TrustOption,
     check_outputs,
     load_engine,
     say,
+    set_threads,
     settle_compilation,
 )
 from draftsmith.cli.plans import (
@@ -112,6 +114,7 @@ def generate(
     ] = None,
     compile: CompileOption = "auto",
     native: NativeOption = True,
+    threads: ThreadsOption = None,
     quantize: QuantizeOption = "none",
     stats: Annotated[
         bool, typer.Option("--stats", help="Show what drafting cost and brought.", rich_help_panel=OUTPUT)
@@ -150,6 +153,7 @@ def generate(
         logprobs=logprobs,
     )
     notes = Console(stderr=True)
+    set_threads(threads, notes)
     engine = load_engine(
         notes,
         target=target,
@@ -171,11 +175,14 @@ def generate(
     engine = settle_compilation(
         notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
     )
+    from draftsmith.native import seconds_short
+
+    short_before = seconds_short()
     completions = write_out(engine, asked, params, shape)
     if not all(completion.statistics.lossless for completion in completions):
         notes.print(f"[dim]This text is {LOSSY}: it is not distributed as the target's own.[/dim]")
     if stats:
-        show_statistics(notes, completions)
+        show_statistics(notes, completions, seconds_short() - short_before)
     if json_path is not None:
         from draftsmith.evaluation.reporting.result_files import write_json
         from draftsmith.provenance import provenance
@@ -273,8 +280,12 @@ def write_out(engine: "Engine", prompt: "Prompt", params: SamplingParams, plan: 
     return finished
 
 
-def show_statistics(console: Console, completions: list[Completion]) -> None:
-    """Print what drafting cost and brought, the formulas beside the numbers."""
+def show_statistics(console: Console, completions: list[Completion], short_s: float = 0.0) -> None:
+    """Print what drafting cost and brought, the formulas beside the numbers.
+
+    Args:
+        short_s: seconds for which native operators had fewer threads than they wanted.
+    """
     total = Statistics()
     for completion in completions:
         total += completion.statistics
@@ -294,6 +305,9 @@ def show_statistics(console: Console, completions: list[Completion]) -> None:
     parts = {"prefill": total.prefill_s, "target": total.target_s, "drafter": total.drafter_s, "rest": total.rest_s}
     for name, value in parts.items():
         rows.append((f"seconds in {name}", f"{value:.3f} ({value / seconds if seconds else 0:.0%})"))
+    if short_s > 0:
+        why = "seconds with fewer threads, because other programs wanted the processor"
+        rows.append((why, f"{short_s:.3f} of {seconds:.3f}"))
     rows.append(("tokens a second", f"{total.new_tokens / seconds:.1f}" if seconds else "-"))
     for row in rows:
         table.add_row(*row)
