@@ -46,17 +46,16 @@ def work(folder: str, threads: int) -> None:
     engine.generate([prompt], params, Plan())
     print("ready", flush=True)
     for line in sys.stdin:
-        begun = before = time.perf_counter()
-        count, text, longest = 0, None, 0.0
+        begun, count, text = time.perf_counter(), 0, None
+        steps = [begun]
         while time.perf_counter() - begun < float(line):
-            found: list[int] = []
-            for chunk in engine.stream([prompt], params, Plan()):
-                found += chunk.tokens
-                now = time.perf_counter()
-                before, longest = now, max(longest, now - before)
+            found = engine.generate(
+                [prompt], params, Plan(), on_progress=lambda tokens, steps=steps: steps.append(time.perf_counter())
+            )[0].tokens
             assert text is None or found == text, "one prompt was gone on with in two ways"
             count, text = count + len(found), found
         rate = count / (time.perf_counter() - begun)
+        longest = max(after - before for before, after in itertools.pairwise(steps))
         print(json.dumps({"rate": rate, "longest": longest, "tokens": text}), flush=True)
 
 

@@ -24,7 +24,7 @@ WELL = Diagnosis(
     available=Processor(8, 8, None),
     memory_gb=64.0,
     free_gb=32.0,
-    measured=Measured(40.0, "native kernels", 10, 0.0, 0.0),
+    measured=Measured(40.0, "native kernels", 10, 0.5, 0.0, 0.0),
     provenance={"machine": {"gpus": []}},
 )
 WITHOUT_AMX = WELL.features | dict.fromkeys(doctor.AMX, False)
@@ -52,7 +52,7 @@ def test_where_all_is_well_there_is_only_int8_to_be_named():
         (replace(WELL, threads=2, available=Processor(8, 8, 2.5)), "a quota of 2.5 cores on 8"),
         (replace(WELL, machine_cores=64), "8 of 64 cores"),
         (replace(WELL, measured=replace(WELL.measured, others=1.0)), "Other programs took 1.0 of 8 cores"),
-        (replace(WELL, measured=replace(WELL.measured, short_s=0.2)), "For 0.20 s the kernels worked with fewer"),
+        (replace(WELL, measured=replace(WELL.measured, short_s=0.2)), "For 0.20 of 0.50 s the kernels worked"),
     ],
 )
 def test_what_would_help_is_said_in_a_sentence(found: Diagnosis, part: str):

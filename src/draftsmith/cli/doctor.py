@@ -88,5 +88,5 @@ def meaning(found: "Diagnosis") -> str:
     )
     return (
         "Plain decoding reads every weight for every token: a bf16 model of N GB that no cache holds cannot write more "
-        f"than {rate:.1f} / N tokens a second on this CPU, {limits}. Guesses that are accepted come on top."
+        f"than {rate:.1f} / N tokens a second at this bandwidth, {limits}. Guesses that are accepted come on top."
     )

@@ -48,6 +48,7 @@ class Measured:
         gb_per_s: of the quickest pass over a matrix that fits no cache.
         by: what read it.
         passes: how often.
+        seconds: for how long, in all.
         others: cores' worth of time that other programs took meanwhile, or the host of a virtual machine; None where
             the system does not tell.
         short_s: seconds for which the native kernels worked with fewer threads than they wanted, because of others.
@@ -56,6 +57,7 @@ class Measured:
     gb_per_s: float
     by: str
     passes: int
+    seconds: float
     others: float | None
     short_s: float
 
@@ -179,8 +181,9 @@ class Diagnosis:
             granted = self.available.quota
             limited = " or the quota" if granted is not None and self.threads > granted else ""
             said.append(
-                f"For {self.measured.short_s:.2f} s the kernels worked with fewer threads, because other programs"
-                f"{limited} took the processor: fewer threads, or fewer programs, make speed steadier."
+                f"For {self.measured.short_s:.2f} of {self.measured.seconds:.2f} s the kernels worked with fewer "
+                f"threads, because other programs{limited} wanted the processor: fewer threads, or fewer programs, "
+                "make speed steadier."
             )
         return said
 
@@ -259,6 +262,7 @@ def measure(free_gb: float | None, seconds: float = MEASURE_S) -> Measured:
         gb_per_s=weight.nbytes / min(took) / 1e9,
         by="native kernels" if native.LIBRARY else "PyTorch",
         passes=len(took),
+        seconds=wall,
         others=others,
         short_s=native.seconds_short() - short,
     )
