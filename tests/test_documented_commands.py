@@ -21,7 +21,7 @@ from draftsmith.training.recipe import load_recipe
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 PLACEHOLDERS = {"…": "placeholder", "...": "placeholder"}
-CHEAP = ("families", "--version")
+CHEAP = ("families", "doctor", "--version")
 DEMO = ("generate", "train")
 """Also cheap where they use the embedded models alone and train nothing."""
 
@@ -50,7 +50,8 @@ def words_of(command: str) -> list[str]:
 
 def test_there_are_commands_of_every_kind_to_look_at():
     named = {words_of(command)[0] for _, command in SHOWN}
-    assert named >= {"generate", "train", "bench", "compare", "check", "prove", "families"} and len(SHOWN) > 25
+    assert named >= {"generate", "train", "bench", "compare", "check", "prove", "families", "doctor"}
+    assert len(SHOWN) > 25
 
 
 @pytest.mark.parametrize(("page", "command"), SHOWN)

@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
     ("types",),
-    ("assets", "dtypes", "files", "native", "plan", "provenance"),
+    ("assets", "dtypes", "files", "native", "plan", "processor", "provenance"),
     ("targets", "verify"),
     ("drafters",),
     ("engine",),

@@ -61,7 +61,7 @@ def refused(result: Result, *parts: str) -> None:
     assert result.stdout == ""
 
 
-COMMANDS = ("demo", "train", "generate", "bench", "compare", "check", "prove", "families")
+COMMANDS = ("demo", "train", "generate", "bench", "compare", "check", "prove", "families", "doctor")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,6 +1,9 @@
 """What the engine refuses, in one sentence that names the value, before it has touched any state."""
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 from draftsmith.engine import Engine
 from draftsmith.plan import Plan
@@ -45,6 +48,19 @@ def test_a_bad_stream_fails_like_a_bad_call():
 def test_a_plan_with_too_many_nodes_is_refused():
     with pytest.raises(DraftsmithError, match="1110 nodes"):
         Engine(tiny_target()).generate([[1]], ONE, plan=Plan((10, 10, 10)))
+
+
+def test_no_threads_are_refused_and_a_number_of_them_is_set(threads: Callable[[int], None]):
+    with pytest.raises(DraftsmithError, match="threads is 0; use at least 1"):
+        Engine(tiny_target(), threads=0)
+    texts = []
+    for count in (3, 1):
+        engine = Engine(tiny_target(), threads=count)
+        assert torch.get_num_threads() == count
+        texts.append(engine.generate([[1, 2, 3]], ONE)[0].tokens)
+    threads(2)
+    Engine(tiny_target())
+    assert torch.get_num_threads() == 2 and texts[0] == texts[1]
 
 
 def test_a_batch_of_none_is_refused():

@@ -18,15 +18,37 @@ void require(bool holds, const char* what) {
   std::exit(1);
 }
 
-// Teams of two at work for 10 ms each, of which a share is taken from both.
-void work(Crew& crew, int times, double share) {
+// Teams at work for 10 ms each, of which a share is taken from all their threads.
+void work(Crew& crew, int times, double share, int64_t wanted = 2, int64_t size = 2) {
   for (int i = 0; i < times; ++i) {
     now += 2 * kMillisecond;
-    const Crew::Call call = crew.begin(2);
-    require(call.size == 2 && call.counted, "a full team is counted after a millisecond");
+    const Crew::Call call = crew.begin(wanted);
+    require(call.size == size && call.counted, "a team of several threads is counted after a millisecond");
     now += 10 * kMillisecond;
-    crew.end(call, 10 * kMillisecond, static_cast<int64_t>(share * 20 * kMillisecond));
+    crew.end(call, 10 * kMillisecond, static_cast<int64_t>(share * 10 * kMillisecond * size));
   }
+}
+
+// Threads are asked for in a smaller number than before, while more are missing than a team of so many has.
+void lower_the_threads() {
+  Crew crew(read_clock);
+  for (int64_t size = 4; size > 1; --size) work(crew, 3, 0.5, 4, size);
+  require(crew.missing() == 3 && crew.begin(4).size == 1, "of four threads three are missing");
+  require(crew.begin(2).size == 1, "a team has a thread, however many are missing");
+  // 30 ms of three threads of four, and 30 ms of two.
+  require(crew.seconds_short() > 0.0599 && crew.seconds_short() < 0.0601, "larger teams were short for so long");
+
+  now += 500 * kMillisecond;
+  Crew::Call trial = crew.begin(2);
+  require(trial.trial && trial.size == 2 && trial.counted, "a trial of a smaller team is larger than that team was");
+  crew.end(trial, 10 * kMillisecond, 10 * kMillisecond);
+  require(crew.begin(2).size == 1 && crew.begin(4).size == 1, "a trial that fails leaves all as it was");
+  now += 4000 * kMillisecond;
+  trial = crew.begin(2);
+  require(trial.trial && trial.size == 2, "it is tried again");
+  crew.end(trial, 10 * kMillisecond, 0);
+  require(crew.missing() == 0 && crew.begin(2).size == 2, "one that does not fail has all threads that it wanted");
+  require(crew.begin(4).size == 4, "and what a larger team lacks is found out anew");
 }
 
 }  // namespace
@@ -42,7 +64,9 @@ int main() {
   require(crew.missing() == 0, "a hiccup makes no team smaller");
   work(crew, 1, 0.5);
   require(crew.missing() == 1 && crew.begin(2).size == 1 && crew.begin(4).size == 3, "three times in a row do");
-  require(!crew.begin(2).counted, "one thread is not counted");
+  const Crew::Call alone = crew.begin(2);
+  require(!alone.counted && alone.told(), "what is taken from one thread is not counted, but that it was short is");
+  crew.end(alone, 30 * kMillisecond, 0);
 
   now += 101 * kMillisecond;
   Crew::Call trial = crew.begin(2);
@@ -62,7 +86,8 @@ int main() {
   require(crew.missing() == 1, "a millisecond tells nothing");
   crew.end(trial, 9 * kMillisecond, 0);
   require(crew.missing() == 0 && crew.begin(2).size == 2, "a larger team that does is kept");
-  require(crew.seconds_short() > 0.45 && crew.seconds_short() < 0.47, "the time that teams were short is counted");
+  const double seconds = crew.seconds_short();
+  require(seconds > 0.0299 && seconds < 0.0301, "the time that teams worked with fewer threads counts, and no pause");
   crew.end(trial, 100 * kMillisecond, 100 * kMillisecond);
   require(crew.missing() == 0, "what a trial tells after its end counts nowhere");
 
@@ -70,5 +95,6 @@ int main() {
   require(crew.missing() == 1, "neighbours come again");
   now += 101 * kMillisecond;
   require(crew.begin(2).size == 1, "soon after the last time the pause is no short one");
+  lower_the_threads();
   std::printf("the crew does as it should\n");
 }

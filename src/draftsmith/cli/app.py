@@ -14,6 +14,7 @@ from draftsmith.cli.check import check
 from draftsmith.cli.common import say
 from draftsmith.cli.compare import compare
 from draftsmith.cli.demo import demo
+from draftsmith.cli.doctor import doctor
 from draftsmith.cli.families import families
 from draftsmith.cli.generate import generate
 from draftsmith.cli.prove import prove
@@ -71,6 +72,7 @@ MORE: dict[Callable[..., None], str] = {
     check: "docs/prove.md",
     prove: "docs/prove.md",
     families: "docs/which-family.md",
+    doctor: "docs/native.md",
 }
 """Every command with where more is said of it."""
 

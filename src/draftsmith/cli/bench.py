@@ -22,9 +22,11 @@ from draftsmith.cli.common import (
     NativeOption,
     QuantizeOption,
     TargetOption,
+    ThreadsOption,
     TrustOption,
     check_outputs,
     numbers,
+    set_threads,
 )
 from draftsmith.cli.plans import (
     AcceptanceOption,
@@ -81,6 +83,7 @@ def bench(
     ] = None,
     compile: CompileOption = "auto",
     native: NativeOption = True,
+    threads: ThreadsOption = None,
     quantize: QuantizeOption = "none",
     seed: Annotated[int, typer.Option(help="Of the order of runs.")] = 0,
     plots: Annotated[Path | None, typer.Option(help="Write PNGs into this folder.", rich_help_panel=OUTPUT)] = None,
@@ -122,6 +125,7 @@ def bench(
             write_json(json_path, found.as_json())
 
     console, notes = Console(), Console(stderr=True)
+    set_threads(threads, notes)
     try:
         with progress(notes) as report:
             run(

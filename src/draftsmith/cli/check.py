@@ -13,8 +13,10 @@ from draftsmith.cli.common import (
     DeviceOption,
     JsonOption,
     TargetOption,
+    ThreadsOption,
     TrustOption,
     check_outputs,
+    set_threads,
 )
 from draftsmith.types import DraftsmithError
 
@@ -39,6 +41,7 @@ def check(
     ] = "auto",
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
+    threads: ThreadsOption = None,
     data: Annotated[
         Path | None, typer.Option(help="Prompts of your own: JSONL with `text` or `messages` a line, or text.")
     ] = None,
@@ -72,6 +75,7 @@ def check(
     def say(what: str) -> None:
         notes.print(f"[dim]{what} …[/dim]")
 
+    set_threads(threads, notes)
     result = run(
         drafter or folder, target, dtype=dtype, serving_dtype=serving_dtype, device=device,
         trust_remote_code=trust_remote_code, prompts=data, task=task, prompt_count=prompts, new_tokens=new_tokens,

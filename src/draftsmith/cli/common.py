@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.processor import check_threads, use_threads
 from draftsmith.types import DraftsmithError, Quantization
 from draftsmith.workflows.models import CompileChoice, load_engine, settle_compilation
 
@@ -49,6 +50,22 @@ QuantizeOption = Annotated[
         rich_help_panel=MODELS,
     ),
 ]
+
+
+def _checked_threads(threads: int | None) -> int | None:
+    check_threads(threads, "--threads")
+    return threads
+
+
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Threads to compute with on a CPU; by default as many as there are cores, or as a container's quota "
+        "allows. Under the native kernels no bit of a text depends on it.",
+        callback=_checked_threads,
+        rich_help_panel=SPEED,
+    ),
+]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Also write the result to this file.", rich_help_panel=OUTPUT)
 ]
@@ -62,6 +79,13 @@ def check_outputs(json_path: Path | None = None, folder: Path | None = None) -> 
         ensure_writable(json_path)
     if folder is not None:
         ensure_folder(folder)
+
+
+def set_threads(threads: int | None, notes: Console) -> None:
+    """Compute with so many threads from here on, by default with those that fit; say what is to be known of it."""
+    note = use_threads(threads)
+    if note is not None:
+        notes.print(f"[dim]{note}[/dim]", highlight=False)
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:

@@ -16,8 +16,10 @@ from draftsmith.cli.common import (
     JsonOption,
     NativeOption,
     TargetOption,
+    ThreadsOption,
     TrustOption,
     check_outputs,
+    set_threads,
 )
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
@@ -84,6 +86,7 @@ def compare(
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
     native: NativeOption = True,
+    threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Of weights, texts and the order of runs.")] = 0,
     out: Annotated[
         Path, typer.Option(help="Folder of runs and report; the same command goes on there.", rich_help_panel=OUTPUT)
@@ -109,6 +112,7 @@ def compare(
     settings = Settings(wanted, prompt_count, sampled_prompt_count, prompt_tokens, new_tokens, rounds, seed)
     given = named_folders(drafter or [])
     console, notes = Console(), Console(stderr=True)
+    set_threads(threads, notes)
     with progress(notes) as report:
         done = run(
             target, family or [], given, budget=budget, settings=settings, prompts=prompts,

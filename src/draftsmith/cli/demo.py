@@ -20,7 +20,9 @@ from draftsmith.cli.common import (
     JsonOption,
     NativeOption,
     TargetOption,
+    ThreadsOption,
     check_outputs,
+    set_threads,
 )
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
@@ -47,6 +49,7 @@ def demo(
     device: DeviceOption = "auto",
     compile: CompileOption = "auto",
     native: NativeOption = True,
+    threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Of the training and of the order of runs.")] = 0,
     json_path: JsonOption = None,
 ) -> None:
@@ -65,6 +68,7 @@ def demo(
     from draftsmith.workflows.live import LiveSettings
 
     console = Console()
+    set_threads(threads, Console(stderr=True))
     settings = LiveSettings(minutes=minutes, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)
     with training_bar(console, 60 * minutes) as show:
         result = demonstrate(

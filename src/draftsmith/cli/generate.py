@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from draftsmith import assets
 from draftsmith.cli.common import (
@@ -22,10 +21,12 @@ from draftsmith.cli.common import (
     NativeOption,
     QuantizeOption,
     TargetOption,
+    ThreadsOption,
     TrustOption,
     check_outputs,
     load_engine,
     say,
+    set_threads,
     settle_compilation,
 )
 from draftsmith.cli.plans import (
@@ -42,7 +43,7 @@ from draftsmith.cli.plans import (
     read_rules,
 )
 from draftsmith.plan import NO_DRAFT
-from draftsmith.types import LOSSY, Completion, DraftsmithError, SamplingParams, Statistics
+from draftsmith.types import LOSSY, Completion, DraftsmithError, SamplingParams
 
 if TYPE_CHECKING:
     from draftsmith.engine import Engine, Prompt
@@ -113,6 +114,7 @@ def generate(
     ] = None,
     compile: CompileOption = "auto",
     native: NativeOption = True,
+    threads: ThreadsOption = None,
     quantize: QuantizeOption = "none",
     stats: Annotated[
         bool, typer.Option("--stats", help="Show what drafting cost and brought.", rich_help_panel=OUTPUT)
@@ -151,6 +153,7 @@ def generate(
         logprobs=logprobs,
     )
     notes = Console(stderr=True)
+    set_threads(threads, notes)
     engine = load_engine(
         notes,
         target=target,
@@ -176,12 +179,17 @@ def generate(
         from draftsmith.workflows.fitting import fit_drafts
 
         engine = fit_drafts(engine, drafter or assets.demo_drafter(), notes)
+    from draftsmith.native import seconds_short
+
+    short_before = seconds_short()
     completions = write_out(engine, asked, params, shape)
     if not all(completion.statistics.lossless for completion in completions):
         notes.print(f"[dim]This text is {LOSSY}: it is not distributed as the target's own.[/dim]")
     if stats:
-        rows = min(n, engine.max_batch)
-        show_statistics(notes, completions, drafts_in_words(engine, shape), rows / engine.pace(rows))
+        from draftsmith.cli.statistics import drafts_in_words, show_statistics
+
+        short_s, rows = seconds_short() - short_before, min(n, engine.max_batch)
+        show_statistics(notes, completions, drafts_in_words(engine, shape), rows / engine.pace(rows), short_s)
     if json_path is not None:
         from draftsmith.evaluation.reporting.result_files import write_json
         from draftsmith.provenance import provenance
@@ -277,56 +285,6 @@ def write_out(engine: "Engine", prompt: "Prompt", params: SamplingParams, plan: 
             finished.append(chunk.completion)
     sys.stdout.write("\n")
     return finished
-
-
-def drafts_in_words(engine: "Engine", plan: "Plan | None") -> str:
-    """Say which plan was taken, or how many steps took which."""
-    from draftsmith.engine.fitted import Fitted
-    from draftsmith.workflows.fitting import shape_in_words
-
-    policy = engine.core.policy
-    if plan is not None or not isinstance(policy, Fitted):
-        return shape_in_words(plan if plan is not None else engine.plan)
-    taken = sorted(zip(policy.steps, policy.choices, strict=True), key=lambda one: -one[0])
-    return ", ".join(f"{shape_in_words(choice.plan)} ({steps} steps)" for steps, choice in taken if steps) or "none"
-
-
-def show_statistics(console: Console, completions: list[Completion], drafts: str, plain: float) -> None:
-    """Print what drafting cost and brought, the formulas beside the numbers.
-
-    Args:
-        drafts: which were made.
-        plain: tokens a second that plain decoding brings now.
-    """
-    total = Statistics()
-    for completion in completions:
-        total += completion.statistics
-    table = Table(title="What drafting cost and brought", title_justify="left", show_header=False)
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    seconds = total.decode_s + total.prefill_s
-    rows = [
-        ("new tokens", str(total.new_tokens)),
-        ("steps", str(total.steps)),
-        ("tokens per step, τ = 1 + accepted / steps", f"{total.tokens_per_step:.2f}"),
-        ("accepted / drafted", f"{total.accepted} / {total.drafted}"),
-        ("text", total.fidelity),
-        ("drafts", drafts),
-    ]
-    for depth, count in enumerate(total.accepted_by_depth, 1):
-        rows.append((f"steps that accepted depth {depth}", f"{count / max(1, total.steps):.0%}"))
-    parts = {"prefill": total.prefill_s, "target": total.target_s, "drafter": total.drafter_s, "rest": total.rest_s}
-    for name, value in parts.items():
-        rows.append((f"seconds in {name}", f"{value:.3f} ({value / seconds if seconds else 0:.0%})"))
-    rows.append(("tokens a second", f"{total.new_tokens / seconds:.1f}" if seconds else "-"))
-    decoded = total.new_tokens - len(completions)  # the first token of each comes with its prompt
-    if total.decode_s and decoded > 0:
-        speed = decoded / total.decode_s
-        rows.append(("the same without prompts", f"{speed:.1f}"))
-        rows.append(("plain decoding now, without prompts", f"{plain:.1f} (so this is {speed / plain:.2f}×)"))
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def as_json(completion: Completion) -> dict[str, Any]:

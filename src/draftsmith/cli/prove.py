@@ -19,8 +19,10 @@ from draftsmith.cli.common import (
     NativeOption,
     QuantizeOption,
     TargetOption,
+    ThreadsOption,
     TrustOption,
     check_outputs,
+    set_threads,
 )
 from draftsmith.cli.plans import (
     AcceptanceOption,
@@ -77,6 +79,7 @@ def prove(
     ] = None,
     rows: Annotated[int, typer.Option(help="Draws made together.", rich_help_panel=SPEED)] = 1024,
     native: NativeOption = True,
+    threads: ThreadsOption = None,
     quantize: QuantizeOption = "none",
     seed: Annotated[int, typer.Option(help="Of all draws.")] = 0,
     json_path: JsonOption = None,
@@ -104,6 +107,7 @@ def prove(
         rows=rows, seed=seed,
     )
     notes, console = Console(stderr=True), Console()
+    set_threads(threads, notes)
     with progress(notes) as report:
         result = run(
             target, drafter, drafts, prompts=data, task=task, prompt_count=prompts, work=work, quick=quick,

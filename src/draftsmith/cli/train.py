@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from draftsmith.cli.common import MODELS, OUTPUT, JsonOption, check_outputs
+from draftsmith.cli.common import MODELS, OUTPUT, JsonOption, ThreadsOption, check_outputs, set_threads
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def train(
         bool, typer.Option("--keys", help="List every key of a recipe with type, default and meaning, and stop.")
     ] = False,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the target's own code.")] = False,
+    threads: ThreadsOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """Train a speculator for a frozen target: on text, then on what the target itself writes.
@@ -94,11 +95,13 @@ def train(
     from draftsmith.workflows.training import Evaluation
     from draftsmith.workflows.training import train as run
 
+    notes = Console(stderr=True)
+    set_threads(threads, notes)
     result = run(
         recipe, *overrides, target=target, data=data, family=family, init_from=drafter, out=out,
         minutes=minutes, resume=resume, dry_run=dry_run,
         evaluation=Evaluation(eval_data, eval_prompts, eval_tokens, eval_prompt_tokens),
-        trust_remote_code=trust_remote_code, console=Console(stderr=True),
+        trust_remote_code=trust_remote_code, console=notes,
     )
     if not dry_run:
         tell(result)

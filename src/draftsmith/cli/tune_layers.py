@@ -18,8 +18,10 @@ from draftsmith.cli.common import (
     NativeOption,
     QuantizeOption,
     TargetOption,
+    ThreadsOption,
     TrustOption,
     check_outputs,
+    set_threads,
 )
 from draftsmith.workflows.models import Loading
 
@@ -59,6 +61,7 @@ def tune_layers(
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
     native: NativeOption = True,
+    threads: ThreadsOption = None,
     quantize: QuantizeOption = "none",
     out: Annotated[Path, typer.Option(help="Folder of the drafter.", rich_help_panel=OUTPUT)] = Path("runs/layers"),
     json_path: JsonOption = None,
@@ -76,6 +79,7 @@ def tune_layers(
     from draftsmith.workflows.tuning import tune_layers as run
 
     console, notes = Console(), Console(stderr=True)
+    set_threads(threads, notes)
     with progress(notes, evaluations) as report:
         result = run(
             target, out, prompts=data, task=task, guesses=guesses, whole=whole_layers, evaluations=evaluations,

@@ -1,5 +1,6 @@
 """The engine: prompts in, continuations out, any number of rows, each advancing by its own number of tokens."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +18,12 @@ from draftsmith.engine.requests.admission import Prompt, admit
 from draftsmith.engine.requests.request import Request
 from draftsmith.engine.steps.clock import Clock
 from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.processor import use_threads
 from draftsmith.targets import Target
 from draftsmith.types import CompileLevel, Completion, DraftsmithError, SamplingParams, require_finished
 
 GPU_LENGTH = 4096
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class Engine:
         share_prefixes: read and store once what prompts have in common, also with those of earlier calls.
         compile: "off", "trace" or "full", see `Compiled`; `prepare` pays and tells the cost beforehand. Where one
             native operator reads the target there is nothing to compile, and every level is "off".
+        threads: to compute with on a CPU, from here on, in the whole process: PyTorch has one number for all engines
+            and for whatever else it does, and this sets it as `torch.set_num_threads` does; only threads of Python
+            that have computed already keep what they began with. None leaves what is set; where nobody has chosen, a
+            container's quota is not exceeded. Under the native kernels no bit of a text depends on it.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class Engine:
         piece_tokens: int | None = None,
         share_prefixes: bool = True,
         compile: CompileLevel = "off",
+        threads: int | None = None,
     ) -> None:
         if max_batch < 1:
             raise DraftsmithError(f"max_batch is {max_batch}; use at least 1.")
@@ -99,6 +107,7 @@ class Engine:
         self._piece_tokens = piece_tokens
         beside, alone = (PIECE_TOKENS, LARGEST_PIECE) if piece_tokens is None else (piece_tokens, piece_tokens)
         limits = Limits(max_batch, self.max_length, in_flight, beside, alone, share_prefixes)
+        _settle_threads(threads)
         self.core = EngineCore(target, drafters, policy, limits, compile)
         """What decodes; adding to it and stepping it by hand is an interface of the engine like the others."""
 
@@ -120,12 +129,14 @@ class Engine:
         piece_tokens: int | None = None,
         share_prefixes: bool = True,
         compile: CompileLevel = "off",
+        threads: int | None = None,
     ) -> "Engine":
         """Load target and drafter by hub name or folder.
 
         Raises:
             DraftsmithError: when either is missing or damaged, or the drafter belongs to another target.
         """
+        _settle_threads(threads)  # before loading, which computes too
         loaded = Target.from_pretrained(target, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         guesser = load_drafter(drafter, loaded) if drafter is not None else None
         return cls(
@@ -262,3 +273,9 @@ class Engine:
         finally:
             for request in requests:
                 core.abort(request.id)
+
+
+def _settle_threads(threads: int | None) -> None:
+    note = use_threads(threads)
+    if note is not None:
+        log.info(note)

@@ -49,6 +49,18 @@ def use_kernels(name: str) -> bool:
     return found
 
 
+def threads_missing() -> int:
+    """Return how many threads fewer than wanted the operators work with now, because of other programs."""
+    missing: int = torch.ops.draftsmith.threads_missing() if LIBRARY else 0
+    return missing
+
+
+def seconds_short() -> float:
+    """Return the seconds for which operators worked with fewer threads than wanted, since this process began."""
+    seconds: float = torch.ops.draftsmith.seconds_short() if LIBRARY else 0.0
+    return seconds
+
+
 if LIBRARY:
 
     @torch.library.register_fake("draftsmith::pack")

@@ -31,7 +31,10 @@ Crew::Call Crew::begin(int64_t wanted) {
     trying_ = true;
     wall_ns_ = taken_ns_ = 0;
   }
-  const int64_t size = std::max<int64_t>(1, wanted - std::max<int64_t>(0, missing_ - trying_));
+  // Teams may have been larger when threads went missing: one that lacks all but one of its threads can lack no more,
+  // and a trial always gives it one back.
+  const int64_t missing = std::min(missing_, wanted - 1);
+  const int64_t size = wanted - std::max<int64_t>(0, missing - trying_);
   const bool counted = size > 1 && (trying_ || now - counted_ns_ >= kBetween);
   if (counted) counted_ns_ = now;
   return {wanted, size, counted, trying_};
@@ -39,6 +42,8 @@ Crew::Call Crew::begin(int64_t wanted) {
 
 void Crew::end(const Call& call, int64_t wall_ns, int64_t taken_ns) {
   const std::lock_guard<std::mutex> alone(busy_);
+  if (call.size < call.wanted) short_ns_ += wall_ns;
+  if (!call.counted) return;
   if (call.trial != trying_) return;  // what another team has found out meanwhile is newer
   wall_ns_ += wall_ns * call.size;
   taken_ns_ += taken_ns;
@@ -52,7 +57,7 @@ void Crew::end(const Call& call, int64_t wall_ns, int64_t taken_ns) {
       until_ns_ = now + pause_ns_;
       pause_ns_ = std::min(2 * pause_ns_, kLongestPause);
     } else {
-      lack(missing_ - 1, now);
+      missing_ = call.wanted - call.size;
     }
     return;
   }
@@ -63,13 +68,7 @@ void Crew::end(const Call& call, int64_t wall_ns, int64_t taken_ns) {
   const bool again = now - until_ns_ < kLongestPause;
   pause_ns_ = again ? std::min(2 * pause_ns_, kLongestPause) : kFirstPause;
   until_ns_ = now + pause_ns_;
-  lack(call.wanted - call.size + 1, now);
-}
-
-void Crew::lack(int64_t threads, int64_t now) {
-  if (missing_ == 0 && threads > 0) since_ns_ = now;
-  if (missing_ > 0 && threads == 0) short_ns_ += now - since_ns_;
-  missing_ = threads;
+  missing_ = call.wanted - call.size + 1;
 }
 
 int64_t Crew::missing() const {
@@ -79,7 +78,7 @@ int64_t Crew::missing() const {
 
 double Crew::seconds_short() const {
   const std::lock_guard<std::mutex> alone(busy_);
-  return 1e-9 * static_cast<double>(short_ns_ + (missing_ > 0 ? clock_() - since_ns_ : 0));
+  return 1e-9 * static_cast<double>(short_ns_);
 }
 
 int64_t Crew::now_ns() {

@@ -15,6 +15,9 @@ class Crew {
   struct Call {
     int64_t wanted, size;
     bool counted, trial;
+
+    // Whether `end` wants to hear of it.
+    bool told() const { return counted || size < wanted; }
   };
 
   using Clock = int64_t (*)();  // nanoseconds
@@ -26,10 +29,11 @@ class Crew {
 
   Call begin(int64_t wanted);
 
-  // What was taken from the threads of a counted team, in all, while it worked for `wall_ns`.
+  // What was taken from the threads of a team, in all, while it worked for `wall_ns`. A team that is neither counted
+  // nor short of threads need not tell.
   void end(const Call& call, int64_t wall_ns, int64_t taken_ns);
 
-  // Threads that teams are short of now, and seconds for which they were short of some since the process began.
+  // Threads that teams are short of now, and the seconds for which teams worked that were short of some.
   int64_t missing() const;
   double seconds_short() const;
 
@@ -38,15 +42,13 @@ class Crew {
   static int64_t own_ns();
 
  private:
-  void lack(int64_t threads, int64_t now);
-
   const Clock clock_;
   mutable std::mutex busy_;
   int64_t counted_ns_ = 0;             // when a team was counted last
   int64_t wall_ns_ = 0, taken_ns_ = 0;  // of all threads counted since the last judgement
   int64_t missing_ = 0, bad_ = 0;
   int64_t until_ns_ = 0, pause_ns_ = 0;  // a larger team is tried then, and the pause before the next one
-  int64_t since_ns_ = 0, short_ns_ = 0;
+  int64_t short_ns_ = 0;
   bool trying_ = false;
 };
 

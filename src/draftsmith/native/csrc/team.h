@@ -75,23 +75,27 @@ struct Team {
 template <class Work>
 void run_team(int64_t threads, const Work& work) {
 #ifdef _OPENMP
-  const Crew::Call call = Crew::of_process().begin(threads);
+  Crew& crew = Crew::of_process();
+  const Crew::Call call = crew.begin(threads);
+  const int64_t begun = call.told() ? Crew::now_ns() : 0;
   if (call.size > 1) {
     Meeting meeting;
     std::atomic<int64_t> away_ns{0};
-    const int64_t begun = Crew::now_ns();
 #pragma omp parallel num_threads(static_cast<int>(call.size))
     {
       const int64_t from = call.counted ? Crew::now_ns() : 0, own = call.counted ? Crew::own_ns() : -1;
       work(Team{omp_get_thread_num(), omp_get_num_threads(), &meeting});
       if (own >= 0) away_ns += Crew::now_ns() - from - (Crew::own_ns() - own);
     }
-    if (call.counted) Crew::of_process().end(call, Crew::now_ns() - begun, away_ns - meeting.slept_ns());
+    if (call.told()) crew.end(call, Crew::now_ns() - begun, away_ns - meeting.slept_ns());
     return;
   }
-#endif
+  work(Team{0, 1, nullptr});
+  if (call.told()) crew.end(call, Crew::now_ns() - begun, 0);
+#else
   (void)threads;
   work(Team{0, 1, nullptr});
+#endif
 }
 
 }  // namespace draftsmith

@@ -1,0 +1,69 @@
+"""What `--stats` shows: which drafts were made, what they cost and brought, and what plain decoding would bring."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.types import Completion, Statistics
+
+if TYPE_CHECKING:
+    from draftsmith.engine import Engine
+    from draftsmith.plan import Plan
+
+
+def drafts_in_words(engine: "Engine", plan: "Plan | None") -> str:
+    """Say which plan was taken, or how many steps took which."""
+    from draftsmith.engine.fitted import Fitted
+    from draftsmith.workflows.fitting import shape_in_words
+
+    policy = engine.core.policy
+    if plan is not None or not isinstance(policy, Fitted):
+        return shape_in_words(plan if plan is not None else engine.plan)
+    taken = sorted(zip(policy.steps, policy.choices, strict=True), key=lambda one: -one[0])
+    return ", ".join(f"{shape_in_words(choice.plan)} ({steps} steps)" for steps, choice in taken if steps) or "none"
+
+
+def show_statistics(
+    console: Console, completions: Sequence[Completion], drafts: str, plain: float, short_s: float = 0.0
+) -> None:
+    """Print what drafting cost and brought, the formulas beside the numbers.
+
+    Args:
+        drafts: which were made.
+        plain: tokens a second that plain decoding brings now.
+        short_s: seconds for which native operators had fewer threads than they wanted.
+    """
+    total = Statistics()
+    for completion in completions:
+        total += completion.statistics
+    table = Table(title="What drafting cost and brought", title_justify="left", show_header=False)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    seconds = total.decode_s + total.prefill_s
+    rows = [
+        ("new tokens", str(total.new_tokens)),
+        ("steps", str(total.steps)),
+        ("tokens per step, τ = 1 + accepted / steps", f"{total.tokens_per_step:.2f}"),
+        ("accepted / drafted", f"{total.accepted} / {total.drafted}"),
+        ("text", total.fidelity),
+        ("drafts", drafts),
+    ]
+    for depth, count in enumerate(total.accepted_by_depth, 1):
+        rows.append((f"steps that accepted depth {depth}", f"{count / max(1, total.steps):.0%}"))
+    parts = {"prefill": total.prefill_s, "target": total.target_s, "drafter": total.drafter_s, "rest": total.rest_s}
+    for name, value in parts.items():
+        rows.append((f"seconds in {name}", f"{value:.3f} ({value / seconds if seconds else 0:.0%})"))
+    if short_s > 0:
+        why = "seconds with fewer threads, because other programs wanted the processor"
+        rows.append((why, f"{short_s:.3f} of {seconds:.3f}"))
+    rows.append(("tokens a second", f"{total.new_tokens / seconds:.1f}" if seconds else "-"))
+    decoded = total.new_tokens - len(completions)  # the first token of each comes with its prompt
+    if total.decode_s and decoded > 0:
+        speed = decoded / total.decode_s
+        rows.append(("the same without prompts", f"{speed:.1f}"))
+        rows.append(("plain decoding now, without prompts", f"{plain:.1f} (so this is {speed / plain:.2f}×)"))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

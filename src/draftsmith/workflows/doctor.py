@@ -1,0 +1,309 @@
+"""What runs here, how fast memory is, and what would make decoding faster: `draftsmith doctor`, from Python."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith import native
+from draftsmith.dtypes import resolve_dtype
+from draftsmith.processor import (
+    ROOT,
+    Processor,
+    available_processor,
+    chosen_by_user,
+    quota_in_words,
+    usable_cores,
+    use_threads,
+)
+from draftsmith.provenance import provenance
+
+FEATURES = {
+    "AVX2": "avx2", "AVX512F": "avx512f", "AVX512-VNNI": "avx512_vnni", "AVX512-BF16": "avx512_bf16",
+    "AMX": "amx_tile", "AMX-BF16": "amx_bf16", "AMX-INT8": "amx_int8",
+}
+"""What matters to the kernels, by the names that Linux has for it."""
+AMX = ("AMX", "AMX-BF16", "AMX-INT8")
+# Intel's processors of family 6 with AMX: Sapphire Rapids, Emerald Rapids, Granite Rapids (two models).
+AMX_MODELS = ("143", "207", "173", "174")
+MODEL_SIZES_GB = {"1 B": 2, "7 B": 14}
+"""Bytes of a model of so many parameters in bf16, for the sentence that says what bandwidth means."""
+
+# More than any cache but a few holds, and quick to fill.
+MATRIX_BYTES, ROW = 512 * 2**20, 4096
+MEASURE_S = 0.5
+# Of all cores' time; less is a system at rest.
+BUSY = 0.1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How fast memory was read, by the threads in use, and who else was there.
+
+    Args:
+        gb_per_s: of the quickest pass over a matrix that fits no cache.
+        by: what read it.
+        passes: how often.
+        seconds: for how long, in all.
+        others: cores' worth of time that other programs took meanwhile, or the host of a virtual machine; None where
+            the system does not tell.
+        short_s: seconds for which the native kernels worked with fewer threads than they wanted, because of others.
+    """
+
+    gb_per_s: float
+    by: str
+    passes: int
+    seconds: float
+    others: float | None
+    short_s: float
+
+    def tokens_per_second(self, model_gb: float) -> float:
+        """Return what plain decoding cannot exceed with so many GB of weights, each read once a token."""
+        return self.gb_per_s / model_gb
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found, and what is to be done.
+
+    Args:
+        model: the processor's name.
+        features: what of `FEATURES` it has; empty where the system does not list them.
+        amx_expected: whether processors of this model have AMX.
+        kernels: the instruction set that the native kernels use; None where there are none.
+        kernels_missing: why there are none.
+        auto_dtype: what `--dtype auto` takes on the CPU.
+        threads: to compute with.
+        chosen_by: the environment variable that chose them, if one did.
+        machine_cores: logical cores of the whole machine.
+        available: what this process may use.
+        memory_gb: of the machine, in 10⁹ bytes.
+        free_gb: what of it programs can still have; None where the system does not tell.
+        provenance: command, date, machine, versions.
+    """
+
+    model: str
+    features: Mapping[str, bool]
+    amx_expected: bool
+    kernels: str | None
+    kernels_missing: str
+    auto_dtype: str
+    threads: int
+    chosen_by: str | None
+    machine_cores: int
+    available: Processor
+    memory_gb: float | None
+    free_gb: float | None
+    measured: Measured
+    provenance: Mapping[str, Any]
+
+    @property
+    def gpus(self) -> list[str]:
+        """The names of the GPUs that PyTorch sees."""
+        found: list[str] = self.provenance["machine"]["gpus"]
+        return found
+
+    def advice(self) -> list[str]:
+        """Say what would make decoding on this CPU faster, a sentence each, what matters most first."""
+        return [*self._of_kernels(), *self._of_threads(), *self._of_neighbours(), *self._of_numbers()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `draftsmith doctor --json` writes."""
+        found = asdict(self)
+        limits = {f"{size} GB": self.measured.tokens_per_second(size) for size in MODEL_SIZES_GB.values()}
+        found["measured"]["plain_tokens_per_second_at_most"] = limits
+        return {"provenance": found.pop("provenance"), **found, "advice": self.advice()}
+
+    def _of_kernels(self) -> list[str]:
+        said = []
+        if self.kernels is None:
+            said.append(
+                f"There are no native kernels ({self.kernels_missing}): install GCC, then this package again by "
+                "`pip install --no-build-isolation .`, and bf16 models are read several tokens at a time for little "
+                "more than one."
+            )
+        has_amx = all(self.features.get(name, False) for name in AMX)
+        if self.amx_expected and not has_amx:
+            said.append(
+                "Processors of this model have AMX, and the system or virtual machine hides it: another kind of "
+                "machine, or a setting of the hypervisor, may show it."
+            )
+        elif has_amx and self.kernels not in (None, "amx"):
+            said.append(
+                "The processor has AMX and the kernels do not use it: that takes Linux 5.16 or later, and GCC 11 or "
+                "later where they are built."
+            )
+        return said
+
+    def _of_threads(self) -> list[str]:
+        said = []
+        here = self.available
+        if self.threads > here.cores:
+            said.append(
+                f"{self.threads} threads take turns on {here.cores} core{'' if here.cores == 1 else 's'}: "
+                f"--threads {here.threads} keeps them from waiting for each other."
+            )
+        elif here.quota is not None and self.threads > max(1.0, here.quota):
+            said.append(
+                f"{self.threads} threads use up {quota_in_words(here.quota)} before its period is over, and then stand "
+                f"still: try --threads {here.threads}."
+            )
+        elif self.threads < min(here.physical, here.threads):
+            because = f" ({self.chosen_by} is set)" if self.chosen_by is not None else ""
+            said.append(
+                f"{self.threads} of {here.cores} cores are used{because}: try --threads "
+                f"{min(here.physical, here.threads)}."
+            )
+        if here.quota is not None and here.quota < here.cores:
+            said.append(
+                f"This process has {quota_in_words(here.quota)} on {here.cores} (a container's --cpus or limit): more "
+                "of them, in whole cores, allow more threads."
+            )
+        if here.cores < self.machine_cores:
+            said.append(
+                f"This process may run on {here.cores} of {self.machine_cores} cores (its affinity, as taskset or a "
+                "scheduler sets it): more of them allow more threads."
+            )
+        return said
+
+    def _of_neighbours(self) -> list[str]:
+        others, said = self.measured.others, []
+        if others is not None and others > BUSY * self.available.cores:
+            said.append(
+                f"Other programs took {others:.1f} of {self.available.cores} cores while this was measured: without "
+                "them memory is read, and text written, faster."
+            )
+        if self.measured.short_s > 0:
+            granted = self.available.quota
+            limited = " or the quota" if granted is not None and self.threads > granted else ""
+            said.append(
+                f"For {self.measured.short_s:.2f} of {self.measured.seconds:.2f} s the kernels worked with fewer "
+                f"threads, because other programs{limited} wanted the processor: fewer threads, or fewer programs, "
+                "make speed steadier."
+            )
+        return said
+
+    def _of_numbers(self) -> list[str]:
+        if self.kernels is None:
+            return []
+        said = []
+        if self.auto_dtype != "bf16":
+            said.append(
+                f"--dtype auto takes {self.auto_dtype} here, because the processor does not multiply bf16: --dtype "
+                "bf16 reads half as many bytes, by the native kernels."
+            )
+        said.append(
+            "--quantize int8 reads half as many bytes as bf16: the text is then that of the quantised model, drafts "
+            "included."
+        )
+        return said
+
+
+def examine(root: Path = ROOT) -> Diagnosis:
+    """Look what is here and measure, for about a second, with as many threads as decoding has.
+
+    Args:
+        root: below which the system's files lie.
+    """
+    use_threads(root=root)
+    record = provenance()
+    flags, numbers = processor_lines(root)
+    family, model = (numbers.get(name) for name in ("cpu family", "model"))
+    return Diagnosis(
+        model=record["machine"]["cpu"],
+        features={name: flag in flags for name, flag in FEATURES.items()} if flags else {},
+        amx_expected=family == "6" and model in AMX_MODELS,
+        kernels=native.kernels_in_use() if native.LIBRARY else None,
+        kernels_missing=native.why_missing(),
+        auto_dtype="bf16" if resolve_dtype("auto", torch.device("cpu")) == torch.bfloat16 else "fp32",
+        threads=torch.get_num_threads(),
+        chosen_by=chosen_by_user(),
+        machine_cores=os.cpu_count() or 1,
+        available=available_processor(root),
+        memory_gb=memory_gb("MemTotal", root),
+        free_gb=memory_gb("MemAvailable", root),
+        measured=measure(memory_gb("MemAvailable", root)),
+        provenance=record,
+    )
+
+
+def measure(free_gb: float | None, seconds: float = MEASURE_S) -> Measured:
+    """Read a matrix as decoding does, a row times all of it, again and again; by PyTorch where there are no kernels."""
+    room = MATRIX_BYTES if free_gb is None else min(MATRIX_BYTES, int(free_gb * 1e9) // 4)
+    outputs = max(16, room // (2 * ROW) // 16 * 16)
+    x = torch.ones(1, ROW, dtype=torch.bfloat16)
+    if native.LIBRARY:
+        # Memory that nobody has written to is one page of zeros.
+        weight = torch.full((outputs // 16, ROW // 2, 16, 2), 0.01, dtype=torch.bfloat16)
+
+        def read() -> None:
+            torch.ops.draftsmith.linear(x, weight, None, outputs)
+    else:
+        weight = torch.full((outputs, ROW // 2), 0.01)
+
+        def read() -> None:
+            weight.amax()
+
+    read()
+    short, busy, own = native.seconds_short(), busy_seconds(), time.process_time()
+    begun = time.perf_counter()
+    took: list[float] = []
+    while not took or time.perf_counter() - begun < seconds:
+        before = time.perf_counter()
+        read()
+        took.append(time.perf_counter() - before)
+    wall, now = time.perf_counter() - begun, busy_seconds()
+    others = None if busy is None or now is None else max(0.0, now - busy - (time.process_time() - own)) / wall
+    return Measured(
+        gb_per_s=weight.nbytes / min(took) / 1e9,
+        by="native kernels" if native.LIBRARY else "PyTorch",
+        passes=len(took),
+        seconds=wall,
+        others=others,
+        short_s=native.seconds_short() - short,
+    )
+
+
+def busy_seconds(root: Path = ROOT) -> float | None:
+    """Return how long the cores that this process may use were busy since the system began, all together.
+
+    Time that the host of a virtual machine gave to others counts; None where the system does not tell.
+    """
+    lines = _lines(root / "proc/stat")
+    cores = {f"cpu{core}" for core in usable_cores()}
+    ticks = 0
+    for line in lines:
+        name, *rest = line.split()
+        if name in cores and len(rest) >= 8:
+            user, nice, system, _idle, _waiting, hard, soft, stolen = map(int, rest[:8])
+            ticks += user + nice + system + hard + soft + stolen
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
+
+
+def processor_lines(root: Path = ROOT) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the flags of the first processor in /proc/cpuinfo, and all that is said of it."""
+    found: dict[str, str] = {}
+    for line in _lines(root / "proc/cpuinfo"):
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return frozenset((found.get("flags") or found.get("Features") or "").split()), found
+
+
+def memory_gb(name: str, root: Path = ROOT) -> float | None:
+    """Return an entry of /proc/meminfo in 10⁹ bytes; None where it is not there."""
+    for line in _lines(root / "proc/meminfo"):
+        words = line.split()
+        if len(words) >= 2 and words[0] == f"{name}:":
+            return int(words[1]) * 1024 / 1e9
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
