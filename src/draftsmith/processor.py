@@ -8,6 +8,7 @@ tests.
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,9 @@ from draftsmith.types import DraftsmithError
 ROOT = Path("/")
 CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """What a user sets to choose the number of threads before PyTorch starts."""
+
+BUSY = 0.1
+"""Of all cores' time; less is a system at rest."""
 
 _settled = False
 
@@ -114,6 +118,42 @@ def use_threads(threads: int | None = None, root: Path = ROOT) -> str | None:
         return None
     torch.set_num_threads(here.threads)
     return f"{_threads(here.threads)} and not {now}, because of {quota_in_words(here.quota)}."
+
+
+class Watch:
+    """Watches from its making on what other programs take."""
+
+    def __init__(self) -> None:
+        self._begun, self._busy, self._own = time.perf_counter(), busy_seconds(), time.process_time()
+
+    def others(self) -> float | None:
+        """Return the cores' worth of time that others took, or the host of a virtual machine; None where untold."""
+        now, wall = busy_seconds(), time.perf_counter() - self._begun
+        if self._busy is None or now is None:
+            return None
+        return max(0.0, now - self._busy - (time.process_time() - self._own)) / max(1e-9, wall)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether they took a noticeable share."""
+        others = self.others()
+        return others is not None and others > BUSY * len(usable_cores())
+
+
+def busy_seconds(root: Path = ROOT) -> float | None:
+    """Return how long the cores that this process may use were busy since the system began, all together.
+
+    Time that the host of a virtual machine gave to others counts; None where the system does not tell.
+    """
+    lines = (_read(root / "proc/stat") or "").splitlines()
+    cores = {f"cpu{core}" for core in usable_cores()}
+    ticks = 0
+    for line in lines:
+        name, *rest = line.split()
+        if name in cores and len(rest) >= 8:
+            user, nice, system, _idle, _waiting, hard, soft, stolen = map(int, rest[:8])
+            ticks += user + nice + system + hard + soft + stolen
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
 
 def quota_in_words(value: float | None) -> str:

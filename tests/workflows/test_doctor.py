@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith.native import seconds_short, threads_missing
-from draftsmith.processor import Processor, usable_cores
+from draftsmith.processor import Processor, busy_seconds, usable_cores
 from draftsmith.workflows import doctor
-from draftsmith.workflows.doctor import Diagnosis, Measured, busy_seconds, measure, memory_gb, processor_lines
+from draftsmith.workflows.doctor import Diagnosis, Measured, measure, memory_gb, processor_lines
 
 INT8 = "--quantize int8 reads half as many bytes as bf16"
 WELL = Diagnosis(

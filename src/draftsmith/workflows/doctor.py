@@ -12,12 +12,13 @@ import torch
 from draftsmith import native
 from draftsmith.dtypes import resolve_dtype
 from draftsmith.processor import (
+    BUSY,
     ROOT,
     Processor,
+    Watch,
     available_processor,
     chosen_by_user,
     quota_in_words,
-    usable_cores,
     use_threads,
 )
 from draftsmith.provenance import provenance
@@ -36,8 +37,6 @@ MODEL_SIZES_GB = {"1 B": 2, "7 B": 14}
 # More than any cache but a few holds, and quick to fill.
 MATRIX_BYTES, ROW = 512 * 2**20, 4096
 MEASURE_S = 0.5
-# Of all cores' time; less is a system at rest.
-BUSY = 0.1
 
 
 @dataclass(frozen=True)
@@ -249,39 +248,22 @@ def measure(free_gb: float | None, seconds: float = MEASURE_S) -> Measured:
             weight.amax()
 
     read()
-    short, busy, own = native.seconds_short(), busy_seconds(), time.process_time()
+    short, watch = native.seconds_short(), Watch()
     begun = time.perf_counter()
     took: list[float] = []
     while not took or time.perf_counter() - begun < seconds:
         before = time.perf_counter()
         read()
         took.append(time.perf_counter() - before)
-    wall, now = time.perf_counter() - begun, busy_seconds()
-    others = None if busy is None or now is None else max(0.0, now - busy - (time.process_time() - own)) / wall
+    wall = time.perf_counter() - begun
     return Measured(
         gb_per_s=weight.nbytes / min(took) / 1e9,
         by="native kernels" if native.LIBRARY else "PyTorch",
         passes=len(took),
         seconds=wall,
-        others=others,
+        others=watch.others(),
         short_s=native.seconds_short() - short,
     )
-
-
-def busy_seconds(root: Path = ROOT) -> float | None:
-    """Return how long the cores that this process may use were busy since the system began, all together.
-
-    Time that the host of a virtual machine gave to others counts; None where the system does not tell.
-    """
-    lines = _lines(root / "proc/stat")
-    cores = {f"cpu{core}" for core in usable_cores()}
-    ticks = 0
-    for line in lines:
-        name, *rest = line.split()
-        if name in cores and len(rest) >= 8:
-            user, nice, system, _idle, _waiting, hard, soft, stolen = map(int, rest[:8])
-            ticks += user + nice + system + hard + soft + stolen
-    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
 
 
 def processor_lines(root: Path = ROOT) -> tuple[frozenset[str], dict[str, str]]:

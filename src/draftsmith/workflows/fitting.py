@@ -25,6 +25,7 @@ from draftsmith.engine.profile import Arm, Profile, candidates
 from draftsmith.evaluation.prompts import cut, embedded_prompts
 from draftsmith.files import replace_text
 from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.processor import Watch
 from draftsmith.provenance import machine, provenance
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams, require_finished
@@ -164,7 +165,7 @@ class Contest:
         ))
 
     @property
-    def is_quiet(self) -> bool:
+    def is_steady(self) -> bool:
         """Whether a plain step took about as long whenever it was timed."""
         return all(statistics.median(some) < NOISY * min(some) for some in self.taken[NO_DRAFT].values())
 
@@ -190,8 +191,8 @@ def measure_profile(
     sampler.seconds(NO_DRAFT, 1)  # warms up
     if sampler.seconds(NO_DRAFT, 1) > SLOW_STEP_S:
         sampler.new_tokens = min(FEW_TOKENS, new_tokens)
-    contest = Contest(sampler, rows, on_progress)
-    return contest.run(plans), contest.is_quiet
+    contest, watch = Contest(sampler, rows, on_progress), Watch()
+    return contest.run(plans), contest.is_steady and not watch.is_disturbed
 
 
 def texts_for(target: Target, tokens: int, count: int) -> list[list[int]]:
