@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.profile import Arm, Profile
+from draftsmith.evaluation.measuring.profiling import ROWS
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
@@ -49,7 +52,7 @@ def test_a_fit_is_measured_and_its_text_is_the_targets_own(target: Target, cache
     engine = fit_drafts(Engine(target, drafter, max_batch=2, max_length=200), WORD, shown)
     policy = engine.core.policy
     assert isinstance(policy, Fitted) and policy.profile.arms[0].plan == NO_DRAFT
-    assert policy.profile.rows == fitting.ROWS and all(min(arm.seconds) > 0 for arm in policy.profile.arms)
+    assert policy.profile.rows == ROWS and all(min(arm.seconds) > 0 for arm in policy.profile.arms)
     assert engine.plan == (NO_DRAFT if policy.is_fixed else policy.typical.plan)
     assert "measured in" in out.getvalue() and engine.max_length == 200
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -62,7 +65,7 @@ def test_a_kept_fit_is_taken_up_and_a_damaged_one_is_not(target: Target, cache: 
     drafter, profile = load_drafter(WORD, target), made(1.5)
     path = place(target, drafter, WORD)
     assert cache in path.parents and read(path) is None
-    keep(path, {"format": 1, **profile.to_json()})
+    keep(path, fitting.Fit(profile, 3.0).to_json())
     shown, out = console()
     engine = fit_drafts(Engine(target, drafter, max_batch=2, max_length=100), WORD, shown)
     assert "a chain of 2, about 1.50× plain decoding" in out.getvalue() and "measured before" in out.getvalue()
@@ -108,12 +111,16 @@ def test_what_is_drafted_and_why_is_said_in_a_line(gain: float, hope: float, sai
     assert in_words(fitting.Fit(profile, 0.0), Fitted(profile, hope=hope)).startswith(said)
 
 
-def test_a_disturbed_measurement_is_said_and_not_kept(target: Target, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    drafter, (shown, _) = load_drafter(WORD, target), console()
-    monkeypatch.setattr(fitting, "NOISY", 0.0)
-    found = fit(target, drafter, WORD, shown)
-    assert not found.quiet and read(place(target, drafter, WORD)) is None
-    assert "not kept, because other programs disturbed it" in in_words(found, Fitted(found.profile))
+def test_a_disturbed_measurement_is_said_and_made_again_after_an_hour(target: Target, cache: Path):
+    drafter, profile = load_drafter(WORD, target), made(1.5)
+    path = place(target, drafter, WORD)
+    for quiet, hours, there in ((False, 0.5, True), (False, 2.0, False), (True, 2.0, True)):
+        keep(path, fitting.Fit(profile, 3.0, quiet).to_json())
+        long_ago = time.time() - 3600 * hours
+        os.utime(path, (long_ago, long_ago))
+        assert (read(path) is not None) == there
+    disturbed = in_words(fitting.Fit(profile, 3.0, quiet=False), Fitted(profile))
+    assert "measured in 3.0 s while other programs disturbed it, so again in an hour" in disturbed
 
 
 def test_without_a_drafter_nothing_is_measured(target: Target, cache: Path):
