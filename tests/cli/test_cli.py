@@ -407,7 +407,7 @@ def test_ctrl_c_is_one_sentence_and_130(target: Path):
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(1)
+        time.sleep(3)  # until it waits for its prompt, on a busy machine too
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
