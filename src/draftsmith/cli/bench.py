@@ -92,10 +92,8 @@ def bench(
     """
     check_outputs(json_path, plots)
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
-    from draftsmith.evaluation.bench import CANDIDATES, Grid
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.benchmark import BenchResult
-    from draftsmith.workflows.benchmark import bench as run
+    from draftsmith.evaluation.grid import CANDIDATES, Grid
+    from draftsmith.workflows.given import check_models, check_prompts
 
     tree = read_shape(plan) if plan is not None else NO_DRAFT
     if candidates is not None:
@@ -113,6 +111,11 @@ def bench(
         rules=rules,
         temperature=temperature,
     )
+    check_models(target, (drafter,), (dtype,))
+    check_prompts(data, task)
+    from draftsmith.evaluation.reporting.result_files import write_json
+    from draftsmith.workflows.benchmark import BenchResult
+    from draftsmith.workflows.benchmark import bench as run
 
     kept: list[BenchResult] = []
 

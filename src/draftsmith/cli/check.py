@@ -64,6 +64,11 @@ def check(
     check_outputs(json_path)
     if folder is not None and drafter is not None:
         raise DraftsmithError(f"there is {folder} and --drafter {drafter}; give one of them.")
+    from draftsmith.workflows.given import check_folder, check_models, check_prompts
+
+    check_models(target, dtypes=(dtype, serving_dtype))
+    check_folder(drafter or folder)
+    check_prompts(data, task)
     from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.checking import check as run
 

@@ -100,14 +100,20 @@ def compare(
     """
     check_outputs(json_path)
     from draftsmith.evaluation.comparison.questions import Settings
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.comparison import compare as run
-    from draftsmith.workflows.entries import Budget
+    from draftsmith.workflows.entries import Budget, read_entries
+    from draftsmith.workflows.given import check_models, check_prompts, check_texts
 
     budget = Budget(out, positions, minutes, data, texts, text_tokens, seed, search_share)
     wanted = tuple(task for task in (tasks or "").replace(" ", "").split(",") if task)
     settings = Settings(wanted, prompt_count, sampled_prompt_count, prompt_tokens, new_tokens, rounds, seed)
     given = named_folders(drafter or [])
+    read_entries(family or [])
+    check_models(target, map(Path, given.values()), (dtype,))
+    check_texts(data)
+    check_prompts(prompts)
+    from draftsmith.evaluation.reporting.result_files import write_json
+    from draftsmith.workflows.comparison import compare as run
+
     console, notes = Console(), Console(stderr=True)
     with progress(notes) as report:
         done = run(

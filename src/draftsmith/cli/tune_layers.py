@@ -72,6 +72,12 @@ def tune_layers(
     Example: `draftsmith tune-layers --target my-model --data prompts.jsonl --out runs/my-layers --minutes 20`
     """
     check_outputs(json_path)
+    from draftsmith.drafters.models.place import check_place
+    from draftsmith.workflows.given import check_models, check_prompts
+
+    check_models(target, dtypes=(dtype,))
+    check_prompts(data, task)
+    check_place(out.expanduser())
     from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.tuning import tune_layers as run
 

@@ -91,10 +91,15 @@ class Family:
         """Make a drafter that needs no training; DraftsmithError for a family that does."""
         from draftsmith.drafters.base import Drafter
 
-        made = None if self.trainable else self.make(config, target, None)
-        if not isinstance(made, Drafter):
-            raise DraftsmithError(f"a drafter of the family {self.name!r} has to be trained; give the folder of one.")
+        self.check_ready()
+        made = self.make(config, target, None)
+        assert isinstance(made, Drafter)
         return made
+
+    def check_ready(self) -> None:
+        """Raise a DraftsmithError for a family that needs training."""
+        if self.trainable:
+            raise DraftsmithError(f"a drafter of the family {self.name!r} has to be trained; give the folder of one.")
 
 
 def trained(name: str, summary: str, drafter: "type[TrainableDrafter]", **facts: Any) -> Family:

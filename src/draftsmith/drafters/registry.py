@@ -150,7 +150,9 @@ def meant(name: str | Path) -> tuple[Family, Config | None] | None:
         word, values = read_spec(name) if ":" in name else (name, {})
         family = find(word)
         if family is not None:
-            return family, family.config.read(values, f"{word}:")
+            options = family.config.read(values, f"{word}:")
+            family.check_ready()
+            return family, options
         if not set(str(name)) & set("/.~\\"):
             raise DraftsmithError(
                 f"{word!r} is neither a folder nor a drafter family; {near_family(word)}. Families with training are "

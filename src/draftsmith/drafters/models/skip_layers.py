@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from draftsmith.drafters.models.place import check_place
 from draftsmith.drafters.models.self_drafter import SelfDrafter
-from draftsmith.drafters.models.skip_layers_config import FAMILY, MODEL_TYPE, SkipLayersConfig
+from draftsmith.drafters.models.skip_layers_config import MODEL_TYPE, SkipLayersConfig
 from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.model import check_target
 from draftsmith.targets import Skipped
@@ -53,14 +54,6 @@ def save_skip_layers(
         "draftsmith": {"target": asdict(target.facts()), "layers": target.layers, **(found or {})},
     }
     storage.write_folder(folder, lambda aside: storage.write_json(aside / "config.json", config))
-
-
-def check_place(folder: Path) -> None:
-    """Refuse to write over anything but an older drafter of this family; DraftsmithError says so."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not (folder / "config.json").is_file() or not FAMILY.recognises(storage.read_json(folder / "config.json")):
-        raise DraftsmithError(f"{folder} exists and holds something else; choose a new folder.")
 
 
 def load_skip_layers(folder: Path, target: "Target") -> SkipLayers:
