@@ -24,6 +24,7 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
+    importing,
     numbers,
 )
 from draftsmith.cli.plans import (
@@ -113,9 +114,10 @@ def bench(
     )
     check_models(target, (drafter,), (dtype,))
     check_prompts(data, task)
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.benchmark import BenchResult
-    from draftsmith.workflows.benchmark import bench as run
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.benchmark import BenchResult
+        from draftsmith.workflows.benchmark import bench as run
 
     kept: list[BenchResult] = []
 

@@ -15,6 +15,7 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
+    importing,
 )
 from draftsmith.types import DraftsmithError
 
@@ -69,8 +70,9 @@ def check(
     check_models(target, dtypes=(dtype, serving_dtype))
     check_folder(drafter or folder)
     check_prompts(data, task)
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.checking import check as run
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.checking import check as run
 
     notes, console = Console(stderr=True), Console()
 

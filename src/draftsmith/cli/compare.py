@@ -18,6 +18,7 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
+    importing,
 )
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
@@ -111,8 +112,9 @@ def compare(
     check_models(target, map(Path, given.values()), (dtype,))
     check_texts(data)
     check_prompts(prompts)
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.comparison import compare as run
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.comparison import compare as run
 
     console, notes = Console(), Console(stderr=True)
     with progress(notes) as report:

@@ -21,6 +21,7 @@ from draftsmith.cli.common import (
     NativeOption,
     TargetOption,
     check_outputs,
+    importing,
 )
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
@@ -62,10 +63,11 @@ def demo(
 
     check_models(target, (None if drafter is None else Path(drafter),), (dtype,))
     check_outputs(json_path, out)
-    from draftsmith.cli.demo_report import coloured_sample, print_speedups, print_training, write_demo_report
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.demonstration import demonstrate
-    from draftsmith.workflows.live import LiveSettings
+    with importing():
+        from draftsmith.cli.demo_report import coloured_sample, print_speedups, print_training, write_demo_report
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.demonstration import demonstrate
+        from draftsmith.workflows.live import LiveSettings
 
     console = Console()
     settings = LiveSettings(minutes=minutes, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)

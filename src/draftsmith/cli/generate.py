@@ -23,6 +23,7 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
+    importing,
     load_engine,
     say,
     settle_compilation,
@@ -154,6 +155,8 @@ def generate(
     check_models(target, () if no_draft else (drafter,), (dtype,))
     drafts = read_drafts(plan, candidates, rules)
     notes = Console(stderr=True)
+    with importing():
+        import draftsmith.engine  # noqa: F401
     engine = load_engine(
         notes,
         target=target,

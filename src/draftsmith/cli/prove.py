@@ -21,6 +21,7 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
+    importing,
 )
 from draftsmith.cli.plans import (
     AcceptanceOption,
@@ -104,8 +105,9 @@ def prove(
     )
     check_models(target, (drafter,), (dtype,))
     check_prompts(data, task)
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.proving import prove as run
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.proving import prove as run
 
     notes, console = Console(stderr=True), Console()
     with progress(notes) as report:

@@ -20,6 +20,7 @@ from draftsmith.cli.common import (
     TargetOption,
     TrustOption,
     check_outputs,
+    importing,
 )
 from draftsmith.workflows.models import Loading
 
@@ -78,8 +79,9 @@ def tune_layers(
     check_models(target, dtypes=(dtype,))
     check_prompts(data, task)
     check_place(out.expanduser())
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.tuning import tune_layers as run
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.tuning import tune_layers as run
 
     console, notes = Console(), Console(stderr=True)
     with progress(notes, evaluations) as report:
