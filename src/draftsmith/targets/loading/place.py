@@ -5,14 +5,15 @@ from pathlib import Path
 
 from draftsmith.types import DraftsmithError
 
-ALIKE = 0.8
-"""So much like a name of the hub the name of a folder here has to be for the folder to be meant."""
+ALIKE, MUCH_ALIKE = 0.6, 0.8
+"""So much like a path the folder of a model has to be to be meant by it; and like what may be a name on the hub."""
 
 
 def check_place(name: str) -> None:
-    """Refuse a folder that is none, or that holds no model, and a name that is nearly that of a model's folder here.
+    """Refuse a folder that is none, or that holds no model, and a slip in the name of a model's folder.
 
-    A name of another form than that of a path, owner/name or name alone, may stand for a model on the hub.
+    A name alone, or owner/name, may stand for a model on the hub. It is taken for a slip only where a model here is
+    called much the same, with the same digits: another number is another model.
 
     Raises:
         DraftsmithError: it cannot be loaded; the sentence names the folder that may be meant.
@@ -24,19 +25,21 @@ def check_place(name: str) -> None:
         return
     if folder.exists():
         raise DraftsmithError(f"{name} is a file; give the folder of a saved transformers model.")
-    near = _near(folder)
-    if near is not None:
-        raise DraftsmithError(f"the target {name} does not exist; did you mean {near}?")
-    if folder.is_absolute() or name.startswith((".", "~")) or len(folder.parts) > 2:
-        raise DraftsmithError(f"folder {name} does not exist; check the path.")
-
-
-def _near(folder: Path) -> Path | None:
-    """Return the folder of a model beside this one, or where this one would be, whose name is like its name."""
+    on_hub = len(folder.parts) <= 2 and not folder.is_absolute() and not name.startswith((".", "~"))
     place = folder.expanduser()
     try:
         models = [path.name for path in place.parent.iterdir() if (path / "config.json").is_file()]
     except OSError:
-        return None
-    near = get_close_matches(place.name, models, n=1, cutoff=ALIKE)
-    return place.parent / near[0] if near else None
+        models = []
+    if on_hub:
+        models = [model for model in models if digits(model) == digits(place.name)]
+    near = get_close_matches(place.name, models, n=1, cutoff=MUCH_ALIKE if on_hub else ALIKE)
+    if near:
+        raise DraftsmithError(f"the target {name} does not exist; did you mean {place.parent / near[0]}?")
+    if not on_hub:
+        raise DraftsmithError(f"folder {name} does not exist; check the path.")
+
+
+def digits(name: str) -> list[str]:
+    """Return the digits of a name, in order."""
+    return [character for character in name if character.isdigit()]
