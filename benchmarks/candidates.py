@@ -28,7 +28,7 @@ from common import (
 
 from draftsmith import assets
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import plan_for
+from draftsmith.evaluation.grid import plan_for
 from draftsmith.evaluation.measuring.measure import measure
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams

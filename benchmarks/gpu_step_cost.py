@@ -34,7 +34,8 @@ from draftsmith import assets
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import Grid, prepare_grid, run_engine, run_grid
+from draftsmith.evaluation.bench import prepare_grid, run_engine, run_grid
+from draftsmith.evaluation.grid import Grid
 from draftsmith.evaluation.prompts import embedded_prompts
 from draftsmith.plan import Plan
 from draftsmith.targets import Target

@@ -64,9 +64,10 @@ ABOVE = [path for path in FILES if part_of(path) in ("cli", "workflows", "evalua
 @pytest.mark.parametrize("path", ABOVE, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_nothing_above_the_drafters_names_a_family(path: Path):
     """What has to be known of a family stands in its `Family`, so that one of another package is treated alike."""
-    modules = {f"draftsmith.drafters.{path.stem}" for path in FILES if "\nFAMILY = " in path.read_text()}
-    modules |= {family.config.__module__ for family in BUILT_IN}
-    assert len(modules) >= len(BUILT_IN)
+    configs = {family.name: family.config.__module__ for family in BUILT_IN}
+    modules = {f"{place.rpartition('.')[0]}.{name.replace('-', '_')}" for name, place in configs.items()}
+    assert all((SOURCE.parent / f"{module.replace('.', '/')}.py").is_file() for module in modules)
+    modules |= set(configs.values())
     for name in imported_modules(path):
         assert not any(name == module or name.startswith(f"{module}.") for module in modules), name
     known = {family.name for family in BUILT_IN}

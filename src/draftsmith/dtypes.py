@@ -1,28 +1,42 @@
 """Which number formats weights are held in, and how they are given one."""
 
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from draftsmith.types import DraftsmithError
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+_NAMES = {
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "fp16": "float16",
+    "float16": "float16", "fp64": "float64", "float64": "float64",
+}
+"""What users may write, and PyTorch's names."""
+
+
+def check_dtype(name: str) -> None:
+    """Raise a DraftsmithError for a name that is none."""
+    if name != "auto" and name not in _NAMES:
+        raise DraftsmithError(f"dtype {name!r} is unknown; use one of auto, {', '.join(_NAMES)}.")
+
+
+def cast_parameters(module: "nn.Module", dtype: "torch.dtype") -> None:
     """Give all parameters a dtype, in place; buffers, such as rotary frequencies, keep the precision they need."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
-def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: "str | torch.dtype", device: "torch.device") -> "torch.dtype":
     """Turn "auto", "bf16", "fp32" … into a dtype; "auto" is bf16 where the hardware multiplies it, else fp32."""
+    import torch
+
     if isinstance(name, torch.dtype):
         return name
-    table = {
-        "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp32": torch.float32, "float32": torch.float32,
-        "fp16": torch.float16, "float16": torch.float16, "fp64": torch.float64, "float64": torch.float64,
-    }
+    check_dtype(name)
     if name == "auto":
         fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if fast else torch.float32
-    if name not in table:
-        raise DraftsmithError(f"dtype {name!r} is unknown; use one of auto, {', '.join(table)}.")
-    return table[name]
+    found = getattr(torch, _NAMES[name])
+    assert isinstance(found, torch.dtype)
+    return found

@@ -9,11 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 def provenance(**more: Any) -> dict[str, Any]:
     """Return what is needed to repeat a measurement; `more` adds dtype, target, drafter and the like."""
+    import torch
+
     record: dict[str, Any] = {
         "command": command_line(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -47,6 +47,8 @@ def without_folders(word: str) -> str:
 
 def machine() -> dict[str, Any]:
     """Return the processor, usable cores, memory in GiB and accelerators."""
+    import torch
+
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),

@@ -14,9 +14,9 @@ from draftsmith.drafters.registry import families, family_named, load_drafter
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.drafter import TrainableDrafter
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import Grid
 from draftsmith.evaluation.comparison.orderings import pairs
 from draftsmith.evaluation.comparison.questions import Settings
+from draftsmith.evaluation.grid import Grid
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.plan import Plan
 from draftsmith.targets import Target

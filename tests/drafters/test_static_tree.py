@@ -15,9 +15,10 @@ from draftsmith.drafters.attention.eagle_config import EagleConfig
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.heads.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.drafters.lookup.ngram import NgramConfig, make_ngram
-from draftsmith.drafters.static_tree import EAGLE_TREE, MEDUSA_TREE, plan_of, pruned, static_tree
+from draftsmith.drafters.static_tree import static_tree
+from draftsmith.drafters.tree_choices import EAGLE_TREE, MEDUSA_TREE, plan_of, pruned
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import plan_for
+from draftsmith.evaluation.grid import plan_for
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT, Context, DraftsmithError, SamplingParams
 from tests.drafters.test_grow import RandomDrafter, V, context_of

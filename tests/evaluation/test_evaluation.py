@@ -13,7 +13,8 @@ from draftsmith.drafters.heads.mlp_config import MLPConfig
 from draftsmith.engine import Engine
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.profile import Arm, Profile
-from draftsmith.evaluation.bench import Grid, plan_for, run_grid
+from draftsmith.evaluation.bench import run_grid
+from draftsmith.evaluation.grid import Grid, plan_for
 from draftsmith.evaluation.measuring.interleaving import interleaved
 from draftsmith.evaluation.measuring.intervals import mean_interval, ratio_interval
 from draftsmith.evaluation.measuring.losslessness import (

@@ -9,8 +9,8 @@ from rich.console import Console
 
 import draftsmith
 from draftsmith import DraftsmithError, Plan, Target, load_drafter
-from draftsmith.evaluation.bench import Grid
 from draftsmith.evaluation.comparison.questions import Settings, gather
+from draftsmith.evaluation.grid import Grid
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.evaluation.proof.prove import Workload
 from draftsmith.targets.token_ids import Conversation

@@ -25,6 +25,7 @@ from draftsmith.cli.common import (
     ThreadsOption,
     TrustOption,
     check_outputs,
+    importing,
     numbers,
     set_threads,
 )
@@ -95,10 +96,8 @@ def bench(
     """
     check_outputs(json_path, plots)
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
-    from draftsmith.evaluation.bench import Grid
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.benchmark import BenchResult
-    from draftsmith.workflows.benchmark import bench as run
+    from draftsmith.evaluation.grid import Grid
+    from draftsmith.workflows.given import check_models, check_prompts
 
     tree = read_shape(plan) if plan is not None else None
     if candidates is not None and tree is not None:
@@ -116,6 +115,12 @@ def bench(
         rules=rules,
         temperature=temperature,
     )
+    check_models(target, (drafter,), (dtype,))
+    check_prompts(data, task)
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.benchmark import BenchResult
+        from draftsmith.workflows.benchmark import bench as run
 
     kept: list[BenchResult] = []
 

@@ -16,6 +16,7 @@ from draftsmith.cli.common import (
     ThreadsOption,
     TrustOption,
     check_outputs,
+    importing,
     set_threads,
 )
 from draftsmith.types import DraftsmithError
@@ -67,8 +68,14 @@ def check(
     check_outputs(json_path)
     if folder is not None and drafter is not None:
         raise DraftsmithError(f"there is {folder} and --drafter {drafter}; give one of them.")
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.checking import check as run
+    from draftsmith.workflows.given import check_folder, check_models, check_prompts
+
+    check_models(target, dtypes=(dtype, serving_dtype))
+    check_folder(drafter or folder)
+    check_prompts(data, task)
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.checking import check as run
 
     notes, console = Console(stderr=True), Console()
 

@@ -1,5 +1,8 @@
 """What the commands share: options, parsing of lists, checks before the work begins."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -99,3 +102,20 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 def say(sentence: str) -> None:
     """Print one sentence in red on stderr."""
     Console(stderr=True, soft_wrap=True).print(Text(sentence, style="red"))
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import what takes seconds without looking for garbage, and never look through it again.
+
+    What modules hold stays as long as the process does. PyTorch and transformers make so many objects that looking
+    for garbage among them takes a quarter of the time of their imports.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()

@@ -19,6 +19,7 @@ from draftsmith.cli.common import (
     ThreadsOption,
     TrustOption,
     check_outputs,
+    importing,
     set_threads,
 )
 from draftsmith.types import DraftsmithError
@@ -103,14 +104,21 @@ def compare(
     """
     check_outputs(json_path)
     from draftsmith.evaluation.comparison.questions import Settings
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.comparison import compare as run
-    from draftsmith.workflows.entries import Budget
+    from draftsmith.workflows.entries import Budget, read_entries
+    from draftsmith.workflows.given import check_models, check_prompts, check_texts
 
     budget = Budget(out, positions, minutes, data, texts, text_tokens, seed, search_share)
     wanted = tuple(task for task in (tasks or "").replace(" ", "").split(",") if task)
     settings = Settings(wanted, prompt_count, sampled_prompt_count, prompt_tokens, new_tokens, rounds, seed)
     given = named_folders(drafter or [])
+    read_entries(family or [])
+    check_models(target, map(Path, given.values()), (dtype,))
+    check_texts(data)
+    check_prompts(prompts)
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.comparison import compare as run
+
     console, notes = Console(), Console(stderr=True)
     set_threads(threads, notes)
     with progress(notes) as report:

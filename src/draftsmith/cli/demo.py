@@ -22,6 +22,7 @@ from draftsmith.cli.common import (
     TargetOption,
     ThreadsOption,
     check_outputs,
+    importing,
     set_threads,
 )
 from draftsmith.types import DraftsmithError
@@ -61,11 +62,15 @@ def demo(
     for name, value in (("--minutes", minutes), ("--prompts", prompts), ("--prompt-tokens", prompt_tokens - 1)):
         if not 0 < value < 1e6:
             raise DraftsmithError(f"{name} is too small or too large; try the default.")
+    from draftsmith.workflows.given import check_models
+
+    check_models(target, (None if drafter is None else Path(drafter),), (dtype,))
     check_outputs(json_path, out)
-    from draftsmith.cli.demo_report import coloured_sample, print_speedups, print_training, write_demo_report
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.demonstration import demonstrate
-    from draftsmith.workflows.live import LiveSettings
+    with importing():
+        from draftsmith.cli.demo_report import coloured_sample, print_speedups, print_training, write_demo_report
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.demonstration import demonstrate
+        from draftsmith.workflows.live import LiveSettings
 
     console = Console()
     set_threads(threads, Console(stderr=True))

@@ -24,6 +24,7 @@ from draftsmith.cli.common import (
     ThreadsOption,
     TrustOption,
     check_outputs,
+    importing,
     load_engine,
     say,
     set_threads,
@@ -39,7 +40,7 @@ from draftsmith.cli.plans import (
     SampledOption,
     ShapeOption,
     check_drafter,
-    parse_plan,
+    read_drafts,
     read_rules,
 )
 from draftsmith.plan import NO_DRAFT
@@ -152,7 +153,13 @@ def generate(
         n=n,
         logprobs=logprobs,
     )
+    from draftsmith.workflows.given import check_models
+
+    check_models(target, () if no_draft else (drafter,), (dtype,))
+    drafts = read_drafts(plan, candidates, rules)
     notes = Console(stderr=True)
+    with importing():
+        import draftsmith.engine  # noqa: F401
     set_threads(threads, notes)
     engine = load_engine(
         notes,
@@ -171,7 +178,7 @@ def generate(
         check_chat(engine.target)
     if not no_draft:
         check_drafter(engine.drafter, rules)
-    shape = NO_DRAFT if no_draft else parse_plan(plan, candidates, engine.plan, rules)
+    shape = NO_DRAFT if no_draft else drafts.plan(engine.plan)
     engine = settle_compilation(
         notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
     )

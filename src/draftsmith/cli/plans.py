@@ -98,7 +98,7 @@ def read_rules(
 def read_shape(shape: str) -> Plan | None:
     """Read "4,2,1", the name of a published tree, or a JSON file with a list of lists of ranks; "own" is None."""
     from draftsmith.drafters.registry import published_trees
-    from draftsmith.drafters.static_tree import read_choices
+    from draftsmith.drafters.tree_choices import read_choices
 
     published = published_trees()
     if shape == OWN:

@@ -22,6 +22,7 @@ from draftsmith.cli.common import (
     ThreadsOption,
     TrustOption,
     check_outputs,
+    importing,
     set_threads,
 )
 from draftsmith.cli.plans import (
@@ -98,14 +99,19 @@ def prove(
     check_outputs(json_path)
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, ANY_TEMPERATURE)
     drafts = read_drafts(plan, candidates, rules)
-    from draftsmith.evaluation.proof.prove import Workload
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.proving import prove as run
+    from draftsmith.evaluation.proof.workload import Workload
+    from draftsmith.workflows.given import check_models, check_prompts
 
     work = Workload(
         new_tokens=new_tokens, batch=batch, draws=draws, small_draws=10 * draws, joint_tokens=joint_tokens, top_k=top_k,
         rows=rows, seed=seed,
     )
+    check_models(target, (drafter,), (dtype,))
+    check_prompts(data, task)
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.proving import prove as run
+
     notes, console = Console(stderr=True), Console()
     set_threads(threads, notes)
     with progress(notes) as report:

@@ -21,6 +21,7 @@ from draftsmith.cli.common import (
     ThreadsOption,
     TrustOption,
     check_outputs,
+    importing,
     set_threads,
 )
 from draftsmith.workflows.models import Loading
@@ -75,8 +76,15 @@ def tune_layers(
     Example: `draftsmith tune-layers --target my-model --data prompts.jsonl --out runs/my-layers --minutes 20`
     """
     check_outputs(json_path)
-    from draftsmith.evaluation.reporting.result_files import write_json
-    from draftsmith.workflows.tuning import tune_layers as run
+    from draftsmith.drafters.models.place import check_place
+    from draftsmith.workflows.given import check_models, check_prompts
+
+    check_models(target, dtypes=(dtype,))
+    check_prompts(data, task)
+    check_place(out.expanduser())
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.tuning import tune_layers as run
 
     console, notes = Console(), Console(stderr=True)
     set_threads(threads, notes)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -31,6 +31,9 @@ OF_TARGET = "decided by the target"
 """Marks, in `Annotated`, what no recipe sets."""
 FREE = "shapes no weights"
 """Marks what may differ between a drafter and the one that it starts from: the draft, the loss, the first weights."""
+
+Divergence = Literal["forward_kl", "reverse_kl", "js", "tv", "lk"]
+"""How far two distributions are apart, see `trainable.divergence`."""
 
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]

@@ -3,24 +3,26 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
-from torch import Tensor
 
-from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.config import Config
+from draftsmith.drafters.tree_choices import Choices
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from draftsmith.drafters.base import Drafter
     from draftsmith.drafters.trainable.drafter import TrainableDrafter
     from draftsmith.drafters.trainable.model import TrainableModel
     from draftsmith.targets import Target
 
-
-Choices = tuple[tuple[int, ...], ...]
 SEPARATOR = re.compile(r",(?![^\[]*\])")
 """A comma between options, not one in a list."""
 
@@ -76,21 +78,28 @@ class Family:
     name: str
     summary: str
     config: type[Config]
-    make: Callable[[Any, "Target", Tensor | None], "Drafter | TrainableModel"]
-    load: Callable[[Path, "Target"], Drafter] | None = None
+    make: Callable[[Any, "Target", "Tensor | None"], "Drafter | TrainableModel"]
+    load: Callable[[Path, "Target"], "Drafter"] | None = None
     recognises: Callable[[Mapping[str, Any]], bool] = lambda config: False
     trainable: bool = False
     rate: float = 1e-3
-    reopen: Callable[[Path, "Target | None", torch.dtype], "TrainableModel"] | None = None
+    reopen: Callable[[Path, "Target | None", "torch.dtype"], "TrainableModel"] | None = None
     tree: Choices = ()
     compared: Compared = Compared()
 
-    def ready(self, config: Config, target: "Target") -> Drafter:
+    def ready(self, config: Config, target: "Target") -> "Drafter":
         """Make a drafter that needs no training; DraftsmithError for a family that does."""
-        made = None if self.trainable else self.make(config, target, None)
-        if not isinstance(made, Drafter):
-            raise DraftsmithError(f"a drafter of the family {self.name!r} has to be trained; give the folder of one.")
+        from draftsmith.drafters.base import Drafter
+
+        self.check_ready()
+        made = self.make(config, target, None)
+        assert isinstance(made, Drafter)
         return made
+
+    def check_ready(self) -> None:
+        """Raise a DraftsmithError for a family that needs training."""
+        if self.trainable:
+            raise DraftsmithError(f"a drafter of the family {self.name!r} has to be trained; give the folder of one.")
 
 
 def trained(name: str, summary: str, drafter: "type[TrainableDrafter]", **facts: Any) -> Family:
@@ -99,6 +108,35 @@ def trained(name: str, summary: str, drafter: "type[TrainableDrafter]", **facts:
         name, summary, drafter.config_class, drafter.new, drafter.load, drafter.recognises, trainable=True,
         reopen=drafter.from_pretrained, **facts,
     )
+
+
+def later(place: str) -> Callable[..., Any]:
+    """Return a function that calls the one at "module:name", importing the module at its first call.
+
+    So what a family says of itself, which is all that most mistakes need, is read without what it computes with.
+    """
+    module, _, name = place.partition(":")
+
+    def call(*arguments: Any) -> Any:
+        return attrgetter(name)(import_module(module))(*arguments)
+
+    return call
+
+
+def trained_in(
+    place: str, name: str, summary: str, config: type[Config], recognises: Callable[[Mapping[str, Any]], bool],
+    **facts: Any,
+) -> Family:
+    """Return the family of the class of trained drafters at "module:class", which is imported when one is wanted."""
+    return Family(
+        name, summary, config, later(f"{place}.new"), later(f"{place}.load"), recognises, trainable=True,
+        reopen=later(f"{place}.from_pretrained"), **facts,
+    )
+
+
+def of_type(model_type: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Return what recognises a config.json by its model_type."""
+    return lambda config: config.get("model_type") == model_type
 
 
 def read_spec(text: str) -> tuple[str, dict[str, Any]]:

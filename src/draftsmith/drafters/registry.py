@@ -2,39 +2,44 @@
 
 A folder's family is told by its config.json. Other packages add families through the entry-point group
 `draftsmith.drafters`: the value is a `Family`.
+
+What families say of themselves is read here without PyTorch, so that a mistyped name or option is told at once. What a
+family computes with is imported when a drafter is made or loaded; families of other packages, which may import PyTorch
+as they please, when none of ours is meant.
 """
 
 import logging
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from draftsmith.drafters.attention.eagle import FAMILY as EAGLE
-from draftsmith.drafters.attention.eagle3 import FAMILY as EAGLE3
-from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.attention.eagle_config import EAGLE, EAGLE3
+from draftsmith.drafters.config import Config
 from draftsmith.drafters.family import Family, read_spec
-from draftsmith.drafters.heads.firp import FAMILY as FIRP
-from draftsmith.drafters.heads.hydra import FAMILY as HYDRA
-from draftsmith.drafters.heads.medusa import FAMILY as MEDUSA
-from draftsmith.drafters.heads.mlp import FAMILY as MLP
-from draftsmith.drafters.heads.recurrent import FAMILY as RECURRENT
-from draftsmith.drafters.lookup.lookahead import FAMILY as LOOKAHEAD
-from draftsmith.drafters.lookup.ngram import FAMILY as NGRAM
-from draftsmith.drafters.lookup.suffix import FAMILY as SUFFIX
-from draftsmith.drafters.models.draft_model import FAMILY as DRAFT_MODEL
-from draftsmith.drafters.models.early_exit import FAMILY as EARLY_EXIT
-from draftsmith.drafters.models.int8_self import FAMILY as INT8_SELF
-from draftsmith.drafters.models.skip_layers import FAMILY as SKIP_LAYERS
-from draftsmith.drafters.models.small_lm import FAMILY as SMALL_LM
+from draftsmith.drafters.heads.firp_config import FAMILY as FIRP
+from draftsmith.drafters.heads.hydra_config import FAMILY as HYDRA
+from draftsmith.drafters.heads.medusa_config import FAMILY as MEDUSA
+from draftsmith.drafters.heads.mlp_config import FAMILY as MLP
+from draftsmith.drafters.heads.recurrent_config import FAMILY as RECURRENT
+from draftsmith.drafters.lookup.lookahead_config import FAMILY as LOOKAHEAD
+from draftsmith.drafters.lookup.ngram_config import FAMILY as NGRAM
+from draftsmith.drafters.lookup.suffix_config import FAMILY as SUFFIX
+from draftsmith.drafters.models.draft_model_config import FAMILY as DRAFT_MODEL
+from draftsmith.drafters.models.early_exit_config import FAMILY as EARLY_EXIT
+from draftsmith.drafters.models.int8_self_config import FAMILY as INT8_SELF
+from draftsmith.drafters.models.skip_layers_config import FAMILY as SKIP_LAYERS
+from draftsmith.drafters.models.small_lm_config import FAMILY as SMALL_LM
 from draftsmith.drafters.trainable import storage
-from draftsmith.drafters.trainable.model import other_tokens
+from draftsmith.drafters.tree_choices import Choices
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     import torch
 
+    from draftsmith.drafters.base import Drafter
     from draftsmith.drafters.trainable.model import TrainableModel
     from draftsmith.targets import Target
 
@@ -79,12 +84,24 @@ def families() -> dict[str, Family]:
     return known
 
 
+def find(name: str) -> Family | None:
+    """Return the family of a name, None where there is none; other packages are asked for what is not ours."""
+    own = next((family for family in (*BUILT_IN, DRAFT_MODEL) if family.name == name), None)
+    return own or families().get(name)
+
+
 def family_named(name: str) -> Family:
     """Return a family; DraftsmithError lists those that exist."""
-    known = families()
-    if name not in known:
+    family = find(name)
+    if family is None:
         raise DraftsmithError(f"there is no drafter family {name!r}; {near_family(name)}.")
-    return known[name]
+    return family
+
+
+def recognised(config: Mapping[str, Any]) -> Family | None:
+    """Return the family that a config.json's object belongs to, ours first; None where nobody knows it."""
+    own = next((family for family in BUILT_IN if family.recognises(config)), None)
+    return own or next((family for family in families().values() if family.recognises(config)), None)
 
 
 def near_family(name: str) -> str:
@@ -95,7 +112,7 @@ def near_family(name: str) -> str:
     return f"did you mean {near[0]}? {listed[0].upper()}{listed[1:]}" if near else listed
 
 
-def published_trees() -> dict[str, tuple[tuple[int, ...], ...]]:
+def published_trees() -> dict[str, Choices]:
     """Return the static trees that were published with families, by the family's name."""
     return {family.name: family.tree for family in families().values() if family.tree}
 
@@ -121,7 +138,45 @@ def is_local(name: str | Path) -> bool:
     return isinstance(name, Path) or path.exists() or str(name)[:1] in "/.~" or len(path.parts) != 2
 
 
-def load_drafter(name: str | Path, target: "Target") -> Drafter:
+def meant(name: str | Path) -> tuple[Family, Config | None] | None:
+    """Return the family that a drafter is of and, of a word, its options; None where only a download could tell.
+
+    Nothing is imported or loaded for it but the packages of other people's families, where it is none of ours.
+
+    Raises:
+        DraftsmithError: nothing there, damaged, or of an unknown family.
+    """
+    if isinstance(name, str) and not Path(name).exists():
+        word, values = read_spec(name) if ":" in name else (name, {})
+        family = find(word)
+        if family is not None:
+            options = family.config.read(values, f"{word}:")
+            family.check_ready()
+            return family, options
+        if not set(str(name)) & set("/.~\\"):
+            raise DraftsmithError(
+                f"{word!r} is neither a folder nor a drafter family; {near_family(word)}. Families with training are "
+                "given as the folder of a trained drafter."
+            )
+    if not is_local(name):
+        return None
+    folder = Path(name).expanduser()
+    storage.require_folder(folder)
+    return in_folder(folder, storage.read_config(folder)), None
+
+
+def in_folder(folder: Path, config: Mapping[str, Any]) -> Family:
+    """Return the family of a drafter that can be loaded; DraftsmithError where there is none for this config.json."""
+    family = recognised(config)
+    if family is None or family.load is None:
+        known = ", ".join(sorted(family.name for family in families().values() if family.load is not None))
+        raise DraftsmithError(
+            f"{folder} is of the drafter family {config.get('model_type')!r}, which is unknown; known are {known}."
+        )
+    return family
+
+
+def load_drafter(name: str | Path, target: "Target") -> "Drafter":
     """Load the drafter at a local folder or hub name, checked against the target, or make one from a word.
 
     A word is the name of a family that needs no training, with its options: `ngram`, `ngram:max_length=4`.
@@ -129,33 +184,21 @@ def load_drafter(name: str | Path, target: "Target") -> Drafter:
     Raises:
         DraftsmithError: nothing there, damaged, of an unknown family, or made for another target.
     """
-    if isinstance(name, str) and not Path(name).exists():
-        word, values = read_spec(name) if ":" in name else (name, {})
-        family = families().get(word)
-        if family is not None:
-            return family.ready(family.config.read(values, f"{word}:"), target)
-        if not set(str(name)) & set("/.~\\"):
-            raise DraftsmithError(
-                f"{word!r} is neither a folder nor a drafter family; {near_family(word)}. Families with training are "
-                "given as the folder of a trained drafter."
-            )
-    if is_local(name):
-        folder = Path(name).expanduser()
-        storage.require_folder(folder)
-    else:
-        folder = fetch(str(name))
+    from draftsmith.drafters.trainable.model import other_tokens
+
+    found = meant(name)
+    family, options = found if found is not None else (None, None)
+    if family is not None and options is not None:
+        return family.ready(options, target)
+    folder = Path(name).expanduser() if family is not None else fetch(str(name))
     config = storage.read_config(folder)
-    for family in families().values():
-        if family.load is not None and family.recognises(config):
-            drafter = family.load(folder, target)
-            warning = other_tokens(folder, config.get("draftsmith", {}).get("target", {}), target)
-            if warning is not None:
-                log.warning(warning)
-            return drafter
-    known = ", ".join(sorted(family.name for family in families().values() if family.load is not None))
-    raise DraftsmithError(
-        f"{folder} is of the drafter family {config.get('model_type')!r}, which is unknown; known are {known}."
-    )
+    family = family or in_folder(folder, config)
+    assert family.load is not None
+    drafter = family.load(folder, target)
+    warning = other_tokens(folder, config.get("draftsmith", {}).get("target", {}), target)
+    if warning is not None:
+        log.warning(warning)
+    return drafter
 
 
 def reopen(folder: Path, target: "Target", dtype: "torch.dtype") -> "TrainableModel":
@@ -174,10 +217,9 @@ def reopen(folder: Path, target: "Target", dtype: "torch.dtype") -> "TrainableMo
 
 def family_of(name: str | Path) -> Family | None:
     """Return the family of a word or of a folder's config.json, None where there is no telling without a download."""
-    if isinstance(name, str) and not Path(name).exists() and name.partition(":")[0] in families():
-        return families()[name.partition(":")[0]]
+    if isinstance(name, str) and not Path(name).exists():
+        family = find(name.partition(":")[0])
+        if family is not None:
+            return family
     folder = Path(name).expanduser()
-    if not (folder / "config.json").is_file():
-        return None
-    values = storage.read_config(folder)
-    return next((family for family in families().values() if family.recognises(values)), None)
+    return recognised(storage.read_config(folder)) if (folder / "config.json").is_file() else None

@@ -4,16 +4,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from draftsmith import assets
-from draftsmith.targets import Target
-from draftsmith.targets.loading.tokens import first_line
 from draftsmith.targets.records import Completion, read_record
 from draftsmith.targets.token_ids import ASSISTANT, Conversation, opening_ids, prompt_ids, text_ids
 from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from draftsmith.targets import Target
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _asked(record: Mapping[str, Any], where: str) -> str | Conversation:
     return replace(document, messages=messages[:last])
 
 
-def whole(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
+def whole(target: "Target", prompts: Sequence[Prompt]) -> list[list[int]]:
     """Return the conversations among the prompts, up to where the assistant's next words begin; they are never cut."""
     found = []
     for prompt in prompts:
@@ -111,20 +112,22 @@ def whole(target: Target, prompts: Sequence[Prompt]) -> list[list[int]]:
         try:
             found.append(prompt_ids(tokenizer, prompt.conversation))
         except Exception as error:  # a template is a program of somebody else's
+            from draftsmith.targets.loading.tokens import first_line
+
             raise DraftsmithError(
                 f"the chat template of {target.name} refuses a prompt ({first_line(error)}); fix its messages."
             ) from error
     return found
 
 
-def tokenizer_of(target: Target) -> PreTrainedTokenizerBase:
+def tokenizer_of(target: "Target") -> "PreTrainedTokenizerBase":
     """Return the target's tokenizer; DraftsmithError where it has none."""
     if target.tokenizer is None:
         raise DraftsmithError(f"{target.name} has no tokenizer, so text cannot be turned into tokens; give one.")
     return target.tokenizer
 
 
-def cut(target: Target, prompts: Sequence[Prompt], tokens: int, count: int, exact: bool = True) -> list[list[int]]:
+def cut(target: "Target", prompts: Sequence[Prompt], tokens: int, count: int, exact: bool = True) -> list[list[int]]:
     """Return `count` prompts of `tokens` tokens: the beginnings of all texts first, then later windows.
 
     What the tokenizer puts before a text stands before every window. Windows repeat once all are used up.

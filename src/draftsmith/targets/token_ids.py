@@ -9,10 +9,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -33,12 +33,12 @@ class Conversation:
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
-def body_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def body_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Return the tokens of a text without special tokens around it."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def text_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Return what the tokenizer's own call makes of a text, but with one BOS where the text brings it along."""
     ids: list[int] = list(tokenizer(text, verbose=False)["input_ids"])
     bos = tokenizer.bos_token_id
@@ -50,21 +50,21 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids[1:] if doubled else ids
 
 
-def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def opening_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Return the special tokens that the tokenizer puts before a text."""
     whole, plain = text_ids(tokenizer, "a"), body_ids(tokenizer, "a")
     starts = (at for at in range(len(whole)) if plain and whole[at : at + len(plain)] == plain)
     return whole[: next(starts, 0)]
 
 
-def beginning_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def beginning_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Return the tokens of a text that goes on: those of `text_ids` without what would close it."""
     ids, body = text_ids(tokenizer, text), body_ids(tokenizer, text)
     at = next((at for at in range(len(ids)) if ids[at : at + len(body)] == body), None)
     return ids if at is None else ids[: at + len(body)]
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[int]:
+def prompt_ids(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> list[int]:
     """Return a conversation as the template writes it, up to where the assistant's next words begin.
 
     Any exception may come out of it: a template is a program of somebody else's.
@@ -73,7 +73,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -
 
 
 def conversation_ids(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, end_tokens: Iterable[int]
+    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, end_tokens: Iterable[int]
 ) -> tuple[list[int], list[Span]]:
     """Return a whole conversation, and where in it the assistant wrote, each time up to its end token.
 
@@ -105,7 +105,7 @@ def conversation_ids(
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, messages: Sequence[Message], prompt: bool
+    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, messages: Sequence[Message], prompt: bool
 ) -> str:
     text = tokenizer.apply_chat_template(
         [dict(message) for message in messages], add_generation_prompt=prompt, tokenize=False, **conversation.more
@@ -114,7 +114,7 @@ def _render(
     return text
 
 
-def _marked_spans(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, text: str) -> list[Span] | None:
+def _marked_spans(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, text: str) -> list[Span] | None:
     """Return what the template marks as the assistant's; None where it marks nothing, or the tokenizer cannot say.
 
     The tokens are found by their places in the text here, because `return_assistant_tokens_mask` takes everything up to
@@ -126,6 +126,8 @@ def _marked_spans(tokenizer: PreTrainedTokenizerBase, conversation: Conversation
         return None
     messages = [{name: value for name, value in turn.items() if value is not None} for turn in conversation.messages]
     # It is declared to return a text, and returns the texts with the places of what is marked in each.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     returned: Any = render_jinja_template(
         conversations=[messages], chat_template=template, return_assistant_tokens_mask=True,
         **{**tokenizer.special_tokens_map, **more},
@@ -154,7 +156,7 @@ class Ways(NamedTuple):
     template_hash: str | None = None
 
 
-def ways(tokenizer: PreTrainedTokenizerBase | None) -> Ways:
+def ways(tokenizer: "PreTrainedTokenizerBase | None") -> Ways:
     """Return how a tokenizer makes tokens of texts and conversations; no template has the hash of an empty text."""
     if tokenizer is None:
         return Ways()

@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.drafters.trainable import storage
 from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 PREFIX = "step-"
 LATEST, BEST = "latest", "best"
@@ -29,7 +30,7 @@ class Checkpoint:
 
     folder: Path
     progress: dict[str, Any]
-    optimizer: dict[str, Tensor]
+    optimizer: "dict[str, Tensor]"
 
 
 class Checkpoints:
@@ -71,7 +72,7 @@ class Checkpoints:
 
     def save(
         self, step: int, drafter_files: Callable[[Path], None], progress: Mapping[str, Any],
-        optimizer: Mapping[str, Tensor], best: int | None = None,
+        optimizer: "Mapping[str, Tensor]", best: int | None = None,
     ) -> Path:
         """Write a checkpoint and `settle` it; a failed save leaves all earlier ones as they were.
 
@@ -159,8 +160,10 @@ class Checkpoints:
         return Checkpoint(folder, storage.read_json(folder / PROGRESS), storage.read_tensor_file(folder / OPTIMIZER))
 
 
-def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+def optimizer_tensors(optimizers: "list[torch.optim.Optimizer]") -> "dict[str, Tensor]":
     """Return the optimizers' state as named tensors: optimizer.parameter.key."""
+    import torch
+
     return {
         f"{i}.{index}.{key}": torch.as_tensor(value)
         for i, optimizer in enumerate(optimizers)
@@ -169,7 +172,7 @@ def optimizer_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tens
     }
 
 
-def load_optimizer_tensors(optimizers: list[torch.optim.Optimizer], tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer_tensors(optimizers: "list[torch.optim.Optimizer]", tensors: "Mapping[str, Tensor]") -> None:
     """Put named tensors back; the parameter groups keep the settings of the recipe."""
     for i, optimizer in enumerate(optimizers):
         state: dict[int, dict[str, Tensor]] = {}

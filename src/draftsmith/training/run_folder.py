@@ -17,7 +17,6 @@ import yaml
 from draftsmith.drafters.trainable import storage
 from draftsmith.files import JsonLines, replace_text
 from draftsmith.provenance import provenance
-from draftsmith.training.curves import draw_curves
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.types import DraftsmithError, TargetFacts
 
@@ -180,6 +179,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Count the seconds, draw the curves and flush."""
+        from draftsmith.training.curves import draw_curves
+
         self.note_time()
         draw_curves(self.records, self.path / "curves.png")
         if self._board is not None:

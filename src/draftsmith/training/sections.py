@@ -4,10 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from draftsmith.drafters.config import TrainedConfig
+from draftsmith.drafters.config import Divergence, TrainedConfig
 from draftsmith.drafters.family import Family
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named
-from draftsmith.drafters.trainable.divergence import Divergence
 from draftsmith.training.data.split import HELD_OUT_EVERY
 from draftsmith.types import DraftsmithError
 

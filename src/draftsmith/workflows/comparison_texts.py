@@ -5,12 +5,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith import assets
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.files import replace_text
-from draftsmith.targets import Target
 from draftsmith.targets.records import Completion, Document, read_record
 from draftsmith.targets.token_ids import Conversation
 from draftsmith.training.data.record_files import files_of, missing_file, records_in
@@ -29,6 +28,9 @@ from draftsmith.workflows.partition import (
     spread,
 )
 from draftsmith.workflows.sources import gather_prompts, name_of_source
+
+if TYPE_CHECKING:
+    from draftsmith.targets import Target
 
 EXCHANGES = 12
 """So many pieces of one source make a document, as many as the embedded dialogues have."""
@@ -53,7 +55,7 @@ class ComparisonTexts:
     prompts_of: str | None
     cut_off: bool
 
-    def prompts(self, part: str, target: Target, new_tokens: int) -> list[Prompt]:
+    def prompts(self, part: str, target: "Target", new_tokens: int) -> list[Prompt]:
         """Return the prompts of a part, but for conversations that leave no room for so many new tokens.
 
         Raises:

@@ -30,7 +30,7 @@ class Drafts:
         Without a shape the drafter's own tree is taken; sampled, one chain as deep; with a beam or a number of nodes,
         all its paths, of a static tree those that a beam finds within its widths.
         """
-        from draftsmith.evaluation.bench import plan_for
+        from draftsmith.evaluation.grid import plan_for
 
         given, rules = self.shape, self.rules
         if self.candidates is not None and self.candidates < 0:

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.registry import families, family_named
-from draftsmith.targets import Target
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.types import DraftsmithError
+from draftsmith.workflows.choice import Choice
 from draftsmith.workflows.partition import TRAINING
-from draftsmith.workflows.search import Choice
+
+if TYPE_CHECKING:
+    from draftsmith.targets import Target
 
 PROMPT_TOKENS, BATCH, POSITIONS = 64, 16, 48
 SCORED = 2048
@@ -123,7 +125,7 @@ def ready(family: Family) -> bool:
 
 
 def recipe_for(
-    entry: Entry, choice: Choice, target: Target, budget: Budget, steps: int, run: str, epochs: int | None = None
+    entry: Entry, choice: Choice, target: "Target", budget: Budget, steps: int, run: str, epochs: int | None = None
 ) -> Recipe:
     """Return the recipe that trains an entry; it is saved beside the run and can be run by `draftsmith train`."""
     scored = {} if target.vocab_size <= SCORED else {"draft_vocab_size": SCORED}

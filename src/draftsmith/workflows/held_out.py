@@ -4,15 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftsmith.evaluation.prompts import Prompt, cut, distinct, whole
-from draftsmith.targets import Target
 from draftsmith.targets.records import Completion, Document, plain_text
 from draftsmith.targets.token_ids import ASSISTANT
 from draftsmith.training.data.sources import Source, names_of
 from draftsmith.training.sections import DataSection
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.sources import EMBEDDED, gather_prompts, name_of_source
+
+if TYPE_CHECKING:
+    from draftsmith.targets import Target
 
 PROMPTS, PROMPTS_A_TASK = 32, 16
 """In all, and of every task at least."""
@@ -62,7 +65,7 @@ class Probe:
         )
 
 
-def settle(asked: Evaluation, data: DataSection, embedded: bool, target: Target) -> Probe:
+def settle(asked: Evaluation, data: DataSection, embedded: bool, target: "Target") -> Probe:
     """Return what to measure on.
 
     Args:
@@ -109,7 +112,7 @@ def settle(asked: Evaluation, data: DataSection, embedded: bool, target: Target)
     return Probe(prompts, a_task, new_tokens, prompt_tokens, source, count, max(lengths), warning)
 
 
-def held_out_prompts(data: DataSection, target: Target, longest: int) -> list[Prompt]:
+def held_out_prompts(data: DataSection, target: "Target", longest: int) -> list[Prompt]:
     """Return the held-out texts of every source, one task each; conversations that do not fit are left out."""
     found = []
     for task, section in zip(names_of(data.sources), data.sources, strict=True):
@@ -135,7 +138,7 @@ def as_prompt(document: Document, task: str, source: str) -> Prompt | None:
     return Prompt(task, source, plain_text(begun), begun)
 
 
-def fits(prompt: Prompt, target: Target, longest: int) -> bool:
+def fits(prompt: Prompt, target: "Target", longest: int) -> bool:
     """Tell whether a conversation can be shown to the target; texts are cut."""
     if prompt.conversation is None:
         return bool(prompt.text.strip())

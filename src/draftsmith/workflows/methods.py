@@ -26,8 +26,9 @@ from draftsmith.training.terminal import progress_bar
 from draftsmith.training.train import train
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.bridge import EngineBridge
+from draftsmith.workflows.choice import Choice
 from draftsmith.workflows.entries import BATCH, POSITIONS, PROMPT_TOKENS, Budget, Entry, recipe_for
-from draftsmith.workflows.search import Choice, Judge, search, try_out
+from draftsmith.workflows.search import Judge, search, try_out
 
 EVALUATION_PROMPTS, EVALUATION_TOKENS = 2, 48
 PROBED_STEPS = 3

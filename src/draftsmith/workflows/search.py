@@ -20,26 +20,15 @@ from draftsmith.training.recipe import Recipe
 from draftsmith.training.schedule import learning_rate
 from draftsmith.training.step import NotFinite, TrainingStep
 from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.workflows.choice import Choice, Trial
 
 FACTOR = 3
 """From one rate to the next."""
 MOST_PROMPTS, ROWS = 24, 16
 """A trial is judged on so many prompts of each task, fewer where fewer are measured on."""
 
-Trial = Mapping[str, Any]
-"""What a trial brought, as plain JSON: `rate`, `options` and `tokens_per_step`, None where the loss blew up."""
 Run = Callable[[float, Mapping[str, Any]], Trial]
 """Makes the trial of a rate and options."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The rate and options of the best trial, and all trials; `at_edge` where no larger or no smaller one did worse."""
-
-    rate: float
-    options: Mapping[str, Any]
-    trials: Sequence[Trial] = ()
-    at_edge: bool = False
 
 
 def search(suggested: float, options: Mapping[str, Any], starts: Mapping[str, Sequence[Any]], run: Run) -> Choice:

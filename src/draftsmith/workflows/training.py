@@ -3,34 +3,38 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 
 from draftsmith import assets
 from draftsmith.drafters.family import read_spec
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named, family_of
+from draftsmith.drafters.trainable import storage
+from draftsmith.dtypes import check_dtype
 from draftsmith.provenance import provenance
-from draftsmith.targets import Target
+from draftsmith.targets.loading.place import check_place
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data.sources import Source
-from draftsmith.training.progress import Work
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
 from draftsmith.training.result import TrainingResult
 from draftsmith.training.run_folder import RunFolder
-from draftsmith.training.step import TrainingStep
-from draftsmith.training.terminal import say
-from draftsmith.training.train import train as run
 from draftsmith.types import DraftsmithError
-from draftsmith.workflows.bridge import EngineBridge
-from draftsmith.workflows.estimate import Pace, foretold, try_out
 from draftsmith.workflows.held_out import Evaluation, Probe, settle
 from draftsmith.workflows.models import Loading, load_target, quiet
-from draftsmith.workflows.sizes import DEFAULT_MINUTES, choose
 from draftsmith.workflows.sources import gather_prompts
+
+if TYPE_CHECKING:
+    from draftsmith.targets import Target
+    from draftsmith.training.progress import Work
+    from draftsmith.training.step import TrainingStep
+    from draftsmith.workflows.estimate import Pace
+
+# Whatever computes is imported where it is used, so that a mistake in names, paths and keys is told before.
+
+DRAFTER = "drafter"
+"""The section whose options a drafter may bring along."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class TrainResult:
 def train(
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
     *overrides: str,
-    target: Target | str | Path | None = None,
+    target: "Target | str | Path | None" = None,
     data: Path | str | Sequence[Path | str] | None = None,
     family: str | None = None,
     init_from: str | Path | None = None,
@@ -104,6 +108,7 @@ def train(
     Raises:
         DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
     """
+    wrapped = target if target is not None and not isinstance(target, str | Path) else None
     another = target is not None or data is not None or family is not None or names_another(overrides)
     base, starts = recipe, recipe is None and another and not resume
     if minutes is not None and not starts:
@@ -113,27 +118,44 @@ def train(
     if minutes is not None and minutes <= 0:
         raise DraftsmithError(f"--minutes (minutes=) is {minutes:g}; give a positive number.")
     chosen = [*named(target, data, family, init_from, out), *overrides]
-    if recipe is None and resume and (kept := kept_recipe(family_in(family, overrides), another, chosen)) is not None:
-        recipe = kept
-    elif recipe is None:
-        recipe = starter_recipe(family_in(family, overrides)) if another else embedded_recipe()
+    asked, shown = evaluation or Evaluation(), console or quiet()
+
+    def check(planned: Recipe) -> None:
+        check_paths(planned, None if wrapped is not None else planned.target.name)
+        if planned.drafter.init_from is not None and not resume:
+            storage.require_folder(Path(planned.drafter.init_from).expanduser())
+        if not dry_run:
+            Checkpoints(Path(planned.output.folder).expanduser(), planned.output.keep).check_begin(resume)
+        if asked.prompts is not None:
+            gather_prompts(asked.prompts)
+
+    if recipe is None:
+        start = starter_recipe(family_in(family, overrides)) if another else embedded_run()
+        planned = without_options(start, chosen)
+        kept = kept_recipe(planned) if resume else None
+        if kept is None:
+            # The options of the embedded drafter, and of one to start from, are read from its weights.
+            check(planned)
+        recipe = kept or (start if another else {**start, DRAFTER: options_in(assets.demo_first_stage())})
     if base is None and init_from is not None and family is None and family_of(init_from) is not None:
         assert isinstance(recipe, dict)
-        recipe |= {"drafter": options_in(Path(init_from))}
+        recipe |= {DRAFTER: options_in(Path(init_from))}
     settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)
-    asked, shown = evaluation or Evaluation(), console or quiet()
-    check_paths(settled, None if isinstance(target, Target) else settled.target.name)
-    if not dry_run:
-        Checkpoints(Path(settled.output.folder).expanduser(), settled.output.keep).check_begin(resume)
-    if asked.prompts is not None:
-        gather_prompts(asked.prompts)
+    check(settled)
+
+    from draftsmith.training.terminal import say
+    from draftsmith.training.train import train as run
+    from draftsmith.workflows.bridge import EngineBridge
+    from draftsmith.workflows.estimate import foretold, try_out
+    from draftsmith.workflows.sizes import DEFAULT_MINUTES, choose
+
     frozen, dtype = settled.joint is None, settled.target.dtype
     if not frozen and dtype == "auto":
         dtype = "fp32"
     loading = Loading(
         dtype, settled.target.device, trust_remote_code, native=frozen, dtype_option="target.dtype="
     )
-    loaded = load_target(target if isinstance(target, Target) else settled.target.name, loading, shown)
+    loaded = load_target(wrapped if wrapped is not None else settled.target.name, loading, shown)
     probe = settle(asked, settled.data, reads_embedded(settled), loaded)
     second = settled.stage2
     bridge = EngineBridge(
@@ -149,7 +171,7 @@ def train(
     for sentence in filter(None, (probe.sentence(), probe.warning)):
         shown.print(sentence, highlight=False, markup=False)
 
-    def foretell(work: Work, step: TrainingStep) -> None:
+    def foretell(work: "Work", step: "TrainingStep") -> None:
         with shown.status("Measuring a step …"):
             known = pace or try_out(settled, loaded, step, bridge.generate, bridge.every_prompt, bridge.new_tokens)
         say(shown, foretold(settled, loaded, known, work))
@@ -158,17 +180,17 @@ def train(
         settled, target=loaded, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, dry_run=dry_run,
         console=shown, on_drafter=bridge.use, foretell=foretell,
     )
-    given = None if isinstance(target, Target) else settled.target.name
+    given = None if wrapped is not None else settled.target.name
     return TrainResult(provenance(target=loaded.name), result, probe, given)
 
 
 def named(
-    target: Target | str | Path | None, data: Path | str | Sequence[Path | str] | None, family: str | None,
+    target: "Target | str | Path | None", data: Path | str | Sequence[Path | str] | None, family: str | None,
     init_from: str | Path | None, out: str | Path | None,
 ) -> list[str]:
     """Return the overrides that stand for what has an argument of its own."""
     found = []
-    if target is not None and not isinstance(target, Target):
+    if isinstance(target, str | Path):
         found.append(f"target.name={json.dumps(str(target))}")
     if data is not None:
         paths = [data] if isinstance(data, str | Path) else data
@@ -185,7 +207,7 @@ def named(
 
 def names_another(overrides: Sequence[str]) -> bool:
     """Whether overrides name a family or a target, so that the embedded run would make no sense."""
-    return any(override.partition("=")[0].strip() in ("drafter.family", "target.name") for override in overrides)
+    return any(key_of(override) in ("drafter.family", "target.name") for override in overrides)
 
 
 def family_in(family: str | None, overrides: Sequence[str]) -> str:
@@ -199,11 +221,31 @@ def family_in(family: str | None, overrides: Sequence[str]) -> str:
     return DEFAULT_FAMILY
 
 
-def kept_recipe(family: str, another: bool, chosen: Sequence[str]) -> dict[str, Any] | None:
+def kept_recipe(planned: Recipe) -> dict[str, Any] | None:
     """Return the recipe of the run in the folder that is meant, so that its sizes need not be said again."""
-    start = starter_recipe(family) if another else embedded_recipe()
-    path = Path(build_recipe(start, list(chosen)).output.folder).expanduser() / "recipe.yaml"
+    path = Path(planned.output.folder).expanduser() / "recipe.yaml"
     return load_recipe(path).model_dump(mode="json") if path.is_file() else None
+
+
+def without_options(start: Mapping[str, Any], chosen: Sequence[str]) -> Recipe:
+    """Return what a run begins with and the overrides, but for those of options of the drafter, which rest on others.
+
+    Raises:
+        DraftsmithError: a bad override; of options, only one that there is not.
+    """
+    own = (f"{DRAFTER}.family", f"{DRAFTER}.init_from")
+    options = [word for word in chosen if key_of(word).startswith(f"{DRAFTER}.") and key_of(word) not in own]
+    recipe = build_recipe(dict(start), [override for override in chosen if override not in options])
+    known = recipe.drafter.config.options()
+    for override in options:
+        if key_of(override).split(".")[1] not in known:
+            build_recipe({DRAFTER: {"family": recipe.drafter.family}}, [override])
+    return recipe
+
+
+def key_of(override: str) -> str:
+    """Return the key that an override changes."""
+    return override.partition("=")[0].strip()
 
 
 def check_paths(recipe: Recipe, target: str | None) -> None:
@@ -211,13 +253,9 @@ def check_paths(recipe: Recipe, target: str | None) -> None:
     for section in recipe.data.sources:
         Source(section, recipe.data.held_out_every, recipe.data.piece_characters)
     RunFolder.check_place(Path(recipe.output.folder).expanduser())
-    if target is None or Path(target).expanduser().exists():
-        return
-    place = Path(target).expanduser()
-    folders = [path.name for path in place.parent.iterdir() if path.is_dir()] if place.parent.is_dir() else []
-    near = get_close_matches(place.name, folders, n=1)
-    if near:
-        raise DraftsmithError(f"the target {target} does not exist; did you mean {place.parent / near[0]}?")
+    check_dtype(recipe.target.dtype)
+    if target is not None:
+        check_place(target)
 
 
 def reads_embedded(recipe: Recipe) -> bool:
@@ -234,10 +272,12 @@ def read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path, overrides: Sequ
     return build_recipe(dict(values), list(overrides))
 
 
-def embedded_recipe() -> dict[str, Any]:
-    """Return the run to do without a recipe: stage 2 of the embedded speculator, on the embedded training texts."""
+def embedded_run() -> dict[str, Any]:
+    """Return the run to do without a recipe: stage 2 of the embedded speculator, on the embedded training texts.
+
+    The options of the speculator are to be added.
+    """
     return {
-        "drafter": options_in(assets.demo_first_stage()),
         "data": {"sources": [{"path": str(assets.prompt_file("train"))}], "held_out_every": 0},
         "stage2": {"steps": 100, "batch": 16, "new_tokens": 128, "epochs": 4, "positions_per_sequence": 32},
         "output": {"folder": "runs/demo-mlp"},
@@ -246,6 +286,8 @@ def embedded_recipe() -> dict[str, Any]:
 
 def options_in(folder: Path) -> dict[str, Any]:
     """Return the section `drafter` of a recipe that goes on from the drafter in a folder."""
+    import torch
+
     family = family_of(folder)
     assert family is not None
     told = {} if family.reopen is None else family.reopen(folder, None, torch.float32).config.chosen()

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
-from draftsmith.drafters.models.layer_search import Candidate, LayerSearch, Replay, Text, check_place
+from draftsmith.drafters.models.layer_search import Candidate, LayerSearch, Replay, Text
+from draftsmith.drafters.models.place import check_place
 from draftsmith.engine import Engine
 from draftsmith.evaluation.measuring.measure import measure
 from draftsmith.evaluation.prompts import Prompt, cut, distinct, embedded_prompts

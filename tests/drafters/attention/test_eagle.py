@@ -18,8 +18,8 @@ from draftsmith.drafters.base import StagewiseDrafter
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.models.model_drafter import DraftModel
 from draftsmith.drafters.registry import family_of, load_drafter
-from draftsmith.drafters.static_tree import EAGLE_TREE
 from draftsmith.drafters.trainable.batch import TrainingBatch
+from draftsmith.drafters.tree_choices import EAGLE_TREE
 from draftsmith.engine import Engine
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target

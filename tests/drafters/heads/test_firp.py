@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from draftsmith import assets
-from draftsmith.drafters.heads.firp import FAMILY, FIRPConfig, FIRPDrafter
+from draftsmith.drafters.heads.firp import FIRPDrafter
+from draftsmith.drafters.heads.firp_config import FAMILY, FIRPConfig
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.engine import Engine

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from draftsmith.drafters.heads.medusa import MedusaConfig, MedusaDrafter
 from draftsmith.drafters.registry import load_drafter
-from draftsmith.drafters.static_tree import MEDUSA_TREE
+from draftsmith.drafters.tree_choices import MEDUSA_TREE
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import Context, DraftsmithError

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from draftsmith import assets
-from draftsmith.drafters.heads.recurrent import FAMILY, RecurrentDrafter
-from draftsmith.drafters.heads.recurrent_config import RecurrentConfig
+from draftsmith.drafters.heads.recurrent import RecurrentDrafter
+from draftsmith.drafters.heads.recurrent_config import FAMILY, RecurrentConfig
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.plan import Plan

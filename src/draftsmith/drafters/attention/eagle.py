@@ -26,21 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.drafters.attention.decoder_layer import DecoderLayer
-from draftsmith.drafters.attention.eagle_config import EagleConfig
+from draftsmith.drafters.attention.eagle_config import ARCHITECTURES, EagleConfig, is_eagle
 from draftsmith.drafters.attention.feature_drafter import FeatureDrafter
-from draftsmith.drafters.family import Compared, trained
-from draftsmith.drafters.static_tree import EAGLE_TREE
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.divergence import Divergence, divergence, entropy
 from draftsmith.drafters.trainable.drafter import FrozenTable
-from draftsmith.drafters.trainable.storage import TENSOR_NAMES
 
 if TYPE_CHECKING:
     from draftsmith.targets import Target
 
-ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 NOISE_LENGTH = 512
-JOINING = "fc.weight"
 
 
 class Eagle(FeatureDrafter):
@@ -166,15 +161,8 @@ class Eagle(FeatureDrafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the architecture, or by the key `bias` or the tensor `fc.weight`: a Llama has neither."""
-        named = set(config.get("architectures") or ())
-        if named & set(ARCHITECTURES):
-            return True
-        llama = config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1
-        told = "bias" in config or JOINING in config.get(TENSOR_NAMES, ())
-        return llama and told and "draft_vocab_size" not in config and not any(
-            "eagle3" in name.lower() for name in named
-        )
+        """Tell by the architecture, or by what a Llama has not."""
+        return is_eagle(config)
 
     @classmethod
     def read_config(
@@ -191,9 +179,3 @@ class Eagle(FeatureDrafter):
         """Copy checkpoint tensors in; the embedding in published files is the target's own and is passed over."""
         own = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
         super().load_published(own, origin)
-
-
-FAMILY = trained(
-    "eagle", "EAGLE: one decoder layer predicts the target's next state (arXiv:2401.15077, 2406.16858)", Eagle,
-    tree=EAGLE_TREE, compared=Compared(static_tree=True, confident_twin="eagle2"),
-)

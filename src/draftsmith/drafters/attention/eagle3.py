@@ -27,11 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.attention.decoder_layer import DecoderLayer, RMSNorm
-from draftsmith.drafters.attention.eagle import ARCHITECTURES as EAGLE_ARCHITECTURES
-from draftsmith.drafters.attention.eagle_config import Eagle3Config, taps_from_json
+from draftsmith.drafters.attention.eagle_config import Eagle3Config, is_eagle3, taps_from_json
 from draftsmith.drafters.attention.feature_drafter import FeatureDrafter
 from draftsmith.drafters.attention.layer_sizes import LayerSizes
-from draftsmith.drafters.family import Compared, trained
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.types import DraftsmithError
 
@@ -127,12 +125,8 @@ class Eagle3(FeatureDrafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the architecture, or by a Llama of one layer with a drafted vocabulary, as the authors' files are."""
-        named = config.get("architectures") or ()
-        if config.get("speculators_model_type") == "eagle3" or any("eagle3" in name.lower() for name in named):
-            return True
-        llama = config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1
-        return llama and "draft_vocab_size" in config and not set(named) & set(EAGLE_ARCHITECTURES)
+        """Tell by the architecture, or by a Llama of one layer with a drafted vocabulary."""
+        return is_eagle3(config)
 
     @classmethod
     def read_config(
@@ -193,9 +187,3 @@ def draft_tokens(config: Mapping[str, Any], tensors: Mapping[str, Tensor], origi
         if len(listed_W) != len(tokens_W) or not torch.equal(listed_W, tokens_W.sort().values):
             raise DraftsmithError(f"d2t and t2d in {origin.parent} name different tokens; restore both.")
     return tokens_W
-
-
-FAMILY = trained(
-    "eagle3", "EAGLE-3: one decoder layer over states of several layers, trained on its own outputs (arXiv:2503.01840)",
-    Eagle3, compared=Compared(starts={"init_head_from_target": (True, False)}),
-)

@@ -8,7 +8,9 @@ from pydantic import Field
 
 from draftsmith.drafters.attention.layer_sizes import LayerSizes, read_llama
 from draftsmith.drafters.config import FREE, Count, Counts, TrainedConfig, Weight
-from draftsmith.drafters.static_tree import EAGLE_TREE, plan_of
+from draftsmith.drafters.family import Compared, trained_in
+from draftsmith.drafters.trainable.storage import TENSOR_NAMES
+from draftsmith.drafters.tree_choices import EAGLE_TREE, plan_of
 from draftsmith.plan import Plan
 from draftsmith.types import DraftsmithError
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 Shape = Literal["chain", "static", "dynamic"]
 SHAPES = "the draft: a chain, a static tree as in EAGLE-1, or a dynamic one as in EAGLE-2"
 TREE = ("depth", "tree", "branching", "beam", "nodes")
+
+ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+JOINING = "fc.weight"
 
 
 class FeatureConfig(LayerSizes, TrainedConfig):
@@ -162,3 +167,34 @@ def taps_to_json(taps: tuple[int, ...]) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(taps)},
     }
+
+
+def is_eagle(config: Mapping[str, Any]) -> bool:
+    """Tell by the architecture, or by the key `bias` or the tensor `fc.weight`: a Llama has neither."""
+    named = set(config.get("architectures") or ())
+    if named & set(ARCHITECTURES):
+        return True
+    llama = config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1
+    told = "bias" in config or JOINING in config.get(TENSOR_NAMES, ())
+    return llama and told and "draft_vocab_size" not in config and not any("eagle3" in name.lower() for name in named)
+
+
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Tell by the architecture, or by a Llama of one layer with a drafted vocabulary, as the authors' files are."""
+    named = config.get("architectures") or ()
+    if config.get("speculators_model_type") == "eagle3" or any("eagle3" in name.lower() for name in named):
+        return True
+    llama = config.get("model_type") == "llama" and config.get("num_hidden_layers") == 1
+    return llama and "draft_vocab_size" in config and not set(named) & set(ARCHITECTURES)
+
+
+EAGLE = trained_in(
+    "draftsmith.drafters.attention.eagle:Eagle", "eagle",
+    "EAGLE: one decoder layer predicts the target's next state (arXiv:2401.15077, 2406.16858)", EagleConfig, is_eagle,
+    tree=EAGLE_TREE, compared=Compared(static_tree=True, confident_twin="eagle2"),
+)
+EAGLE3 = trained_in(
+    "draftsmith.drafters.attention.eagle3:Eagle3", "eagle3",
+    "EAGLE-3: one decoder layer over states of several layers, trained on its own outputs (arXiv:2503.01840)",
+    Eagle3Config, is_eagle3, compared=Compared(starts={"init_head_from_target": (True, False)}),
+)

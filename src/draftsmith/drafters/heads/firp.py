@@ -28,15 +28,13 @@ Shapes: B rows, T positions of a text, P positions that are drafted from, D dept
 M = P × D guessed states, F target width, V vocabulary, W drafted vocabulary.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.drafters.config import FREE, Count, Counts, Size, TrainedConfig, Weight
-from draftsmith.drafters.family import trained
+from draftsmith.drafters.heads.firp_config import MODEL_TYPE, FIRPConfig
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.drafter import FrozenTable
 from draftsmith.drafters.trainable.parallel import ParallelDrafter
@@ -47,58 +45,11 @@ from draftsmith.types import Context, DraftsmithError
 if TYPE_CHECKING:
     from draftsmith.targets import KVCache, Target
 
-MOST_DEPTHS = 32
-
-
-class FIRPConfig(TrainedConfig):
-    """The sizes and options of a FIRP drafter."""
-
-    layer: Size | None = Field(
-        default=None,
-        description="the layer of the target, counted from 0, whose output is mapped; null takes the middle one",
-    )
-    n_predict: Annotated[int, Field(ge=1, le=MOST_DEPTHS)] = Field(
-        default=3, description="tokens that are guessed, a map each"
-    )
-    branching: Annotated[Counts, FREE] = Field(
-        default=(),
-        description="children of a node in the drafted tree, depth by depth; depths that are left out have one",
-    )
-    n_candidates: Annotated[Count, FREE] = Field(
-        default=5, description="paths of that tree that are kept, the likeliest ones"
-    )
-    state_weight: Annotated[Weight, FREE] = Field(
-        default=0.1, description="weight, in the loss, of the distance between guessed and true states"
-    )
-
-    layout = (
-        "hidden_size", "vocab_size", "layer", "n_predict", "branching", "n_candidates", "state_weight",
-        "draft_vocab_size",
-    )
-    only_if_set = ()
-    needed = ("hidden_size", "vocab_size", "layer", "n_predict")
-
-    def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """What has to hold between fields."""
-        yield from super().rules()
-        yield len(self.branching) <= self.n_predict, "branching", f"at most n_predict = {self.n_predict} numbers"
-
-    @property
-    def borrows(self) -> str:
-        """What a checkpoint needs the target for."""
-        return "borrows its target's last layers"
-
-    def for_target(self, target: "Target") -> Self:
-        """Return a copy in which the target's sizes and its middle layer are filled in."""
-        layer = (target.layers - 1) // 2 if self.layer is None else self.layer
-        return super().for_target(target).changed(layer=layer)
-
-
 class FIRPDrafter(ParallelDrafter):
     """The drafter itself: one map a depth, and layers borrowed from the target."""
 
     family_name = "a FIRP drafter"
-    model_type = "firp"
+    model_type = MODEL_TYPE
     config_class = FIRPConfig
     config: FIRPConfig
     borrows_layers = True
@@ -216,9 +167,3 @@ class FIRPDrafter(ParallelDrafter):
     def describe(self) -> dict[str, Any]:
         """Return the object of config.json."""
         return {"architectures": ["FIRPDrafter"], **super().describe()}
-
-
-FAMILY = trained(
-    "firp", "FIRP: guessed intermediate states of future tokens, through the target's last layers (arXiv:2410.20488)",
-    FIRPDrafter,
-)

@@ -21,18 +21,16 @@ Shapes: B rows, R rows of any origin, F width of the target's states, W drafted 
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from draftsmith.drafters.attention.layer_sizes import LayerSizes, read_llama
 from draftsmith.drafters.attention.prefix_attention import PrefixAttention
-from draftsmith.drafters.config import OF_TARGET, Count
-from draftsmith.drafters.family import Compared, Family
-from draftsmith.drafters.heads.base import HeadConfig, HeadDrafter, ResidualBlock, native_steps
+from draftsmith.drafters.heads.base import HeadDrafter, ResidualBlock, native_steps
+from draftsmith.drafters.heads.hydra_config import PREFIX_ARCH, HydraConfig, recognises
 from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.drafter import FrozenTable
@@ -44,37 +42,8 @@ if TYPE_CHECKING:
     from draftsmith.targets import KVCache, Target
 
 GROUNDED = {"grounded_heads": True, "hidden_state_offset": 0}
-PREFIX_ARCH = "prefix-mlp"
 BORROWED = ("input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight")
 """What published files have beside the heads: the target's table, and one that is never read."""
-
-
-class HydraConfig(HeadConfig):
-    """The sizes and options of Hydra heads."""
-
-    num_layers: Count = Field(default=1, description="residual blocks of each head; Hydra has 1, Hydra++ 4")
-    prefix_attention: bool = Field(
-        default=False, description="put a decoder layer of the target's sizes in front of the heads, as in Hydra++"
-    )
-    prefix_layer: Annotated[LayerSizes | None, OF_TARGET] = Field(default=None, description="the sizes of that layer")
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        **HeadConfig.renamed, "num_heads": "hydra_num_heads", "num_layers": "hydra_num_layers",
-    }
-    needed = ("num_heads",)
-
-    @property
-    def borrows(self) -> str:
-        """What a checkpoint needs the target for."""
-        lacking = self.prefix_attention and self.prefix_layer is None
-        return "has a layer as large as its target's" if lacking else ""
-
-    def for_target(self, target: "Target") -> Self:
-        """Return a copy in which the target's sizes are filled in, those of the layer too."""
-        made = super().for_target(target)
-        if not self.prefix_attention or self.prefix_layer is not None:
-            return made
-        return made.changed(prefix_layer=LayerSizes().for_target(target))
 
 
 class HydraDrafter(HeadDrafter):
@@ -138,8 +107,8 @@ class HydraDrafter(HeadDrafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by hydra_num_heads: published files have no model_type."""
-        return "hydra_num_heads" in config and config.get("model_type", "hydra") == "hydra"
+        """Tell by hydra_num_heads."""
+        return recognises(config)
 
     @classmethod
     def read_config(
@@ -279,10 +248,3 @@ def load_hydra(folder: Path, target: "Target") -> HydraDrafter:
 def reopen_hydra(folder: Path, target: "Target | None", dtype: torch.dtype) -> HydraDrafter:
     """Load for training heads of either architecture."""
     return hydra_in(folder).from_pretrained(folder, target, dtype)
-
-
-FAMILY = Family(
-    "hydra", "Hydra heads: Medusa's, reading the tokens guessed before theirs as well (arXiv:2402.05109)",
-    HydraConfig, make_hydra, load_hydra, HydraDrafter.recognises, trainable=True, reopen=reopen_hydra,
-    compared=Compared(starts={"init_from_target": (True, False)}, beats_in_papers=("medusa",)),
-)

@@ -17,19 +17,17 @@ Shapes: B rows, N heads, F width of the target's states, W drafted vocabulary.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from draftsmith.drafters.config import FREE
-from draftsmith.drafters.family import Compared, trained
-from draftsmith.drafters.heads.base import HeadConfig, HeadDrafter, ResidualBlock, native_steps
-from draftsmith.drafters.static_tree import MEDUSA_TREE, plan_of
+from draftsmith.drafters.heads.base import HeadDrafter, ResidualBlock, native_steps
+from draftsmith.drafters.heads.medusa_config import MedusaConfig, recognises
 from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.drafter import FrozenTable
 from draftsmith.drafters.trainable.parallel import ParallelSteps
+from draftsmith.drafters.tree_choices import MEDUSA_TREE, plan_of
 from draftsmith.native.heads import NativeHead, native_heads
 from draftsmith.plan import Plan
 from draftsmith.types import Context, DraftsmithError
@@ -38,22 +36,6 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 PREFIX = "medusa_head."
-
-
-class MedusaConfig(HeadConfig):
-    """The sizes and options of Medusa heads."""
-
-    tie_to_target: bool = Field(
-        default=False,
-        description="score by the target's own head for good: fewer weights, which are read once for all heads",
-    )
-    decay: Annotated[float, Field(gt=0, le=1), FREE] = Field(
-        default=0.8, description=HeadConfig.model_fields["decay"].description
-    )
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        **HeadConfig.renamed, "num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers",
-    }
 
 
 @dataclass(frozen=True)
@@ -161,8 +143,8 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by medusa_num_heads: published files have no model_type, and whole models with heads have their own."""
-        return "medusa_num_heads" in config and config.get("model_type", "medusa") == "medusa"
+        """Tell by medusa_num_heads."""
+        return recognises(config)
 
     @classmethod
     def read_config(
@@ -176,9 +158,3 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
         tied = str(config.get("version")) == "2" and tall not in tensors
         told = MedusaConfig.from_json(config, origin, num_heads=max(counted) + 1, tie_to_target=tied)
         return told.sized_by(tensors, "0.0.linear.weight", tall), tensors.get("d2t")
-
-
-FAMILY = trained(
-    "medusa", "Medusa heads: each guesses one token further ahead from the target's state (arXiv:2401.10774)",
-    MedusaDrafter, tree=MEDUSA_TREE, compared=Compared(starts={"init_from_target": (True, False)}),
-)

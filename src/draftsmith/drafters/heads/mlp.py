@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters.family import Compared, trained
-from draftsmith.drafters.heads.mlp_config import MLPConfig
+from draftsmith.drafters.heads.mlp_config import MODEL_TYPE, MLPConfig
 from draftsmith.drafters.trainable.drafter import FrozenTable, RowwiseDrafter
 from draftsmith.native.layers import packed_parts
 from draftsmith.plan import Plan
@@ -54,7 +53,7 @@ class MLPSpeculator(RowwiseDrafter):
     taps = (-1,)
     can_compile = True
     family_name = "an MLP speculator"
-    model_type = "mlp_speculator"
+    model_type = MODEL_TYPE
     tensor_prefix = "speculator."
     config_class = MLPConfig
     config: MLPConfig
@@ -224,14 +223,3 @@ def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: st
         for module in speculator.head:
             head_weight: Tensor = module.weight  # type: ignore[assignment]
             head_weight.copy_(target.logit_form.scaled(head_WD))
-
-
-FAMILY = trained(
-    "mlp", "MLP speculator: one small stage a token, fed the target's state and each guess (arXiv:2404.19124)",
-    MLPSpeculator, rate=3e-3,
-    compared=Compared(
-        options={"n_predict": 4, "tie_weights": True, "init_from_target": "embeddings+head"},
-        starts={"init_from_target": ("embeddings+head", "embeddings", "none"), "init_width": (1.0, 0.5, 2.0)},
-        beats_in_papers=("medusa",),
-    ),
-)

@@ -6,6 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from draftsmith.drafters.config import FREE, Count, Counts, Size, TrainedConfig
+from draftsmith.drafters.family import Compared, of_type, trained_in
+
+MODEL_TYPE = "mlp_speculator"
 
 
 class MLPConfig(TrainedConfig):
@@ -81,3 +84,15 @@ class MLPConfig(TrainedConfig):
     def to_json(self) -> dict[str, Any]:
         """Return the keys of config.json, with a number of children for every depth."""
         return super().to_json() | {"top_k_tokens_per_head": list(self.branching)}
+
+
+FAMILY = trained_in(
+    "draftsmith.drafters.heads.mlp:MLPSpeculator", "mlp",
+    "MLP speculator: one small stage a token, fed the target's state and each guess (arXiv:2404.19124)", MLPConfig,
+    of_type(MODEL_TYPE), rate=3e-3,
+    compared=Compared(
+        options={"n_predict": 4, "tie_weights": True, "init_from_target": "embeddings+head"},
+        starts={"init_from_target": ("embeddings+head", "embeddings", "none"), "init_width": (1.0, 0.5, 2.0)},
+        beats_in_papers=("medusa",),
+    ),
+)

@@ -24,9 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftsmith.drafters.family import trained
 from draftsmith.drafters.heads.base import ResidualBlock, native_steps
-from draftsmith.drafters.heads.recurrent_config import RecurrentConfig
+from draftsmith.drafters.heads.recurrent_config import MODEL_TYPE, RecurrentConfig
 from draftsmith.drafters.trainable.drafter import FrozenTable, RowwiseDrafter
 from draftsmith.native.heads import PROJECT, RECURRENT, SUM, NativeHead, native_heads
 from draftsmith.plan import Plan
@@ -41,7 +40,7 @@ class RecurrentDrafter(RowwiseDrafter):
     taps = (-1,)
     can_compile = True
     family_name = "a recurrent drafter"
-    model_type = "recurrent_drafting_drafter"
+    model_type = MODEL_TYPE
     config_class = RecurrentConfig
     config: RecurrentConfig
 
@@ -122,8 +121,3 @@ class RecurrentDrafter(RowwiseDrafter):
         if self.config.own_embeddings:
             with torch.no_grad():
                 self._table_VF.copy_(target.embedding_weight_VF)
-
-
-FAMILY = trained(
-    "recurrent", "recurrent drafter (ReDrafter): one small RNN and a beam search (arXiv:2403.09919)", RecurrentDrafter
-)

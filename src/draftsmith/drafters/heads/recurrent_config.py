@@ -7,6 +7,9 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from draftsmith.drafters.config import FREE, Count, Size, TrainedConfig
+from draftsmith.drafters.family import of_type, trained_in
+
+MODEL_TYPE = "recurrent_drafting_drafter"
 
 
 class RecurrentConfig(TrainedConfig):
@@ -71,3 +74,10 @@ class RecurrentConfig(TrainedConfig):
     def from_json(cls, values: Mapping[str, Any], origin: Path, **told: Any) -> Self:
         """Read a config.json's object; the published class leaves `rnn` out where it is false."""
         return super().from_json({"rnn": False, **values}, origin, **told)
+
+
+FAMILY = trained_in(
+    "draftsmith.drafters.heads.recurrent:RecurrentDrafter", "recurrent",
+    "recurrent drafter (ReDrafter): one small RNN and a beam search (arXiv:2403.09919)", RecurrentConfig,
+    of_type(MODEL_TYPE),
+)

@@ -14,30 +14,17 @@ hold. Differences to the paper: guesses of the lookahead branch may be accepted 
 starts with the end of the prompt instead of random tokens; the target's argmax extends columns at any temperature.
 """
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.config import Config, Count
-from draftsmith.drafters.family import Family
+from draftsmith.drafters.lookup.lookahead_config import LookaheadConfig
 from draftsmith.drafters.lookup.python_drafter import DraftTree, PythonDrafter
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT, Context, Draft
 
 if TYPE_CHECKING:
     from draftsmith.targets import KVCache, Target
-
-
-class LookaheadConfig(Config):
-    """The options of lookahead decoding; the paper uses 15, 5 and 15 for a model of 7B on a large GPU."""
-
-    window: Count = Field(default=5, description="columns in which the target makes n-grams (W in the paper)")
-    length: Annotated[int, Field(ge=2)] = Field(default=4, description="tokens of an n-gram (N in the paper)")
-    guesses: Count = Field(
-        default=5, description="the most n-grams to verify, and to keep for every first token (G in the paper)"
-    )
-    from_text: bool = Field(default=True, description="also keep the n-grams of prompt and output")
 
 
 class Pool:
@@ -159,10 +146,3 @@ class LookaheadDrafter(PythonDrafter[LookaheadRow]):
 def make_lookahead(config: LookaheadConfig, target: "Target", draft_tokens: Tensor | None) -> LookaheadDrafter:
     """Make a drafter that is ready; it needs neither the target nor a list of tokens."""
     return LookaheadDrafter(config)
-
-
-FAMILY = Family(
-    "lookahead", "lookahead decoding: n-grams that the target makes at later positions while it verifies; no training "
-    "(arXiv:2402.02057)",
-    LookaheadConfig, make_lookahead,
-)

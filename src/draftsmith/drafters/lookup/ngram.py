@@ -5,14 +5,11 @@ al., "Inference with Reference" (arXiv:2304.04487, section 3). Every n-gram of a
 a step looks up and never searches.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.config import Config, Count
-from draftsmith.drafters.family import Compared, Family
+from draftsmith.drafters.lookup.ngram_config import Match, NgramConfig
 from draftsmith.drafters.lookup.python_drafter import DraftTree, PythonDrafter
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT
@@ -20,28 +17,9 @@ from draftsmith.types import ROOT
 if TYPE_CHECKING:
     from draftsmith.targets import Target
 
-Match = Literal["recent", "frequent"]
-
 NOWHERE = -1
 # Only so many of the latest places of an n-gram are looked at; common words of a long text have thousands.
 MOST_PLACES = 64
-
-
-class NgramConfig(Config):
-    """The options of prompt lookup."""
-
-    min_length: Count = Field(default=2, description="the fewest newest tokens that have to occur earlier")
-    max_length: Count = Field(default=4, description="the most that are looked up; the longest match is tried first")
-    guesses: Count = Field(default=8, description="tokens to draft")
-    match: Match = Field(
-        default="recent",
-        description="recent goes on as at the latest match, frequent with the token that followed most often",
-    )
-    branches: Count = Field(default=1, description="continuations to draft, which differ in their first token")
-
-    def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """What has to hold between fields."""
-        yield self.min_length <= self.max_length, "min_length", f"at most max_length, which is {self.max_length}"
 
 
 class NgramIndex:
@@ -119,9 +97,3 @@ class NgramDrafter(PythonDrafter[NgramIndex]):
 def make_ngram(config: NgramConfig, target: "Target", draft_tokens: Tensor | None) -> NgramDrafter:
     """Make a drafter that is ready; it needs neither the target nor a list of tokens."""
     return NgramDrafter(config)
-
-
-FAMILY = Family(
-    "ngram", "prompt lookup: what followed the newest tokens earlier in prompt or output; no training",
-    NgramConfig, make_ngram, compared=Compared(looks_up=True, better_on_repeats=("mlp",)),
-)

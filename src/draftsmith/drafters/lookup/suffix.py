@@ -12,14 +12,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.config import Config, Count
-from draftsmith.drafters.family import Compared, Family
 from draftsmith.drafters.lookup.python_drafter import DraftTree, PythonDrafter
+from draftsmith.drafters.lookup.suffix_config import SuffixConfig
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT
 
@@ -28,28 +26,6 @@ if TYPE_CHECKING:
 
 # So many matches with different occurrences are weighed against each other, from the longest on, in either trie.
 MOST_MATCHES = 3
-
-
-class SuffixConfig(Config):
-    """The options of suffix drafting.
-
-    With `remember`, speed tells of other requests, and a prompt that is decoded twice is no measurement.
-    """
-
-    max_length: Count = Field(default=24, description="the longest match that is told from longer ones")
-    factor: Annotated[float, Field(gt=0)] = Field(default=1.0, description="guesses for every token of the match")
-    min_probability: Annotated[float, Field(ge=0, le=1)] = Field(
-        default=0.2, description="leave out guesses that followed in a smaller share of the matches"
-    )
-    nodes: Count = Field(default=12, description="the most guesses of a draft")
-    depth: Count = Field(default=12, description="the most guesses one after another")
-    branches: Count = Field(default=2, description="the most alternatives after the same tokens")
-    remember: bool = Field(
-        default=False, description="look into earlier outputs too; others can then tell from the speed"
-    )
-    memory_tokens: Count = Field(
-        default=50_000, description="forget the oldest outputs beyond so many tokens; a token takes about a kilobyte"
-    )
 
 
 class Node:
@@ -296,10 +272,3 @@ class SuffixDrafter(PythonDrafter[SuffixRow]):
 def make_suffix(config: SuffixConfig, target: "Target", draft_tokens: Tensor | None) -> SuffixDrafter:
     """Make a drafter that is ready; it needs neither the target nor a list of tokens."""
     return SuffixDrafter(config)
-
-
-FAMILY = Family(
-    "suffix", "suffix drafting: what followed the newest tokens in this request and in earlier outputs, by how often; "
-    "no training (arXiv:2411.04975)",
-    SuffixConfig, make_suffix, compared=Compared(looks_up=True, better_on_repeats=("mlp",)),
-)

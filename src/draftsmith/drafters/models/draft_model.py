@@ -4,37 +4,21 @@ Where its tokenizer is the target's, ids pass through; otherwise they are transl
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from draftsmith.drafters.config import Config
-from draftsmith.drafters.family import Family
 from draftsmith.drafters.models.cross_vocabulary import CrossVocabularyDraftModel, SharedTokens
-from draftsmith.drafters.models.model_drafter import MAX_DEPTH, DraftModel
+from draftsmith.drafters.models.draft_model_config import DraftModelConfig
+from draftsmith.drafters.models.model_drafter import DraftModel
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    pass
 
-LANGUAGE_MODELS = frozenset(map(str, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-
-
-class DraftModelConfig(Config):
-    """The options of a draft model."""
-
-    path: str = Field(description="folder or hub name of a causal language model")
-    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
-        default=4, description="tokens that are drafted, as a chain"
-    )
-    quantize: Literal["none", "int8"] = Field(
-        default="none", description="int8 reads int8 weights by the native kernels, on a CPU"
-    )
 
 
 def draft_with(model: Target, target: Target, guesses: int = 4) -> DraftModel:
@@ -85,14 +69,3 @@ def make_draft_model(config: DraftModelConfig, target: Target, draft_tokens: Ten
 def load_draft_model(folder: Path, target: Target) -> DraftModel:
     """Load the causal language model in a folder as a draft model."""
     return make_draft_model(DraftModelConfig(path=str(folder)), target, None)
-
-
-def is_language_model(config: "Mapping[str, Any]") -> bool:
-    """Whether a config.json is that of a causal language model of transformers, by the class that it names."""
-    return not LANGUAGE_MODELS.isdisjoint(map(str, config.get("architectures") or ()))
-
-
-FAMILY = Family(
-    "draft-model", "a separate language model, with any tokenizer (arXiv:2211.17192, arXiv:2502.05202)",
-    DraftModelConfig, make_draft_model, load_draft_model, is_language_model,
-)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from draftsmith.drafters.models.path_reader import PathReader
-from draftsmith.drafters.models.skip_layers import SkipLayers, check_place, save_skip_layers
+from draftsmith.drafters.models.skip_layers import SkipLayers, save_skip_layers
 from draftsmith.targets import Skipped
 from draftsmith.targets.sublayers import share_read, whole_layers
 from draftsmith.types import DraftsmithError
@@ -25,7 +25,7 @@ from draftsmith.types import DraftsmithError
 if TYPE_CHECKING:
     from draftsmith.targets import Target
 
-__all__ = ["Candidate", "LayerSearch", "Replay", "Text", "check_place", "tokens_per_step"]
+__all__ = ["Candidate", "LayerSearch", "Replay", "Text", "tokens_per_step"]
 
 PREFIXES = 8
 """How many forms that only read the first layers are looked at, at most."""

@@ -15,12 +15,11 @@ from torch.nn.functional import pad
 
 from draftsmith.drafters.base import StagewiseDrafter, best
 from draftsmith.drafters.grow import grow
+from draftsmith.drafters.models.depth import MAX_DEPTH
 from draftsmith.drafters.models.path_reader import ROOM, SCRATCH, PathReader
 from draftsmith.plan import Plan
 from draftsmith.targets import KVCache, Target
 from draftsmith.types import UNUSED, Context, Draft
-
-MAX_DEPTH = 128
 
 
 class ModelDrafter(StagewiseDrafter):

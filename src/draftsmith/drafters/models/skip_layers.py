@@ -7,15 +7,13 @@ holds no weights, because all are the target's.
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
 from torch import Tensor
 
-from draftsmith.drafters.config import Config, Size
-from draftsmith.drafters.family import Family
-from draftsmith.drafters.models.model_drafter import MAX_DEPTH
+from draftsmith.drafters.models.place import check_place
 from draftsmith.drafters.models.self_drafter import SelfDrafter
+from draftsmith.drafters.models.skip_layers_config import MODEL_TYPE, SkipLayersConfig
 from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.model import check_target
 from draftsmith.targets import Skipped
@@ -23,26 +21,6 @@ from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.targets import Target
-
-MODEL_TYPE = "skip_layers"
-
-
-class SkipLayersConfig(Config):
-    """The options of skipped layers."""
-
-    skip_attention: tuple[Size, ...] = Field(
-        description="numbers of the layers whose attention is left out, such as [3,5]; the first layer is 0"
-    )
-    skip_mlp: tuple[Size, ...] = Field(description="numbers of the layers whose feed-forward is left out")
-    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
-        default=4, description="tokens that are drafted, as a chain"
-    )
-
-    @property
-    def skipped(self) -> Skipped:
-        """What is left out."""
-        return Skipped(frozenset(self.skip_attention), frozenset(self.skip_mlp))
-
 
 class SkipLayers(SelfDrafter):
     """Drafts with what is left of the target."""
@@ -54,7 +32,8 @@ class SkipLayers(SelfDrafter):
 
 def make_skip_layers(config: SkipLayersConfig, target: "Target", draft_tokens: Tensor | None) -> SkipLayers:
     """Make the drafter that is asked for."""
-    return SkipLayers(target, config.skipped, config.guesses)
+    skipped = Skipped(frozenset(config.skip_attention), frozenset(config.skip_mlp))
+    return SkipLayers(target, skipped, config.guesses)
 
 
 def save_skip_layers(
@@ -77,14 +56,6 @@ def save_skip_layers(
     storage.write_folder(folder, lambda aside: storage.write_json(aside / "config.json", config))
 
 
-def check_place(folder: Path) -> None:
-    """Refuse to write over anything but an older drafter of this family; DraftsmithError says so."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not (folder / "config.json").is_file() or not recognises(storage.read_json(folder / "config.json")):
-        raise DraftsmithError(f"{folder} exists and holds something else; choose a new folder.")
-
-
 def load_skip_layers(folder: Path, target: "Target") -> SkipLayers:
     """Load a folder that `save_skip_layers` wrote; DraftsmithError for a damaged one, or for another target."""
     storage.verify_folder(folder)
@@ -100,14 +71,3 @@ def load_skip_layers(folder: Path, target: "Target") -> SkipLayers:
         )
     options = {name: values[name] for name in SkipLayersConfig.options() if name in values}
     return make_skip_layers(SkipLayersConfig.read(options, f"{origin}: "), target, None)
-
-
-def recognises(config: Mapping[str, Any]) -> bool:
-    """Tell by the model type."""
-    return config.get("model_type") == MODEL_TYPE
-
-
-FAMILY = Family(
-    "skip-layers", "the target without some of its attentions and feed-forwards, sharing its cache (arXiv:2309.08168)",
-    SkipLayersConfig, make_skip_layers, load_skip_layers, recognises,
-)

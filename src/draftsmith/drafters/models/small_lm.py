@@ -9,17 +9,15 @@ Shapes: B sequences, T positions, R rows, V vocabulary, F width of the target's 
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.config import FREE, Count, Size, TrainedConfig
-from draftsmith.drafters.family import Compared, Family
-from draftsmith.drafters.models.draft_model import draft_with, load_draft_model
+from draftsmith.drafters.models.draft_model import draft_with
+from draftsmith.drafters.models.small_lm_config import DRAWN, SmallLMConfig, is_llama
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.model import TrainableModel, check_target
 from draftsmith.dtypes import cast_parameters
@@ -30,26 +28,6 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 HEAD_WIDTH = 64
-DRAWN = 0.02
-"""The standard deviation of new weights, as Llama's config has it."""
-
-
-class SmallLMConfig(TrainedConfig):
-    """The options of a small language model; its checkpoint is described by a Llama's config."""
-
-    layers: Count = Field(default=1, description="decoder layers")
-    width: Size = Field(
-        default=0, description="width of the states, a multiple of 64 or an even number below it; 0 takes the target's"
-    )
-    guesses: Count = Field(default=4, description="tokens that are drafted, as a chain")
-    init_from_target: bool = Field(
-        default=True, description="start embedding and head as the target's, where the widths agree; false draws them"
-    )
-    init_width: Annotated[float, Field(gt=0, allow_inf_nan=False), FREE] = Field(
-        default=1.0, description=f"what is drawn begins with this times the standard deviation {DRAWN}"
-    )
-
-
 class SmallLM(TrainableModel):
     """The model while it learns; `for_decoding` turns it into a draft model."""
 
@@ -100,7 +78,7 @@ class SmallLM(TrainableModel):
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
         """Tell by the class that the config names."""
-        return config.get("architectures") == ["LlamaForCausalLM"]
+        return is_llama(config)
 
     @classmethod
     def from_config(
@@ -154,17 +132,3 @@ def make_small_lm(config: SmallLMConfig, target: "Target", draft_tokens: Tensor 
             made.lm.model.embed_tokens.weight.copy_(target.embedding_weight_VF[: target.vocab_size])
             made.lm.lm_head.weight.copy_(target.head_weight_VF)
     return made
-
-
-def trained_here(config: Mapping[str, Any]) -> bool:
-    """Tell a folder of ours from any other language model's by what is ours alone in its config.json."""
-    return "draftsmith" in config and SmallLM.recognises(config)
-
-
-FAMILY = Family(
-    "small-lm", "a small Llama with the target's vocabulary, trained here, drafts as a draft model (arXiv:2310.08461)",
-    SmallLMConfig, make_small_lm, load_draft_model, trained_here, trainable=True, reopen=SmallLM.from_pretrained,
-    compared=Compared(
-        options={"draft_vocab_size": 0}, starts={"init_from_target": (True, False), "init_width": (1.0, 0.5, 2.0)}
-    ),
-)

@@ -14,12 +14,11 @@ Shapes: R guesses, W drafted vocabulary.
 """
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Divergence = Literal["forward_kl", "reverse_kl", "js", "tv", "lk"]
+from draftsmith.drafters.config import Divergence
 
 ACCEPTANCE: tuple[Divergence, ...] = ("tv", "lk")
 """Those made of α, for which it matters how much the target says of tokens that are never drafted."""

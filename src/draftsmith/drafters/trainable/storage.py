@@ -9,20 +9,23 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import safetensors
-import safetensors.torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from draftsmith.types import DraftsmithError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MANIFEST = "manifest.json"
 TENSOR_NAMES = "tensor_names"
+LONGEST_HEADER = 100_000_000
+"""Bytes of a safetensors header, as the format limits it."""
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -38,10 +41,12 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file as `write_bytes` does."""
+    from safetensors.torch import save
+
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    write_bytes(path, safetensors.torch.save(whole, dict(metadata or {"format": "pt"})))
+    write_bytes(path, save(whole, dict(metadata or {"format": "pt"})))
 
 
 def sync_folder(folder: Path) -> None:
@@ -141,26 +146,36 @@ def read_config(folder: Path) -> dict[str, Any]:
     exported = folder / "drafter"
     if not (folder / "config.json").exists() and (exported / "config.json").exists():
         raise DraftsmithError(f"{folder} is the folder of a run; its drafter is in {exported}, so give that.")
-    config = read_json(folder / "config.json")
+    return read_json(folder / "config.json") | {TENSOR_NAMES: tensor_names(folder / "model.safetensors")}
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Return the names of the tensors in a safetensors file by its header alone; none of one that is damaged.
+
+    safetensors' own reader would import PyTorch, which takes longer than all that is told by a name.
+    """
     try:
-        with safetensors.safe_open(folder / "model.safetensors", "pt") as weights:
-            names = list(weights.keys())
-    except (OSError, SafetensorError):
-        names = []
-    return config | {TENSOR_NAMES: names}
+        with open(path, "rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            header = json.loads(handle.read(length)) if length <= LONGEST_HEADER else {}
+    except (OSError, ValueError, struct.error):
+        return []
+    return [name for name in header if name != "__metadata__"] if isinstance(header, dict) else []
 
 
-def read_tensor_file(path: Path) -> dict[str, Tensor]:
+def read_tensor_file(path: Path) -> "dict[str, Tensor]":
     """Read one safetensors file; DraftsmithError when it is missing, cut short or broken."""
+    from safetensors.torch import load_file
+
     try:
-        return safetensors.torch.load_file(path)
+        return load_file(path)
     except FileNotFoundError as error:
         raise DraftsmithError(f"{path} is missing, so the folder is no whole checkpoint; save it again.") from error
     except (OSError, SafetensorError) as error:
         raise DraftsmithError(f"{path} is cut short or broken ({error}); restore it from a good copy.") from error
 
 
-def read_tensors(folder: Path, name: str = "model.safetensors") -> dict[str, Tensor]:
+def read_tensors(folder: Path, name: str = "model.safetensors") -> "dict[str, Tensor]":
     """Read the file `name`, or the shards that `name`.index.json lists; pickles are refused."""
     whole, index = folder / name, folder / f"{name}.index.json"
     if whole.exists():

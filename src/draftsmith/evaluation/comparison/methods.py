@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
-from draftsmith.drafters.static_tree import Choices, pruned
+from draftsmith.drafters.tree_choices import Choices, pruned
 from draftsmith.engine import Engine
 from draftsmith.evaluation.comparison.measurement_log import MeasurementLog
 from draftsmith.evaluation.comparison.questions import Questions, Settings

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from draftsmith.evaluation.prompts import Prompt, cut, distinct, tokenizer_of
-from draftsmith.targets import Target
 from draftsmith.targets.token_ids import body_ids, opening_ids
 from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.targets import Target
 
 CODE, EDIT = "code", "edit"
 # A file that is repeated is so many times as long as a prompt; its beginning, half a prompt, is given again.
@@ -53,7 +56,7 @@ class Questions:
 
 
 def gather(
-    target: Target, prompts: Sequence[Prompt], tuning: Sequence[Prompt], settings: Settings
+    target: "Target", prompts: Sequence[Prompt], tuning: Sequence[Prompt], settings: Settings
 ) -> dict[str, Questions]:
     """Return the prompts of every task; short texts are taken whole.
 
@@ -100,7 +103,7 @@ def tasks_of(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def windows(
-    target: Target, prompts: Sequence[Prompt], task: str, settings: Settings, count: int
+    target: "Target", prompts: Sequence[Prompt], task: str, settings: Settings, count: int
 ) -> list[list[int]]:
     """Return so many prompts of a task, cut from texts."""
     if task != EDIT:

@@ -16,47 +16,16 @@ from draftsmith.evaluation.proof.draws import MakeStepper
 from draftsmith.evaluation.proof.greedy import GreedyProof, MakeEngine, OnProgress, prove_greedy
 from draftsmith.evaluation.proof.sampling import (
     ALPHA,
-    SMALL_PLANS,
     SamplingProof,
     prove_sampling_here,
     prove_sampling_small,
 )
+from draftsmith.evaluation.proof.workload import Workload
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 
 Verdict = Literal["lossless", "lossless up to ties", "lossy by choice", "defect"]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """How much to do.
-
-    Args:
-        new_tokens: greedy tokens a prompt.
-        batch: rows of the ragged batch.
-        draws: from the real target, of each plan.
-        small_draws: from the small alphabet, of each plan.
-        small_plans: what to draw with there, the last of them with penalties too.
-        joint_tokens: length of the continuations whose joint distribution is tested.
-        top_k: of the draws from the real target.
-        rows: continuations drawn together.
-    """
-
-    new_tokens: int = 48
-    batch: int = 8
-    draws: int = 100_000
-    small_draws: int = 1_000_000
-    small_plans: tuple[Plan, ...] = SMALL_PLANS
-    joint_tokens: int = 3
-    top_k: int = 6
-    rows: int = 1024
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("new_tokens", 1), ("batch", 1), ("joint_tokens", 2), ("top_k", 2), ("rows", 1)):
-            if getattr(self, name) < least:
-                raise DraftsmithError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from draftsmith.evaluation.proof.exact_distribution import (
 )
 from draftsmith.evaluation.proof.shared_rows import SharedRows
 from draftsmith.evaluation.proof.small_target import PROMPT
+from draftsmith.evaluation.proof.workload import SMALL_PLANS
 from draftsmith.evaluation.reporting.plan_names import plan_name
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
@@ -40,12 +41,6 @@ SMALL_ROWS = 8192
 POLICY_ROWS = 512
 # Penalties on the real target cost several times as much a draw, and get so many times fewer.
 COSTLY = 8
-SMALL_PLANS = (
-    Plan((2, 1)),
-    Plan((1, 1), sampled=True),
-    Plan((1, 1), sampled=True, acceptance="block"),
-    Plan((2, 1), sampled=True),
-)
 
 OnProgress = Callable[[str, int, int], None]
 

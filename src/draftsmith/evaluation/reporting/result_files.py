@@ -4,12 +4,13 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.files import replace_text, replacing
 from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def ensure_writable(path: Path) -> None:
@@ -46,7 +47,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
-def write_figure(path: Path, figure: Figure) -> None:
+def write_figure(path: Path, figure: "Figure") -> None:
     """Write a PNG whole or not at all."""
     try:
         with replacing(path) as temporary:
@@ -55,7 +56,7 @@ def write_figure(path: Path, figure: Figure) -> None:
         raise _unwritten(path, error) from error
 
 
-def write_report(folder: Path, markdown: str, data: Mapping[str, Any], figures: Mapping[str, Figure]) -> Path:
+def write_report(folder: Path, markdown: str, data: Mapping[str, Any], figures: "Mapping[str, Figure]") -> Path:
     """Write `figures` (file name -> picture), report.json and, last, report.md, which links them; return its path."""
     ensure_folder(folder)
     for name, figure in figures.items():

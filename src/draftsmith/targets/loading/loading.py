@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from draftsmith.targets.loading.place import check_place
 from draftsmith.targets.loading.support import refuse_unsupported
 from draftsmith.targets.loading.tokens import first_line
 from draftsmith.types import DraftsmithError
@@ -19,11 +20,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote
     Raises:
         DraftsmithError: when it is missing, damaged or of an unsupported kind.
     """
-    folder = Path(name)
-    if not folder.exists() and (folder.is_absolute() or name.startswith((".", "~"))):
-        raise DraftsmithError(f"folder {name} does not exist; check the path.")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise DraftsmithError(f"{name} has no config.json; give the folder of a saved transformers model.")
+    check_place(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -1,0 +1,117 @@
+"""A mistake in an option, a name, a path or a key is told before PyTorch is imported, which takes seconds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith import assets
+
+FAMILY, FOLDER = "did you mean", "does not exist"
+CASES: dict[str, tuple[tuple[str, ...], str]] = {
+    "version": (("--version",), ""),
+    "help": (("generate", "--help"), ""),
+    "families": (("families",), ""),
+    "an option": (("generate", "hi", "--targt", "x"), "No such option"),
+    "generate, target": (("generate", "hi", "--target", "./absent"), FOLDER),
+    "generate, a folder without a model": (("generate", "hi", "--target", "empty"), "has no config.json"),
+    "generate, nearly a target's name": (("generate", "hi", "--target", "my-modle"), "did you mean my-model?"),
+    "generate, drafter": (("generate", "hi", "--drafter", "./absent"), FOLDER),
+    "generate, no drafter in a folder": (("generate", "hi", "--drafter", "unknown"), "the drafter family 'odd'"),
+    "generate, family": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram?"),
+    "generate, option": (("generate", "hi", "--drafter", "ngram:max_lengt=3"), "did you mean ngram:max_length?"),
+    "generate, untrained": (("generate", "hi", "--drafter", "mlp"), "has to be trained"),
+    "generate, prompt": (("generate", "--prompt-file", "absent.txt"), "absent.txt cannot be read"),
+    "generate, plan": (("generate", "hi", "--plan", "medussa"), "medussa"),
+    "generate, tree": (("generate", "hi", "--plan", "absent.json"), "absent.json cannot be read"),
+    "generate, dtype": (("generate", "hi", "--dtype", "fp17"), "'fp17' is unknown"),
+    "generate, result": (("generate", "hi", "--json", "file/x.json"), "cannot be written"),
+    "bench, target": (("bench", "--target", "./absent"), FOLDER),
+    "bench, drafter": (("bench", "--drafter", "eagel"), "did you mean eagle?"),
+    "bench, texts": (("bench", "--data", "absent.jsonl"), "absent.jsonl cannot be read"),
+    "bench, task": (("bench", "--task", "cod"), "choose one of code, dialogue, prose"),
+    "bench, plan": (("bench", "--plan", "4;2"), "4;2"),
+    "bench, numbers": (("bench", "--batch", "1,two"), "1,two"),
+    "prove, target": (("prove", "--target", "./absent"), FOLDER),
+    "prove, drafter": (("prove", "--drafter", "./absent"), FOLDER),
+    "prove, prompts": (("prove", "--data", "absent.jsonl"), "absent.jsonl cannot be read"),
+    "prove, numbers": (("prove", "--top-k", "1"), "top_k is 1"),
+    "check, target": (("check", "--target", "./absent"), FOLDER),
+    "check, drafter": (("check", "--drafter", "absent"), FOLDER),
+    "check, dtype": (("check", "--serving-dtype", "bf61"), "'bf61' is unknown"),
+    "compare, family": (("compare", "--family", "mpl"), "did you mean mlp?"),
+    "compare, option": (("compare", "--family", "mlp:n_predct=3"), "did you mean mlp:n_predict?"),
+    "compare, drafter": (("compare", "--drafter", "absent"), FOLDER),
+    "compare, data": (("compare", "--data", "absent.txt"), FOLDER),
+    "compare, prompts": (("compare", "--prompts", "absent.txt"), "absent.txt cannot be read"),
+    "train, recipe": (("train", "recip.yaml"), "did you mean recipe.yaml?"),
+    "train, key in a recipe": (("train", "recipe.yaml"), "did you mean stage1.steps?"),
+    "train, key": (("train", "stage2.stepz=3"), "did you mean stage2.steps?"),
+    "train, section": (("train", "--target", "my-model", "stage3.steps=3"), "did you mean stage2?"),
+    "train, value": (("train", "stage2.steps=few"), "give a whole number"),
+    "train, option": (("train", "drafter.n_predct=3"), "n_predict?"),
+    "train, family": (("train", "--family", "mpl"), "did you mean mlp?"),
+    "train, untrained family": (("train", "--family", "ngram"), "needs no training"),
+    "train, target": (("train", "--target", "my-modle"), "did you mean my-model?"),
+    "train, data": (("train", "--data", "absent.txt"), FOLDER),
+    "train, first weights": (("train", "--drafter", "absent"), FOLDER),
+    "train, prompts": (("train", "--eval-data", "absent.txt"), "absent.txt cannot be read"),
+    "train, nothing to resume": (("train", "--resume"), "no checkpoint to resume from"),
+    "train, folder": (("train", "--out", "file/run"), "cannot write"),
+    "demo, target": (("demo", "--target", "./absent"), FOLDER),
+    "demo, drafter": (("demo", "--drafter", "absent"), FOLDER),
+    "tune-layers, target": (("tune-layers", "--target", "./absent"), FOLDER),
+    "tune-layers, prompts": (("tune-layers", "--data", "absent.txt"), "absent.txt cannot be read"),
+    "tune-layers, folder": (("tune-layers", "--out", "unknown"), "holds something else"),
+}
+"""Words of a command line, and a part of what it says."""
+
+RUN_ALL = """
+import json, sys
+from typer.testing import CliRunner
+from draftsmith.cli import app
+
+told = {}
+for name, words in json.load(sys.stdin).items():
+    done = CliRunner().invoke(app, words)
+    slow = sorted({"torch", "transformers", "numpy", "matplotlib"} & set(sys.modules))
+    told[name] = [done.exit_code, " ".join((done.stdout if done.exit_code == 0 else done.stderr).split()), slow]
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, list[str]]]:
+    """Make all mistakes in one process, and return what each said and which slow packages were imported by then."""
+    place = tmp_path_factory.mktemp("mistakes")
+    (place / "empty").mkdir()
+    (place / "file").touch()
+    (place / "recipe.yaml").write_text("stage1: {stepz: 3}\n")
+    (place / "my-model").symlink_to(assets.demo_target())
+    (place / "unknown").mkdir()
+    (place / "unknown" / "config.json").write_text(json.dumps({"model_type": "odd"}))
+    before = sorted(place.rglob("*"))
+    words = {name: words for name, (words, _) in CASES.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL], input=json.dumps(words), cwd=place, capture_output=True, text=True, check=True
+    )
+    assert sorted(place.rglob("*")) == before, "a mistake leaves nothing behind"
+    found: dict[str, tuple[int, str, list[str]]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_slow_package_is_imported_for_a_mistake(name: str, told: dict[str, tuple[int, str, list[str]]]):
+    code, sentence, slow = told[name]
+    assert not slow, "imported by now; the first test that fails is to blame"
+    expected = CASES[name][1]
+    assert code == (2 if expected else 0), sentence
+    assert expected.replace(" ", "") in sentence.replace(" ", ""), sentence
+
+
+def test_every_command_is_there():
+    commands = {path.stem.replace("_", "-") for path in (Path(__file__).parents[2] / "src/draftsmith/cli").glob("*.py")}
+    helpers = {"--init--", "app", "common", "demo-report", "plans"}
+    assert commands - helpers <= {words[0] for words, _ in CASES.values()}
