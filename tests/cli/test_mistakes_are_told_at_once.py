@@ -60,6 +60,8 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "train, prompts": (("train", "--eval-data", "absent.txt"), "absent.txt cannot be read"),
     "train, nothing to resume": (("train", "--resume"), "no checkpoint to resume from"),
     "train, folder": (("train", "--out", "file/run"), "cannot write"),
+    "train, threads": (("train", "--threads", "0"), "--threads is 0"),
+    "doctor, result": (("doctor", "--json", "file/x.json"), "cannot be written"),
     "demo, target": (("demo", "--target", "./absent"), FOLDER),
     "demo, drafter": (("demo", "--drafter", "absent"), FOLDER),
     "tune-layers, target": (("tune-layers", "--target", "./absent"), FOLDER),
@@ -113,5 +115,5 @@ def test_no_slow_package_is_imported_for_a_mistake(name: str, told: dict[str, tu
 
 def test_every_command_is_there():
     commands = {path.stem.replace("_", "-") for path in (Path(__file__).parents[2] / "src/draftsmith/cli").glob("*.py")}
-    helpers = {"--init--", "app", "common", "demo-report", "plans"}
+    helpers = {"--init--", "app", "common", "demo-report", "plans", "statistics"}
     assert commands - helpers <= {words[0] for words, _ in CASES.values()}

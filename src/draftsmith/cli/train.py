@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from draftsmith.cli.common import MODELS, OUTPUT, JsonOption, ThreadsOption, check_outputs, set_threads
+from draftsmith.cli.common import MODELS, OUTPUT, JsonOption, ThreadsOption, check_outputs
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -95,13 +95,11 @@ def train(
     from draftsmith.workflows.training import Evaluation
     from draftsmith.workflows.training import train as run
 
-    notes = Console(stderr=True)
-    set_threads(threads, notes)
     result = run(
         recipe, *overrides, target=target, data=data, family=family, init_from=drafter, out=out,
         minutes=minutes, resume=resume, dry_run=dry_run,
         evaluation=Evaluation(eval_data, eval_prompts, eval_tokens, eval_prompt_tokens),
-        trust_remote_code=trust_remote_code, console=notes,
+        trust_remote_code=trust_remote_code, console=Console(stderr=True), threads=threads,
     )
     if not dry_run:
         tell(result)

@@ -85,6 +85,7 @@ def train(
     evaluation: Evaluation | None = None,
     trust_remote_code: bool = False,
     console: Console | None = None,
+    threads: int | None = None,
 ) -> TrainResult:
     """Train a drafter for a frozen target: on text, then on what the target itself writes.
 
@@ -104,6 +105,7 @@ def train(
         evaluation: what τ is measured on.
         trust_remote_code: run the target's own code.
         console: where progress is shown; nowhere by default.
+        threads: to compute with on a CPU, in the whole process; by default those that fit, see docs/native.md.
 
     Raises:
         DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
@@ -143,12 +145,16 @@ def train(
     settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)
     check(settled)
 
+    from draftsmith.processor import use_threads
     from draftsmith.training.terminal import say
     from draftsmith.training.train import train as run
     from draftsmith.workflows.bridge import EngineBridge
     from draftsmith.workflows.estimate import foretold, try_out
     from draftsmith.workflows.sizes import DEFAULT_MINUTES, choose
 
+    note = use_threads(threads)
+    if note is not None:
+        say(shown, note)
     frozen, dtype = settled.joint is None, settled.target.dtype
     if not frozen and dtype == "auto":
         dtype = "fp32"
