@@ -24,6 +24,10 @@ FAMILIES: dict[str, dict[str, int]] = {
     "mlp of fewer tokens": {"n_predict": 2, "inner_dim": 24, "draft_vocab_size": 40},
     "eagle3": {"depth": 3},
     "medusa": {},
+    "firp": {"n_predict": 2},
+    "hydra": {"prefix_attention": True},
+    "recurrent": {},
+    "eagle": {"depth": 2},
 }
 
 
@@ -52,6 +56,7 @@ def step_of(drafter: TrainableModel, target: Target, weight: float = 0.5) -> Tra
 def gradients(step: TrainingStep, batch: Batch) -> list[Tensor]:
     step.gradients([batch], rate=0.0, positions=3, seed=("positions",))
     found = [p.grad.clone() for p in step.drafter.parameters() if p.grad is not None]
+    assert all(gradient.isfinite().all() for gradient in found), "padding is no number that a gradient could break on"
     step.forget()
     return found
 

@@ -41,19 +41,20 @@ class Readings:
     def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the states at the drafter's taps (B, L, F) and those behind the logits (B, L, H).
 
-        Behind the last learnt token they are zero; where no logits are wanted, the second has no width.
+        Behind the last learnt token that token's are repeated, so that nobody meets a state that no token has; where no
+        logits are wanted, the second has no width.
         """
-        lengths = [1 + int(row.nonzero()[-1]) if row.any() else 0 for row in batch.learnt_BL]
+        lengths = [1 + int(row.nonzero()[-1]) if row.any() else 1 for row in batch.learnt_BL]
         keys = [
             tokens_L[:length].numpy().tobytes() for tokens_L, length in zip(batch.tokens_BL, lengths, strict=True)
         ]
-        new = {key: row for row, key in enumerate(keys) if key and key not in self._kept}
+        new = {key: row for row, key in enumerate(keys) if key not in self._kept}
         fresh = self._read(batch.tokens_BL, lengths, new)
         width = self.target.feature_size(self._all_taps)
-        states_BLX = torch.zeros((*batch.tokens_BL.shape, width), dtype=self.target.dtype)
+        states_BLX = torch.empty((*batch.tokens_BL.shape, width), dtype=self.target.dtype)
         for row, (key, length) in enumerate(zip(keys, lengths, strict=True)):
-            if key:
-                states_BLX[row, :length] = fresh[key] if key in fresh else self._kept[key]
+            own_LX = fresh[key] if key in fresh else self._kept[key]
+            states_BLX[row, :length], states_BLX[row, length:] = own_LX, own_LX[-1]
         for key, states_LX in fresh.items():
             if states_LX.nbytes <= self.left:
                 self.left -= states_LX.nbytes
