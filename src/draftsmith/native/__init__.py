@@ -1,5 +1,5 @@
 """Native code for CPUs: products of few rows with packed weights, and whole forwards of Llama-shaped models."""
 
-from draftsmith.native.library import LIBRARY, kernels_in_use, use_kernels, why_missing
+from draftsmith.native.library import LIBRARY, NativeObject, kernels_in_use, use_kernels, why_missing
 
-__all__ = ["LIBRARY", "kernels_in_use", "use_kernels", "why_missing"]
+__all__ = ["LIBRARY", "NativeObject", "kernels_in_use", "use_kernels", "why_missing"]
