@@ -1,7 +1,7 @@
 """Builds the native kernels where a C++ compiler is at hand; without one the package runs on PyTorch.
 
-They know PyTorch by its stable C interface alone (csrc/pytorch_c.h), and no Python: neither is needed to build them, and
-one library serves all versions. Everything else about the package stands in pyproject.toml.
+They know PyTorch by its stable C interface alone (csrc/pytorch_c.h), and no Python: neither is needed to build them,
+and one library serves all versions. Everything else about the package stands in pyproject.toml.
 """
 
 import os
@@ -42,7 +42,7 @@ class Build(build_ext):
             self.extensions = []
 
     def build_extensions(self) -> None:
-        """Link against the name of PyTorch's library, so that what is missing here is found in it when both are loaded."""
+        """Name PyTorch's library as one that this needs, so that what is missing is found there at loading."""
         for extension in self.extensions:
             if sys.platform == "darwin":
                 extension.extra_link_args += ["-undefined", "dynamic_lookup"]

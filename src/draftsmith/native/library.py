@@ -1,7 +1,7 @@
 """Loads the compiled operators, and tells PyTorch their shapes.
 
-The package's build compiles `csrc/` where it finds a C++ compiler. The result serves every Python, and every PyTorch from
-`OLDEST` on. Without it everything still runs, by PyTorch's own operators.
+The package's build compiles `csrc/` where it finds a C++ compiler. The result serves every Python, and every PyTorch
+from `OLDEST` on. Without it everything still runs, by PyTorch's own operators.
 """
 
 import ctypes

@@ -179,6 +179,7 @@ class FeatureDrafter(TrainableDrafter):
         return Draft(*self._chain(context, memory, plan.depth), plan.depth, branching=plan.branching)
 
     def _chain(self, context: Context, memory: RowCache, depth: int) -> tuple[Tensor, Tensor]:
+        assert self._native is not None
         tokens_BN, parents_BN = self._native(
             context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, memory.settle(context),
             context.slots_B, memory.keys_RCGW, memory.values_RCGW, depth,
