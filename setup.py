@@ -54,11 +54,12 @@ class Build(build_ext):
         """Make an empty library of the same name, and return its path."""
         folder = Path(self.build_temp)
         folder.mkdir(parents=True, exist_ok=True)
-        source = folder / "stand_in.c"
-        source.write_text("/* In the place of PyTorch's library while the kernels are linked. */\n")
+        source = folder / "stand_in.cpp"
+        source.write_text("// In the place of PyTorch's library while the kernels are linked.\n")
         objects = self.compiler.compile([str(source)])
         path = folder / "libtorch_cpu.so"
-        self.compiler.link_shared_object(objects, str(path), extra_postargs=["-Wl,-soname,libtorch_cpu.so"])
+        named = ["-Wl,-soname,libtorch_cpu.so"]
+        self.compiler.link_shared_object(objects, str(path), extra_postargs=named, target_lang="c++")
         return str(path)
 
 

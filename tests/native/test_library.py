@@ -1,5 +1,6 @@
 """The built library serves every Python and every PyTorch from 2.11 on: it asks for the stable C interface alone."""
 
+import copy
 import re
 import shutil
 import struct
@@ -105,6 +106,21 @@ def test_a_pytorch_that_is_too_old_is_known():
     assert "torch>=" + ".".join(map(str, OLDEST)) in project["dependencies"]
 
 
+def test_a_wheel_is_for_any_python_and_this_platform():
+    told = (
+        "from distutils.core import run_setup\n"
+        "wheel = run_setup('setup.py', stop_after='init').get_command_obj('bdist_wheel')\n"
+        "wheel.ensure_finalized()\n"
+        "print(*wheel.get_tag(), wheel.root_is_pure)\n"
+    )
+    command = [sys.executable, "-c", f"import setuptools\n{told}"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    python, interface, platform, is_pure = ran.stdout.split()
+    assert (python, interface, is_pure) == ("py3", "none", "False")
+    assert platform.startswith(("linux", "macosx"))
+
+
 # ---- what Python holds of native code
 
 needs_library = pytest.mark.skipif(not LIBRARY, reason=why_missing())
@@ -126,7 +142,12 @@ def test_a_native_object_goes_with_its_owner():
     assert held(*asked)[0].shape == (1, 1)
     with pytest.raises(RuntimeError, match="draftsmith: object .* is of another kind"):
         torch.ops.draftsmith.draft_by_stages(number, *asked)
+    shared = copy.deepcopy(held)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        copy.copy(held)
     del held
+    assert shared(*asked)[0].shape == (1, 1)
+    del shared
     with pytest.raises(RuntimeError, match=f"draftsmith: there is no object {number}$"):
         torch.ops.draftsmith.draft_by_heads(number, *asked)
 

@@ -66,6 +66,14 @@ class NativeObject:
         """Work with it."""
         return self._use(self._number, *arguments)
 
+    def __deepcopy__(self, _: Any) -> "NativeObject":
+        """Share it: it never changes, and a copy of the number alone would outlive it."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Refuse to be stored: the number means nothing to another process."""
+        raise TypeError("native objects cannot be pickled; save what they were made of")
+
 
 def why_missing() -> str:
     """Say why there are no native kernels; empty when there are."""
