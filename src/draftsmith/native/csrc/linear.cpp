@@ -18,7 +18,8 @@ void check_packed(const Tensor& packed, int64_t outputs, int64_t inputs) {
               packed.size(0) == (outputs + kPanel - 1) / kPanel && packed.size(1) == (inputs + 1) / 2 &&
               packed.size(2) == kPanel && packed.size(3) == 2,
           "draftsmith: packed weights of ", name_of(packed.scalar_type()), packed.is_cpu() ? "" : ", not on a CPU,",
-          " and shape ", packed.sizes(), " are not the bf16 ones of a layer from ", inputs, " to ", outputs, " features");
+          " and shape ", packed.sizes(), " are not the bf16 ones of a layer from ", inputs,
+          " to ", outputs, " features");
 }
 
 void check_packed_int8(const Tensor& packed, const Tensor& scales, int64_t outputs, int64_t inputs) {
@@ -193,8 +194,8 @@ struct Rows {
 
 Rows as_rows(const Tensor& x, int64_t inputs) {
   REQUIRE(x.is_cpu() && x.scalar_type() == kBFloat16 && x.dim() >= 1 && x.size(-1) == inputs,
-          "draftsmith: the layer reads bf16 rows of ", inputs, " features on a CPU, not ", name_of(x.scalar_type()), " of ",
-          x.sizes());
+          "draftsmith: the layer reads bf16 rows of ", inputs, " features on a CPU, not ",
+          name_of(x.scalar_type()), " of ", x.sizes());
   int64_t count = 1;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) count *= x.size(d);
   Rows rows{x, nullptr, count, inputs};

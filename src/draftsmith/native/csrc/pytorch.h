@@ -233,7 +233,8 @@ using Tensors = std::vector<Tensor>;
 inline Tensor empty(const Sizes& sizes, int32_t dtype) {
   static const int32_t cpu = aoti_torch_device_type_cpu();
   AtenTensorHandle made;
-  succeed(aoti_torch_empty_strided(sizes.size(), sizes.data(), sizes.contiguous_strides().data(), dtype, cpu, 0, &made));
+  succeed(
+      aoti_torch_empty_strided(sizes.size(), sizes.data(), sizes.contiguous_strides().data(), dtype, cpu, 0, &made));
   return Tensor(made);
 }
 
@@ -249,8 +250,8 @@ inline Tensor over(std::vector<float>& values) {
   static const int32_t cpu = aoti_torch_device_type_cpu(), strided = aoti_torch_layout_strided();
   const int64_t size = static_cast<int64_t>(values.size()), stride = 1;
   AtenTensorHandle made;
-  succeed(aoti_torch_create_tensor_from_blob_v2(values.data(), 1, &size, &stride, 0, kFloat, cpu, 0, &made, strided, nullptr,
-                                                0));
+  succeed(aoti_torch_create_tensor_from_blob_v2(values.data(), 1, &size, &stride, 0, kFloat, cpu, 0, &made, strided,
+                                                nullptr, 0));
   return Tensor(made);
 }
 
@@ -397,8 +398,6 @@ Tensor call(const char* name, const char* overload, Arguments... arguments) {
   return Value<Tensor>::take(stack[0]);
 }
 
-using NoNumber = std::optional<int64_t>;  // a dtype or memory format that is left out
-
 inline Tensor Tensor::contiguous() const {
   if (is_contiguous()) return *this;
   static const int64_t format = aoti_torch_memory_format_contiguous_format();
@@ -407,7 +406,8 @@ inline Tensor Tensor::contiguous() const {
 
 inline Tensor Tensor::to(int32_t dtype) const {
   if (scalar_type() == dtype) return *this;
-  return call("aten::to", "dtype", *this, static_cast<int64_t>(dtype), false, false, NoNumber());
+  return call("aten::to", "dtype", *this, static_cast<int64_t>(dtype), false, false,
+              std::optional<int64_t>());  // neither without waiting nor always a copy; the memory format stays
 }
 
 // Where operators are registered; what is registered stays as long as the process.

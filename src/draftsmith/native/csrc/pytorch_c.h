@@ -1,7 +1,7 @@
 // The part of PyTorch's stable C interface that the kernels use, declared here so that they are built without PyTorch.
 //
-// PyTorch declares the same in torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h, and promises to keep
-// it from version to version. All of it is in PyTorch 2.11. tests/native/test_library.py compares the declarations.
+// PyTorch declares the same in torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h, and promises to
+// keep it from version to version. All of it is in PyTorch 2.11. tests/native/test_library.py compares the declarations.
 #pragma once
 #include <cstddef>
 #include <cstdint>
