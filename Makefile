@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint wheel clean
 
 demo: $(STAMP)
 	$(VENV)/bin/draftsmith demo
@@ -15,6 +15,12 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
+
+# The source package, and the wheel that it builds by itself in an environment of its own, into dist/.
+wheel: $(STAMP)
+	rm -rf dist
+	$(VENV)/bin/python setup.py --quiet sdist
+	DRAFTSMITH_REQUIRE_NATIVE=1 $(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist dist/*.tar.gz
 
 clean:
 	rm -rf $(VENV) build dist report src/*.egg-info src/draftsmith/native/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 from draftsmith.native.library import (
     LIBRARY,
+    NativeObject,
     kernels_in_use,
     seconds_short,
     threads_missing,
@@ -9,4 +10,12 @@ from draftsmith.native.library import (
     why_missing,
 )
 
-__all__ = ["LIBRARY", "kernels_in_use", "seconds_short", "threads_missing", "use_kernels", "why_missing"]
+__all__ = [
+    "LIBRARY",
+    "NativeObject",
+    "kernels_in_use",
+    "seconds_short",
+    "threads_missing",
+    "use_kernels",
+    "why_missing",
+]

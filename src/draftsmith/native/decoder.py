@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.native.layers import Int8Linear, PackedLinear, packed_parts
+from draftsmith.native.library import NativeObject
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types of this shape. What they have besides (biases, norms on the heads, windows) is read from the model."""
@@ -48,7 +49,9 @@ class NativeDecoder:
         head = model.get_output_embeddings()
         rotary = base.rotary_emb
         linears.append(head)
-        self._decoder = torch.classes.draftsmith.Decoder(
+        self._decode = NativeObject(
+            "make_decoder",
+            "decode",
             embedding.weight.detach() if isinstance(embedding, nn.Embedding) else head.packed,
             *packed_parts(linears),
             [norm.detach() for norm in norms],
@@ -77,7 +80,7 @@ class NativeDecoder:
         columns: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return logits and tapped states, as `Target.forward` does."""
-        logits_BMV, features_BMF = self._decoder.forward(
+        logits_BMV, features_BMF = self._decode(
             tokens_BM.contiguous(),
             None if depths_BM is None else depths_BM.contiguous(),
             None if visible_BMM is None else visible_BMM.contiguous(),

@@ -5,12 +5,12 @@ Shapes: F width of the target's states, V vocabulary, W drafted vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.native.layers import Int8Linear, PackedLinear, packed_parts
+from draftsmith.native.library import NativeObject
 
 # What of the drafted tokens a head reads beside the state: nothing, their embeddings side by side, the sum of these, or
 # a recurrent state.
@@ -34,7 +34,7 @@ def native_heads(
     embedding_VF: Tensor | None = None,
     cell: Sequence[nn.Module] = (),
     d2t: Tensor | None = None,
-) -> Any:
+) -> NativeObject:
     """Return the operator.
 
     Args:
@@ -51,7 +51,9 @@ def native_heads(
     for layer in layers:
         assert isinstance(layer, (PackedLinear, Int8Linear))
         sizes += [layer.out_features, layer.in_features]
-    return torch.classes.draftsmith.Heads(
+    return NativeObject(
+        "make_heads",
+        "draft_by_heads",
         *packed_parts(layers),
         sizes,
         [[kind for kind, _ in head.steps] for head in heads],

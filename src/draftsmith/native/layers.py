@@ -20,6 +20,17 @@ PIECE = 64 << 20
 hold the model twice."""
 
 
+def _refuse(gradient: Tensor) -> None:
+    raise RuntimeError("native layers have no gradient; load what is to be trained through with native=False")
+
+
+def _without_gradient(product: Tensor) -> Tensor:
+    """Make asking for a gradient an error and not silence."""
+    if product.requires_grad:
+        product.register_hook(_refuse)
+    return product
+
+
 class _Packed(nn.Module):
     """What packed layers share: sizes, an fp32 bias, and the original layout in `state_dict`.
 
@@ -84,8 +95,7 @@ class PackedLinear(_Packed):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply rows (…, K) to (…, N)."""
         self.check_width(x)
-        product: Tensor = torch.ops.draftsmith.linear(x, self.packed, self.bias_N, self.out_features)
-        return product
+        return _without_gradient(torch.ops.draftsmith.linear(x, self.packed, self.bias_N, self.out_features))
 
 
 def unpacked_int8(packed: Tensor, scales: Tensor, outputs: int, inputs: int) -> Tensor:
@@ -114,10 +124,9 @@ class Int8Linear(_Packed):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply rows (…, K) to (…, N)."""
         self.check_width(x)
-        product: Tensor = torch.ops.draftsmith.linear_int8(
-            x, self.packed, self.scales, self.sums, self.bias_N, self.out_features
+        return _without_gradient(
+            torch.ops.draftsmith.linear_int8(x, self.packed, self.scales, self.sums, self.bias_N, self.out_features)
         )
-        return product
 
 
 class PackedEmbedding(nn.Module):
@@ -170,7 +179,7 @@ class PackedExperts(nn.Module):
         summed: Tensor = torch.ops.draftsmith.experts(
             rows, top_k_index, top_k_weights, self._held("gate_up"), self._held("down"), self.inner
         )
-        return summed.view(hidden_states.shape)
+        return _without_gradient(summed).view(hidden_states.shape)
 
     def unpacked(self) -> tuple[Tensor, Tensor]:
         """Return the weights as bf16: gate and up projections (E, 2 I, F), and down projections (E, F, I)."""

@@ -1,35 +1,78 @@
 """Loads the compiled operators, and tells PyTorch their shapes.
 
-The package's build compiles `csrc/` where it finds a C++ compiler and PyTorch. Without the result everything still
-runs, by PyTorch's own operators.
+The package's build compiles `csrc/` where it finds a C++ compiler. The result serves every Python, and every PyTorch
+from `OLDEST` on. Without it everything still runs, by PyTorch's own operators.
 """
 
+import ctypes
+import re
 from pathlib import Path
+from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).resolve().parent
+BUILT = Path(__file__).resolve().parent / "_kernels.so"
+OLDEST = (2, 11)
+"""The first PyTorch that has all functions of the stable interface that the operators use."""
 
 
-def _load() -> tuple[bool, str]:
-    built = FOLDER / "_kernels.so"
-    if not built.exists():
-        return False, "the native kernels were not built (no C++ compiler, or no PyTorch, at installation)"
+def _load() -> str:
+    """Register the operators, and return why that cannot be; empty when it was done."""
+    if not BUILT.exists():
+        return "the native kernels were not built, for want of a C++ compiler at installation"
+    if too_old(torch.__version__):
+        oldest = ".".join(map(str, OLDEST))
+        return f"the native kernels need PyTorch {oldest} or later, and this is {torch.__version__}"
     try:
-        torch.ops.load_library(str(built))
-        version: str = torch.ops.draftsmith.built_for()
-    except (AttributeError, OSError, RuntimeError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        return False, f"the native kernels do not fit this PyTorch ({first}); install the package again"
-    here = torch.__version__.partition("+")[0]
-    if version.partition("+")[0] != here:
-        return False, f"the native kernels are for PyTorch {version}, and this is {here}; install the package again"
-    return True, ""
+        register = ctypes.CDLL(str(BUILT)).draftsmith_register
+    except (AttributeError, OSError) as error:
+        return f"the native kernels cannot be loaded ({error})"
+    register.restype = ctypes.c_char_p
+    wrong: bytes | None = register()
+    if wrong is not None:
+        return f"PyTorch does not take the native kernels ({wrong.decode()})"
+    # How many sums PyTorch adds up side by side bounds how far ours may lie from them. It is no part of the interface.
+    torch.ops.draftsmith.set_lanes(16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 4)
+    return ""
 
 
-LIBRARY, _REASON = _load()
+def too_old(version: str) -> bool:
+    """Whether the operators lack something in a PyTorch of this version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < OLDEST
+
+
+_REASON = _load()
+LIBRARY = not _REASON
 """Whether the operators `torch.ops.draftsmith.*` are here."""
+
+
+class NativeObject:
+    """What native code keeps from one call to the next, and frees with this object.
+
+    Args:
+        make: the operator of `torch.ops.draftsmith` that makes it of `parts`, and returns its number.
+        use: the operator that works with it, whose first argument is that number.
+    """
+
+    def __init__(self, make: str, use: str, *parts: Any) -> None:
+        operators = torch.ops.draftsmith
+        self._use = getattr(operators, use).default
+        self._number: int = getattr(operators, make)(*parts)
+        finalize(self, operators.forget, self._number).atexit = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Work with it."""
+        return self._use(self._number, *arguments)
+
+    def __deepcopy__(self, _: Any) -> "NativeObject":
+        """Share it: it never changes, and a copy of the number alone would outlive it."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Refuse to be stored: the number means nothing to another process."""
+        raise TypeError("native objects cannot be pickled; save what they were made of")
 
 
 def why_missing() -> str:

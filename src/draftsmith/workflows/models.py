@@ -95,7 +95,7 @@ def load_target(target: "Target | str | Path | None", loading: Loading, console:
             f"({loading.dtype_option}{stored} keeps them).[/dim]"
         )
     if backend.lacks:
-        console.print(f"[dim]{backend.lacks}.[/dim]")
+        console.print(f"[dim]{backend.lacks}; PyTorch takes several times as long for a token.[/dim]")
     return loaded
 
 

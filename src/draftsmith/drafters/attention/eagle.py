@@ -31,6 +31,7 @@ from draftsmith.drafters.attention.feature_drafter import FeatureDrafter
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.divergence import Divergence, divergence, entropy
 from draftsmith.drafters.trainable.drafter import FrozenTable
+from draftsmith.native import NativeObject
 
 if TYPE_CHECKING:
     from draftsmith.targets import Target
@@ -146,7 +147,7 @@ class Eagle(FeatureDrafter):
         self.head = self.head.as_layer()
         super().pack(pack_layers)
 
-    def native_form(self) -> Any:
+    def native_form(self) -> NativeObject | None:
         """Return the operator; it makes chains of best tokens, which the form of the logits does not change."""
         norm = self.layer.post_attention_layernorm
         return self.native_layer(self.fc, self.head, [norm], self.config.hidden_size)

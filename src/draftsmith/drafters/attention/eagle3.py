@@ -31,6 +31,7 @@ from draftsmith.drafters.attention.eagle_config import Eagle3Config, is_eagle3, 
 from draftsmith.drafters.attention.feature_drafter import FeatureDrafter
 from draftsmith.drafters.attention.layer_sizes import LayerSizes
 from draftsmith.drafters.trainable.batch import TrainingBatch
+from draftsmith.native import NativeObject
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Eagle3(FeatureDrafter):
         scores: Tensor = self.lm_head(self.norm(states))
         return scores
 
-    def native_form(self) -> Any:
+    def native_form(self) -> NativeObject | None:
         """Return the operator."""
         layer = self.midlayer
         norms = [layer.post_attention_layernorm, layer.input_layernorm, layer.hidden_norm, self.norm]

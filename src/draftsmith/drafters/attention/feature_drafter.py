@@ -15,7 +15,7 @@ width, V vocabulary.
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from draftsmith.drafters.attention.row_cache import NewTokens, RowCache, attache
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.drafter import FrozenTable, TrainableDrafter
+from draftsmith.native import NativeObject
 from draftsmith.native.layers import packed_parts
 from draftsmith.plan import Plan
 from draftsmith.types import Context, Draft
@@ -139,7 +140,7 @@ class FeatureDrafter(TrainableDrafter):
 
     def native_layer(
         self, entry: nn.Module, head: nn.Module, norms: Sequence[RMSNorm], taps: int, keeps_normal: bool = False
-    ) -> Any:
+    ) -> NativeObject | None:
         """Return the operator for the layer, what its entries are made by, its head, and the width of tapped states.
 
         None for odd widths, which it does not read.
@@ -148,8 +149,8 @@ class FeatureDrafter(TrainableDrafter):
             return None
         sizes, attention, mlp = self.config, self.layer.self_attn, self.layer.mlp
         layers = [entry, attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, head]
-        return torch.classes.draftsmith.FeatureLayer(
-            *packed_parts(layers), [norm.weight.detach() for norm in norms],
+        return NativeObject(
+            "make_feature_layer", "draft_by_features", *packed_parts(layers), [norm.weight.detach() for norm in norms],
             self.embedding.weight.detach().contiguous(),
             torch.empty(0, dtype=torch.long) if self.d2t is None else self.d2t, self._rotary.frequencies,
             [
@@ -178,7 +179,8 @@ class FeatureDrafter(TrainableDrafter):
         return Draft(*self._chain(context, memory, plan.depth), plan.depth, branching=plan.branching)
 
     def _chain(self, context: Context, memory: RowCache, depth: int) -> tuple[Tensor, Tensor]:
-        tokens_BN, parents_BN = self._native.propose(
+        assert self._native is not None
+        tokens_BN, parents_BN = self._native(
             context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, memory.settle(context),
             context.slots_B, memory.keys_RCGW, memory.values_RCGW, depth,
         )

@@ -34,6 +34,7 @@ from draftsmith.drafters.heads.hydra_config import PREFIX_ARCH, HydraConfig, rec
 from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.drafter import FrozenTable
+from draftsmith.native import NativeObject
 from draftsmith.native.heads import ALL, NativeHead, native_heads
 from draftsmith.plan import Plan
 from draftsmith.types import Context, DraftsmithError
@@ -85,7 +86,7 @@ class HydraDrafter(HeadDrafter):
         scores: Tensor = self.hydra_lm_head[depth](self.hydra_mlp[depth](state))
         return scores
 
-    def native_form(self) -> Any:
+    def native_form(self) -> NativeObject | None:
         """Return the operator of heads that read the embeddings of all tokens before theirs."""
         heads = [
             NativeHead(native_steps(blocks), scores)
@@ -187,7 +188,7 @@ class HydraPrefixDrafter(HydraDrafter):
         self.prefix.layer.merge()
         super().pack(pack_layers)
 
-    def native_form(self) -> Any:
+    def native_form(self) -> NativeObject | None:
         """Return None: the operator knows of no layer in front."""
         return None
 

@@ -28,6 +28,7 @@ from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.drafter import FrozenTable
 from draftsmith.drafters.trainable.parallel import ParallelSteps
 from draftsmith.drafters.tree_choices import MEDUSA_TREE, plan_of
+from draftsmith.native import NativeObject
 from draftsmith.native.heads import NativeHead, native_heads
 from draftsmith.plan import Plan
 from draftsmith.types import Context, DraftsmithError
@@ -114,7 +115,7 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
             self.shared = self.shared.as_layer()
         super().pack(pack_layers)
 
-    def native_form(self) -> Any:
+    def native_form(self) -> NativeObject | None:
         """Return the operator of heads that read no tokens; None where scores are more than products."""
         if not self.logit_form.plain:
             return None

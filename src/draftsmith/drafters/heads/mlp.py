@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.heads.mlp_config import MODEL_TYPE, MLPConfig
 from draftsmith.drafters.trainable.drafter import FrozenTable, RowwiseDrafter
+from draftsmith.native import NativeObject
 from draftsmith.native.layers import packed_parts
 from draftsmith.plan import Plan
 from draftsmith.types import DraftsmithError
@@ -129,13 +130,13 @@ class MLPSpeculator(RowwiseDrafter):
             self.head = nn.ModuleList([shared.as_layer()] * self.config.n_predict)
         super().pack(pack_layers)
 
-    def native_form(self) -> Any:
+    def native_form(self) -> NativeObject | None:
         """Return the operator of this family; None where scores are more than products."""
         if not self.logit_form.plain:
             return None
         weights, scales, sums, _ = packed_parts([*self.proj, *self.head])
-        return torch.classes.draftsmith.Speculator(
-            weights, scales, sums,
+        return NativeObject(
+            "make_speculator", "draft_by_stages", weights, scales, sums,
             [self._weight(self.emb, depth).detach().contiguous() for depth in range(len(self.emb))],
             [self._weight(self.ln, depth).detach().float() for depth in range(len(self.ln))],
             [norm.get_parameter("bias").detach().float() for norm in self.ln],

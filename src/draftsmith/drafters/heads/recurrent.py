@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from draftsmith.drafters.heads.base import ResidualBlock, native_steps
 from draftsmith.drafters.heads.recurrent_config import MODEL_TYPE, RecurrentConfig
 from draftsmith.drafters.trainable.drafter import FrozenTable, RowwiseDrafter
+from draftsmith.native import NativeObject
 from draftsmith.native.heads import PROJECT, RECURRENT, SUM, NativeHead, native_heads
 from draftsmith.plan import Plan
 
@@ -81,7 +82,7 @@ class RecurrentDrafter(RowwiseDrafter):
         scores: Tensor = self.lm_head(self.input_proj(state))
         return scores
 
-    def native_form(self) -> Any:
+    def native_form(self) -> NativeObject | None:
         """Return the operator of heads over a recurrent state; all depths have the same one."""
         steps = native_steps(self.lm_head[:-1])
         if not isinstance(self.input_proj, nn.Identity):

@@ -18,6 +18,7 @@ from draftsmith.drafters.config import TrainedConfig
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.model import TrainableModel, check_target
+from draftsmith.native import NativeObject
 from draftsmith.plan import Plan
 from draftsmith.targets.logit_form import LogitForm
 from draftsmith.types import Context, Draft, DraftsmithError
@@ -41,7 +42,7 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
     trained nor saved."""
     logit_form: LogitForm = LogitForm()
     """What becomes of the products of a borrowed head before they are scores, as in the target; set by `bind`."""
-    _native: Any = None
+    _native: NativeObject | None = None
     """The operator that drafts with the packed layers; None where PyTorch's operations do."""
 
     def __init__(self, config: Any, draft_tokens: Tensor | None = None) -> None:
@@ -145,7 +146,7 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
             self._native = self.native_form()
             self.can_compile = self.can_compile and self._native is None
 
-    def native_form(self) -> Any:
+    def native_form(self) -> NativeObject | None:
         """Return the operator that drafts with the packed layers; None where the family has none."""
         return None
 
@@ -228,7 +229,7 @@ class RowwiseDrafter(TrainableDrafter):
         general = plan.sampled or plan.choices or plan.nodes or (plan.beam is not None and plan.paths is None)
         if self._native is None or general or not 0 < plan.depth <= self.max_depth:
             return grow(self, context, plan)
-        tokens_BN, parents_BN = self._native.propose(
+        tokens_BN, parents_BN = self._native(
             context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, plan.branching,
             plan.paths or 0, plan.beam or 0, plan.max_nodes,
         )

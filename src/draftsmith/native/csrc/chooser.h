@@ -4,12 +4,11 @@
 // What is summed in another order than there may differ in its last bits. So no comparison is trusted that such bits
 // could turn: it is repeated with the bits of PyTorch's own operations, or the draw is left to PyTorch (kUndecided).
 #pragma once
-#include <ATen/ATen.h>
-#include <ATen/Version.h>
-#include <c10/util/bit_cast.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -42,6 +41,12 @@ struct Rules {
   bool penalises() const { return repetition != 1 || presence != 0 || frequency != 0; }
   bool filters() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
+
+// At least how many partial sums PyTorch adds up side by side on this processor, as Python says at loading.
+inline std::atomic<int64_t>& pytorch_lanes() {
+  static std::atomic<int64_t> lanes{4};
+  return lanes;
+}
 
 struct BiasEntry {
   int64_t token;
@@ -141,7 +146,7 @@ class Chooser {
     if (token != kUndecided) return token;
     // The same with PyTorch's own exponentials and sums in float64.
     for (int64_t i = 0; i < vocabulary_; ++i) weights_[i] = x_[i] / temperature_ - top_;
-    at::from_blob(weights_.data(), {vocabulary_}, at::kFloat).exp_();
+    call("aten::exp_", "", over(weights_));
     for (int64_t s = 0; s < stretches_; ++s) {
       const auto begin = weights_.begin() + s * kStretch;
       sums_of_stretches_[s] = std::accumulate(begin, std::min(begin + kStretch, weights_.end()), 0.0);
@@ -255,7 +260,7 @@ class Chooser {
       ranked += weight * static_cast<double>(std::max(j + 1, sure));
     }
     ranked += std::max(0.0, all - mass) * static_cast<double>(vocabulary_);
-    const double doubt = 2 * kRough + rest * 0x1p-24 * (ranked / all / lanes() + 32);
+    const double doubt = 2 * kRough + rest * 0x1p-24 * (ranked / all / static_cast<double>(pytorch_lanes()) + 32);
     size_t kept = sure;
     for (; kept < count; ++kept) {
       const double below = (all - above) / all;
@@ -273,15 +278,19 @@ class Chooser {
     is_all_ = true;
   }
 
-  // At least how many partial sums PyTorch adds up side by side.
-  static double lanes() {
-    static const double known = at::get_cpu_capability() == "AVX512" ? 16 : 4;
-    return known;
+  static constexpr int64_t kLast = -1;  // dimension
+  static constexpr std::optional<int64_t> kSameType = std::nullopt;
+
+  static Tensor softmax(const Tensor& scores_V) { return call("aten::softmax", "int", scores_V, kLast, kSameType); }
+
+  static float largest(const Tensor& values_V) {
+    const float* values = values_V.const_data_ptr<float>();
+    return *std::max_element(values, values + values_V.numel());
   }
 
   // The scores of all tokens that no filter has dropped so far, and minus infinity in the place of others.
-  at::Tensor scores() const {
-    at::Tensor scores_V = at::full({vocabulary_}, -kInfinity, at::kFloat);
+  Tensor scores() const {
+    Tensor scores_V = full<float>({vocabulary_}, -kInfinity);
     float* to = scores_V.mutable_data_ptr<float>();
     if (is_all_)
       for (const Candidate& candidate : some_) to[candidate.token] = candidate.score;
@@ -292,9 +301,9 @@ class Chooser {
 
   // How many tokens top-p keeps, by PyTorch's own bits.
   size_t exactly_kept(float rest) {
-    at::Tensor ascending_V = scores();
+    Tensor ascending_V = scores();
     sort(ascending_V.mutable_data_ptr<float>());
-    const at::Tensor below_V = at::cumsum(at::softmax(ascending_V, -1), -1);
+    const Tensor below_V = call("aten::cumsum", "", softmax(ascending_V), kLast, kSameType);
     const float* below = below_V.const_data_ptr<float>();
     const int64_t dropped = std::upper_bound(below, below + vocabulary_ - 1, rest) - below;
     return static_cast<size_t>(vocabulary_ - dropped);
@@ -308,7 +317,7 @@ class Chooser {
     std::array<std::array<int64_t, 1 << kBits>, kRounds> places{};
     const auto digit = [](uint32_t key, int round) { return (key >> (round * kBits)) & ((1u << kBits) - 1); };
     for (int64_t i = 0; i < vocabulary_; ++i) {
-      const uint32_t word = c10::bit_cast<uint32_t>(values[i]);
+      const uint32_t word = std::bit_cast<uint32_t>(values[i]);
       from[i] = word & kSign ? ~word : word | kSign;
       for (int round = 0; round < kRounds; ++round) ++places[round][digit(from[i], round)];
     }
@@ -318,19 +327,19 @@ class Chooser {
       std::swap(from, to);
     }
     for (int64_t i = 0; i < vocabulary_; ++i)
-      values[i] = c10::bit_cast<float>(from[i] & kSign ? from[i] & ~kSign : ~from[i]);
+      values[i] = std::bit_cast<float>(from[i] & kSign ? from[i] & ~kSign : ~from[i]);
   }
 
   void keep_min_p(float least) {
     kept_.resize(some_.size());
-    at::Tensor exact_V;  // PyTorch's own bits, where they are needed
+    Tensor exact_V;  // PyTorch's own bits, where they are needed
     float limit = 0;
     size_t kept = 0;
     for (const Candidate candidate : some_) {
       const double weight = std::exp(static_cast<double>(candidate.score - top_));
       bool stays = candidate.score == top_ || weight > least;
       if (candidate.score != top_ && std::fabs(weight - least) <= 4 * kRough * least) {
-        if (!exact_V.defined()) exact_V = at::softmax(scores(), -1), limit = least * exact_V.max().item<float>();
+        if (!exact_V.defined()) exact_V = softmax(scores()), limit = least * largest(exact_V);
         stays = exact_V.const_data_ptr<float>()[candidate.token] >= limit;
       }
       if (stays) kept_[kept++] = candidate;
@@ -356,7 +365,7 @@ class Chooser {
     std::sort(some_.begin(), some_.end(), [](const Candidate& a, const Candidate& b) { return a.token < b.token; });
     order_.resize(some_.size());
     for (size_t i = 0; i < some_.size(); ++i) order_[i] = some_[i].score - top_;
-    at::from_blob(order_.data(), {static_cast<int64_t>(order_.size())}, at::kFloat).exp_();
+    call("aten::exp_", "", over(order_));
     const double all = std::accumulate(order_.begin(), order_.end(), 0.0);
     const int64_t place = token_at(order_, 0, static_cast<int64_t>(order_.size()), 0, u * all, exactly() * all);
     return place == kUndecided ? kUndecided : some_[place].token;

@@ -6,13 +6,13 @@
 // a tree computes bit by bit what it would compute as the last token of a text.
 //
 // Words: B rows, M nodes, F width of the model, H query heads, G query heads a key head, D width of a head.
-#include <torch/custom_class.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <mutex>
 #include <vector>
 
+#include "objects.h"
+#include "operators.h"
 #include "packed.h"
 #include "pass.h"
 
@@ -38,37 +38,37 @@ struct Scratch {
 
 constexpr int64_t kOwnRows = 4;  // so few are normed faster than a barrier is passed
 
-class Decoder : public torch::CustomClassHolder {
+class Decoder : public Object {
  public:
   // sizes: width, heads, key_heads, head_width, inner, vocabulary, max_length; factors: epsilon, scale, rotary_scale.
   // weights: query, key, value, out, gate, up, down of every layer, then the head, packed as bf16 or int8; scales and
   // sums of the int8 ones, empty for bf16; biases in fp32, empty for none.
   // norms: input and after-attention norm of every layer, then the last; head_norms: query and key of every layer.
   // embedding: (V, F) dense, or the head's packed weights.
-  Decoder(at::Tensor embedding, Tensors weights, Tensors scales, Tensors sums, Tensors biases, Tensors norms,
-          Tensors head_norms, at::Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
+  Decoder(Tensor embedding, Tensors weights, Tensors scales, Tensors sums, Tensors biases, Tensors norms,
+          Tensors head_norms, Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
           std::vector<int64_t> windows)
       : embedding_(std::move(embedding)), weights_(std::move(weights)), scales_(std::move(scales)),
         sums_(std::move(sums)), biases_(std::move(biases)), norms_(std::move(norms)),
         head_norms_(std::move(head_norms)),
-        frequencies_(frequencies.to(at::kFloat).contiguous()) {
-    TORCH_CHECK(sizes.size() == 7 && factors.size() == 3, "draftsmith: a decoder has 7 sizes and 3 factors");
+        frequencies_(frequencies.to(kFloat).contiguous()) {
+    REQUIRE(sizes.size() == 7 && factors.size() == 3, "draftsmith: a decoder has 7 sizes and 3 factors");
     const size_t layers = windows.size();
     shape_ = {static_cast<int64_t>(layers), sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6],
               factors[0], factors[1], factors[2]};
     const Shape& s = shape_;
-    TORCH_CHECK(weights_.size() == 7 * layers + 1 && scales_.size() == weights_.size() &&
-                    sums_.size() == weights_.size() && biases_.size() == weights_.size() &&
-                    norms_.size() == 2 * layers + 1 &&
-                    (head_norms_.empty() || head_norms_.size() == 2 * layers) &&
-                    frequencies_.numel() * 2 == s.head_width && s.heads % s.key_heads == 0 && s.width % 2 == 0 &&
-                    s.inner % 2 == 0 && s.heads * s.head_width % 2 == 0,
-                "draftsmith: the parts of the decoder do not fit together");
+    REQUIRE(weights_.size() == 7 * layers + 1 && scales_.size() == weights_.size() &&
+                sums_.size() == weights_.size() && biases_.size() == weights_.size() &&
+                norms_.size() == 2 * layers + 1 &&
+                (head_norms_.empty() || head_norms_.size() == 2 * layers) &&
+                frequencies_.numel() * 2 == s.head_width && s.heads % s.key_heads == 0 && s.width % 2 == 0 &&
+                s.inner % 2 == 0 && s.heads * s.head_width % 2 == 0,
+            "draftsmith: the parts of the decoder do not fit together");
     if (embedding_.dim() == 2) {
-      TORCH_CHECK(embedding_.is_cpu() && embedding_.is_contiguous() && embedding_.scalar_type() == at::kBFloat16 &&
-                      embedding_.size(0) == s.vocabulary && embedding_.size(1) == s.width,
-                  "draftsmith: the embedding has to be bf16 of (", s.vocabulary, ", ", s.width, ")");
-    } else if (embedding_.scalar_type() == at::kChar) {
+      REQUIRE(embedding_.is_cpu() && embedding_.is_contiguous() && embedding_.scalar_type() == kBFloat16 &&
+                  embedding_.size(0) == s.vocabulary && embedding_.size(1) == s.width,
+              "draftsmith: the embedding has to be bf16 of (", s.vocabulary, ", ", s.width, ")");
+    } else if (embedding_.scalar_type() == kChar) {
       check_packed_int8(embedding_, scales_.back(), s.vocabulary, s.width);
     } else {
       check_packed(embedding_, s.vocabulary, s.width);
@@ -92,7 +92,7 @@ class Decoder : public torch::CustomClassHolder {
     }
     last_norm_ = norm(norms_.back(), s.width);
     for (size_t i = 0; i < weights_.size(); ++i)
-      if (weights_[i].scalar_type() == at::kChar) most_quads_ = std::max(most_quads_, weights_[i].size(1));
+      if (weights_[i].scalar_type() == kChar) most_quads_ = std::max(most_quads_, weights_[i].size(1));
   }
 
   // Reads the nodes (B, M) behind `cached` tokens of every row, and writes their keys and values there. Row b lies in
@@ -100,24 +100,23 @@ class Decoder : public torch::CustomClassHolder {
   // of blocks of the cache, and block tables[slot, j] holds its j-th part.
   // Returns the logits (B, M or columns, V) and the tapped states (B, M, F · taps). Of nodes that a row does not have,
   // the logits are anything, and the states zero. Without depths and visible every row is a chain.
-  std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& tokens, const std::optional<at::Tensor>& depths,
-                                             const std::optional<at::Tensor>& visible, const at::Tensor& cached,
+  std::tuple<Tensor, Tensor> forward(const Tensor& tokens, const std::optional<Tensor>& depths,
+                                             const std::optional<Tensor>& visible, const Tensor& cached,
                                              const Tensors& keys, const Tensors& values,
-                                             const std::optional<at::Tensor>& tables,
-                                             const std::optional<at::Tensor>& slots,
-                                             const std::optional<at::Tensor>& counts, std::vector<int64_t> taps,
-                                             const std::optional<at::Tensor>& columns) {
+                                             const std::optional<Tensor>& tables,
+                                             const std::optional<Tensor>& slots,
+                                             const std::optional<Tensor>& counts, std::vector<int64_t> taps,
+                                             const std::optional<Tensor>& columns) {
     const Pass pass =
         checked_pass(shape_, tokens, depths, visible, cached, keys, values, tables, slots, counts, taps, columns);
     const std::lock_guard<std::mutex> alone(busy_);
     const Shape& s = shape_;
-    at::Tensor logits = at::empty({pass.batch, pass.kept, s.vocabulary}, norms_.back().options());
-    at::Tensor features =
-        at::empty({pass.batch, pass.nodes, s.width * static_cast<int64_t>(taps.size())}, norms_.back().options());
-    if (pass.rows() < pass.batch * pass.nodes) features.zero_();
+    Tensor logits = empty({pass.batch, pass.kept, s.vocabulary}, kBFloat16);
+    Tensor features = empty({pass.batch, pass.nodes, s.width * static_cast<int64_t>(taps.size())}, kBFloat16);
+    if (pass.rows() < pass.batch * pass.nodes) std::fill_n(mutable_bits(features), features.numel(), 0);
     if (pass.rows() == 0) return {logits, features};
     const int64_t rows = pass.rows(), inside = s.heads * s.head_width, at_keys = s.key_heads * s.head_width;
-    const int64_t threads = at::get_num_threads();
+    const int64_t threads = get_num_threads();
     Buffers b;
     b.hidden = hidden_.of(rows * s.width);
     b.normed = normed_.of(rows * s.width * (rows <= kOwnRows ? threads : 1));
@@ -156,9 +155,9 @@ class Decoder : public torch::CustomClassHolder {
     return as_any_linear(weights_[index], scales_[index], sums_[index], biases_[index], outputs, inputs);
   }
 
-  static const bf16* norm(const at::Tensor& weight, int64_t width) {
-    TORCH_CHECK(weight.is_cpu() && weight.is_contiguous() && weight.scalar_type() == at::kBFloat16 && weight.numel() == width,
-                "draftsmith: a norm has to be bf16 of ", width, " values");
+  static const bf16* norm(const Tensor& weight, int64_t width) {
+    REQUIRE(weight.is_cpu() && weight.is_contiguous() && weight.scalar_type() == kBFloat16 && weight.numel() == width,
+            "draftsmith: a norm has to be bf16 of ", width, " values");
     return bits(weight);
   }
 
@@ -373,9 +372,9 @@ class Decoder : public torch::CustomClassHolder {
     }, b.rooms[team.index], layers_.front().query.begin(team));
   }
 
-  at::Tensor embedding_;
+  Tensor embedding_;
   Tensors weights_, scales_, sums_, biases_, norms_, head_norms_;
-  at::Tensor frequencies_;
+  Tensor frequencies_;
   Shape shape_;
   Linear head_;
   const bf16* last_norm_;
@@ -388,13 +387,33 @@ class Decoder : public torch::CustomClassHolder {
   int64_t most_quads_ = 0;  // of any int8 layer
 };
 
+int64_t make_decoder(const Tensor& embedding, const Tensors& weights, const Tensors& scales, const Tensors& sums,
+                     const Tensors& biases, const Tensors& norms, const Tensors& head_norms, const Tensor& frequencies,
+                     const std::vector<int64_t>& sizes, const std::vector<double>& factors,
+                     const std::vector<int64_t>& windows) {
+  return keep(std::make_shared<Decoder>(embedding, weights, scales, sums, biases, norms, head_norms, frequencies, sizes,
+                                        factors, windows));
+}
+
+std::tuple<Tensor, Tensor> decode(int64_t decoder, const Tensor& tokens, const std::optional<Tensor>& depths,
+                                  const std::optional<Tensor>& visible, const Tensor& cached, const Tensors& keys,
+                                  const Tensors& values, const std::optional<Tensor>& tables,
+                                  const std::optional<Tensor>& slots, const std::optional<Tensor>& counts,
+                                  const std::vector<int64_t>& taps, const std::optional<Tensor>& columns) {
+  return kept<Decoder>(decoder)->forward(tokens, depths, visible, cached, keys, values, tables, slots, counts, taps,
+                                         columns);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
-  library.class_<Decoder>("Decoder")
-      .def(torch::init<at::Tensor, Tensors, Tensors, Tensors, Tensors, Tensors, Tensors, at::Tensor,
-                       std::vector<int64_t>, std::vector<double>, std::vector<int64_t>>())
-      .def("forward", &Decoder::forward);
+void define_decoder(Library& library) {
+  library.def<make_decoder>(
+      "make_decoder(Tensor embedding, Tensor[] weights, Tensor[] scales, Tensor[] sums, Tensor[] biases,"
+      " Tensor[] norms, Tensor[] head_norms, Tensor frequencies, int[] sizes, float[] factors, int[] windows) -> int");
+  library.def<decode>(
+      "decode(int decoder, Tensor tokens, Tensor? depths, Tensor? visible, Tensor cached, Tensor(a!)[] keys,"
+      " Tensor(b!)[] values, Tensor? tables, Tensor? slots, Tensor? counts, int[] taps, Tensor? columns)"
+      " -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

@@ -1,11 +1,10 @@
 // The experts of a mixture: a gated SiLU feed-forward for each, every token through a few of them.
 //
 // Words: R rows (tokens), E experts, C experts a row, F width of the model, I inner width.
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include <vector>
 
+#include "operators.h"
 #include "packed.h"
 
 namespace draftsmith {
@@ -13,42 +12,42 @@ namespace {
 
 // The layer of expert e: of parts (weights) in bf16, or (weights, scales, sums) in int8, each of E along the first
 // dimension. The parts outlive the layer.
-Linear expert(at::TensorList parts, int64_t e, int64_t outputs, int64_t inputs) {
+Linear expert(const Tensors& parts, int64_t e, int64_t outputs, int64_t inputs) {
   if (parts.size() == 1) return as_linear(parts[0][e], std::nullopt, outputs, inputs);
   return as_linear_int8(parts[0][e], parts[1][e], parts[2][e], std::nullopt, outputs, inputs);
 }
 
 // The number of experts that the parts are of.
-int64_t check_parts(at::TensorList parts) {
-  TORCH_CHECK(parts.size() == 1 || parts.size() == 3, "draftsmith: experts are of one tensor, or of three in int8");
-  for (const at::Tensor& part : parts)
-    TORCH_CHECK(part.dim() > 1 && part.is_contiguous() && part.size(0) == parts[0].size(0),
-                "draftsmith: the parts of experts do not fit together");
+int64_t check_parts(const Tensors& parts) {
+  REQUIRE(parts.size() == 1 || parts.size() == 3, "draftsmith: experts are of one tensor, or of three in int8");
+  for (const Tensor& part : parts)
+    REQUIRE(part.dim() > 1 && part.is_contiguous() && part.size(0) == parts[0].size(0),
+            "draftsmith: the parts of experts do not fit together");
   return parts[0].size(0);
 }
 
 // gate_up are the parts of 2 · I outputs, gates first; down those of F outputs. An index of E means none.
 // A row's experts are summed in the order of their numbers, in bf16, as transformers does.
-at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::Tensor& weights, at::TensorList gate_up,
-                   at::TensorList down, int64_t inner) {
-  TORCH_CHECK(hidden.dim() == 2 && hidden.is_contiguous() && hidden.scalar_type() == at::kBFloat16 &&
-                  index.dim() == 2 && index.size(0) == hidden.size(0) && index.sizes() == weights.sizes() &&
-                  check_parts(gate_up) == check_parts(down),
-              "draftsmith: rows, choices and experts do not fit together");
+Tensor experts(const Tensor& hidden, const Tensor& index, const Tensor& weights, const Tensors& gate_up,
+                   const Tensors& down, int64_t inner) {
+  REQUIRE(hidden.dim() == 2 && hidden.is_contiguous() && hidden.scalar_type() == kBFloat16 &&
+              index.dim() == 2 && index.size(0) == hidden.size(0) && index.sizes() == weights.sizes() &&
+              check_parts(gate_up) == check_parts(down),
+          "draftsmith: rows, choices and experts do not fit together");
   const int64_t rows = hidden.size(0), width = hidden.size(1), count = gate_up[0].size(0), chosen = index.size(1);
-  TORCH_CHECK(width % 2 == 0 && inner % 2 == 0, "draftsmith: experts have to be of even widths");
-  const at::Tensor index_RC = index.to(at::kLong).contiguous(), weights_RC = weights.to(at::kFloat).contiguous();
+  REQUIRE(width % 2 == 0 && inner % 2 == 0, "draftsmith: experts have to be of even widths");
+  const Tensor index_RC = index.to(kLong).contiguous(), weights_RC = weights.to(kFloat).contiguous();
   const int64_t* choice = index_RC.const_data_ptr<int64_t>();
   std::vector<std::vector<std::pair<int64_t, float>>> work(count);
   for (int64_t i = 0; i < rows * chosen; ++i) {
-    TORCH_CHECK_INDEX(choice[i] >= 0 && choice[i] <= count, "draftsmith: there is no expert ", choice[i]);
+    REQUIRE_INDEX(choice[i] >= 0 && choice[i] <= count, "draftsmith: there is no expert ", choice[i]);
     if (choice[i] < count) work[choice[i]].emplace_back(i / chosen, weights_RC.const_data_ptr<float>()[i]);
   }
-  at::Tensor out = at::zeros_like(hidden);
+  Tensor out = full<bf16>({rows, width}, 0);
   const bf16* from = bits(hidden);
   bf16* to = mutable_bits(out);
   std::vector<bf16> gathered(rows * width), gates(rows * 2 * inner), mixed(rows * inner);
-  const int64_t threads = at::get_num_threads();
+  const int64_t threads = get_num_threads();
   std::vector<float> wider(threads * 2 * inner);
   std::vector<Quantised> rooms(threads);
   if (gate_up.size() == 3 || down.size() == 3)
@@ -87,15 +86,9 @@ at::Tensor experts(const at::Tensor& hidden, const at::Tensor& index, const at::
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
-  library.def(
+void define_experts(Library& library) {
+  library.def<experts>(
       "experts(Tensor hidden, Tensor index, Tensor weights, Tensor[] gate_up, Tensor[] down, int inner) -> Tensor");
 }
-
-TORCH_LIBRARY_IMPL(draftsmith, Autograd, library) {
-  library.impl("experts", torch::autograd::autogradNotImplementedFallback());
-}
-
-TORCH_LIBRARY_IMPL(draftsmith, CPU, library) { library.impl("experts", experts); }
 
 }  // namespace draftsmith

@@ -6,41 +6,41 @@
 //
 // Words: B rows, T tokens of a context, N entries (a token with the state that predicted it), F width of the layer,
 // P width of the tapped states, H query heads, G key heads, D width of a head, W scored tokens.
-#include <torch/custom_class.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <mutex>
 #include <vector>
 
 #include "growth.h"
+#include "objects.h"
+#include "operators.h"
 
 namespace draftsmith {
 namespace {
 
-class FeatureLayer : public torch::CustomClassHolder {
+class FeatureLayer : public Object {
  public:
   // Packed layers: what joins or fuses, queries with keys and values, out, gate with up, down, the head.
   // norms: after attention, and for EAGLE-3 those of embedding, state and last state besides.
   // sizes: P, F, H, G, D, inner width, W; factors: epsilon, scale of the rotary angles' cosines and sines.
   // With `keeps_normal` the residual stream of EAGLE-3 starts from the normalised state.
-  FeatureLayer(Tensors weights, Tensors scales, Tensors sums, Tensors biases, Tensors norms, at::Tensor embedding,
-               at::Tensor ids, at::Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
+  FeatureLayer(Tensors weights, Tensors scales, Tensors sums, Tensors biases, Tensors norms, Tensor embedding,
+               Tensor ids, Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
                bool keeps_normal)
       : weights_(std::move(weights)), scales_(std::move(scales)), sums_(std::move(sums)), biases_(std::move(biases)),
         norms_(std::move(norms)), embedding_(std::move(embedding)),
-        frequencies_(frequencies.to(at::kFloat).contiguous()), keeps_normal_(keeps_normal),
+        frequencies_(frequencies.to(kFloat).contiguous()), keeps_normal_(keeps_normal),
         growth_(std::move(ids), sizes.size() == 7 ? sizes[6] : 0, false) {
-    TORCH_CHECK(sizes.size() == 7 && factors.size() == 2 && weights_.size() == 6 && scales_.size() == 6 &&
-                    sums_.size() == 6 && biases_.size() == 6 && (norms_.size() == 1 || norms_.size() == 4),
-                "draftsmith: the parts of the layer do not fit together");
+    REQUIRE(sizes.size() == 7 && factors.size() == 2 && weights_.size() == 6 && scales_.size() == 6 &&
+                sums_.size() == 6 && biases_.size() == 6 && (norms_.size() == 1 || norms_.size() == 4),
+            "draftsmith: the parts of the layer do not fit together");
     taps_ = sizes[0], width_ = sizes[1], heads_ = sizes[2], key_heads_ = sizes[3], head_width_ = sizes[4];
     inner_ = sizes[5], normed_ = norms_.size() == 4;
     epsilon_ = static_cast<float>(factors[0]), rotary_scale_ = static_cast<float>(factors[1]);
-    TORCH_CHECK(key_heads_ > 0 && heads_ % key_heads_ == 0 && head_width_ % 2 == 0 && width_ % 2 == 0 &&
-                    taps_ % 2 == 0 && inner_ % 2 == 0 && (normed_ || taps_ == width_) &&
-                    2 * frequencies_.numel() == head_width_,
-                "draftsmith: the sizes of the layer do not fit together");
+    REQUIRE(key_heads_ > 0 && heads_ % key_heads_ == 0 && head_width_ % 2 == 0 && width_ % 2 == 0 &&
+                taps_ % 2 == 0 && inner_ % 2 == 0 && (normed_ || taps_ == width_) &&
+                2 * frequencies_.numel() == head_width_,
+            "draftsmith: the sizes of the layer do not fit together");
     const auto linear = [&](size_t i, int64_t outputs, int64_t inputs) {
       most_inputs_ = std::max(most_inputs_, inputs);
       return as_any_linear(weights_[i], scales_[i], sums_[i], biases_[i], outputs, inputs);
@@ -50,24 +50,24 @@ class FeatureLayer : public torch::CustomClassHolder {
     project_ = linear(1, inside + 2 * key_heads_ * head_width_, normed_ ? 2 * width_ : width_);
     out_ = linear(2, width_, inside), gate_up_ = linear(3, 2 * inner_, width_), down_ = linear(4, width_, inner_);
     head_ = linear(5, sizes[6], width_);
-    for (const at::Tensor& norm : norms_)
-      TORCH_CHECK(norm.is_contiguous() && norm.scalar_type() == at::kBFloat16 && norm.numel() == width_,
-                  "draftsmith: a norm of the layer has to be bf16 of ", width_, " values");
-    TORCH_CHECK(embedding_.is_contiguous() && embedding_.scalar_type() == at::kBFloat16 && embedding_.dim() == 2 &&
-                    embedding_.size(1) == width_,
-                "draftsmith: the embedding of the layer has to be bf16 of width ", width_);
+    for (const Tensor& norm : norms_)
+      REQUIRE(norm.is_contiguous() && norm.scalar_type() == kBFloat16 && norm.numel() == width_,
+              "draftsmith: a norm of the layer has to be bf16 of ", width_, " values");
+    REQUIRE(embedding_.is_contiguous() && embedding_.scalar_type() == kBFloat16 && embedding_.dim() == 2 &&
+                embedding_.size(1) == width_,
+            "draftsmith: the embedding of the layer has to be bf16 of width ", width_);
     growth_.limit(embedding_.size(0));
   }
 
   // Stores the entries of a context behind the first starts[b] of every row, slot slots[b] (or b) of keys and values
   // (slots, capacity, G, D), and returns chains of `depth` guesses: tokens and parents (B, depth). What is read of the guesses
   // lies behind the committed entries, where the next call overwrites it.
-  std::tuple<at::Tensor, at::Tensor> propose(const at::Tensor& tokens, const at::Tensor& features,
-                                             const at::Tensor& counts, const at::Tensor& starts,
-                                             const std::optional<at::Tensor>& slots, at::Tensor keys,
-                                             at::Tensor values, int64_t depth) {
+  std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
+                                             const Tensor& counts, const Tensor& starts,
+                                             const std::optional<Tensor>& slots, const Tensor& keys,
+                                             const Tensor& values, int64_t depth) {
     const std::lock_guard<std::mutex> alone(busy_);
-    const int64_t threads = at::get_num_threads();
+    const int64_t threads = get_num_threads();
     growth_.begin(tokens, features, counts, taps_, std::vector<int64_t>(depth, 1), 0, depth, threads);
     lay_out(tokens, features, counts, starts, slots, keys, values, depth);
     reserve(threads);
@@ -95,35 +95,35 @@ class FeatureLayer : public torch::CustomClassHolder {
     int64_t token, row, position;
   };
 
-  void lay_out(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& counts,
-               const at::Tensor& starts, const std::optional<at::Tensor>& slots, at::Tensor& keys, at::Tensor& values,
+  void lay_out(const Tensor& tokens, const Tensor& features, const Tensor& counts,
+               const Tensor& starts, const std::optional<Tensor>& slots, const Tensor& keys, const Tensor& values,
                int64_t depth) {
     const int64_t batch = tokens.size(0), columns = tokens.size(1);
     capacity_ = keys.dim() == 4 ? keys.size(1) : 0;
-    for (const at::Tensor& t : {keys, values})
-      TORCH_CHECK(t.dim() == 4 && t.is_contiguous() && t.scalar_type() == at::kBFloat16 &&
-                      t.sizes() == at::IntArrayRef({keys.size(0), capacity_, key_heads_, head_width_}),
-                  "draftsmith: the memory of the layer has another shape");
-    TORCH_CHECK(starts.is_contiguous() && starts.scalar_type() == at::kLong && starts.numel() == batch,
-                "draftsmith: the starts have to be int64 (B)");
-    TORCH_CHECK(!slots.has_value() || (slots->is_contiguous() && slots->scalar_type() == at::kLong &&
-                                       slots->numel() == batch),
-                "draftsmith: the slots have to be int64 (B)");
+    for (const Tensor* t : {&keys, &values})
+      REQUIRE(t->dim() == 4 && t->is_contiguous() && t->scalar_type() == kBFloat16 &&
+                  t->sizes() == Sizes({keys.size(0), capacity_, key_heads_, head_width_}),
+              "draftsmith: the memory of the layer has another shape");
+    REQUIRE(starts.is_contiguous() && starts.scalar_type() == kLong && starts.numel() == batch,
+            "draftsmith: the starts have to be int64 (B)");
+    REQUIRE(!slots.has_value() || (slots->is_contiguous() && slots->scalar_type() == kLong &&
+                                   slots->numel() == batch),
+            "draftsmith: the slots have to be int64 (B)");
     slots_.resize(batch);
     for (int64_t b = 0; b < batch; ++b) {
       slots_[b] = slots.has_value() ? slots->const_data_ptr<int64_t>()[b] : b;
-      TORCH_CHECK_INDEX(slots_[b] >= 0 && slots_[b] < keys.size(0), "draftsmith: the memory of the layer has ",
-                        keys.size(0), " slots");
+      REQUIRE_INDEX(slots_[b] >= 0 && slots_[b] < keys.size(0), "draftsmith: the memory of the layer has ",
+                    keys.size(0), " slots");
     }
     keys_ = mutable_bits(keys), values_ = mutable_bits(values);
     entries_.clear(), roots_.clear(), longest_ = 0;
     for (int64_t b = 0; b < batch; ++b) {
       const int64_t start = starts.const_data_ptr<int64_t>()[b], count = counts.const_data_ptr<int64_t>()[b];
-      TORCH_CHECK_INDEX(start >= 0 && start + count + depth <= capacity_, "draftsmith: ", start, " entries and ",
-                        count, " new ones with ", depth, " guesses do not fit a slot of ", capacity_);
+      REQUIRE_INDEX(start >= 0 && start + count + depth <= capacity_, "draftsmith: ", start, " entries and ",
+                    count, " new ones with ", depth, " guesses do not fit a slot of ", capacity_);
       for (int64_t t = 0; t < count; ++t) {
         const int64_t token = tokens.const_data_ptr<int64_t>()[b * columns + t];
-        TORCH_CHECK_INDEX(token >= 0 && token < embedding_.size(0), "draftsmith: there is no token ", token);
+        REQUIRE_INDEX(token >= 0 && token < embedding_.size(0), "draftsmith: there is no token ", token);
         entries_.push_back({token, b, start + t});
       }
       roots_.push_back(static_cast<int64_t>(entries_.size()) - 1);
@@ -166,8 +166,9 @@ class FeatureLayer : public torch::CustomClassHolder {
   void read(const Team& team) {
     const int64_t rows = static_cast<int64_t>(entries_.size());
     const auto [first, last] = team.share(rows);
+    const bf16* table = bits(embedding_);
     for (int64_t r = first; r < last; ++r) {
-      const bf16* token = bits(embedding_) + entries_[r].token * width_;
+      const bf16* token = table + entries_[r].token * width_;
       const bf16* state = (normed_ ? fused_.data() : tapped_.data()) + r * width_;
       bf16* to = joined_.data() + r * 2 * width_;
       if (normed_) {
@@ -194,12 +195,13 @@ class FeatureLayer : public torch::CustomClassHolder {
              }, room, out_.begin(team));
     team.barrier();
     const int64_t half = head_width_ / 2, inside = heads_ * head_width_, at_keys = key_heads_ * head_width_;
+    const float* frequencies = frequencies_.const_data_ptr<float>();
     float *cosines = angles_.data() + team.index * head_width_, *sines = cosines + half;
     for (int64_t r = first; r < last; ++r) {
       const Entry& entry = entries_[r];
       const bool is_root = r == roots_[entry.row];
       for (int64_t d = 0; d < half; ++d) {
-        const float angle = static_cast<float>(entry.position) * frequencies_.const_data_ptr<float>()[d];
+        const float angle = static_cast<float>(entry.position) * frequencies[d];
         cosines[d] = through_bf16(std::cos(angle) * rotary_scale_);
         sines[d] = through_bf16(std::sin(angle) * rotary_scale_);
       }
@@ -257,7 +259,7 @@ class FeatureLayer : public torch::CustomClassHolder {
     if (normed_) normalise(team, norms_[3]);
   }
 
-  void normalise(const Team& team, const at::Tensor& norm) {
+  void normalise(const Team& team, const Tensor& norm) {
     const auto [first, last] = team.share(growth_.batch());
     for (int64_t r = first; r < last; ++r)
       kernels().rms_norm(states_.data() + r * width_, bits(norm), width_, epsilon_, normal_.data() + r * width_);
@@ -275,7 +277,7 @@ class FeatureLayer : public torch::CustomClassHolder {
   }
 
   Tensors weights_, scales_, sums_, biases_, norms_;
-  at::Tensor embedding_, frequencies_;
+  Tensor embedding_, frequencies_;
   bool keeps_normal_, normed_ = false;
   int64_t taps_ = 0, width_ = 0, heads_ = 0, key_heads_ = 0, head_width_ = 0, inner_ = 0, most_inputs_ = 0;
   float epsilon_ = 0, rotary_scale_ = 1;
@@ -292,13 +294,29 @@ class FeatureLayer : public torch::CustomClassHolder {
   std::vector<Quantised> rooms_;
 };
 
+int64_t make_feature_layer(const Tensors& weights, const Tensors& scales, const Tensors& sums, const Tensors& biases,
+                           const Tensors& norms, const Tensor& embedding, const Tensor& ids, const Tensor& frequencies,
+                           const std::vector<int64_t>& sizes, const std::vector<double>& factors, bool keeps_normal) {
+  return keep(std::make_shared<FeatureLayer>(weights, scales, sums, biases, norms, embedding, ids, frequencies, sizes,
+                                             factors, keeps_normal));
+}
+
+std::tuple<Tensor, Tensor> draft_by_features(int64_t layer, const Tensor& tokens, const Tensor& features,
+                                             const Tensor& counts, const Tensor& starts,
+                                             const std::optional<Tensor>& slots, const Tensor& keys,
+                                             const Tensor& values, int64_t depth) {
+  return kept<FeatureLayer>(layer)->propose(tokens, features, counts, starts, slots, keys, values, depth);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
-  library.class_<FeatureLayer>("FeatureLayer")
-      .def(torch::init<Tensors, Tensors, Tensors, Tensors, Tensors, at::Tensor, at::Tensor, at::Tensor,
-                       std::vector<int64_t>, std::vector<double>, bool>())
-      .def("propose", &FeatureLayer::propose);
+void define_features(Library& library) {
+  library.def<make_feature_layer>(
+      "make_feature_layer(Tensor[] weights, Tensor[] scales, Tensor[] sums, Tensor[] biases, Tensor[] norms,"
+      " Tensor embedding, Tensor ids, Tensor frequencies, int[] sizes, float[] factors, bool keeps_normal) -> int");
+  library.def<draft_by_features>(
+      "draft_by_features(int layer, Tensor tokens, Tensor features, Tensor counts, Tensor starts, Tensor? slots,"
+      " Tensor(a!) keys, Tensor(b!) values, int depth) -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

@@ -34,10 +34,10 @@ class Growth {
  public:
   // `ids` lists the tokens behind the W scores, or is empty where they are the vocabulary itself. With `shared`, all
   // nodes of a row have the same children, and one row of states stands for them.
-  Growth(at::Tensor ids, int64_t scored, bool shared) : ids_(std::move(ids)), scored_(scored), shared_(shared) {
-    TORCH_CHECK(ids_.numel() == 0 ||
-                    (ids_.numel() == scored_ && ids_.is_contiguous() && ids_.scalar_type() == at::kLong),
-                "draftsmith: the draft tokens have to be ", scored_, " ids, int64");
+  Growth(Tensor ids, int64_t scored, bool shared) : ids_(std::move(ids)), scored_(scored), shared_(shared) {
+    REQUIRE(ids_.numel() == 0 ||
+                (ids_.numel() == scored_ && ids_.is_contiguous() && ids_.scalar_type() == kLong),
+            "draftsmith: the draft tokens have to be ", scored_, " ids, int64");
   }
 
   // Says that tokens are 0 … vocabulary - 1, which an embedding is looked up for.
@@ -45,15 +45,15 @@ class Growth {
     limit_ = vocabulary;
     for (int64_t i = 0; i < ids_.numel(); ++i) {
       const int64_t token = ids_.const_data_ptr<int64_t>()[i];
-      TORCH_CHECK_INDEX(token >= 0 && (limit_ == 0 || token < limit_), "draftsmith: there is no token ", token,
-                        " to draft");
+      REQUIRE_INDEX(token >= 0 && (limit_ == 0 || token < limit_), "draftsmith: there is no token ", token,
+                    " to draft");
     }
-    TORCH_CHECK(ids_.numel() || limit_ == 0 || scored_ <= limit_, "draftsmith: there are ", limit_,
-                " tokens, but ", scored_, " are scored");
+    REQUIRE(ids_.numel() || limit_ == 0 || scored_ <= limit_, "draftsmith: there are ", limit_,
+            " tokens, but ", scored_, " are scored");
   }
 
   // Begins at the roots of a context: tokens (B, T), the states of width `features` that predicted them, counts (B).
-  void begin(const at::Tensor& context, const at::Tensor& features, const at::Tensor& counts, int64_t width,
+  void begin(const Tensor& context, const Tensor& features, const Tensor& counts, int64_t width,
              const std::vector<int64_t>& branching, int64_t beam, int64_t stages, int64_t threads) {
     check(context, features, counts, width, branching, stages);
     branching_ = branching, batch_ = context.size(0);
@@ -81,7 +81,7 @@ class Growth {
   }
 
   // Where the root of row b stands among all tokens of the context.
-  static int64_t last(const at::Tensor& context, const at::Tensor& counts, int64_t b) {
+  static int64_t last(const Tensor& context, const Tensor& counts, int64_t b) {
     return b * context.size(1) + counts.const_data_ptr<int64_t>()[b] - 1;
   }
 
@@ -169,8 +169,8 @@ class Growth {
 
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding. Common
   // prefixes of the best paths are stored once, in the order in which the paths, best first, meet their nodes.
-  std::tuple<at::Tensor, at::Tensor> place(int64_t paths, int64_t nodes) const {
-    at::Tensor tokens = at::zeros({batch_, nodes}, at::kLong), parents = at::full({batch_, nodes}, -2, at::kLong);
+  std::tuple<Tensor, Tensor> place(int64_t paths, int64_t nodes) const {
+    const Tensor tokens = full<int64_t>({batch_, nodes}, 0), parents = full<int64_t>({batch_, nodes}, -2);
     for (int64_t b = 0; b < batch_ && depth() > 0; ++b)
       place_row(b, paths, nodes, tokens.mutable_data_ptr<int64_t>() + b * nodes,
                 parents.mutable_data_ptr<int64_t>() + b * nodes);
@@ -185,22 +185,22 @@ class Growth {
     std::vector<float> scores;
   };
 
-  void check(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& counts, int64_t width,
+  void check(const Tensor& tokens, const Tensor& features, const Tensor& counts, int64_t width,
              const std::vector<int64_t>& branching, int64_t stages) const {
-    TORCH_CHECK(tokens.dim() == 2 && tokens.is_contiguous() && tokens.scalar_type() == at::kLong &&
-                    counts.is_contiguous() && counts.scalar_type() == at::kLong && counts.numel() == tokens.size(0) &&
-                    features.is_contiguous() && features.scalar_type() == at::kBFloat16 &&
-                    features.sizes() == at::IntArrayRef({tokens.size(0), tokens.size(1), width}),
-                "draftsmith: the context has to be int64 tokens (B, T), bf16 features (B, T, ", width,
-                ") and int64 counts (B)");
-    TORCH_CHECK(static_cast<int64_t>(branching.size()) <= stages, "draftsmith: the speculator has ", stages, " stages");
+    REQUIRE(tokens.dim() == 2 && tokens.is_contiguous() && tokens.scalar_type() == kLong &&
+                counts.is_contiguous() && counts.scalar_type() == kLong && counts.numel() == tokens.size(0) &&
+                features.is_contiguous() && features.scalar_type() == kBFloat16 &&
+                features.sizes() == Sizes({tokens.size(0), tokens.size(1), width}),
+            "draftsmith: the context has to be int64 tokens (B, T), bf16 features (B, T, ", width,
+            ") and int64 counts (B)");
+    REQUIRE(static_cast<int64_t>(branching.size()) <= stages, "draftsmith: the speculator has ", stages, " stages");
     for (const int64_t children : branching)
-      TORCH_CHECK(children > 0 && children <= scored_, "draftsmith: a node cannot have ", children, " children");
+      REQUIRE(children > 0 && children <= scored_, "draftsmith: a node cannot have ", children, " children");
     const int64_t* count = counts.const_data_ptr<int64_t>();
     for (int64_t b = 0; b < tokens.size(0); ++b) {
-      TORCH_CHECK_INDEX(count[b] > 0 && count[b] <= tokens.size(1), "draftsmith: a row has ", count[b], " tokens");
+      REQUIRE_INDEX(count[b] > 0 && count[b] <= tokens.size(1), "draftsmith: a row has ", count[b], " tokens");
       const int64_t root = tokens.const_data_ptr<int64_t>()[last(tokens, counts, b)];
-      TORCH_CHECK_INDEX(root >= 0 && (limit_ == 0 || root < limit_), "draftsmith: there is no token ", root);
+      REQUIRE_INDEX(root >= 0 && (limit_ == 0 || root < limit_), "draftsmith: there is no token ", root);
     }
   }
 
@@ -237,7 +237,7 @@ class Growth {
     }
   }
 
-  at::Tensor ids_;
+  Tensor ids_;
   int64_t scored_, limit_ = 0;
   bool shared_, ranked_ = false;
   // Of the draft that is being made.

@@ -6,13 +6,13 @@
 // Words: B rows, F width of the target's state, W scored tokens. A head reads the carry: the target's state, and
 // beside it what was read of the tokens behind it. Its steps follow, most of them y = kept x + SiLU(linear x), and its
 // scores.
-#include <torch/custom_class.h>
-#include <torch/library.h>
 
 #include <mutex>
 #include <vector>
 
 #include "growth.h"
+#include "objects.h"
+#include "operators.h"
 
 namespace draftsmith {
 namespace {
@@ -31,25 +31,25 @@ enum Kind : int64_t {
   kNarrow = 2,    // y = kept x + SiLU(linear x)
 };
 
-class Heads : public torch::CustomClassHolder {
+class Heads : public Object {
  public:
   // Packed layers, as bf16 or int8, with the scales and sums of the int8 ones, biases, and (outputs, inputs) of each:
   // for recurrent ones the cell of the embedding and that of the state; then for every head those of its steps, the
   // linear one before what is kept, and the one that scores. embedding: (V, F), or empty where nothing is read.
   // ids lists the tokens behind the W scores, or is empty where they are the vocabulary itself.
   Heads(Tensors weights, Tensors scales, Tensors sums, Tensors biases, std::vector<int64_t> sizes,
-        std::vector<std::vector<int64_t>> steps, int64_t reads, at::Tensor embedding, at::Tensor ids, int64_t features)
+        std::vector<std::vector<int64_t>> steps, int64_t reads, Tensor embedding, Tensor ids, int64_t features)
       : weights_(std::move(weights)), scales_(std::move(scales)), sums_(std::move(sums)), biases_(std::move(biases)),
         embedding_(std::move(embedding)), reads_(reads), features_(features),
         growth_(std::move(ids), sizes.size() < 2 ? 0 : sizes[sizes.size() - 2], reads == kNothing) {
-    TORCH_CHECK(!steps.empty() && scales_.size() == weights_.size() && sums_.size() == weights_.size() &&
-                    biases_.size() == weights_.size() && sizes.size() == 2 * weights_.size() && features_ > 0 &&
-                    reads_ >= kNothing && reads_ <= kRecurrent,
-                "draftsmith: the parts of the heads do not fit together");
+    REQUIRE(!steps.empty() && scales_.size() == weights_.size() && sums_.size() == weights_.size() &&
+                biases_.size() == weights_.size() && sizes.size() == 2 * weights_.size() && features_ > 0 &&
+                reads_ >= kNothing && reads_ <= kRecurrent,
+            "draftsmith: the parts of the heads do not fit together");
     size_t next = 0;
     const auto linear = [&](int64_t inputs) {
-      TORCH_CHECK(next < weights_.size() && sizes[2 * next + 1] == inputs,
-                  "draftsmith: layer ", next, " of the heads has to read ", inputs, " values");
+      REQUIRE(next < weights_.size() && sizes[2 * next + 1] == inputs,
+              "draftsmith: layer ", next, " of the heads has to read ", inputs, " values");
       const Linear layer = as_any_linear(weights_[next], scales_[next], sums_[next], biases_[next], sizes[2 * next],
                                          sizes[2 * next + 1]);
       most_inputs_ = std::max(most_inputs_, layer.inputs);
@@ -57,8 +57,8 @@ class Heads : public torch::CustomClassHolder {
     };
     if (reads_ == kRecurrent) {
       cell_token_ = linear(features_), cell_state_ = linear(features_);
-      TORCH_CHECK(cell_token_.outputs == features_ && cell_state_.outputs == features_,
-                  "draftsmith: the recurrent state has to be ", features_, " wide");
+      REQUIRE(cell_token_.outputs == features_ && cell_state_.outputs == features_,
+              "draftsmith: the recurrent state has to be ", features_, " wide");
     }
     for (size_t h = 0; h < steps.size(); ++h) {
       Head head;
@@ -68,31 +68,31 @@ class Heads : public torch::CustomClassHolder {
         Step step{kind, linear(width), {}};
         if (kind == kNarrow) step.kept = linear(width);
         const int64_t out = step.linear.outputs;
-        TORCH_CHECK(kind >= kProject && kind <= kNarrow && (kind != kResidual || out == width) &&
-                        (kind != kNarrow || out == step.kept.outputs),
-                    "draftsmith: a step of a head turns ", width, " values into ", out);
+        REQUIRE(kind >= kProject && kind <= kNarrow && (kind != kResidual || out == width) &&
+                    (kind != kNarrow || out == step.kept.outputs),
+                "draftsmith: a step of a head turns ", width, " values into ", out);
         width = out, inner_width_ = std::max(inner_width_, width);
         head.steps.push_back(step);
       }
       head.scores = linear(width);
-      TORCH_CHECK(head.scores.outputs == sizes[sizes.size() - 2],
-                  "draftsmith: all heads have to score the same tokens");
+      REQUIRE(head.scores.outputs == sizes[sizes.size() - 2],
+              "draftsmith: all heads have to score the same tokens");
       heads_.push_back(std::move(head));
     }
-    TORCH_CHECK(next == weights_.size(), "draftsmith: the heads have ", next, " layers, and ", weights_.size(),
-                " are given");
-    TORCH_CHECK(reads_ == kNothing || (embedding_.is_contiguous() && embedding_.is_cpu() && embedding_.dim() == 2 &&
-                                       embedding_.scalar_type() == at::kBFloat16 && embedding_.size(1) == features_),
-                "draftsmith: the embedding of the heads has to be bf16 of width ", features_);
+    REQUIRE(next == weights_.size(), "draftsmith: the heads have ", next, " layers, and ", weights_.size(),
+            " are given");
+    REQUIRE(reads_ == kNothing || (embedding_.is_contiguous() && embedding_.is_cpu() && embedding_.dim() == 2 &&
+                                   embedding_.scalar_type() == kBFloat16 && embedding_.size(1) == features_),
+            "draftsmith: the embedding of the heads has to be bf16 of width ", features_);
     growth_.limit(reads_ == kNothing ? 0 : embedding_.size(0));
   }
 
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding.
-  std::tuple<at::Tensor, at::Tensor> propose(const at::Tensor& tokens, const at::Tensor& features,
-                                             const at::Tensor& counts, const std::vector<int64_t>& branching,
+  std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
+                                             const Tensor& counts, const std::vector<int64_t>& branching,
                                              int64_t paths, int64_t beam, int64_t nodes) {
     const std::lock_guard<std::mutex> alone(busy_);
-    const int64_t threads = at::get_num_threads();
+    const int64_t threads = get_num_threads();
     growth_.begin(tokens, features, counts, features_, branching, beam,
                   static_cast<int64_t>(heads_.size()), threads);
     // All memory comes before the threads: nothing in a team may throw. Rows are of even length, zero behind an odd
@@ -135,7 +135,7 @@ class Heads : public torch::CustomClassHolder {
   }
 
   // Before the first depth: the state that predicted the root, and an empty state of the recurrent kinds beside it.
-  void start(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& counts) {
+  void start(const Tensor& tokens, const Tensor& features, const Tensor& counts) {
     for (int64_t b = 0; b < growth_.batch(); ++b) {
       bf16* to = carry_of(reads_ == kNothing ? 0 : -1, b);
       std::copy_n(bits(features) + Growth::last(tokens, counts, b) * features_, features_, to);
@@ -238,7 +238,7 @@ class Heads : public torch::CustomClassHolder {
   }
 
   Tensors weights_, scales_, sums_, biases_;
-  at::Tensor embedding_;
+  Tensor embedding_;
   int64_t reads_, features_, carry_width_ = 0, inner_width_ = 0, most_inputs_ = 0;
   Growth growth_;
   Linear cell_token_, cell_state_;
@@ -249,13 +249,27 @@ class Heads : public torch::CustomClassHolder {
   std::vector<Quantised> rooms_;
 };
 
+int64_t make_heads(const Tensors& weights, const Tensors& scales, const Tensors& sums, const Tensors& biases,
+                   const std::vector<int64_t>& sizes, const std::vector<std::vector<int64_t>>& steps, int64_t reads,
+                   const Tensor& embedding, const Tensor& ids, int64_t features) {
+  return keep(std::make_shared<Heads>(weights, scales, sums, biases, sizes, steps, reads, embedding, ids, features));
+}
+
+std::tuple<Tensor, Tensor> draft_by_heads(int64_t heads, const Tensor& tokens, const Tensor& features,
+                                          const Tensor& counts, const std::vector<int64_t>& branching, int64_t paths,
+                                          int64_t beam, int64_t nodes) {
+  return kept<Heads>(heads)->propose(tokens, features, counts, branching, paths, beam, nodes);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
-  library.class_<Heads>("Heads")
-      .def(torch::init<Tensors, Tensors, Tensors, Tensors, std::vector<int64_t>, std::vector<std::vector<int64_t>>,
-                       int64_t, at::Tensor, at::Tensor, int64_t>())
-      .def("propose", &Heads::propose);
+void define_heads(Library& library) {
+  library.def<make_heads>(
+      "make_heads(Tensor[] weights, Tensor[] scales, Tensor[] sums, Tensor[] biases, int[] sizes, int[][] steps,"
+      " int reads, Tensor embedding, Tensor ids, int features) -> int");
+  library.def<draft_by_heads>(
+      "draft_by_heads(int heads, Tensor tokens, Tensor features, Tensor counts, int[] branching, int paths, int beam,"
+      " int nodes) -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

@@ -1,7 +1,6 @@
 // What users may know of how teams fare beside other programs.
-#include <torch/library.h>
-
 #include "crew.h"
+#include "operators.h"
 
 namespace draftsmith {
 namespace {
@@ -10,9 +9,10 @@ int64_t threads_missing() { return Crew::of_process().missing(); }
 double seconds_short() { return Crew::of_process().seconds_short(); }
 
 }  // namespace
-}  // namespace draftsmith
 
-TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
-  library.def("threads_missing() -> int", draftsmith::threads_missing);
-  library.def("seconds_short() -> float", draftsmith::seconds_short);
+void define_neighbours(Library& library) {
+  library.def_without_tensors<threads_missing>("threads_missing() -> int");
+  library.def_without_tensors<seconds_short>("seconds_short() -> float");
 }
+
+}  // namespace draftsmith

@@ -3,29 +3,21 @@
 // A matrix of N output and K input features becomes (panels, pairs, 16, 2): panel p holds the outputs 16 p … 16 p + 15,
 // and one line of 64 bytes holds two inputs of each. What lies past N or K is zero.
 #pragma once
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <c10/util/BFloat16.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "kernels.h"
 #include "team.h"
+#include "pytorch.h"
 
 namespace draftsmith {
 
-using Tensors = std::vector<at::Tensor>;
+inline const bf16* bits(const Tensor& tensor) { return tensor.const_data_ptr<bf16>(); }
+inline bf16* mutable_bits(const Tensor& tensor) { return tensor.mutable_data_ptr<bf16>(); }
 
-inline const bf16* bits(const at::Tensor& tensor) {
-  return reinterpret_cast<const bf16*>(tensor.const_data_ptr<c10::BFloat16>());
-}
-inline bf16* mutable_bits(at::Tensor& tensor) {
-  return reinterpret_cast<bf16*>(tensor.mutable_data_ptr<c10::BFloat16>());
-}
-
-void check_packed(const at::Tensor& packed, int64_t outputs, int64_t inputs);
-void check_packed_int8(const at::Tensor& packed, const at::Tensor& scales, int64_t outputs, int64_t inputs);
+void check_packed(const Tensor& packed, int64_t outputs, int64_t inputs);
+void check_packed_int8(const Tensor& packed, const Tensor& scales, int64_t outputs, int64_t inputs);
 
 // One linear layer, without its PyTorch tensors (whose owner outlives it). Its weights are bf16, or int8 with a scale
 // for each output; then rows are quantised as they come, with a scale each.
@@ -65,16 +57,16 @@ struct Linear {
 };
 
 // The bias, if any, has to be fp32.
-Linear as_linear(const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs);
+Linear as_linear(const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, int64_t inputs);
 // Either of them, by the dtype of the weights; scales and sums are looked at for int8 only, and an empty bias is none.
-Linear as_any_linear(const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
-                     const at::Tensor& bias, int64_t outputs, int64_t inputs);
-Linear as_linear_int8(const at::Tensor& packed, const at::Tensor& scales, const at::Tensor& sums,
-                      const std::optional<at::Tensor>& bias, int64_t outputs, int64_t inputs);
+Linear as_any_linear(const Tensor& packed, const Tensor& scales, const Tensor& sums,
+                     const Tensor& bias, int64_t outputs, int64_t inputs);
+Linear as_linear_int8(const Tensor& packed, const Tensor& scales, const Tensor& sums,
+                      const std::optional<Tensor>& bias, int64_t outputs, int64_t inputs);
 
 // A table that rows are looked up in: dense (V, F), or the packed weights of the head that is tied to it; int8 ones with
 // the scales of the head.
-void embed(const at::Tensor& table, const at::Tensor& scales, int64_t width, const int64_t* tokens, int64_t first,
+void embed(const Tensor& table, const Tensor& scales, int64_t width, const int64_t* tokens, int64_t first,
            int64_t last, bf16* out);
 
 constexpr int64_t kChunkPanels = 8;

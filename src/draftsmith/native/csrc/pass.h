@@ -1,6 +1,5 @@
 // What one forward reads and writes: checked tensors as plain pointers.
 #pragma once
-#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <optional>
@@ -58,14 +57,14 @@ struct Pass {
 };
 
 // Raises where the tensors are not what Decoder::forward says, or do not fit each other.
-Pass checked_pass(const Shape& shape, const at::Tensor& tokens, const std::optional<at::Tensor>& depths,
-                  const std::optional<at::Tensor>& visible, const at::Tensor& cached, const Tensors& keys,
-                  const Tensors& values, const std::optional<at::Tensor>& tables,
-                  const std::optional<at::Tensor>& slots,
-                  const std::optional<at::Tensor>& counts, const std::vector<int64_t>& taps,
-                  const std::optional<at::Tensor>& columns);
+Pass checked_pass(const Shape& shape, const Tensor& tokens, const std::optional<Tensor>& depths,
+                  const std::optional<Tensor>& visible, const Tensor& cached, const Tensors& keys,
+                  const Tensors& values, const std::optional<Tensor>& tables,
+                  const std::optional<Tensor>& slots,
+                  const std::optional<Tensor>& counts, const std::vector<int64_t>& taps,
+                  const std::optional<Tensor>& columns);
 
 // Whether a tensor is int64, contiguous and on the CPU.
-bool is_whole(const at::Tensor& tensor);
+bool is_whole(const Tensor& tensor);
 
 }  // namespace draftsmith

@@ -2,15 +2,13 @@
 //
 // verify/distribution.py, verify/noise.py and verify/accept.py say what is computed. B rows, N guesses, M = N + 1 nodes
 // with the root first, D depth, V vocabulary, R slots of the history, K entries of bias.
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <vector>
 
 #include "chooser.h"
+#include "operators.h"
 
 namespace draftsmith {
 namespace {
@@ -20,21 +18,21 @@ constexpr int64_t kUnused = -2;
 // ---- the history of the penalties
 
 struct History {
-  at::Tensor prompted_RV, counts_RV, seen_RV, seen_R;
+  Tensor prompted_RV, counts_RV, seen_RV, seen_R;
 
-  History(const at::Tensor& prompted, const at::Tensor& counts, const at::Tensor& seen, const at::Tensor& seen_counts)
+  History(const Tensor& prompted, const Tensor& counts, const Tensor& seen, const Tensor& seen_counts)
       : prompted_RV(prompted), counts_RV(counts), seen_RV(seen), seen_R(seen_counts) {
-    TORCH_CHECK(prompted.dim() == 2 && prompted.is_contiguous() && prompted.scalar_type() == at::kBool &&
-                    counts.sizes() == prompted.sizes() && counts.is_contiguous() && counts.scalar_type() == at::kInt &&
-                    seen.sizes() == prompted.sizes() && seen.is_contiguous() && seen.scalar_type() == at::kInt &&
-                    seen_counts.numel() == prompted.size(0) && seen_counts.is_contiguous() &&
-                    seen_counts.scalar_type() == at::kLong,
-                "draftsmith: these tensors are no history");
+    REQUIRE(prompted.dim() == 2 && prompted.is_contiguous() && prompted.scalar_type() == kBool &&
+                counts.sizes() == prompted.sizes() && counts.is_contiguous() && counts.scalar_type() == kInt &&
+                seen.sizes() == prompted.sizes() && seen.is_contiguous() && seen.scalar_type() == kInt &&
+                seen_counts.numel() == prompted.size(0) && seen_counts.is_contiguous() &&
+                seen_counts.scalar_type() == kLong,
+            "draftsmith: these tensors are no history");
   }
 
   int64_t vocabulary() const { return prompted_RV.size(1); }
   void check(int64_t slot) const {
-    TORCH_CHECK_INDEX(slot >= 0 && slot < prompted_RV.size(0), "draftsmith: the history has no slot ", slot);
+    REQUIRE_INDEX(slot >= 0 && slot < prompted_RV.size(0), "draftsmith: the history has no slot ", slot);
   }
   Past at(int64_t slot) const {
     check(slot);
@@ -44,30 +42,30 @@ struct History {
   }
 };
 
-bool is_rows(const at::Tensor& tensor, int64_t batch) {
-  return tensor.is_contiguous() && tensor.scalar_type() == at::kLong && tensor.numel() == batch;
+bool is_rows(const Tensor& tensor, int64_t batch) {
+  return tensor.is_contiguous() && tensor.scalar_type() == kLong && tensor.numel() == batch;
 }
 
 // Counts the first counts_B[b] tokens of every row as output of its slot.
-void count_tokens(const at::Tensor& prompted_RV, const at::Tensor& counts_RV, const at::Tensor& seen_RV,
-                  const at::Tensor& seen_R, const at::Tensor& slots_B, const at::Tensor& committed_BT,
-                  const at::Tensor& counts_B) {
+void count_tokens(const Tensor& prompted_RV, const Tensor& counts_RV, const Tensor& seen_RV,
+                  const Tensor& seen_R, const Tensor& slots_B, const Tensor& committed_BT,
+                  const Tensor& counts_B) {
   const History history(prompted_RV, counts_RV, seen_RV, seen_R);
-  const at::Tensor slots = slots_B.contiguous(), tokens_BT = committed_BT.contiguous(), taken = counts_B.contiguous();
+  const Tensor slots = slots_B.contiguous(), tokens_BT = committed_BT.contiguous(), taken = counts_B.contiguous();
   const int64_t batch = tokens_BT.size(0), width = tokens_BT.size(1), vocabulary = history.vocabulary();
-  TORCH_CHECK(is_rows(slots, batch) && is_rows(taken, batch) && tokens_BT.scalar_type() == at::kLong,
-              "draftsmith: slots, tokens and counts have to be int64, for the same rows");
+  REQUIRE(is_rows(slots, batch) && is_rows(taken, batch) && tokens_BT.scalar_type() == kLong,
+          "draftsmith: slots, tokens and counts have to be int64, for the same rows");
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t slot = slots.const_data_ptr<int64_t>()[b], count = taken.const_data_ptr<int64_t>()[b];
     history.check(slot);
-    TORCH_CHECK_INDEX(count >= 0 && count <= width, "draftsmith: a row cannot have ", count, " of ", width, " tokens");
+    REQUIRE_INDEX(count >= 0 && count <= width, "draftsmith: a row cannot have ", count, " of ", width, " tokens");
     const bool* prompted = prompted_RV.const_data_ptr<bool>() + slot * vocabulary;
     int32_t* counts = counts_RV.mutable_data_ptr<int32_t>() + slot * vocabulary;
     int32_t* seen = seen_RV.mutable_data_ptr<int32_t>() + slot * vocabulary;
     int64_t& seen_count = seen_R.mutable_data_ptr<int64_t>()[slot];
     for (int64_t t = 0; t < count; ++t) {
       const int64_t token = tokens_BT.const_data_ptr<int64_t>()[b * width + t];
-      TORCH_CHECK_INDEX(token >= 0 && token < vocabulary, "draftsmith: there is no token ", token);
+      REQUIRE_INDEX(token >= 0 && token < vocabulary, "draftsmith: there is no token ", token);
       if (counts[token]++ == 0 && !prompted[token]) seen[seen_count++] = static_cast<int32_t>(token);
     }
   }
@@ -89,7 +87,7 @@ double uniform(int64_t seed, int64_t position) {
 
 // The logits of all nodes, which may be a part of a wider tensor, and what of rows is looked at for each of them.
 struct Work {
-  at::Tensor logits_BMV, tokens_BN, parents_BN, visible_BMM;
+  Tensor logits_BMV, tokens_BN, parents_BN, visible_BMM;
   int64_t batch, nodes, depth, vocabulary;
   std::vector<Rules> rules;
   std::vector<std::vector<BiasEntry>> bias;
@@ -110,7 +108,7 @@ struct Work {
     const Rules& own = rules[b];
     std::vector<int64_t> path;
     if (own.penalises()) path = path_to(b, node);
-    if (logits_BMV.scalar_type() == at::kFloat)
+    if (logits_BMV.scalar_type() == kFloat)
       chooser.take(logits_BMV.const_data_ptr<float>() + at, own, bias[b], pasts[b], path);
     else
       chooser.take(bits(logits_BMV) + at, own, bias[b], pasts[b], path);
@@ -128,14 +126,14 @@ struct Work {
     int64_t end = 0;
     for (int64_t n = 0; n + 1 < nodes; ++n) {
       up[n + 1] = std::max<int64_t>(parents[n] + 1, 0);
-      TORCH_CHECK_INDEX(up[n + 1] <= n, "draftsmith: the parent of node ", n, " comes behind it");
+      REQUIRE_INDEX(up[n + 1] <= n, "draftsmith: the parent of node ", n, " comes behind it");
       if (parents[n] == kUnused || level[up[n + 1]] < 0) continue;
       if (choice[up[n + 1]] == kUndecided) return {0, kUndecided};
       if (tokens[n] != choice[up[n + 1]]) continue;
       level[n + 1] = level[up[n + 1]] + 1, choice[n + 1] = choose(chooser, b, n + 1, level[n + 1]);
       if (level[n + 1] > level[end]) end = n + 1;
     }
-    TORCH_CHECK_INDEX(level[end] <= depth, "draftsmith: the draft is deeper than its plan");
+    REQUIRE_INDEX(level[end] <= depth, "draftsmith: the draft is deeper than its plan");
     for (int64_t d = depth; d-- > 0;) path[d] = end;
     for (int64_t d = level[end], node = end; d-- > 0; node = up[node]) path[d] = node;
     return {level[end], choice[end]};
@@ -145,63 +143,63 @@ struct Work {
 // Accepts the longest path of what the target chooses or draws under the rules of every row. rules_BX holds temperature,
 // top-p, min-p, repetition, presence and frequency. Returns the path (B, D), how many guesses of it stay (B), and the
 // token behind them (B), which is -1 where last bits would decide; nothing else of such a row is valid.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_choices(
-    const at::Tensor& logits_BMV, const at::Tensor& drafted, const at::Tensor& drafted_parents,
-    const at::Tensor& visible_BMM, int64_t depth, const at::Tensor& rules_BX, const at::Tensor& top_k_B,
-    const at::Tensor& seeds, const at::Tensor& positions, const Tensors& bias, const Tensors& history) {
+std::tuple<Tensor, Tensor, Tensor> accept_choices(
+    const Tensor& logits_BMV, const Tensor& drafted, const Tensor& drafted_parents,
+    const Tensor& visible_BMM, int64_t depth, const Tensor& rules_BX, const Tensor& top_k_B,
+    const Tensor& seeds, const Tensor& positions, const Tensors& bias, const Tensors& history) {
   const int64_t batch = logits_BMV.size(0), nodes = logits_BMV.size(1), vocabulary = logits_BMV.size(2);
-  const at::Tensor seeds_B = seeds.contiguous(), positions_B = positions.contiguous();
+  const Tensor seeds_B = seeds.contiguous(), positions_B = positions.contiguous();
   Work work{logits_BMV, drafted.contiguous(), drafted_parents.contiguous(), visible_BMM.contiguous(), batch, nodes, depth,
             vocabulary, {}, {}, {}, nullptr, nullptr};
-  const std::array<int64_t, 2> shape_BN{batch, nodes - 1};
-  TORCH_CHECK(work.tokens_BN.sizes() == shape_BN && work.tokens_BN.scalar_type() == at::kLong &&
-                  work.parents_BN.sizes() == shape_BN && work.parents_BN.scalar_type() == at::kLong &&
-                  work.visible_BMM.sizes() == at::IntArrayRef({batch, nodes, nodes}) &&
-                  work.visible_BMM.scalar_type() == at::kBool && vocabulary > 0 && logits_BMV.stride(2) == 1 &&
-                  (logits_BMV.scalar_type() == at::kBFloat16 || logits_BMV.scalar_type() == at::kFloat),
-              "draftsmith: logits and tree do not belong to one draft");
-  TORCH_CHECK(is_rows(seeds_B, batch) && is_rows(positions_B, batch) && is_rows(top_k_B, batch) &&
-                  rules_BX.sizes() == at::IntArrayRef({batch, 6}) && rules_BX.is_contiguous() &&
-                  rules_BX.scalar_type() == at::kDouble,
-              "draftsmith: these are no rules for ", batch, " rows");
+  const std::vector<int64_t> shape_BN{batch, nodes - 1};
+  REQUIRE(work.tokens_BN.sizes() == shape_BN && work.tokens_BN.scalar_type() == kLong &&
+              work.parents_BN.sizes() == shape_BN && work.parents_BN.scalar_type() == kLong &&
+              work.visible_BMM.sizes() == Sizes({batch, nodes, nodes}) &&
+              work.visible_BMM.scalar_type() == kBool && vocabulary > 0 && logits_BMV.stride(2) == 1 &&
+              (logits_BMV.scalar_type() == kBFloat16 || logits_BMV.scalar_type() == kFloat),
+          "draftsmith: logits and tree do not belong to one draft");
+  REQUIRE(is_rows(seeds_B, batch) && is_rows(positions_B, batch) && is_rows(top_k_B, batch) &&
+              rules_BX.sizes() == Sizes({batch, 6}) && rules_BX.is_contiguous() &&
+              rules_BX.scalar_type() == kDouble,
+          "draftsmith: these are no rules for ", batch, " rows");
   work.seeds = seeds_B.const_data_ptr<int64_t>(), work.positions = positions_B.const_data_ptr<int64_t>();
   for (int64_t b = 0; b < batch; ++b) {
     const double* of = rules_BX.const_data_ptr<double>() + b * 6;
     const int64_t k = top_k_B.const_data_ptr<int64_t>()[b];
     // Then quotients of logits neither grow together nor vanish further than `collect` counts with.
-    TORCH_CHECK(of[0] == 0 || (of[0] >= 1e-4 && of[0] <= 1e4), "draftsmith: a temperature is 0, or from 0.0001 to 10000");
-    TORCH_CHECK(k >= 0 && k <= vocabulary, "draftsmith: there are no ", k, " tokens to keep");
+    REQUIRE(of[0] == 0 || (of[0] >= 1e-4 && of[0] <= 1e4), "draftsmith: a temperature is 0, or from 0.0001 to 10000");
+    REQUIRE(k >= 0 && k <= vocabulary, "draftsmith: there are no ", k, " tokens to keep");
     work.rules.push_back({of[0], of[1], of[2], static_cast<float>(of[3]), static_cast<float>(of[4]),
                           static_cast<float>(of[5]), k});
   }
   work.bias.resize(batch), work.pasts.resize(batch);
   if (!bias.empty()) {
-    TORCH_CHECK(bias.size() == 3 && is_rows(bias[0], bias[0].numel()) && is_rows(bias[1], bias[0].numel()) &&
-                    bias[2].numel() == bias[0].numel() && bias[2].is_contiguous() && bias[2].scalar_type() == at::kFloat,
-                "draftsmith: a bias is made of rows, tokens (int64) and values (fp32)");
+    REQUIRE(bias.size() == 3 && is_rows(bias[0], bias[0].numel()) && is_rows(bias[1], bias[0].numel()) &&
+                bias[2].numel() == bias[0].numel() && bias[2].is_contiguous() && bias[2].scalar_type() == kFloat,
+            "draftsmith: a bias is made of rows, tokens (int64) and values (fp32)");
     for (int64_t k = 0; k < bias[0].numel(); ++k) {
       const int64_t row = bias[0].const_data_ptr<int64_t>()[k], token = bias[1].const_data_ptr<int64_t>()[k];
-      TORCH_CHECK_INDEX(row >= 0 && row < batch && token >= 0 && token < vocabulary, "draftsmith: a bias for row ", row,
-                        " and token ", token, " has no place");
+      REQUIRE_INDEX(row >= 0 && row < batch && token >= 0 && token < vocabulary, "draftsmith: a bias for row ", row,
+                    " and token ", token, " has no place");
       work.bias[row].push_back({token, bias[2].const_data_ptr<float>()[k]});
     }
   }
   if (!history.empty()) {
-    TORCH_CHECK(history.size() == 5, "draftsmith: these tensors are no history");
+    REQUIRE(history.size() == 5, "draftsmith: these tensors are no history");
     const History known(history[0], history[1], history[2], history[3]);
-    const at::Tensor slots_B = history[4].contiguous();
-    TORCH_CHECK(known.vocabulary() == vocabulary && is_rows(slots_B, batch), "draftsmith: these tensors are no history");
+    const Tensor slots_B = history[4].contiguous();
+    REQUIRE(known.vocabulary() == vocabulary && is_rows(slots_B, batch), "draftsmith: these tensors are no history");
     for (int64_t b = 0; b < batch; ++b)
       if (work.rules[b].penalises()) work.pasts[b] = known.at(slots_B.const_data_ptr<int64_t>()[b]);
     for (int64_t i = 0; i < work.tokens_BN.numel(); ++i)
-      TORCH_CHECK_INDEX(work.tokens_BN.const_data_ptr<int64_t>()[i] < vocabulary, "draftsmith: there is no token ",
-                        work.tokens_BN.const_data_ptr<int64_t>()[i]);
+      REQUIRE_INDEX(work.tokens_BN.const_data_ptr<int64_t>()[i] < vocabulary, "draftsmith: there is no token ",
+                    work.tokens_BN.const_data_ptr<int64_t>()[i]);
   }
-  at::Tensor path_BD = at::zeros({batch, depth}, work.tokens_BN.options());
-  at::Tensor counts_B = at::empty({batch}, work.tokens_BN.options()), next_B = at::empty_like(counts_B);
+  Tensor path_BD = full<int64_t>({batch, depth}, 0);
+  Tensor counts_B = empty({batch}, kLong), next_B = empty({batch}, kLong);
   int64_t *paths = path_BD.mutable_data_ptr<int64_t>(), *counts = counts_B.mutable_data_ptr<int64_t>();
   int64_t* next = next_B.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
     Chooser chooser(vocabulary);
     for (int64_t b = begin; b < end; ++b)
       std::tie(counts[b], next[b]) = work.follow(chooser, b, paths + b * depth);
@@ -209,32 +207,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_choices(
   return {path_BD, counts_B, next_B};
 }
 
-at::Tensor target_noise(const at::Tensor& seeds, const at::Tensor& positions) {
-  const at::Tensor seeds_B = seeds.contiguous(), positions_B = positions.contiguous();
-  TORCH_CHECK(is_rows(seeds_B, seeds.numel()) && is_rows(positions_B, seeds.numel()),
-              "draftsmith: seeds and positions have to be int64, one of each a row");
-  at::Tensor u_B = at::empty(seeds.sizes(), seeds.options().dtype(at::kDouble));
+Tensor target_noise(const Tensor& seeds, const Tensor& positions) {
+  const Tensor seeds_B = seeds.contiguous(), positions_B = positions.contiguous();
+  REQUIRE(is_rows(seeds_B, seeds.numel()) && is_rows(positions_B, seeds.numel()),
+          "draftsmith: seeds and positions have to be int64, one of each a row");
+  Tensor u_B = empty(seeds.sizes(), kDouble);
   for (int64_t b = 0; b < seeds.numel(); ++b)
     u_B.mutable_data_ptr<double>()[b] =
         uniform(seeds_B.const_data_ptr<int64_t>()[b], positions_B.const_data_ptr<int64_t>()[b]);
   return u_B;
 }
 
+void set_lanes(int64_t lanes) { pytorch_lanes() = lanes; }
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
-  library.def("count_tokens(Tensor prompted_RV, Tensor(a!) counts_RV, Tensor(b!) seen_RV, Tensor(c!) seen_R,"
-              " Tensor slots_B, Tensor tokens_BT, Tensor counts_B) -> ()");
-  library.def("accept_choices(Tensor logits_BMV, Tensor tokens_BN, Tensor parents_BN, Tensor visible_BMM, int depth,"
-              " Tensor rules_BX, Tensor top_k_B, Tensor seeds_B, Tensor positions_B, Tensor[] bias, Tensor[] history)"
-              " -> (Tensor, Tensor, Tensor)");
-  library.def("target_noise(Tensor seeds_B, Tensor positions_B) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
-  library.impl("count_tokens", count_tokens);
-  library.impl("accept_choices", accept_choices);
-  library.impl("target_noise", target_noise);
+void define_sampling(Library& library) {
+  library.def<count_tokens>(
+      "count_tokens(Tensor prompted_RV, Tensor(a!) counts_RV, Tensor(b!) seen_RV, Tensor(c!) seen_R,"
+      " Tensor slots_B, Tensor tokens_BT, Tensor counts_B) -> ()");
+  library.def<accept_choices>(
+      "accept_choices(Tensor logits_BMV, Tensor tokens_BN, Tensor parents_BN, Tensor visible_BMM, int depth,"
+      " Tensor rules_BX, Tensor top_k_B, Tensor seeds_B, Tensor positions_B, Tensor[] bias, Tensor[] history)"
+      " -> (Tensor, Tensor, Tensor)");
+  library.def<target_noise>("target_noise(Tensor seeds_B, Tensor positions_B) -> Tensor");
+  library.def_without_tensors<set_lanes>("set_lanes(int lanes) -> ()");
 }
 
 }  // namespace draftsmith

@@ -3,13 +3,13 @@
 // The Python of drafters/heads/mlp.py says what is computed.
 //
 // Words: B rows, S width of a state, D inner width, W drafted vocabulary.
-#include <torch/custom_class.h>
-#include <torch/library.h>
 
 #include <mutex>
 #include <vector>
 
 #include "growth.h"
+#include "objects.h"
+#include "operators.h"
 
 namespace draftsmith {
 namespace {
@@ -17,49 +17,49 @@ namespace {
 constexpr float kEpsilon = 1e-6f;
 constexpr int64_t kSecondCache = 1 << 20;  // bytes that stay near a thread; processors have 1 or 2 MB
 
-class Speculator : public torch::CustomClassHolder {
+class Speculator : public Object {
  public:
   // projections, then heads, of every stage: packed as bf16 or int8, with the scales and sums of the int8 ones, empty
   // for bf16. One entry a stage: embeddings (V, D), norm scales and shifts (D) in fp32.
   // draft_tokens lists the ids behind the W scores, or is empty where they are the vocabulary itself.
   Speculator(Tensors weights, Tensors weight_scales, Tensors sums, Tensors embeddings, Tensors scales,
-             Tensors shifts, at::Tensor draft_tokens, int64_t features, int64_t scored, double ratio, bool scale_input)
+             Tensors shifts, Tensor draft_tokens, int64_t features, int64_t scored, double ratio, bool scale_input)
       : weights_(std::move(weights)), weight_scales_(std::move(weight_scales)), weight_sums_(std::move(sums)),
         embeddings_(std::move(embeddings)), scales_(std::move(scales)), shifts_(std::move(shifts)),
         features_(features), growth_(std::move(draft_tokens), scored, false), ratio_(static_cast<float>(ratio)),
         scale_input_(scale_input) {
     const size_t stages = scales_.size();
-    TORCH_CHECK(stages > 0 && weights_.size() == 2 * stages && weight_scales_.size() == 2 * stages &&
-                    weight_sums_.size() == 2 * stages && shifts_.size() == stages &&
-                    (embeddings_.empty() || embeddings_.size() == stages),
-                "draftsmith: the stages of the speculator do not fit together");
+    REQUIRE(stages > 0 && weights_.size() == 2 * stages && weight_scales_.size() == 2 * stages &&
+                weight_sums_.size() == 2 * stages && shifts_.size() == stages &&
+                (embeddings_.empty() || embeddings_.size() == stages),
+            "draftsmith: the stages of the speculator do not fit together");
     width_ = scales_[0].numel();
     int64_t vocabulary = 0;
     for (size_t i = 0; i < stages; ++i) {
       const auto linear = [&](size_t at, int64_t outputs, int64_t inputs) {
-        return as_any_linear(weights_[at], weight_scales_[at], weight_sums_[at], at::empty(0), outputs, inputs);
+        return as_any_linear(weights_[at], weight_scales_[at], weight_sums_[at], empty({0}, kFloat), outputs, inputs);
       };
       stages_.push_back(
           {linear(i, width_, i == 0 ? features_ : width_), linear(stages + i, scored, width_)});
-      for (const at::Tensor* t : {&scales_[i], &shifts_[i]})
-        TORCH_CHECK(t->is_contiguous() && t->scalar_type() == at::kFloat && t->numel() == width_,
-                    "draftsmith: a norm of the speculator has to be fp32 of ", width_, " values");
+      for (const Tensor* t : {&scales_[i], &shifts_[i]})
+        REQUIRE(t->is_contiguous() && t->scalar_type() == kFloat && t->numel() == width_,
+                "draftsmith: a norm of the speculator has to be fp32 of ", width_, " values");
     }
-    for (const at::Tensor& table : embeddings_) {
-      TORCH_CHECK(table.is_contiguous() && table.scalar_type() == at::kBFloat16 && table.dim() == 2 &&
-                      table.size(1) == width_,
-                  "draftsmith: an embedding of the speculator has to be bf16 of width ", width_);
+    for (const Tensor& table : embeddings_) {
+      REQUIRE(table.is_contiguous() && table.scalar_type() == kBFloat16 && table.dim() == 2 &&
+                  table.size(1) == width_,
+              "draftsmith: an embedding of the speculator has to be bf16 of width ", width_);
       vocabulary = vocabulary ? std::min(vocabulary, table.size(0)) : table.size(0);
     }
     growth_.limit(vocabulary);
   }
 
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding.
-  std::tuple<at::Tensor, at::Tensor> propose(const at::Tensor& tokens, const at::Tensor& features,
-                                             const at::Tensor& counts, const std::vector<int64_t>& branching,
+  std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
+                                             const Tensor& counts, const std::vector<int64_t>& branching,
                                              int64_t paths, int64_t beam, int64_t nodes) {
     const std::lock_guard<std::mutex> alone(busy_);
-    const int64_t threads = at::get_num_threads();
+    const int64_t threads = get_num_threads();
     growth_.begin(tokens, features, counts, features_, branching, beam,
                   static_cast<int64_t>(stages_.size()), threads);
     // All memory comes before the threads: nothing in a team may throw.
@@ -86,7 +86,7 @@ class Speculator : public torch::CustomClassHolder {
   };
 
   // The state that predicted the root of every row.
-  void start(const at::Tensor& tokens, const at::Tensor& features, const at::Tensor& counts) {
+  void start(const Tensor& tokens, const Tensor& features, const Tensor& counts) {
     const int64_t stride = even(features_);
     for (int64_t b = 0; b < tokens.size(0); ++b) {
       const bf16* from = bits(features) + Growth::last(tokens, counts, b) * features_;
@@ -152,13 +152,28 @@ class Speculator : public torch::CustomClassHolder {
   std::vector<Quantised> rooms_;
 };
 
+int64_t make_speculator(const Tensors& weights, const Tensors& weight_scales, const Tensors& sums,
+                        const Tensors& embeddings, const Tensors& scales, const Tensors& shifts,
+                        const Tensor& draft_tokens, int64_t features, int64_t scored, double ratio, bool scale_input) {
+  return keep(std::make_shared<Speculator>(weights, weight_scales, sums, embeddings, scales, shifts, draft_tokens,
+                                           features, scored, ratio, scale_input));
+}
+
+std::tuple<Tensor, Tensor> draft_by_stages(int64_t speculator, const Tensor& tokens, const Tensor& features,
+                                           const Tensor& counts, const std::vector<int64_t>& branching, int64_t paths,
+                                           int64_t beam, int64_t nodes) {
+  return kept<Speculator>(speculator)->propose(tokens, features, counts, branching, paths, beam, nodes);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
-  library.class_<Speculator>("Speculator")
-      .def(torch::init<Tensors, Tensors, Tensors, Tensors, Tensors, Tensors, at::Tensor, int64_t, int64_t, double,
-                       bool>())
-      .def("propose", &Speculator::propose);
+void define_speculator(Library& library) {
+  library.def<make_speculator>(
+      "make_speculator(Tensor[] weights, Tensor[] weight_scales, Tensor[] sums, Tensor[] embeddings, Tensor[] scales,"
+      " Tensor[] shifts, Tensor draft_tokens, int features, int scored, float ratio, bool scale_input) -> int");
+  library.def<draft_by_stages>(
+      "draft_by_stages(int speculator, Tensor tokens, Tensor features, Tensor counts, int[] branching, int paths,"
+      " int beam, int nodes) -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

@@ -2,11 +2,10 @@
 //
 // verify/tree.py, verify/accept.py and engine/steps/step.py say what is computed. B rows, N guesses, M = N + 1 nodes
 // with the root first, D depth of the plan, T = D + 1, F width of the states, V vocabulary.
-#include <ATen/Parallel.h>
-#include <torch/library.h>
 
 #include <vector>
 
+#include "operators.h"
 #include "packed.h"
 #include "pass.h"
 
@@ -21,18 +20,18 @@ struct Slots {
   const int64_t* slots;
   const int32_t* tables;
 
-  Slots(const Tensors& cache, int64_t batch, const std::optional<at::Tensor>& given,
-        const std::optional<at::Tensor>& tables_RJ)
+  Slots(const Tensors& cache, int64_t batch, const std::optional<Tensor>& given,
+        const std::optional<Tensor>& tables_RJ)
       : slots(given.has_value() ? given->const_data_ptr<int64_t>() : nullptr),
         tables(tables_RJ.has_value() ? tables_RJ->const_data_ptr<int32_t>() : nullptr) {
     if (tables != nullptr) {
-      TORCH_CHECK(tables_RJ->dim() == 2 && tables_RJ->is_contiguous(),
-                  "draftsmith: the tables of the cache have to be int32 (slots, J)");
+      REQUIRE(tables_RJ->dim() == 2 && tables_RJ->is_contiguous(),
+              "draftsmith: the tables of the cache have to be int32 (slots, J)");
       across = tables_RJ->size(1);
     }
-    for (const at::Tensor& t : cache) {
-      TORCH_CHECK(t.dim() == 4 && t.is_contiguous() && t.sizes().slice(0, 2) == cache[0].sizes().slice(0, 2),
-                  "draftsmith: the cache has another shape");
+    for (const Tensor& t : cache) {
+      REQUIRE(t.dim() == 4 && t.is_contiguous() && t.size(0) == cache[0].size(0) && t.size(1) == cache[0].size(1),
+              "draftsmith: the cache has another shape");
       block = t.size(1);
     }
     capacity = across * block;
@@ -40,41 +39,41 @@ struct Slots {
     blocks = cache[0].size(0);
     const int64_t held = tables == nullptr ? blocks : tables_RJ->size(0);
     for (int64_t b = 0; b < batch; ++b)
-      TORCH_CHECK(slot(b) >= 0 && slot(b) < held, "draftsmith: the cache has another shape");
+      REQUIRE(slot(b) >= 0 && slot(b) < held, "draftsmith: the cache has another shape");
   }
 
   int64_t slot(int64_t row) const { return slots == nullptr ? row : slots[row]; }
   int64_t entry(int64_t row, int64_t place) const {
     const int64_t part = slot(row) * across + place / block;
     const int64_t number = tables == nullptr ? part : tables[part];
-    TORCH_CHECK_INDEX(number >= 0 && number < blocks, "draftsmith: slot ", slot(row), " has no block for place ", place);
+    REQUIRE_INDEX(number >= 0 && number < blocks, "draftsmith: slot ", slot(row), " has no block for place ", place);
     return number * block + place % block;
   }
 };
 
-void check_tree(const at::Tensor& tokens_BN, const at::Tensor& parents_BN) {
-  TORCH_CHECK(tokens_BN.dim() == 2 && tokens_BN.sizes() == parents_BN.sizes() && tokens_BN.scalar_type() == at::kLong &&
-                  parents_BN.scalar_type() == at::kLong,
-              "draftsmith: tokens and parents have to be int64 (B, N)");
+void check_tree(const Tensor& tokens_BN, const Tensor& parents_BN) {
+  REQUIRE(tokens_BN.dim() == 2 && tokens_BN.sizes() == parents_BN.sizes() && tokens_BN.scalar_type() == kLong &&
+              parents_BN.scalar_type() == kLong,
+          "draftsmith: tokens and parents have to be int64 (B, N)");
 }
 
 // Returns tokens (B, M), depths (B, M), who sees whom (B, M, M), and how many nodes each row has, the root included, up to
 // the last that is used (B); nothing where every row has all of them.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, std::optional<at::Tensor>> lay_out(
-    const at::Tensor& tokens_BT, const at::Tensor& counts_B, const at::Tensor& drafted, const at::Tensor& drafted_parents) {
+std::tuple<Tensor, Tensor, Tensor, std::optional<Tensor>> lay_out(
+    const Tensor& tokens_BT, const Tensor& counts_B, const Tensor& drafted, const Tensor& drafted_parents) {
   check_tree(drafted, drafted_parents);
-  const at::Tensor draft_BN = drafted.contiguous(), parents_BN = drafted_parents.contiguous();
+  const Tensor draft_BN = drafted.contiguous(), parents_BN = drafted_parents.contiguous();
   const int64_t batch = draft_BN.size(0), guesses = draft_BN.size(1), nodes = guesses + 1;
-  TORCH_CHECK(tokens_BT.dim() == 2 && tokens_BT.size(0) == batch && tokens_BT.is_contiguous() &&
-                  counts_B.numel() == batch && counts_B.is_contiguous(),
-              "draftsmith: the context does not fit the draft");
-  at::Tensor tokens_BM = at::empty({batch, nodes}, draft_BN.options());
-  at::Tensor depths_BM = at::zeros({batch, nodes}, draft_BN.options());
-  at::Tensor visible_BMM = at::zeros({batch, nodes, nodes}, draft_BN.options().dtype(at::kBool));
+  REQUIRE(tokens_BT.dim() == 2 && tokens_BT.size(0) == batch && tokens_BT.is_contiguous() &&
+              counts_B.numel() == batch && counts_B.is_contiguous(),
+          "draftsmith: the context does not fit the draft");
+  Tensor tokens_BM = empty({batch, nodes}, kLong);
+  Tensor depths_BM = full<int64_t>({batch, nodes}, 0);
+  Tensor visible_BMM = full<bool>({batch, nodes, nodes}, false);
   std::vector<int64_t> used(batch, 1);
   const int64_t *context = tokens_BT.const_data_ptr<int64_t>(), *counts = counts_B.const_data_ptr<int64_t>();
   for (int64_t b = 0; b < batch; ++b) {
-    TORCH_CHECK_INDEX(counts[b] > 0 && counts[b] <= tokens_BT.size(1), "draftsmith: a row has ", counts[b], " tokens");
+    REQUIRE_INDEX(counts[b] > 0 && counts[b] <= tokens_BT.size(1), "draftsmith: a row has ", counts[b], " tokens");
     int64_t* tokens = tokens_BM.mutable_data_ptr<int64_t>() + b * nodes;
     int64_t* depths = depths_BM.mutable_data_ptr<int64_t>() + b * nodes;
     bool* visible = visible_BMM.mutable_data_ptr<bool>() + b * nodes * nodes;
@@ -85,15 +84,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, std::optional<at::Tensor>> lay_ou
       const int64_t given = parents_BN.const_data_ptr<int64_t>()[b * guesses + n];
       const int64_t parent = std::max<int64_t>(given + 1, 0);
       if (given != kUnused) used[b] = n + 2;
-      TORCH_CHECK_INDEX(parent <= n, "draftsmith: the parent of node ", n, " comes behind it");
+      REQUIRE_INDEX(parent <= n, "draftsmith: the parent of node ", n, " comes behind it");
       depths[n + 1] = depths[parent] + 1;
       std::copy_n(visible + parent * nodes, n + 1, visible + (n + 1) * nodes);
       visible[(n + 1) * nodes + n + 1] = true;
     }
   }
-  std::optional<at::Tensor> nodes_B;
+  std::optional<Tensor> nodes_B;
   if (std::any_of(used.begin(), used.end(), [&](int64_t count) { return count < nodes; })) {
-    nodes_B = at::empty({batch}, draft_BN.options());
+    nodes_B = empty({batch}, kLong);
     std::copy(used.begin(), used.end(), nodes_B->mutable_data_ptr<int64_t>());
   }
   return {tokens_BM, depths_BM, visible_BMM, nodes_B};
@@ -101,7 +100,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, std::optional<at::Tensor>> lay_ou
 
 // What was accepted elsewhere: paths (B, D), how many guesses of them stay (B), and the token behind these (B).
 struct Accepted {
-  at::Tensor path_BD, counts_B, next_B;
+  Tensor path_BD, counts_B, next_B;
 };
 
 // Accepts the longest path of the target's own choices, unless `accepted` says what to accept, and moves its keys and
@@ -110,46 +109,46 @@ struct Accepted {
 // the cache holds the j-th part of a slot; without, block and slot are one.
 // Returns the tokens (B, T), features (B, T, F), counts (B) and lengths (B) of the next context, the table of
 // engine/steps/step.py (B, T + 2), and the path (B, D).
-using Committed = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Committed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 Committed commit(
-    const Tensors& cache, const at::Tensor& logits, const at::Tensor& features,
-    const at::Tensor& tokens_BM, const at::Tensor& parents, const at::Tensor& lengths_B, int64_t depth,
-    const std::optional<at::Tensor>& slots, const std::optional<at::Tensor>& existing,
-    const std::optional<at::Tensor>& tables, const Accepted* accepted_rows) {
-  const at::Tensor logits_BMV = logits.contiguous(), features_BMF = features.contiguous();
-  const at::Tensor parents_BN = parents.contiguous();
+    const Tensors& cache, const Tensor& logits, const Tensor& features,
+    const Tensor& tokens_BM, const Tensor& parents, const Tensor& lengths_B, int64_t depth,
+    const std::optional<Tensor>& slots, const std::optional<Tensor>& existing,
+    const std::optional<Tensor>& tables, const Accepted* accepted_rows) {
+  const Tensor logits_BMV = logits.contiguous(), features_BMF = features.contiguous();
+  const Tensor parents_BN = parents.contiguous();
   const int64_t batch = tokens_BM.size(0), nodes = tokens_BM.size(1), guesses = nodes - 1;
   const int64_t vocabulary = logits_BMV.size(2), width = features_BMF.size(2);
-  TORCH_CHECK(tokens_BM.is_contiguous() && tokens_BM.scalar_type() == at::kLong && lengths_B.is_contiguous() &&
-                  lengths_B.scalar_type() == at::kLong && lengths_B.numel() == batch && vocabulary > 0 &&
-                  parents_BN.sizes() == at::IntArrayRef({batch, guesses}) && parents_BN.scalar_type() == at::kLong &&
-                  logits_BMV.sizes() == at::IntArrayRef({batch, nodes, vocabulary}) &&
-                  logits_BMV.scalar_type() == at::kBFloat16 &&
-                  features_BMF.sizes() == at::IntArrayRef({batch, nodes, width}) &&
-                  features_BMF.scalar_type() == at::kBFloat16,
-              "draftsmith: logits, features, tokens and parents do not belong to one draft");
+  REQUIRE(tokens_BM.is_contiguous() && tokens_BM.scalar_type() == kLong && lengths_B.is_contiguous() &&
+              lengths_B.scalar_type() == kLong && lengths_B.numel() == batch && vocabulary > 0 &&
+              parents_BN.sizes() == Sizes({batch, guesses}) && parents_BN.scalar_type() == kLong &&
+              logits_BMV.sizes() == Sizes({batch, nodes, vocabulary}) &&
+              logits_BMV.scalar_type() == kBFloat16 &&
+              features_BMF.sizes() == Sizes({batch, nodes, width}) &&
+              features_BMF.scalar_type() == kBFloat16,
+          "draftsmith: logits, features, tokens and parents do not belong to one draft");
   for (const auto* of_rows : {&slots, &existing})
-    TORCH_CHECK(!of_rows->has_value() || (is_whole(**of_rows) && (*of_rows)->numel() == batch),
-                "draftsmith: slots and counts have to be int64 (B)");
+    REQUIRE(!of_rows->has_value() || (is_whole(**of_rows) && (*of_rows)->numel() == batch),
+            "draftsmith: slots and counts have to be int64 (B)");
   if (accepted_rows != nullptr)
-    TORCH_CHECK(is_whole(accepted_rows->path_BD) && accepted_rows->path_BD.sizes() == at::IntArrayRef({batch, depth}) &&
-                    is_whole(accepted_rows->counts_B) && accepted_rows->counts_B.numel() == batch &&
-                    is_whole(accepted_rows->next_B) && accepted_rows->next_B.numel() == batch,
-                "draftsmith: paths, counts and next tokens have to be int64, for the same rows");
+    REQUIRE(is_whole(accepted_rows->path_BD) && accepted_rows->path_BD.sizes() == Sizes({batch, depth}) &&
+                is_whole(accepted_rows->counts_B) && accepted_rows->counts_B.numel() == batch &&
+                is_whole(accepted_rows->next_B) && accepted_rows->next_B.numel() == batch,
+            "draftsmith: paths, counts and next tokens have to be int64, for the same rows");
   const Slots places(cache, batch, slots, tables);
   const int64_t kept = depth + 1;
-  at::Tensor out_tokens = at::empty({batch, kept}, tokens_BM.options());
-  at::Tensor out_features = at::empty({batch, kept, width}, features_BMF.options());
-  at::Tensor counts_B = at::empty({batch}, tokens_BM.options()), longer_B = at::empty({batch}, tokens_BM.options());
-  at::Tensor table_BX = at::empty({batch, kept + 2}, tokens_BM.options());
-  at::Tensor path_BD = at::empty({batch, depth}, tokens_BM.options());
+  Tensor out_tokens = empty({batch, kept}, kLong);
+  Tensor out_features = empty({batch, kept, width}, kBFloat16);
+  Tensor counts_B = empty({batch}, kLong), longer_B = empty({batch}, kLong);
+  Tensor table_BX = empty({batch, kept + 2}, kLong);
+  Tensor path_BD = empty({batch, depth}, kLong);
   const auto take_row = [&](int64_t b, std::vector<int64_t>& level, std::vector<int64_t>& up,
                             std::vector<int64_t>& choice) {
     const int64_t* tokens = tokens_BM.const_data_ptr<int64_t>() + b * nodes;
     const int64_t* parent = parents_BN.const_data_ptr<int64_t>() + b * guesses;
     const bf16* scores = bits(logits_BMV) + b * nodes * vocabulary;
     const int64_t exist = existing.has_value() ? existing->const_data_ptr<int64_t>()[b] : nodes;
-    TORCH_CHECK_INDEX(exist > 0 && exist <= nodes, "draftsmith: ", exist, " of ", nodes, " nodes cannot exist");
+    REQUIRE_INDEX(exist > 0 && exist <= nodes, "draftsmith: ", exist, " of ", nodes, " nodes cannot exist");
     int64_t drafted = 0, accepted = 0, next = 0;
     int64_t* path = path_BD.mutable_data_ptr<int64_t>() + b * depth;
     for (int64_t n = 0; n < exist - 1; ++n) drafted += parent[n] != kUnused;
@@ -157,22 +156,22 @@ Committed commit(
       accepted = accepted_rows->counts_B.const_data_ptr<int64_t>()[b];
       next = accepted_rows->next_B.const_data_ptr<int64_t>()[b];
       std::copy_n(accepted_rows->path_BD.const_data_ptr<int64_t>() + b * depth, depth, path);
-      TORCH_CHECK_INDEX(accepted >= 0 && accepted <= depth, "draftsmith: ", accepted, " guesses cannot stay");
+      REQUIRE_INDEX(accepted >= 0 && accepted <= depth, "draftsmith: ", accepted, " guesses cannot stay");
       for (int64_t d = 0; d < accepted; ++d)
-        TORCH_CHECK_INDEX(path[d] > d && path[d] < exist, "draftsmith: no path leads over node ", path[d]);
+        REQUIRE_INDEX(path[d] > d && path[d] < exist, "draftsmith: no path leads over node ", path[d]);
     } else {
       int64_t end = 0;
       level[0] = 0, up[0] = 0, choice[0] = kernels().argmax(scores, vocabulary);
       for (int64_t n = 0; n < exist - 1; ++n) {
         up[n + 1] = std::max<int64_t>(parent[n] + 1, 0);
-        TORCH_CHECK_INDEX(up[n + 1] <= n, "draftsmith: the parent of node ", n, " comes behind it");
+        REQUIRE_INDEX(up[n + 1] <= n, "draftsmith: the parent of node ", n, " comes behind it");
         const bool right = parent[n] != kUnused && level[up[n + 1]] >= 0 && tokens[n + 1] == choice[up[n + 1]];
         level[n + 1] = right ? level[up[n + 1]] + 1 : -1;
         if (right) choice[n + 1] = kernels().argmax(scores + (n + 1) * vocabulary, vocabulary);
         if (level[n + 1] > level[end]) end = n + 1;
       }
       accepted = level[end], next = choice[end];
-      TORCH_CHECK_INDEX(accepted <= depth, "draftsmith: the draft is deeper than its plan");
+      REQUIRE_INDEX(accepted <= depth, "draftsmith: the draft is deeper than its plan");
       for (int64_t d = depth; d-- > 0;) path[d] = end;
       for (int64_t d = accepted, node = end; d-- > 0; node = up[node]) path[d] = node;
     }
@@ -194,10 +193,10 @@ Committed commit(
     longer_B.mutable_data_ptr<int64_t>()[b] = length + count;
     for (int64_t d = 0; d < accepted; ++d) {
       if (path[d] == d + 1) continue;
-      for (const at::Tensor& t : cache) {
-        const int64_t bytes = t.size(2) * t.size(3) * static_cast<int64_t>(t.element_size());
-        TORCH_CHECK_INDEX(length - 1 + exist <= places.capacity, "draftsmith: the draft does not fit its slot");
-        char* storage = static_cast<char*>(t.data_ptr());
+      for (const Tensor& t : cache) {
+        const int64_t bytes = t.size(2) * t.size(3) * t.element_size();
+        REQUIRE_INDEX(length - 1 + exist <= places.capacity, "draftsmith: the draft does not fit its slot");
+        char* storage = static_cast<char*>(t.mutable_data());
         std::copy_n(storage + places.entry(b, length - 1 + path[d]) * bytes, bytes,
                     storage + places.entry(b, length + d) * bytes);
       }
@@ -205,7 +204,7 @@ Committed commit(
   };
   // Rows are so many vocabularies to look at; a few short ones are not worth waking a thread.
   constexpr int64_t kWorthAThread = 1 << 17;
-  at::parallel_for(0, batch, std::max<int64_t>(1, kWorthAThread / vocabulary), [&](int64_t begin, int64_t end) {
+  parallel_for(0, batch, std::max<int64_t>(1, kWorthAThread / vocabulary), [&](int64_t begin, int64_t end) {
     // Of every node: its depth if the path to it is right, else -1; its parent; and what the target chooses behind it,
     // which only the nodes of right paths need.
     std::vector<int64_t> level(nodes), up(nodes), choice(nodes);
@@ -215,18 +214,18 @@ Committed commit(
 }
 
 Committed commit_greedy(
-    const Tensors& cache, const at::Tensor& logits, const at::Tensor& features, const at::Tensor& tokens_BM,
-    const at::Tensor& parents, const at::Tensor& lengths_B, int64_t depth, const std::optional<at::Tensor>& slots,
-    const std::optional<at::Tensor>& existing, const std::optional<at::Tensor>& tables) {
+    const Tensors& cache, const Tensor& logits, const Tensor& features, const Tensor& tokens_BM,
+    const Tensor& parents, const Tensor& lengths_B, int64_t depth, const std::optional<Tensor>& slots,
+    const std::optional<Tensor>& existing, const std::optional<Tensor>& tables) {
   return commit(cache, logits, features, tokens_BM, parents, lengths_B, depth, slots, existing, tables, nullptr);
 }
 
 // Commits paths that were accepted by whichever rule.
 Committed commit_path(
-    const Tensors& cache, const at::Tensor& logits, const at::Tensor& features, const at::Tensor& tokens_BM,
-    const at::Tensor& parents, const at::Tensor& lengths_B, const at::Tensor& path_BD, const at::Tensor& accepted_B,
-    const at::Tensor& next_B, const std::optional<at::Tensor>& slots, const std::optional<at::Tensor>& existing,
-    const std::optional<at::Tensor>& tables) {
+    const Tensors& cache, const Tensor& logits, const Tensor& features, const Tensor& tokens_BM,
+    const Tensor& parents, const Tensor& lengths_B, const Tensor& path_BD, const Tensor& accepted_B,
+    const Tensor& next_B, const std::optional<Tensor>& slots, const std::optional<Tensor>& existing,
+    const std::optional<Tensor>& tables) {
   const Accepted accepted{path_BD.contiguous(), accepted_B.contiguous(), next_B.contiguous()};
   const int64_t depth = path_BD.size(1);
   return commit(cache, logits, features, tokens_BM, parents, lengths_B, depth, slots, existing, tables, &accepted);
@@ -234,23 +233,18 @@ Committed commit_path(
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(draftsmith, library) {
-  library.def("lay_out(Tensor tokens_BT, Tensor counts_B, Tensor tokens_BN, Tensor parents_BN)"
-              " -> (Tensor, Tensor, Tensor, Tensor?)");
-  library.def(
+void define_steps(Library& library) {
+  library.def<lay_out>(
+      "lay_out(Tensor tokens_BT, Tensor counts_B, Tensor tokens_BN, Tensor parents_BN)"
+      " -> (Tensor, Tensor, Tensor, Tensor?)");
+  library.def<commit_greedy>(
       "commit_greedy(Tensor(a!)[] cache, Tensor logits_BMV, Tensor features_BMF, Tensor tokens_BM, Tensor parents_BN,"
       " Tensor lengths_B, int depth, Tensor? slots_B=None, Tensor? counts_B=None,"
       " Tensor? tables_RJ=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def(
+  library.def<commit_path>(
       "commit_path(Tensor(a!)[] cache, Tensor logits_BMV, Tensor features_BMF, Tensor tokens_BM, Tensor parents_BN,"
-      " Tensor lengths_B, Tensor path_BD, Tensor accepted_B, Tensor next_B, Tensor? slots_B=None, Tensor? counts_B=None,"
-      " Tensor? tables_RJ=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(draftsmith, CPU, library) {
-  library.impl("lay_out", lay_out);
-  library.impl("commit_greedy", commit_greedy);
-  library.impl("commit_path", commit_path);
+      " Tensor lengths_B, Tensor path_BD, Tensor accepted_B, Tensor next_B, Tensor? slots_B=None,"
+      " Tensor? counts_B=None, Tensor? tables_RJ=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 }  // namespace draftsmith
