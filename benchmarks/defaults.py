@@ -70,11 +70,15 @@ def defaults() -> None:
         reader = target if target.tokenizer is not None else Target.from_pretrained(assets.demo_target())
         tuning = embedded_prompts(split="train")
         texts = {task: asked.measured for task, asked in gather(reader, embedded_prompts(), tuning, settings).items()}
+        named = {word.partition("=")[0] if ":" not in word else word: word for word in args.drafters}
+        given = {name: word.removeprefix(f"{name}=") for name, word in named.items()}
+        loaded = {
+            name: random_speculator(target) if place == "random" else load_drafter(place, target)
+            for name, place in given.items()
+        }
         cells = []
-        for word in args.drafters:
-            name, _, given = word.partition("=")
-            drafter = random_speculator(target) if word == "random" else load_drafter(given or name, target)
-            cells += cells_of(name, given or name, target, drafter, texts, args)
+        for name, drafter in loaded.items():
+            cells += cells_of(name, given[name], target, drafter, texts, args)
     report(cells)
     finish(args, {"cells": cells}, target=target.name, read_by=target.backend.description)
 

@@ -18,9 +18,9 @@ DECAY, COMMON_DECAY = 0.93, 0.995
 PRIOR = 4.0
 """Guesses: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
 PATIENCE = 1.03
-"""Another plan has to be so many times as fast before it is taken."""
-FIRST_WAIT, LONGEST_WAIT = 16, 256
-"""Steps without a draft before one is tried again; they double each time that brings nothing."""
+"""Another plan has to be so many times as fast before it is taken, and any that drafts than plain decoding."""
+FIRST_WAIT, LONGEST_WAIT = 24, 384
+"""Steps without a draft before one is tried again; they double as long as that does not lead to as many with one."""
 ODDS = tuple(at / 20 for at in range(61))
 """How many times as often as measured a guess may stay; see `Arm.accepted`."""
 USUAL = ODDS.index(1.0)
@@ -60,7 +60,7 @@ class Fitted(Policy):
         self._rows: WeakKeyDictionary[RowHistory, _Row] = WeakKeyDictionary()
         self._accepted = self._expected = 0.0  # of all rows
         self._now, self._odds = 0, USUAL
-        self._since, self._wait = 0, FIRST_WAIT
+        self._since, self._wait = 0, FIRST_WAIT  # steps since it began, or ceased, to draft
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -105,16 +105,17 @@ class Fitted(Policy):
             self._odds = min(bisect_left(accepts, share * accepts[USUAL]), len(ODDS) - 1)
         odds = self._odds
         speeds = [(1 + accepts[odds]) / took for accepts, took in zip(self._accepts, seconds, strict=True)]
-        best = max(range(len(speeds)), key=speeds.__getitem__)
-        now = best if speeds[best] > PATIENCE * speeds[self._now] else self._now
-        if now:
-            self._since = 0
-            if self._now:
+        best = max(range(1, len(speeds)), key=speeds.__getitem__)
+        if self._now and speeds[best] <= PATIENCE * speeds[self._now]:
+            best = self._now
+        pays = speeds[best] > PATIENCE * speeds[0]
+        self._since = self._since + 1 if pays == bool(self._now) else 0
+        if pays:
+            if self._since >= FIRST_WAIT:
                 self._wait = FIRST_WAIT
-            return now
-        # Nothing pays; now and then it is looked whether that is still so.
-        self._since += 1
-        if self._since <= self._wait:
+            return best
+        # Now and then it is looked whether nothing still pays.
+        if self._since < self._wait:
             return 0
         self._since, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
-        return max(range(1, len(speeds)), key=speeds.__getitem__)
+        return best
