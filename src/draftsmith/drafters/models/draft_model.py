@@ -4,7 +4,7 @@ Where its tokenizer is the target's, ids pass through; otherwise they are transl
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field
@@ -17,7 +17,7 @@ from draftsmith.drafters.family import Family
 from draftsmith.drafters.models.cross_vocabulary import CrossVocabularyDraftModel, SharedTokens
 from draftsmith.drafters.models.model_drafter import MAX_DEPTH, DraftModel
 from draftsmith.targets import Target
-from draftsmith.types import DraftsmithError
+from draftsmith.types import DraftsmithError, Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,8 +32,8 @@ class DraftModelConfig(Config):
     guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
         default=4, description="tokens that are drafted, as a chain"
     )
-    quantize: Literal["none", "int8"] = Field(
-        default="none", description="int8 reads int8 weights by the native kernels, on a CPU"
+    quantize: Quantization = Field(
+        default="none", description="int8 or int4 reads such weights by the native kernels, on a CPU"
     )
 
 
@@ -68,7 +68,7 @@ def _trained_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def make_draft_model(config: DraftModelConfig, target: Target, draft_tokens: Tensor | None) -> DraftModel:
-    """Load the model at `path`, on the target's device, in its dtype or in int8."""
+    """Load the model at `path`, on the target's device, in its dtype or quantised."""
     try:
         model = Target.from_pretrained(
             config.path,
