@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 
 from draftsmith.dtypes import cast_parameters, resolve_dtype
 from draftsmith.targets.backend import Backend, first_backend
@@ -176,7 +177,8 @@ class Target:
 
         Of a bf16 target it shares what is not packed, such as norms and an embedding of its own.
         """
-        model = type(self.model)(copy.deepcopy(self.model.config))
+        with no_init_weights():
+            model = type(self.model)(copy.deepcopy(self.model.config))
         cast_parameters(model, torch.bfloat16)
         model.load_state_dict(self.model.state_dict(), assign=self.dtype == torch.bfloat16)
         model.tie_weights()

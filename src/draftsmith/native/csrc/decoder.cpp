@@ -90,7 +90,8 @@ class Decoder : public Object {
         layer.key_norm = norm(head_norms_[2 * l + 1], s.head_width);
       }
       layer.window = windows[l];
-      REQUIRE(read_alike(layer.gate, layer.up), "draftsmith: gates of a layer are quantised in another way than what they gate");
+      REQUIRE(layer.query.reads_as(layer.key) && layer.query.reads_as(layer.value) && layer.gate.reads_as(layer.up),
+              "draftsmith: products of the same rows have to be quantised in one way");
       layers_.push_back(layer);
     }
     last_norm_ = norm(norms_.back(), s.width);
@@ -224,13 +225,15 @@ class Decoder : public Object {
       };
     };
     Quantised& room = b.rooms[team.index];
-    multiply(team, layer.query, normed, width, rows, into(b.query, layer.query.outputs), room, layer.key.begin(team));
-    multiply(team, layer.key, normed, width, rows, into(b.key, at_keys), room, layer.value.begin(team));
+    if (layer.query.rounds()) room.take(layer.query, normed, width, rows);
+    multiply_taken(team, layer.query, normed, width, rows, into(b.query, layer.query.outputs), &room, 0,
+                   layer.key.begin(team));
+    multiply_taken(team, layer.key, normed, width, rows, into(b.key, at_keys), &room, 0, layer.value.begin(team));
     bf16* values = pass.values[index];
-    multiply(team, layer.value, normed, width, rows,
-             [&](int64_t r, int64_t n, int64_t count, const float* results) {
-               kernels().narrow_row(results, count, values + pass.slot(r) * at_keys + n);
-             }, room, layer.out.begin(team));
+    multiply_taken(team, layer.value, normed, width, rows,
+                   [&](int64_t r, int64_t n, int64_t count, const float* results) {
+                     kernels().narrow_row(results, count, values + pass.slot(r) * at_keys + n);
+                   }, &room, 0, layer.out.begin(team));
   }
 
   void rotate(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const {
@@ -319,8 +322,7 @@ class Decoder : public Object {
     const int64_t inner = shape_.inner, width = shape_.width;
     const auto [from, to] = team.share(layer.gate.panels);
     Quantised& room = b.rooms[team.index];
-    if (layer.gate.rounds() || layer.up.rounds())
-      room.take(layer.gate.rounds() ? layer.gate : layer.up, normed, width, rows);
+    if (layer.gate.rounds()) room.take(layer.gate, normed, width, rows);
     const int64_t many = near_rows(width);
     for (int64_t group = 0; group < rows; group += many)
       for (int64_t panel = from; panel < to; panel += kChunkPanels) {

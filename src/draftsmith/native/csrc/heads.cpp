@@ -69,7 +69,7 @@ class Heads : public Object {
         if (kind == kNarrow) step.kept = linear(width);
         const int64_t out = step.linear.outputs;
         REQUIRE(kind >= kProject && kind <= kNarrow && (kind != kResidual || out == width) &&
-                    (kind != kNarrow || (out == step.kept.outputs && read_alike(step.linear, step.kept))),
+                    (kind != kNarrow || (out == step.kept.outputs && step.linear.reads_as(step.kept))),
                 "draftsmith: a step of a head turns ", width, " values into ", out);
         width = out, inner_width_ = std::max(inner_width_, width);
         head.steps.push_back(step);
@@ -221,8 +221,7 @@ class Heads : public Object {
       for (int64_t i = 0; i < count; ++i) wide[i] = widen(narrowed[i]);
       kernels().add_row(wide, count, y + r * out + n);
     };
-    if (step.linear.rounds() || step.kept.rounds())
-      room.take(step.linear.rounds() ? step.linear : step.kept, x, stride, rows);
+    if (step.linear.rounds()) room.take(step.linear, x, stride, rows);
     if (step.kind == kNarrow) {
       multiply_taken(team, step.kept, x, stride, rows, into, &room, 0, step.linear.begin(team));
     } else if (step.kind == kResidual) {

@@ -6,16 +6,44 @@
 namespace draftsmith {
 namespace {
 
-void quantise_groups(const bf16* x, int64_t count, int8_t* to, float* scales, int32_t* sums) {
-  for (int64_t k = 0; k < count; k += kGroup, to += kGroup) {
-    const int64_t some = count - k < kGroup ? count - k : kGroup;
-    for (int64_t i = some; i < kGroup; ++i) to[i] = 0;
-    // Of a constant count compilers make one stretch of code.
-    *scales++ = some == kGroup ? quantise(x + k, kGroup, to) : quantise(x + k, some, to);
-    int32_t sum = 0;
-    for (int64_t i = 0; i < kGroup; ++i) sum += to[i];
-    *sums++ = sum;
+using Bytes = int8_t __attribute__((vector_size(16), may_alias, aligned(1)));
+
+inline uint32_t largest_word(Words words) {
+  uint32_t most[8];
+  for (int l = 0; l < 8; ++l) most[l] = words[l] > words[l + 8] ? words[l] : words[l + 8];
+  for (int l = 0; l < 4; ++l) most[l] = most[l] > most[l + 4] ? most[l] : most[l + 4];
+  for (int l = 0; l < 2; ++l) most[l] = most[l] > most[l + 2] ? most[l] : most[l + 2];
+  return most[0] > most[1] ? most[0] : most[1];
+}
+
+// As `quantise`, of a whole group, with the sum of what comes out.
+inline float quantise_group(const bf16* x, int8_t* to, int32_t* sum) {
+  const Lanes first = widen_lanes(x), second = widen_lanes(x + kLanes);
+  const Words size = reinterpret_cast<Words>(first) & 0x7fffffffu, other = reinterpret_cast<Words>(second) & 0x7fffffffu;
+  union { uint32_t u; float f; } most{largest_word(size > other ? size : other)};
+  const float inverse = most.u > 0 ? 127 / most.f : 0;
+  if (!(inverse <= 3e38f) || most.u >= 0x7f800000u) {  // too small for its inverse, or not finite
+    for (int64_t i = 0; i < kGroup; ++i) to[i] = 0;
+    const float scale = quantise(x, kGroup, to);
+    *sum = 0;
+    for (int64_t i = 0; i < kGroup; ++i) *sum += to[i];
+    return scale;
   }
+  const Lanes magic = Lanes{} + 12582912.0f;  // whose low bits are a whole number
+  const Lanes low = first * inverse + magic, high = second * inverse + magic;
+  *reinterpret_cast<Bytes*>(to) = __builtin_convertvector(reinterpret_cast<Words>(low), Bytes);
+  *reinterpret_cast<Bytes*>(to + kLanes) = __builtin_convertvector(reinterpret_cast<Words>(high), Bytes);
+  *sum = static_cast<int32_t>(sum_of((low - magic) + (high - magic)));
+  return most.f / 127;
+}
+
+void quantise_groups(const bf16* x, int64_t count, int8_t* to, float* scales, int32_t* sums) {
+  int64_t k = 0;
+  for (; k + kGroup <= count; k += kGroup, to += kGroup) *scales++ = quantise_group(x + k, to, sums++);
+  if (k == count) return;
+  bf16 last[kGroup] = {};
+  for (int64_t i = 0; k + i < count; ++i) last[i] = x[k + i];
+  *scales = quantise_group(last, to, sums);
 }
 
 // The levels, 0 … 15, of sixteen values.

@@ -39,6 +39,11 @@ struct Linear {
   // Whether it reads rows in whole numbers.
   bool rounds() const { return quantised != nullptr || nibbles != nullptr; }
 
+  // Whether rows that were taken for this layer are those that the other one reads.
+  bool reads_as(const Linear& other) const {
+    return (quantised == nullptr) == (other.quantised == nullptr) && (nibbles == nullptr) == (other.nibbles == nullptr);
+  }
+
   // Where a panel begins.
   const void* panel(int64_t index) const {
     if (nibbles != nullptr) return nibbles + index * groups() * kGroupBytes;
@@ -79,11 +84,6 @@ Linear as_linear_int4(const Tensor& packed, const std::optional<Tensor>& bias, i
 
 // The bias of a layer; null for none.
 const float* bias_of(const std::optional<Tensor>& bias, int64_t outputs);
-
-// Whether two layers that read the same rows read them in whole numbers of the same kind, where both round at all.
-inline bool read_alike(const Linear& a, const Linear& b) {
-  return !a.rounds() || !b.rounds() || (a.nibbles == nullptr) == (b.nibbles == nullptr);
-}
 
 // The operator of a single layer: rows of x (…, K) to (…, N).
 Tensor apply(const Tensor& x, const Linear& layer);
