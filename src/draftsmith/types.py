@@ -23,7 +23,7 @@ UNUSED = -2
 LOSSY = "lossy (typical acceptance)"
 
 CompileLevel = Literal["off", "trace", "full"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
 
 
 class DraftsmithError(Exception):

@@ -1,6 +1,7 @@
 """What every drafter must pass, whatever it guesses: the text stays the target's own, and drafts are well-formed."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from transformers import PreTrainedModel
@@ -13,8 +14,11 @@ from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import KVCache, Target
 from draftsmith.types import ROOT, UNUSED, Context, Draft, SamplingParams
 from tests.helpers.tiny import greedy_reference, prompts
+from tests.helpers.toy import chi_square_p_value
 
 NEW_TOKENS = 18
+FEW = 5
+"""Tokens of a target all of whose short texts are drawn often."""
 
 
 class CheckedDrafter(Drafter):
@@ -180,3 +184,19 @@ def run_out(engine: Engine) -> list[Request]:
         assert len({one.request.id for one in progress}) == len(progress)
         ended += [one.request for one in progress if one.finished]
     return ended
+
+
+def check_joint_distribution(target: Target, drafter: Drafter) -> None:
+    """Draft sampled chains and trees for a target of `FEW` tokens: texts of three come as often as the target says."""
+    draws, prompt = 4_000, [1, 2]
+    every = torch.tensor([[*prompt, *text] for text in product(range(FEW), repeat=3)])
+    _, logits_BTV = target.encode(every, logits=True)
+    assert logits_BTV is not None
+    p_BTV = (logits_BTV.double() / 1.5).softmax(-1)[:, 1:4]
+    joint = p_BTV.gather(2, every[:, 2:].unsqueeze(2)).squeeze(2).prod(1)
+    engine = Engine(target, drafter, max_batch=2000, max_length=12)
+    for plan in (Plan((1, 1), sampled=True), Plan((2, 1), sampled=True)):
+        params = [SamplingParams(max_tokens=3, temperature=1.5, seed=seed) for seed in range(draws)]
+        texts = torch.tensor([c.tokens for c in engine.generate([prompt] * draws, params, plan)])
+        counts = torch.bincount(texts @ torch.tensor([FEW * FEW, FEW, 1]), minlength=FEW**3)
+        assert chi_square_p_value(counts, joint * draws) > 1e-4

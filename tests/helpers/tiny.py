@@ -35,6 +35,7 @@ from transformers import (
 
 from draftsmith.native.layers import pack_linears
 from draftsmith.targets import Target
+from draftsmith.types import Quantization
 
 VOCABULARY = 96
 WIDTH = 32
@@ -241,6 +242,6 @@ def fingerprint(model: PreTrainedModel) -> str:
 _texts: dict[tuple[str | int, ...], list[int]] = {}
 
 
-def packer(int8: bool = False) -> Callable[[nn.Module], bool]:
+def packer(quantize: Quantization = "none") -> Callable[[nn.Module], bool]:
     """Return what packs the layers of a drafter for native operators, see `TrainableDrafter.pack`."""
-    return lambda module: bool(pack_linears(module, lambda _: int8))
+    return lambda module: bool(pack_linears(module, lambda _: quantize))

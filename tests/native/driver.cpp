@@ -104,6 +104,75 @@ void whole_products(const Kernels& k, int64_t rows, int64_t quads, int64_t panel
     }
 }
 
+// Products in 4 bits, the rows and a panel's weights made by the kernels too.
+void grouped_products(const Kernels& k, int64_t rows, int64_t inputs, int64_t panels) {
+  const int64_t groups = (inputs + kGroup - 1) / kGroup, y_stride = panels * kPanel;
+  Exact<int8_t> values(rows * groups * kGroup);
+  Exact<float> scales(rows * groups), y(rows * y_stride);
+  Exact<int32_t> sums(rows * groups);
+  Exact<bf16> x(inputs);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < inputs; ++i) x[i] = narrow(drawn());
+    k.quantise_groups(x.data(), inputs, values.data() + r * groups * kGroup, scales.data() + r * groups,
+                      sums.data() + r * groups);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t at = r * groups + g, some = std::min(kGroup, inputs - g * kGroup);
+      int32_t sum = 0;
+      for (int64_t i = 0; i < kGroup; ++i) {
+        const int32_t whole = values[at * kGroup + i];
+        sum += whole;
+        const double right = i < some ? static_cast<double>(widen(x[g * kGroup + i])) : 0;
+        EXPECT(std::abs(static_cast<double>(scales[at]) * whole - right) <= 0.5001 * static_cast<double>(scales[at]),
+               k.name, "quantise_groups" + sizes({inputs, g, i}));
+      }
+      EXPECT(sum == sums[at], k.name, "quantise_groups, sum" + sizes({inputs, g}));
+    }
+  }
+  Exact<uint8_t> w(panels * groups * kGroupBytes);
+  for (int64_t i = 0; i < w.count; ++i) w[i] = static_cast<uint8_t>(below(256));
+  std::vector<int64_t> whole(panels * kPanel * groups * kGroup);
+  std::vector<double> steps(panels * kPanel * groups);
+  for (int64_t n = 0; n < panels * kPanel; ++n)
+    for (int64_t g = 0; g < groups; ++g) {
+      Exact<float> weights(kGroup);
+      Exact<uint8_t> levels(kGroup);
+      float least = 1e30f, most = -1e30f;
+      for (int64_t i = 0; i < kGroup; ++i) {
+        weights[i] = drawn() + static_cast<float>(n % 3);
+        least = std::min(least, weights[i]), most = std::max(most, weights[i]);
+      }
+      bf16 scale;
+      int16_t zero;
+      k.round_group(weights.data(), levels.data(), &scale, &zero);
+      uint8_t* lines = w.data() + (n / kPanel * groups + g) * kGroupBytes;
+      for (int64_t i = 0; i < kGroup; ++i) {
+        const int64_t at = n * groups + g;
+        whole[at * kGroup + i] = 16 * levels[i] - zero, steps[at] = widen(scale);
+        EXPECT(levels[i] < 16 && std::abs(static_cast<double>(whole[at * kGroup + i]) * steps[at] - weights[i]) <=
+                                     (most - least) / 15 * 2, k.name, "round_group" + sizes({n, g, i}));
+        uint8_t& both = lines[i / 8 * 64 + n % kPanel * 4 + i % 4];
+        both = static_cast<uint8_t>(i % 8 < 4 ? (both & 0xf0) | levels[i] : (both & 0x0f) | levels[i] << 4);
+      }
+      const uint16_t halves[2] = {static_cast<uint16_t>(zero), scale};
+      std::copy_n(reinterpret_cast<const uint8_t*>(halves), 4, lines + 4 * 64 + n % kPanel * 4);
+    }
+  k.gemm_int4({values.data(), scales.data(), sums.data()}, rows, w.data(), groups, panels,
+              rows % 2 ? w.data() : nullptr, y.data(), y_stride);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = 0; n < panels * kPanel; ++n) {
+      float total = 0;
+      for (int64_t g = 0; g < groups; ++g) {
+        int64_t exact = 0;
+        for (int64_t i = 0; i < kGroup; ++i)
+          exact += whole[(n * groups + g) * kGroup + i] * values[(r * groups + g) * kGroup + i];
+        const float scale = static_cast<float>(steps[n * groups + g]) * scales[r * groups + g];
+        const float part = static_cast<float>(exact) * scale;
+        total += part;
+      }
+      EXPECT(total == y[r * y_stride + n], k.name, "gemm_int4" + sizes({rows, inputs, panels, r, n}));
+    }
+}
+
 // Some nodes behind `committed` entries. Their paths fork at random, or are one chain that the nodes lie along; every
 // node sees at most `window` places. Entries that a node does not see hold NaN for all but the nodes that do.
 void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, int64_t value_width, int64_t committed,
@@ -398,6 +467,9 @@ int main(int count, char** words) {
     for (const int64_t rows : {0, 1, 2, 3, 6, 7, 8, 9, 10, 17, 33})
       for (const int64_t panels : {1, 2, 3, 4, 6})
         for (const int64_t quads : {1, 2, 9, 16, 37}) whole_products(k, rows, quads, panels);
+    for (const int64_t rows : {0, 1, 2, 3, 4, 6, 7, 13, 17})
+      for (const int64_t panels : {1, 2, 3, 4, 5, 8})
+        for (const int64_t inputs : {1, 31, 32, 33, 100, 192}) grouped_products(k, rows, inputs, panels);
     for (const int64_t groups : {1, 2, 3, 7})
       for (const int64_t width : {1, 8, 12, 15, 16, 33, 64, 80})
         for (const int64_t committed : {0, 5, 37})

@@ -14,8 +14,10 @@ if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
 
 from draftsmith.native.layers import PackedExperts
+from draftsmith.types import Quantization
 
 EXPERTS, WIDTH, INNER, CHOSEN = 4, 46, 22, 2
+KINDS: tuple[Quantization, ...] = ("none", "int8", "int4")
 
 
 def tables() -> tuple[Tensor, Tensor]:
@@ -39,12 +41,18 @@ def in_whole_numbers(x: Tensor) -> Tensor:
     return torch.where(step > 0, (x / step).round() * step, 0.0)
 
 
+def in_groups(x_F: Tensor) -> Tensor:
+    """Round a row to 127 steps of the largest value of every 32."""
+    return torch.cat([in_whole_numbers(part) for part in x_F.split(32, -1)], -1)
+
+
 def reference(experts: PackedExperts, hidden_RF: Tensor, index_RC: Tensor, weights_RC: Tensor) -> Tensor:
     """Compute in float64, with weights and rows in whole numbers where the experts have them so."""
     gate_up_EIF, down_EFI = (
-        in_whole_numbers(table.float()).double() if experts.int8 else table.double() for table in tables()
+        in_whole_numbers(table.float()).double() if experts.quantize == "int8" else found.double()
+        for table, found in zip(tables(), experts.unpacked(), strict=True)
     )
-    rounded = in_whole_numbers if experts.int8 else torch.nn.Identity()
+    rounded = {"none": torch.nn.Identity(), "int8": in_whole_numbers, "int4": in_groups}[experts.quantize]
     out_RF = torch.zeros(hidden_RF.shape, dtype=torch.float64)
     for r, row_F in enumerate(hidden_RF.double()):
         for e, weight in zip(index_RC[r].tolist(), weights_RC[r].tolist(), strict=True):
@@ -54,34 +62,34 @@ def reference(experts: PackedExperts, hidden_RF: Tensor, index_RC: Tensor, weigh
     return out_RF
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 7, 130])
-def test_experts_say_what_float64_says(instructions: str, int8: bool, rows: int):
+def test_experts_say_what_float64_says(instructions: str, quantize: Quantization, rows: int):
     """Some eight roundings to bf16, each of 0.0023 in the root mean square, are 0.007.
 
     In whole numbers a rounding to bf16 before may move a value to the next step, 1/127 of the row's largest; that is
     another 0.003.
     """
-    experts, asked = PackedExperts(*tables(), int8=int8), questions(rows)
+    experts, asked = PackedExperts(*tables(), quantize), questions(rows)
     asked[1][0, 0] = EXPERTS  # no expert at all
     expected_RF = reference(experts, *asked)
     found_RF = experts(*asked)
     assert found_RF.dtype == torch.bfloat16 and found_RF.shape == expected_RF.shape
     size = expected_RF.square().mean().sqrt()
-    assert ((found_RF.double() - expected_RF).square().mean().sqrt() / size).item() < (0.02 if int8 else 0.012)
+    assert ((found_RF.double() - expected_RF).square().mean().sqrt() / size).item() < (0.012 if quantize == "none" else 0.02)
     assert ((found_RF.double() - expected_RF).abs().max() / size).item() < 0.1
 
 
 def test_whole_numbers_are_told_from_bf16():
     """The test above would notice if int8 experts computed in bf16, or the other way round."""
     asked = questions(130)
-    plain, whole = (reference(PackedExperts(*tables(), int8=int8), *asked) for int8 in (False, True))
+    plain, whole = (reference(PackedExperts(*tables(), quantize), *asked) for quantize in ("none", "int8"))
     assert ((plain - whole).square().mean().sqrt() / plain.square().mean().sqrt()).item() > 0.012
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_row_is_the_same_bits_in_any_company_and_on_any_threads(instructions: str, int8: bool):
-    experts, (hidden_RF, index_RC, weights_RC) = PackedExperts(*tables(), int8=int8), questions(240)
+@pytest.mark.parametrize("quantize", KINDS)
+def test_a_row_is_the_same_bits_in_any_company_and_on_any_threads(instructions: str, quantize: Quantization):
+    experts, (hidden_RF, index_RC, weights_RC) = PackedExperts(*tables(), quantize), questions(240)
     whole_RF = experts(hidden_RF, index_RC, weights_RC)
     for first, last in ((0, 1), (5, 8), (100, 157), (0, 239)):
         part = slice(first, last)
@@ -94,24 +102,27 @@ def test_a_row_is_the_same_bits_in_any_company_and_on_any_threads(instructions: 
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_weights_come_back(int8: bool):
-    experts, before = PackedExperts(*tables(), int8=int8), tables()
+@pytest.mark.parametrize("quantize", KINDS)
+def test_weights_come_back(quantize: Quantization):
+    experts, before = PackedExperts(*tables(), quantize), tables()
     held = experts.state_dict()
     for name, found, given in zip(("gate_up_proj", "down_proj"), experts.unpacked(), before, strict=True):
         assert torch.equal(held[name], found) and found.dtype == torch.bfloat16 and found.shape == given.shape
         # In fp32, as they are packed: half of the largest value lies between two whole numbers, and falls to either.
-        assert torch.equal(found, in_whole_numbers(given.float()).bfloat16() if int8 else given)
+        if quantize == "int4":
+            packed = [torch.ops.draftsmith.pack_int4(one) for one in given]
+            given = torch.stack([torch.ops.draftsmith.unpack_int4(one, *given.shape[1:]) for one in packed])
+        assert torch.equal(found, in_whole_numbers(given.float()).bfloat16() if quantize == "int8" else given)
 
 
 def test_int8_experts_are_half_the_size():
-    sizes = [sum(b.nbytes for b in PackedExperts(*tables(), int8=int8).buffers()) for int8 in (False, True)]
+    sizes = [sum(b.nbytes for b in PackedExperts(*tables(), quantize).buffers()) for quantize in ("none", "int8")]
     scales_and_sums = EXPERTS * 2 * 4 * 48 * 2  # 44 and 46 outputs, up to whole panels
     assert sizes[1] - scales_and_sums <= 0.55 * sizes[0]  # an input more, up to whole fours
 
 
 def test_a_row_that_is_not_finite_stays_so_alone(instructions: str):
-    experts, (hidden_RF, index_RC, weights_RC) = PackedExperts(*tables(), int8=True), questions(9)
+    experts, (hidden_RF, index_RC, weights_RC) = PackedExperts(*tables(), "int8"), questions(9)
     hidden_RF[4, 3] = torch.inf
     finite_R = experts(hidden_RF, index_RC, weights_RC).isfinite().all(1)
     assert finite_R.tolist() == [row != 4 for row in range(9)]
@@ -119,7 +130,7 @@ def test_a_row_that_is_not_finite_stays_so_alone(instructions: str):
 
 def test_parts_that_do_not_fit_are_refused_in_words():
     ops = torch.ops.draftsmith
-    experts, asked = PackedExperts(*tables(), int8=True), questions(3)
+    experts, asked = PackedExperts(*tables(), "int8"), questions(3)
     gate_up = [experts.gate_up, experts.gate_up_scales, experts.gate_up_sums]
     down = [experts.down, experts.down_scales, experts.down_sums]
     for ours, theirs in ((gate_up[:2], down), (gate_up, [part[:3] for part in down]), (down, gate_up), ([], [])):
@@ -130,8 +141,8 @@ def test_parts_that_do_not_fit_are_refused_in_words():
 
 
 def test_the_operator_keeps_pytorch_s_rules():
-    for int8 in (False, True):
-        experts, asked = PackedExperts(*tables(), int8=int8), questions(3)
-        parts = ("", "_scales", "_sums") if int8 else ("",)
+    for quantize in KINDS:
+        experts, asked = PackedExperts(*tables(), quantize), questions(3)
+        parts = ("", "_scales", "_sums") if quantize == "int8" else ("",)
         held = [[experts.get_buffer(name + part) for part in parts] for name in ("gate_up", "down")]
         torch.library.opcheck(torch.ops.draftsmith.experts.default, (*asked, *held, INNER))

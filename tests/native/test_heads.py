@@ -94,7 +94,7 @@ def test_a_row_guesses_the_same_in_any_company(
     instructions: str, threads: Callable[[int], None], name: str, plan: Plan
 ):
     native = VARIANTS[name]()
-    native.pack(packer(int8=name == "hydra"))
+    native.pack(packer("int8" if name == "hydra" else "int4" if name == "firp" else "none"))
     context = context_for(9, 5, WIDTH, 4)
     together = native.propose(context, plan)
     for b in (0, 4, 8):
@@ -129,7 +129,7 @@ def test_int8_heads_mostly_agree():
     made, context = VARIANTS["hydra"](), context_for(120, 5, WIDTH, 5)
     whole, quantised = copy.deepcopy(made), copy.deepcopy(made)
     whole.pack(packer())
-    quantised.pack(packer(int8=True))
+    quantised.pack(packer("int8"))
     same = quantised.propose(context, Plan((1, 1))).tokens_BN == whole.propose(context, Plan((1, 1))).tokens_BN
     assert same[:, 0].float().mean() > 0.8
 

@@ -49,7 +49,7 @@ NativeOption = Annotated[
 QuantizeOption = Annotated[
     Quantization,
     typer.Option(
-        help="int8 quantises the target's linear layers on a CPU; text is then that of the quantised model.",
+        help="int8 or int4 quantises the target's linear layers on a CPU; text is then that of the quantised model.",
         rich_help_panel=MODELS,
     ),
 ]

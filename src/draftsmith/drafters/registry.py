@@ -29,7 +29,8 @@ from draftsmith.drafters.lookup.ngram_config import FAMILY as NGRAM
 from draftsmith.drafters.lookup.suffix_config import FAMILY as SUFFIX
 from draftsmith.drafters.models.draft_model_config import FAMILY as DRAFT_MODEL
 from draftsmith.drafters.models.early_exit_config import FAMILY as EARLY_EXIT
-from draftsmith.drafters.models.int8_self_config import FAMILY as INT8_SELF
+from draftsmith.drafters.models.quantised_self_config import INT4 as INT4_SELF
+from draftsmith.drafters.models.quantised_self_config import INT8 as INT8_SELF
 from draftsmith.drafters.models.skip_layers_config import FAMILY as SKIP_LAYERS
 from draftsmith.drafters.models.small_lm_config import FAMILY as SMALL_LM
 from draftsmith.drafters.trainable import storage
@@ -59,7 +60,7 @@ HUB_FILES = [
 
 BUILT_IN: tuple[Family, ...] = (
     MLP, MEDUSA, HYDRA, EAGLE, EAGLE3, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, SKIP_LAYERS,
-    INT8_SELF,
+    INT8_SELF, INT4_SELF,
 )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.native.layers import Int8Linear, PackedLinear, packed_parts
+from draftsmith.native.layers import PackedLayer, packed_parts
 from draftsmith.native.library import NativeObject
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -106,6 +106,5 @@ def has_native_form(model: PreTrainedModel) -> bool:
     if any(parameter.dtype != torch.bfloat16 for parameter in model.parameters()):
         return False
     head = model.get_output_embeddings()
-    kinds = (PackedLinear, Int8Linear)
-    inside = [module for layer in base.layers for module in layer.modules() if isinstance(module, kinds)]
-    return isinstance(head, kinds) and head.bias_N is None and len(inside) == 7 * len(base.layers)
+    inside = [module for layer in base.layers for module in layer.modules() if isinstance(module, PackedLayer)]
+    return isinstance(head, PackedLayer) and head.bias_N is None and len(inside) == 7 * len(base.layers)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from draftsmith.native.layers import Int8Linear, PackedLinear, packed_parts
+from draftsmith.native.layers import PackedLayer, packed_parts
 from draftsmith.native.library import NativeObject
 
 # What of the drafted tokens a head reads beside the state: nothing, their embeddings side by side, the sum of these, or
@@ -49,7 +49,7 @@ def native_heads(
         layers.append(head.scores)
     sizes = []
     for layer in layers:
-        assert isinstance(layer, (PackedLinear, Int8Linear))
+        assert isinstance(layer, PackedLayer)
         sizes += [layer.out_features, layer.in_features]
     return NativeObject(
         "make_heads",

@@ -13,11 +13,15 @@ from transformers.activations import SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.native.library import LIBRARY
+from draftsmith.types import Quantization
 
 KINDS = (nn.Linear, Conv1D)
 PIECE = 64 << 20
 """Bytes of weights that are packed together. Layers alone are too small for huge pages, and packing all at once would
 hold the model twice."""
+
+
+NONE = torch.empty(0)
 
 
 def _refuse(gradient: Tensor) -> None:
@@ -50,6 +54,14 @@ class _Packed(nn.Module):
     def unpacked(self) -> Tensor:
         """Return the weights as bf16 (N, K)."""
         raise NotImplementedError
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Return the weights of outputs (…) as bf16 rows (…, K), as an embedding that is tied to this layer has them."""
+        raise NotImplementedError
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what native code reads: weights, scales and sums, the last two empty where the weights are all."""
+        return self.get_buffer("packed"), NONE, NONE
 
     @property
     def weight(self) -> Tensor:
@@ -92,6 +104,11 @@ class PackedLinear(_Packed):
         weight_NK: Tensor = torch.ops.draftsmith.unpack(self.packed, self.out_features, self.in_features)
         return weight_NK
 
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Return rows of the weights (…, K)."""
+        rows: Tensor = torch.ops.draftsmith.embedding(tokens, self.packed, self.in_features, self.out_features)
+        return rows
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiply rows (…, K) to (…, N)."""
         self.check_width(x)
@@ -121,6 +138,17 @@ class Int8Linear(_Packed):
         """Return the quantised weights as bf16 (N, K)."""
         return unpacked_int8(self.packed, self.scales, self.out_features, self.in_features)
 
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Return whole numbers times their scales (…, K)."""
+        rows: Tensor = torch.ops.draftsmith.embedding_int8(
+            tokens, self.packed, self.scales, self.in_features, self.out_features
+        )
+        return rows
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weights, scales and sums."""
+        return self.packed, self.scales, self.sums
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiply rows (…, K) to (…, N)."""
         self.check_width(x)
@@ -129,10 +157,49 @@ class Int8Linear(_Packed):
         )
 
 
-class PackedEmbedding(nn.Module):
-    """The embedding of a model whose head is tied to it: reads the head's packed weights, int8 ones by their scales."""
+class Int4Linear(_Packed):
+    """A linear layer with weights in 4 bits, every 32 inputs of an output with a scale and a zero point of their own.
 
-    def __init__(self, head: PackedLinear | Int8Linear) -> None:
+    Rows are quantised to int8 as they come, with a scale for every 32 inputs.
+
+    Args:
+        packed: the packed weights, where they are packed already.
+    """
+
+    packed: Tensor
+
+    def __init__(
+        self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False, packed: Tensor | None = None
+    ) -> None:
+        super().__init__(weight_NK, bias_N, transposed)
+        if packed is None:
+            packed = torch.ops.draftsmith.pack_int4(weight_NK.detach())
+        self.register_buffer("packed", packed, persistent=False)
+
+    def unpacked(self) -> Tensor:
+        """Return the quantised weights as bf16 (N, K)."""
+        weight_NK: Tensor = torch.ops.draftsmith.unpack_int4(self.packed, self.out_features, self.in_features)
+        return weight_NK
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Return rows of the quantised weights (…, K)."""
+        rows: Tensor = torch.ops.draftsmith.embedding_int4(tokens, self.packed, self.in_features, self.out_features)
+        return rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply rows (…, K) to (…, N)."""
+        self.check_width(x)
+        return _without_gradient(torch.ops.draftsmith.linear_int4(x, self.packed, self.bias_N, self.out_features))
+
+
+PackedLayer = PackedLinear | Int8Linear | Int4Linear
+LAYERS: dict[Quantization, type[PackedLayer]] = {"none": PackedLinear, "int8": Int8Linear, "int4": Int4Linear}
+
+
+class PackedEmbedding(nn.Module):
+    """The embedding of a model whose head is tied to it: reads the head's packed weights, as the head has them."""
+
+    def __init__(self, head: PackedLayer) -> None:
         super().__init__()
         self._head = (head,)  # in a tuple, so that it is not a submodule twice
 
@@ -143,14 +210,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look tokens (…) up as rows (…, F)."""
-        head = self._head[0]
-        sizes = (head.in_features, head.out_features)
-        rows: Tensor = (
-            torch.ops.draftsmith.embedding_int8(tokens, head.packed, head.scales, *sizes)
-            if isinstance(head, Int8Linear)
-            else torch.ops.draftsmith.embedding(tokens, head.packed, *sizes)
-        )
-        return rows
+        return self._head[0].look_up(tokens)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight
@@ -162,15 +222,15 @@ class PackedExperts(nn.Module):
     Args:
         gate_up_EIF: gate and up projections of every expert, gates first, (E, 2 I, F).
         down_EFI: down projections.
-        int8: quantise the weights, with a scale for each output of each expert, and rows as they come.
+        quantize: how to quantise the weights of each expert, and then rows as they come.
     """
 
-    def __init__(self, gate_up_EIF: Tensor, down_EFI: Tensor, int8: bool = False) -> None:
+    def __init__(self, gate_up_EIF: Tensor, down_EFI: Tensor, quantize: Quantization = "none") -> None:
         super().__init__()
         self.width, self.inner = down_EFI.shape[1:]
-        self.int8 = int8
+        self.quantize = quantize
         for name, experts in (("gate_up", gate_up_EIF), ("down", down_EFI)):
-            for part, value in zip(self._parts(), _pack_experts(experts.detach(), int8), strict=True):
+            for part, value in zip(self._parts(), _pack_experts(experts.detach(), quantize), strict=True):
                 self.register_buffer(f"{name}{part}", value, persistent=False)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -186,26 +246,30 @@ class PackedExperts(nn.Module):
         return self._unpacked("gate_up", 2 * self.inner, self.width), self._unpacked("down", self.width, self.inner)
 
     def _parts(self) -> tuple[str, ...]:
-        return ("", "_scales", "_sums") if self.int8 else ("",)
+        return ("", "_scales", "_sums") if self.quantize == "int8" else ("",)
 
     def _held(self, name: str) -> list[Tensor]:
         return [self.get_buffer(name + part) for part in self._parts()]
 
     def _unpacked(self, name: str, outputs: int, inputs: int) -> Tensor:
-        if self.int8:
+        if self.quantize == "int8":
             packed, scales, _ = self._held(name)
             pairs = zip(packed, scales, strict=True)
             return torch.stack([unpacked_int8(weights, steps, outputs, inputs) for weights, steps in pairs])
-        return torch.stack([torch.ops.draftsmith.unpack(one, outputs, inputs) for one in self._held(name)[0]])
+        operators = torch.ops.draftsmith
+        unpack = operators.unpack_int4 if self.quantize == "int4" else operators.unpack
+        return torch.stack([unpack(one, outputs, inputs) for one in self._held(name)[0]])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "gate_up_proj"], destination[prefix + "down_proj"] = self.unpacked()
 
 
-def _pack_experts(weights_ENK: Tensor, int8: bool) -> list[Tensor]:
+def _pack_experts(weights_ENK: Tensor, quantize: Quantization) -> list[Tensor]:
     """Pack every expert; return the weights, and in int8 their scales and sums, each of all experts."""
-    if not int8:
+    if quantize == "none":
         return list(torch.ops.draftsmith.pack_all([weights_ENK]))
+    if quantize == "int4":
+        return [torch.stack([torch.ops.draftsmith.pack_int4(one) for one in weights_ENK])]
     packed = [torch.ops.draftsmith.pack_int8(one) for one in weights_ENK]
     return [torch.stack(parts) for parts in zip(*packed, strict=True)]
 
@@ -213,13 +277,11 @@ def _pack_experts(weights_ENK: Tensor, int8: bool) -> list[Tensor]:
 def packed_parts(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Return what native code reads of packed layers: weights, scales, sums and biases, empty where there are none."""
     weights, scales, sums, biases = [], [], [], []
-    empty = torch.empty(0)
     for layer in layers:
-        assert isinstance(layer, (PackedLinear, Int8Linear))
-        weights.append(layer.packed)
-        scales.append(layer.scales if isinstance(layer, Int8Linear) else empty)
-        sums.append(layer.sums if isinstance(layer, Int8Linear) else empty)
-        biases.append(empty if layer.bias_N is None else layer.bias_N)
+        assert isinstance(layer, PackedLayer)
+        for held, part in zip((weights, scales, sums), layer.parts(), strict=True):
+            held.append(part)
+        biases.append(NONE if layer.bias_N is None else layer.bias_N)
     return weights, scales, sums, biases
 
 
@@ -228,33 +290,36 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return LIBRARY and device.type == "cpu" and dtype == torch.bfloat16
 
 
-def pack_model(model: nn.Module, head: nn.Module, embedding: nn.Module, int8: bool = False) -> None:
+def pack_model(
+    model: nn.Module, head: nn.Module, embedding: nn.Module, quantize: Quantization = "none"
+) -> None:
     """Replace the linear layers of a model by packed ones, in place.
 
     A head that shares its weights with a plain embedding is packed once, and the embedding reads from it. Tensors are
     freed as they are packed, so the model is never held twice.
 
     Args:
-        int8: quantise the weights of every layer. Tied to a plain embedding, the head takes the embedding with it: both
-            are then the same int8 table. Tied to one that keeps its table, the head stays bf16, so that they are one.
+        quantize: how to quantise the weights of every layer. Tied to a plain embedding, the head takes the embedding
+            with it: both are then the same table. Tied to one that keeps its table, the head stays bf16, so that they
+            are one.
     """
     tied = isinstance(embedding, nn.Embedding) and embedding.weight is getattr(head, "weight", None)
     # Embeddings of other kinds do more than look up (Gemma's scales); they keep the table for themselves.
     shares = tied and type(embedding) is nn.Embedding
-    replaced = pack_linears(model, lambda layer: int8 and (shares or not (tied and layer is head)))
+    replaced = pack_linears(model, lambda layer: "none" if tied and not shares and layer is head else quantize)
     new_head = replaced.get(head, head)
-    if shares and isinstance(new_head, (PackedLinear, Int8Linear)):
+    if shares and isinstance(new_head, PackedLayer):
         _replace(list(model.modules()), {embedding: PackedEmbedding(new_head)})
         embedding.weight = None  # type: ignore[assignment]
 
 
 def pack_linears(
-    model: nn.Module, int8: Callable[[nn.Module], bool] = lambda layer: False
+    model: nn.Module, quantize: Callable[[nn.Module], Quantization] = lambda layer: "none"
 ) -> dict[nn.Module, nn.Module]:
     """Replace the linear layers and the experts of a module by packed ones, in place; return what replaced which layer.
 
     Args:
-        int8: whether to quantise the weights of a layer, or of a module of experts.
+        quantize: how to quantise the weights of a layer, or of a module of experts.
     """
     modules = list(model.modules())
     layers: list[Any] = [layer for layer in modules if type(layer) in KINDS]
@@ -262,16 +327,25 @@ def pack_linears(
     replaced: dict[nn.Module, nn.Module] = {}
     shared = Counter(id(module.weight) for module in modules if isinstance(module, (*KINDS, nn.Embedding)))
     for some in _pieces(layers):
-        plain = [layer for layer in some if not int8(layer)]
-        packed = torch.ops.draftsmith.pack_all([_weight_of(layer) for layer in plain]) if plain else []
-        ready = dict(zip(plain, packed, strict=True))
+        kinds = {layer: quantize(layer) for layer in some}
+        ready: dict[nn.Module, Tensor] = {}
+        for kind, pack in PACK_TOGETHER.items():
+            together = [layer for layer in some if kinds[layer] == kind]
+            ready |= zip(together, pack([_weight_of(layer) for layer in together]), strict=True) if together else {}
         for layer in some:
-            replaced[layer] = _packed(layer, ready.get(layer))
+            replaced[layer] = _packed(layer, kinds[layer], ready.get(layer))
         for layer in some:
             if shared[id(layer.weight)] == 1:
                 layer.weight = None
-    _replace(modules, replaced | _packed_experts(modules, int8))
+    _replace(modules, replaced | _packed_experts(modules, quantize))
     return replaced
+
+
+PACK_TOGETHER: dict[Quantization, Callable[[list[Tensor]], list[Tensor]]] = {
+    "none": lambda weights: torch.ops.draftsmith.pack_all(weights),
+    "int4": lambda weights: torch.ops.draftsmith.pack_all_int4(weights),
+}
+"""What packs several layers into one piece of memory."""
 
 
 def _pieces(layers: list[Any]) -> Iterator[list[Any]]:
@@ -293,7 +367,9 @@ def _is_packable(weight: Tensor) -> bool:
     return weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
 
 
-def _packed_experts(modules: Iterable[nn.Module], int8: Callable[[nn.Module], bool]) -> dict[nn.Module, nn.Module]:
+def _packed_experts(
+    modules: Iterable[nn.Module], quantize: Callable[[nn.Module], Quantization]
+) -> dict[nn.Module, nn.Module]:
     """Pack the experts of transformers' mixtures that are of the form `PackedExperts` knows."""
     packed: dict[nn.Module, nn.Module] = {}
     for module in modules:
@@ -307,7 +383,7 @@ def _packed_experts(modules: Iterable[nn.Module], int8: Callable[[nn.Module], bo
         odd = any(size % 2 for size in tables["down_proj"].shape[1:])
         gated = isinstance(module._modules.get("act_fn"), (nn.SiLU, SiLUActivation))
         if plain and gated and not special and not odd and all(_is_packable(table) for table in tables.values()):
-            packed[module] = PackedExperts(tables["gate_up_proj"], tables["down_proj"], int8(module))
+            packed[module] = PackedExperts(tables["gate_up_proj"], tables["down_proj"], quantize(module))
             module.gate_up_proj = module.down_proj = None  # type: ignore[assignment]
     return packed
 
@@ -318,12 +394,10 @@ def _weight_of(layer: Any) -> Tensor:
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
-def _packed(layer: Any, packed: Tensor | None) -> nn.Module:
-    """Make the layer that replaces this one: in bf16 from its packed weights, or in int8."""
-    transposed = isinstance(layer, Conv1D)
-    if packed is None:
-        return Int8Linear(_weight_of(layer), layer.bias, transposed)
-    return PackedLinear(_weight_of(layer), layer.bias, transposed, packed)
+def _packed(layer: Any, quantize: Quantization, packed: Tensor | None) -> nn.Module:
+    """Make the layer that replaces this one, of its packed weights where there are some."""
+    given = (_weight_of(layer), layer.bias, isinstance(layer, Conv1D))
+    return LAYERS[quantize](*given) if packed is None else LAYERS[quantize](*given, packed)  # type: ignore[call-arg]
 
 
 def _replace(parents: Iterable[nn.Module], replacements: Mapping[nn.Module, nn.Module]) -> None:

@@ -104,6 +104,11 @@ def seconds_short() -> float:
     return seconds
 
 
+def _int4_sizes(weight: Tensor) -> tuple[int, ...]:
+    """Return the sizes of packed int4 weights: panels of 16 outputs, groups of 32 inputs, 5 lines of 64 bytes."""
+    return (weight.shape[0] + 15) // 16, (weight.shape[1] + 31) // 32, 5, 64
+
+
 if LIBRARY:
 
     @torch.library.register_fake("draftsmith::pack")
@@ -147,6 +152,26 @@ if LIBRARY:
         x: Tensor, packed: Tensor, scales: Tensor, sums: Tensor, bias: Tensor | None, outputs: int
     ) -> Tensor:
         return x.new_empty((*x.shape[:-1], outputs))
+
+    @torch.library.register_fake("draftsmith::pack_int4")
+    def _(weight: Tensor) -> Tensor:
+        return weight.new_empty(_int4_sizes(weight), dtype=torch.uint8)
+
+    @torch.library.register_fake("draftsmith::pack_all_int4")
+    def _(weights: list[Tensor]) -> list[Tensor]:
+        return [one.new_empty(_int4_sizes(one), dtype=torch.uint8) for one in weights]
+
+    @torch.library.register_fake("draftsmith::unpack_int4")
+    def _(packed: Tensor, outputs: int, inputs: int) -> Tensor:
+        return packed.new_empty((outputs, inputs), dtype=torch.bfloat16)
+
+    @torch.library.register_fake("draftsmith::linear_int4")
+    def _(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        return x.new_empty((*x.shape[:-1], outputs))
+
+    @torch.library.register_fake("draftsmith::embedding_int4")
+    def _(tokens: Tensor, packed: Tensor, width: int, entries: int) -> Tensor:
+        return packed.new_empty((*tokens.shape, width), dtype=torch.bfloat16)
 
     @torch.library.register_fake("draftsmith::experts")
     def _(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # How far the native forward may be from the model's own code, relative to its size; bf16 gives 0.01 or so, and int8,
 # which rounds what goes into a layer too, two to four times that.
-NATIVE_TOLERANCE: dict[Quantization, float] = {"none": 0.05, "int8": 0.1}
+NATIVE_TOLERANCE: dict[Quantization, float] = {"none": 0.05, "int8": 0.1, "int4": 0.1}
 # Texts of a forward are padded to the longest where padding is computed; no more than this often as many tokens as
 # there are.
 MOST_PADDING = 1.5
@@ -215,7 +215,7 @@ class NativeLayers(Eager):
 
     def pack(self, drafter: nn.Module) -> bool:
         """Pack as int8: guesses need not be exact."""
-        pack_linears(drafter, lambda _: True)
+        pack_linears(drafter, lambda _: "int8")
         return True
 
     def choose(self, plain: F, native: F) -> F:
@@ -289,7 +289,7 @@ def first_backend(target: "Target", native: bool, quantize: Quantization) -> Bac
     device, dtype = target.device, target.dtype
     if native and can_pack(device, dtype):
         model, begun = target.model, time.perf_counter()
-        pack_model(model, model.get_output_embeddings(), model.get_input_embeddings(), quantize == "int8")
+        pack_model(model, model.get_output_embeddings(), model.get_input_embeddings(), quantize)
         seconds = time.perf_counter() - begun
         log.info("%s: packed in %.2f s", target.name, seconds)
         return NativeLayers(target, NATIVE_TOLERANCE[quantize], seconds)

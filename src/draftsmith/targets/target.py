@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 
 from draftsmith.dtypes import cast_parameters, resolve_dtype
 from draftsmith.targets.backend import Backend, first_backend
@@ -47,7 +48,7 @@ class Target:
         name: what to call it in messages and checkpoints.
         native: use the native kernels where they serve (bf16 on a CPU): linear layers then hold packed weights in the
             place of their own, and Llama-shaped models are read by one native operator. It is False for PyTorch alone.
-        quantize: "int8" quantises the linear layers; text is then that of the quantised model.
+        quantize: "int8" or "int4" quantises the linear layers; text is then that of the quantised model.
 
     Raises:
         DraftsmithError: for encoder-decoders, recurrent or hybrid state, and attention outside transformers'
@@ -170,6 +171,18 @@ class Target:
         cast_parameters(model, dtype)
         model.load_state_dict(self.model.state_dict())
         return Target(model.to(device=self.device), self.tokenizer, self.name, native, quantize)
+
+    def quantised(self, quantize: Quantization) -> "Target":
+        """Return a copy that computes in bf16 with quantised layers, by the native kernels.
+
+        Of a bf16 target it shares what is not packed, such as norms and an embedding of its own.
+        """
+        with no_init_weights():
+            model = type(self.model)(copy.deepcopy(self.model.config))
+        cast_parameters(model, torch.bfloat16)
+        model.load_state_dict(self.model.state_dict(), assign=self.dtype == torch.bfloat16)
+        model.tie_weights()
+        return Target(model.to(device=self.device), self.tokenizer, self.name, quantize=quantize)
 
     def truncated(self, layers: int) -> "Target":
         """Return a view of the first `layers` layers under the same norm and head; see `without`."""

@@ -1,6 +1,5 @@
-"""Drafting with whole models: separate ones of any kind, the target's first layers, its int8 copy."""
+"""Drafting with whole models: separate ones of any kind, the target's first layers, its quantised copies."""
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from draftsmith.native import why_missing
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
-from tests.helpers.contract import check_drafter
+from tests.helpers.contract import FEW, check_drafter, check_joint_distribution
 from tests.helpers.tiny import (
     VOCABULARY,
     greedy_reference,
@@ -27,7 +26,6 @@ from tests.helpers.tiny import (
     tiny_model,
     tiny_target,
 )
-from tests.helpers.toy import chi_square_p_value
 
 TREE = Plan((3, 2, 1))
 CONFIDENCE = Plan((3, 3, 3), beam=2, nodes=7)
@@ -35,6 +33,7 @@ CHAIN = Plan((1, 1, 1), sampled=True)
 SAMPLED_TREE = Plan((2, 2), sampled=True)
 # Two nodes have guesses under them, then one.
 NARROWING = Plan(choices=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
+COPIES = ("int8-self", "int4-self")
 native_only = pytest.mark.skipif(bool(why_missing()), reason=why_missing())
 
 
@@ -193,20 +192,8 @@ def test_rows_are_read_where_their_slots_are(native: bool):
 
 def test_the_joint_distribution_of_three_tokens():
     """A draft of another kind, sampled chains and trees: texts come as often as the target says."""
-    width, draws = 5, 4_000
-    target = Target(tiny_model("llama", vocabulary=width))
-    drafter = draft_with(Target(tiny_model("gpt2", vocabulary=width)), target)
-    every = torch.tensor([[1, 2, *text] for text in product(range(width), repeat=3)])
-    _, logits_BTV = target.encode(every, logits=True)
-    assert logits_BTV is not None
-    p_BTV = (logits_BTV / 1.5).softmax(-1)[:, 1:4]
-    joint = p_BTV.gather(2, every[:, 2:].unsqueeze(2)).squeeze(2).prod(1)
-    engine = Engine(target, drafter, max_batch=2000, max_length=12)
-    for plan in (Plan((1, 1), sampled=True), Plan((2, 1), sampled=True)):
-        params = [SamplingParams(max_tokens=3, temperature=1.5, seed=seed) for seed in range(draws)]
-        texts = torch.tensor([c.tokens for c in engine.generate([[1, 2]] * draws, params, plan)])
-        counts = torch.bincount(texts @ torch.tensor([width * width, width, 1]), minlength=width**3)
-        assert chi_square_p_value(counts, joint * draws) > 1e-4
+    target = Target(tiny_model("llama", vocabulary=FEW))
+    check_joint_distribution(target, draft_with(Target(tiny_model("gpt2", vocabulary=FEW)), target))
 
 
 @pytest.mark.parametrize("plan", [None, TREE, CHAIN])
@@ -240,7 +227,7 @@ def test_compiled_steps_pad_the_batch(early: bool):
 @native_only
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_native_models_draft(architecture: str):
-    """In bf16 by native code: one equal to the target, its own layers, and its int8 copy."""
+    """In bf16 by native code: one equal to the target, its own layers, and its quantised copies."""
     target = Target(tiny_model(architecture, dtype=torch.bfloat16))
     twin = Target(tiny_model(architecture, dtype=torch.bfloat16))
     questions = prompts(4)
@@ -248,19 +235,15 @@ def test_native_models_draft(architecture: str):
     plain = [c.tokens for c in Engine(target).generate(questions, greedy)]
     drafters: list[Drafter] = [draft_with(twin, target), EarlyExit(target, 2, 4), EarlyExit(target, 1, 4)]
     accepted = []
-    for drafter in [*drafters, load_drafter("int8-self:guesses=4", target)]:
+    copies = [load_drafter(f"{name}:guesses=4", target) for name in COPIES]
+    for drafter in [*drafters, *copies]:
         for plan in (None, TREE):
             found = Engine(target, drafter, max_batch=3).generate(questions, greedy, plan)
             assert [c.tokens for c in found] == plain
             if plan is None:
                 accepted.append([c.accepted_lengths for c in found])
     assert accepted[0] == accepted[1] == [[4, 4, 4]] * 4
-    assert sum(map(sum, accepted[3])) > sum(map(sum, accepted[2]))
-
-
-@native_only
-def test_the_int8_copy_drafts_for_a_target_of_any_dtype():
-    check_drafter(lambda: load_drafter("int8-self", tiny_target()), tiny_target(), tiny_model(), [None, CHAIN])
+    assert all(sum(map(sum, of_copy)) > sum(map(sum, accepted[2])) for of_copy in accepted[3:])
 
 
 def test_a_folder_of_a_language_model_loads_as_a_draft_model(tmp_path: Path):

@@ -4,7 +4,6 @@ Where its tokenizer is the target's, ids pass through; otherwise they are transl
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +14,6 @@ from draftsmith.drafters.models.draft_model_config import DraftModelConfig
 from draftsmith.drafters.models.model_drafter import DraftModel
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
-
-if TYPE_CHECKING:
-    pass
-
 
 
 def draft_with(model: Target, target: Target, guesses: int = 4) -> DraftModel:
@@ -52,7 +47,7 @@ def _trained_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def make_draft_model(config: DraftModelConfig, target: Target, draft_tokens: Tensor | None) -> DraftModel:
-    """Load the model at `path`, on the target's device, in its dtype or in int8."""
+    """Load the model at `path`, on the target's device, in its dtype or quantised."""
     try:
         model = Target.from_pretrained(
             config.path,

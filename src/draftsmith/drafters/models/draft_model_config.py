@@ -1,13 +1,14 @@
 """What can be set of a draft model, and what the registry knows of it."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from draftsmith.drafters.config import Config
 from draftsmith.drafters.family import Family, later
 from draftsmith.drafters.models.depth import MAX_DEPTH
+from draftsmith.types import Quantization
 
 
 class DraftModelConfig(Config):
@@ -17,8 +18,8 @@ class DraftModelConfig(Config):
     guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
         default=4, description="tokens that are drafted, as a chain"
     )
-    quantize: Literal["none", "int8"] = Field(
-        default="none", description="int8 reads int8 weights by the native kernels, on a CPU"
+    quantize: Quantization = Field(
+        default="none", description="int8 or int4 reads such weights by the native kernels, on a CPU"
     )
 
 

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from draftsmith.drafters.base import StagewiseDrafter, best
@@ -20,6 +20,11 @@ from draftsmith.drafters.models.path_reader import ROOM, SCRATCH, PathReader
 from draftsmith.plan import Plan
 from draftsmith.targets import KVCache, Target
 from draftsmith.types import UNUSED, Context, Draft
+
+
+def bytes_by_place(model: nn.Module) -> dict[int, int]:
+    """Return the sizes of a model's tensors by where each begins, so that one that several modules hold counts once."""
+    return {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.nbytes}
 
 
 class ModelDrafter(StagewiseDrafter):
@@ -52,8 +57,7 @@ class ModelDrafter(StagewiseDrafter):
 
     def memory_bytes(self) -> int:
         """Return the memory of the model's weights, its cache left out."""
-        model = self.model.model
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}.values())
+        return sum(bytes_by_place(self.model.model).values())
 
     @abstractmethod
     def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:

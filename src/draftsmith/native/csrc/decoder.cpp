@@ -41,8 +41,8 @@ constexpr int64_t kOwnRows = 4;  // so few are normed faster than a barrier is p
 class Decoder : public Object {
  public:
   // sizes: width, heads, key_heads, head_width, inner, vocabulary, max_length; factors: epsilon, scale, rotary_scale.
-  // weights: query, key, value, out, gate, up, down of every layer, then the head, packed as bf16 or int8; scales and
-  // sums of the int8 ones, empty for bf16; biases in fp32, empty for none.
+  // weights: query, key, value, out, gate, up, down of every layer, then the head, packed as bf16, int8 or int4; scales
+  // and sums of the int8 ones, else empty; biases in fp32, empty for none.
   // norms: input and after-attention norm of every layer, then the last; head_norms: query and key of every layer.
   // embedding: (V, F) dense, or the head's packed weights.
   Decoder(Tensor embedding, Tensors weights, Tensors scales, Tensors sums, Tensors biases, Tensors norms,
@@ -68,6 +68,8 @@ class Decoder : public Object {
       REQUIRE(embedding_.is_cpu() && embedding_.is_contiguous() && embedding_.scalar_type() == kBFloat16 &&
                   embedding_.size(0) == s.vocabulary && embedding_.size(1) == s.width,
               "draftsmith: the embedding has to be bf16 of (", s.vocabulary, ", ", s.width, ")");
+    } else if (embedding_.scalar_type() == kByte) {
+      check_packed_int4(embedding_, s.vocabulary, s.width);
     } else if (embedding_.scalar_type() == kChar) {
       check_packed_int8(embedding_, scales_.back(), s.vocabulary, s.width);
     } else {
@@ -88,11 +90,12 @@ class Decoder : public Object {
         layer.key_norm = norm(head_norms_[2 * l + 1], s.head_width);
       }
       layer.window = windows[l];
+      REQUIRE(layer.query.reads_as(layer.key) && layer.query.reads_as(layer.value) && layer.gate.reads_as(layer.up),
+              "draftsmith: products of the same rows have to be quantised in one way");
       layers_.push_back(layer);
     }
     last_norm_ = norm(norms_.back(), s.width);
-    for (size_t i = 0; i < weights_.size(); ++i)
-      if (weights_[i].scalar_type() == kChar) most_quads_ = std::max(most_quads_, weights_[i].size(1));
+    most_inputs_ = std::max({s.width, inside, s.inner});
   }
 
   // Reads the nodes (B, M) behind `cached` tokens of every row, and writes their keys and values there. Row b lies in
@@ -135,7 +138,7 @@ class Decoder : public Object {
     for (int64_t row = 0; row < pass.batch; ++row)
       for (int64_t node = 0; node < pass.count(row); node += task_nodes()) tasks_.emplace_back(row, node);
     rooms_.resize(threads);
-    for (Quantised& room : rooms_) room.reserve(rows, most_quads_);
+    for (Quantised& room : rooms_) room.reserve(rows, most_inputs_);
     b.rooms = rooms_.data();
     bf16* out_logits = mutable_bits(logits);
     bf16* out_features = mutable_bits(features);
@@ -222,13 +225,15 @@ class Decoder : public Object {
       };
     };
     Quantised& room = b.rooms[team.index];
-    multiply(team, layer.query, normed, width, rows, into(b.query, layer.query.outputs), room, layer.key.begin(team));
-    multiply(team, layer.key, normed, width, rows, into(b.key, at_keys), room, layer.value.begin(team));
+    if (layer.query.rounds()) room.take(layer.query, normed, width, rows);
+    multiply_taken(team, layer.query, normed, width, rows, into(b.query, layer.query.outputs), &room, 0,
+                   layer.key.begin(team));
+    multiply_taken(team, layer.key, normed, width, rows, into(b.key, at_keys), &room, 0, layer.value.begin(team));
     bf16* values = pass.values[index];
-    multiply(team, layer.value, normed, width, rows,
-             [&](int64_t r, int64_t n, int64_t count, const float* results) {
-               kernels().narrow_row(results, count, values + pass.slot(r) * at_keys + n);
-             }, room, layer.out.begin(team));
+    multiply_taken(team, layer.value, normed, width, rows,
+                   [&](int64_t r, int64_t n, int64_t count, const float* results) {
+                     kernels().narrow_row(results, count, values + pass.slot(r) * at_keys + n);
+                   }, &room, 0, layer.out.begin(team));
   }
 
   void rotate(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const {
@@ -317,8 +322,7 @@ class Decoder : public Object {
     const int64_t inner = shape_.inner, width = shape_.width;
     const auto [from, to] = team.share(layer.gate.panels);
     Quantised& room = b.rooms[team.index];
-    if (layer.gate.quantised != nullptr || layer.up.quantised != nullptr)
-      room.take(normed, width, rows, width, (width + 3) / 4);
+    if (layer.gate.rounds()) room.take(layer.gate, normed, width, rows);
     const int64_t many = near_rows(width);
     for (int64_t group = 0; group < rows; group += many)
       for (int64_t panel = from; panel < to; panel += kChunkPanels) {
@@ -384,7 +388,7 @@ class Decoder : public Object {
   Scratch<float> cosines_, sines_, private_floats_;
   std::vector<Quantised> rooms_;
   std::vector<std::pair<int64_t, int64_t>> tasks_;  // row and first node of the nodes that attend together
-  int64_t most_quads_ = 0;  // of any int8 layer
+  int64_t most_inputs_ = 0;  // of any layer
 };
 
 int64_t make_decoder(const Tensor& embedding, const Tensors& weights, const Tensors& scales, const Tensors& sums,

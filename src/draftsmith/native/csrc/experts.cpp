@@ -10,9 +10,11 @@
 namespace draftsmith {
 namespace {
 
-// The layer of expert e: of parts (weights) in bf16, or (weights, scales, sums) in int8, each of E along the first
-// dimension. The parts outlive the layer.
+// The layer of expert e: of parts (weights) in bf16 or int4, or (weights, scales, sums) in int8, each of E along the
+// first dimension. The parts outlive the layer.
 Linear expert(const Tensors& parts, int64_t e, int64_t outputs, int64_t inputs) {
+  if (parts.size() == 1 && parts[0].scalar_type() == kByte)
+    return as_linear_int4(parts[0][e], std::nullopt, outputs, inputs);
   if (parts.size() == 1) return as_linear(parts[0][e], std::nullopt, outputs, inputs);
   return as_linear_int8(parts[0][e], parts[1][e], parts[2][e], std::nullopt, outputs, inputs);
 }
@@ -50,8 +52,8 @@ Tensor experts(const Tensor& hidden, const Tensor& index, const Tensor& weights,
   const int64_t threads = get_num_threads();
   std::vector<float> wider(threads * 2 * inner);
   std::vector<Quantised> rooms(threads);
-  if (gate_up.size() == 3 || down.size() == 3)
-    for (Quantised& room : rooms) room.reserve(rows, (std::max(width, inner) + 3) / 4);
+  if (gate_up[0].scalar_type() != kBFloat16 || down[0].scalar_type() != kBFloat16)
+    for (Quantised& room : rooms) room.reserve(rows, std::max(width, inner));
   std::vector<int64_t> busy;
   for (int64_t e = 0; e < count; ++e)
     if (!work[e].empty()) busy.push_back(e);

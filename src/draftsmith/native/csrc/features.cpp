@@ -145,7 +145,7 @@ class FeatureLayer : public Object {
     angles_.resize(threads * head_width_);
     scratch_.resize(threads * scratch_size());
     rooms_.resize(threads);
-    for (Quantised& room : rooms_) room.reserve(rows, (most_inputs_ + 3) / 4);
+    for (Quantised& room : rooms_) room.reserve(rows, most_inputs_);
   }
 
   int64_t groups() const { return heads_ / key_heads_; }

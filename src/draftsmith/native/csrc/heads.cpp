@@ -69,7 +69,7 @@ class Heads : public Object {
         if (kind == kNarrow) step.kept = linear(width);
         const int64_t out = step.linear.outputs;
         REQUIRE(kind >= kProject && kind <= kNarrow && (kind != kResidual || out == width) &&
-                    (kind != kNarrow || out == step.kept.outputs),
+                    (kind != kNarrow || (out == step.kept.outputs && step.linear.reads_as(step.kept))),
                 "draftsmith: a step of a head turns ", width, " values into ", out);
         width = out, inner_width_ = std::max(inner_width_, width);
         head.steps.push_back(step);
@@ -102,7 +102,7 @@ class Heads : public Object {
     for (std::vector<bf16>& inner : inner_) inner.assign(widest * even(inner_width_), 0);
     if (reads_ == kRecurrent) read_.assign(widest * even(features_), 0), cells_.assign(widest * even(features_), 0);
     rooms_.resize(threads);
-    for (Quantised& room : rooms_) room.reserve(widest, (most_inputs_ + 3) / 4);
+    for (Quantised& room : rooms_) room.reserve(widest, most_inputs_);
     start(tokens, features, counts);
     run_team(threads, [&](const Team& team) {
       for (int64_t d = 0; d < growth_.depth(); ++d) {
@@ -221,8 +221,7 @@ class Heads : public Object {
       for (int64_t i = 0; i < count; ++i) wide[i] = widen(narrowed[i]);
       kernels().add_row(wide, count, y + r * out + n);
     };
-    if (step.linear.quantised != nullptr || step.kept.quantised != nullptr)
-      room.take(x, stride, rows, step.linear.inputs, step.linear.quads());
+    if (step.linear.rounds()) room.take(step.linear, x, stride, rows);
     if (step.kind == kNarrow) {
       multiply_taken(team, step.kept, x, stride, rows, into, &room, 0, step.linear.begin(team));
     } else if (step.kind == kResidual) {

@@ -1,7 +1,7 @@
 // The inner loops of few-row inference: one table of functions for each instruction set. Nothing here knows PyTorch.
 //
 // Words: R rows, N output features, K input features, panel = 16 output features, pair = 2 input features (bf16),
-// quad = 4 input features (int8).
+// quad = 4 input features (int8), group = 32 input features (int4).
 //
 // One promise holds for every function and every instruction set: what comes out for a row depends on that row alone,
 // bit by bit, and never on how many rows are computed with it. Text decoded one token at a time and text verified
@@ -13,6 +13,8 @@ namespace draftsmith {
 
 using bf16 = uint16_t;           // the bits of a bfloat16
 constexpr int64_t kPanel = 16;   // output features that are computed together
+constexpr int64_t kGroup = 32;   // input features that share a scale and a zero point, in 4 bits
+constexpr int64_t kGroupBytes = 5 * 64;  // of a group of a panel
 constexpr int64_t kBlockEntries = 64;  // of a cache whose rows lie in blocks
 constexpr int64_t kStretch = 256;  // scores that are summed up as one
 constexpr int64_t kParts = 16;     // of a stretch, of which the largest scores are known
@@ -55,6 +57,13 @@ struct AttentionTask {
   const bf16* value(int64_t e) const { return values + line(e) * value_stride; }
 };
 
+// Rows in whole numbers, a scale for every group of a row, and the sum of every group's numbers; one row behind the other.
+struct GroupedRows {
+  const int8_t* values;  // (R, groups, 32), zero behind the last input
+  const float* scales;   // (R, groups)
+  const int32_t* sums;
+};
+
 struct Kernels {
   const char* name;
   // y[r, n] = Σ_k x[r, k] · w[n, k] for whole panels; packed is (panels, pairs, 16, 2), and x has 2 · pairs columns.
@@ -65,6 +74,13 @@ struct Kernels {
   // The same in whole numbers, exact: x is signed, packed is (panels, quads, 16, 4), sums[n] = Σ_k w[n, k].
   void (*gemm_int8)(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,
                     int64_t quads, int64_t panels, const void* ahead, int32_t* y, int64_t y_stride);
+  // y[r, n] = Σ over groups of (Σ_k x[r, k] · (16 · q[n, k] - zero[n])) · (scale[n] · scale[r]), the inner sum in whole
+  // numbers, the outer one in fp32 and in the order of the groups: the same bits on every instruction set. packed is
+  // (panels, groups, 5, 64): of four lines, line l has the inputs 8 l … 8 l + 3 of a group in the lower halves of the
+  // bytes 4 n … 4 n + 3, and the next four in the upper ones; the fifth has of every output the zero point, in 16 bits,
+  // and behind it the scale, in bf16.
+  void (*gemm_int4)(const GroupedRows& x, int64_t rows, const uint8_t* packed, int64_t groups, int64_t panels,
+                    const void* ahead, float* y, int64_t y_stride);
   void (*attend)(const AttentionTask& task);
   // As the function of this name, for this table.
   int64_t (*attention_room)(int64_t queries, int64_t places, int64_t width, int64_t value_width);
@@ -81,6 +97,12 @@ struct Kernels {
   // to = x in whole numbers, -127 … 127, the largest magnitude being 127; returns the scale that turns them back, 0 for a
   // row of zeros (all of `to` is 0 then) and NaN where x is not finite (`to` is left as it was).
   float (*quantise)(const bf16* x, int64_t count, int8_t* to);
+  // The same for every group of a row, and the sums of what comes out; behind the last input it is 0. Where a group is not
+  // finite, its numbers and their sum mean nothing.
+  void (*quantise_groups)(const bf16* x, int64_t count, int8_t* to, float* scales, int32_t* sums);
+  // levels, scale and zero = the 32 weights of a group and an output, a weight being (16 · level - zero) · scale: of some
+  // scales and zero points, those with the least squared error. The scale is NaN where a weight is not finite.
+  void (*round_group)(const float* values, uint8_t* levels, bf16* scale, int16_t* zero);
   // Rotary positions: pairs (d, d + half) of a head turned by their angles, every product and the sum rounded to bf16.
   void (*rotate)(const bf16* head, const float* cosines, const float* sines, int64_t half, bf16* to);
   // The columns first … last - 1 of out = bf16(GELU(bf16(norm(x) · scale + shift))), x = bf16(projected + ratio · token);

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "kernels_common.inl"
+#include "kernels_int4.inl"
 
 namespace draftsmith {
 namespace {
@@ -46,6 +47,31 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
   walk<Block, 4, 1>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
 }
 
+// Half a line, the outputs 0 … 7 or 8 … 15 of a panel.
+struct Int4Halves {
+  static constexpr int kBytes = 32, kRows = 3, kPanels = 1, kFewRows = 1;
+  using Whole = __m256i;
+  using Real = __m256;
+  static Real nothing() { return _mm256_setzero_ps(); }
+  static Whole zero() { return _mm256_setzero_si256(); }
+  static Whole all(int word) { return _mm256_set1_epi32(word); }
+  static Whole load(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+  static void split(const uint8_t* from, Whole& low, Whole& high) {
+    const Whole both = load(from), nibble = _mm256_set1_epi8(15);
+    low = _mm256_and_si256(both, nibble), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
+  }
+  // Sums of 16 bits hold a group: eight times two products of 15 · 127 at most.
+  static Whole add(Whole sum, Whole weights, Whole inputs) {
+    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, inputs));
+  }
+  static Whole exact(Whole sum, Whole steps, Whole minus) {
+    return _mm256_add_epi32(_mm256_madd_epi16(sum, _mm256_set1_epi16(16)), _mm256_madd_epi16(steps, minus));
+  }
+  static Real scaled(Real total, Whole exact, Whole steps, float scale) {
+    return _mm256_add_ps(total, _mm256_mul_ps(_mm256_cvtepi32_ps(exact), _mm256_mul_ps(highs(steps), _mm256_set1_ps(scale))));
+  }
+};
+
 // Transposes 8 × 8 words of 32 bits in registers: within halves of 128 bits, then the halves.
 void interleave(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
   int64_t k = 0;
@@ -74,8 +100,8 @@ void interleave(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
 }  // namespace
 
 const Kernels* avx2_kernels() {
-  static const Kernels table{"avx2", gemm, gemm_int8_plain, attend_by<score_keys, mix_values>, room_for_scores, rms_norm,
-                             silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
+  static const Kernels table{"avx2", gemm, gemm_int8_plain, gemm_int4_by<Int4Halves>, attend_by<score_keys, mix_values>, room_for_scores, rms_norm,
+                             silu_times, narrow_row, add_row, round_row, quantise, quantise_groups, round_group, rotate, activate,
                              sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, interleave};
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &table : nullptr;
 }

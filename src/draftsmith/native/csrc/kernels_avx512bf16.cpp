@@ -5,10 +5,12 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma")
 #include <immintrin.h>
 #define DRAFTSMITH_AVX512
+#define DRAFTSMITH_VNNI
 #define DRAFTSMITH_WORDS_AT(values) \
   reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))))
 
 #include "kernels_common.inl"
+#include "kernels_int4.inl"
 
 namespace draftsmith {
 namespace {
@@ -181,8 +183,8 @@ void mix_values_by_lines(const AttentionTask& t, const Stretch& s, const float* 
 const Kernels* avx512bf16_kernels() {
   const Kernels* base = avx512_kernels();
   if (base == nullptr || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return nullptr;
-  static const Kernels table{"avx512bf16", Of<Pairs>::product, gemm_int8, attend_by<score_keys_by_pairs, mix_values_by_lines>,
-                             room_for_scores, rms_norm, silu_times, narrow_row, add_row, round_row, quantise, rotate, activate,
+  static const Kernels table{"avx512bf16", Of<Pairs>::product, gemm_int8, gemm_int4_by<Int4Lines>, attend_by<score_keys_by_pairs, mix_values_by_lines>,
+                             room_for_scores, rms_norm, silu_times, narrow_row, add_row, round_row, quantise, quantise_groups, round_group, rotate, activate,
                              sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, base->interleave};
   return &table;
 }

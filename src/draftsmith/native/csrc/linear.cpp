@@ -30,16 +30,12 @@ void check_packed_int8(const Tensor& packed, const Tensor& scales, int64_t outpu
           "draftsmith: these int8 weights are not those of a layer from ", inputs, " to ", outputs, " features");
 }
 
-namespace {
-
 const float* bias_of(const std::optional<Tensor>& bias, int64_t outputs) {
   if (!bias.has_value()) return nullptr;
   REQUIRE(bias->is_contiguous() && bias->is_cpu() && bias->scalar_type() == kFloat && bias->numel() == outputs,
           "draftsmith: the bias has to be fp32, contiguous, and of ", outputs, " values");
   return bias->const_data_ptr<float>();
 }
-
-}  // namespace
 
 Linear as_linear(const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, int64_t inputs) {
   check_packed(packed, outputs, inputs);
@@ -65,37 +61,48 @@ Linear as_linear_int8(const Tensor& packed, const Tensor& scales, const Tensor& 
 Linear as_any_linear(const Tensor& packed, const Tensor& scales, const Tensor& sums,
                      const Tensor& bias, int64_t outputs, int64_t inputs) {
   const std::optional<Tensor> given = bias.numel() ? std::optional(bias) : std::optional<Tensor>();
+  if (packed.scalar_type() == kByte) return as_linear_int4(packed, given, outputs, inputs);
   return packed.scalar_type() == kChar ? as_linear_int8(packed, scales, sums, given, outputs, inputs)
-                                           : as_linear(packed, given, outputs, inputs);
+                                       : as_linear(packed, given, outputs, inputs);
 }
 
-void Quantised::reserve(int64_t rows, int64_t quads) {
-  values.reserve(rows * quads * 4), scales.reserve(rows);
+void Quantised::reserve(int64_t rows, int64_t inputs) {
+  const int64_t groups = (inputs + kGroup - 1) / kGroup;
+  values.reserve(rows * groups * kGroup), scales.reserve(rows * groups), sums.reserve(rows * groups);
 }
 
-void Quantised::take(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t quads) {
-  values.assign(rows * quads * 4, 0), scales.resize(rows);
+void Quantised::take(const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows) {
+  if (layer.nibbles != nullptr) {
+    const int64_t groups = layer.groups();
+    values.resize(rows * groups * kGroup), scales.resize(rows * groups), sums.resize(rows * groups);
+    for (int64_t r = 0; r < rows; ++r)
+      kernels().quantise_groups(x + r * x_stride, layer.inputs, values.data() + r * groups * kGroup,
+                                scales.data() + r * groups, sums.data() + r * groups);
+    return;
+  }
+  const int64_t width = layer.quads() * 4;
+  values.assign(rows * width, 0), scales.resize(rows);
   for (int64_t r = 0; r < rows; ++r)
-    scales[r] = kernels().quantise(x + r * x_stride, inputs, values.data() + r * quads * 4);
+    scales[r] = kernels().quantise(x + r * x_stride, layer.inputs, values.data() + r * width);
 }
 
-namespace {
-
-// Fresh memory for packed weights, with the wish that it comes in huge pages: the system clears a page when it is first
+// With the wish that it comes in huge pages: the system clears a page when it is first
 // touched. To fill 219 MB takes 44 ms in fresh pages of 4 KB, 12 in huge ones, and 8 in memory that was touched before.
-Tensor fresh_memory(int64_t values) {
-  Tensor memory = empty({values}, kBFloat16);
+Tensor fresh_memory(int64_t values, int32_t dtype) {
+  Tensor memory = empty({values}, dtype);
 #ifdef __GLIBC__
   malloc_trim(0);  // weights that were packed before and freed go back to the system, so that a model is held once
 #endif
 #ifdef __linux__
   constexpr uintptr_t kHuge = 2 << 20;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(bits(memory));
-  const uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge, last = (begin + values * sizeof(bf16)) / kHuge * kHuge;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory.mutable_data());
+  const uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge, last = (begin + values * memory.element_size()) / kHuge * kHuge;
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
   return memory;
 }
+
+namespace {
 
 // A matrix on its way into panels.
 struct Packing {
@@ -136,7 +143,7 @@ Tensors pack_all(const Tensors& weights) {
     if (weight.dim() == 3) shapes.back().insert(shapes.back().begin(), weight.size(0));
     lines += Sizes(shapes.back()).product() / (2 * kPanel);
   }
-  Tensor memory = fresh_memory(lines * 2 * kPanel);
+  Tensor memory = fresh_memory(lines * 2 * kPanel, kBFloat16);
   Tensors packed;
   std::vector<Packing> work;
   int64_t taken = 0;
@@ -217,6 +224,8 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t size) {
   return sizes;
 }
 
+}  // namespace
+
 Tensor apply(const Tensor& x, const Linear& layer) {
   const Rows given = as_rows(x, layer.inputs);
   Tensor out = empty(with_last(x, layer.outputs), kBFloat16);
@@ -226,8 +235,8 @@ Tensor apply(const Tensor& x, const Linear& layer) {
   const bf16* from = given.data;
   const int64_t threads = rows * outputs * layer.inputs < kSmall ? 1 : get_num_threads();
   std::vector<Quantised> rooms(threads);
-  if (layer.quantised != nullptr)
-    for (Quantised& room : rooms) room.reserve(rows, layer.quads());
+  if (layer.rounds())
+    for (Quantised& room : rooms) room.reserve(rows, layer.inputs);
   run_team(threads, [&](const Team& team) {
     multiply(team, layer, from, stride, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().narrow_row(values, count, to + r * outputs + n);
@@ -236,13 +245,7 @@ Tensor apply(const Tensor& x, const Linear& layer) {
   return out;
 }
 
-Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-                  int64_t outputs) {
-  return apply(x, as_linear(packed, bias, outputs, x.dim() ? x.size(-1) : 0));
-}
-
-Tensor look_up(const Tensor& tokens, const Tensor& packed, const Tensor& scales, int64_t width,
-                   int64_t entries) {
+Tensor look_up(const Tensor& tokens, const Tensor& table, const Tensor& scales, int64_t width, int64_t entries) {
   REQUIRE(tokens.is_cpu() && tokens.scalar_type() == kLong, "draftsmith: token ids have to be int64 on a CPU");
   const Tensor flat = tokens.contiguous();
   std::vector<int64_t> sizes = tokens.sizes().vec();
@@ -251,8 +254,15 @@ Tensor look_up(const Tensor& tokens, const Tensor& packed, const Tensor& scales,
   const int64_t* ids = flat.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < flat.numel(); ++i)
     REQUIRE_INDEX(ids[i] >= 0 && ids[i] < entries, "draftsmith: token ", ids[i], " is not in a table of ", entries);
-  embed(packed, scales, width, ids, 0, flat.numel(), mutable_bits(out));
+  embed(table, scales, width, ids, 0, flat.numel(), mutable_bits(out));
   return out;
+}
+
+namespace {
+
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+                  int64_t outputs) {
+  return apply(x, as_linear(packed, bias, outputs, x.dim() ? x.size(-1) : 0));
 }
 
 Tensor embedding(const Tensor& tokens, const Tensor& packed, int64_t width, int64_t entries) {
@@ -320,6 +330,11 @@ std::string kernels_in_use() { return kernels().name; }
 
 void embed(const Tensor& table, const Tensor& scales, int64_t width, const int64_t* tokens, int64_t first,
            int64_t last, bf16* out) {
+  if (table.scalar_type() == kByte) {
+    for (int64_t i = first; i < last; ++i)
+      unpack_int4_row(table.const_data_ptr<uint8_t>(), (width + kGroup - 1) / kGroup, tokens[i], width, out + i * width);
+    return;
+  }
   if (table.scalar_type() == kChar) {
     const int8_t* data = table.const_data_ptr<int8_t>();
     const float* scale = scales.const_data_ptr<float>();

@@ -10,6 +10,7 @@ extern "C" __attribute__((visibility("default"))) const char* draftsmith_registe
   try {
     Library library;
     define_layers(library);
+    define_int4(library);
     define_experts(library);
     define_decoder(library);
     define_features(library);

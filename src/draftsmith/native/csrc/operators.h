@@ -5,6 +5,7 @@
 namespace draftsmith {
 
 void define_layers(Library& library);
+void define_int4(Library& library);
 void define_experts(Library& library);
 void define_decoder(Library& library);
 void define_features(Library& library);

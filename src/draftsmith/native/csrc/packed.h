@@ -18,27 +18,43 @@ inline bf16* mutable_bits(const Tensor& tensor) { return tensor.mutable_data_ptr
 
 void check_packed(const Tensor& packed, int64_t outputs, int64_t inputs);
 void check_packed_int8(const Tensor& packed, const Tensor& scales, int64_t outputs, int64_t inputs);
+void check_packed_int4(const Tensor& packed, int64_t outputs, int64_t inputs);
 
-// One linear layer, without its PyTorch tensors (whose owner outlives it). Its weights are bf16, or int8 with a scale
-// for each output; then rows are quantised as they come, with a scale each.
+// One linear layer, without its PyTorch tensors (whose owner outlives it). Its weights are bf16; or int8 with a scale for
+// each output; or int4 with a scale and a zero point for each output and group of inputs. Rows are quantised as they
+// come where weights are: with a scale each, or with one for each group.
 struct Linear {
   const bf16* data = nullptr;
   const int8_t* quantised = nullptr;  // in the place of data
   const float* scales = nullptr;
   const int32_t* sums = nullptr;  // Σ of the quantised weights of each output
+  const uint8_t* nibbles = nullptr;  // of int4, in the place of data
   const float* bias = nullptr;    // null for none
   int64_t outputs = 0, inputs = 0, panels = 0;
 
   int64_t pairs() const { return (inputs + 1) / 2; }
   int64_t quads() const { return (inputs + 3) / 4; }
 
-  // Where a panel begins.
-  const void* panel(int64_t index) const {
-    return quantised == nullptr ? static_cast<const void*>(data + index * pairs() * 2 * kPanel)
-                                : quantised + index * quads() * 4 * kPanel;
+  int64_t groups() const { return (inputs + kGroup - 1) / kGroup; }
+  // Whether it reads rows in whole numbers.
+  bool rounds() const { return quantised != nullptr || nibbles != nullptr; }
+
+  // Whether rows that were taken for this layer are those that the other one reads.
+  bool reads_as(const Linear& other) const {
+    return (quantised == nullptr) == (other.quantised == nullptr) && (nibbles == nullptr) == (other.nibbles == nullptr);
   }
 
-  int64_t bytes() const { return panels * kPanel * (quantised == nullptr ? pairs() * 2 * 2 : quads() * 4); }
+  // Where a panel begins.
+  const void* panel(int64_t index) const {
+    if (nibbles != nullptr) return nibbles + index * groups() * kGroupBytes;
+    if (quantised != nullptr) return quantised + index * quads() * 4 * kPanel;
+    return data + index * pairs() * 2 * kPanel;
+  }
+
+  int64_t bytes() const {
+    if (nibbles != nullptr) return panels * groups() * kGroupBytes;
+    return panels * kPanel * (quantised == nullptr ? pairs() * 2 * 2 : quads() * 4);
+  }
 
   // What a thread of the team reads first of this layer.
   const void* begin(const Team& team) const { return panel(team.share(panels).first); }
@@ -49,6 +65,7 @@ struct Linear {
     if (data != nullptr) part.data += panel * pairs() * 2 * kPanel;
     if (quantised != nullptr)
       part.quantised += panel * quads() * 4 * kPanel, part.scales += panel * kPanel, part.sums += panel * kPanel;
+    if (nibbles != nullptr) part.nibbles += panel * groups() * kGroupBytes;
     if (bias != nullptr) part.bias += panel * kPanel;
     part.panels = count;
     part.outputs = std::min(count * kPanel, outputs - panel * kPanel);
@@ -58,14 +75,28 @@ struct Linear {
 
 // The bias, if any, has to be fp32.
 Linear as_linear(const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, int64_t inputs);
-// Either of them, by the dtype of the weights; scales and sums are looked at for int8 only, and an empty bias is none.
+// Any of them, by the dtype of the weights; scales and sums are looked at for int8 only, and an empty bias is none.
 Linear as_any_linear(const Tensor& packed, const Tensor& scales, const Tensor& sums,
                      const Tensor& bias, int64_t outputs, int64_t inputs);
 Linear as_linear_int8(const Tensor& packed, const Tensor& scales, const Tensor& sums,
                       const std::optional<Tensor>& bias, int64_t outputs, int64_t inputs);
+Linear as_linear_int4(const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, int64_t inputs);
 
-// A table that rows are looked up in: dense (V, F), or the packed weights of the head that is tied to it; int8 ones with
-// the scales of the head.
+// The bias of a layer; null for none.
+const float* bias_of(const std::optional<Tensor>& bias, int64_t outputs);
+
+// The operator of a single layer: rows of x (…, K) to (…, N).
+Tensor apply(const Tensor& x, const Linear& layer);
+// The operator of a single table, see `embed`.
+Tensor look_up(const Tensor& tokens, const Tensor& table, const Tensor& scales, int64_t width, int64_t entries);
+// Fresh memory for packed weights, as one dimension.
+Tensor fresh_memory(int64_t values, int32_t dtype);
+
+// The weights of one output, of packed int4 weights with so many groups, as bf16.
+void unpack_int4_row(const uint8_t* packed, int64_t groups, int64_t output, int64_t inputs, bf16* to);
+
+// A table that rows are looked up in: dense (V, F), or the packed weights of the head that is tied to it, int8 ones
+// with the scales of the head.
 void embed(const Tensor& table, const Tensor& scales, int64_t width, const int64_t* tokens, int64_t first,
            int64_t last, bf16* out);
 
@@ -73,14 +104,17 @@ constexpr int64_t kChunkPanels = 8;
 constexpr int64_t kChunk = kChunkPanels * kPanel;
 constexpr int64_t kChunkRows = 64;
 
-// Rows in whole numbers, of 4 · quads columns, and the scale of each; a row with NaN or infinity has the scale NaN.
+// Rows in whole numbers, as a layer reads them: of 4 · quads columns with a scale each, or of whole groups with a scale and
+// a sum each. What has NaN or infinity has the scale NaN.
 // Every thread has its own, with its memory reserved before the threads start: nothing in a team may throw.
 struct Quantised {
   std::vector<int8_t> values;
   std::vector<float> scales;
+  std::vector<int32_t> sums;
 
-  void reserve(int64_t rows, int64_t quads);
-  void take(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t quads);
+  // For rows of up to so many inputs, of any kind.
+  void reserve(int64_t rows, int64_t inputs);
+  void take(const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows);
 };
 
 // How many rows of so many inputs are multiplied by all weights before the next ones: so many that they stay near while
@@ -91,8 +125,8 @@ inline int64_t near_rows(int64_t inputs) {
 }
 
 // Multiplies rows of x by this thread's share of the panels, and hands stretches of the result to
-// store(row, first output, count, values); results carry the bias. An int8 layer reads the rows from `taken`, from its
-// row `taken_row` on, in the place of x. `ahead` is as in kernels.h.
+// store(row, first output, count, values); results carry the bias. A layer that rounds reads the rows from `taken`,
+// from its row `taken_row` on, in the place of x. `ahead` is as in kernels.h.
 template <class Store>
 void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
                     const Store& store, const Quantised* taken, int64_t taken_row, const void* ahead) {
@@ -109,9 +143,13 @@ void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_
       if (ahead != nullptr && panel + panels == to && group + many < rows) next = layer.panel(from);
       for (int64_t row = group; row < std::min(group + many, rows); row += kChunkRows) {
         const int64_t some = std::min(kChunkRows, rows - row);
-        if (layer.quantised == nullptr) {
+        if (!layer.rounds()) {
           kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, next, results,
                          kChunk);
+        } else if (layer.nibbles != nullptr) {
+          const int64_t at = (taken_row + row) * layer.groups();
+          const GroupedRows grouped{taken->values.data() + at * kGroup, taken->scales.data() + at, taken->sums.data() + at};
+          kernels().gemm_int4(grouped, some, part.nibbles, layer.groups(), panels, next, results, kChunk);
         } else {
           const int64_t width = layer.quads() * 4, at = taken_row + row;
           kernels().gemm_int8(taken->values.data() + at * width, width, some, part.quantised, part.sums, layer.quads(),
@@ -131,11 +169,11 @@ void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_
     }
 }
 
-// The same, every thread quantising the rows for itself where the layer is int8; `mine` is this thread's room for them.
+// The same, every thread quantising the rows for itself where the layer rounds; `mine` is this thread's room for them.
 template <class Store>
 void multiply(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
               const Store& store, Quantised& mine, const void* ahead) {
-  if (layer.quantised != nullptr) mine.take(x, x_stride, rows, layer.inputs, layer.quads());
+  if (layer.rounds()) mine.take(layer, x, x_stride, rows);
   multiply_taken(team, layer, x, x_stride, rows, store, &mine, 0, ahead);
 }
 

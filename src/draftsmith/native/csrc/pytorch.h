@@ -53,13 +53,13 @@ inline void succeed(AOTITorchError error) { REQUIRE(error == 0, "draftsmith: a c
 
 // PyTorch's numbers for dtypes may change; these are the ones of the PyTorch that is loaded.
 inline const int32_t kBFloat16 = aoti_torch_dtype_bfloat16(), kFloat = aoti_torch_dtype_float32(),
-                     kDouble = aoti_torch_dtype_float64(), kChar = aoti_torch_dtype_int8(),
+                     kDouble = aoti_torch_dtype_float64(), kChar = aoti_torch_dtype_int8(), kByte = aoti_torch_dtype_uint8(),
                      kInt = aoti_torch_dtype_int32(), kLong = aoti_torch_dtype_int64(), kBool = aoti_torch_dtype_bool();
 
 inline const char* name_of(int32_t dtype) {
   const std::pair<int32_t, const char*> names[] = {{kBFloat16, "bfloat16"}, {kFloat, "float32"}, {kDouble, "float64"},
                                                    {kChar, "int8"},         {kInt, "int32"},     {kLong, "int64"},
-                                                   {kBool, "bool"}};
+                                                   {kBool, "bool"},         {kByte, "uint8"}};
   for (const auto& [number, name] : names)
     if (number == dtype) return name;
   return "another dtype";
@@ -70,11 +70,12 @@ template <class T>
 int32_t dtype_of() {
   static_assert(std::is_same_v<T, bf16> || std::is_same_v<T, float> || std::is_same_v<T, double> ||
                 std::is_same_v<T, int8_t> || std::is_same_v<T, int32_t> || std::is_same_v<T, int64_t> ||
-                std::is_same_v<T, bool>);
+                std::is_same_v<T, uint8_t> || std::is_same_v<T, bool>);
   if (std::is_same_v<T, bf16>) return kBFloat16;
   if (std::is_same_v<T, float>) return kFloat;
   if (std::is_same_v<T, double>) return kDouble;
   if (std::is_same_v<T, int8_t>) return kChar;
+  if (std::is_same_v<T, uint8_t>) return kByte;
   if (std::is_same_v<T, int32_t>) return kInt;
   return std::is_same_v<T, int64_t> ? kLong : kBool;
 }

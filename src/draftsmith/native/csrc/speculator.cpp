@@ -66,7 +66,7 @@ class Speculator : public Object {
     const int64_t widest = growth_.widest();
     projected_.resize(widest * width_), mixed_.resize(threads * width_);
     rooms_.resize(threads);
-    for (Quantised& room : rooms_) room.reserve(widest, (std::max(features_, width_) + 3) / 4);
+    for (Quantised& room : rooms_) room.reserve(widest, std::max(features_, width_));
     // Rows of even length, zero behind an odd one: the kernels read two inputs at a time.
     states_.assign(widest * even(width_), 0), inputs_.assign(growth_.batch() * even(features_), 0);
     start(tokens, features, counts);

@@ -1,0 +1,28 @@
+"""What can be set of quantised copies, and what the registry knows of them."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from draftsmith.drafters.config import Config
+from draftsmith.drafters.family import Family, later
+from draftsmith.drafters.models.depth import MAX_DEPTH
+
+
+class QuantisedSelfConfig(Config):
+    """The options of a quantised copy."""
+
+    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
+        default=4, description="tokens that are drafted, as a chain"
+    )
+
+
+MODULE = "draftsmith.drafters.models.quantised_self"
+INT8 = Family(
+    "int8-self", "an int8 copy of the target, sharing its cache, by the native kernels for CPUs", QuantisedSelfConfig,
+    later(f"{MODULE}:make_int8_self"),
+)
+INT4 = Family(
+    "int4-self", "a 4-bit copy of the target, sharing its cache, by the native kernels for CPUs", QuantisedSelfConfig,
+    later(f"{MODULE}:make_int4_self"),
+)

@@ -1,0 +1,153 @@
+// Weights in 4 bits: how they are packed, read back, and multiplied, as PyTorch operators.
+//
+// A weight is (16 · q - zero) · scale, q being 0 … 15; every output has a scale (bf16) and a zero point (16 bits, which may
+// lie between levels and beside them) for each group of 32 inputs. The layout is that of `gemm_int4` in kernels.h: 5 bits
+// a weight.
+
+#include "operators.h"
+#include "packed.h"
+
+namespace draftsmith {
+namespace {
+
+// A matrix on its way into panels, in bf16 or fp32.
+struct Packing {
+  Tensor held;
+  int64_t outputs, inputs;
+  uint8_t* to;
+
+  int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
+  int64_t groups() const { return (inputs + kGroup - 1) / kGroup; }
+
+  template <class T>
+  void group(const T* from, int64_t row, int64_t column, int64_t p, int64_t g) const {
+    uint8_t* lines = to + (p * groups() + g) * kGroupBytes;
+    for (int64_t n = 0; n < kPanel; ++n) {
+      const int64_t output = p * kPanel + n, first = g * kGroup;
+      uint8_t levels[kGroup] = {};
+      bf16 scale = 0;
+      int16_t zero = 0;
+      if (output < outputs) {
+        float values[kGroup];  // behind the last input stands another's value
+        for (int64_t k = 0; k < kGroup; ++k) {
+          const T value = from[output * row + std::min(first + k, inputs - 1) * column];
+          if constexpr (std::is_same_v<T, bf16>)
+            values[k] = widen(value);
+          else
+            values[k] = value;
+        }
+        kernels().round_group(values, levels, &scale, &zero);
+      }
+      for (int64_t k = 0; k < kGroup / 2; ++k) {
+        const int64_t at = k / 4 * 8 + k % 4;
+        lines[k / 4 * 64 + 4 * n + k % 4] = static_cast<uint8_t>(levels[at] | levels[at + 4] << 4);
+      }
+      const uint32_t last = static_cast<uint32_t>(scale) << 16 | static_cast<uint16_t>(zero);
+      std::copy_n(reinterpret_cast<const uint8_t*>(&last), sizeof last, lines + 4 * 64 + 4 * n);
+    }
+  }
+
+  void group(int64_t p, int64_t g) const {
+    const int64_t row = held.stride(0), column = held.stride(1);
+    if (held.scalar_type() == kBFloat16)
+      group(bits(held), row, column, p, g);
+    else
+      group(held.const_data_ptr<float>(), row, column, p, g);
+  }
+};
+
+// Packs several matrices into one piece of memory.
+Tensors pack_all_int4(const Tensors& weights) {
+  std::vector<Packing> work;
+  std::vector<std::vector<int64_t>> shapes;
+  int64_t groups = 0;
+  for (const Tensor& weight : weights) {
+    REQUIRE(weight.dim() == 2 && weight.is_cpu(), "draftsmith: only matrices on a CPU are packed");
+    const Tensor held = weight.scalar_type() == kBFloat16 ? weight : weight.to(kFloat);
+    work.push_back({held, weight.size(0), weight.size(1), nullptr});
+    shapes.push_back({work.back().panels(), work.back().groups(), kGroupBytes / 64, 64});
+    groups += work.back().panels() * work.back().groups();
+  }
+  Tensor memory = fresh_memory(groups * kGroupBytes, kByte);
+  Tensors packed;
+  int64_t taken = 0;
+  for (size_t i = 0; i < work.size(); ++i) {
+    packed.push_back(memory.piece(taken, shapes[i]));
+    work[i].to = memory.mutable_data_ptr<uint8_t>() + taken;
+    taken += Sizes(shapes[i]).product();
+  }
+  run_team(get_num_threads(), [&](const Team& team) {
+    const auto [first, last] = team.share(groups);
+    int64_t begins = 0;  // of the matrix, among all groups
+    for (const Packing& matrix : work) {
+      const int64_t across = matrix.groups(), own = matrix.panels() * across;
+      for (int64_t i = std::max<int64_t>(0, first - begins); i < std::min(own, last - begins); ++i)
+        matrix.group(i / across, i % across);
+      begins += own;
+    }
+  });
+  return packed;
+}
+
+Tensor pack_int4(const Tensor& weight) { return pack_all_int4({weight})[0]; }
+
+Tensor unpack_int4(const Tensor& packed, int64_t outputs, int64_t inputs) {
+  check_packed_int4(packed, outputs, inputs);
+  Tensor weight = empty({outputs, inputs}, kBFloat16);
+  const uint8_t* from = packed.const_data_ptr<uint8_t>();
+  bf16* to = mutable_bits(weight);
+  const int64_t groups = packed.size(1);
+  run_team(get_num_threads(), [&](const Team& team) {
+    const auto [first, last] = team.share(outputs);
+    for (int64_t n = first; n < last; ++n) unpack_int4_row(from, groups, n, inputs, to + n * inputs);
+  });
+  return weight;
+}
+
+Tensor linear_int4(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs) {
+  return apply(x, as_linear_int4(packed, bias, outputs, x.dim() ? x.size(-1) : 0));
+}
+
+Tensor embedding_int4(const Tensor& tokens, const Tensor& packed, int64_t width, int64_t entries) {
+  check_packed_int4(packed, entries, width);
+  return look_up(tokens, packed, packed, width, entries);
+}
+
+}  // namespace
+
+void check_packed_int4(const Tensor& packed, int64_t outputs, int64_t inputs) {
+  REQUIRE(packed.is_contiguous() && packed.is_cpu() && packed.scalar_type() == kByte &&
+              packed.sizes() == Sizes({(outputs + kPanel - 1) / kPanel, (inputs + kGroup - 1) / kGroup, 5, 64}),
+          "draftsmith: these int4 weights are not those of a layer from ", inputs, " to ", outputs, " features");
+}
+
+Linear as_linear_int4(const Tensor& packed, const std::optional<Tensor>& bias, int64_t outputs, int64_t inputs) {
+  check_packed_int4(packed, outputs, inputs);
+  Linear layer;
+  layer.outputs = outputs, layer.inputs = inputs, layer.panels = packed.size(0);
+  layer.nibbles = packed.const_data_ptr<uint8_t>(), layer.bias = bias_of(bias, outputs);
+  return layer;
+}
+
+void unpack_int4_row(const uint8_t* packed, int64_t groups, int64_t output, int64_t inputs, bf16* to) {
+  const uint8_t* panel = packed + output / kPanel * groups * kGroupBytes;
+  const int64_t lane = output % kPanel * 4;
+  for (int64_t k = 0; k < inputs; ++k) {
+    const uint8_t* lines = panel + k / kGroup * kGroupBytes;
+    uint32_t step;
+    std::copy_n(lines + 4 * 64 + lane, sizeof step, reinterpret_cast<uint8_t*>(&step));
+    const int64_t at = k % kGroup;
+    const int32_t q = lines[at / 8 * 64 + lane + at % 4] >> (at % 8 < 4 ? 0 : 4) & 15;
+    to[k] = narrow(static_cast<float>(16 * q - static_cast<int16_t>(step & 0xffffu)) * widen(static_cast<bf16>(step >> 16)));
+  }
+}
+
+void define_int4(Library& library) {
+  library.def<pack_int4>("pack_int4(Tensor weight) -> Tensor");
+  library.def<pack_all_int4>("pack_all_int4(Tensor[] weights) -> Tensor[]");
+  library.def<unpack_int4>("unpack_int4(Tensor packed, int outputs, int inputs) -> Tensor");
+  library.def<linear_int4>("linear_int4(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor");
+  library.def<embedding_int4>("embedding_int4(Tensor tokens, Tensor packed, int width, int entries) -> Tensor");
+}
+
+}  // namespace draftsmith

@@ -1,0 +1,232 @@
+"""The native 4-bit layers against their own definition, for every instruction set that this processor has.
+
+M rows, N outputs, K inputs, P = K up to whole groups, G groups of 32 inputs.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from draftsmith.native import LIBRARY, use_kernels, why_missing
+from draftsmith.native.layers import Int4Linear
+from tests.helpers.native_toy import ROWS, SHAPES, draw, same_bits
+
+if not LIBRARY:
+    pytest.skip(why_missing(), allow_module_level=True)
+
+ops = torch.ops.draftsmith
+GROUP = 32
+ALL_SHAPES = (*SHAPES, (17, 32), (40, 95), (33, 300))
+
+
+def in_groups(x_MK: Tensor) -> Tensor:
+    """Return rows as (M, G, 32), zero behind the last input."""
+    return pad(x_MK, (0, -x_MK.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+
+
+def read_back(packed: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
+    """Read packed weights by what kernels.h says: whole numbers (N, G, 32), sixteen times the levels less the zero
+    points, and the scales (N, G)."""
+    panels, groups = packed.shape[:2]
+    levels = packed[:, :, :4].view(panels, groups, 4, 16, 4)
+    halves = torch.stack([levels & 15, levels >> 4], dim=-2)  # (panels, groups, 4, 16, 2, 4)
+    levels_NGI = halves.permute(0, 3, 1, 2, 4, 5).reshape(16 * panels, groups, GROUP).long()
+    steps = packed[:, :, 4].contiguous().view(torch.int16).view(panels, groups, 16, 2).transpose(1, 2)
+    zero_NG, scale_NG = steps.reshape(16 * panels, groups, 2).unbind(-1)
+    scale_NG = scale_NG.contiguous().view(torch.bfloat16).float()
+    assert not scale_NG[outputs:].any() and not levels_NGI[outputs:].any()
+    return (16 * levels_NGI - zero_NG.long().unsqueeze(-1))[:outputs], scale_NG[:outputs]
+
+
+def quantised_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows in whole numbers (M, G, 32), and a scale for every group (M, G)."""
+    wide_MGI = in_groups(x_MK.float())
+    most_MG1 = wide_MGI.abs().amax(-1, keepdim=True)
+    whole_MGI = torch.where(most_MG1 > 0, (wide_MGI * (torch.tensor(127.0) / most_MG1)).round(), 0.0)
+    return whole_MGI.long(), most_MG1.squeeze(-1) / 127
+
+
+def reference(x_MK: Tensor, packed: Tensor, bias_N: Tensor | None, outputs: int) -> Tensor:
+    """Sum groups in whole numbers, and add them in their order in fp32."""
+    (weights_NGI, scale_NG), (rows_MGI, scale_MG) = read_back(packed, outputs), quantised_rows(x_MK)
+    y_MN = torch.zeros(x_MK.shape[0], outputs)
+    for g in range(scale_MG.shape[1]):
+        exact_MN = (rows_MGI[:, g] @ weights_NGI[:, g].T).float()
+        y_MN = y_MN + exact_MN * (scale_MG[:, g : g + 1] * scale_NG[:, g])
+    return (y_MN if bias_N is None else y_MN + bias_N).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("outputs", "inputs"), ALL_SHAPES)
+def test_weights_are_near_what_they_were(instructions: str, outputs: int, inputs: int, dtype: torch.dtype):
+    """Within two fifteenths of the range of their group, and nearer than the nearest of 16 even levels over all of it."""
+    weight_NK = draw(outputs, inputs).to(dtype)
+    weight_NK[0] = 0
+    packed = ops.pack_int4(weight_NK)
+    assert torch.equal(ops.pack_int4(weight_NK.T.contiguous().T), packed)
+    found_NK = ops.unpack_int4(packed, outputs, inputs)
+    whole_NGI, scale_NG = read_back(packed, outputs)
+    expected_NK = (whole_NGI * scale_NG.unsqueeze(-1)).flatten(1)[:, :inputs].bfloat16()
+    assert same_bits(found_NK, expected_NK) and not found_NK[0].any()
+    # Behind the last input stands its value again.
+    last_NK = weight_NK.float()[:, [min(k, inputs - 1) for k in range(inputs + -inputs % GROUP)]]
+    spread_NG = last_NK.unflatten(1, (-1, GROUP)).aminmax(dim=-1)
+    step_NG1 = ((spread_NG.max - spread_NG.min) / 15).unsqueeze(-1)
+    apart_NGI = (in_groups(found_NK.float()) - in_groups(weight_NK.float())).abs()
+    rounding_NGI = in_groups(weight_NK.float()).abs() * 2**-8 + in_groups(weight_NK.float()).abs().amax(-1, True) / 4000
+    assert (apart_NGI <= 2 * step_NG1 + rounding_NGI).all()
+
+
+def test_weights_in_four_bits_are_nearer_than_even_levels():
+    weight_NK = torch.randn(64, 1024).bfloat16()
+    groups = weight_NK.float().unflatten(1, (-1, GROUP))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    step = (high - low) / 15
+    even = ((groups - low) / step).round() * step + low
+    found = ops.unpack_int4(ops.pack_int4(weight_NK), 64, 1024).float().unflatten(1, (-1, GROUP))
+    ratio = (found - groups).square().mean() / (even - groups).square().mean()
+    assert 0.8 < ratio.item() < 0.95
+
+
+@pytest.mark.parametrize("value", [1.0, -0.75, 3e38, -3e38, 1e-37, -300.0])
+def test_weights_that_are_all_alike_come_back(value: float):
+    weight_NK = torch.full((17, 70), value).bfloat16()
+    found_NK = ops.unpack_int4(ops.pack_int4(weight_NK), 17, 70).float()
+    torch.testing.assert_close(found_NK, weight_NK.float(), rtol=2**-8, atol=2**-118)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), ALL_SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_are_those_of_the_definition_bit_by_bit(instructions: str, outputs: int, inputs: int, biased: bool):
+    weight_NK = draw(outputs, inputs)
+    packed = ops.pack_int4(weight_NK)
+    bias_N = draw(outputs, seed=1).float() if biased else None
+    for rows in ROWS[1:]:
+        x_MK = draw(rows, inputs, seed=2)
+        x_MK[0] = 0
+        assert same_bits(ops.linear_int4(x_MK, packed, bias_N, outputs), reference(x_MK, packed, bias_N, outputs))
+    assert ops.linear_int4(x_MK[:0], packed, bias_N, outputs).shape == (0, outputs)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 300), (48, 4096)])
+def test_products_are_near_those_of_the_weights_that_come_back(instructions: str, outputs: int, inputs: int):
+    """The bound that docs/native.md states, in float64."""
+    packed, x_MK = ops.pack_int4(draw(outputs, inputs)), draw(9, inputs, seed=2)
+    whole_NGI, scale_NG = read_back(packed, outputs)
+    weights_NK = (whole_NGI * scale_NG.unsqueeze(-1)).flatten(1)[:, :inputs].double()
+    exact_MN = x_MK.double() @ weights_NK.T
+    steps_MK = quantised_rows(x_MK)[1].double().repeat_interleave(GROUP, 1)[:, :inputs]
+    groups = scale_NG.shape[1]
+    allowed_MN = (0.5 * steps_MK @ weights_NK.abs().T) * 1.001
+    allowed_MN += 2**-8 * exact_MN.abs() + groups * 2**-22 * (x_MK.double().abs() @ weights_NK.abs().T)
+    assert ((ops.linear_int4(x_MK, packed, None, outputs).double() - exact_MN).abs() <= allowed_MN * (1 + 2**-8)).all()
+
+
+def test_every_instruction_set_computes_the_same_bits(instructions: str):
+    weight_NK, x_MK = draw(150, 333), draw(40, 333, seed=2)
+    packed, found_MN = ops.pack_int4(weight_NK), ops.linear_int4(x_MK, ops.pack_int4(weight_NK), None, 150)
+    assert use_kernels("portable")
+    assert torch.equal(ops.pack_int4(weight_NK), packed)
+    assert same_bits(ops.linear_int4(x_MK, packed, None, 150), found_MN)
+
+
+def test_rows_keep_their_bits_in_any_company_and_on_any_threads(instructions: str, two_threads: None):
+    weight_NK, x_MK = draw(700, 149), draw(300, 149, seed=2)
+    packed = ops.pack_int4(weight_NK)
+    whole_MN = ops.linear_int4(x_MK, packed, None, 700)
+    torch.set_num_threads(1)
+    assert torch.equal(ops.pack_int4(weight_NK), packed)
+    for rows in ROWS[1:]:
+        for first in (0, 300 - rows):
+            part = slice(first, first + rows)
+            assert same_bits(ops.linear_int4(x_MK[part], packed, None, 700), whole_MN[part])
+
+
+def test_the_largest_sums_are_exact(instructions: str):
+    """All levels and rows at their ends, of one sign: sums of 16 bits would overflow first."""
+    x_MK = torch.cat([torch.full((2, 3200), 127.0), torch.full((1, 3200), -127.0)]).bfloat16()
+    weight_NK = torch.cat([torch.tensor([1.0, 0.0]).repeat(3, 16), torch.ones(3, 32)], 1).repeat(1, 50).bfloat16()
+    packed = ops.pack_int4(weight_NK)
+    assert same_bits(ops.linear_int4(x_MK, packed, None, 3), reference(x_MK, packed, None, 3))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_is_not_made_finite(instructions: str, value: float):
+    weight_NK, x_MK = draw(17, 70), draw(3, 70, seed=2)
+    broken_NK = weight_NK.clone()
+    x_MK[1, 68], broken_NK[5, 40] = value, value
+    finite_MN = ops.linear_int4(x_MK, ops.pack_int4(weight_NK), None, 17).isfinite()
+    assert not finite_MN[1].any() and finite_MN[[0, 2]].all()
+    finite_N = ops.linear_int4(x_MK[:1], ops.pack_int4(broken_NK), None, 17).isfinite()[0]
+    assert finite_N.tolist() == [n != 5 for n in range(17)]
+    assert ops.unpack_int4(ops.pack_int4(broken_NK), 17, 70)[5, 32:64].isnan().all()
+
+
+def test_rows_of_very_small_numbers_are_still_products(instructions: str):
+    """The reciprocal of such a group's largest value overflows fp32."""
+    packed, x_MK = ops.pack_int4(draw(17, 40) * 2.0**60), draw(2, 40, seed=2)
+    y_MN = ops.linear_int4(x_MK * 2.0**-126, packed, None, 17).double() * 2.0**126
+    exact_MN = ops.linear_int4(x_MK, packed, None, 17).double()
+    torch.testing.assert_close(y_MN, exact_MN, rtol=0.02, atol=0.02 * exact_MN.abs().max().item())
+
+
+@pytest.mark.parametrize(("entries", "width"), [(1, 1), (16, 8), (37, 40), (96, 33)])
+def test_a_table_is_looked_up_as_it_is_unpacked(entries: int, width: int):
+    packed = ops.pack_int4(draw(entries, width))
+    expected_VF = ops.unpack_int4(packed, entries, width)
+    for tokens in (torch.arange(entries), torch.tensor(entries - 1), torch.zeros((2, 0), dtype=torch.long)):
+        found = ops.embedding_int4(tokens, packed, width, entries)
+        assert same_bits(found, nn.functional.embedding(tokens, expected_VF))
+
+
+def test_layers_are_packed_together_as_alone():
+    weights = [draw(40, 33), draw(16, 64).T, draw(5, 7).float()]
+    for together, weight_NK in zip(ops.pack_all_int4(weights), weights, strict=True):
+        assert torch.equal(together, ops.pack_int4(weight_NK))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_layer_saves_its_quantised_weights(transposed: bool):
+    weight_NK, bias_N = draw(18, 40), draw(18)
+    layer = Int4Linear(weight_NK, bias_N, transposed)
+    state = layer.state_dict()
+    assert same_bits(state["weight"], layer.unpacked().T if transposed else layer.unpacked())
+    assert same_bits(state["bias"], bias_N) and layer.packed.nbytes == 32 * 64 * 5 // 8
+
+
+ONE = draw(1, 6)
+WRONG = {
+    "a vector": lambda: ops.pack_int4(torch.zeros(3)),
+    "fp32 rows": lambda: ops.linear_int4(ONE.float(), ops.pack_int4(draw(20, 6)), None, 20),
+    "longer rows": lambda: ops.linear_int4(draw(2, 33), ops.pack_int4(draw(20, 6)), None, 20),
+    "more outputs": lambda: ops.linear_int4(ONE, ops.pack_int4(draw(20, 6)), None, 33),
+    "bf16 weights": lambda: ops.linear_int4(ONE, ops.pack(draw(20, 6)), None, 20),
+    "a bf16 bias": lambda: ops.linear_int4(ONE, ops.pack_int4(draw(20, 6)), draw(20), 20),
+    "a table of another width": lambda: ops.embedding_int4(torch.tensor([0]), ops.pack_int4(draw(20, 6)), 40, 20),
+    "weights of another layer": lambda: ops.unpack_int4(ops.pack_int4(draw(20, 6)), 40, 6),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_in_words(name: str):
+    with pytest.raises(RuntimeError, match=r"^draftsmith: "):
+        WRONG[name]()
+
+
+def test_a_token_that_is_not_in_the_table_is_refused():
+    with pytest.raises(IndexError, match="token 20 is not in a table of 20"):
+        ops.embedding_int4(torch.tensor([20]), ops.pack_int4(draw(20, 6)), 6, 20)
+
+
+ARGUMENTS = {
+    "pack_int4": lambda: (draw(17, 5),),
+    "unpack_int4": lambda: (ops.pack_int4(draw(17, 5)), 17, 5),
+    "linear_int4": lambda: (draw(2, 3, 5), ops.pack_int4(draw(17, 5)), draw(17).float(), 17),
+    "embedding_int4": lambda: (torch.tensor([[1, 16], [0, 3]]), ops.pack_int4(draw(17, 5)), 5, 17),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_operators_keep_pytorch_s_rules(name: str):
+    torch.library.opcheck(getattr(ops, name).default, ARGUMENTS[name]())
