@@ -90,19 +90,20 @@ def cells_of(
     begun = time.monotonic()
     longest = max(len(prompt) for prompts in texts.values() for prompt in prompts) + args.new_tokens
     plain = Engine(target, drafter, max_batch=max(args.batches), max_length=longest, share_prefixes=False)
-    fitted = fit_drafts(plain, None if given == "random" else given, quiet())
-    policy = fitted.core.policy
+    name_of = None if given == "random" else given
+    fitted = {batch: fit_drafts(plain, name_of, quiet(), batch) for batch in args.batches}
+    policy = fitted[args.batches[0]].core.policy
     assert isinstance(policy, Fitted)
     measured_s = time.monotonic() - begun
     plans = [] if args.no_fixed else [arm.plan for arm in policy.profile.arms if arm.plan != NO_DRAFT]
     cells = []
     for batch, (task, prompts) in product(args.batches, texts.items()):
-        seconds, taken = rounds(plain, fitted, plans, prompts, batch, args)
+        seconds, taken = rounds(plain, fitted[batch], plans, prompts, batch, args)
         own = seconds[FITTED]
         cell = {
             "drafter": name, "batch": batch, "task": task, "rounds": args.rounds,
             "new_tokens": args.rounds * batch * args.new_tokens, "fit_s": measured_s, "seconds": seconds,
-            "plans": taken, "never_drafts": policy.is_fixed,
+            "plans": taken,
             "over_plain": as_json(ratio(seconds[PLAIN], own, args.seed)),
         }
         fixed = {key: value for key, value in seconds.items() if key not in (PLAIN, FITTED)}

@@ -131,6 +131,8 @@ def test_where_nothing_can_be_gained_it_never_drafts():
     hopeless = Fitted(profile(cost=0.9))
     assert hopeless.is_fixed and hopeless.choices[0].plan == NO_DRAFT
     assert not Fitted(profile(cost=0.9), hope=2.0).is_fixed, "other texts may be easier to foresee"
+    crowded = profile(cost=0.3)
+    assert Fitted(crowded, rows=4).is_fixed and not Fitted(crowded, rows=1).is_fixed and not Fitted(crowded).is_fixed
 
 
 @pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])

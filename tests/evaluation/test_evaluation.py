@@ -218,7 +218,7 @@ def test_the_engine_that_drafts_what_pays_is_one_more_setting(engine: Engine):
     profile = Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), Arm(Plan((1, 1)), (0.9, 0.8), (1.1,))))
     fitted = Engine(engine.target, engine.drafter, policy=Fitted(profile), max_batch=2)
     grid = Grid((1, 2), None, (12,), new_tokens=NEW_TOKENS, trials=2, warmups=0, branching=(1, 1, 1))
-    cells = run_grid(engine, engine.plan, embedded_prompts("prose"), grid, fitted=fitted)
+    cells = run_grid(engine, engine.plan, embedded_prompts("prose"), grid, fitted={1: fitted, 2: fitted})
     assert [(c["batch"], c["candidates"], c["fitted"]) for c in cells] == [
         (batch, *which) for batch in (1, 2) for which in ((0, False), (1, False), (None, True))
     ]

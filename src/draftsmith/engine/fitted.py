@@ -44,13 +44,17 @@ class Fitted(Policy):
         drafter: the name of the engine's drafter that it was measured with; None is the first.
         hope: it never drafts, and so the drafter costs nothing at all, where nothing would be gained even with these
             odds, see `Arm.accepted`.
+        rows: nor where nothing would be gained with so many rows; None asks whether there is any number of rows.
     """
 
-    def __init__(self, profile: Profile, drafter: str | None = None, hope: float = 1.0) -> None:
+    def __init__(
+        self, profile: Profile, drafter: str | None = None, hope: float = 1.0, rows: int | None = None
+    ) -> None:
         self.profile = profile
         plain = profile.arms[0]
-        useful = {id(profile.best(rows, odds)) for rows in range(1, MOST_ROWS + 1) for odds in ODDS}
-        gains = any(profile.best(rows, hope) is not plain for rows in range(1, MOST_ROWS + 1))
+        useful = {id(profile.best(count, odds)) for count in range(1, MOST_ROWS + 1) for odds in ODDS}
+        counted = range(1, MOST_ROWS + 1) if rows is None else (rows,)
+        gains = any(profile.best(count, hope) is not plain for count in counted)
         self._arms = [arm for arm in profile.arms if arm is plain or (gains and id(arm) in useful)]
         self._accepts = [[arm.accepted(odds) for odds in ODDS] for arm in self._arms]
         self._choices = [Choice(arm.plan, drafter) for arm in self._arms]

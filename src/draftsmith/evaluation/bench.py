@@ -8,7 +8,7 @@ every setting samples with the same seeds. Shapes: B rows (batch), K candidates,
 """
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ def run_grid(
     peer: Peer | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
     on_cells: Callable[[list[dict[str, Any]]], None] | None = None,
-    fitted: Engine | None = None,
+    fitted: Mapping[int, Engine] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every cell.
 
@@ -55,7 +55,7 @@ def run_grid(
         on_progress: gets a label, the number of runs done since the last call, and that of all runs.
         on_cells: gets all cells so far, whenever those of a batch size and prompt length are done, and after Ctrl-C
             once more with the rounds that were whole.
-        fitted: an engine of the same target that drafts what pays, as one more setting.
+        fitted: for every batch size an engine of the same target that drafts what pays, as one more setting.
     """
     rng = random.Random(grid.seed)
     plans = grid.plans(default)
@@ -76,7 +76,8 @@ def run_grid(
                 ]
 
             try:
-                _run_rounds(engine, prompts, grid, plans, peer, fitted, runs, shape, rng, on_progress)
+                best = None if fitted is None else fitted[batch]
+                _run_rounds(engine, prompts, grid, plans, peer, best, runs, shape, rng, on_progress)
             except KeyboardInterrupt:
                 whole = min(map(len, runs.values()))
                 if whole and on_cells is not None:

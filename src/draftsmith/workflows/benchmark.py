@@ -157,11 +157,12 @@ def bench(
     engine = settle_compilation(
         console, engine, compile, tokens, lambda compiled: prepare_grid(compiled, own, grid)
     )
-    best: Engine | None = None
+    best: dict[int, Engine] | None = None
     if grid.candidates is None and grid.branching is None and not grid.choices and grid.rules == NO_DRAFT:
         origin = assets.demo_drafter() if drafter is None else drafter
-        best = fit_drafts(engine, origin if isinstance(origin, str | Path) else None, console)
-        best = None if best is engine else best
+        name = origin if isinstance(origin, str | Path) else None
+        best = {batch: fit_drafts(engine, name, console, batch) for batch in grid.batches}
+        best = None if engine in best.values() else best
     where = provenance(
         target=engine.target.name, drafter=name_of(drafter, assets.DRAFTER_NAME if drafting else None),
         dtype=dtype_name(engine.target), device=str(engine.target.device), compiled=engine.compiled,

@@ -69,7 +69,9 @@ def fit(target: Target, drafter: Drafter, name: str | None, console: Console) ->
     return found
 
 
-def fit_drafts(engine: Engine, loaded_from: str | Path | None = None, console: Console | None = None) -> Engine:
+def fit_drafts(
+    engine: Engine, loaded_from: str | Path | None = None, console: Console | None = None, max_batch: int | None = None
+) -> Engine:
     """Return an engine of the same parts that drafts what pays on this machine, and say what that is.
 
     What drafts cost and bring is measured in some seconds, by decoding the embedded training texts; while the engine
@@ -80,34 +82,41 @@ def fit_drafts(engine: Engine, loaded_from: str | Path | None = None, console: C
         loaded_from: the folder or word that the drafter was loaded from; what was measured is then kept for the next
             time, for this machine, these versions, this target and this drafter.
         console: where that is said; nowhere by default.
+        max_batch: most rows of the engine that is returned; those of the given one by default. A drafter with a memory
+            of its own has to read every text, drafting or not, so it drafts only where that pays with so many rows.
     """
     console = console or silent()
     if not engine.plan.depth or engine.compiled != "off":
         return engine
     name = None if loaded_from is None else str(loaded_from)
     found = fit(engine.target, engine.drafter, name, console)
-    hope = 1.0 if engine.drafter.reads_prompt else LOOKUP_HOPE
-    policy = Fitted(found.profile, hope=hope)
-    console.print(f"[dim]{in_words(found, policy)}[/dim]", highlight=False)
     limits = engine.core.limits
+    most = limits.max_batch if max_batch is None else max_batch
+    remembers = engine.drafter.reads_prompt
+    policy = Fitted(found.profile, hope=1.0 if remembers else LOOKUP_HOPE, rows=most if remembers else None)
+    console.print(f"[dim]{in_words(found, policy, most)}[/dim]", highlight=False)
     made = Engine(
-        engine.target, engine.core.drafters, policy=policy, max_batch=limits.max_batch, max_length=limits.max_length,
+        engine.target, engine.core.drafters, policy=policy, max_batch=most, max_length=limits.max_length,
         max_tokens_in_flight=limits.max_tokens, share_prefixes=limits.share, compile=engine.compiled,
     )
     made.plan = policy.typical.plan if not policy.is_fixed else NO_DRAFT
     return made
 
 
-def in_words(found: Fit, policy: Fitted) -> str:
-    """Say in a line which drafts are made, and why."""
+def in_words(found: Fit, policy: Fitted, rows: int = 1) -> str:
+    """Say in a line which drafts are made, and why; `rows` at most are decoded together."""
     profile, arm = found.profile, policy.typical
     when = f"measured in {found.seconds:.1f} s" if found.seconds else "measured before"
     if not found.quiet:
         when += " while other programs disturbed it, so again in an hour"
     if policy.is_fixed:
-        tried = max(profile.arms[1:], key=lambda one: profile.gain(one, 1), default=None)
-        closest = f": the best, {shape_in_words(tried.plan)}, would be {profile.gain(tried, 1):.2f}×" if tried else ""
-        return f"No drafts, because on this machine none of this drafter's pays{closest} ({when}; --plan own drafts)."
+        tried = max(profile.arms[1:], key=lambda one: profile.gain(one, rows), default=None)
+        closest = f": the best, {shape_in_words(tried.plan)}, would be {profile.gain(tried, rows):.2f}×" if tried else ""
+        beside = f" for {rows} texts at a time" if rows > 1 else ""
+        return (
+            f"No drafts, because on this machine none of this drafter's pays{beside}{closest} ({when}; --plan own "
+            "drafts)."
+        )
     if arm is profile.arms[0]:
         return f"Drafts only where guesses stay more often than usual, since otherwise none pays here ({when})."
     return (
