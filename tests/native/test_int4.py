@@ -60,7 +60,7 @@ def reference(x_MK: Tensor, packed: Tensor, bias_N: Tensor | None, outputs: int)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("outputs", "inputs"), ALL_SHAPES)
 def test_weights_are_near_what_they_were(instructions: str, outputs: int, inputs: int, dtype: torch.dtype):
-    """Within two fifteenths of the range of their group, and nearer than the nearest of 16 even levels over all of it."""
+    """Within two fifteenths of the range of their group."""
     weight_NK = draw(outputs, inputs).to(dtype)
     weight_NK[0] = 0
     packed = ops.pack_int4(weight_NK)

@@ -394,7 +394,7 @@ def quantised(name: str, quantize: Quantization) -> Target:
 @pytest.mark.parametrize("quantize", WHOLE)
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_a_quantised_model_says_nearly_what_the_model_says(name: str, quantize: Quantization):
-    """Rows and int8 weights are rounded by 1/254 of their largest, 0.01 in the root mean square for a largest of thrice it.
+    """Rows and int8 weights are rounded by 1/254 of their largest, 0.01 in the root mean square for one of thrice it.
 
     Two or three layers of seven products add up to some 0.06, and sharp attention enlarges that. Weights in 4 bits are
     off by 0.074; what the model then says is held against the model with these weights, below.
@@ -413,8 +413,8 @@ def test_a_quantised_model_keeps_names_and_shapes(name: str, quantize: Quantizat
         key: (t.shape, t.dtype) for key, t in before.items()
     }
     for key, tensor in before.items():
-        # Half a step of the output's own scale, and the rounding of the step to bf16; in 4 bits a step is 2/15, and ends
-        # may be off by more than one.
+        # Half a step of the output's own scale, and the rounding of the step to bf16; in 4 bits a step is 2/15, and
+        # ends may be off by more than one.
         steps = 0.5 / 127 if quantize == "int8" else 2 * 2 / 15
         assert ((after[key] - tensor).float().abs() <= tensor.float().abs().max() * (steps + 2**-8)).all(), key
 

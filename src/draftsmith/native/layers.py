@@ -56,7 +56,7 @@ class _Packed(nn.Module):
         raise NotImplementedError
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """Return the weights of outputs (…) as bf16 rows (…, K), as an embedding that is tied to this layer has them."""
+        """Return the weights of outputs (…) as bf16 rows (…, K): the embedding that is tied to this layer."""
         raise NotImplementedError
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,13 +276,12 @@ def _pack_experts(weights_ENK: Tensor, quantize: Quantization) -> list[Tensor]:
 
 def packed_parts(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Return what native code reads of packed layers: weights, scales, sums and biases, empty where there are none."""
-    weights, scales, sums, biases = [], [], [], []
+    held: tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]] = ([], [], [], [])
     for layer in layers:
         assert isinstance(layer, PackedLayer)
-        for held, part in zip((weights, scales, sums), layer.parts(), strict=True):
-            held.append(part)
-        biases.append(NONE if layer.bias_N is None else layer.bias_N)
-    return weights, scales, sums, biases
+        for parts, part in zip(held, (*layer.parts(), NONE if layer.bias_N is None else layer.bias_N), strict=True):
+            parts.append(part)
+    return held
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

@@ -111,12 +111,10 @@ def in_words(found: Fit, policy: Fitted, rows: int = 1) -> str:
         when += " while other programs disturbed it, so again in an hour"
     if policy.is_fixed:
         tried = max(profile.arms[1:], key=lambda one: profile.gain(one, rows), default=None)
-        closest = f": the best, {shape_in_words(tried.plan)}, would be {profile.gain(tried, rows):.2f}×" if tried else ""
         beside = f" for {rows} texts at a time" if rows > 1 else ""
-        return (
-            f"No drafts, because on this machine none of this drafter's pays{beside}{closest} ({when}; --plan own "
-            "drafts)."
-        )
+        if tried is not None:
+            beside += f": the best, {shape_in_words(tried.plan)}, would be {profile.gain(tried, rows):.2f}×"
+        return f"No drafts, because on this machine none of this drafter's pays{beside} ({when}; --plan own drafts)."
     if arm is profile.arms[0]:
         return f"Drafts only where guesses stay more often than usual, since otherwise none pays here ({when})."
     return (

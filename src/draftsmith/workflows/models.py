@@ -36,7 +36,8 @@ class Loading:
         device: auto, cpu, cuda, cuda:1 and so on.
         trust_remote_code: run code that comes with the model.
         native: use the native kernels (bf16 on a CPU).
-        quantize: "int8" or "int4" quantises the target's linear layers on a CPU; the text is then that of the quantised model.
+        quantize: "int8" or "int4" quantises the target's linear layers on a CPU; the text is then that of the
+            quantised model.
         dtype_option: how the user of this job names a dtype, for a line that recommends one.
     """
 

@@ -46,7 +46,7 @@ def bf16_target(name: str, native: bool = True) -> Target:
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
 @pytest.mark.parametrize("plan", [None, TREE, CONFIDENCE, CHAIN, SAMPLED_TREE, NARROWING], ids=str)
 def test_a_copy_over_the_target_s_cache_changes_no_text(name: str, architecture: str, plan: Plan | None):
-    """Rows of unlike lengths that join, leave and reach past a window, greedy and sampled: bit for bit the plain text."""
+    """Rows of unlike lengths that join, leave and reach past a window, greedy and sampled: the plain text."""
     target = bf16_target(architecture)
     questions, lengths = prompts(6), [20, 7, 18, 12, 20, 1]
     drafter = load_drafter(name, target)

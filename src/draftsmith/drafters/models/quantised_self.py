@@ -1,9 +1,9 @@
 """Self-speculation: a copy of the target with weights in fewer bits drafts for it, over the target's own cache.
 
-Of a bf16 target it reads half the bytes (int8) or less than a third (int4), and makes nearly its choices. Worth it where
-reading weights is what a step costs, and verification reads several tokens for little more than one. Of the text it
-reads the keys and values that the target wrote, so it has no prompt to read and no cache of its own. Self-speculation
-with weights in 4 bits is that of "QuantSpec" (arXiv:2502.10424), which quantises the cache too.
+Of a bf16 target it reads half the bytes (int8) or less than a third (int4), and makes nearly its choices. Worth it
+where reading weights is what a step costs, and verification reads several tokens for little more than one. Of the text
+it reads the keys and values that the target wrote, so it has no prompt to read and no cache of its own.
+Self-speculation with weights in 4 bits is that of "QuantSpec" (arXiv:2502.10424), which quantises the cache too.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class QuantisedSelf(SelfDrafter):
-    """Drafts with a quantised copy of a bf16 target, sharing its cache and all weights that are no matrices of layers."""
+    """Drafts with a quantised copy of a bf16 target, sharing its cache, and of its weights what is not packed."""
 
     def __init__(self, target: "Target", quantize: Quantization, guesses: int) -> None:
         super().__init__(target, target.quantised(quantize), guesses)

@@ -1,4 +1,4 @@
-"""Self-speculation: a part of the target's own layers under its own norm and head, or a copy of it in fewer bits, drafts.
+"""Self-speculation: a part of the target's layers under its norm and head, or a copy of it in fewer bits, drafts.
 
 They share the target's cache. The text is there already, but for the root, which the drafter reads first; of all
 committed text it reads what the whole target wrote. What it writes for the root and its guesses, in the layers that
