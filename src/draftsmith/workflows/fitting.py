@@ -27,6 +27,8 @@ from draftsmith.workflows.models import quiet as silent
 
 LOOKUP_HOPE = 4.0
 """Texts differ in how often they repeat themselves much more than in how well a model foresees them."""
+MEMORY_HOPE = 0.85
+"""A drafter with a memory reads every text, also where it does not draft, so it has to gain clearly."""
 DISTURBED_FOR_S = 3600.0
 """So long it is made do with what was measured while other programs disturbed it."""
 FORMAT = 1
@@ -93,7 +95,7 @@ def fit_drafts(
     limits = engine.core.limits
     most = limits.max_batch if max_batch is None else max_batch
     remembers = engine.drafter.reads_prompt
-    policy = Fitted(found.profile, hope=1.0 if remembers else LOOKUP_HOPE, rows=most if remembers else None)
+    policy = Fitted(found.profile, hope=MEMORY_HOPE if remembers else LOOKUP_HOPE, rows=most if remembers else None)
     console.print(f"[dim]{in_words(found, policy, most)}[/dim]", highlight=False)
     made = Engine(
         engine.target, engine.core.drafters, policy=policy, max_batch=most, max_length=limits.max_length,
