@@ -30,7 +30,7 @@ from common import (
     start,
 )
 
-from draftsmith import assets, fit_drafts
+from draftsmith import assets
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.dtypes import resolve_dtype
@@ -43,7 +43,7 @@ from draftsmith.evaluation.measuring.intervals import Interval
 from draftsmith.evaluation.prompts import embedded_prompts
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
-from draftsmith.workflows.fitting import shape_in_words
+from draftsmith.workflows.fitting import fitted_engines, shape_in_words
 from draftsmith.workflows.models import quiet
 
 PLAIN, FITTED = "plain", "fitted"
@@ -91,7 +91,7 @@ def cells_of(
     longest = max(len(prompt) for prompts in texts.values() for prompt in prompts) + args.new_tokens
     plain = Engine(target, drafter, max_batch=max(args.batches), max_length=longest, share_prefixes=False)
     name_of = None if given == "random" else given
-    fitted = {batch: fit_drafts(plain, name_of, quiet(), batch) for batch in args.batches}
+    fitted = fitted_engines(plain, args.batches, name_of, quiet())
     policy = fitted[args.batches[0]].core.policy
     assert isinstance(policy, Fitted)
     measured_s = time.monotonic() - begun

@@ -18,17 +18,24 @@ def provenance(**more: Any) -> dict[str, Any]:
         "command": command_line(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": _version("transformers"),
-            "safetensors": _version("safetensors"),
-            "draftsmith": _version("draftsmith"),
-        },
+        "versions": versions(),
         "git_revision": git_revision(),
         "threads": torch.get_num_threads(),
     }
     return record | more
+
+
+def versions() -> dict[str, str]:
+    """Return those of Python, of Draftsmith and of what it computes with."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "safetensors": _version("safetensors"),
+        "draftsmith": _version("draftsmith"),
+    }
 
 
 def command_line() -> str:

@@ -209,14 +209,21 @@ class Engine:
 
     def at_level(self, compile: CompileLevel) -> "Engine":
         """Return an engine of the same parts and sizes at another level of compilation."""
-        limits = self.core.limits
-        engine = Engine(
-            self.target, self.core.drafters, policy=self.core.policy, max_batch=limits.max_batch,
-            max_length=limits.max_length, max_tokens_in_flight=limits.max_tokens, piece_tokens=self._piece_tokens,
-            share_prefixes=limits.share, compile=compile,
-        )
+        engine = self._again(self.core.policy, compile, self.max_batch)
         engine.plan = self.plan
         return engine
+
+    def under(self, policy: Policy, max_batch: int | None = None) -> "Engine":
+        """Return an engine of the same parts under another policy; with as many rows, unless `max_batch` says."""
+        return self._again(policy, self.compiled, self.max_batch if max_batch is None else max_batch)
+
+    def _again(self, policy: Policy, compile: CompileLevel, max_batch: int) -> "Engine":
+        limits = self.core.limits
+        return Engine(
+            self.target, self.core.drafters, policy=policy, max_batch=max_batch, max_length=limits.max_length,
+            max_tokens_in_flight=limits.max_tokens, piece_tokens=self._piece_tokens, share_prefixes=limits.share,
+            compile=compile,
+        )
 
     @property
     def compiled(self) -> CompileLevel:

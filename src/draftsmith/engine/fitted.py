@@ -51,12 +51,17 @@ class Fitted(Policy):
         self, profile: Profile, drafter: str | None = None, hope: float = 1.0, rows: int | None = None
     ) -> None:
         self.profile = profile
-        plain = profile.arms[0]
-        useful = {id(profile.best(count, odds)) for count in range(1, MOST_ROWS + 1) for odds in ODDS}
-        counted = range(1, MOST_ROWS + 1) if rows is None else (rows,)
-        gains = any(profile.best(count, hope) is not plain for count in counted)
-        self._arms = [arm for arm in profile.arms if arm is plain or (gains and id(arm) in useful)]
-        self._accepts = [[arm.accepted(odds) for odds in ODDS] for arm in self._arms]
+        counts = range(1, MOST_ROWS + 1)
+        gains = any(profile.best(count, hope) is not profile.arms[0] for count in (counts if rows is None else (rows,)))
+        accepts = [[arm.accepted(odds) for odds in ODDS] for arm in profile.arms]
+        useful = {0}
+        for count in counts if gains else ():
+            seconds = [profile.seconds(arm, count) for arm in profile.arms]
+            for at in range(len(ODDS)):
+                speeds = [(1 + own[at]) / took for own, took in zip(accepts, seconds, strict=True)]
+                useful.add(speeds.index(max(speeds)))
+        self._arms = [profile.arms[number] for number in sorted(useful)]
+        self._accepts = [accepts[number] for number in sorted(useful)]
         self._choices = [Choice(arm.plan, drafter) for arm in self._arms]
         self.steps = [0] * len(self._arms)
         """How many steps took each of `choices`."""

@@ -52,7 +52,7 @@ class Profile:
             return arm.seconds[0]
         right = min(max(1, bisect_left(self.rows, rows)), len(self.rows) - 1)
         (r0, r1), (t0, t1) = self.rows[right - 1 : right + 1], arm.seconds[right - 1 : right + 1]
-        return max(t0, t0 + (t1 - t0) * (rows - r0) / (r1 - r0)) if rows >= r0 else t0
+        return max(t0, t0 + (t1 - t0) * (rows - r0) / (r1 - r0))
 
     def speed(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
         """Return tokens a second of all rows together; see `Arm.accepted`."""

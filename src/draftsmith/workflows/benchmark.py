@@ -18,7 +18,7 @@ from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.drafts import check_drafter
-from draftsmith.workflows.fitting import fit_drafts
+from draftsmith.workflows.fitting import fitted_engines
 from draftsmith.workflows.models import (
     CompileChoice,
     Loading,
@@ -161,8 +161,7 @@ def bench(
     if grid.candidates is None and grid.branching is None and not grid.choices and grid.rules == NO_DRAFT:
         origin = assets.demo_drafter() if drafter is None else drafter
         name = origin if isinstance(origin, str | Path) else None
-        best = {batch: fit_drafts(engine, name, console, batch) for batch in grid.batches}
-        best = None if engine in best.values() else best
+        best = fitted_engines(engine, grid.batches, name, console) or None
     where = provenance(
         target=engine.target.name, drafter=name_of(drafter, assets.DRAFTER_NAME if drafting else None),
         dtype=dtype_name(engine.target), device=str(engine.target.device), compiled=engine.compiled,

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from draftsmith.engine.profile import Profile
 from draftsmith.evaluation.measuring.profiling import is_chain, measure_profile
 from draftsmith.files import replace_text
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.provenance import machine, provenance
+from draftsmith.provenance import machine, provenance, versions
 from draftsmith.targets import Target
 from draftsmith.workflows.models import quiet as silent
 
@@ -46,7 +47,7 @@ class Fit:
 
     def to_json(self) -> dict[str, Any]:
         """Return what is kept, as plain JSON."""
-        return {"format": FORMAT, "quiet": self.quiet, **self.profile.to_json()}
+        return {"quiet": self.quiet, **self.profile.to_json()}
 
 
 def fit(target: Target, drafter: Drafter, name: str | None, console: Console) -> Fit:
@@ -71,9 +72,7 @@ def fit(target: Target, drafter: Drafter, name: str | None, console: Console) ->
     return found
 
 
-def fit_drafts(
-    engine: Engine, loaded_from: str | Path | None = None, console: Console | None = None, max_batch: int | None = None
-) -> Engine:
+def fit_drafts(engine: Engine, loaded_from: str | Path | None = None, console: Console | None = None) -> Engine:
     """Return an engine of the same parts that drafts what pays on this machine, and say what that is.
 
     What drafts cost and bring is measured in some seconds, by decoding the embedded training texts; while the engine
@@ -84,24 +83,32 @@ def fit_drafts(
         loaded_from: the folder or word that the drafter was loaded from; what was measured is then kept for the next
             time, for this machine, these versions, this target and this drafter.
         console: where that is said; nowhere by default.
-        max_batch: most rows of the engine that is returned; those of the given one by default. A drafter with a memory
-            of its own has to read every text, drafting or not, so it drafts only where that pays with so many rows.
+    """
+    return fitted_engines(engine, (engine.max_batch,), loaded_from, console).get(engine.max_batch, engine)
+
+
+def fitted_engines(
+    engine: Engine, batches: Sequence[int], loaded_from: str | Path | None = None, console: Console | None = None
+) -> dict[int, Engine]:
+    """Do as `fit_drafts`, an engine for each number of rows; none where it would be returned as it is.
+
+    A drafter with a memory of its own has to read every text, drafting or not, so it drafts only where that pays with
+    so many rows.
     """
     console = console or silent()
     if not engine.plan.depth or engine.compiled != "off":
-        return engine
-    name = None if loaded_from is None else str(loaded_from)
-    found = fit(engine.target, engine.drafter, name, console)
-    limits = engine.core.limits
-    most = limits.max_batch if max_batch is None else max_batch
-    remembers = engine.drafter.reads_prompt
-    policy = Fitted(found.profile, hope=MEMORY_HOPE if remembers else LOOKUP_HOPE, rows=most if remembers else None)
-    console.print(f"[dim]{in_words(found, policy, most)}[/dim]", highlight=False)
-    made = Engine(
-        engine.target, engine.core.drafters, policy=policy, max_batch=most, max_length=limits.max_length,
-        max_tokens_in_flight=limits.max_tokens, share_prefixes=limits.share, compile=engine.compiled,
-    )
-    made.plan = policy.typical.plan if not policy.is_fixed else NO_DRAFT
+        return {}
+    found = fit(engine.target, engine.drafter, None if loaded_from is None else str(loaded_from), console)
+    remembers, made = engine.drafter.reads_prompt, {}
+    said: set[str] = set()
+    for rows in batches:
+        policy = Fitted(found.profile, hope=MEMORY_HOPE if remembers else LOOKUP_HOPE, rows=rows if remembers else None)
+        sentence = in_words(found, policy, rows)
+        if sentence not in said:
+            said.add(sentence)
+            console.print(f"[dim]{sentence}[/dim]", highlight=False)
+        made[rows] = engine.under(policy, rows)
+        made[rows].plan = NO_DRAFT if policy.is_fixed else policy.typical.plan
     return made
 
 
@@ -135,12 +142,16 @@ def shape_in_words(plan: Plan) -> str:
 def place(target: Target, drafter: Drafter, name: str) -> Path:
     """Return where the profile of a target, a drafter and this machine is kept."""
     weights = hashlib.sha256()
-    for tensor in (target.embedding_weight_VF, target.head_weight_VF):
-        weights.update(tensor[:: max(1, len(tensor) // 64), :16].float().cpu().numpy().tobytes())
+    some = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 64), device=target.device)
+    vectors = [weight[:16] for weight in target.model.parameters() if weight.dim() == 1]
+    # Whole tables may be packed, and would have to be unpacked first.
+    for tensor in (target.model.get_input_embeddings()(some)[:, :16], *vectors):
+        weights.update(tensor.detach().float().cpu().numpy().tobytes())
     what = {
         "format": FORMAT, "machine": machine() | {"memory_gib": None}, "threads": torch.get_num_threads(),
-        "versions": {**provenance()["versions"], "python": None}, "device": str(target.device),
-        "read_by": target.backend.description, "dtype": str(target.dtype), "target": weights.hexdigest(),
+        "versions": {**versions(), "python": None}, "device": str(target.device),
+        "read_by": target.backend.description, "dtype": str(target.dtype), "name": target.name,
+        "target": weights.hexdigest(),
         "config": target.config.to_json_string(), "drafter": name, "kind": type(drafter).__name__,
         "parameters": drafter.parameter_count(), "default": repr(drafter.default_plan()), "stamp": stamp(name),
     }
