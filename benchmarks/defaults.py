@@ -95,7 +95,7 @@ def cells_of(
     policy = fitted[args.batches[0]].core.policy
     assert isinstance(policy, Fitted)
     measured_s = time.monotonic() - begun
-    plans = [] if args.no_fixed else [arm.plan for arm in policy.profile.arms if arm.plan != NO_DRAFT]
+    plans = [] if args.no_fixed else [arm.plan for arm in policy.known[0].profile.arms if arm.plan != NO_DRAFT]
     cells = []
     for batch, (task, prompts) in product(args.batches, texts.items()):
         seconds, taken = rounds(plain, fitted[batch], plans, prompts, batch, args)

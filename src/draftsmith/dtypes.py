@@ -1,4 +1,4 @@
-"""Which number formats weights are held in, and how they are given one."""
+"""Which number formats weights are held in and on which devices, and how they are given a format."""
 
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,19 @@ _NAMES = {
     "float16": "float16", "fp64": "float64", "float64": "float64",
 }
 """What users may write, and PyTorch's names."""
+_DEVICES = ("auto", "cpu", "cuda", "hpu", "mps", "npu", "xpu")
 
 
 def check_dtype(name: str) -> None:
     """Raise a DraftsmithError for a name that is none."""
     if name != "auto" and name not in _NAMES:
         raise DraftsmithError(f"dtype {name!r} is unknown; use one of auto, {', '.join(_NAMES)}.")
+
+
+def check_device(name: str) -> None:
+    """Raise a DraftsmithError for a device that no PyTorch knows; whether it is here is found out later."""
+    if name.partition(":")[0] not in _DEVICES:
+        raise DraftsmithError(f"device {name!r} is unknown; use auto, cpu or cuda.")
 
 
 def cast_parameters(module: "nn.Module", dtype: "torch.dtype") -> None:

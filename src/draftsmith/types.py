@@ -288,6 +288,8 @@ class TargetFacts:
     `fingerprint` tells a target that was changed together with its drafter from the one it was; None for all others.
     `opening` are the tokens that the tokenizer puts before a text, such as BOS, `text_hash` and `template_hash`
     fingerprints of what becomes of a text and of the chat template: a drafter trained on other tokens guesses worse.
+    `weights_hash` tells a target from one of the same kind with other weights, for which it guesses worse as well; None
+    for one that has a fingerprint.
     """
 
     hidden_size: int
@@ -298,3 +300,4 @@ class TargetFacts:
     opening: tuple[int, ...] | None = None
     text_hash: str | None = None
     template_hash: str | None = None
+    weights_hash: str | None = None

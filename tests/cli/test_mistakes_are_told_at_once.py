@@ -1,6 +1,7 @@
 """A mistake in an option, a name, a path or a key is told before PyTorch is imported, which takes seconds."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,16 +24,20 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "generate, family": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram?"),
     "generate, option": (("generate", "hi", "--drafter", "ngram:max_lengt=3"), "did you mean ngram:max_length?"),
     "generate, untrained": (("generate", "hi", "--drafter", "mlp"), "has to be trained"),
+    "generate, a hub that does not answer": (("generate", "hi", "--target", "nobody/none"), "hub cannot be"),
+    "generate, a drafter on one": (("generate", "hi", "--drafter", "nobody/none"), "hub cannot be"),
     "generate, prompt": (("generate", "--prompt-file", "absent.txt"), "absent.txt cannot be read"),
     "generate, plan": (("generate", "hi", "--plan", "medussa"), "medussa"),
     "generate, tree": (("generate", "hi", "--plan", "absent.json"), "absent.json cannot be read"),
     "generate, dtype": (("generate", "hi", "--dtype", "fp17"), "'fp17' is unknown"),
+    "generate, device": (("generate", "hi", "--device", "gpu"), "'gpu' is unknown; use auto, cpu or cuda"),
     "generate, result": (("generate", "hi", "--json", "file/x.json"), "cannot be written"),
     "bench, target": (("bench", "--target", "./absent"), FOLDER),
     "bench, drafter": (("bench", "--drafter", "eagel"), "did you mean eagle?"),
     "bench, texts": (("bench", "--data", "absent.jsonl"), "absent.jsonl cannot be read"),
     "bench, task": (("bench", "--task", "cod"), "choose one of code, dialogue, prose"),
     "bench, plan": (("bench", "--plan", "4;2"), "4;2"),
+    "bench, peer": (("bench", "--peer", "vlm"), "known is transformers"),
     "bench, numbers": (("bench", "--batch", "1,two"), "1,two"),
     "prove, target": (("prove", "--target", "./absent"), FOLDER),
     "prove, drafter": (("prove", "--drafter", "./absent"), FOLDER),
@@ -96,8 +101,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
     (place / "unknown" / "config.json").write_text(json.dumps({"model_type": "odd"}))
     before = sorted(place.rglob("*"))
     words = {name: words for name, (words, _) in CASES.items()}
+    nobody = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")} | nobody
     done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL], input=json.dumps(words), cwd=place, capture_output=True, text=True, check=True
+        [sys.executable, "-c", RUN_ALL], input=json.dumps(words), cwd=place, capture_output=True, text=True, check=True,
+        env=environment,
     )
     assert sorted(place.rglob("*")) == before, "a mistake leaves nothing behind"
     found: dict[str, tuple[int, str, list[str]]] = json.loads(done.stdout)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from draftsmith.engine import Engine
-from draftsmith.engine.fitted import FIRST_WAIT, LONGEST_WAIT, Fitted
+from draftsmith.engine.fitted import FIRST_WAIT, LONGEST_WAIT, Fitted, Known
 from draftsmith.engine.policy import Load, RowHistory
 from draftsmith.engine.profile import Arm, Profile, candidates
 from draftsmith.plan import NO_DRAFT, Plan
@@ -89,14 +89,14 @@ def test_candidates_are_chains_and_trees_up_to_the_room():
 
 
 def test_it_drafts_as_deep_as_pays_and_no_deeper_where_guesses_fail():
-    policy, history = Fitted(profile(cost=0.15)), RowHistory(False, 5)
+    policy, history = Fitted(Known(profile(cost=0.15))), RowHistory(False, 5)
     assert go(policy, history, 1, 4) == [policy.typical.plan.depth] == [2]
     assert go(policy, history, 40, 4)[-1] == 4, "all of them stay"
     assert go(policy, history, 100, 0)[-10:].count(0) >= 9, "none does; it may just be looking whether one does again"
 
 
 def test_what_fails_is_tried_again_after_growing_pauses_and_taken_up_when_it_works():
-    policy, history = Fitted(profile(cost=0.3)), RowHistory(False, 5)
+    policy, history = Fitted(Known(profile(cost=0.3))), RowHistory(False, 5)
     depths = go(policy, history, 3000, 0)
     tries = [at for at, depth in enumerate(depths) if depth]
     pauses = [b - a - 1 for a, b in pairwise(tries) if b - a > 1]
@@ -106,33 +106,92 @@ def test_what_fails_is_tried_again_after_growing_pauses_and_taken_up_when_it_wor
 
 
 def test_rows_that_begin_later_profit_from_what_others_met():
-    policy = Fitted(profile(cost=0.3))
+    policy = Fitted(Known(profile(cost=0.3)))
     for _ in range(5):
         go(policy, RowHistory(False, 5), 60, 0)
     assert sum(depth > 0 for depth in go(policy, RowHistory(False, 5), 10, 0)) <= 3
-    assert sum(depth > 0 for depth in go(Fitted(profile(cost=0.3)), RowHistory(False, 5), 10, 0)) >= 3
+    assert sum(depth > 0 for depth in go(Fitted(Known(profile(cost=0.3))), RowHistory(False, 5), 10, 0)) >= 3
 
 
 def test_a_moment_without_rows_changes_nothing():
-    policy = Fitted(profile(cost=0.3))
+    policy = Fitted(Known(profile(cost=0.3)))
     go(policy, RowHistory(False, 5), 60, 4)
     assert policy.choose(load(0), []) == []
     assert go(policy, RowHistory(False, 5), 1, 4) == [4]
 
 
 def test_a_crowd_drafts_less():
-    policy = Fitted(profile(cost=0.3))
+    policy = Fitted(Known(profile(cost=0.3)))
     rows = [RowHistory(False, 5) for _ in range(4)]
     assert [choice.plan.depth for choice in policy.choose(load(4), rows)] == [0] * 4
     assert [choice.plan.depth for choice in policy.choose(load(1), rows[:1])] == [2]
 
 
+def test_in_a_crowd_those_draft_whose_guesses_stay():
+    policy = Fitted(Known(profile(cost=0.2)))
+    rows, stays = [RowHistory(False, 5) for _ in range(4)], (4, 0, 4, 1)
+    depths: list[list[int]] = []
+    for _ in range(200):
+        choices = policy.choose(load(4), rows)
+        depths.append([choice.plan.depth for choice in choices])
+        for history, deep, stay in zip(rows, depths[-1], stays, strict=True):
+            history.drafted.append(deep)
+            history.accepted.append(min(stay, deep))
+    for row, (least, most) in enumerate(((4, 4), (0, 0), (4, 4), (0, 2))):
+        late = [depth[row] for depth in depths[-100:]]
+        assert sum(least <= deep <= most for deep in late) >= 95, (row, late)
+
+
+def test_where_not_even_guesses_that_all_stay_would_pay_none_is_tried():
+    policy = Fitted(Known(profile(cost=0.9, survival=(1.0, 1.0, 1.0, 1.0), rows=(1, 4)), rows=None))
+    assert not policy.is_fixed, "alone it pays a little"
+    rows = [RowHistory(False, 5) for _ in range(4)]
+    for _ in range(3 * FIRST_WAIT):
+        assert [choice.plan.depth for choice in policy.choose(load(4), rows)] == [0] * 4
+        for history in rows:
+            history.drafted.append(0)
+            history.accepted.append(0)
+
+
+def test_a_row_with_a_plan_of_its_own_teaches_it_nothing():
+    model, given = tiny_model("llama"), prompts(2)
+    texts = [prompt + greedy_reference(model, prompt, 40) for prompt in given]
+    oracle = OracleDrafter(texts, VOCABULARY, error_rate=1.0, place="first", plan=CHAINS[-1])
+    policy = Fitted(Known(profile(cost=0.15, rows=(1,))))
+    engine = Engine(tiny_target("llama"), oracle, policy=policy, max_batch=2)
+    engine.generate(given, SamplingParams(max_tokens=40, ignore_eos=True), plan=CHAINS[-1])
+    assert sum(policy.steps) == 0
+    assert go(policy, RowHistory(False, 5), 1, 0) == [policy.typical.plan.depth]
+
+
+def test_of_two_drafters_each_text_gets_the_one_whose_guesses_stay():
+    policy = Fitted(Known(profile(cost=0.12), "speculator"), Known(profile(cost=0.1), "lookup"))
+    rows, stays = [RowHistory(False, 5), RowHistory(False, 5)], ({"speculator": 3}, {"lookup": 3})
+    taken: list[list[str | None]] = [[], []]
+    for _ in range(600):
+        for history, stay, names, choice in zip(rows, stays, taken, policy.choose(load(2), rows), strict=True):
+            depth = choice.plan.depth
+            names.append(choice.drafter if depth else None)
+            history.drafted.append(depth)
+            history.accepted.append(min(stay.get(str(choice.drafter), 0), depth))
+    for names, own, other in zip(taken, ("speculator", "lookup"), ("lookup", "speculator"), strict=True):
+        assert names[-300:].count(own) >= 280 and names.count(other) >= 2, "the other is tried now and then"
+
+
+def test_where_two_drafters_draft_alike_the_cheaper_one_does():
+    policy = Fitted(Known(profile(cost=0.2), "dear"), Known(profile(cost=0.1), "cheap"))
+    assert {choice.drafter for choice in policy.choose(load(2), [RowHistory(False, 5), RowHistory(False, 5)])} == {
+        "cheap"
+    }
+
+
 def test_where_nothing_can_be_gained_it_never_drafts():
-    hopeless = Fitted(profile(cost=0.9))
+    hopeless = Fitted(Known(profile(cost=0.9)))
     assert hopeless.is_fixed and hopeless.choices[0].plan == NO_DRAFT
-    assert not Fitted(profile(cost=0.9), hope=2.0).is_fixed, "other texts may be easier to foresee"
+    assert not Fitted(Known(profile(cost=0.9), hope=2.0)).is_fixed, "other texts may be easier to foresee"
     crowded = profile(cost=0.3)
-    assert Fitted(crowded, rows=4).is_fixed and not Fitted(crowded, rows=1).is_fixed and not Fitted(crowded).is_fixed
+    assert Fitted(Known(crowded, rows=4)).is_fixed
+    assert not Fitted(Known(crowded, rows=1)).is_fixed and not Fitted(Known(crowded)).is_fixed
 
 
 @pytest.mark.parametrize("error_rate", [0.0, 0.3, 1.0])
@@ -141,7 +200,7 @@ def test_the_text_is_the_targets_own_and_drafting_follows_what_stays(error_rate:
     given = prompts(6)
     texts = [prompt + greedy_reference(model, prompt, new_tokens) for prompt in given]
     oracle = OracleDrafter(texts, VOCABULARY, error_rate=error_rate, place="first", plan=CHAINS[-1])
-    policy = Fitted(profile(cost=0.15, rows=(1,)))
+    policy = Fitted(Known(profile(cost=0.15, rows=(1,))))
     engine = Engine(tiny_target("llama"), oracle, policy=policy, max_batch=3)
     done = engine.generate(given, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
     assert [prompt + one.tokens for prompt, one in zip(given, done, strict=True)] == texts

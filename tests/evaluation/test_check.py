@@ -252,6 +252,25 @@ def test_another_tokenizer_fails_loudly(models: Path):
     assert code == 1 and "tokenizer hash" in output and "FAILED" in output
 
 
+def test_a_target_trained_further_is_told_from_the_one_the_drafter_was_made_for(models: Path, tmp_path: Path):
+    changed = Target.from_pretrained(models / "target", dtype="fp32", native=False).model
+    with torch.no_grad():
+        changed.model.layers[0].mlp.down_proj.weight += 0.01
+    changed.save_pretrained(tmp_path / "changed")
+    tiny_tokenizer().save_pretrained(tmp_path / "changed")
+    code, output = run(models / "drafter", "--target", tmp_path / "changed", "--json", tmp_path / "check.json")
+    assert code == 1 and "FAILED: made for this target" in " ".join(output.split()), output
+    assert "was trained for other weights than 'changed' has here" in " ".join(output.split())
+    names = [check["name"] for check in json.loads((tmp_path / "check.json").read_text())["checks"]]
+    assert "parity, depth by depth" in names, "what it costs is measured all the same"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_the_same_weights_are_known_in_every_precision(models: Path, dtype: str):
+    (expected,) = {Target.from_pretrained(models / "target", dtype=kind).weights_hash for kind in (dtype, "bf16")}
+    assert Target.from_pretrained(models / "target", dtype=dtype, quantize="none").facts().weights_hash == expected
+
+
 def test_a_damaged_file_fails_before_anything_is_decoded(models: Path, tmp_path: Path):
     assert [check.passed for check in check_files(models / "drafter")] == [True, True]
     copy = tmp_path / "copy"

@@ -11,7 +11,7 @@ import torch
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.drafters.heads.mlp_config import MLPConfig
 from draftsmith.engine import Engine
-from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.fitted import Fitted, Known
 from draftsmith.engine.profile import Arm, Profile
 from draftsmith.evaluation.bench import run_grid
 from draftsmith.evaluation.grid import Grid, plan_for
@@ -216,7 +216,7 @@ def test_a_cell_has_every_figure_and_both_sides_counted_exactly(engine: Engine, 
 
 def test_the_engine_that_drafts_what_pays_is_one_more_setting(engine: Engine):
     profile = Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), Arm(Plan((1, 1)), (0.9, 0.8), (1.1,))))
-    fitted = Engine(engine.target, engine.drafter, policy=Fitted(profile), max_batch=2)
+    fitted = Engine(engine.target, engine.drafter, policy=Fitted(Known(profile)), max_batch=2)
     grid = Grid((1, 2), None, (12,), new_tokens=NEW_TOKENS, trials=2, warmups=0, branching=(1, 1, 1))
     cells = run_grid(engine, engine.plan, embedded_prompts("prose"), grid, fitted={1: fitted, 2: fitted})
     assert [(c["batch"], c["candidates"], c["fitted"]) for c in cells] == [

@@ -465,6 +465,21 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(tmp_path: Path, dat
     assert len(json.loads((folder / "run.json").read_text())["runs"]) == 2
 
 
+def test_a_run_is_not_resumed_with_other_weights_of_the_target(tmp_path: Path, data: Path):
+    toy.run(tmp_path / "run", data)
+    model = toy.target().model
+    changed = type(model)(model.config)
+    changed.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        changed.lm_head.weight *= 1.1
+    other = Target(changed, toy.target().tokenizer, toy.target().name, native=False)
+    with pytest.raises(DraftsmithError, match="has other weights than when the run in .* began; give the target that"):
+        train(
+            toy.recipe(tmp_path / "run", data), target=other, generate=toy.generate, evaluate=toy.evaluate,
+            resume=True,
+        )
+
+
 def test_evaluation_without_tau_is_refused(tmp_path: Path, data: Path):
     with pytest.raises(DraftsmithError, match="returned loss; it must have tokens_per_step"):
         train(

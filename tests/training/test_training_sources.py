@@ -147,7 +147,7 @@ def test_a_piece_knows_its_length():
     assert Piece("abc").characters == 3 and Piece(Completion("ab", "c")).characters == 3
 
 
-@pytest.mark.parametrize("count", [2, 3, 20])
+@pytest.mark.parametrize("count", [5, 20])
 def test_at_least_one_document_is_held_out_and_one_is_not(count: int, tmp_path: Path):
     path = tmp_path / "a.jsonl"
     for start in range(0, 2000, 97):
@@ -158,6 +158,28 @@ def test_at_least_one_document_is_held_out_and_one_is_not(count: int, tmp_path: 
             for which in (False, True)
         )
         assert trained and held_out and sorted([*trained, *held_out]) == sorted(documents)
+
+
+@pytest.mark.parametrize("every", [2, 50])
+def test_of_a_few_texts_every_end_is_held_out_and_no_whole_text(every: int, tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    documents = [f"{name} two three four five six seven eight nine {name}s" for name in ("cat", "dog", "cow", "pig")]
+    for count in (2, 3, 4):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:count]))
+        trained, held_out = (
+            [piece.content for piece in Source(SourceSection(path=str(path)), every, 1000, held_out=which).pieces()]
+            for which in (False, True)
+        )
+        assert [a + b for a, b in zip(trained, held_out, strict=True)] == documents[:count]
+
+
+def test_of_two_conversations_one_is_held_out(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    turns = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "that"}]
+    path.write_text("".join(json.dumps({"messages": turns * more}) + "\n" for more in (1, 2)))
+    section = SourceSection(path=str(path))
+    trained, held_out = (list(Source(section, 50, 1000, held_out=which).pieces()) for which in (False, True))
+    assert len(trained) == len(held_out) == 1 and trained[0].content != held_out[0].content
 
 
 def test_of_the_only_text_the_end_is_held_out(tmp_path: Path):

@@ -12,7 +12,7 @@ from rich.console import Console
 from draftsmith import assets
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
-from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.fitted import Fitted, Known
 from draftsmith.engine.profile import Arm, Profile
 from draftsmith.evaluation.measuring.profiling import ROWS
 from draftsmith.plan import NO_DRAFT, Plan
@@ -51,8 +51,8 @@ def test_a_fit_is_measured_and_its_text_is_the_targets_own(target: Target, cache
     plain = Engine(target, max_batch=2, max_length=200)
     engine = fit_drafts(Engine(target, drafter, max_batch=2, max_length=200), WORD, shown)
     policy = engine.core.policy
-    assert isinstance(policy, Fitted) and policy.profile.arms[0].plan == NO_DRAFT
-    assert policy.profile.rows == ROWS and all(min(arm.seconds) > 0 for arm in policy.profile.arms)
+    assert isinstance(policy, Fitted) and policy.known[0].profile.arms[0].plan == NO_DRAFT
+    assert policy.known[0].profile.rows == ROWS and all(min(arm.seconds) > 0 for arm in policy.known[0].profile.arms)
     assert engine.plan == (NO_DRAFT if policy.is_fixed else policy.typical.plan)
     assert "measured in" in out.getvalue() and engine.max_length == 200
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -108,7 +108,7 @@ def test_another_drafter_or_another_target_has_a_place_of_its_own(target: Target
 )
 def test_what_is_drafted_and_why_is_said_in_a_line(gain: float, hope: float, said: str):
     profile = made(gain)
-    assert in_words(fitting.Fit(profile, 0.0), Fitted(profile, hope=hope)).startswith(said)
+    assert in_words(fitting.Fit(profile, 0.0), Fitted(Known(profile, hope=hope))).startswith(said)
 
 
 def test_a_disturbed_measurement_is_said_and_made_again_after_an_hour(target: Target, cache: Path):
@@ -119,7 +119,7 @@ def test_a_disturbed_measurement_is_said_and_made_again_after_an_hour(target: Ta
         long_ago = time.time() - 3600 * hours
         os.utime(path, (long_ago, long_ago))
         assert (read(path) is not None) == there
-    disturbed = in_words(fitting.Fit(profile, 3.0, quiet=False), Fitted(profile))
+    disturbed = in_words(fitting.Fit(profile, 3.0, quiet=False), Fitted(Known(profile)))
     assert "measured in 3.0 s while other programs disturbed it, so again in an hour" in disturbed
 
 

@@ -11,7 +11,7 @@ import draftsmith
 from draftsmith import DraftsmithError, Plan, Target, load_drafter
 from draftsmith.evaluation.comparison.questions import Settings, gather
 from draftsmith.evaluation.grid import Grid
-from draftsmith.evaluation.prompts import Prompt
+from draftsmith.evaluation.prompts import Prompt, cut
 from draftsmith.evaluation.proof.prove import Workload
 from draftsmith.targets.token_ids import Conversation
 from draftsmith.workflows.demonstration import demonstrate
@@ -60,7 +60,7 @@ def test_train_returns_the_folder_that_decodes(trained: TrainResult, place: Path
     assert record["result"]["step"] == 3 and record["result"]["evaluations"][-1]["step"] == 3
 
 
-def test_conversations_are_proved_on_whole_and_bench_says_that_it_needs_texts(place: Path):
+def test_conversations_are_proved_on_whole_and_bench_takes_their_ends(place: Path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}|answer:"
     target = Target.from_pretrained(place / "target", dtype="fp32")
@@ -74,8 +74,13 @@ def test_conversations_are_proved_on_whole_and_bench_says_that_it_needs_texts(pl
     assert [tokenizer.decode(tokens) for tokens in found[:2]] == [f"{'a' * size}|answer:" for size in sizes[:2]]
     assert len(found) > 2 and all(len(tokens) <= 64 for tokens in found[2:])
     assert "1 of 3 conversations are passed over" in told.file.getvalue()
-    with pytest.raises(DraftsmithError, match="all 3 prompts are conversations, which cannot be cut .*; give texts"):
-        draftsmith.bench(place / "target", prompts=chats)
+    windows = cut(target, chats[:2], 40, 2)
+    assert [tokenizer.decode(tokens) for tokens in windows] == ["a" * 32 + "|answer:"] * 2
+    with pytest.raises(DraftsmithError, match="no prompt has 40 tokens .the longest has 28"):
+        cut(target, chats[:1], 40, 2)
+    grid = Grid(batches=(1,), candidates=(0,), prompt_tokens=(16,), new_tokens=4, trials=1, warmups=0)
+    (cell,) = draftsmith.bench(target, None, grid, prompts=chats[:1]).cells
+    assert cell.generated_tokens == 4 and cell.prompt_tokens == 16
 
 
 def test_a_prompt_without_room_is_found_before_anything_is_trained(place: Path):

@@ -55,7 +55,7 @@ def bench(
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
     data: Annotated[
-        Path | None, typer.Option(help="Texts of your own: JSONL with `text` a line, or a text file; no conversations.")
+        Path | None, typer.Option(help="Texts of your own: JSONL with `text` or `messages` a line, or a text file.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="Only prompts of this task: code, prose or dialogue.")] = None,
     batch: Annotated[str, typer.Option(help="Rows decoded together.")] = "1,2,4",
@@ -96,9 +96,10 @@ def bench(
     """
     check_outputs(json_path, plots)
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
-    from draftsmith.evaluation.grid import Grid
+    from draftsmith.evaluation.grid import Grid, check_peer
     from draftsmith.workflows.given import check_models, check_prompts
 
+    check_peer(peer, temperature)
     tree = read_shape(plan) if plan is not None else None
     if candidates is not None and tree is not None:
         check_prunable(tree, plan)
@@ -115,7 +116,7 @@ def bench(
         rules=rules,
         temperature=temperature,
     )
-    check_models(target, (drafter,), (dtype,))
+    check_models(target, (drafter,), (dtype,), device=device)
     check_prompts(data, task)
     with importing():
         from draftsmith.evaluation.reporting.result_files import write_json

@@ -70,7 +70,7 @@ def check(
         raise DraftsmithError(f"there is {folder} and --drafter {drafter}; give one of them.")
     from draftsmith.workflows.given import check_folder, check_models, check_prompts
 
-    check_models(target, dtypes=(dtype, serving_dtype))
+    check_models(target, dtypes=(dtype, serving_dtype), device=device)
     check_folder(drafter or folder)
     check_prompts(data, task)
     with importing():

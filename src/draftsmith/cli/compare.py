@@ -112,7 +112,7 @@ def compare(
     settings = Settings(wanted, prompt_count, sampled_prompt_count, prompt_tokens, new_tokens, rounds, seed)
     given = named_folders(drafter or [])
     read_entries(family or [])
-    check_models(target, map(Path, given.values()), (dtype,))
+    check_models(target, map(Path, given.values()), (dtype,), device=device)
     check_texts(data)
     check_prompts(prompts)
     with importing():

@@ -64,7 +64,7 @@ def demo(
             raise DraftsmithError(f"{name} is too small or too large; try the default.")
     from draftsmith.workflows.given import check_models
 
-    check_models(target, (None if drafter is None else Path(drafter),), (dtype,))
+    check_models(target, (None if drafter is None else Path(drafter),), (dtype,), device=device)
     check_outputs(json_path, out)
     with importing():
         from draftsmith.cli.demo_report import coloured_sample, print_speedups, print_training, write_demo_report

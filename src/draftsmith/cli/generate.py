@@ -155,7 +155,7 @@ def generate(
     )
     from draftsmith.workflows.given import check_models
 
-    check_models(target, () if no_draft else (drafter,), (dtype,))
+    check_models(target, () if no_draft else (drafter,), (dtype,), device=device)
     drafts = read_drafts(plan, candidates, rules)
     notes = Console(stderr=True)
     with importing():

@@ -106,7 +106,7 @@ def prove(
         new_tokens=new_tokens, batch=batch, draws=draws, small_draws=10 * draws, joint_tokens=joint_tokens, top_k=top_k,
         rows=rows, seed=seed,
     )
-    check_models(target, (drafter,), (dtype,))
+    check_models(target, (drafter,), (dtype,), device=device)
     check_prompts(data, task)
     with importing():
         from draftsmith.evaluation.reporting.result_files import write_json

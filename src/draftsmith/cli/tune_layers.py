@@ -79,7 +79,7 @@ def tune_layers(
     from draftsmith.drafters.models.place import check_place
     from draftsmith.workflows.given import check_models, check_prompts
 
-    check_models(target, dtypes=(dtype,))
+    check_models(target, dtypes=(dtype,), device=device)
     check_prompts(data, task)
     check_place(out.expanduser())
     with importing():

@@ -35,6 +35,7 @@ from draftsmith.drafters.models.skip_layers_config import FAMILY as SKIP_LAYERS
 from draftsmith.drafters.models.small_lm_config import FAMILY as SMALL_LM
 from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.tree_choices import Choices
+from draftsmith.targets.loading.hub import check_hub
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def meant(name: str | Path) -> tuple[Family, Config | None] | None:
                 "given as the folder of a trained drafter."
             )
     if not is_local(name):
+        check_hub(str(name), "drafter")
         return None
     folder = Path(name).expanduser()
     storage.require_folder(folder)
@@ -185,7 +187,7 @@ def load_drafter(name: str | Path, target: "Target") -> "Drafter":
     Raises:
         DraftsmithError: nothing there, damaged, of an unknown family, or made for another target.
     """
-    from draftsmith.drafters.trainable.model import other_tokens
+    from draftsmith.drafters.trainable.model import other_tokens, other_weights
 
     found = meant(name)
     family, options = found if found is not None else (None, None)
@@ -196,9 +198,10 @@ def load_drafter(name: str | Path, target: "Target") -> "Drafter":
     family = family or in_folder(folder, config)
     assert family.load is not None
     drafter = family.load(folder, target)
-    warning = other_tokens(folder, config.get("draftsmith", {}).get("target", {}), target)
-    if warning is not None:
-        log.warning(warning)
+    made_for = config.get("draftsmith", {}).get("target", {})
+    for warning in (other_weights(folder, made_for, target.facts()), other_tokens(folder, made_for, target)):
+        if warning is not None:
+            log.warning(warning)
     return drafter
 
 

@@ -6,12 +6,15 @@ drawn.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Arm, Profile
+from draftsmith.plan import NO_DRAFT
+from draftsmith.types import DraftsmithError
 
 DECAY, COMMON_DECAY = 0.93, 0.995
 """What a step counts after the next one: for its own row, and for rows that begin later."""
@@ -20,56 +23,98 @@ PRIOR = 4.0
 PATIENCE = 1.03
 """Another plan has to be so many times as fast before it is taken, and any that drafts than plain decoding."""
 FIRST_WAIT, LONGEST_WAIT = 24, 384
-"""Steps without a draft before one is tried again; they double as long as that does not lead to as many with one."""
+"""Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
 ODDS = tuple(at / 20 for at in range(61))
 """How many times as often as measured a guess may stay; see `Arm.accepted`."""
 USUAL = ODDS.index(1.0)
 MOST_ROWS = 64
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Known:
+    """One of the engine's drafters, with what was measured of it.
+
+    Args:
+        name: by which the engine has it; None is its first.
+        hope: it never drafts, and so costs nothing at all, where nothing would be gained even with these odds, see
+            `Arm.accepted`.
+        rows: nor where nothing would be gained with so many rows; None asks whether there is any number of rows.
+    """
+
+    profile: Profile
+    name: str | None = None
+    hope: float = 1.0
+    rows: int | None = None
+
+    def useful(self) -> list[Arm]:
+        """Return its plans that are the best for some number of rows and some odds."""
+        profile, counts = self.profile, range(1, MOST_ROWS + 1)
+        asked = counts if self.rows is None else (self.rows,)
+        if all(profile.best(count, self.hope) is profile.arms[0] for count in asked):
+            return []
+        found = {id(profile.best(count, odds)) for count in counts for odds in ODDS}
+        return [arm for arm in profile.arms[1:] if id(arm) in found]
+
+
+@dataclass(slots=True)
+class _Evidence:
+    """How a drafter's guesses do in a text: those that stayed and that were expected to, both fading.
+
+    Args:
+        odds: which of `ODDS` follows.
+        since: steps since it was taken up, or laid aside.
+        wait: steps without it before it is tried.
+    """
+
+    accepted: float
+    expected: float
+    odds: int
+    since: int = 0
+    wait: int = FIRST_WAIT
 
 
 @dataclass(slots=True)
 class _Row:
-    """What was found of a row: guesses that stayed and that were expected to, both fading, and how far it was seen."""
+    """A row's evidence of every drafter, the steps of it that were looked at, and what it did last, 0 being nothing."""
 
-    accepted: float
-    expected: float
+    evidence: list[_Evidence]
     seen: int
+    arm: int = 0
+
+    @property
+    def odds(self) -> tuple[int, ...]:
+        return tuple(one.odds for one in self.evidence)
 
 
 class Fitted(Policy):
-    """The same plan for all rows, chosen before every step.
+    """A plan for every row, chosen before every step, that together bring the most tokens a second.
+
+    Time has a price: the tokens a second that all rows together can have. Each row takes the plan that brings most
+    after paying for the time it takes, so that in a crowd only those draft whose guesses stay. What does not pay in a
+    text is tried again after growing pauses, and so is another drafter where there are several.
 
     Args:
-        profile: what was measured.
-        drafter: the name of the engine's drafter that it was measured with; None is the first.
-        hope: it never drafts, and so the drafter costs nothing at all, where nothing would be gained even with these
-            odds, see `Arm.accepted`.
-        rows: nor where nothing would be gained with so many rows; None asks whether there is any number of rows.
+        drafters: what was measured of one drafter or of several.
     """
 
-    def __init__(
-        self, profile: Profile, drafter: str | None = None, hope: float = 1.0, rows: int | None = None
-    ) -> None:
-        self.profile = profile
-        counts = range(1, MOST_ROWS + 1)
-        gains = any(profile.best(count, hope) is not profile.arms[0] for count in (counts if rows is None else (rows,)))
-        accepts = [[arm.accepted(odds) for odds in ODDS] for arm in profile.arms]
-        useful = {0}
-        for count in counts if gains else ():
-            seconds = [profile.seconds(arm, count) for arm in profile.arms]
-            for at in range(len(ODDS)):
-                speeds = [(1 + own[at]) / took for own, took in zip(accepts, seconds, strict=True)]
-                useful.add(speeds.index(max(speeds)))
-        self._arms = [profile.arms[number] for number in sorted(useful)]
-        self._accepts = [accepts[number] for number in sorted(useful)]
-        self._choices = [Choice(arm.plan, drafter) for arm in self._arms]
+    def __init__(self, *drafters: Known) -> None:
+        if not drafters:
+            raise DraftsmithError("a fitted policy without drafters has nothing to choose; give at least one.")
+        self.known = drafters
+        self._first = drafters[0].profile
+        owned = [(number, known, arm) for number, known in enumerate(drafters) for arm in known.useful()]
+        self._whose = [NOBODY, *(number for number, _, _ in owned)]
+        self._arms = [self._first.arms[0], *(arm for _, _, arm in owned)]
+        self._profiles = [self._first, *(known.profile for _, known, _ in owned)]
+        self._accepts = [[arm.accepted(odds) for odds in ODDS] for arm in self._arms]
+        self._of = [[at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(drafters))]
+        self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
         self.steps = [0] * len(self._arms)
-        """How many steps took each of `choices`."""
+        """How many steps of a row took each of `choices`."""
         self._seconds: dict[int, list[float]] = {}
         self._rows: WeakKeyDictionary[RowHistory, _Row] = WeakKeyDictionary()
-        self._accepted = self._expected = 0.0  # of all rows
-        self._now, self._odds = 0, USUAL
-        self._since, self._wait = 0, FIRST_WAIT  # steps since it began, or ceased, to draft
+        self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)  # of all rows
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -82,49 +127,108 @@ class Fitted(Policy):
     @property
     def typical(self) -> Arm:
         """The plan for one row of a text like those that were measured."""
-        return self.profile.best(1)
+        speeds = [(1 + own[USUAL]) / took for own, took in zip(self._accepts, self._times(1), strict=True)]
+        return self._arms[speeds.index(max(speeds))]
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         if len(self._choices) == 1 or not rows:
             return self._choices[:1] * len(rows)
-        expected, shares = self._accepts[self._now][USUAL], 0.0
-        for history in rows:
-            row, steps = self._rows.get(history), len(history.accepted)
-            if row is None:
-                common = (self._accepted + PRIOR) / (self._expected + PRIOR)
-                row = self._rows[history] = _Row(PRIOR * common, PRIOR, steps)
-            elif expected and steps > row.seen:
-                stayed = history.accepted[-1]
-                row.accepted, row.expected = DECAY * row.accepted + stayed, DECAY * row.expected + expected
-                self._accepted = COMMON_DECAY * self._accepted + stayed
-                self._expected = COMMON_DECAY * self._expected + expected
-            row.seen = steps
-            shares += row.accepted / row.expected
-        self._now = self._settle(len(rows), shares / len(rows))
-        self.steps[self._now] += 1
-        return [self._choices[self._now]] * len(rows)
+        seconds = self._times(max(load.decoding, len(rows)))
+        known = [self._look_at(history) for history in rows]
+        price, worth = self._price(seconds, known), dict[tuple[int, ...], list[float]]()
+        found = []
+        for row in known:
+            odds = row.odds
+            if odds not in worth:
+                worth[odds] = self._values(odds, price, seconds)
+            row.arm = self._settle(row, worth[odds], price, seconds)
+            self.steps[row.arm] += 1
+            found.append(self._choices[row.arm])
+        return found
 
-    def _settle(self, rows: int, share: float) -> int:
-        """Return which plan to take, given the mean of the rows' shares."""
-        seconds = self._seconds.get(rows)
-        if seconds is None:
-            seconds = self._seconds[rows] = [self.profile.seconds(arm, rows) for arm in self._arms]
-        if self._now:
-            accepts = self._accepts[self._now]
-            self._odds = min(bisect_left(accepts, share * accepts[USUAL]), len(ODDS) - 1)
-        odds = self._odds
-        speeds = [(1 + accepts[odds]) / took for accepts, took in zip(self._accepts, seconds, strict=True)]
-        best = max(range(1, len(speeds)), key=speeds.__getitem__)
-        if self._now and speeds[best] <= PATIENCE * speeds[self._now]:
-            best = self._now
-        pays = speeds[best] > PATIENCE * speeds[0]
-        self._since = self._since + 1 if pays == bool(self._now) else 0
-        if pays:
-            if self._since >= FIRST_WAIT:
-                self._wait = FIRST_WAIT
-            return best
-        # Now and then it is looked whether nothing still pays.
-        if self._since < self._wait:
-            return 0
-        self._since, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
-        return best
+    def _times(self, rows: int) -> list[float]:
+        """Return the seconds that a row's plan adds to a step of so many rows, for every plan."""
+        found = self._seconds.get(rows)
+        if found is None:
+            # Plain steps were timed beside each drafter, and took a little more or less beside one than another.
+            plain = self._first.seconds(self._arms[0], rows) / rows
+            found = self._seconds[rows] = [
+                plain * profile.seconds(arm, rows) / profile.seconds(profile.arms[0], rows)
+                for arm, profile in zip(self._arms, self._profiles, strict=True)
+            ]
+        return found
+
+    def _look_at(self, history: RowHistory) -> _Row:
+        """Return what is known of a row, its last step included."""
+        row, steps = self._rows.get(history), len(history.accepted)
+        if row is None:
+            row = self._rows[history] = _Row([self._begin(number) for number in range(len(self._of))], steps)
+        elif steps > row.seen:
+            row.seen, number = steps, self._whose[row.arm]
+            expected = self._accepts[row.arm][USUAL]
+            if expected:
+                stayed, own = history.accepted[-1], row.evidence[number]
+                own.accepted, own.expected = DECAY * own.accepted + stayed, DECAY * own.expected + expected
+                own.odds = self._odds(row.arm, own.accepted / own.expected)
+                self._accepted[number] = COMMON_DECAY * self._accepted[number] + stayed
+                self._expected[number] = COMMON_DECAY * self._expected[number] + expected
+        return row
+
+    def _begin(self, number: int) -> _Evidence:
+        """Return what stands for a drafter's evidence in a new text: that of other texts."""
+        common = (self._accepted[number] + PRIOR) / (self._expected[number] + PRIOR)
+        arms = self._of[number]
+        return _Evidence(PRIOR * common, PRIOR, self._odds(arms[-1], common) if arms else USUAL)
+
+    def _odds(self, arm: int, share: float) -> int:
+        """Return the odds at which a plan accepts so many times what was measured."""
+        accepts = self._accepts[arm]
+        return min(bisect_left(accepts, share * accepts[USUAL]), len(ODDS) - 1)
+
+    def _values(self, odds: Sequence[int], price: float, seconds: Sequence[float]) -> list[float]:
+        """Return the tokens that every plan brings, less what its time costs."""
+        mine = [0 if whose == NOBODY else odds[whose] for whose in self._whose]
+        return [1 + own[at] - price * took for own, at, took in zip(self._accepts, mine, seconds, strict=True)]
+
+    def _price(self, seconds: Sequence[float], rows: Sequence[_Row]) -> float:
+        """Return the most tokens a second that these rows can have, each with a plan of its own (Dinkelbach's way)."""
+        counts = Counter(row.odds for row in rows)
+        price, before = 1 / seconds[0], 0.0
+        while price > before:
+            tokens = took = 0.0
+            for odds, count in counts.items():
+                values = self._values(odds, price, seconds)
+                arm = values.index(max(values))
+                tokens += count * (values[arm] + price * seconds[arm])
+                took += count * seconds[arm]
+            price, before = tokens / took, price
+        return price
+
+    def _settle(self, row: _Row, values: Sequence[float], price: float, seconds: Sequence[float]) -> int:
+        """Return the plan of a row; none is changed for a little."""
+        def beats(one: int, other: int) -> bool:
+            return values[one] - values[other] > (PATIENCE - 1) * (values[other] + price * seconds[other])
+
+        best = max(range(1, len(values)), key=values.__getitem__)
+        if row.arm and not beats(best, row.arm):
+            best = row.arm
+        chosen = best if beats(best, 0) else 0
+        for number, own in enumerate(row.evidence):
+            taken = self._whose[chosen] == number
+            own.since = own.since + 1 if taken == (self._whose[row.arm] == number) else 0
+            if taken and own.since >= FIRST_WAIT:
+                own.wait = FIRST_WAIT
+        return self._tried(row, chosen, values, price, seconds)
+
+    def _tried(
+        self, row: _Row, chosen: int, values: Sequence[float], price: float, seconds: Sequence[float]
+    ) -> int:
+        """Return the plan of a drafter whose turn it is; none is tried that could not pay if all its guesses stayed."""
+        for number, own in enumerate(row.evidence):
+            if own.since < own.wait or number == self._whose[chosen]:
+                continue
+            hoped = [1 + self._accepts[arm][-1] - price * seconds[arm] for arm in self._of[number]]
+            if max(hoped, default=values[chosen]) > values[chosen]:
+                own.since, own.wait = 0, min(2 * own.wait, LONGEST_WAIT)
+                return max(self._of[number], key=values.__getitem__)
+        return chosen

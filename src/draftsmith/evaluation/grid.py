@@ -9,6 +9,7 @@ from draftsmith.types import DraftsmithError, SamplingParams
 
 BASELINE = 0
 CANDIDATES = (0, 1, 2, 4, 8, 16, 32)
+PEERS = ("transformers",)
 
 
 @dataclass(frozen=True)
@@ -120,3 +121,11 @@ def plan_for(
 def path_count(choices: Sequence[tuple[int, ...]]) -> int:
     """Return how many root-to-leaf paths a static tree has: a path for each node without children."""
     return len(choices) - len({path[:-1] for path in choices} - {()})
+
+
+def check_peer(peer: str | None, temperature: float) -> None:
+    """Raise DraftsmithError for a peer that is unknown, or that cannot sample as we do."""
+    if peer is not None and peer not in PEERS:
+        raise DraftsmithError(f"--peer is {peer!r}; known is {', '.join(PEERS)}.")
+    if peer is not None and temperature != 0:
+        raise DraftsmithError(f"--peer decodes greedily, but --temperature is {temperature}; leave one of them out.")

@@ -130,10 +130,11 @@ def tokenizer_of(target: "Target") -> "PreTrainedTokenizerBase":
 def cut(target: "Target", prompts: Sequence[Prompt], tokens: int, count: int, exact: bool = True) -> list[list[int]]:
     """Return `count` prompts of `tokens` tokens: the beginnings of all texts first, then later windows.
 
-    What the tokenizer puts before a text stands before every window. Windows repeat once all are used up.
+    What the tokenizer puts before a text stands before every window. Of conversations it is the last tokens, so that
+    they end where the assistant begins. Windows repeat once all are used up.
 
     Args:
-        exact: texts that are shorter are passed over, and conversations; otherwise they are taken whole.
+        exact: what is shorter is passed over; otherwise it is taken whole, and so are all conversations.
 
     Raises:
         DraftsmithError: no text is long enough.
@@ -141,8 +142,9 @@ def cut(target: "Target", prompts: Sequence[Prompt], tokens: int, count: int, ex
     tokenizer = tokenizer_of(target)
     opening, texts = opening_ids(tokenizer), [prompt.text for prompt in prompts if prompt.conversation is None]
     encoded = [text_ids(tokenizer, text) for text in texts]
-    longest = max((len(ids) for ids in encoded), default=0)
-    windows = [] if exact else whole(target, prompts)
+    chats = whole(target, prompts)
+    longest = max((len(ids) for ids in [*chats, *encoded]), default=0)
+    windows = [ids[-tokens:] for ids in chats if len(ids) >= tokens] if exact else chats
     windows += [ids[:tokens] for ids in encoded if ids and (len(ids) >= tokens or not exact)]
     own = max(1, tokens - len(opening))
     for start in range(tokens, max(0, longest - own + 1), own):

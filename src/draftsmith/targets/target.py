@@ -28,6 +28,7 @@ from draftsmith.targets.loading.support import (
     refuse_unsupported,
     short_windows,
     use_tree_attention,
+    weights_hash,
 )
 from draftsmith.targets.loading.tokens import end_tokens, load_tokenizer, tokenizer_hash
 from draftsmith.targets.logit_form import LogitForm, logit_form
@@ -80,6 +81,8 @@ class Target:
         self.eos_token_ids: frozenset[int] = end_tokens(model, tokenizer)
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         """How many there are; packing turns parameters into buffers, so it is counted before."""
+        self.weights_hash = weights_hash(model)
+        """Of the weights as they were loaded, before packing and quantisation."""
         self.precision_on_disk = ""
         """What the weights were before the dtype "auto" made them coarser, such as "fp32"; empty where it did not."""
         self.hooks = Hooks(model, self.layers, self.hidden_size, f"{name} ({self.config.model_type})")
@@ -154,7 +157,10 @@ class Target:
     def facts(self) -> TargetFacts:
         """Return what a drafter trained for this target has to match."""
         vocabulary, changed = tokenizer_hash(self.tokenizer), fingerprint(self.model.config)
-        return TargetFacts(self.hidden_size, self.vocab_size, vocabulary, self.name, changed, *ways(self.tokenizer))
+        weights = self.weights_hash if changed is None else None
+        return TargetFacts(
+            self.hidden_size, self.vocab_size, vocabulary, self.name, changed, *ways(self.tokenizer), weights
+        )
 
     def feature_size(self, taps: tuple[int, ...]) -> int:
         """Width (F) of the concatenated tapped states."""

@@ -155,7 +155,8 @@ class JointlyTrained(Trained):
         if self.fingerprint is None and step <= self.section.warmup_steps:
             return self.made_for
         fingerprint = self.fingerprint or f"step {step}"
-        return replace(self.made_for, name=f"{self.made_for.name}, changed with its heads", fingerprint=fingerprint)
+        name = f"{self.made_for.name}, changed with its heads"
+        return replace(self.made_for, name=name, fingerprint=fingerprint, weights_hash=None)
 
     def export_target(self, folder: Path, step: int, steps: int) -> None:
         """Write the changed target as a transformers folder that says what it is."""

@@ -86,7 +86,7 @@ class RunFolder:
                     leftover.unlink()
             if resumed_step is not None:
                 self._check_recipe()
-                self._check_tokens()
+                self._check_target()
                 self._rewind(resumed_step)
             else:
                 for leftover in (self.metrics, self.generated, self.samples):
@@ -119,7 +119,7 @@ class RunFolder:
                 "or start a new run (drafter.init_from takes its weights along)."
             )
 
-    def _check_tokens(self) -> None:
+    def _check_target(self) -> None:
         path = self.path / "run.json"
         if not path.exists():
             return
@@ -138,6 +138,11 @@ class RunFolder:
                     f"{self.facts.name!r} {what} than when the run in {self.path} began; restore its tokenizer files, "
                     "or start a new run."
                 )
+        if before.get("weights_hash", now["weights_hash"]) != now["weights_hash"]:
+            raise DraftsmithError(
+                f"{self.facts.name!r} has other weights than when the run in {self.path} began; give the target that "
+                "it began with, or start a new run (drafter.init_from takes its weights along)."
+            )
 
     def note_data(self, purpose: str, account: dict[str, Any]) -> None:
         """Write down what was read for a purpose, and what was left out of it."""

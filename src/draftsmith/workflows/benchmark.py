@@ -11,7 +11,8 @@ from rich.console import Console
 from draftsmith import assets
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import Grid, Peer, prepare_grid, run_grid
+from draftsmith.evaluation.bench import Peer, prepare_grid, run_grid
+from draftsmith.evaluation.grid import Grid, check_peer
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.plan import NO_DRAFT
 from draftsmith.provenance import provenance
@@ -29,8 +30,6 @@ from draftsmith.workflows.models import (
     settle_compilation,
 )
 from draftsmith.workflows.sources import gather_prompts, name_of_source
-
-PEERS = ("transformers",)
 
 
 class BenchCell(BaseModel):
@@ -121,18 +120,7 @@ def bench(
     """
     grid, loading, console = grid or Grid(), loading or Loading(), console or quiet()
     check_peer(peer, grid.temperature)
-    given = gather_prompts(prompts, task)
-    texts = [prompt for prompt in given if prompt.conversation is None]
-    if not texts:
-        raise DraftsmithError(
-            f"all {len(given)} prompts are conversations, which cannot be cut to the prompt lengths of bench; give "
-            "texts."
-        )
-    if len(texts) < len(given):
-        console.print(
-            f"{len(given) - len(texts)} of {len(given)} prompts are conversations and passed over: bench cuts texts to "
-            "exact lengths.", style="dim",
-        )
+    texts = gather_prompts(prompts, task)
     drafting = grid.drafts
     longest = max(grid.prompt_tokens) + grid.new_tokens
     engine = load_engine(
@@ -182,14 +170,6 @@ def bench(
             on_cells(result(cells))
 
     return result(run_grid(engine, own, texts, grid, other, on_progress, tell, best))
-
-
-def check_peer(peer: str | None, temperature: float) -> None:
-    """Raise DraftsmithError for a peer that is unknown, or that cannot sample as we do."""
-    if peer is not None and peer not in PEERS:
-        raise DraftsmithError(f"--peer is {peer!r}; known is {', '.join(PEERS)}.")
-    if peer is not None and temperature != 0:
-        raise DraftsmithError(f"--peer decodes greedily, but --temperature is {temperature}; leave one of them out.")
 
 
 def load_peer(target: Target | str | Path | None, engine: Engine, trust_remote_code: bool) -> Peer:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rich.console import Console
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
-from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.fitted import Fitted, Known
 from draftsmith.engine.profile import Profile
 from draftsmith.evaluation.measuring.profiling import is_chain, measure_profile
 from draftsmith.files import replace_text
@@ -32,7 +32,7 @@ MEMORY_HOPE = 0.85
 """A drafter with a memory reads every text, also where it does not draft, so it has to gain clearly."""
 DISTURBED_FOR_S = 3600.0
 """So long it is made do with what was measured while other programs disturbed it."""
-FORMAT = 1
+FORMAT = 2
 CACHE = "DRAFTSMITH_CACHE"
 """The variable that names a folder for what is measured once; without it, the user's cache folder has one."""
 
@@ -72,23 +72,28 @@ def fit(target: Target, drafter: Drafter, name: str | None, console: Console) ->
     return found
 
 
-def fit_drafts(engine: Engine, loaded_from: str | Path | None = None, console: Console | None = None) -> Engine:
+Names = str | Path | Mapping[str, str | Path]
+"""The folder or word that a drafter was loaded from, or those of several by the engine's name of each."""
+
+
+def fit_drafts(engine: Engine, loaded_from: Names | None = None, console: Console | None = None) -> Engine:
     """Return an engine of the same parts that drafts what pays on this machine, and say what that is.
 
     What drafts cost and bring is measured in some seconds, by decoding the embedded training texts; while the engine
-    decodes, each text's own acceptance corrects it. Without a drafter, or compiled, when every plan would cost a
-    compilation, the engine is returned as it is.
+    decodes, each text's own acceptance corrects it, and where the engine has several drafters each text gets the one
+    that brings it most. Without a drafter, or compiled, when every plan would cost a compilation, the engine is
+    returned as it is.
 
     Args:
-        loaded_from: the folder or word that the drafter was loaded from; what was measured is then kept for the next
-            time, for this machine, these versions, this target and this drafter.
+        loaded_from: what was measured is kept under this name for the next time, for this machine, these versions, this
+            target and this drafter.
         console: where that is said; nowhere by default.
     """
     return fitted_engines(engine, (engine.max_batch,), loaded_from, console).get(engine.max_batch, engine)
 
 
 def fitted_engines(
-    engine: Engine, batches: Sequence[int], loaded_from: str | Path | None = None, console: Console | None = None
+    engine: Engine, batches: Sequence[int], loaded_from: Names | None = None, console: Console | None = None
 ) -> dict[int, Engine]:
     """Do as `fit_drafts`, an engine for each number of rows; none where it would be returned as it is.
 
@@ -96,17 +101,31 @@ def fitted_engines(
     so many rows.
     """
     console = console or silent()
-    if not engine.plan.depth or engine.compiled != "off":
+    drafting = {name: one for name, one in engine.core.drafters.items() if one.default_plan().depth}
+    if not drafting or not engine.plan.depth or engine.compiled != "off":
         return {}
-    found = fit(engine.target, engine.drafter, None if loaded_from is None else str(loaded_from), console)
-    remembers, made = engine.drafter.reads_prompt, {}
+    names = loaded_from if isinstance(loaded_from, Mapping) else dict.fromkeys(drafting, loaded_from)
+    found = {
+        name: fit(engine.target, one, None if names.get(name) is None else str(names[name]), console)
+        for name, one in drafting.items()
+    }
+    made: dict[int, Engine] = {}
     said: set[str] = set()
     for rows in batches:
-        policy = Fitted(found.profile, hope=MEMORY_HOPE if remembers else LOOKUP_HOPE, rows=rows if remembers else None)
-        sentence = in_words(found, policy, rows)
-        if sentence not in said:
-            said.add(sentence)
-            console.print(f"[dim]{sentence}[/dim]", highlight=False)
+        known = [
+            Known(
+                found[name].profile, name, MEMORY_HOPE if one.reads_prompt else LOOKUP_HOPE,
+                rows if one.reads_prompt else None,
+            )
+            for name, one in drafting.items()
+        ]
+        for own in known:
+            sentence = in_words(found[str(own.name)], Fitted(own), rows)
+            sentence = f"{own.name}: {sentence}" if len(known) > 1 else sentence
+            if sentence not in said:
+                said.add(sentence)
+                console.print(f"[dim]{sentence}[/dim]", highlight=False)
+        policy = Fitted(*known)
         made[rows] = engine.under(policy, rows)
         made[rows].plan = NO_DRAFT if policy.is_fixed else policy.typical.plan
     return made
@@ -141,17 +160,11 @@ def shape_in_words(plan: Plan) -> str:
 
 def place(target: Target, drafter: Drafter, name: str) -> Path:
     """Return where the profile of a target, a drafter and this machine is kept."""
-    weights = hashlib.sha256()
-    some = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 64), device=target.device)
-    vectors = [weight[:16] for weight in target.model.parameters() if weight.dim() == 1]
-    # Whole tables may be packed, and would have to be unpacked first.
-    for tensor in (target.model.get_input_embeddings()(some)[:, :16], *vectors):
-        weights.update(tensor.detach().float().cpu().numpy().tobytes())
     what = {
         "format": FORMAT, "machine": machine() | {"memory_gib": None}, "threads": torch.get_num_threads(),
         "versions": {**versions(), "python": None}, "device": str(target.device),
         "read_by": target.backend.description, "dtype": str(target.dtype), "name": target.name,
-        "target": weights.hexdigest(),
+        "target": target.weights_hash,
         "config": target.config.to_json_string(), "drafter": name, "kind": type(drafter).__name__,
         "parameters": drafter.parameter_count(), "default": repr(drafter.default_plan()), "stamp": stamp(name),
     }

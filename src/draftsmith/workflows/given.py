@@ -5,16 +5,17 @@ from pathlib import Path
 
 from draftsmith.drafters.registry import meant
 from draftsmith.drafters.trainable import storage
-from draftsmith.dtypes import check_dtype
+from draftsmith.dtypes import check_device, check_dtype
 from draftsmith.targets.loading.place import check_place
 from draftsmith.training.data.record_files import files_of, missing_file
 from draftsmith.workflows.sources import gather_prompts
 
 
 def check_models(
-    target: str | Path | None = None, drafters: Iterable[str | Path | None] = (), dtypes: Iterable[str] = ()
+    target: str | Path | None = None, drafters: Iterable[str | Path | None] = (), dtypes: Iterable[str] = (),
+    device: str = "auto",
 ) -> None:
-    """Refuse names of a target, of drafters or of dtypes that stand for nothing; None is left to its default.
+    """Refuse names of a target, of drafters, dtypes or a device that stand for nothing; None is left to its default.
 
     What is on the hub is found out when it is loaded.
 
@@ -23,6 +24,7 @@ def check_models(
     """
     for dtype in dtypes:
         check_dtype(dtype)
+    check_device(device)
     if target is not None:
         check_place(str(target))
     for drafter in drafters:

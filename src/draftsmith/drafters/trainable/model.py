@@ -301,6 +301,24 @@ def other_tokens(origin: Path, made_for: Mapping[str, Any], target: "Target") ->
     )
 
 
+def other_weights(origin: Path, made_for: Mapping[str, Any], facts: TargetFacts) -> str | None:
+    """Say that the drafter was trained for other weights than the target's, if both are known and differ.
+
+    The text stays right, so this is no refusal; but what it learnt to guess is what another model says.
+
+    Args:
+        made_for: as in `check_target`, with `weights_hash` if it is known.
+    """
+    own = made_for.get("weights_hash")
+    if None in (own, facts.weights_hash) or own == facts.weights_hash:
+        return None
+    name = f"{facts.name!r}" + (" of the same name" if made_for.get("name") == facts.name else "")
+    return (
+        f"{origin} was trained for other weights than {name} has here, so it guesses worse than it could; load the "
+        "target it was trained for, or train it for this one (drafter.init_from takes its weights along)."
+    )
+
+
 def _tokens(opening: Sequence[int]) -> str:
     return f"the tokens {list(opening)}" if opening else "no special token"
 

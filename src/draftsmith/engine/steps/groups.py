@@ -48,13 +48,16 @@ class Groups:
         self._sources.clear()
 
     def settle(self, running: Sequence[Request], load: Load) -> None:
-        """Ask the policy, and put the rows that will draft alike together; nothing moves where nothing changed.
+        """Ask the policy about the rows that have no choice of their own, and put those that will draft alike together.
+
+        Nothing moves where nothing changed.
 
         Raises:
             DraftsmithError: the policy chose what is none of its choices.
         """
-        asked = self._policy.choose(load, [request.history for request in running])
-        choices = [request.choice or choice for request, choice in zip(running, asked, strict=True)]
+        asked = self._policy.choose(load, [request.history for request in running if request.choice is None])
+        answers = iter(asked)
+        choices = [request.choice or next(answers) for request in running]
         if not self._changed and choices == self._choices:
             return
         unknown = next((choice for choice in set(asked) if choice not in self._allowed), None)

@@ -9,7 +9,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.registry import family_of, load_drafter
 from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.drafter import TrainableDrafter
-from draftsmith.drafters.trainable.model import TrainableModel, other_tokens
+from draftsmith.drafters.trainable.model import TrainableModel, other_tokens, other_weights
 from draftsmith.engine import Engine
 from draftsmith.evaluation.checking.parity import Parity, likely_cause, measure_parity, own_texts
 from draftsmith.evaluation.measuring.intervals import ratio_difference
@@ -107,17 +107,22 @@ def check_files(folder: Path) -> list[Check]:
 
 def load_pair(folder: Path, target: Target) -> tuple[Drafter | None, Check]:
     """Load a drafter for a target; a refusal, of another tokenizer say, becomes a failed check."""
+    name = "made for this target"
     try:
         drafter = load_drafter(folder, target)
     except DraftsmithError as error:
-        return None, Check("made for this target", False, str(error).rstrip("."))
+        return None, Check(name, False, str(error).rstrip("."))
     recorded = storage.read_json(folder / "config.json").get("draftsmith", {}).get("target", {})
-    known = recorded.get("tokenizer_hash") is not None
-    return drafter, Check(
-        "made for this target", True,
-        "hidden size, vocabulary and tokenizer hash agree" if known
-        else "hidden size and vocabulary agree; the folder records no tokenizer hash to compare",
-    )
+    other = other_weights(folder, recorded, target.facts())
+    if other is not None:
+        return drafter, Check(name, False, other.rstrip("."))
+    kinds = {"tokenizer": "tokenizer_hash", "weights": "fingerprint" if recorded.get("fingerprint") else "weights_hash"}
+    unknown = [what for what, key in kinds.items() if recorded.get(key) is None]
+    said = ["hidden size", "vocabulary", *(what for what in kinds if what not in unknown)]
+    detail = f"{', '.join(said[:-1])} and {said[-1]} agree"
+    if unknown:
+        detail += f"; the folder records nothing to compare the {' and '.join(unknown)} with"
+    return drafter, Check(name, True, detail)
 
 
 def check_tokens(folder: Path, target: Target) -> Check:

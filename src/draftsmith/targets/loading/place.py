@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 from pathlib import Path
 
+from draftsmith.targets.loading.hub import check_hub
 from draftsmith.types import DraftsmithError
 
 ALIKE, MUCH_ALIKE = 0.6, 0.8
@@ -38,6 +39,7 @@ def check_place(name: str) -> None:
         raise DraftsmithError(f"the target {name} does not exist; did you mean {place.parent / near[0]}?")
     if not on_hub:
         raise DraftsmithError(f"folder {name} does not exist; check the path.")
+    check_hub(name, "target")
 
 
 def digits(name: str) -> list[str]:

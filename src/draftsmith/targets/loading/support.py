@@ -1,9 +1,11 @@
 """Which models can be targets, the others being refused by name with the reason; and which were changed by us."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
@@ -12,6 +14,9 @@ from draftsmith.types import DraftsmithError
 
 LABEL = "draftsmith"
 """The key of config.json under which a target that was changed together with its drafter says so."""
+
+SAMPLES = 64
+"""Of every tensor, so many weights tell a model from one that was trained further."""
 
 SHORT_WINDOW = 4
 """Of what windows are cut to where a few tokens have to reach past them."""
@@ -72,6 +77,20 @@ def fingerprint(config: Any) -> str | None:
     label = getattr(config, LABEL, None) or {}
     found: str | None = label.get("fingerprint")
     return found
+
+
+def weights_hash(model: PreTrainedModel) -> str:
+    """Return what tells a model from one of the same shape with other weights, such as one trained further.
+
+    A few weights of every tensor, as bf16: so it is the same whatever precision a model is loaded in, and looking at
+    them does not read a large model from its files.
+    """
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        weights = tensor.detach().flatten()
+        some = weights[:: max(1, len(weights) // SAMPLES)].to("cpu", torch.bfloat16)
+        found.update(name.encode() + some.view(torch.int16).numpy().tobytes())
+    return found.hexdigest()
 
 
 def use_tree_attention(model: PreTrainedModel, name: str) -> str:
