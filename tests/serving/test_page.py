@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from draftsmith.serving.page_files import FOLDER, HEADERS, page_files
+import draftsmith.serving
 from tests.helpers.browser import Browser, chromium
 from tests.helpers.canned_server import Asked, CannedServer, Reply, events, json_reply
 
+FOLDER = Path(draftsmith.serving.__file__).parent / "page"
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
 TREE = {
     "tokens": [" that", " man", " is", " was", "\n", " a"], "parents": [-1, -1, 0, 0, 1, 2], "accepted": [0, 2],
 }
@@ -44,10 +50,11 @@ def explained() -> list[Any]:
 
 
 def of_page(asked: Asked) -> Reply | None:
-    """Answer for a file of the page, as the server does; None for anything else."""
-    file = page_files().get(asked.path.removeprefix("/"))
-    if file is not None:
-        return Reply(file.content, kind=file.kind, headers=dict(HEADERS))
+    """Answer for a file of the page, under a policy that allows nothing else; None for anything else."""
+    file = FOLDER / (asked.path.removeprefix("/") or "index.html")
+    if file.parent == FOLDER and file.is_file():
+        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
+        return Reply(file.read_bytes(), kind=KINDS[file.suffix], headers=headers)
     return json_reply({"data": [{"id": "demo-target"}]}) if asked.path == "/v1/models" else None
 
 
@@ -100,8 +107,10 @@ def test_the_files_load_nothing_from_elsewhere_and_hold_no_code_in_line():
     for path in FOLDER.iterdir():
         written = path.read_text().replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", written), path.name
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|\.style\b", written)
-        assert not re.search(r"localStorage|sessionStorage|indexedDB|document\.cookie", written), "a key stays in memory"
+        markup = r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|\.style\b"
+        assert not re.search(markup, written), path.name
+        kept = r"localStorage|sessionStorage|indexedDB|document\.cookie"
+        assert not re.search(kept, written), "a key stays in memory"
 
 
 def test_the_page_holds_all_that_its_script_asks_for():
@@ -111,7 +120,7 @@ def test_the_page_holds_all_that_its_script_asks_for():
     assert set(re.findall(r'byId\("([\w-]+)"\)', script)) <= there
     assert set(re.findall(r'(?:for|labelledby|describedby)="([\w-]+)"', html)) <= there
     imported = set(re.findall(r'from "\./([\w.]+)"', script)) | set(re.findall(r'(?:src|href)="([\w.]+)"', html))
-    assert imported == set(page_files()) - {"", "index.html"}
+    assert imported == {path.name for path in FOLDER.iterdir()} - {"index.html"}
 
 
 def luminance(colour: str) -> float:
@@ -147,7 +156,9 @@ def test_an_answer_is_coloured_by_who_wrote_it(browser: Browser, show: Show):
     write(browser)
     assert text_of(browser, "text") == TEXT
     assert browser.evaluate("document.querySelectorAll('#text b').length") == 0, "text is never markup"
-    spans = browser.evaluate("[...document.querySelectorAll('#text span')].map((s) => [s.textContent, s.className, s.title])")
+    spans = browser.evaluate(
+        "[...document.querySelectorAll('#text span')].map((s) => [s.textContent, s.className, s.title])"
+    )
     assert [(text, "by1" in look, "by2" in look) for text, look, _ in spans] == [
         ("It is known", False, False), (" that", True, False), (" is", False, True), (" <b>so</b>", False, False),
         (" é", False, False),
@@ -167,7 +178,8 @@ def test_the_steps_are_drawn_and_counted(browser: Browser, show: Show):
     assert text_of(browser, "which-number") == "2 of 2"
     assert "own" in text_of(browser, "tree-caption") and "not to draft" in text_of(browser, "chose")
     browser.evaluate(
-        "{ const slider = document.getElementById('which-step'); slider.value = 1; slider.dispatchEvent(new Event('input')); }"
+        "{ const slider = document.getElementById('which-step'); slider.value = 1;"
+        " slider.dispatchEvent(new Event('input')); }"
     )
     assert browser.evaluate("document.querySelectorAll('#tree rect.node').length") == 6
     assert browser.evaluate("document.querySelectorAll('#tree rect.kept').length") == 2
@@ -175,14 +187,17 @@ def test_the_steps_are_drawn_and_counted(browser: Browser, show: Show):
     assert "4,2 because the last ten steps kept 1.8 guesses." in text_of(browser, "chose")
     bars = browser.evaluate("document.querySelector('#depths svg').getAttribute('aria-label')")
     assert "depth 1: 50 %, depth 2: 50 %, depth 3: 0 %" in bars, "two steps, one of which kept two"
-    rows = browser.evaluate("[...document.querySelectorAll('#plans tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))")
+    rows = browser.evaluate(
+        "[...document.querySelectorAll('#plans tbody tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+    )
     assert [row[:3] for row in rows] == [["4,2", "1", "3.00"], ["none", "1", "1.00"]]
     assert browser.complaints == []
 
 
 def test_a_tree_that_makes_no_sense_is_left_out(browser: Browser, show: Show):
     """Parents behind their children, lists of unlike lengths, nothing at all."""
-    odd = [{"tokens": ["a", "b"], "parents": [1, -1], "accepted": []}, {"tokens": ["a"], "parents": []}, {}, {"accepted": 1}]
+    unordered = {"tokens": ["a", "b"], "parents": [1, -1], "accepted": []}
+    odd = [unordered, {"tokens": ["a"], "parents": []}, {}, {"accepted": 1}]
     steps = [chunk("x", [token("x")], {"drafted": 3, "accepted": 1, "tree": tree}) for tree in odd]
     steps += [chunk("x", [token("x")], {}), {"choices": [{"text": "x"}], "draftsmith": {}}, {"choices": []}, {}]
     show(lambda asked: of_page(asked) or Reply(events(*steps, "[DONE]")))
@@ -216,7 +231,11 @@ def test_a_race_says_that_texts_are_equal(browser: Browser, show: Show, together
 
 def test_a_race_says_where_texts_part(browser: Browser, show: Show):
     def unlike(asked: Asked) -> Reply:
-        return of_page(asked) or Reply(events({"choices": [{"text": "éab" if "speculation" in asked.body else "éax"}]}, "[DONE]"))
+        page = of_page(asked)
+        if page is not None:
+            return page
+        text = "éab" if "speculation" in asked.body else "éax"
+        return Reply(events({"choices": [{"text": text}]}, "[DONE]"))
 
     show(unlike)
     write(browser, "race")
@@ -253,8 +272,8 @@ def test_a_key_is_sent_and_kept_nowhere(browser: Browser, show: Show):
     [
         (json_reply({"error": {"message": "no"}}, 401), "another API key"),
         (json_reply({"error": {"message": "max_tokens is too large"}}, 400), "answered 400: max_tokens is too large"),
-        (Reply(events({"choices": [{"text": "a"}]}, {"error": {"message": "out of memory"}})), "gave up: out of memory"),
-        (Reply(b"data: {broken\n\n"), ""),
+        (Reply(events({"choices": [{"text": "a"}]}, {"error": {"message": "no memory"}})), "gave up: no memory"),
+        (Reply(b"data: {broken\n\n"), "no chunk of an answer"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence(browser: Browser, show: Show, reply: Reply, said: str):
@@ -298,9 +317,3 @@ def test_nothing_is_wider_than_a_phone(browser: Browser, show: Show, scheme: str
     assert browser.evaluate("document.documentElement.scrollWidth") <= 360
     ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground))) > 600) == (scheme == "light")
-
-
-def test_every_file_has_a_type_and_a_name_of_its_own():
-    found = page_files()
-    assert found[""] == found["index.html"] and found["app.js"].kind.startswith("text/javascript")
-    assert set(found) - {""} == {path.name for path in Path(FOLDER).iterdir()}

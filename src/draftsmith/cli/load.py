@@ -26,7 +26,6 @@ from draftsmith.evaluation.load.settings import (
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
-    from draftsmith.workflows.load import LoadResult
     from draftsmith.workflows.load import Progress as Report
 
 SERVER, LOAD, REQUESTS, REPORTED = "Server", "Load", "Requests", "What is reported"
@@ -54,7 +53,7 @@ def load(
         float, typer.Option(help="Seconds of silence after which a request counts as failed.", rich_help_panel=SERVER)
     ] = 600.0,
     max_concurrency: Annotated[
-        int | None, typer.Option(help="Clients: the most requests in flight. No limit by default.", rich_help_panel=LOAD)
+        int | None, typer.Option(help="Clients: most requests in flight. No limit by default.", rich_help_panel=LOAD)
     ] = None,
     sweep: Annotated[
         str | None, typer.Option(help="Measure with each of these numbers of clients: 1,2,4,8.", rich_help_panel=LOAD)

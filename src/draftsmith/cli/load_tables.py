@@ -20,8 +20,8 @@ def show(console: Console, levels: Sequence[Numbers], settings: LoadSettings) ->
     else:
         console.print(all_levels(levels, settings))
     console.print(
-        "TPOT = (E2EL - TTFT) / (tokens - 1), tokens as the server counts them; ITL is the gap between chunks, which may "
-        "carry several tokens.", style="dim", highlight=False,
+        "TPOT = (E2EL - TTFT) / (tokens - 1), tokens as the server counts them; ITL is the gap between chunks, which "
+        "may carry several tokens.", style="dim", highlight=False,
     )
     for line in acceptance_lines(levels):
         console.print(line, highlight=False, markup=False)
@@ -46,7 +46,7 @@ def all_levels(levels: Sequence[Numbers], settings: LoadSettings) -> Table:
     columns += [(f"{metric.upper()} p50", f"median_{metric}_ms", 1) for metric in settings.metrics if metric != "itl"]
     if settings.percentiles:
         last = f"p{max(settings.percentiles):g}"
-        columns += [(f"{metric.upper()} {last}", f"{last}_{metric}_ms", 1) for metric in settings.metrics if metric == "tpot"]
+        columns += [(f"TPOT {last}", f"{last}_tpot_ms", 1)] if "tpot" in settings.metrics else []
     if settings.goodput:
         columns.append(("good/s", "request_goodput", 2))
     if any(ACCEPTANCE in level for level in levels):

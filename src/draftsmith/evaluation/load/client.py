@@ -76,7 +76,7 @@ class Client:
         return wanted
 
     async def tokenize(self, text: str, model: str) -> list[int]:
-        """Return the ids of a text by the server's `/tokenize`, without what its tokenizer puts around a prompt."""
+        """Return the ids of a text by `/tokenize`, without what its tokenizer puts around a prompt."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         response = await self._ask("POST", "/tokenize", body)
         try:
@@ -85,8 +85,8 @@ class Client:
         except (ValueError, KeyError, TypeError):
             pass
         raise DraftsmithError(
-            f"the server's /tokenize gave no ids (status {response.status_code}), so texts cannot be cut to a number of "
-            "tokens; leave out --input-len, or take --dataset random with --vocab-size."
+            f"the server's /tokenize gave no ids (status {response.status_code}), so texts cannot be cut to a number "
+            "of tokens; leave out --input-len, or take --dataset random with --vocab-size."
         )
 
     async def counters(self) -> Counters | None:

@@ -70,7 +70,11 @@ class Level:
 
 
 async def drive(
-    level: Level, bodies: Sequence[dict[str, Any]], times: Sequence[float], send: Send, on_done: Callable[[Record], None]
+    level: Level,
+    bodies: Sequence[dict[str, Any]],
+    times: Sequence[float],
+    send: Send,
+    on_done: Callable[[Record], None],
 ) -> None:
     """Send every body when it is due, and fill `level` while answers come; a cancellation leaves what is there by then.
 

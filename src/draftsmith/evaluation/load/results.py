@@ -1,4 +1,4 @@
-"""Results on disk: one JSON of all levels, a table as CSV, a file a level by the common names, and reading them back."""
+"""Results on disk: one JSON of all levels, a table as CSV, files by the common names, and reading them back."""
 
 import csv
 import io

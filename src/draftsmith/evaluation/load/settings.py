@@ -186,8 +186,8 @@ class LoadSettings:
                 raise DraftsmithError(f"--metric-percentiles has {value:g}; give numbers from 0 to 100.")
         if self.server.endpoint == "chat" and (self.workload.dataset == RANDOM or self.workload.input_lens is not None):
             raise DraftsmithError(
-                "--input-len and --dataset random count the tokens of a plain prompt, and a conversation goes through a "
-                "template; leave them out, or take --endpoint completions."
+                "--input-len and --dataset random count the tokens of a plain prompt, and a conversation goes through "
+                "a template; leave them out, or take --endpoint completions."
             )
 
 
@@ -210,7 +210,7 @@ def read_goodput(words: Sequence[str]) -> dict[str, float]:
         except ValueError:
             limit = -1.0
         if not limit > 0:
-            raise DraftsmithError(f"{word!r} is no limit for --goodput; give a metric and milliseconds, as in ttft:200.")
+            raise DraftsmithError(f"{word!r} is no limit of --goodput; give metric and milliseconds, as in ttft:200.")
         check_metrics((name,), "--goodput")
         if name in found:
             raise DraftsmithError(f"--goodput has {name} twice; give it once.")
