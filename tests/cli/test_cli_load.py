@@ -192,7 +192,7 @@ def test_acceptance_comes_from_the_servers_counters(serving, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("limits", "share"), [(("ttft:60000", "e2el:60000"), 1.0), (("ttft:60000 tpot:0.0000001",), 0.0)]
+    ("limits", "share"), [(("ttft:60000", "e2el:60000"), 1.0), (("ttft:60000 e2el:0.0000001",), 0.0)]
 )
 def test_goodput(server: CannedServer, tmp_path: Path, limits: tuple[str, ...], share: float):
     file = tmp_path / "load.json"

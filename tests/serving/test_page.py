@@ -82,7 +82,7 @@ def show(browser: Browser) -> Iterator[Show]:
     def start(answer: Callable[[Asked], Reply] = writing, **screen: Any) -> CannedServer:
         started.append(CannedServer(answer).__enter__())
         browser.open(f"{started[-1].url}/", **screen)
-        browser.until("document.getElementById('model').textContent.length > 0")
+        browser.until("!document.getElementById('model').textContent.includes('not known yet')")
         return started[-1]
 
     yield start

@@ -39,28 +39,45 @@ class Windows:
         self._begins = [0] * len(sequences)
         self._next = 0
         self._rounds = 0
+        self._given: set[str] = set()
 
     def take(self, length: int | None) -> tuple[Any, bool]:
-        """Return a piece of so many parts, None for a whole sequence, and whether it may have been given before.
+        """Return a piece of so many parts, None for a whole sequence, and whether it has been given before.
 
         Raises:
             DraftsmithError: no sequence is that long.
         """
-        for _ in range(2):
-            for turn in range(len(self._sequences)):
-                at = (self._next + turn) % len(self._sequences)
-                sequence, begin = self._sequences[at], self._begins[at]
-                size = len(sequence) if length is None else length
-                if 0 < size <= len(sequence) - begin:
-                    self._begins[at] = begin + size
-                    self._next = at + 1
-                    return sequence[begin : begin + size], self._rounds > 0
-            self._begins = [0] * len(self._sequences)
-            self._rounds += 1
-        longest = max((len(sequence) for sequence in self._sequences), default=0)
-        raise DraftsmithError(
-            f"no text has {length} tokens (the longest has {longest}); shorten --input-len, or give longer texts."
-        )
+        while True:
+            piece = self._following(length)
+            if piece is None:
+                self._begin_anew(length)
+                continue
+            key = piece if isinstance(piece, str) else repr(piece)
+            repeated = key in self._given
+            if not repeated or self._rounds:
+                self._given.add(key)
+                return piece, repeated
+
+    def _following(self, length: int | None) -> Any:
+        """Return the next piece in turn; None where all sequences are used up."""
+        for turn in range(len(self._sequences)):
+            at = (self._next + turn) % len(self._sequences)
+            sequence, begin = self._sequences[at], self._begins[at]
+            size = len(sequence) if length is None else length
+            if 0 < size <= len(sequence) - begin:
+                self._begins[at] = begin + size
+                self._next = at + 1
+                return sequence[begin : begin + size]
+        return None
+
+    def _begin_anew(self, length: int | None) -> None:
+        if not any(self._begins):
+            longest = max((len(sequence) for sequence in self._sequences), default=0)
+            raise DraftsmithError(
+                f"no text has {length} tokens (the longest has {longest}); shorten --input-len, or give longer texts."
+            )
+        self._begins = [0] * len(self._sequences)
+        self._rounds += 1
 
 
 class Requests:
