@@ -184,7 +184,7 @@ def test_the_steps_are_drawn_and_counted(browser: Browser, show: Show):
     assert browser.evaluate("document.querySelectorAll('#tree rect.node').length") == 6
     assert browser.evaluate("document.querySelectorAll('#tree rect.kept').length") == 2
     assert "2 of 6 guesses accepted: ␣that ␣is" in text_of(browser, "tree-caption")
-    assert "4,2 because the last ten steps kept 1.8 guesses." in text_of(browser, "chose")
+    assert "4,2: the last ten steps kept 1.8 guesses." in text_of(browser, "chose")
     bars = browser.evaluate("document.querySelector('#depths svg').getAttribute('aria-label')")
     assert "depth 1: 50 %, depth 2: 50 %, depth 3: 0 %" in bars, "two steps, one of which kept two"
     rows = browser.evaluate(
@@ -219,10 +219,13 @@ def test_a_race_says_that_texts_are_equal(browser: Browser, show: Show, together
     server = show()
     browser.evaluate(f"document.getElementById('together').checked = {str(together).lower()}")
     write(browser, "race")
-    asked = [one.body.get("speculation") for one in server.seen if one.path == "/v1/completions"]
+    bodies = [one.body for one in server.seen if one.path == "/v1/completions"]
+    assert [body["max_tokens"] for body in bodies] == [1, 120, 120], "the prompt is read before anybody is measured"
+    asked = [body.get("speculation") for body in bodies[1:]]
     assert sorted(map(str, asked)) == ["None", "{'enabled': False}"]
     if not together:
         assert asked[0] == {"enabled": False}, "one after the other, plain first"
+        assert text_of(browser, "verdict").startswith("With drafting: 1.00 × as fast.")
     assert text_of(browser, "plain-text") == text_of(browser, "drafted-text") == TEXT
     assert "Both texts are equal." in text_of(browser, "verdict")
     note = "share the machine, so both are slower" if together else "One after the other, because they would share"

@@ -28,6 +28,8 @@ from draftsmith.types import DraftsmithError
 if TYPE_CHECKING:
     from draftsmith.workflows.load import Progress as Report
 
+ALL_METRICS = ",".join(METRICS)
+USUAL_PERCENTILES = ",".join(f"{value:g}" for value in PERCENTILES)
 SERVER, LOAD, REQUESTS, REPORTED = "Server", "Load", "Requests", "What is reported"
 
 
@@ -114,10 +116,10 @@ def load(
     ] = None,
     percentile_metrics: Annotated[
         str, typer.Option(help="Metrics to report.", rich_help_panel=REPORTED)
-    ] = ",".join(METRICS),
+    ] = ALL_METRICS,
     metric_percentiles: Annotated[
         str, typer.Option(help="Percentiles of each.", rich_help_panel=REPORTED)
-    ] = ",".join(f"{value:g}" for value in PERCENTILES),
+    ] = USUAL_PERCENTILES,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(help="Send nothing: hold two results of --json against each other.", rich_help_panel=REPORTED),

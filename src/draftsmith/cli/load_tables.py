@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.evaluation.load.drive import level_name
 from draftsmith.evaluation.load.settings import LoadSettings
 from draftsmith.evaluation.load.speculation import FORMULA
 
@@ -16,8 +17,10 @@ Numbers = Mapping[str, Any]
 def show(console: Console, levels: Sequence[Numbers], settings: LoadSettings) -> None:
     """Print what was measured: of one level all percentiles, of several a line each."""
     if len(levels) == 1:
+        console.print(counts(levels[0]), style="italic", highlight=False)
         console.print(one_level(levels[0], settings))
     else:
+        console.print("A line a number of clients; times in ms.", style="italic", highlight=False)
         console.print(all_levels(levels, settings))
     console.print(
         "TPOT = (E2EL - TTFT) / (tokens - 1), tokens as the server counts them; ITL is the gap between chunks, which "
@@ -30,7 +33,7 @@ def show(console: Console, levels: Sequence[Numbers], settings: LoadSettings) ->
 def one_level(level: Numbers, settings: LoadSettings) -> Table:
     """Return the table of one level: a line a metric, a column a statistic."""
     columns = ["mean", *(f"p{value:g}" for value in settings.percentiles)]
-    table = Table(title=counts(level), title_justify="left")
+    table = Table()
     table.add_column("ms", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -41,12 +44,14 @@ def one_level(level: Numbers, settings: LoadSettings) -> Table:
 
 def all_levels(levels: Sequence[Numbers], settings: LoadSettings) -> Table:
     """Return the table of a sweep: a line a number of clients."""
-    table = Table(title="a line a number of clients; times in ms", title_justify="left")
+    table = Table()
     columns = [("clients", "max_concurrency", 0), ("tokens/s", "output_throughput", 1)]
-    columns += [(f"{metric.upper()} p50", f"median_{metric}_ms", 1) for metric in settings.metrics if metric != "itl"]
-    if settings.percentiles:
-        last = f"p{max(settings.percentiles):g}"
-        columns += [(f"TPOT {last}", f"{last}_tpot_ms", 1)] if "tpot" in settings.metrics else []
+    last = f"p{max(settings.percentiles):g}" if settings.percentiles else None
+    for metric in settings.metrics:
+        if metric != "itl":
+            columns.append((f"{metric.upper()} p50", f"median_{metric}_ms", 1))
+        if metric == "tpot" and last is not None:
+            columns.append((f"TPOT {last}", f"{last}_tpot_ms", 1))
     if settings.goodput:
         columns.append(("good/s", "request_goodput", 2))
     if any(ACCEPTANCE in level for level in levels):
@@ -54,7 +59,7 @@ def all_levels(levels: Sequence[Numbers], settings: LoadSettings) -> Table:
     if any(level["failed"] for level in levels):
         columns.append(("failed", "failed", 0))
     for name, _, _ in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     for level in levels:
         cells = [number(level.get(key), digits) for _, key, digits in columns]
         cells[0] = clients_of(level)
@@ -63,10 +68,10 @@ def all_levels(levels: Sequence[Numbers], settings: LoadSettings) -> Table:
 
 
 def counts(level: Numbers) -> str:
-    """Say what one level came to, over its table."""
+    """Say what one level came to."""
     good = level.get("request_goodput")
     parts = [
-        f"clients: {clients_of(level)}",
+        level_name(level["max_concurrency"]).capitalize(),
         f"{level['completed']} requests in {number(level['duration'], 1)} s",
         f"{number(level['output_throughput'], 1)} tokens/s written",
         f"{number(level['total_token_throughput'], 1)} with prompts",
@@ -74,7 +79,7 @@ def counts(level: Numbers) -> str:
         *([] if good is None else [f"{number(good, 2)} good ones/s ({level['goodput_share']:.0%} of all)"]),
         *([f"{level['failed']} failed"] if level["failed"] else []),
     ]
-    return ", ".join(parts)
+    return ", ".join(parts) + "."
 
 
 def acceptance_lines(levels: Sequence[Numbers]) -> list[str]:
@@ -86,7 +91,7 @@ def acceptance_lines(levels: Sequence[Numbers]) -> list[str]:
         rates = level["spec_decode_per_position_acceptance_rates"]
         deep = ", ".join(f"{at}: {rate:.0%}" for at, rate in enumerate(rates, 1))
         lines.append(
-            f"drafts with clients {clients_of(level)}: acceptance length {level[ACCEPTANCE]:.2f}, rate "
+            f"Drafts with {level_name(level['max_concurrency'])}: acceptance length {level[ACCEPTANCE]:.2f}, rate "
             f"{level['spec_decode_acceptance_rate']:.1f} %" + (f", by position {deep}" if deep else "")
         )
     return [*lines, f"({FORMULA}; of all that the server answered meanwhile)"] if lines else []
@@ -94,7 +99,8 @@ def acceptance_lines(levels: Sequence[Numbers]) -> list[str]:
 
 def show_both(console: Console, names: tuple[str, str], first: Sequence[Numbers], second: Sequence[Numbers]) -> None:
     """Print two results, a line a number of clients that both have; then who else is in the picture only."""
-    table = Table(title=f"{names[0]} (A) and {names[1]} (B)", title_justify="left")
+    console.print(f"A is {names[0]}, B is {names[1]}.", style="italic", highlight=False, markup=False)
+    table = Table()
     for name in ("clients", "A tokens/s", "B tokens/s", "B / A", "A TPOT ms", "B TPOT ms", "A / B"):
         table.add_column(name, justify="right")
     others = {clients_of(level): level for level in second}

@@ -115,17 +115,16 @@ async def _run_level(
 ) -> None:
     made = requests.make(settings.prompts)
     repeated = sum(request.repeated for request in made)
-    label = "no limit" if level.clients is None else f"{level.clients} clients"
     if repeated:
         result.notes.append(
-            f"{label}: {repeated} of {len(made)} prompts had been sent before, and a server that remembers prompts "
+            f"{level.name}: {repeated} of {len(made)} prompts had been sent before, and a server that remembers prompts "
             "reads those faster; give more texts for other times to the first token."
         )
     bodies = [body_of(request, settings.workload, settings.server.endpoint, model) for request in made]
     times = planned_times(settings.arrivals, len(bodies), settings.workload.seed)
     await drive(
         level, bodies, times, client.send,
-        lambda record: on_progress(label, len(level.records), len(bodies)),
+        lambda record: on_progress(level.name, len(level.records), len(bodies)),
     )
 
 
@@ -154,18 +153,17 @@ def _check_any(level: Level) -> None:
 
 def _note(result: LoadResult, level: Level) -> None:
     """Add what whoever reads the numbers of this level should know."""
-    label = "no limit" if level.clients is None else f"{level.clients} clients"
     found = result.levels[-1]
     if level.bottleneck:
         result.notes.append(
-            f"{label}: the load generator itself was held up (its timers were late by {1000 * level.lag:.0f} ms at "
+            f"{level.name}: the load generator itself was held up (its timers were late by {1000 * level.lag:.0f} ms at "
             f"the 99th percentile, and it took {level.cpu_share:.0%} of a core), so the server may be faster than "
             "shown; run it on another machine, or with fewer clients."
         )
     if found["failed"]:
         most = next(iter(found["failures"]))
-        result.notes.append(f"{label}: {found['failed']} of {len(level.records)} requests failed, most because {most}.")
+        result.notes.append(f"{level.name}: {found['failed']} of {len(level.records)} requests failed, most because {most}.")
     if not level.complete:
         result.notes.append(
-            f"{label}: interrupted with {found['unfinished']} requests not finished; they count nowhere."
+            f"{level.name}: interrupted with {found['unfinished']} requests not finished; they count nowhere."
         )

@@ -43,6 +43,11 @@ class Level:
     cpu: float = 0.0
 
     @property
+    def name(self) -> str:
+        """What the level is called."""
+        return level_name(self.clients)
+
+    @property
     def complete(self) -> bool:
         """Whether every request ended."""
         return self.unfinished == self.unsent == 0
@@ -67,6 +72,13 @@ class Level:
     def bottleneck(self) -> bool:
         """Whether the generator itself was too slow for its own numbers to be trusted."""
         return self.lag > LAG_LIMIT or self.cpu_share > CPU_LIMIT
+
+
+def level_name(clients: int | None) -> str:
+    """Say how many clients there are at most."""
+    if clients is None:
+        return "no limit of clients"
+    return "1 client" if clients == 1 else f"{clients} clients"
 
 
 async def drive(

@@ -1,7 +1,7 @@
 // The page: what was asked for, one text or a race of two, and what is said about them.
 
 import { modelName, write } from "./stream.js";
-import { Text, beginSteps, element, looks, number, showFigures } from "./view.js";
+import { Paced, Text, beginSteps, element, looks, number, showFigures } from "./view.js";
 
 const byId = (id) => document.getElementById(id);
 const state = { model: null, running: null, messages: [] };
@@ -24,9 +24,12 @@ function asked() {
 const say = (text) => { byId("said").textContent = text; };
 const trouble = (text) => { byId("trouble").textContent = text; };
 
+/** As the server tells it; where it does not, as tokens arrived here after the first. */
+const speedOf = (result) => result.said ?? result.rate;
+
 function figuresOf(result, steps) {
   return [
-    ["tokens a second", number(result.rate ?? result.said, 1) ?? "–"],
+    ["tokens a second", number(speedOf(result), 1) ?? "–"],
     ["tokens", number(result.tokens)],
     ["wait for the first, ms", number(result.wait)],
     ["tokens a step", steps?.count ? number(steps.tokensPerStep, 2) : null],
@@ -36,22 +39,28 @@ function figuresOf(result, steps) {
 }
 
 /** Write one text into `place` and its numbers beside it. */
-async function show(what, place, figures, steps) {
+async function show(what, place, figures, steps, most = Infinity) {
   const text = new Text(place);
-  let seen = 0;
+  let last = {};
+  const pace = new Paced(() => showFigures(figures, [
+    ["tokens a second", number(last.rate, 1) ?? "…"], ["tokens", last.seen ? number(last.seen) : null],
+  ]));
   try {
     const result = await write(what, state.running.signal, (chunk) => {
       text.add(chunk);
       if (chunk.step && steps) steps.add(chunk.step);
-      seen = chunk.seen;
-      const rate = number(chunk.rate, 1);
-      showFigures(figures, [["tokens a second", rate ?? "…"], ["tokens", seen ? number(seen) : null]]);
+      last = chunk;
+      pace.ask();
     });
-    showFigures(figures, figuresOf(result, steps));
+    pace.now();
+    showFigures(figures, figuresOf(result, steps).slice(0, most));
     return { ...result, note: text.end() };
   } catch (error) {
+    pace.now();
     text.end();
     throw error;
+  } finally {
+    steps?.end();
   }
 }
 
@@ -91,9 +100,9 @@ async function writeOne(what) {
   byId("race-result").hidden = true;
   byId("answer").hidden = false;
   say("Writing …");
-  const result = await show(what, byId("text"), byId("figures"), beginSteps());
+  const result = await show(what, byId("text"), byId("figures"), beginSteps(true));
   if (what.mode === "chat") remember(what, result);
-  const rate = number(result.rate ?? result.said, 1);
+  const rate = number(speedOf(result), 1);
   say(["Done", rate ? `: ${rate} tokens a second.` : ".", result.note ? ` ${result.note}` : ""].join(""));
 }
 
@@ -119,11 +128,13 @@ async function race(what) {
   if (what.temperature > 0 && what.seed === null) what.seed = crypto.getRandomValues(new Uint32Array(1))[0];
   byId("race-note").textContent = together
     ? "Both run at the same time and share the machine, so both are slower than alone."
-    : "One after the other, because they would share the machine: first without drafting, then with it. Tokens a second "
-      + "are counted from the first token on, so that a prompt which the server already knows helps neither.";
+    : "One after the other, because they would share the machine: first without drafting, then with it. The prompt was "
+      + "read once before, so that neither is the first to read it. Steps are drawn when both are done.";
   byId("race-result").scrollIntoView({ block: "start" });
-  const lane = (name, plain, steps) => show({ ...what, plain }, byId(`${name}-text`), byId(`${name}-figures`), steps);
-  const steps = beginSteps();
+  const lane = (name, plain, steps) => show({ ...what, plain }, byId(`${name}-text`), byId(`${name}-figures`), steps, 4);
+  const steps = beginSteps(false);
+  say("Reading the prompt …");
+  await write({ ...what, plain: true, maxTokens: 1 }, state.running.signal, () => {});
   let plain;
   let drafted;
   if (together) {
@@ -141,7 +152,8 @@ async function race(what) {
 
 /** Say who was faster, and whether the texts are equal; of unlike ones, where they part. */
 export function verdict(plain, drafted, what) {
-  const ratio = plain.rate && drafted.rate ? drafted.rate / plain.rate : null;
+  const [slow, fast] = [speedOf(plain), speedOf(drafted)];
+  const ratio = slow && fast && plain.tokens > 1 ? fast / slow : null;
   const speed = ratio === null ? "Too short to tell who was faster." : `With drafting: ${number(ratio, 2)} × as fast.`;
   if (plain.text === drafted.text) return `${speed} Both texts are equal.`;
   const one = Array.from(plain.text);

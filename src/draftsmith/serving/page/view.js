@@ -4,6 +4,8 @@ import { drawDepths, drawTree } from "./draw.js";
 
 const LOOKS = 6;
 const REMEMBERED = 2000;
+// Milliseconds between two drawings: a page that draws for every token takes the time of the machine that writes them.
+const PACE = 120;
 
 const byId = (id) => document.getElementById(id);
 
@@ -13,6 +15,24 @@ export function element(name, text, className) {
   if (text !== undefined) made.textContent = text;
   if (className) made.className = className;
   return made;
+}
+
+/** Does a job soon after it was asked for, once for all that ask meanwhile. */
+export class Paced {
+  constructor(job) {
+    this.job = job;
+    this.timer = null;
+  }
+
+  ask() {
+    this.timer ??= setTimeout(() => this.now(), PACE);
+  }
+
+  now() {
+    clearTimeout(this.timer);
+    this.timer = null;
+    this.job();
+  }
 }
 
 /** Fill a list of figures from [name, value] pairs; the first is the main one. Values that are null are left out. */
@@ -55,7 +75,7 @@ class Looks {
     if (!this.of.has(source)) {
       const look = `by by${(this.of.size % LOOKS) + 1}`;
       this.of.set(source, look);
-      this.entry("word", `drafted by ${source}, darker where deeper`, look);
+      this.entry("word", `drafted by ${source}, stronger where deeper`, look);
     }
     return `${this.of.get(source)} deep${Math.min(4, Math.max(1, Number(token.depth) || 1))}`;
   }
@@ -69,6 +89,8 @@ export class Text {
     this.place = place;
     this.coloured = "";
     this.plain = "";
+    this.waiting = [];
+    this.pace = new Paced(() => this.flush());
     place.replaceChildren();
     place.setAttribute("aria-busy", "true");
   }
@@ -76,23 +98,30 @@ export class Text {
   /** Add the tokens of a chunk, or its text where it has none. */
   add(chunk) {
     this.plain += chunk.text;
-    const there = this.place.scrollHeight - this.place.scrollTop - this.place.clientHeight < 40;
-    if (chunk.tokens.length) for (const token of chunk.tokens) this.token(token);
-    else if (chunk.text && !this.coloured) this.place.append(chunk.text);
-    if (there) this.place.scrollTop = this.place.scrollHeight;
+    if (chunk.tokens.length) for (const token of chunk.tokens) this.waiting.push(this.token(token));
+    else if (chunk.text && !this.coloured) this.waiting.push(chunk.text);
+    this.pace.ask();
   }
 
   token(token) {
     const text = String(token?.text ?? "");
     this.coloured += text;
     const look = looks.classes(token);
-    const span = element("span", text, look ? `${look} new` : "new");
+    const span = element("span", text, look);
     span.title = look ? `drafted by ${token.source}${token.depth ? `, depth ${token.depth}` : ""}` : "the model's own";
-    this.place.append(span);
+    return span;
+  }
+
+  flush() {
+    const there = this.place.scrollHeight - this.place.scrollTop - this.place.clientHeight < 40;
+    this.place.append(...this.waiting);
+    this.waiting = [];
+    if (there) this.place.scrollTop = this.place.scrollHeight;
   }
 
   /** End: where tokens do not add up to the text that was sent, the text is what counts. */
   end() {
+    this.pace.now();
     this.place.setAttribute("aria-busy", "false");
     if (!this.coloured || this.coloured === this.plain) return null;
     if (this.coloured.startsWith(this.plain)) return "Tokens behind the end of the text, such as a stop word, are shown too.";
@@ -105,7 +134,9 @@ const planName = (plan) => (plan === null || plan === undefined ? "not told" : t
 
 /** What the steps of a text tell: the tree of each, acceptance by depth, which plans were chosen and why. */
 export class Steps {
-  constructor() {
+  constructor(live) {
+    this.live = live;
+    this.pace = new Paced(() => { if (current === this) this.drawNow(); });
     this.all = [];
     this.count = 0;
     this.accepted = 0;
@@ -113,7 +144,6 @@ export class Steps {
     this.deepest = 0;
     this.plans = new Map();
     this.shown = null;
-    this.due = false;
     byId("steps").hidden = true;
   }
 
@@ -133,21 +163,16 @@ export class Steps {
     plan.accepted += accepted;
     plan.why = step.why ?? plan.why;
     this.plans.set(name, plan);
-    this.draw();
+    if (this.live) this.pace.ask();
+  }
+
+  /** Draw what there is in the end. */
+  end() {
+    this.pace.now();
   }
 
   get tokensPerStep() {
     return this.count ? 1 + this.accepted / this.count : null;
-  }
-
-  /** Draw at most once a frame: a fast drafter makes more steps than a screen has pictures. */
-  draw() {
-    if (this.due) return;
-    this.due = true;
-    requestAnimationFrame(() => {
-      this.due = false;
-      if (current === this) this.drawNow();
-    });
   }
 
   drawNow() {
@@ -162,7 +187,7 @@ export class Steps {
     byId("which-number").textContent = `${at} of ${this.count}`;
     const step = this.all[at - before - 1];
     byId("tree-caption").textContent = drawTree(byId("tree"), step);
-    const why = step.why ? ` because ${step.why}` : "";
+    const why = step.why ? `: ${step.why}` : "";
     const chosen = step.plan === "none" ? "not to draft" : `the plan ${planName(step.plan)}`;
     const known = step.plan !== null && step.plan !== undefined;
     byId("chose").textContent = known ? `The policy chose ${chosen}${why}.`.replace(/\.\.$/, ".") : "";
@@ -187,9 +212,9 @@ function depthOf(tree) {
 
 let current = null;
 
-/** Begin to show the steps of another text. */
-export function beginSteps() {
-  current = new Steps();
+/** Begin to show the steps of another text: while they come, or in the end only. */
+export function beginSteps(live) {
+  current = new Steps(live);
   return current;
 }
 
