@@ -16,13 +16,36 @@ def provenance(**more: Any) -> dict[str, Any]:
 
     record: dict[str, Any] = {
         "command": command_line(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": now(),
         "machine": machine(),
         "versions": versions(),
         "git_revision": git_revision(),
         "threads": torch.get_num_threads(),
     }
     return record | more
+
+
+def client_provenance(secret: str | None = None) -> dict[str, Any]:
+    """Return the same of a process that only asks a server: PyTorch is not imported for it.
+
+    Args:
+        secret: what may stand in the command and must not be written down.
+    """
+    command = command_line()
+    return {
+        "command": command.replace(secret, "…") if secret else command,
+        "date": now(),
+        "machine": processor_and_memory(),
+        "versions": {
+            "python": platform.python_version(), "draftsmith": _version("draftsmith"), "httpx2": _version("httpx2")
+        },
+        "git_revision": git_revision(),
+    }
+
+
+def now() -> str:
+    """Return date and time, in UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def versions() -> dict[str, str]:
@@ -56,11 +79,16 @@ def machine() -> dict[str, Any]:
     """Return the processor, usable cores, memory in GiB and accelerators."""
     import torch
 
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return processor_and_memory() | {"gpus": gpus}
+
+
+def processor_and_memory() -> dict[str, Any]:
+    """Return the processor, usable cores and memory in GiB, without asking PyTorch."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "memory_gib": _memory_gib(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
 
 

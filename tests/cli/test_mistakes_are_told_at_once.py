@@ -69,6 +69,16 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "doctor, result": (("doctor", "--json", "file/x.json"), "cannot be written"),
     "demo, target": (("demo", "--target", "./absent"), FOLDER),
     "demo, drafter": (("demo", "--drafter", "absent"), FOLDER),
+    "load, address": (("load", "--base-url", "localhost:8000"), "give an address such as"),
+    "load, prompts": (("load", "--dataset", "prosa"), "did you mean prose?"),
+    "load, limit": (("load", "--goodput", "ttft:200", "topt:30"), "did you mean tpot?"),
+    "load, clients": (("load", "--sweep", "1,128"), "cannot keep 128 clients busy"),
+    "load, metric": (("load", "--percentile-metrics", "ttfl"), "did you mean ttft?"),
+    "load, body": (("load", "--extra-body", "[]"), "give a JSON object"),
+    "load, a word too many": (("load", "now"), "'now' belongs to no option"),
+    "load, ramp": (("load", "--ramp-up-strategy", "linear"), "a ramp needs --ramp-up-start-rps"),
+    "load, result": (("load", "--json", "file/x.json"), "cannot be written"),
+    "load, results": (("load", "--compare", "absent.json", "absent.json"), "absent.json cannot be read"),
     "tune-layers, target": (("tune-layers", "--target", "./absent"), FOLDER),
     "tune-layers, prompts": (("tune-layers", "--data", "absent.txt"), "absent.txt cannot be read"),
     "tune-layers, folder": (("tune-layers", "--out", "unknown"), "holds something else"),
@@ -123,5 +133,5 @@ def test_no_slow_package_is_imported_for_a_mistake(name: str, told: dict[str, tu
 
 def test_every_command_is_there():
     commands = {path.stem.replace("_", "-") for path in (Path(__file__).parents[2] / "src/draftsmith/cli").glob("*.py")}
-    helpers = {"--init--", "app", "common", "demo-report", "plans", "statistics"}
+    helpers = {"--init--", "app", "common", "demo-report", "load-tables", "plans", "statistics"}
     assert commands - helpers <= {words[0] for words, _ in CASES.values()}

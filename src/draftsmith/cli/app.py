@@ -17,6 +17,7 @@ from draftsmith.cli.demo import demo
 from draftsmith.cli.doctor import doctor
 from draftsmith.cli.families import families
 from draftsmith.cli.generate import generate
+from draftsmith.cli.load import load
 from draftsmith.cli.prove import prove
 from draftsmith.cli.train import train
 from draftsmith.cli.tune_layers import tune_layers
@@ -71,6 +72,7 @@ MORE: dict[Callable[..., None], str] = {
     compare: f"docs/compare.md. {LISTED}",
     check: "docs/prove.md",
     prove: "docs/prove.md",
+    load: "docs/load.md",
     families: "docs/which-family.md",
     doctor: "docs/native.md",
 }

@@ -1,0 +1,34 @@
+"""When each request is to be sent, settled before the first of them: the same seed plans the same times."""
+
+from math import isinf
+
+import numpy as np
+
+from draftsmith.evaluation.load.settings import Arrivals
+
+
+def planned_times(arrivals: Arrivals, count: int, seed: int) -> list[float]:
+    """Return when each of `count` requests is due, in seconds from the start, in order; the first is due at 0.
+
+    Gaps are drawn from a gamma distribution of shape `burstiness` whose mean is 1 / rate. The rate of a ramp is that
+    of the request that ends the gap.
+    """
+    if not arrivals.open:
+        return [0.0] * count
+    draws = np.random.default_rng((seed, 1))
+    gaps = [0.0]
+    for index in range(1, count):
+        rate = rate_of(arrivals, index / max(1, count - 1))
+        scale = 0.0 if isinf(rate) else 1.0 / (rate * arrivals.burstiness)
+        gaps.append(float(draws.gamma(arrivals.burstiness, scale)))
+    return [float(time) for time in np.cumsum(gaps[:count])]
+
+
+def rate_of(arrivals: Arrivals, progress: float) -> float:
+    """Return the requests a second that are asked for when so much of the way, 0 to 1, is done."""
+    start, end = arrivals.ramp_start, arrivals.ramp_end
+    if arrivals.ramp is None or start is None or end is None:
+        return arrivals.rate
+    if arrivals.ramp == "linear":
+        return start + (end - start) * progress
+    return float(start * (end / start) ** progress)

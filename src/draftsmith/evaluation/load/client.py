@@ -1,0 +1,172 @@
+"""The connection to the server: its models, its tokens, its counters, and one streamed request."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from difflib import get_close_matches
+from types import TracebackType
+from typing import Any, Self
+
+from draftsmith.evaluation.load.events import Events
+from draftsmith.evaluation.load.records import Record, message_of
+from draftsmith.evaluation.load.settings import Server
+from draftsmith.evaluation.load.speculation import Counters, read_counters
+from draftsmith.types import DraftsmithError
+
+try:
+    import httpx2
+except ImportError as error:
+    raise DraftsmithError("`load` needs the package httpx2; install draftsmith[serve].") from error
+
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+CONNECT_SECONDS = 30.0
+NOT_OFFERED = (404, 405, 501)
+
+
+class Client:
+    """Speaks to one server and to no other: no proxy and no key from the environment, no redirect is followed."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        headers = {"Accept-Encoding": "identity"}
+        if server.api_key:
+            headers["Authorization"] = f"Bearer {server.api_key}"
+        self._http = httpx2.AsyncClient(
+            base_url=server.base_url,
+            headers=headers,
+            timeout=httpx2.Timeout(server.timeout, connect=min(CONNECT_SECONDS, server.timeout), pool=None),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.__aexit__(kind, error, trace)
+
+    async def model(self) -> str:
+        """Return the model to ask for: the one that was named, if the server has it, or the only one that it has.
+
+        Raises:
+            DraftsmithError: the server cannot be reached, refuses the key, or has another model.
+        """
+        wanted = self.server.model
+        response = await self._ask("GET", "/v1/models")
+        if response.status_code in NOT_OFFERED and wanted is not None:
+            return wanted
+        try:
+            names = [str(entry["id"]) for entry in response.json()["data"]] if response.status_code == 200 else []
+        except (ValueError, KeyError, TypeError):
+            names = []
+        if wanted is None:
+            if len(names) == 1:
+                return names[0]
+            known = f"has {len(names)} ({', '.join(names[:8])})" if names else "names none at /v1/models"
+            raise DraftsmithError(f"the server {known}; say which model with --model.")
+        if names and wanted not in names:
+            near = get_close_matches(wanted, names, 1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names[:8])}."
+            raise DraftsmithError(f"the server has no model {wanted!r}; {hint}")
+        return wanted
+
+    async def tokenize(self, text: str, model: str) -> list[int]:
+        """Return the ids of a text by `/tokenize`, without what its tokenizer puts around a prompt."""
+        body = {"model": model, "prompt": text, "add_special_tokens": False}
+        response = await self._ask("POST", "/tokenize", body)
+        try:
+            if response.status_code == 200:
+                return [int(token) for token in response.json()["tokens"]]
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise DraftsmithError(
+            f"the server's /tokenize gave no ids (status {response.status_code}), so texts cannot be cut to a number "
+            "of tokens; leave out --input-len, or take --dataset random with --vocab-size."
+        )
+
+    async def counters(self) -> Counters | None:
+        """Return what the server has counted of its drafts so far; None where it does not tell."""
+        try:
+            response = await self._http.get("/metrics")
+        except httpx2.HTTPError:
+            return None
+        return read_counters(response.text) if response.status_code == 200 else None
+
+    async def send(self, body: Mapping[str, Any]) -> Record:
+        """Send one request and return what came back; what went wrong stands in the record, as a sentence."""
+        record = Record(sent=time.perf_counter())
+        finished = False
+        try:
+            async with self._http.stream("POST", PATHS[self.server.endpoint], json=dict(body)) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    record.error = self._refused(response)
+                    return record
+                async for events in timed_events(response):
+                    now, whole = events
+                    for event in whole:
+                        if event == b"[DONE]":
+                            finished = True
+                        else:
+                            record.take(json.loads(event), now)
+        except httpx2.HTTPError as error:
+            record.error = record.error or self._unreachable(error)
+        except (ValueError, AttributeError, TypeError):
+            record.error = record.error or "the server sent something that is no chunk of an answer"
+        record.close(finished)
+        return record
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx2.Response:
+        try:
+            response = await self._http.request(method, path, json=body)
+        except httpx2.HTTPError as error:
+            raise DraftsmithError(f"{self._unreachable(error)}; check --base-url, and that it runs.") from error
+        if response.status_code in (401, 403):
+            raise DraftsmithError(f"{self._refused(response)}.")
+        return response
+
+    def _unreachable(self, error: httpx2.HTTPError) -> str:
+        if isinstance(error, httpx2.TimeoutException):
+            return f"the server at {self.server.base_url} did not answer in time ({type(error).__name__})"
+        if isinstance(error, httpx2.ConnectError):
+            return f"the server at {self.server.base_url} cannot be reached ({first_line(error)})"
+        return f"the connection to {self.server.base_url} broke ({first_line(error)})"
+
+    def _refused(self, response: httpx2.Response) -> str:
+        status = response.status_code
+        if status in (401, 403):
+            given = "refuses the API key" if self.server.api_key else "wants an API key"
+            return f"the server {given} (status {status}); give the right one with --api-key"
+        if 300 <= status < 400:
+            return f"the server sends on to {response.headers.get('location', 'elsewhere')} (status {status})"
+        try:
+            reason = message_of(response.json())
+        except ValueError:
+            reason = message_of(response.text)
+        return f"the server answered {status}: {reason}"
+
+
+async def timed_events(response: httpx2.Response) -> AsyncIterator[tuple[float, list[bytes]]]:
+    """Give the events of a response in the pieces in which they arrived, each with its time."""
+    events = Events()
+    async for piece in response.aiter_bytes():
+        yield time.perf_counter(), events.feed(piece)
+    yield time.perf_counter(), events.end()
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says in one line, or its name if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@asynccontextmanager
+async def connected(server: Server) -> AsyncIterator[tuple[Client, str]]:
+    """Give a client and the model that it is to ask for; DraftsmithError if the server does not let us in."""
+    async with Client(server) as client:
+        yield client, await client.model()

@@ -1,0 +1,103 @@
+"""Results on disk: one JSON of all levels, a table as CSV, files by the common names, and reading them back."""
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.evaluation.load.settings import LoadSettings
+from draftsmith.types import DraftsmithError
+
+NEEDED = ("output_throughput", "median_tpot_ms")
+
+
+def settings_json(settings: LoadSettings, model: str) -> dict[str, Any]:
+    """Return what was asked for, by the names of the options, without the key."""
+    work, arrivals = settings.workload, settings.arrivals
+    return {
+        "base_url": settings.server.base_url,
+        "endpoint": settings.server.endpoint,
+        "model": model,
+        "dataset": Path(work.dataset).name,
+        "clients": "homogeneous" if work.homogeneous else "heterogeneous",
+        "input_len": None if work.input_lens is None else list(work.input_lens),
+        "output_len": list(work.output_lens),
+        "temperature": work.temperature,
+        "ignore_eos": work.ignore_eos,
+        "extra_body": dict(work.extra_body),
+        "seed": work.seed,
+        "request_rate": rate_json(arrivals.rate),
+        "burstiness": arrivals.burstiness,
+        "ramp_up_strategy": arrivals.ramp,
+        "ramp_up_start_rps": arrivals.ramp_start,
+        "ramp_up_end_rps": arrivals.ramp_end,
+        "num_prompts": settings.prompts,
+        "num_warmups": settings.warmups,
+        "goodput": dict(settings.goodput),
+    }
+
+
+def rate_json(rate: float) -> float | str:
+    """Return a rate as JSON can hold it."""
+    return "inf" if math.isinf(rate) else rate
+
+
+def common_file(level: Mapping[str, Any], settings: Mapping[str, Any], date: str) -> tuple[str, dict[str, Any]]:
+    """Return name and content of the file that serving benchmarks write for one level."""
+    model = re.sub(r"[^\w.-]+", "-", settings["model"].rsplit("/", 1)[-1])
+    clients = level["max_concurrency"]
+    stamp = date.replace("-", "").replace(":", "").replace("T", "-").removesuffix("Z")
+    parts = [
+        settings["endpoint"], f"{settings['request_rate']}qps",
+        *([f"concurrency{clients}"] if clients is not None else []), model, stamp,
+    ]
+    content = {
+        "date": stamp,
+        "endpoint_type": "openai-chat" if settings["endpoint"] == "chat" else "openai",
+        "model_id": settings["model"],
+        "num_prompts": settings["num_prompts"],
+        "request_rate": settings["request_rate"],
+        "burstiness": settings["burstiness"],
+        "max_concurrency": clients,
+        **level,
+    }
+    return "-".join(parts) + ".json", content
+
+
+def as_csv(levels: Sequence[Mapping[str, Any]]) -> str:
+    """Return one line a level with every single number, names on top; lists and failures are left out."""
+    flat = [{key: value for key, value in level.items() if not isinstance(value, list | dict)} for level in levels]
+    names = list(dict.fromkeys(key for level in flat for key in level))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def read_levels(path: Path) -> list[dict[str, Any]]:
+    """Return the levels of a result, of `draftsmith load --json` or of another serving benchmark's file.
+
+    Raises:
+        DraftsmithError: it cannot be read, or has no throughput and no time a token.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DraftsmithError(f"{path} cannot be read ({error.strerror}); check the path.") from error
+    except ValueError as error:
+        raise DraftsmithError(f"{path} is no JSON; give a result that --json wrote.") from error
+    levels = found.get("levels", [found]) if isinstance(found, dict) else None
+    if not isinstance(levels, list) or not levels or not all(_is_level(level) for level in levels):
+        raise DraftsmithError(
+            f"{path} holds no level with {' and '.join(NEEDED)}; give a result that --json wrote, measured with tpot."
+        )
+    return [dict(level) for level in levels]
+
+
+def _is_level(level: Any) -> bool:
+    return isinstance(level, dict) and all(isinstance(level.get(name), int | float) for name in NEEDED)

@@ -1,0 +1,169 @@
+"""A server under load, level after level: `draftsmith load`, from Python."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftsmith.evaluation.load.arrivals import planned_times
+from draftsmith.evaluation.load.client import Client, connected
+from draftsmith.evaluation.load.drive import Level, drive
+from draftsmith.evaluation.load.metrics import detailed, summarise
+from draftsmith.evaluation.load.results import settings_json
+from draftsmith.evaluation.load.settings import LoadSettings
+from draftsmith.evaluation.load.workload import Requests, body_of, gather_requests, read_texts
+from draftsmith.provenance import client_provenance
+from draftsmith.types import DraftsmithError
+
+
+@dataclass
+class LoadResult:
+    """What was measured so far; `as_json` is what `draftsmith load --json` writes.
+
+    Args:
+        settings: what was asked for, by the names of the options.
+        levels: the numbers of each level, see `evaluation.load.metrics.summarise`.
+        details: of each level, what was measured of every request.
+        complete: whether all levels were measured to their end.
+        notes: what whoever reads the numbers should know.
+    """
+
+    provenance: dict[str, Any]
+    settings: dict[str, Any]
+    levels: list[dict[str, Any]] = field(default_factory=list)
+    details: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def date(self) -> str:
+        """When the measurement began, in UTC."""
+        return str(self.provenance["date"])
+
+    def as_json(self, details: bool = False) -> dict[str, Any]:
+        """Return everything, with the raw times and texts of every request if `details` are wanted."""
+        levels = self.levels
+        if details:
+            levels = [level | more for level, more in zip(self.levels, self.details, strict=True)]
+        return {
+            "provenance": self.provenance,
+            "settings": self.settings,
+            "complete": self.complete,
+            "notes": self.notes,
+            "levels": levels,
+        }
+
+
+Progress = Callable[[str, int, int], None]
+
+
+def measure_load(
+    settings: LoadSettings,
+    *,
+    on_level: Callable[[LoadResult], None] = lambda result: None,
+    on_progress: Progress = lambda label, done, every: None,
+) -> LoadResult:
+    """Measure a server under every load of the settings, one after the other.
+
+    Args:
+        on_level: called with what is there after each level, also when one is interrupted.
+        on_progress: called after each request with the level's name, how many ended, and how many there are.
+
+    Raises:
+        DraftsmithError: the server cannot be reached, lets nobody in, or answered no request of a level.
+        KeyboardInterrupt: Ctrl-C; `on_level` has what was measured by then.
+    """
+    return asyncio.run(_measure(settings, on_level, on_progress))
+
+
+async def _measure(settings: LoadSettings, on_level: Callable[[LoadResult], None], on_progress: Progress) -> LoadResult:
+    texts = read_texts(settings.workload)
+    async with connected(settings.server) as (client, model):
+        result = LoadResult(client_provenance(secret=settings.server.api_key), settings_json(settings, model))
+
+        async def tokenize(text: str) -> list[int]:
+            return await client.tokenize(text, model)
+
+        requests = await gather_requests(settings.workload, settings.server.endpoint, texts, tokenize)
+        await _warm_up(client, model, requests, settings, on_progress)
+        for clients in settings.clients:
+            level = Level(clients)
+            before = await client.counters()
+            try:
+                await _run_level(level, client, model, requests, settings, result, on_progress)
+            finally:
+                # Also when interrupted: then there is no time to ask the server again.
+                after = await client.counters() if level.complete else None
+                if any(record.ok for record in level.records):
+                    result.levels.append(summarise(level, settings, before, after))
+                    result.details.append(detailed(level))
+                    _note(result, level)
+                    result.complete = level.complete and len(result.levels) == len(settings.clients)
+                    on_level(result)
+            _check_any(level)
+    return result
+
+
+async def _run_level(
+    level: Level,
+    client: Client,
+    model: str,
+    requests: Requests,
+    settings: LoadSettings,
+    result: LoadResult,
+    on_progress: Progress,
+) -> None:
+    made = requests.make(settings.prompts)
+    repeated = sum(request.repeated for request in made)
+    if repeated:
+        result.notes.append(
+            f"{level.name}: {repeated} of {len(made)} prompts had been sent before, and a server that remembers prompts "
+            "reads those faster; give more texts for other times to the first token."
+        )
+    bodies = [body_of(request, settings.workload, settings.server.endpoint, model) for request in made]
+    times = planned_times(settings.arrivals, len(bodies), settings.workload.seed)
+    await drive(
+        level, bodies, times, client.send,
+        lambda record: on_progress(level.name, len(level.records), len(bodies)),
+    )
+
+
+async def _warm_up(
+    client: Client, model: str, requests: Requests, settings: LoadSettings, on_progress: Progress
+) -> None:
+    """Send what is not measured, as many at once as the largest level has clients."""
+    if not settings.warmups:
+        return
+    counts = [count for count in settings.clients if count is not None]
+    level = Level(max(counts) if len(counts) == len(settings.clients) else None)
+    made = requests.make(settings.warmups)
+    bodies = [body_of(request, settings.workload, settings.server.endpoint, model) for request in made]
+    await drive(
+        level, bodies, [0.0] * len(bodies), client.send,
+        lambda record: on_progress("warming up", len(level.records), len(bodies)),
+    )
+    _check_any(level)
+
+
+def _check_any(level: Level) -> None:
+    """Refuse a level without a single answer: nothing can be said of it but what the server said."""
+    if level.records and not any(record.ok for record in level.records):
+        raise DraftsmithError(f"all {len(level.records)} requests failed; the first because {level.records[0].error}.")
+
+
+def _note(result: LoadResult, level: Level) -> None:
+    """Add what whoever reads the numbers of this level should know."""
+    found = result.levels[-1]
+    if level.bottleneck:
+        result.notes.append(
+            f"{level.name}: the load generator itself was held up (its timers were late by {1000 * level.lag:.0f} ms at "
+            f"the 99th percentile, and it took {level.cpu_share:.0%} of a core), so the server may be faster than "
+            "shown; run it on another machine, or with fewer clients."
+        )
+    if found["failed"]:
+        most = next(iter(found["failures"]))
+        result.notes.append(f"{level.name}: {found['failed']} of {len(level.records)} requests failed, most because {most}.")
+    if not level.complete:
+        result.notes.append(
+            f"{level.name}: interrupted with {found['unfinished']} requests not finished; they count nowhere."
+        )
