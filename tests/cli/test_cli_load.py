@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from draftsmith.cli import app
-from draftsmith.evaluation.load.settings import METRICS
+from draftsmith.evaluation.load.arrivals import planned_times
+from draftsmith.evaluation.load.settings import METRICS, Arrivals
 from tests.helpers.canned_server import Asked, CannedServer, Reply, events, json_reply
 
 pytest.importorskip("httpx2", reason="draftsmith load needs httpx2, of the extra `serve`")
@@ -122,7 +123,7 @@ def test_a_key_is_sent_as_a_bearer_token(server: CannedServer):
     assert {headers.get("authorization") for headers in sent} == {"Bearer sk-1"}
 
 
-def test_so_many_clients_are_in_flight_and_no_more(serving):
+def test_so_many_clients_are_in_flight_and_no_more(serving, tmp_path: Path):
     """The server answers nobody before three have asked."""
     three, now, most = threading.Barrier(3), [0], [0]
     lock = threading.Lock()
@@ -134,12 +135,26 @@ def test_so_many_clients_are_in_flight_and_no_more(serving):
             now[0] += 1
             most[0] = max(most[0], now[0])
         three.wait(20)
+        time.sleep(0.05)  # for one too many to come
         with lock:
             now[0] -= 1
         return stream()
 
-    done = load(serving(together), "--max-concurrency", "3", "--num-prompts", "9", "--ignore-eos")
+    file = tmp_path / "load.json"
+    done = load(serving(together), "--max-concurrency", "3", "--num-prompts", "9", "--json", file)
     assert done.exit_code == 0 and most[0] == 3, done.output
+    assert json.loads(file.read_text())["levels"][0]["max_concurrent_requests"] == 3
+
+
+def test_no_request_of_an_open_arrival_is_sent_before_its_time(server: CannedServer, tmp_path: Path):
+    file = tmp_path / "load.json"
+    words = ("--request-rate", "40", "--num-prompts", "8", "--seed", "5", "--save-detailed", "--result-dir", tmp_path)
+    done = load(server, *words, "--json", file)
+    assert done.exit_code == 0, done.output
+    (level,) = json.loads(file.read_text())["levels"]
+    planned = planned_times(Arrivals(rate=40.0), 8, seed=5)
+    assert len(level["start_times"]) == 8 and level["p99_client_wait_ms"] >= 0
+    assert all(sent >= due for sent, due in zip(level["start_times"], planned, strict=True))
 
 
 def test_a_sweep_measures_every_number_of_clients(server: CannedServer, tmp_path: Path):

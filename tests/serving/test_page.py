@@ -183,7 +183,7 @@ def test_the_steps_are_drawn_and_counted(browser: Browser, show: Show):
     )
     assert browser.evaluate("document.querySelectorAll('#tree rect.node').length") == 6
     assert browser.evaluate("document.querySelectorAll('#tree rect.kept').length") == 2
-    assert "2 of 6 guesses accepted: ␣that ␣is" in text_of(browser, "tree-caption")
+    assert "2 of 6 guesses accepted (✓): ␣that ␣is" in text_of(browser, "tree-caption")
     assert "4,2: the last ten steps kept 1.8 guesses." in text_of(browser, "chose")
     bars = browser.evaluate("document.querySelector('#depths svg').getAttribute('aria-label')")
     assert "depth 1: 50 %, depth 2: 50 %, depth 3: 0 %" in bars, "two steps, one of which kept two"

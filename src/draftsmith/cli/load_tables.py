@@ -48,7 +48,7 @@ def all_levels(levels: Sequence[Numbers], settings: LoadSettings) -> Table:
     columns = [("clients", "max_concurrency", 0), ("tokens/s", "output_throughput", 1)]
     last = f"p{max(settings.percentiles):g}" if settings.percentiles else None
     for metric in settings.metrics:
-        if metric != "itl":
+        if metric in ("ttft", "tpot"):  # the others are in the files; a terminal is narrow
             columns.append((f"{metric.upper()} p50", f"median_{metric}_ms", 1))
         if metric == "tpot" and last is not None:
             columns.append((f"TPOT {last}", f"{last}_tpot_ms", 1))

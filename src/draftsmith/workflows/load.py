@@ -117,8 +117,8 @@ async def _run_level(
     repeated = sum(request.repeated for request in made)
     if repeated:
         result.notes.append(
-            f"{level.name}: {repeated} of {len(made)} prompts had been sent before, and a server that remembers prompts "
-            "reads those faster; give more texts for other times to the first token."
+            f"{level.name}: {repeated} of {len(made)} prompts had been sent before, and a server that remembers "
+            "prompts reads those faster; give more texts for other times to the first token."
         )
     bodies = [body_of(request, settings.workload, settings.server.endpoint, model) for request in made]
     times = planned_times(settings.arrivals, len(bodies), settings.workload.seed)
@@ -156,13 +156,15 @@ def _note(result: LoadResult, level: Level) -> None:
     found = result.levels[-1]
     if level.bottleneck:
         result.notes.append(
-            f"{level.name}: the load generator itself was held up (its timers were late by {1000 * level.lag:.0f} ms at "
-            f"the 99th percentile, and it took {level.cpu_share:.0%} of a core), so the server may be faster than "
+            f"{level.name}: the load generator itself was held up (its timers were late by {1000 * level.lag:.0f} ms "
+            f"at the 99th percentile, and it took {level.cpu_share:.0%} of a core), so the server may be faster than "
             "shown; run it on another machine, or with fewer clients."
         )
     if found["failed"]:
         most = next(iter(found["failures"]))
-        result.notes.append(f"{level.name}: {found['failed']} of {len(level.records)} requests failed, most because {most}.")
+        result.notes.append(
+            f"{level.name}: {found['failed']} of {len(level.records)} requests failed, most because {most}."
+        )
     if not level.complete:
         result.notes.append(
             f"{level.name}: interrupted with {found['unfinished']} requests not finished; they count nowhere."

@@ -3,6 +3,7 @@
 import { modelName, write } from "./stream.js";
 import { Paced, Text, beginSteps, element, looks, number, showFigures } from "./view.js";
 
+const COMPARED = ["tokens a second", "tokens", "tokens a step"];
 const byId = (id) => document.getElementById(id);
 const state = { model: null, running: null, messages: [] };
 
@@ -39,7 +40,7 @@ function figuresOf(result, steps) {
 }
 
 /** Write one text into `place` and its numbers beside it. */
-async function show(what, place, figures, steps, most = Infinity) {
+async function show(what, place, figures, steps, only = null) {
   const text = new Text(place);
   let last = {};
   const pace = new Paced(() => showFigures(figures, [
@@ -53,7 +54,7 @@ async function show(what, place, figures, steps, most = Infinity) {
       pace.ask();
     });
     pace.now();
-    showFigures(figures, figuresOf(result, steps).slice(0, most));
+    showFigures(figures, figuresOf(result, steps).filter(([name]) => !only || only.includes(name)));
     return { ...result, note: text.end() };
   } catch (error) {
     pace.now();
@@ -131,7 +132,7 @@ async function race(what) {
     : "One after the other, because they would share the machine: first without drafting, then with it. The prompt was "
       + "read once before, so that neither is the first to read it. Steps are drawn when both are done.";
   byId("race-result").scrollIntoView({ block: "start" });
-  const lane = (name, plain, steps) => show({ ...what, plain }, byId(`${name}-text`), byId(`${name}-figures`), steps, 4);
+  const lane = (name, plain, steps) => show({ ...what, plain }, byId(`${name}-text`), byId(`${name}-figures`), steps, COMPARED);
   const steps = beginSteps(false);
   say("Reading the prompt …");
   await write({ ...what, plain: true, maxTokens: 1 }, state.running.signal, () => {});

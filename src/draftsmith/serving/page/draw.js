@@ -95,7 +95,7 @@ export function drawTree(place, step) {
   place.replaceChildren(picture);
   const path = found.nodes.filter((node) => node.kept);
   const said = path.map((node) => visible(node.token)).join(" ");
-  return `${path.length} of ${found.nodes.length} guesses accepted${said ? `: ${said}` : ""}. ✓ accepted, × rejected.`;
+  return `${path.length} of ${found.nodes.length} guesses accepted (✓)${said ? `: ${said}` : ", all rejected (×)"}`;
 }
 
 /** Draw bars of shares between 0 and 1, one a depth, with the number written beside each. */
