@@ -34,8 +34,8 @@ def serve(
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help="Folder or hub name of a drafter, or a word such as ngram; may be repeated. The first drafts where a "
-            "request names none; by default the embedded target's own.",
+            help="Folder or hub name of a drafter, or a word such as ngram; may be repeated: each text gets the "
+            "one whose guesses stay in it. By default the embedded target's own.",
             rich_help_panel=MODELS,
         ),
     ] = None,

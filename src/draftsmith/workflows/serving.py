@@ -61,7 +61,8 @@ def serve(
 
     Args:
         target: folder, hub name or loaded; the embedded one by default, with its own drafter.
-        drafters: folders, hub names or words such as `ngram`; the first drafts where a request names none.
+        drafters: folders, hub names or words such as `ngram`; each text gets the one whose guesses stay in it, or,
+            with a plan, the first.
         settings: names, keys and limits; without a name it goes by the target's, without keys it lets everybody in.
         host, port: where to listen; port 0 takes a free one.
         draft: False decodes plainly.
@@ -102,22 +103,24 @@ def make_engine(
     if not given:
         console.print(f"[dim]{loaded.name} is decoded without a drafter.[/dim]", highlight=False)
         return Engine(loaded, max_batch=sizes.max_batch, max_length=sizes.max_length), {}
-    found = {name: load_drafter(drafter, loaded) for name, drafter in named(given).items()}
-    policy = policy_of(loaded, next(iter(found.values())), given[0], rules, sizes, console)
+    names = named(given)
+    found = {name: load_drafter(drafter, loaded) for name, drafter in names.items()}
+    policy = policy_of(loaded, found, names, rules, sizes, console)
     guarded: dict[str, Drafter] = {name: Guarded(drafter, name) for name, drafter in found.items()}
     return Engine(loaded, guarded, policy=policy, max_batch=sizes.max_batch, max_length=sizes.max_length), guarded
 
 
 def policy_of(
-    target: Target, drafter: Drafter, loaded_from: str | Path, rules: DraftRules, sizes: Sizes, console: Console
+    target: Target, drafters: Mapping[str, Drafter], loaded_from: Mapping[str, str | Path], rules: DraftRules,
+    sizes: Sizes, console: Console,
 ) -> Policy:
     """Return what the server drafts by, and say it."""
     if rules.plan is not None or rules.own:
-        plan = drafter.default_plan() if rules.plan is None else rules.plan
+        plan = next(iter(drafters.values())).default_plan() if rules.plan is None else rules.plan
         above = "" if rules.rows is None else f", with at most {rules.rows} rows"
         console.print(f"[dim]Drafts: {shape_in_words(plan)}{above}.[/dim]", highlight=False)
         return Fixed(plan) if rules.rows is None else OffAbove(plan, rules.rows)
-    engine = Engine(target, drafter, max_batch=sizes.max_batch, max_length=sizes.max_length)
+    engine = Engine(target, drafters, max_batch=sizes.max_batch, max_length=sizes.max_length)
     return fit_drafts(engine, loaded_from, console).core.policy
 
 
