@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from draftsmith import __version__
@@ -180,7 +181,9 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
     app.openapi = lambda: description(app)  # type: ignore[method-assign]
     pages = page_paths(page)
     if pages:
-        app.mount("/", Page(directory=page, html=True), name="page")
+        # A route for every file and no more, so that what is not there is refused as everywhere.
+        files = Page(directory=page, html=True)
+        app.router.routes += [Route(path, files, methods=["GET"]) for path in pages]
     return Access(app, service.settings, http, pages, [*BODIES, *QUESTIONS, "/metrics", "/"])
 
 
