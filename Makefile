@@ -4,13 +4,21 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 STAMP := $(VENV)/.stamp
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo serve test test-slow lint wheel clean
 
 demo: $(STAMP)
 	$(VENV)/bin/draftsmith demo
 
+# With the embedded models; options such as SERVE="--port 9000".
+serve: $(STAMP)
+	$(VENV)/bin/draftsmith serve $(SERVE)
+
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+# What takes too long for every change: floods of requests, and the time and memory that hostile ones may cost.
+test-slow: $(STAMP)
+	$(VENV)/bin/python -m pytest -m slow
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check

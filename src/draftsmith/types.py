@@ -132,6 +132,7 @@ class SamplingParams:
         seed: of this request's noise; None draws one.
         n: independent continuations.
         logprobs: report the log-probability of each token and of this many best alternatives.
+        prompt_logprobs: the same of the prompt's tokens, which are then all read, whatever others have read already.
     """
 
     temperature: float = 0.0
@@ -149,6 +150,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
@@ -169,7 +171,10 @@ class SamplingParams:
         for name in ("top_k", "max_tokens", "n"):
             need(whole(getattr(self, name)), name, "a whole number")
         need(self.seed is None or whole(self.seed), "seed", "a whole number or None")
-        need(self.logprobs is None or whole(self.logprobs), "logprobs", "a whole number or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(self, name)
+            need(asked is None or whole(asked), name, "a whole number or None")
+            need(asked is None or asked >= 0, name, "at least 0")
         need(
             isinstance(self.logit_bias, Mapping) and all(map(whole, self.logit_bias))
             and all(isinstance(value, Real) for value in self.logit_bias.values()),
@@ -187,7 +192,6 @@ class SamplingParams:
         need(all(self.stop), "stop", "made of non-empty strings")
         need(self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
         need(self.n >= 1, "n", "at least 1")
-        need(self.logprobs is None or self.logprobs >= 0, "logprobs", "at least 0")
 
 
 @dataclass
@@ -197,7 +201,8 @@ class Statistics:
     `steps` counts verifications (of one row), `drafted` verified nodes, `accepted` drafted tokens that stayed, and
     `accepted_by_depth[d]` those at depth d + 1. `new_tokens` includes the token of the prefill. Seconds are wall-clock;
     a batch's seconds are shared evenly by its rows. `lossless` says whether the text is the target's own or
-    distributed as its own; a sum is lossless if all its parts are.
+    distributed as its own; a sum is lossless if all its parts are. `cached_tokens` are those of the prompt that
+    somebody had read before, `waiting_s` the seconds until there was room to begin.
     """
 
     steps: int = 0
@@ -211,6 +216,8 @@ class Statistics:
     rest_s: float = 0.0
     prefill_s: float = 0.0
     lossless: bool = True
+    cached_tokens: int = 0
+    waiting_s: float = 0.0
 
     @property
     def fidelity(self) -> str:
@@ -235,7 +242,7 @@ class Statistics:
         self.accepted_by_depth = summed
         for name in (
             "steps", "drafted", "accepted", "new_tokens", "prompt_tokens",
-            "target_s", "drafter_s", "rest_s", "prefill_s",
+            "target_s", "drafter_s", "rest_s", "prefill_s", "cached_tokens", "waiting_s",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.lossless = self.lossless and other.lossless
@@ -261,6 +268,7 @@ class Completion:
     `accepted_lengths[i]` says how many of the tokens of step i were drafted, so that a reader can colour them; the
     prefill's token is not a step, and a text cut inside an accepted path counts its last token as the target's own,
     so that tokens add up to 1 + the sum of (1 + accepted).
+    `prompt_logprobs` are those of the prompt's tokens from the second on: nothing predicts the first.
     """
 
     prompt_tokens: list[int]
@@ -271,6 +279,7 @@ class Completion:
     accepted_lengths: list[int]
     logprobs: list[TokenLogprob] | None = None
     error: str | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 def require_finished(completions: list[Completion]) -> list[Completion]:

@@ -19,6 +19,7 @@ from draftsmith.cli.families import families
 from draftsmith.cli.generate import generate
 from draftsmith.cli.load import load
 from draftsmith.cli.prove import prove
+from draftsmith.cli.serve import serve
 from draftsmith.cli.train import train
 from draftsmith.cli.tune_layers import tune_layers
 from draftsmith.types import DraftsmithError
@@ -68,6 +69,7 @@ MORE: dict[Callable[..., None], str] = {
     train: f"docs/training.md. {LISTED}",
     tune_layers: "docs/families/draft-model.md",
     generate: f"docs/verification.md, of the drafts. {LISTED}",
+    serve: f"docs/serving.md. {LISTED}",
     bench: f"benchmarks/README.md. {LISTED}",
     compare: f"docs/compare.md. {LISTED}",
     check: "docs/prove.md",

@@ -10,14 +10,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
-from draftsmith.engine.engine import Chunk, Engine
+from draftsmith.engine.core import Progress
+from draftsmith.engine.engine import Chunk, Engine, chunk_of
 from draftsmith.engine.requests.admission import Prompt
 from draftsmith.engine.requests.request import Request
 from draftsmith.plan import Plan
+from draftsmith.targets import Namespace
 from draftsmith.types import Completion, DraftsmithError, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -40,18 +43,30 @@ class _Call:
 class AsyncEngine:
     """Use as `async with AsyncEngine(engine) as served:`; the engine belongs to it until then.
 
-    A step that fails stops it for good: every caller gets the error, and the engine must not be used again.
+    A step that fails stops it for good, unless `spare_failures` are given: every caller gets the error, and the engine
+    must not be used again.
 
     Args:
         engine: what decodes.
         max_waiting: most calls that are in at once, running or waiting; who comes then waits in `generate` or `stream`
             until one has ended, and they are let in in the order in which they came, whatever their priority.
+        spare_failures: so many steps may fail before it stops for good. Then only those calls get the error that were
+            in; others go on, and once a text has come to its end the count begins anew.
+        on_step: is called in the thread that steps with what every step brought; it must not raise.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int = 1024) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        max_waiting: int = 1024,
+        spare_failures: int = 0,
+        on_step: Callable[[Sequence[Progress]], None] | None = None,
+    ) -> None:
         if max_waiting < 1:
             raise DraftsmithError(f"max_waiting is {max_waiting}; use at least 1.")
         self.engine = engine
+        self._spare_failures, self._failures = spare_failures, 0
+        self._on_step = on_step
         self._room = asyncio.Semaphore(max_waiting)
         self._admitting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -85,25 +100,35 @@ class AsyncEngine:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it has stopped for good, if it has."""
+        return self._failure
+
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, plan: Plan | None = None, priority: int = 0,
-        timeout: float | None = None,
+        timeout: float | None = None, *, drafter: str | None = None, namespace: Namespace = 0,
+        shows_drafts: bool = False,
     ) -> list[Completion]:
         """Continue one prompt and return its `n` continuations; see `stream`."""
         done: dict[int, Completion] = {}
-        async for chunk in self.stream(prompt, params, plan, priority, timeout):
+        async for chunk in self.stream(
+            prompt, params, plan, priority, timeout, drafter=drafter, namespace=namespace, shows_drafts=shows_drafts
+        ):
             if chunk.completion is not None:
                 done[chunk.index] = chunk.completion
         return [done[index] for index in sorted(done)]
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, plan: Plan | None = None, priority: int = 0,
-        timeout: float | None = None,
-    ) -> AsyncIterator[Chunk]:
+        timeout: float | None = None, *, drafter: str | None = None, namespace: Namespace = 0,
+        shows_drafts: bool = False,
+    ) -> AsyncGenerator[Chunk, None]:
         """Yield pieces of the continuations of one prompt as they are committed.
 
         Args:
-            plan: shape of its drafts; None leaves it to the engine's policy.
+            plan, drafter: shape of its drafts and who makes them; None leaves it to the engine's policy.
+            namespace, shows_drafts: see `Engine.admit_call`.
             priority: among the calls that are in, the larger, the sooner its turn comes; see `max_waiting`.
             timeout: seconds from this call, also while it waits for room, after which it ends with what it has,
                 `finish_reason` being "deadline"; None for none.
@@ -114,7 +139,15 @@ class AsyncEngine:
         self._check_running()
         deadline = None if timeout is None else time.monotonic() + timeout
         # Tokenizers take long enough over a long prompt to keep the loop from others.
-        requests = await asyncio.to_thread(self._admit, prompt, params, plan, priority, timeout)
+        def admitted() -> list[Request]:
+            # Fast tokenizers must not be called by two threads at once where truncation or padding is set.
+            with self._admitting:
+                return self.engine.admit_call(
+                    [prompt], params, plan, priority, timeout,
+                    drafter=drafter, namespace=namespace, shows_drafts=shows_drafts,
+                )
+
+        requests = await asyncio.to_thread(admitted)
         for request in requests:
             request.deadline = deadline
         if not await self._find_room(deadline):
@@ -134,13 +167,6 @@ class AsyncEngine:
         finally:
             self._part(call, unfinished=left > 0)
             self._room.release()
-
-    def _admit(
-        self, prompt: Prompt, params: SamplingParams | None, plan: Plan | None, priority: int, timeout: float | None
-    ) -> list[Request]:
-        # Fast tokenizers must not be called by two threads at once where truncation or padding is set.
-        with self._admitting:
-            return self.engine.admit_call([prompt], params, plan, priority, timeout)
 
     async def _find_room(self, deadline: float | None) -> bool:
         """Take a place among `max_waiting`; return whether there was one before the deadline."""
@@ -187,10 +213,13 @@ class AsyncEngine:
     def _leave(self, call: _Call) -> None:
         for request in call.requests:
             self._listeners.pop(request.id, None)
+            ended = request.finish_reason is not None
             try:
                 self.engine.core.abort(request.id)
             except Exception:
                 log.exception("request %d could not be taken out", request.id)
+            if not ended and request.finish_reason is not None:
+                self._note([Progress(request, [], True)])
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -218,15 +247,49 @@ class AsyncEngine:
                 commands, self._commands = self._commands, deque()
             for command in commands:
                 command()
-            for progress in core.step():
-                request = progress.request
-                call = self._listeners.get(request.id)
-                if call is None:
-                    continue
-                done = request.completion() if progress.finished else None
-                if done is not None:
-                    del self._listeners[request.id]
-                call.tell(Chunk(request.index, progress.tokens, request.text.take(), done))
+            progress = self._step()
+            self._note(progress)  # first, so that whoever has an answer finds it counted
+            self._hand_out(progress)
+
+    def _step(self) -> list[Progress]:
+        """Advance everybody. If that fails, tell who was in, and go on as long as failures are spared."""
+        try:
+            progress = self.engine.core.step()
+        except Exception as error:
+            self._failures += 1
+            if self._failures > self._spare_failures:
+                raise
+            log.exception("a step of the engine failed; all requests that were in have ended")
+            calls = set(self._listeners.values())
+            self._listeners.clear()
+            for call in calls:
+                self._note([Progress(request, [], True) for request in call.requests if request.error is not None])
+                call.tell(error)
+            return []
+        if self._failures and any(one.finished for one in progress):
+            self._failures = 0
+        return progress
+
+    def _note(self, progress: Sequence[Progress]) -> None:
+        if self._on_step is not None:
+            self._on_step(progress)
+
+    def _hand_out(self, progress: Iterable[Progress]) -> None:
+        """Give every caller its pieces; an event loop is woken once for all that listen there."""
+        told: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, Chunk | BaseException]]] = {}
+        for one in progress:
+            call = self._listeners.get(one.request.id)
+            if call is None:
+                continue
+            if one.finished:
+                del self._listeners[one.request.id]
+            try:
+                piece: Chunk | BaseException = chunk_of(one)
+            except Exception as error:  # a tokenizer is a program of somebody else's
+                piece = error
+            told.setdefault(call.loop, []).append((call.inbox, piece))
+        for loop, pieces in told.items():
+            _call_in(loop, partial(_deliver, pieces))
 
     def _tell_all(self, error: BaseException, loop: asyncio.AbstractEventLoop) -> None:
         """Tell every caller, also those that were not in the core yet, why nothing more will come."""
@@ -236,6 +299,11 @@ class AsyncEngine:
             call.tell(error)
         # The first of those who wait for room wakes up, is told that the engine is closed, and so wakes the next.
         _call_in(loop, self._room.release)
+
+
+def _deliver(pieces: Iterable[tuple[Inbox, Chunk | BaseException]]) -> None:
+    for inbox, piece in pieces:
+        inbox.put_nowait(piece)
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

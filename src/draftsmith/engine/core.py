@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.engine.limits import DRAFT_ROOM, Limits
+from draftsmith.engine.made import Made
 from draftsmith.engine.policy import Choice, Policy
 from draftsmith.engine.requests.request import Request
 from draftsmith.engine.requests.scheduler import Piece, Scheduler, whole
@@ -37,11 +38,15 @@ from draftsmith.types import CompileLevel, DraftsmithError
 
 @dataclass(slots=True)
 class Progress:
-    """What a step brought to one request: tokens, and whether they are the last, so that its `completion` is ready."""
+    """What a step brought to one request: tokens, and whether they are the last, so that its `completion` is ready.
+
+    `made` says how the step came by them; None for the first token of a text, which comes with the prompt.
+    """
 
     request: Request
     tokens: list[int]
     finished: bool
+    made: Made | None = None
 
 
 class EngineCore:
@@ -118,7 +123,7 @@ class EngineCore:
             DraftsmithError: when it can never fit, or a drafter with a memory is busy in another core.
         """
         self.check(request)
-        choices = self.policy.choices if request.plan is None else (Choice(request.plan),)
+        choices = self.policy.choices if request.plan is None else (Choice(request.plan, request.drafter),)
         request.choice = None if request.plan is None else choices[0]
         request.never_drafts = not any(choice.plan.depth for choice in choices)
         plans = [choice.plan for choice in choices]
@@ -184,6 +189,10 @@ class EngineCore:
             )
         if request.plan is not None:
             self.check_plan(request.plan)
+        if request.drafter is not None and request.drafter not in self.drafters:
+            raise DraftsmithError(f"there is no drafter {request.drafter!r}; there is {', '.join(self.drafters)}.")
+        if request.drafter is not None and request.plan is None:
+            raise DraftsmithError(f"a request names the drafter {request.drafter!r} without a plan; give it one.")
 
     def check_plan(self, plan: Plan) -> None:
         """Raise DraftsmithError for a plan that there is no room for."""
@@ -240,11 +249,16 @@ class EngineCore:
         progress = []
         for rows, result, table in zip(self._groups.rows, results, tables, strict=True):
             raw_BTV = result.raw_logits_BTV
+            drafter = rows.choice.drafter or self.stepper.first
             for b, request in enumerate(rows.requests):
                 line, raw_TV = table[b], None if raw_BTV is None else raw_BTV[b]
                 if line[1] == NOT_FINITE and result.depth:
                     line, raw_TV = reread(self.stepper, rows, result.before, b, self._penalties)
-                progress.append(self._take(request, line, raw_TV, result.depth))
+                one = self._take(request, line, raw_TV, result.depth)
+                one.made = Made(drafter, rows.choice.plan, max(0, line[1]), max(0, len(one.tokens) - 1))
+                if request.shows_drafts and one.made.drafted:
+                    one.made.tree = result.tree(b, one.made.accepted)
+                progress.append(one)
         seconds["rest"] += time.perf_counter() - begun
         rows_now = len(progress)
         for part in self._spent:
@@ -267,7 +281,12 @@ class EngineCore:
             self._let_go(request)
             return Progress(request, [], True)
         tokens = line[2 : 2 + count]
-        taken = request.commit(tokens)
+        try:
+            taken = request.commit(tokens)
+        except Exception as error:  # a tokenizer is a program of somebody else's
+            request.break_text(error)
+            self._let_go(request)
+            return Progress(request, [], True)
         if taken < count:
             tokens = tokens[:taken]
         if depth is not None:
@@ -339,7 +358,8 @@ class EngineCore:
                 )
         for name, drafter in self.drafters.items():
             plans = [choice.plan for choice in choices if (choice.drafter or first) == name]
-            plans = plans or [choice.plan for choice in self.policy.choices]
+            # A request that comes while rows run may name any drafter.
+            plans = plans or [drafter.default_plan(), *(choice.plan for choice in self.policy.choices)]
             drafter.attach(self.cache, max(plans, key=lambda plan: plan.max_nodes))
         for drafter in remember:
             drafter.owner = weakref.ref(self)

@@ -13,14 +13,22 @@ from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine.core import EngineCore, Progress
 from draftsmith.engine.limits import LARGEST_PIECE, PIECE_TOKENS, Limits
+from draftsmith.engine.made import Made
 from draftsmith.engine.policy import Fixed, OffAbove, Policy
 from draftsmith.engine.requests.admission import Prompt, admit
 from draftsmith.engine.requests.request import Request
 from draftsmith.engine.steps.clock import Clock
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.processor import use_threads
-from draftsmith.targets import Target
-from draftsmith.types import CompileLevel, Completion, DraftsmithError, SamplingParams, require_finished
+from draftsmith.targets import Namespace, Target
+from draftsmith.types import (
+    CompileLevel,
+    Completion,
+    DraftsmithError,
+    SamplingParams,
+    TokenLogprob,
+    require_finished,
+)
 
 GPU_LENGTH = 4096
 log = logging.getLogger(__name__)
@@ -28,12 +36,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of one continuation as it streams: its tokens, its text, and the completion with the last piece."""
+    """A piece of one continuation as it streams: its tokens, its text, and the completion with the last piece.
+
+    `logprobs` are those of its tokens, where they were asked for; `made` says how a step came by them.
+    `prompt_logprobs` come with the first piece, see `Completion`.
+    """
 
     index: int
     tokens: list[int]
     text: str
     completion: Completion | None
+    logprobs: list[TokenLogprob] | None = None
+    made: Made | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class Engine:
@@ -187,9 +202,7 @@ class Engine:
         requests = self.admit_call(prompts, params, plan)
         for committed in self._run(requests):
             for progress in committed:
-                request = progress.request
-                done = request.completion() if progress.finished else None
-                yield Chunk(request.index, progress.tokens, request.text.take(), done)
+                yield chunk_of(progress)
 
     def prepare(self, batch: int = 1, plan: Plan | None = None) -> float:
         """Run a few tokens so that everything of this batch size and plan is compiled; return the seconds it took."""
@@ -237,18 +250,26 @@ class Engine:
         plan: Plan | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        *,
+        drafter: str | None = None,
+        namespace: Namespace = 0,
+        shows_drafts: bool = False,
     ) -> list[Request]:
         """Check a whole call before anything of it runs; return its requests, which the core can take in.
 
         Args:
             priority: the larger, the sooner their turn comes.
             timeout: seconds after which they end with what they have; None for none.
+            drafter: who makes the drafts of `plan`, by its name in the engine's mapping; None is the first.
+            namespace: what prompts have in common is read once among calls of one namespace.
+            shows_drafts: let `Chunk.made` show the guesses of every step.
         """
         if timeout is not None and not timeout > 0:
             raise DraftsmithError(f"timeout is {timeout}; give seconds above 0, or leave it out.")
         requests = admit(prompts, params, self.target, self.max_length)
         for request in requests:
-            request.plan, request.priority = plan, priority
+            request.plan, request.drafter, request.priority = plan, drafter, priority
+            request.namespace, request.shows_drafts = namespace, shows_drafts
             request.deadline = None if timeout is None else time.monotonic() + timeout
             self.core.check(request)
         return requests
@@ -280,6 +301,20 @@ class Engine:
         finally:
             for request in requests:
                 core.abort(request.id)
+
+
+def chunk_of(progress: Progress) -> Chunk:
+    """Return what a step brought to a request as a piece of its text; to be called once for each."""
+    request = progress.request
+    text = request.text.take()
+    logprobs = None
+    if request.params.logprobs is not None:
+        logprobs = request.logprobs[len(request.logprobs) - len(progress.tokens) :]
+    scored = None
+    if request.params.prompt_logprobs is not None and len(request.tokens) == len(progress.tokens):
+        scored = request.prompt_logprobs
+    done = request.completion() if progress.finished else None
+    return Chunk(request.index, progress.tokens, text, done, logprobs, progress.made, scored)
 
 
 def _settle_threads(threads: int | None) -> None:

@@ -9,6 +9,9 @@ PIECE_TOKENS = 512
 LARGEST_PIECE = 2048
 """The same while none does."""
 
+SCORED_PIECE = 256
+"""Of a prompt whose tokens' probabilities are asked for: each takes a row as wide as the vocabulary."""
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -7,19 +7,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftsmith.targets.cache.blocks import Blocks, OutOfBlocks
+    from draftsmith.targets.cache.blocks import Blocks, Namespace, OutOfBlocks
     from draftsmith.targets.cache.cache import BLOCK, KVCache, keep_path
     from draftsmith.targets.cache.nodes import Nodes
     from draftsmith.targets.sublayers import Skipped
     from draftsmith.targets.target import Target
     from draftsmith.targets.upper import UpperLayers
 
-__all__ = ["BLOCK", "Blocks", "KVCache", "Nodes", "OutOfBlocks", "Skipped", "Target", "UpperLayers", "keep_path"]
+__all__ = [
+    "BLOCK", "Blocks", "KVCache", "Namespace", "Nodes", "OutOfBlocks", "Skipped", "Target", "UpperLayers", "keep_path",
+]
 
 _HOMES = {
     "BLOCK": "draftsmith.targets.cache.cache",
     "Blocks": "draftsmith.targets.cache.blocks",
     "KVCache": "draftsmith.targets.cache.cache",
+    "Namespace": "draftsmith.targets.cache.blocks",
     "Nodes": "draftsmith.targets.cache.nodes",
     "OutOfBlocks": "draftsmith.targets.cache.blocks",
     "Skipped": "draftsmith.targets.sublayers",

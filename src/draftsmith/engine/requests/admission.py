@@ -65,10 +65,11 @@ def _check_rules(rules: SamplingParams, target: Target) -> None:
     """Raise DraftsmithError for what the target does not have."""
     if target.tokenizer is None and rules.stop:
         raise DraftsmithError(f"stop strings need a tokenizer, and {target.name} has none; use stop_token_ids.")
-    if rules.logprobs is not None and rules.logprobs > target.vocab_size:
-        raise DraftsmithError(
-            f"logprobs is {rules.logprobs}, but {target.name} has {target.vocab_size} tokens; ask for fewer."
-        )
+    for name, asked in (("logprobs", rules.logprobs), ("prompt_logprobs", rules.prompt_logprobs)):
+        if asked is not None and asked > target.vocab_size:
+            raise DraftsmithError(
+                f"{name} is {asked}, but {target.name} has {target.vocab_size} tokens; ask for fewer."
+            )
     check_bias(rules.logit_bias, target.vocab_size)
     for token in rules.stop_token_ids:
         if not 0 <= token < target.vocab_size:

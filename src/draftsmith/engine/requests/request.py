@@ -1,5 +1,6 @@
 """One continuation on its way: what came in, what went out, and when it ends."""
 
+import time
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.engine.policy import Choice, RowHistory
 from draftsmith.engine.text import TextStream
 from draftsmith.plan import Plan
+from draftsmith.targets import Namespace
 from draftsmith.types import Completion, SamplingParams, Statistics, TokenLogprob
 
 NO_SLOT = -1
@@ -20,6 +22,9 @@ class Request:
     Args:
         index: its place in the caller's order, for messages.
         plan: the shape of its drafts; None leaves it to the engine's policy.
+        drafter: who makes drafts of its own plan, by name; None is the engine's first.
+        namespace: prompts are shared among requests of the same namespace.
+        shows_drafts: whether `Progress` tells the guesses of every step.
         priority: the larger, the sooner its turn comes.
         deadline: the time of `time.monotonic` at which it ends with what it has; None never.
         id: unique for the life of the core that decodes it; drafters with a memory know the row by it.
@@ -29,6 +34,7 @@ class Request:
         shared: of these, how many were there from another request.
         told: of the shared ones, how many drafters with a memory have heard of.
         reserved: places of its slot that have memory, as far as was asked.
+        came, began_at: the times of `time.monotonic` when it was made, and when it got a slot.
     """
 
     index: int
@@ -38,6 +44,9 @@ class Request:
     end_tokens: frozenset[int]
     text: TextStream
     plan: Plan | None = None
+    drafter: str | None = None
+    namespace: Namespace = 0
+    shows_drafts: bool = False
     priority: int = 0
     deadline: float | None = None
     id: int = -1
@@ -47,8 +56,11 @@ class Request:
     shared: int = 0
     told: int = 0
     reserved: int = 0
+    came: float = field(default_factory=time.monotonic)
+    began_at: float | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     raw_logits: list[Tensor] = field(default_factory=list)
     """The target's logits that chose the tokens, fp32, piece by piece (tokens of a step, vocabulary)."""
     statistics: Statistics = field(default_factory=Statistics)
@@ -120,12 +132,20 @@ class Request:
     def finish(self, reason: str) -> None:
         """End the request; what was committed before stands."""
         self.finish_reason = reason
-        self.text.finish()
+        try:
+            self.text.finish()
+        except Exception as error:  # a tokenizer is a program of somebody else's
+            self.break_text(error)
 
     def fail(self, error: str) -> None:
         """End the request with a sentence that says why."""
         self.error = error
         self.finish("error")
+
+    def break_text(self, error: Exception) -> None:
+        """End the request because its tokens cannot be made into text; what was text before stands."""
+        self.error = f"the text of this request could not be written ({type(error).__name__}: {error})."
+        self.finish_reason = "error"
 
     def completion(self) -> Completion:
         """Return the finished result."""
@@ -135,6 +155,8 @@ class Request:
         statistics.new_tokens = len(self.tokens)
         statistics.steps, statistics.accepted = len(accepted), sum(accepted)
         statistics.drafted = sum(self.history.drafted)
+        statistics.cached_tokens = self.shared
+        statistics.waiting_s = (time.monotonic() if self.began_at is None else self.began_at) - self.came
         statistics.accepted_by_depth = [sum(1 for count in accepted if count > d) for d in range(self.deepest)]
         return Completion(
             prompt_tokens=self.prompt,
@@ -145,4 +167,5 @@ class Request:
             accepted_lengths=accepted,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             error=self.error,
+            prompt_logprobs=self.prompt_logprobs if self.params.prompt_logprobs is not None else None,
         )

@@ -9,6 +9,7 @@ import heapq
 import time
 from dataclasses import dataclass, field
 
+from draftsmith.engine.limits import SCORED_PIECE
 from draftsmith.engine.policy import Load
 from draftsmith.engine.requests.request import NO_SLOT, Request
 from draftsmith.targets import BLOCK, Blocks
@@ -96,23 +97,27 @@ class Scheduler:
             # The lowest slot: rows without holes between them are read without being gathered.
             request.slot = heapq.heappop(self._free)
             self.tokens += whole(request)
+            request.began_at = time.monotonic()
             self.reading.append(request)
         budget = self.piece if self.decoding else self.largest_piece
         pieces: list[Piece] = []
         for request in self.reading:
             if budget <= 0:
                 break
+            scored = request.params.prompt_logprobs is not None
             if self.share and request.read == 0:
-                if self._comes_later(request):
+                if not scored and self._comes_later(request):
                     continue
-                request.read = request.shared = self.blocks.share(request.slot, request.prompt)
+                # All tokens of a prompt that is scored have to be read.
+                known = request.prompt[:1] if scored else request.prompt
+                request.read = request.shared = self.blocks.share(request.slot, known, request.namespace)
             if self.tells and request.told < request.shared and not request.never_drafts:
                 told = min(request.shared, request.told + budget)
                 budget -= told - request.told
                 pieces.append(Piece(request, request.told, told, stored=True))
                 if budget <= 0:
                     break
-            end = min(len(request.prompt), request.read + budget)
+            end = min(len(request.prompt), request.read + (min(budget, SCORED_PIECE) if scored else budget))
             budget -= end - request.read
             self.blocks.reserve(request.slot, min(end + self.room, self.blocks.cache.capacity))
             pieces.append(Piece(request, request.read, end))
@@ -121,14 +126,14 @@ class Scheduler:
     def _comes_later(self, request: Request) -> bool:
         """Whether somebody before it is about to read more of the same beginning than is stored now."""
         mine = request.prompt
-        best = self.blocks.findable(mine)
+        best = self.blocks.findable(mine, request.namespace)
         if (len(mine) - 1) // BLOCK * BLOCK <= best:
             return False  # nothing more of it could be shared
         for other in self.reading:
             if other is request:
                 return False
             theirs = other.prompt
-            if theirs[:BLOCK] != mine[:BLOCK]:
+            if theirs[:BLOCK] != mine[:BLOCK] or other.namespace != request.namespace:
                 continue
             most = min(len(mine) - 1, len(theirs)) // BLOCK * BLOCK
             while most > best:

@@ -11,9 +11,8 @@ from draftsmith.types import TokenLogprob
 def logprobs_of(logits_TV: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
     """Return those of the tokens with the `top` best alternatives each, by logits before any rule of sampling."""
     logprobs_TV = torch.log_softmax(logits_TV.float() if logits_TV.dtype != torch.float64 else logits_TV, dim=-1)
-    results = []
-    for t in range(logprobs_TV.shape[0]):
-        best = logprobs_TV[t].topk(top)
-        alternatives = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        results.append(TokenLogprob(tokens[t], logprobs_TV[t, tokens[t]].item(), alternatives))
-    return results
+    own_T1 = torch.tensor(tokens, dtype=torch.long, device=logprobs_TV.device).unsqueeze(1)
+    own = logprobs_TV.gather(1, own_T1).squeeze(1).tolist()
+    best = logprobs_TV.topk(top, dim=-1)
+    lines = zip(tokens, own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [TokenLogprob(token, logprob, dict(zip(ids, values, strict=True))) for token, logprob, ids, values in lines]

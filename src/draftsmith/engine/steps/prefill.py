@@ -19,6 +19,7 @@ from draftsmith.engine.requests.request import Request
 from draftsmith.engine.requests.scheduler import Piece
 from draftsmith.engine.steps.commit import count_finite, guesses_or_flag
 from draftsmith.engine.steps.layout import empty_draft, lay_out
+from draftsmith.engine.steps.logprobs import logprobs_of
 from draftsmith.engine.steps.rows import Penalties, Rows, is_simple, make_rows
 from draftsmith.engine.steps.step import Stepper
 from draftsmith.plan import NO_DRAFT
@@ -55,8 +56,12 @@ class PromptReader:
                 self._tell_stored(piece)
             else:
                 fresh.append(piece)
+        scored = [piece for piece in fresh if piece.request.params.prompt_logprobs is not None]
+        fresh = [piece for piece in fresh if piece.request.params.prompt_logprobs is None]
         batches = self._stepper.target.backend.batches([piece.end - piece.begin for piece in fresh])
         read = [self._read([fresh[index] for index in batch]) for batch in batches]
+        # Each by itself: these want logits behind every token, the others behind the last at most.
+        read += [self._read([piece]) for piece in scored]
         return [found for found in read if found is not None]
 
     def _read(self, pieces: list[Piece]) -> FirstTokens | None:
@@ -87,15 +92,27 @@ class PromptReader:
         # multiplies what its mask hides.
         tokens_BM = torch.tensor([text + text[-1:] * (longest - len(text)) for text in texts], device=device)
         counts_B = torch.tensor([len(text) for text in texts], device=device)
-        # Logits only where a piece ends, and only if a prompt does there.
+        # Logits only where a piece ends, and only if a prompt does there; behind all tokens of one that is scored.
+        scored = pieces[0].request.params.prompt_logprobs is not None
         wanted = [piece.ends_prompt for piece in pieces]
-        columns_BU = (counts_B - 1).unsqueeze(1) if any(wanted) else counts_B.new_empty((len(texts), 0))
+        columns_BU: Tensor | None = None
+        if not scored:
+            columns_BU = (counts_B - 1).unsqueeze(1) if any(wanted) else counts_B.new_empty((len(texts), 0))
         logits_BUV, features_BMF = target.read_chain(
             stepper.cache, tokens_BM, torch.tensor([piece.begin for piece in pieces], device=device), stepper.taps,
             slots_B=torch.tensor([piece.request.slot for piece in pieces], device=device), keep_logits=columns_BU,
             longest=max(piece.begin for piece in pieces), counts_B=counts_B,
         )
-        return logits_BUV[:, 0] if any(wanted) else logits_BUV.new_empty((len(texts), 0)), features_BMF
+        if scored:
+            self._score(pieces[0], logits_BUV[0])
+        return logits_BUV[:, -1] if any(wanted) else logits_BUV.new_empty((len(texts), 0)), features_BMF
+
+    def _score(self, piece: Piece, logits_MV: Tensor) -> None:
+        """Note the log-probabilities of the prompt's tokens that those of a piece predict."""
+        request, top = piece.request, piece.request.params.prompt_logprobs
+        assert top is not None
+        following = request.prompt[piece.begin + 1 : piece.end + 1]
+        request.prompt_logprobs += logprobs_of(logits_MV[: len(following)], following, top)
 
     def _store_states(self, pieces: Sequence[Piece], features_BMF: Tensor) -> None:
         cache = self._stepper.cache

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.engine.made import Tree
 from draftsmith.engine.steps.clock import Clock
 from draftsmith.engine.steps.layout import Layout, roots_alone, together
 from draftsmith.engine.steps.rows import Rows, join_contexts, slots_of
 from draftsmith.engine.steps.runner import Runner
 from draftsmith.plan import Plan
 from draftsmith.targets import KVCache, Nodes, Target
-from draftsmith.types import Context, Draft
+from draftsmith.types import ROOT, UNUSED, Context, Draft
 from draftsmith.verify import (
     Acceptance,
     accept_block,
@@ -47,12 +48,27 @@ class StepResult:
         depth: the most guesses that could have been accepted.
         raw_logits_BTV: the target's logits behind every committed token, if a row wants log-probabilities.
         before: the context that the step began with.
+        draft: the guesses.
+        paths: in as many pieces as `tables`, the nodes of the accepted path, the root being node 0 there.
     """
 
     tables: list[Tensor]
     depth: int
     raw_logits_BTV: Tensor | None
     before: Context
+    draft: Draft
+    paths: list[Tensor]
+
+    def tree(self, row: int, accepted: int) -> Tree:
+        """Return the guesses of a row, of which the first `accepted` of its path stayed; this asks the device."""
+        parents = self.draft.parents_BN[row].tolist()
+        used = [node for node, parent in enumerate(parents) if parent != UNUSED]
+        number = {ROOT: ROOT, **{node: new for new, node in enumerate(used)}}
+        tokens, path_D = self.draft.tokens_BN[row].tolist(), torch.cat(self.paths)[row]
+        return Tree(
+            [tokens[node] for node in used], [number[parents[node]] for node in used],
+            [number[node - 1] for node in path_D[:accepted].tolist()],
+        )
 
 
 class Stepper:
@@ -199,7 +215,8 @@ class Stepper:
             path_BD = torch.cat([path_BD for _, _, path_BD in done])
             index_BT = torch.cat([torch.zeros_like(context.counts_B).unsqueeze(1), path_BD], dim=1)
             raw_BTV = logits_BMV.gather(1, index_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
-        return StepResult([table_BX for _, table_BX, _ in done], depth, raw_BTV, context)
+        tables, paths = [table_BX for _, table_BX, _ in done], [path_BD for _, _, path_BD in done]
+        return StepResult(tables, depth, raw_BTV, context, own.draft, paths)
 
     def choose(self, rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
         """Apply the rules of acceptance to the rows of a group that are not simple.

@@ -1,0 +1,85 @@
+"""A drafter whose failures cost its guesses and nothing else: for whoever serves people who did not choose it."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.plan import Plan
+from draftsmith.targets import KVCache
+from draftsmith.types import Context, Draft
+
+log = logging.getLogger(__name__)
+
+
+class Guarded(Drafter):
+    """Drafts as another drafter does; where that raises, or returns what does not fit its plan, it guesses nothing.
+
+    Guesses never change a text, so it goes on as without them. Guesses after a failure may be worse where the drafter
+    has a memory.
+
+    Args:
+        inner: who guesses.
+        name: what to call it in the log.
+    """
+
+    def __init__(self, inner: Drafter, name: str) -> None:
+        self.inner, self.name = inner, name
+        self.failures = 0
+        """How often it failed."""
+        self.taps, self.reads_prompt, self.borrows_layers = inner.taps, inner.reads_prompt, inner.borrows_layers
+        self.can_sample, self.observes = inner.can_sample, inner.observes
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        """Return the other's draft if it is one for this plan, and an empty one otherwise."""
+        try:
+            draft = self.inner.propose(context, plan)
+            _check(draft, len(context.rows_B), plan)
+        except Exception as error:  # whatever it is, the text does not need it
+            self._note(error)
+            none_BN = context.tokens_BT.new_empty((len(context.rows_B), 0))
+            return Draft(none_BN, none_BN, depth=0)
+        return draft
+
+    def default_plan(self) -> Plan:
+        return self.inner.default_plan()
+
+    def parameter_count(self) -> int:
+        return self.inner.parameter_count()
+
+    def memory_bytes(self) -> int:
+        return self.inner.memory_bytes()
+
+    def note_for_user(self, texts: Sequence[str]) -> str | None:
+        return self.inner.note_for_user(texts)
+
+    def attach(self, cache: KVCache, plan: Plan) -> None:
+        self.inner.attach(cache, plan)
+
+    def follow(self, context: Context) -> None:
+        self._try(lambda: self.inner.follow(context))
+
+    def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
+        self._try(lambda: self.inner.observe(context, draft, choice_BM))
+
+    def reset_rows(self, rows: list[int]) -> None:
+        self._try(lambda: self.inner.reset_rows(rows))
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # as above
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        self.failures += 1
+        if self.failures & (self.failures - 1) == 0:  # 1, 2, 4, 8 …: a broken one fails at every step
+            log.error("the drafter %s failed for the %d. time: %s", self.name, self.failures, error, exc_info=error)
+
+
+def _check(draft: Draft, rows: int, plan: Plan) -> None:
+    shape = tuple(draft.tokens_BN.shape)
+    fits = len(shape) == 2 and shape[0] == rows and shape[1] <= plan.max_nodes and draft.depth <= plan.depth
+    if not fits or tuple(draft.parents_BN.shape) != shape:
+        raise ValueError(f"a draft of shape {shape}, {draft.depth} deep, for {rows} rows and {plan}")

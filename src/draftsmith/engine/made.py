@@ -1,0 +1,37 @@
+"""How the tokens of a step came about: who guessed them, and which guesses stayed."""
+
+from dataclasses import dataclass
+
+from draftsmith.plan import Plan
+
+
+@dataclass(slots=True)
+class Tree:
+    """The guesses of one step for one row.
+
+    Args:
+        tokens, parents: of its nodes, as in `Draft`.
+        accepted: the nodes that stayed, from the root on.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    accepted: list[int]
+
+
+@dataclass(slots=True)
+class Made:
+    """How a step came by its tokens: the first `accepted` of them were guessed, the last is the target's own.
+
+    Args:
+        drafter: who guessed, by name.
+        plan: the shape of the guesses.
+        drafted: how many guesses were verified.
+        tree: the guesses, for a request that `shows_drafts`.
+    """
+
+    drafter: str
+    plan: Plan
+    drafted: int
+    accepted: int
+    tree: Tree | None = None

@@ -1,0 +1,143 @@
+"""Around every request: an id, a key, a count and a line in the log, and the boundary that no exception passes."""
+
+import hmac
+import json
+import logging
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftsmith.serving.answers import error_answer
+from draftsmith.serving.body import CLOSED
+from draftsmith.serving.errors import ApiError, broken
+from draftsmith.serving.metrics import HttpMetrics
+from draftsmith.serving.settings import Settings
+
+log = logging.getLogger("draftsmith.serving")
+
+OPEN = frozenset({"/health", "/ready"})
+"""Routes that need no key: those that say how the server does. Pages need none either."""
+_ID = re.compile(r"[\w.:@/+=-]{1,128}")
+
+
+class Access:
+    """The outermost part of the application.
+
+    Args:
+        app: what answers.
+        pages: paths of files that everybody may see.
+        routes: paths whose requests are counted by name; all others are counted together.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: Settings, http: HttpMetrics, pages: Iterable[str], routes: Iterable[str]
+    ) -> None:
+        self.app, self._settings, self._http = app, settings, http
+        self._free = OPEN | frozenset(pages)
+        self._routes = frozenset(routes)
+        self._keys = [key.encode() for key in settings.keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, and see it to its end."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, path = time.monotonic(), str(scope["path"])
+        identity = _id_of(scope)
+        state: dict[str, Any] = {"request_id": identity, "key": ""}
+        scope["state"] = {**scope.get("state", {}), **state}
+        status = 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", identity.encode())]}
+            await send(message)
+
+        problem: ApiError | None = None
+        try:
+            if len(scope["headers"]) > self._settings.max_headers:
+                raise ApiError(431, f"the request has more than {self._settings.max_headers} header fields.")
+            if path not in self._free:
+                scope["state"]["key"] = self._check_key(scope)
+            await self.app(scope, receive, noted)
+        except ApiError as error:
+            problem = error
+        except Exception as error:  # the boundary: whatever it is, others go on
+            log.error("request %s failed", identity, exc_info=error)
+            problem = broken()
+        if problem is not None and not status:
+            await error_answer(problem, path)(scope, receive, noted)
+        self._http.note(path if path in self._routes else "other", scope["method"], status or CLOSED, began)
+        write_line(scope, status or CLOSED, began)
+
+    def _check_key(self, scope: Scope) -> str:
+        """Return the key of a request; ApiError where it has none of those that are let in."""
+        if not self._keys:
+            return ""
+        given = _key_of(scope)
+        # All of them, each in constant time: how long it takes tells nothing.
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        if not given or not any(matches):
+            raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key")
+        return given.decode("utf-8", "replace")
+
+
+def _key_of(scope: Scope) -> bytes:
+    found = b""
+    for name, value in scope["headers"]:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            found = bytes(value[7:].strip())
+        elif name == b"x-api-key" and not found:
+            found = bytes(value.strip())
+    return found
+
+
+def _id_of(scope: Scope) -> str:
+    """Return the id that a request brings, if it can stand in a log and a header; otherwise one of our own."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            if _ID.fullmatch(text):
+                return str(text)
+    return f"req-{secrets.token_hex(12)}"
+
+
+def write_line(scope: Scope, status: int, began: float) -> None:
+    """Write what became of a request to the log, without a word of what it said."""
+    told: MutableMapping[str, Any] = {
+        "request_id": scope["state"]["request_id"], "method": scope["method"], "path": scope["path"],
+        "status": status, "seconds": round(time.monotonic() - began, 4), **scope["state"].get("told", {}),
+    }
+    log.info("request", extra={"fields": told})
+
+
+class JsonLines(logging.Formatter):
+    """A line of JSON for every event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(), "event": record.getMessage(),
+        }
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_as_json() -> None:
+    """Write the log of this process to standard error, a line of JSON for every event."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    log.setLevel(logging.INFO)

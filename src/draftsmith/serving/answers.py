@@ -1,0 +1,133 @@
+"""How answers go out: JSON in one piece, or as a stream of events; and that nobody writes for a client that left."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from draftsmith.serving.body import CLOSED
+from draftsmith.serving.errors import ApiError, broken
+
+log = logging.getLogger(__name__)
+ANTHROPIC = "/v1/messages"
+T = TypeVar("T")
+Told = Callable[[ApiError], str]
+
+
+def dumps(value: Any) -> str:
+    """Return JSON in ASCII: some clients cut streams at characters that count as ends of lines elsewhere."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an answer in one piece."""
+    return Response(dumps(value), status, headers, media_type="application/json")
+
+
+def error_answer(error: ApiError, path: str) -> Response:
+    """Return an error in the form that the clients of a route read."""
+    told = error.anthropic() if path.startswith(ANTHROPIC) else error.openai()
+    headers = error.headers()
+    if error.status in (408, 413):
+        headers["connection"] = "close"  # what is left of the body is not read
+    return json_answer(told, error.status, headers)
+
+
+def data(value: Any) -> str:
+    """Return an event of OpenAI's streams."""
+    return f"data: {dumps(value)}\n\n"
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Return what the work comes to; if the client leaves before, the work is cancelled.
+
+    Raises:
+        ApiError: the client left.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_gone(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(CLOSED, "the client left.")
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A stream of events, begun already: what went wrong before its first event was answered with a status.
+
+    Args:
+        first: what the first event is.
+        events: those behind it; closed when the client leaves.
+        failure: writes what went wrong in the middle as the last events.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: str, events: AsyncGenerator[str, None], failure: Told) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first, self._events, self._failure = first, events, failure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until they end or the client leaves."""
+        writing = asyncio.create_task(self._write(send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            for one in (writing, gone):
+                one.cancel()
+            await asyncio.gather(writing, gone, return_exceptions=True)
+            await self._events.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send(_body(self._first))
+        try:
+            async for event in self._events:
+                await send(_body(event))
+        except ApiError as error:
+            await send(_body(self._failure(error)))
+        except OSError:
+            return  # the client left while it was written to
+        except Exception:
+            log.exception("a stream failed")
+            await send(_body(self._failure(broken())))
+        with suppress(OSError):
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _body(event: str) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": event.encode("utf-8", "replace"), "more_body": True}
+
+
+async def streamed(request: Request, events: AsyncGenerator[str, None], failure: Told) -> Response:
+    """Return a stream once its first event is there; until then what goes wrong has a status.
+
+    Raises:
+        ApiError: what the first event failed on.
+    """
+    try:
+        first = await unless_gone(request, anext(events))
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(first, events, failure)

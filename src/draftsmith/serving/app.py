@@ -1,0 +1,182 @@
+"""The application: its routes, and the engine that starts and ends with it."""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from draftsmith import __version__
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine import Engine
+from draftsmith.serving.access import Access
+from draftsmith.serving.answers import error_answer, json_answer
+from draftsmith.serving.body import Fields, read_fields
+from draftsmith.serving.chat import chat
+from draftsmith.serving.completions import completions
+from draftsmith.serving.errors import ApiError, broken
+from draftsmith.serving.messages import CountFields, MessageFields, count_tokens, messages
+from draftsmith.serving.metrics import HttpMetrics, registry_of
+from draftsmith.serving.openai_fields import ChatFields, CompletionFields, Message
+from draftsmith.serving.page import FOLDER, Page, page_paths
+from draftsmith.serving.service import Service
+from draftsmith.serving.settings import Settings
+
+log = logging.getLogger("draftsmith.serving")
+Endpoint = Callable[[Request, Service, str], Awaitable[Response]]
+
+
+class TokenizeFields(Fields):
+    """The body of `/tokenize`: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeFields(Fields):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+async def tokenize(request: Request, service: Service, key: str) -> Response:
+    """Answer with the tokens of a text or a conversation."""
+    fields = await read_fields(request, TokenizeFields, service.settings)
+    service.check_model(fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise ApiError(400, "give either prompt or messages.", param="prompt")
+    if fields.messages is not None:
+        tokens = await service.prompts.of_chat(fields.messages)
+    else:
+        tokens = await service.prompts.of_text(fields.prompt or "", fields.add_special_tokens)
+    told: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_length, "tokens": tokens}
+    if fields.return_token_strs:
+        told["token_strs"] = [service.texts.text(token) for token in tokens]
+    return json_answer(told)
+
+
+async def detokenize(request: Request, service: Service, key: str) -> Response:
+    """Answer with the text of tokens."""
+    fields = await read_fields(request, DetokenizeFields, service.settings)
+    service.check_model(fields.model)
+    return json_answer({"prompt": await service.prompts.texts(fields.tokens, service.texts.whole)})
+
+
+async def models(request: Request, service: Service, key: str) -> Response:
+    """Answer which models there are: one, by all its names, and who drafts for it."""
+    settings = service.settings
+    listed = [
+        {
+            "id": name, "object": "model", "created": request.app.state.started, "owned_by": "draftsmith",
+            "root": settings.root, "parent": None, "max_model_len": service.max_length,
+            "drafters": list(service.drafters),
+        }
+        for name in settings.names
+    ]
+    wanted = request.path_params.get("model")
+    if wanted is None:
+        return json_answer({"object": "list", "data": listed})
+    service.check_model(wanted)
+    return json_answer(next(one for one in listed if one["id"] == wanted))
+
+
+async def health(request: Request, service: Service, key: str) -> Response:
+    """Answer whether this process does its work; 503 once its engine has stopped for good."""
+    return Response(status_code=503 if service.engine.failure is not None else 200)
+
+
+async def ready(request: Request, service: Service, key: str) -> Response:
+    """Answer whether requests are let in."""
+    return Response(status_code=200 if service.accepts else 503)
+
+
+async def version(request: Request, service: Service, key: str) -> Response:
+    """Answer which version this is."""
+    return json_answer({"version": __version__})
+
+
+BODIES: Mapping[str, tuple[Endpoint, type[BaseModel]]] = {
+    "/v1/completions": (completions, CompletionFields),
+    "/v1/chat/completions": (chat, ChatFields),
+    "/v1/messages": (messages, MessageFields),
+    "/v1/messages/count_tokens": (count_tokens, CountFields),
+    "/tokenize": (tokenize, TokenizeFields),
+    "/detokenize": (detokenize, DetokenizeFields),
+}
+QUESTIONS: Mapping[str, Endpoint] = {
+    "/v1/models": models, "/v1/models/{model:path}": models, "/health": health, "/ready": ready, "/version": version,
+}
+
+
+def make_app(engine: Engine, settings: Settings, drafters: Mapping[str, Drafter] | None = None) -> ASGIApp:
+    """Return the application that serves an engine.
+
+    Args:
+        engine: with all drafters, by name.
+        drafters: those that requests may name.
+    """
+    return application(Service(engine, settings, drafters or {}))
+
+
+def application(service: Service) -> ASGIApp:
+    """Return the application over a service, which begins and ends with it."""
+    http = HttpMetrics()
+    registry = registry_of(service.meter, http)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with service.engine:
+            yield
+
+    app = FastAPI(title="Draftsmith", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.started = int(time.time())
+
+    def route(path: str, endpoint: Endpoint, methods: list[str], extra: dict[str, Any] | None = None) -> None:
+        async def answer(request: Request) -> Response:
+            state = request.scope["state"]
+            try:
+                return await endpoint(request, service, state["key"])
+            except ApiError as error:
+                return error_answer(error, request.scope["path"])
+            except Exception as error:  # the boundary of a request: whatever it is, others go on
+                log.error("request %s failed", state["request_id"], exc_info=error)
+                return error_answer(broken(), request.scope["path"])
+
+        app.add_api_route(
+            path, answer, methods=methods, name=endpoint.__name__, response_model=None, openapi_extra=extra,
+            summary=(endpoint.__doc__ or "").partition("\n")[0], operation_id=f"{endpoint.__name__}{len(app.routes)}",
+        )
+
+    for path, (endpoint, kind) in BODIES.items():
+        schema = {"application/json": {"schema": kind.model_json_schema()}}
+        route(path, endpoint, ["POST"], {"requestBody": {"required": True, "content": schema}})
+    for path, endpoint in QUESTIONS.items():
+        route(path, endpoint, ["GET"])
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    app.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)
+
+    async def as_told(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.scope["path"]
+        return error_answer(ApiError(error.status_code, f"{error.detail}: {request.method} {path[:200]}."), path)
+
+    app.add_exception_handler(HTTPException, as_told)
+    pages = page_paths()
+    if pages:
+        app.mount("/", Page(directory=FOLDER, html=True), name="page")
+    return Access(app, service.settings, http, pages, [*BODIES, *QUESTIONS, "/metrics", "/"])

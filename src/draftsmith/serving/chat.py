@@ -1,0 +1,86 @@
+"""`/v1/chat/completions`: a conversation in, the assistant's next message out."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from draftsmith.serving.body import read_fields
+from draftsmith.serving.constraints import check_form
+from draftsmith.serving.deltas import Delta
+from draftsmith.serving.errors import bad
+from draftsmith.serving.logprobs import chat_logprobs
+from draftsmith.serving.openai_answers import Answer, Frame, Whole, finish_reason
+from draftsmith.serving.openai_fields import ChatFields
+from draftsmith.serving.sampling import check_copies, check_general, check_logprobs, given_whole, sampling_params
+from draftsmith.serving.service import Call, Service
+from draftsmith.serving.speculation import drafting_of
+
+KIND = "chat.completion"
+REFUSED = ("chat_template", "functions", "function_call", "audio")
+
+
+async def chat(request: Request, service: Service, key: str) -> Response:
+    """Answer a request.
+
+    Raises:
+        ApiError: what it is told instead.
+    """
+    settings = service.settings
+    fields = await read_fields(request, ChatFields, settings)
+    service.check_accepts()
+    service.check_model(fields.model)
+    check_general(fields, settings)
+    check_form(fields)
+    for name in REFUSED:
+        if getattr(fields, name) is not None:
+            raise bad(f"{name} is not taken from requests; leave it out.", name)
+    if fields.modalities is not None and fields.modalities != ["text"]:
+        raise bad("modalities other than text are not served.", "modalities")
+    top = check_logprobs(fields.top_logprobs, "top_logprobs", settings)
+    if top is not None and not fields.logprobs:
+        raise bad("top_logprobs needs logprobs; set that to true.", "top_logprobs")
+    drafting = drafting_of(fields.speculation, service.drafters, settings)
+    check_copies(given_whole(fields.n, 1), settings)
+    prompt = await service.prompts.of_chat(fields.messages, fields.chat_template_kwargs)
+    service.check_room(prompt, 1, "messages")
+    asked = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+    # Where nobody says, an answer may be as long as the context allows.
+    most = service.max_length - len(prompt) if asked is None else asked
+    params = sampling_params(fields, settings, most, (top or 0) if fields.logprobs else None)
+    service.check_room(prompt, params.max_tokens, "messages")
+    call = Call(
+        [prompt], params, drafting, key, service.deadline(fields.timeout), fields.smooth, fields.explain,
+        request.scope["state"].setdefault("told", {}),
+    )
+    frame = Frame.of(service, call, fields, "chatcmpl", f"{KIND}.chunk" if fields.stream else KIND)
+    return await _Answer(frame, fields).respond(request)
+
+
+class _Answer(Answer):
+    """The answer to one request; streamed, the role comes with the first token, and an empty delta with the end."""
+
+    def __init__(self, frame: Frame, fields: ChatFields) -> None:
+        super().__init__(frame, fields)
+        self.scored = bool(fields.logprobs)
+
+    def choice(self, at: int, text: Whole) -> dict[str, Any]:
+        return {
+            "index": at,
+            "message": {"role": "assistant", "content": text.text, "refusal": None},
+            "logprobs": chat_logprobs(self.service.texts, text.logprobs) if self.scored else None,
+            "finish_reason": finish_reason(text.end),
+        }
+
+    def pieces(self, delta: Delta, begins: bool) -> list[dict[str, Any]]:
+        logprobs = None
+        if self.scored and delta.logprobs:
+            logprobs = chat_logprobs(self.service.texts, delta.logprobs)
+        pieces: list[dict[str, Any]] = []
+        if begins or delta.text or logprobs is not None or (delta.explained is not None and delta.tokens):
+            said = {"role": "assistant", "content": delta.text} if begins else {"content": delta.text}
+            pieces.append({"index": delta.choice, "delta": said, "logprobs": logprobs, "finish_reason": None})
+        if delta.completion is not None:
+            reason = finish_reason(delta.completion)
+            pieces.append({"index": delta.choice, "delta": {}, "logprobs": None, "finish_reason": reason})
+        return pieces

@@ -1,0 +1,77 @@
+"""What every endpoint makes its answer of: the pieces of texts with all that was asked to be told of them."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.serving.service import Call, Service
+from draftsmith.serving.smoothing import smooth
+from draftsmith.serving.tally import Explainer, Tally
+from draftsmith.serving.token_texts import Pieces, TokenTexts
+from draftsmith.types import Completion, TokenLogprob
+
+
+@dataclass
+class Delta:
+    """A piece of one text.
+
+    Args:
+        choice: which text.
+        tokens: committed since the last piece; `text` is what became safe to show, which may be less or more.
+        texts: what each of the tokens wrote, for answers that are smoothed or explained.
+        logprobs: of the tokens, where they were asked for.
+        explained: what a page is shown of it.
+        prompt_logprobs: of the prompt, with the first piece, where they were asked for.
+        completion: with the last piece.
+        tally: of the whole text so far.
+    """
+
+    choice: int
+    tokens: list[int]
+    text: str
+    texts: list[str]
+    logprobs: list[TokenLogprob] | None
+    explained: dict[str, Any] | None
+    prompt_logprobs: list[TokenLogprob] | None
+    completion: Completion | None
+    tally: Tally
+
+
+class _Choice:
+    """What has to be remembered of one text from piece to piece."""
+
+    def __init__(self, pieces: Pieces | None, explainer: Explainer | None) -> None:
+        self.tally = Tally()
+        self.pieces, self.explainer = pieces, explainer
+
+    @classmethod
+    def of(cls, call: Call, choice: int, texts: TokenTexts) -> "_Choice":
+        pieces = None
+        if call.explain or call.smooth:
+            pieces = texts.pieces(call.prompts[choice // call.params.n])
+        return cls(pieces, Explainer(texts) if call.explain else None)
+
+
+async def deltas(service: Service, call: Call) -> AsyncGenerator[Delta, None]:
+    """Yield the pieces of all texts of a call; see `Service.run`."""
+    told = _told(service, call)
+    async with aclosing(smooth(told) if call.smooth else told) as found:
+        async for delta in found:
+            yield delta
+
+
+async def _told(service: Service, call: Call) -> AsyncGenerator[Delta, None]:
+    choices = [_Choice.of(call, choice, service.texts) for choice in range(call.texts)]
+    async with aclosing(service.run(call)) as pieces:
+        async for number, chunk in pieces:
+            choice = choices[number]
+            choice.tally.take(chunk)
+            texts: list[str] = []
+            if choice.pieces is not None:
+                texts = choice.pieces.read(chunk.tokens, chunk.completion is not None)
+            explained = None if choice.explainer is None else choice.explainer.take(chunk, texts)
+            yield Delta(
+                number, chunk.tokens, chunk.text, texts, chunk.logprobs, explained, chunk.prompt_logprobs,
+                chunk.completion, choice.tally,
+            )

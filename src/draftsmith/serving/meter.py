@@ -1,0 +1,152 @@
+"""What the engine does, counted where it does it: in plain numbers, because every step passes here."""
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+
+from draftsmith.engine.core import EngineCore, Progress
+from draftsmith.engine.guarded import Guarded
+from draftsmith.engine.made import Made
+from draftsmith.engine.requests.request import Request
+from draftsmith.serving.tally import plan_in_words
+
+FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)
+TOKEN = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
+    10.0, 20.0, 40.0, 80.0,
+)
+WHOLE = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+)
+ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+"""Upper ends of what is counted together; those of vLLM, whose dashboards ask for them, and finer ones."""
+
+
+class Histogram:
+    """How many values lie between which bounds, and their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+class DrafterMeter:
+    """What one drafter's guesses brought: steps, guesses, those that stayed, and of these how many by depth."""
+
+    def __init__(self) -> None:
+        self.steps = self.drafted = self.accepted = 0
+        self.by_depth: list[int] = []
+
+    def add(self, made: Made) -> None:
+        """Note a step."""
+        self.steps += 1
+        self.drafted += made.drafted
+        self.accepted += made.accepted
+        if len(self.by_depth) < made.plan.depth:
+            self.by_depth += [0] * (made.plan.depth - len(self.by_depth))
+        for depth in range(made.accepted):
+            self.by_depth[depth] += 1
+
+
+class Meter:
+    """Counters of one engine; the thread that steps writes, whoever reads takes what is there.
+
+    Args:
+        core: whose steps are counted.
+        model: what it is called in the metrics.
+    """
+
+    def __init__(self, core: EngineCore, model: str) -> None:
+        self.core, self.model = core, model
+        self.prompt_tokens = self.new_tokens = self.cached_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self.drafters: dict[str, DrafterMeter] = {}
+        self.plans: Counter[tuple[str, str]] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self.steps = 0
+        self.first_token, self.between = Histogram(FIRST_TOKEN), Histogram(TOKEN)
+        self.per_token, self.whole = Histogram(TOKEN), Histogram(WHOLE)
+        self.queue, self.prefill, self.decode = Histogram(WHOLE), Histogram(WHOLE), Histogram(WHOLE)
+        self.prompts, self.texts = Histogram(COUNTS), Histogram(COUNTS)
+        self.iteration = Histogram(ITERATION)
+        # By id of those that write: when the first and the newest of their tokens came.
+        self._times: dict[int, tuple[float, float]] = {}
+        self._words: dict[int, tuple[object, str]] = {}
+
+    def note(self, progress: Sequence[Progress]) -> None:
+        """Count what a step brought."""
+        now, tokens = time.monotonic(), 0
+        for one in progress:
+            request, count = one.request, len(one.tokens)
+            tokens += count
+            if count:
+                self._note_tokens(request, count, now)
+            if one.made is not None:
+                self._note_draft(one.made)
+            if one.finished:
+                self._note_end(request, now)
+        if tokens:
+            self.steps += 1
+            self.new_tokens += tokens
+            self.iteration.add(tokens)
+
+    def _note_tokens(self, request: Request, count: int, now: float) -> None:
+        times = self._times.get(request.id)
+        if times is None:
+            self._times[request.id] = (now, now)
+            self.first_token.add(now - request.came)
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += request.shared
+        else:
+            # A step brings several tokens at once; each counts as a share of its time.
+            self.between.add((now - times[1]) / count, count)
+            self._times[request.id] = (times[0], now)
+
+    def _note_draft(self, made: Made) -> None:
+        words = self._words.get(id(made.plan))
+        if words is None or words[0] is not made.plan:
+            words = self._words[id(made.plan)] = (made.plan, plan_in_words(made.plan))
+            if len(self._words) > 256:
+                self._words.clear()
+        self.plans[made.drafter, words[1]] += 1
+        if made.drafted:
+            meter = self.drafters.get(made.drafter)
+            if meter is None:
+                meter = self.drafters[made.drafter] = DrafterMeter()
+            meter.add(made)
+
+    def _note_end(self, request: Request, now: float) -> None:
+        self.finished[request.finish_reason or "error"] += 1
+        self.whole.add(now - request.came)
+        self.prompts.add(len(request.prompt))
+        self.texts.add(len(request.tokens))
+        times = self._times.pop(request.id, None)
+        statistics = request.statistics
+        for name in ("target_s", "drafter_s", "rest_s", "prefill_s"):
+            self.seconds[name] += getattr(statistics, name)
+        if request.began_at is None:
+            return
+        self.queue.add(request.began_at - request.came)
+        if times is not None:
+            first, last = times
+            self.prefill.add(first - request.began_at)
+            self.decode.add(last - first)
+            if len(request.tokens) > 1:
+                self.per_token.add((last - first) / (len(request.tokens) - 1))
+
+    def failures(self) -> dict[str, int]:
+        """Return how often each drafter failed."""
+        drafters = self.core.drafters
+        return {name: one.failures for name, one in drafters.items() if isinstance(one, Guarded)}

@@ -1,0 +1,183 @@
+"""What the answers of completions and chats have in common: ids, usage, choices that are put together."""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from draftsmith.serving.answers import data, json_answer, streamed, unless_gone
+from draftsmith.serving.deltas import Delta, deltas
+from draftsmith.serving.errors import ApiError
+from draftsmith.serving.openai_fields import Generation
+from draftsmith.serving.service import Call, Service
+from draftsmith.serving.settings import Detail
+from draftsmith.types import Completion, TokenLogprob
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass
+class Whole:
+    """One text put together from its pieces."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    explained: list[dict[str, Any]] = field(default_factory=list)
+    completion: Completion | None = None
+    last: Delta | None = None
+
+    def take(self, delta: Delta) -> None:
+        """Add a piece."""
+        self.text += delta.text
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs or []
+        if delta.explained is not None:
+            self.explained.append(delta.explained)
+        self.completion, self.last = delta.completion, delta
+
+    @property
+    def end(self) -> Completion:
+        """The completion; the text is whole by then."""
+        assert self.completion is not None
+        return self.completion
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What every chunk of one answer begins with, and what is told of its tokens.
+
+    Args:
+        kind: the `object` of its chunks.
+        detail: how much of its drafts is told.
+    """
+
+    service: Service
+    call: Call
+    id: str
+    kind: str
+    detail: Detail
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, service: Service, call: Call, fields: Generation, prefix: str, kind: str) -> "Frame":
+        """Return the frame of a request's answer."""
+        detail = fields.spec_decode_metrics or service.settings.metrics
+        return cls(service, call, f"{prefix}-{uuid.uuid4().hex}", kind, detail)
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Return a chunk, or the whole answer."""
+        return {
+            "id": self.id, "object": self.kind, "created": self.created, "model": self.service.settings.name,
+            "choices": choices, **more,
+        }
+
+    def usage(self, counts: Mapping[int, int], cached: int | None = None) -> dict[str, Any]:
+        """Return how many tokens were read and written; every prompt counts once.
+
+        Args:
+            counts: tokens written, by choice.
+            cached: tokens of prompts that had been read before, once that is known.
+        """
+        read, written = sum(map(len, self.call.prompts)), sum(counts.values())
+        usage: dict[str, Any] = {
+            "prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
+        }
+        if cached is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
+
+    def metrics(self, ends: Sequence[Delta]) -> dict[str, Any]:
+        """Return the statistics of the drafts, if they are told; as vLLM does, of a single text alone."""
+        if self.detail == "none" or len(ends) != 1:
+            return {}
+        return {"metrics": ends[0].tally.metrics(self.detail)}
+
+
+class Answer(ABC):
+    """The answer to one request, in one piece or as a stream.
+
+    Args:
+        frame: what its chunks begin with.
+        fields: the request.
+    """
+
+    def __init__(self, frame: Frame, fields: Generation) -> None:
+        self.frame, self.call, self.service, self.fields = frame, frame.call, frame.service, fields
+
+    @abstractmethod
+    def choice(self, at: int, text: Whole) -> dict[str, Any]:
+        """Return what a whole text is told as."""
+
+    @abstractmethod
+    def pieces(self, delta: Delta, begins: bool) -> list[dict[str, Any]]:
+        """Return what a piece of a text is told as: chunks with one choice each, the last one with why it ended."""
+
+    def count(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens the client asked for."""
+        return len(tokens)
+
+    async def respond(self, request: Request) -> Response:
+        """Write the answer; ApiError for what the client is told instead."""
+        if self.fields.stream:
+            return await streamed(request, self.events(), failure)
+        return json_answer(await unless_gone(request, self.whole()))
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer in one piece."""
+        texts = [Whole() for _ in range(self.call.texts)]
+        async with aclosing(deltas(self.service, self.call)) as found:
+            async for delta in found:
+                texts[delta.choice].take(delta)
+        ends = [text.last for text in texts if text.last is not None]
+        counts = {at: self.count(text.tokens) for at, text in enumerate(texts)}
+        usage = self.frame.usage(counts, cached_of(ends, self.call.params.n))
+        choices = []
+        for at, text in enumerate(texts):
+            told = self.choice(at, text)
+            choices.append(told | {"draftsmith": text.explained} if self.call.explain else told)
+        return self.frame.chunk(choices, usage=usage, **self.frame.metrics(ends))
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Yield the answer as a stream."""
+        options = self.fields.stream_options
+        running = options is not None and options.continuous_usage_stats
+        counts: dict[int, int] = {}
+        ends: list[Delta] = []
+        async with aclosing(deltas(self.service, self.call)) as found:
+            async for delta in found:
+                begins = delta.choice not in counts
+                counts[delta.choice] = counts.get(delta.choice, 0) + self.count(delta.tokens)
+                if delta.completion is not None:
+                    ends.append(delta)
+                for choice in self.pieces(delta, begins):
+                    more: dict[str, Any] = {"usage": self.frame.usage(counts)} if running else {}
+                    if delta.explained is not None and choice["finish_reason"] is None:
+                        more["draftsmith"] = delta.explained
+                    yield data(self.frame.chunk([choice], **more))
+        if options is not None and options.include_usage:
+            usage = self.frame.usage(counts, cached_of(ends, self.call.params.n))
+            yield data(self.frame.chunk([], usage=usage, **self.frame.metrics(ends)))
+        yield DONE
+
+
+def cached_of(ends: Sequence[Delta], copies: int) -> int:
+    """Return how many tokens of prompts had been read before; copies of one prompt count once."""
+    first = [end for end in ends if end.choice % copies == 0]
+    return sum(end.completion.statistics.cached_tokens for end in first if end.completion is not None)
+
+
+def finish_reason(completion: Completion) -> str:
+    """Return why a text ended, as clients know it: "stop" or "length"."""
+    return "length" if completion.finish_reason == "length" else "stop"
+
+
+def failure(error: ApiError) -> str:
+    """Return what ends a stream that failed in the middle."""
+    return data(error.openai()) + DONE

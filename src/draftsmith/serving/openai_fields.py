@@ -1,0 +1,154 @@
+"""The fields of OpenAI's requests that are read here, with those that vLLM adds, and our own three.
+
+Our own are `speculation`, `smooth` and `explain`; see docs/serving.md.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from draftsmith.serving.body import Fields
+from draftsmith.serving.settings import Detail
+
+
+class StreamOptions(Fields):
+    """What a stream tells of tokens."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Speculation(Fields):
+    """How one request is to be drafted: not at all, or by a plan and a drafter of its own."""
+
+    enabled: bool = True
+    plan: str | None = None
+    drafter: str | None = None
+
+
+class JsonSchema(Fields):
+    """A schema by which an answer is to be written."""
+
+    name: str = ""
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """The form that an answer is to have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Fields):
+    """vLLM's ways to say what form an answer is to have."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class TextPart(Fields):
+    """A piece of a message; only text is understood."""
+
+    type: str
+    text: str | None = None
+
+
+class Prediction(Fields):
+    """A text that the answer is likely to repeat."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class Function(Fields):
+    """What a tool is called, and what it is told."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """A function that the model may ask for."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Generation(Fields):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+    seed: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    timeout: float | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prediction: Prediction | None = None
+    spec_decode_metrics: Detail | None = None
+    speculation: Speculation | None = None
+    smooth: bool = False
+    explain: bool = False
+    # Not offered, and too weighty to be left out in silence.
+    prompt_embeds: Any = None
+    use_beam_search: bool | None = None
+
+
+class CompletionFields(Generation):
+    """The body of `/v1/completions`."""
+
+    prompt: Any = None
+    """A text, tokens, or a list of either; checked where its tokens are made."""
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class Message(Fields):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatFields(Generation):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None

@@ -1,0 +1,175 @@
+"""From what requests bring to token ids, in a thread of its own: tokenizers take long enough to hold others up."""
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, TypeVar
+
+from jinja2 import meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from draftsmith.engine.requests.prompts import tokens_of
+from draftsmith.serving.errors import bad
+from draftsmith.serving.openai_fields import Message, TextPart
+from draftsmith.serving.settings import Settings
+from draftsmith.serving.time_limit import templates_within
+from draftsmith.targets import Target
+from draftsmith.targets.token_ids import Conversation, body_ids
+from draftsmith.types import DraftsmithError
+
+T = TypeVar("T")
+OURS = frozenset({
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
+    "strftime_now",
+})
+"""What templates are given by the server itself, or by transformers."""
+_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformers' own
+PLAIN = (str, int, float, bool, type(None))
+
+
+class Prompts:
+    """Makes tokens of texts and conversations, one after the other.
+
+    Args:
+        target: whose tokenizer and template they are.
+        max_length: the most tokens that a text and its continuation may have.
+    """
+
+    def __init__(self, target: Target, max_length: int, settings: Settings) -> None:
+        self.target, self.max_length, self._settings = target, max_length, settings
+        # One at a time: fast tokenizers must not be called by two threads at once.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-tokenizer")
+
+    async def of_texts(self, given: Any) -> tuple[list[list[int]], list[str | None]]:
+        """Return the tokens of a `prompt` field, and the texts where these were given."""
+        several = split_prompts(given)
+        if len(several) > self._settings.max_texts:
+            raise bad(f"prompt has {len(several)} texts; the most is {self._settings.max_texts}.", "prompt")
+        for text in several:
+            self._check_size(text)
+
+        def read() -> list[list[int]]:
+            return [self._tokens(text, number) for number, text in enumerate(several)]
+
+        tokens = await self._in_thread(read)
+        return tokens, [text if isinstance(text, str) else None for text in several]
+
+    async def of_chat(
+        self, messages: Sequence[Message], extra: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Return the tokens of a conversation, written by the target's own template."""
+        tokenizer = self.target.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise bad(
+                f"{self.target.name} has no chat template, so it takes no messages; use /v1/completions.", "messages"
+            )
+        if not messages:
+            raise bad("messages is empty; give at least one.", "messages")
+        plain = [as_plain(message, number) for number, message in enumerate(messages)]
+        self._check_size("".join(str(message.get("content") or "") for message in plain))
+        more = self._checked(extra or {})
+
+        def read() -> list[int]:
+            with templates_within(self._settings.template_seconds):
+                return self._tokens(Conversation(plain, more), 0)
+
+        return await self._in_thread(read)
+
+    async def of_text(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of one text, for those who want to see them."""
+        tokenizer = self.target.tokenizer
+        if tokenizer is None:
+            raise bad(f"{self.target.name} has no tokenizer.")
+        self._check_size(text)
+        if not special:
+            return await self._in_thread(lambda: body_ids(tokenizer, text))
+        return await self._in_thread(lambda: self._tokens(text, 0) if text else [])
+
+    async def texts(self, tokens: Sequence[int], write: Callable[[Sequence[int]], str]) -> str:
+        """Return the text of tokens; ApiError for ids that the target does not have."""
+        wrong = next((token for token in tokens if not 0 <= token < self.target.vocab_size), None)
+        if wrong is not None:
+            raise bad(f"tokens has {wrong}, but the model's go from 0 to {self.target.vocab_size - 1}.", "tokens")
+        return await self._in_thread(lambda: write(tokens))
+
+    def _tokens(self, prompt: Any, number: int) -> list[int]:
+        try:
+            return tokens_of(prompt, number, self.target)
+        except DraftsmithError as error:
+            raise bad(str(error), "messages" if isinstance(prompt, Conversation) else "prompt") from error
+
+    def _check_size(self, text: Any) -> None:
+        """Refuse what is certainly too long before a tokenizer spends seconds on it."""
+        most = self.max_length * (self._longest_token if isinstance(text, str) else 1)
+        if len(text) > most:
+            raise bad(
+                f"a prompt is too long: the context holds {self.max_length} tokens.", "prompt",
+                "context_length_exceeded",
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most characters of any token."""
+        return 1 if self.target.tokenizer is None else max(map(len, self.target.tokenizer.get_vocab()))
+
+    @cached_property
+    def _template_names(self) -> frozenset[str]:
+        """The variables that the target's template asks for, besides those that the server gives it."""
+        assert self.target.tokenizer is not None
+        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+        try:
+            template = _MARKS.sub("", self.target.tokenizer.get_chat_template())
+            asked = meta.find_undeclared_variables(environment.parse(template))
+        except Exception:  # a template is a program of somebody else's
+            return frozenset()
+        return frozenset(asked) - OURS - frozenset(self.target.tokenizer.special_tokens_map)
+
+    def _checked(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        for name, value in extra.items():
+            if name not in self._template_names or not isinstance(value, PLAIN):
+                known = ", ".join(sorted(self._template_names)) or "none"
+                raise bad(
+                    f"chat_template_kwargs has {name[:40]!r}, but the template of {self.target.name} takes {known} "
+                    "(texts, numbers, true or false).", "chat_template_kwargs",
+                )
+        return dict(extra)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def split_prompts(given: Any) -> list[Any]:
+    """Return the prompts of a field: a text, tokens, or a list of either."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if all(type(one) is int for one in given):
+            return [given]
+        if all(isinstance(one, str) for one in given):
+            return given
+        if all(isinstance(one, list) and all(type(token) is int for token in one) for one in given):
+            return given
+    raise bad("prompt must be a text, a list of token ids, or a list of texts or of lists of token ids.", "prompt")
+
+
+def as_plain(message: Message, number: int) -> dict[str, Any]:
+    """Return a message as templates read it; "developer" is what OpenAI calls the system now."""
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": plain_text(message.content, f"message {number}")}
+    for name in ("name", "tool_calls", "tool_call_id"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    return plain
+
+
+def plain_text(content: str | Sequence[TextPart] | None, where: str) -> str:
+    """Return the text of a content; pictures and the like are refused."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type != "text" or part.text is None:
+            raise bad(f"{where} has a part of type {part.type[:40]!r}; only text is understood.", "messages")
+    return "".join(part.text or "" for part in content)

@@ -1,0 +1,102 @@
+"""Runs the application until somebody asks it to end, and lets what runs come to its end first."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from draftsmith.serving.app import application
+from draftsmith.serving.protocol import patient_for
+from draftsmith.serving.service import Service
+from draftsmith.types import DraftsmithError
+
+log = logging.getLogger("draftsmith.serving")
+LOOK_S = 0.25
+"""So often it is looked whether the engine still works."""
+GRACE_S = 3
+"""So long connections stay that are still read from when all is over."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, ending in two steps: at first nobody new is let in, then connections are closed.
+
+    A second signal ends it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._service, self._on_ready = service, on_ready
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and to watch over the engine."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._watch = self._loop.create_task(self._watch_engine())
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; what signals mean is settled here, so that the process ends with 0."""
+        if self._loop is None or self._service.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._loop.call_soon_threadsafe(self.drain)
+
+    def drain(self) -> None:
+        """Let nobody in any more, and end once all that run have ended, or their time is up."""
+        if self._drain is None:
+            self._drain = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        seconds = self._service.settings.drain_seconds
+        log.info("draining", extra={"fields": {"texts": self._service.inside, "seconds": seconds}})
+        if not await self._service.drained(seconds):
+            log.warning("not all texts came to their end", extra={"fields": {"texts": self._service.inside}})
+        self.should_exit = True
+
+    async def _watch_engine(self) -> None:
+        while self._service.engine.failure is None:
+            await asyncio.sleep(LOOK_S)
+        # Whoever listens has been told; a moment is left to write it.
+        await asyncio.sleep(LOOK_S)
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address; DraftsmithError where that cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise DraftsmithError(f"{host}:{port} cannot be listened at ({error}); choose another host or port.") from error
+    return bound
+
+
+def run(service: Service, bound: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
+    """Serve until a signal comes, then end in good order.
+
+    Args:
+        bound: where to listen; closed at the end.
+        on_ready: called once requests are let in.
+
+    Raises:
+        DraftsmithError: the engine has stopped.
+    """
+    config = uvicorn.Config(
+        application(service), log_config=None, access_log=False, server_header=False,
+        http=patient_for(service.settings.head_seconds), ws="none", lifespan="on", timeout_graceful_shutdown=GRACE_S,
+    )
+    Server(config, service, on_ready).run(sockets=[bound])
+    failure = service.engine.failure
+    if failure is not None:
+        raise DraftsmithError(
+            f"the engine has stopped ({type(failure).__name__}: {failure}); start the server again."
+        ) from failure

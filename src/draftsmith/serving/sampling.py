@@ -1,0 +1,105 @@
+"""From the fields of a request to the rules that the engine samples by; what it may not ask for is refused here."""
+
+import re
+from collections.abc import Sequence
+
+from draftsmith.serving.errors import ApiError, bad
+from draftsmith.serving.openai_fields import Generation
+from draftsmith.serving.settings import Settings
+from draftsmith.types import DraftsmithError, SamplingParams
+
+FIELDS = frozenset(Generation.model_fields) | {"logprobs"}
+
+
+def check_general(fields: Generation, settings: Settings) -> None:
+    """Refuse what no request may ask for, whatever else it says."""
+    if fields.n is not None and not 1 <= fields.n <= settings.max_texts:
+        raise bad(f"n is {fields.n}; it must be from 1 to {settings.max_texts}.", "n")
+    if fields.stream_options is not None and not fields.stream:
+        raise bad("stream_options needs a stream; set stream to true, or leave it out.", "stream_options")
+    if fields.min_tokens:
+        raise bad(f"min_tokens is {fields.min_tokens}, which is not served; leave it out.", "min_tokens")
+    if fields.prompt_embeds is not None:
+        raise bad("prompt_embeds are not served; give text or token ids.", "prompt_embeds")
+    if fields.use_beam_search:
+        raise bad("use_beam_search is not served; leave it out.", "use_beam_search")
+    if fields.timeout is not None and not fields.timeout > 0:
+        raise bad(f"timeout is {fields.timeout:g}; give seconds above 0.", "timeout")
+
+
+def check_copies(texts: int, settings: Settings) -> None:
+    """Refuse more texts than one request may ask for."""
+    if texts > settings.max_texts:
+        raise bad(f"the request asks for {texts} texts; the most is {settings.max_texts}.", "prompt")
+
+
+def check_logprobs(value: int | None, name: str, settings: Settings) -> int | None:
+    """Return how many alternatives are asked for."""
+    if value is not None and not 0 <= value <= settings.max_logprobs:
+        raise bad(f"{name} is {value}; it must be from 0 to {settings.max_logprobs}.", name)
+    return value
+
+
+def sampling_params(
+    fields: Generation, settings: Settings, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+) -> SamplingParams:
+    """Return the rules of a request; temperature and top_p are 1 where it does not say, as OpenAI has it.
+
+    Raises:
+        ApiError: 400 for values out of range.
+    """
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    top_k = 0 if fields.top_k in (None, -1) else fields.top_k
+    try:
+        return SamplingParams(
+            temperature=given(fields.temperature, 1.0), top_k=top_k or 0, top_p=given(fields.top_p, 1.0),
+            min_p=given(fields.min_p, 0.0), repetition_penalty=given(fields.repetition_penalty, 1.0),
+            presence_penalty=given(fields.presence_penalty, 0.0),
+            frequency_penalty=given(fields.frequency_penalty, 0.0),
+            logit_bias=_bias(fields.logit_bias, settings), max_tokens=max_tokens,
+            stop=_stops(fields.stop, settings), stop_token_ids=_stop_ids(fields.stop_token_ids, settings),
+            ignore_eos=fields.ignore_eos, seed=fields.seed, n=given_whole(fields.n, 1), logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+    except DraftsmithError as error:
+        raise from_engine(error) from error
+
+
+def given_whole(value: int | None, default: int) -> int:
+    """Return a number, or what stands for none."""
+    return default if value is None else value
+
+
+def from_engine(error: DraftsmithError) -> ApiError:
+    """Return a refusal of the engine's as its client is told; its sentences begin with the field where one is wrong."""
+    word = re.match(r"\w+", str(error))
+    return bad(str(error), word[0] if word is not None and word[0] in FIELDS else None)
+
+
+def _bias(bias: dict[str, float] | None, settings: Settings) -> dict[int, float]:
+    if not bias:
+        return {}
+    if len(bias) > settings.max_bias:
+        raise bad(f"logit_bias has {len(bias)} entries; the most is {settings.max_bias}.", "logit_bias")
+    wrong = next((token for token in bias if not re.fullmatch(r"[0-9]{1,9}", token)), None)
+    if wrong is not None:
+        raise bad(f"logit_bias names {wrong[:40]!r}, which is no token id.", "logit_bias")
+    return {int(token): value for token, value in bias.items()}
+
+
+def _stops(stop: str | list[str] | None, settings: Settings) -> Sequence[str]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > settings.max_stops:
+        raise bad(f"stop has {len(stops)} strings; the most is {settings.max_stops}.", "stop")
+    longest = max(map(len, stops), default=0)
+    if longest > settings.max_stop_characters:
+        raise bad(f"a stop string has {longest} characters; the most is {settings.max_stop_characters}.", "stop")
+    return stops
+
+
+def _stop_ids(ids: list[int] | None, settings: Settings) -> Sequence[int]:
+    if ids is not None and len(ids) > settings.max_stops:
+        raise bad(f"stop_token_ids has {len(ids)} ids; the most is {settings.max_stops}.", "stop_token_ids")
+    return ids or []

@@ -1,0 +1,230 @@
+"""The server's state: the engine that decodes, who is in, and whether more are let in."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.engine import AsyncEngine, Chunk, Engine
+from draftsmith.serving.errors import ApiError, bad, broken
+from draftsmith.serving.meter import Meter
+from draftsmith.serving.prompts import Prompts
+from draftsmith.serving.sampling import from_engine
+from draftsmith.serving.settings import Settings
+from draftsmith.serving.speculation import Drafting
+from draftsmith.serving.token_texts import TokenTexts
+from draftsmith.types import DraftsmithError, SamplingParams
+
+SPARE_FAILURES = 3
+"""Steps that may fail without a text finished in between; then the engine has stopped, and so has the server."""
+WAIT_S = 1
+"""What a client is told to wait for when there is no room."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one request wants of the engine.
+
+    Args:
+        prompts: their tokens; each is continued `params.n` times.
+        drafting: its own plan and drafter, if any.
+        key: the API key it came with; what prompts have in common is read once among requests of one key alone.
+        timeout: seconds after which it is given up.
+        smooth: whether a piece of several tokens is spread over the time of a step.
+        explain: whether answers tell who guessed which token.
+        told: what the log says of it, filled in as it goes on.
+    """
+
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    drafting: Drafting
+    key: str
+    timeout: float
+    smooth: bool = False
+    explain: bool = False
+    told: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> int:
+        """How many texts it asks for."""
+        return len(self.prompts) * self.params.n
+
+
+class Piece(NamedTuple):
+    """A piece of the text of one choice; choices are counted prompt by prompt."""
+
+    choice: int
+    chunk: Chunk
+
+
+class Service:
+    """One engine and everything that endpoints need beside it.
+
+    Args:
+        engine: what decodes, with its drafters by name.
+        settings: names, keys and limits.
+        drafters: those that requests may name; none where the engine decodes plainly.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, drafters: Mapping[str, Drafter]) -> None:
+        self.settings, self.target, self.drafters = settings, engine.target, dict(drafters)
+        self.max_length = engine.max_length
+        self.meter = Meter(engine.core, settings.name)
+        # Whoever is let in here finds room there.
+        self.most = engine.max_batch + settings.max_waiting
+        self.engine = AsyncEngine(
+            engine, self.most + settings.max_texts, spare_failures=SPARE_FAILURES, on_step=self.meter.note
+        )
+        self.prompts = Prompts(engine.target, engine.max_length, settings)
+        self.texts = TokenTexts(engine.target.tokenizer)
+        self.inside = 0
+        """Texts of all requests that are in."""
+        self.draining = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def accepts(self) -> bool:
+        """Whether requests are let in."""
+        return not self.draining and self.engine.failure is None
+
+    def check_accepts(self) -> None:
+        """Raise ApiError where nobody is let in any more."""
+        if self.engine.failure is not None:
+            raise ApiError(503, "the engine has stopped; the server has to be started again.")
+        if self.draining:
+            raise ApiError(503, "the server is about to end; ask another one.", retry_after=WAIT_S)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for a model that is not served."""
+        if name is not None and name not in self.settings.names:
+            raise ApiError(
+                404, f"the model {name[:200]!r} is not served here; there is {', '.join(self.settings.names)}.",
+                param="model", code="model_not_found",
+            )
+
+    def check_room(self, prompt: Sequence[int], max_tokens: int, param: str) -> None:
+        """Raise ApiError for a text that the context does not hold."""
+        if len(prompt) + max_tokens > self.max_length:
+            raise bad(
+                f"the context holds {self.max_length} tokens, but the prompt has {len(prompt)} and {max_tokens} more "
+                "are asked for; shorten the prompt or lower max_tokens.", param, "context_length_exceeded",
+            )
+
+    def deadline(self, asked: float | None) -> float:
+        """Return the seconds that a request may take."""
+        limit = self.settings.request_timeout
+        return limit if asked is None else min(asked, limit)
+
+    async def drained(self, seconds: float) -> bool:
+        """Let nobody in any more, and wait until all have ended; return whether they did in time."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def run(self, call: Call) -> AsyncGenerator[Piece, None]:
+        """Yield the pieces of all texts of a request as they come.
+
+        Raises:
+            ApiError: 429 where there is no room, 400 for what the engine refuses, 504 when time is up, 500 or 503 for
+                what went wrong. Whoever stops listening takes the request out.
+        """
+        self.check_accepts()
+        # A request by itself may be larger than the queue is long.
+        if self.inside and self.inside + call.texts > self.most:
+            raise ApiError(
+                429, f"the server is full: {self.inside} texts are in; try again soon.", code="queue_full",
+                retry_after=WAIT_S,
+            )
+        self.inside += call.texts
+        self._empty.clear()
+        begun, told = time.monotonic(), call.told
+        told["prompt_tokens"], told["completion_tokens"] = sum(map(len, call.prompts)), 0
+        try:
+            streams = [self._stream(call, number) for number in range(len(call.prompts))]
+            async with aclosing(merged(streams)) as pieces:
+                async for piece in pieces:
+                    told.setdefault("first_token_s", round(time.monotonic() - begun, 4))
+                    told["completion_tokens"] += len(piece.chunk.tokens)
+                    yield piece
+        except DraftsmithError as error:
+            if self.engine.failure is not None or "engine is closed" in str(error):
+                raise ApiError(503, "the engine has stopped; the server has to be started again.") from error
+            raise from_engine(error) from error
+        finally:
+            self.inside -= call.texts
+            if not self.inside:
+                self._empty.set()
+
+    async def _stream(self, call: Call, number: int) -> AsyncGenerator[Piece, None]:
+        """Yield the pieces of one prompt's texts."""
+        prompt, params = call.prompts[number], call.params
+        chunks = self.engine.stream(
+            prompt, params, call.drafting.plan, timeout=call.timeout, drafter=call.drafting.drafter,
+            namespace=namespace_of(call.key), shows_drafts=call.explain,
+        )
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                check_end(chunk)
+                yield Piece(number * params.n + chunk.index, chunk)
+
+
+def check_end(chunk: Chunk) -> None:
+    """Raise ApiError for a text that did not come to its end."""
+    reason = None if chunk.completion is None else chunk.completion.finish_reason
+    if reason == "deadline":
+        raise ApiError(504, "the time for this request is up.", code="timeout")
+    if reason == "abort":
+        raise ApiError(503, "the request was taken out before its end.")
+    if reason == "error":
+        assert chunk.completion is not None
+        raise broken()
+
+
+def namespace_of(key: str) -> bytes:
+    """Return what keeps the prompts of one key apart from those of others."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+async def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    """Yield what comes from any of these streams; if one raises, or nobody listens any more, all are closed."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for piece in only:
+                yield piece
+        return
+    came: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+
+    async def follow(stream: AsyncGenerator[Piece, None]) -> None:
+        try:
+            async with aclosing(stream) as own:
+                async for piece in own:
+                    came.put_nowait(piece)
+        except Exception as error:
+            came.put_nowait(error)
+        else:
+            came.put_nowait(None)
+
+    tasks = [asyncio.create_task(follow(stream)) for stream in streams]
+    try:
+        left = len(tasks)
+        while left:
+            found = await came.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

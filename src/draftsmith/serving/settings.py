@@ -1,0 +1,69 @@
+"""How a server is set up: its name, its keys, and how much it lets anybody ask for."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from draftsmith.types import DraftsmithError
+
+Detail = Literal["none", "summary", "detailed"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server is told when it starts.
+
+    Args:
+        names: what requests may call the model, the first being what answers call it; `serve` takes the target's
+            name where none is given.
+        root: the folder or name that the target was loaded from.
+        keys: API keys, one of which every request has to bring; none lets everybody in.
+        max_waiting: texts that may wait beside those that are written; who comes then is told to come again (429).
+        request_timeout: most seconds that a request may take, waiting included.
+        drain_seconds: how long what runs may go on after the server was asked to end.
+        body_seconds, head_seconds: how long the body and the head of a request may take to come.
+        max_body_bytes: largest body of a request.
+        max_headers: most header fields of a request.
+        max_texts: most texts of one request, prompts times copies.
+        max_stops, max_stop_characters: most stop strings, and the longest.
+        max_bias: most entries of `logit_bias`.
+        max_logprobs: most alternatives that log-probabilities are told of.
+        max_branching: most guesses that a request's own plan may make after one token.
+        template_seconds: how long the target's chat template may take.
+        metrics: whether answers carry the statistics of their drafts where the request does not say.
+    """
+
+    names: tuple[str, ...] = ()
+    root: str = ""
+    keys: tuple[str, ...] = ()
+    max_waiting: int = 256
+    request_timeout: float = 600.0
+    drain_seconds: float = 30.0
+    body_seconds: float = 20.0
+    head_seconds: float = 20.0
+    max_body_bytes: int = 4 << 20
+    max_headers: int = 128
+    max_texts: int = 128
+    max_stops: int = 16
+    max_stop_characters: int = 256
+    max_bias: int = 1024
+    max_logprobs: int = 20
+    max_branching: int = 16
+    template_seconds: float = 2.0
+    metrics: Detail = "none"
+
+    def __post_init__(self) -> None:
+        if not all(self.names):
+            raise DraftsmithError("a name of the served model is empty; give one, or none to take the target's own.")
+        if not all(key.strip() for key in self.keys):
+            raise DraftsmithError("an API key is empty; give a key, or none to let everybody in.")
+        for name in ("max_waiting", "drain_seconds"):
+            if getattr(self, name) < 0:
+                raise DraftsmithError(f"{name} is {getattr(self, name)}; give 0 or more.")
+        for name in ("request_timeout", "body_seconds", "head_seconds", "max_body_bytes"):
+            if getattr(self, name) <= 0:
+                raise DraftsmithError(f"{name} is {getattr(self, name)}; give a number above 0.")
+
+    @property
+    def name(self) -> str:
+        """What answers call the model."""
+        return self.names[0]

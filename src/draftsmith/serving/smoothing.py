@@ -1,0 +1,98 @@
+"""Token by token at an even pace, though a step brings several at once; the text stays as it is."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftsmith.serving.deltas import Delta
+
+LONGEST_S = 0.5
+"""No step counts as longer, so that a wait for room does not slow down what follows."""
+WEIGHT = 0.2
+"""Of the newest step in the mean time of steps."""
+
+
+async def smooth(deltas: "AsyncGenerator[Delta, None]") -> "AsyncGenerator[Delta, None]":
+    """Yield every piece one token at a time, spread over the usual time between two pieces of its text.
+
+    Whatever has come meanwhile is not held up further: when the next piece is there, the rest of this one goes out at
+    once.
+    """
+    came: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+    paces: dict[int, _Pace] = {}
+    task = asyncio.create_task(_collect(deltas, came))
+    try:
+        while True:
+            found = await came.get()
+            if found is None:
+                return
+            if isinstance(found, BaseException):
+                raise found
+            seconds = paces.setdefault(found.choice, _Pace()).meet()
+            parts = split(found)
+            for at, part in enumerate(parts):
+                yield part
+                if at + 1 < len(parts) and came.empty():
+                    await asyncio.sleep(seconds / len(parts))
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _collect(
+    deltas: "AsyncGenerator[Delta, None]", came: "asyncio.Queue[Delta | BaseException | None]"
+) -> None:
+    try:
+        async with aclosing(deltas) as own:
+            async for delta in own:
+                came.put_nowait(delta)
+    except Exception as error:
+        came.put_nowait(error)
+    else:
+        came.put_nowait(None)
+
+
+class _Pace:
+    """The usual time between two pieces of one text."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._usual = 0.0
+
+    def meet(self) -> float:
+        """Note that a piece came; return the seconds that one usually takes."""
+        now = time.monotonic()
+        if self._last is not None:
+            took = min(now - self._last, LONGEST_S)
+            self._usual = took if not self._usual else (1 - WEIGHT) * self._usual + WEIGHT * took
+        self._last = now
+        return self._usual
+
+
+def split(delta: "Delta") -> "list[Delta]":
+    """Return a piece as one a token; together they have its text, the last of them all that is left of it."""
+    if len(delta.tokens) < 2:
+        return [delta]
+    found, begin = [], 0
+    for at, token in enumerate(delta.tokens):
+        last = at + 1 == len(delta.tokens)
+        end = len(delta.text) if last else min(len(delta.text), begin + len(delta.texts[at]))
+        found.append(replace(
+            delta, tokens=[token], text=delta.text[begin:end], texts=[delta.texts[at]],
+            logprobs=None if delta.logprobs is None else delta.logprobs[at : at + 1],
+            explained=_part(delta.explained, at), prompt_logprobs=delta.prompt_logprobs if at == 0 else None,
+            completion=delta.completion if last else None,
+        ))
+        begin = end
+    return found
+
+
+def _part(explained: dict[str, Any] | None, at: int) -> dict[str, Any] | None:
+    """Return what is told of one token; of the step it is told with the first."""
+    if explained is None:
+        return None
+    return {**explained, "tokens": explained["tokens"][at : at + 1], "step": explained["step"] if at == 0 else None}

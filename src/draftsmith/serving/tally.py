@@ -1,0 +1,99 @@
+"""What the drafts of one text brought, and how a page is shown it."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from draftsmith.engine import Chunk
+from draftsmith.plan import Plan
+from draftsmith.serving.settings import Detail
+from draftsmith.serving.token_texts import TokenTexts
+
+TARGET = "target"
+
+
+class Tally:
+    """Counts, step by step, the guesses of one text that were verified and that stayed."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+        self.drafted: list[int] = []
+        self.deepest = 0
+
+    def take(self, chunk: Chunk) -> None:
+        """Note a piece of the text; steps without a guess do not count."""
+        if chunk.made is not None and chunk.made.drafted:
+            self.accepted.append(chunk.made.accepted)
+            self.drafted.append(chunk.made.drafted)
+            self.deepest = max(self.deepest, chunk.made.plan.depth)
+
+    def metrics(self, detail: Detail) -> dict[str, Any]:
+        """Return them as vLLM reports them.
+
+        The mean length is 1 + accepted / steps, the rate accepted / drafted, both over steps with guesses; entry j of
+        the histogram counts the steps that accepted j of them.
+        """
+        steps, accepted, drafted = len(self.accepted), sum(self.accepted), sum(self.drafted)
+        told: dict[str, Any] = {
+            "mean_acceptance_length": 1 + accepted / steps if steps else None,
+            "draft_acceptance_rate": accepted / drafted if drafted else None,
+            "acceptance_histogram": [self.accepted.count(count) for count in range(self.deepest + 1)] if steps else [],
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": self.deepest,
+        }
+        if detail == "detailed":
+            told |= {"per_step_accepted": self.accepted, "per_step_drafted": self.drafted}
+        return {"speculative_decoding": told}
+
+
+class Explainer:
+    """Tells of every token of one text who wrote it: the target, or a drafter whose guess stayed."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._begun = time.monotonic()
+        self._count = 0
+
+    def take(self, chunk: Chunk, pieces: Sequence[str]) -> dict[str, Any]:
+        """Return what a page is shown of a piece, whose tokens wrote these texts."""
+        made = chunk.made
+        accepted = 0 if made is None else made.accepted
+        source = TARGET if made is None else made.drafter
+        tokens = [
+            {"id": token, "text": text, "source": source, "depth": at + 1} if at < accepted
+            else {"id": token, "text": text, "source": TARGET, "depth": 0}
+            for at, (token, text) in enumerate(zip(chunk.tokens, pieces, strict=True))
+        ]
+        self._count += len(tokens)
+        return {"tokens": tokens, "step": self._step(chunk), "tokens_per_second": round(self._speed(), 2)}
+
+    def _speed(self) -> float:
+        """Return tokens a second since the request came, the prompt's time included."""
+        passed = time.monotonic() - self._begun
+        return self._count / passed if passed > 0 else 0.0
+
+    def _step(self, chunk: Chunk) -> dict[str, Any] | None:
+        made = chunk.made
+        if made is None:
+            return None
+        tree = None
+        if made.tree is not None:
+            tree = {
+                "tokens": [self._texts.text(token) for token in made.tree.tokens],
+                "parents": made.tree.parents, "accepted": made.tree.accepted,
+            }
+        return {"plan": plan_in_words(made.plan), "drafted": made.drafted, "accepted": made.accepted, "tree": tree}
+
+
+def plan_in_words(plan: Plan) -> str:
+    """Return a plan as requests write it: "none", "chain 3", "4,2,1", with its bounds behind it."""
+    if not plan.depth:
+        return "none"
+    chain = plan.max_nodes == plan.depth
+    shape = f"chain {plan.depth}" if chain else ",".join(map(str, plan.branching))
+    bounds = (("paths", plan.paths), ("nodes", plan.nodes), ("beam", plan.beam))
+    told = [f"{name} {value}" for name, value in bounds if value is not None and not chain]
+    drawn = ["sampled"] if plan.sampled else []
+    return " ".join([shape, *told, *drawn])

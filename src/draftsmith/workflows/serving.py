@@ -1,0 +1,138 @@
+"""Serving over HTTP: target and drafters loaded, the drafts that pay measured, and the server run until it is ended."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from draftsmith import assets
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.registry import load_drafter
+from draftsmith.engine import Engine, Fixed, OffAbove, Policy
+from draftsmith.engine.guarded import Guarded
+from draftsmith.plan import Plan
+from draftsmith.serving.access import log_as_json
+from draftsmith.serving.run import listen, run
+from draftsmith.serving.service import Service
+from draftsmith.serving.settings import Settings
+from draftsmith.targets import Target
+from draftsmith.workflows.fitting import fit_drafts, shape_in_words
+from draftsmith.workflows.models import Loading, load_target, name_of, quiet
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is decoded at a time: rows, and tokens of a row, None for the target's context."""
+
+    max_batch: int = 8
+    max_length: int | None = None
+
+
+@dataclass(frozen=True)
+class DraftRules:
+    """How the server drafts where a request does not say.
+
+    Args:
+        plan: for every row; None takes what pays on this machine, or, with `own`, what the first drafter came with.
+        rows: most rows at a time with which it drafts; with a plan or `own` only.
+    """
+
+    plan: Plan | None = None
+    own: bool = False
+    rows: int | None = None
+
+
+def serve(
+    target: Target | str | Path | None = None,
+    drafters: Sequence[str | Path] = (),
+    *,
+    settings: Settings | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    draft: bool = True,
+    rules: DraftRules | None = None,
+    sizes: Sizes | None = None,
+    loading: Loading | None = None,
+    console: Console | None = None,
+    on_ready: Callable[[str, int], None] = lambda host, port: None,
+) -> None:
+    """Serve a target until a signal comes; then nobody new is let in, and what runs comes to its end.
+
+    Args:
+        target: folder, hub name or loaded; the embedded one by default, with its own drafter.
+        drafters: folders, hub names or words such as `ngram`; the first drafts where a request names none.
+        settings: names, keys and limits; without a name it goes by the target's, without keys it lets everybody in.
+        host, port: where to listen; port 0 takes a free one.
+        draft: False decodes plainly.
+        on_ready: called with where it listens once requests are let in.
+
+    Raises:
+        DraftsmithError: models that cannot be loaded, an address that cannot be used, an engine that has stopped.
+    """
+    console, sizes, rules = console or quiet(), sizes or Sizes(), rules or DraftRules()
+    bound = listen(host, port)
+    try:
+        engine, named = make_engine(target, drafters if draft else (), draft, rules, sizes, loading, console)
+        settings = settings or Settings()
+        settings = replace(
+            settings, names=settings.names or (engine.target.name,), root=settings.root or root_of(target)
+        )
+        log_as_json()
+        where = bound.getsockname()
+        run(Service(engine, settings, named), bound, lambda: on_ready(where[0], where[1]))
+    finally:
+        bound.close()
+
+
+def make_engine(
+    target: Target | str | Path | None,
+    drafters: Sequence[str | Path],
+    draft: bool,
+    rules: DraftRules,
+    sizes: Sizes,
+    loading: Loading | None,
+    console: Console,
+) -> tuple[Engine, dict[str, Drafter]]:
+    """Load everything; return the engine of a server, and its drafters by name."""
+    loaded = load_target(target, loading or Loading(), console)
+    given: list[str | Path] = list(drafters)
+    if draft and not given and target is None:
+        given = [str(assets.demo_drafter())]
+    if not given:
+        console.print(f"[dim]{loaded.name} is decoded without a drafter.[/dim]", highlight=False)
+        return Engine(loaded, max_batch=sizes.max_batch, max_length=sizes.max_length), {}
+    found = {name: load_drafter(drafter, loaded) for name, drafter in named(given).items()}
+    policy = policy_of(loaded, next(iter(found.values())), given[0], rules, sizes, console)
+    guarded: dict[str, Drafter] = {name: Guarded(drafter, name) for name, drafter in found.items()}
+    return Engine(loaded, guarded, policy=policy, max_batch=sizes.max_batch, max_length=sizes.max_length), guarded
+
+
+def policy_of(
+    target: Target, drafter: Drafter, loaded_from: str | Path, rules: DraftRules, sizes: Sizes, console: Console
+) -> Policy:
+    """Return what the server drafts by, and say it."""
+    if rules.plan is not None or rules.own:
+        plan = drafter.default_plan() if rules.plan is None else rules.plan
+        above = "" if rules.rows is None else f", with at most {rules.rows} rows"
+        console.print(f"[dim]Drafts: {shape_in_words(plan)}{above}.[/dim]", highlight=False)
+        return Fixed(plan) if rules.rows is None else OffAbove(plan, rules.rows)
+    engine = Engine(target, drafter, max_batch=sizes.max_batch, max_length=sizes.max_length)
+    return fit_drafts(engine, loaded_from, console).core.policy
+
+
+def named(drafters: Sequence[str | Path]) -> Mapping[str, str | Path]:
+    """Return drafters by what requests call them: a folder's name, or a word without its options."""
+    found: dict[str, str | Path] = {}
+    for drafter in drafters:
+        name = (name_of(drafter) or "drafter").partition(":")[0]
+        same = sum(known == name or known.startswith(f"{name}-") for known in found)
+        found[f"{name}-{same + 1}" if same else name] = drafter
+    return found
+
+
+def root_of(target: Target | str | Path | None) -> str:
+    """Return where a target was loaded from, as `/v1/models` tells it."""
+    if isinstance(target, Target):
+        return target.name
+    return str(assets.demo_target() if target is None else target)

@@ -1,0 +1,235 @@
+"""Who is let in, how much at a time, and what the log and the metrics say of it."""
+
+import asyncio
+import json
+import logging
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving.toy import NAME, get, listening, make_service, plainly, post, running, until
+
+COMPLETION = "/v1/completions"
+ROUTES = (
+    ("GET", "/v1/models"), ("GET", "/metrics"), ("POST", COMPLETION), ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/messages"), ("POST", "/tokenize"), ("GET", "/openapi.json"), ("GET", "/version"),
+    ("GET", "/nowhere"), ("GET", "//health"), ("GET", "/health/"), ("POST", "/v1/completions/"),
+)
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("host", ["toy", "toy/health?", "x@toy"])
+def test_no_route_is_open_without_a_key(method: str, path: str, host: str):
+    async def main() -> None:
+        async with running(make_service(keys=("first", "second"))) as client:
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": ""}):
+                response = await client.request(method, path, headers={**headers, "host": host})
+                assert response.status_code == 401
+                assert "key is missing or wrong" in response.text
+            assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_every_key_opens():
+    async def main() -> None:
+        async with running(make_service(keys=("first", "second"))) as client:
+            given = ({"authorization": "Bearer second"}, {"authorization": "bearer first"}, {"x-api-key": "first"})
+            for headers in given:
+                assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_prompts_of_one_key_are_not_found_by_another():
+    """Whether somebody else asked the same before shows neither in the count nor in the time."""
+    prompt = [65] * 100
+
+    async def main() -> list[int]:
+        found = []
+        async with running(make_service(keys=("first", "second"))) as client:
+            for key in ("first", "first", "second", "second"):
+                response = await client.post(
+                    COMPLETION, json={"prompt": prompt, "max_tokens": 1}, headers={"x-api-key": key}
+                )
+                found.append(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return found
+
+    assert asyncio.run(main()) == [0, 64, 0, 64]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large(chunked: bool):
+    async def pieces() -> Any:
+        for _ in range(64):
+            yield b" " * 1024
+
+    async def main() -> httpx.Response:
+        async with running(make_service(max_body_bytes=2048)) as client:
+            return await client.post(COMPLETION, content=pieces() if chunked else b" " * 4096)
+
+    response = asyncio.run(main())
+    assert response.status_code == 413 and "more than 2048 bytes" in response.json()["error"]["message"]
+
+
+def test_too_many_header_fields():
+    headers = [(f"x-{number}", "1") for number in range(200)]
+    response = asyncio.run(_with_headers(headers))
+    assert response.status_code == 431
+
+
+async def _with_headers(headers: list[tuple[str, str]]) -> httpx.Response:
+    async with running(make_service()) as client:
+        return await client.get("/health", headers=headers)
+
+
+def test_heads_and_bodies_that_do_not_come_are_not_waited_for():
+    with listening(make_service(head_seconds=0.3, body_seconds=0.3)) as address:
+        host, port = address.removeprefix("http://").split(":")
+        for sent in (b"GET /health HT", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"):
+            with socket.create_connection((host, int(port)), timeout=10) as slow:
+                slow.sendall(sent)
+                assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+        assert httpx.get(f"{address}/health").status_code == 200
+
+
+def test_who_finds_no_room_is_told_to_come_again():
+    async def main() -> None:
+        service = make_service(max_batch=1, max_waiting=1)
+        async with running(service) as client:
+            body = {"prompt": "one", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+            first = [asyncio.create_task(client.post(COMPLETION, json=body)) for _ in range(2)]
+            while service.inside < 2:
+                await asyncio.sleep(0)
+            late = await client.post(COMPLETION, json=body)
+            assert late.status_code == 429 and late.headers["retry-after"] == "1"
+            assert late.json()["error"]["type"] == "rate_limit_error"
+            for response in await asyncio.gather(*first):
+                assert response.json()["choices"][0]["text"] == plainly(**body).text
+            assert service.inside == 0
+            assert (await client.post(COMPLETION, json=body)).status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_time_that_is_up_is_told(stream: bool):
+    async def main() -> None:
+        service = make_service(max_batch=1)
+        async with running(service) as client:
+            body = {"prompt": "one", "max_tokens": 4, "stream": stream, "timeout": 1e-9}
+            response = await client.post(COMPLETION, json=body)
+            assert response.status_code == 504 and response.json()["error"]["type"] == "timeout_error"
+            assert service.inside == 0
+            del body["timeout"]
+            assert (await client.post(COMPLETION, json=body)).status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_is_written_for_no_longer(stream: bool):
+    service = make_service(max_batch=1, request_timeout=60)
+    with listening(service) as address:
+        host, port = address.removeprefix("http://").split(":")
+        body = json.dumps({"prompt": "one", "max_tokens": 120, "ignore_eos": True, "stream": stream, "n": 100}).encode()
+        head = f"POST {COMPLETION} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection((host, int(port)), timeout=10) as leaving:
+            leaving.sendall(head + body)
+            until(lambda: service.inside == 100)
+            until(lambda: service.meter.new_tokens > 0)
+        until(lambda: service.inside == 0 and not service.meter.core.has_work, 5)
+        assert service.meter.finished["abort"] > 90
+        told = httpx.post(f"{address}{COMPLETION}", json={"prompt": "one", "max_tokens": 5, "temperature": 0}).json()
+        assert told["choices"][0]["text"] == plainly("one", max_tokens=5).text
+
+
+def test_the_log_says_what_became_of_a_request_and_not_what_it_said(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "draftsmith.serving")
+    post(COMPLETION, {"prompt": "secret words", "max_tokens": 5, "user": "somebody"}, headers={"x-request-id": "r1"})
+    (record,) = [record for record in caplog.records if record.getMessage() == "request"]
+    told = record.fields  # type: ignore[attr-defined]
+    assert told["request_id"] == "r1" and told["status"] == 200 and told["path"] == COMPLETION
+    assert (told["prompt_tokens"], told["completion_tokens"]) == (12, 5)
+    assert told["seconds"] >= 0 and told["first_token_s"] >= 0
+    assert "secret" not in caplog.text and "somebody" not in caplog.text
+
+
+def metrics_of(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text) for sample in family.samples
+    }
+
+
+def test_metrics_have_the_names_that_dashboards_know():
+    async def main() -> str:
+        async with running(make_service()) as client:
+            body = {"prompt": "zzz", "max_tokens": 30, "temperature": 0}
+            for fields in (body, {**body, "stream": True}, {**body, "n": 0}):
+                await client.post(COMPLETION, json=fields)
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(main())
+    found = metrics_of(text)
+    mine = (("engine", "0"), ("model_name", NAME))
+
+    def value(name: str, **labels: str) -> float:
+        return found[name, tuple(sorted((*mine, *labels.items())))]
+
+    assert value("vllm:prompt_tokens_total") == 6 and value("vllm:generation_tokens_total") == 60
+    assert value("vllm:request_success_total", finished_reason="length") == 2
+    assert value("vllm:num_requests_running") == value("vllm:num_requests_waiting") == 0
+    assert value("vllm:kv_cache_usage_perc") == 0
+    steps, drafted, accepted = (
+        value(f"vllm:spec_decode_num_{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    assert drafted == 6 * steps and steps + accepted == 58
+    by_depth = [value("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(d)) for d in range(3)]
+    assert sum(by_depth) == accepted and by_depth == sorted(by_depth, reverse=True)
+    assert value("draftsmith_draft_accepted_total", drafter="oracle") == accepted
+    assert value("draftsmith_plan_steps_total", drafter="oracle", plan="2,1,1") == steps
+    assert value("draftsmith_drafter_failures_total", drafter="oracle") == 0
+    for part in ("target", "drafter", "rest", "prefill"):
+        assert value("draftsmith_seconds_total", part=part) > 0
+    for name in (
+        "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_time_per_output_token_seconds",
+        "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+        "request_prompt_tokens", "request_generation_tokens",
+    ):
+        assert value(f"vllm:{name}_count") == value(f"vllm:{name}_bucket", le="+Inf") == 2
+    assert value("vllm:inter_token_latency_seconds_count") == 58
+    assert value("vllm:iteration_tokens_total_sum") == 60
+    assert 'le="1.0"' in text and 'le="0.025"' in text
+    http = {labels: count for (name, labels), count in found.items() if name == "http_requests_total"}
+    assert http[(("handler", COMPLETION), ("method", "POST"), ("status", "2xx"))] == 2
+    assert http[(("handler", COMPLETION), ("method", "POST"), ("status", "4xx"))] == 1
+
+
+def test_routes_that_there_are_not_are_counted_together():
+    async def main() -> str:
+        async with running(make_service()) as client:
+            for number in range(50):
+                assert (await client.get(f"/nowhere/{number}")).status_code == 404
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(main())
+    assert "nowhere" not in text and 'http_requests_total{handler="other",method="GET",status="4xx"} 50.0' in text
+
+
+def test_health_and_readiness():
+    service = make_service()
+    assert get("/health").status_code == get("/ready").status_code == 200
+
+    async def main() -> None:
+        async with running(service) as client:
+            service.draining = True
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/ready")).status_code == 503
+            response = await client.post(COMPLETION, json={"prompt": "x"})
+            assert response.status_code == 503 and "retry-after" in response.headers
+
+    asyncio.run(main())

@@ -1,0 +1,226 @@
+"""What breaks inside the server: it costs those whom it concerns an answer, and nobody else anything."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.plan import Plan
+from draftsmith.targets import Target
+from draftsmith.types import Context, Draft
+from tests.helpers.oracle import OracleDrafter
+from tests.serving.toy import (
+    PROMPTS,
+    events_of,
+    listening,
+    make_service,
+    model,
+    oracle,
+    plainly,
+    running,
+    target,
+    text_of,
+    until,
+)
+
+PATH = "/v1/completions"
+
+
+def body(prompt: str, **fields: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": 24, "temperature": 0, **fields}
+
+
+class Broken(OracleDrafter):
+    """Raises at every third draft, and returns what does not fit at every other third."""
+
+    calls = 0
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        self.calls += 1
+        draft = super().propose(context, plan)
+        if self.calls % 3 == 0:
+            raise RuntimeError("the drafter is broken")
+        if self.calls % 3 == 1:
+            draft.tokens_BN = draft.tokens_BN[:, :-1]
+        return draft
+
+
+def test_a_drafter_that_fails_costs_no_text():
+    async def main() -> None:
+        service = make_service(drafter=oracle(kind=Broken))
+        async with running(service) as client:
+            told = await asyncio.gather(*(client.post(PATH, json=body(prompt)) for prompt in PROMPTS))
+            for prompt, response in zip(PROMPTS, told, strict=True):
+                assert response.json()["choices"][0]["text"] == plainly(prompt, max_tokens=24).text
+            text = (await client.get("/metrics")).text
+            (line,) = [line for line in text.splitlines() if line.startswith("draftsmith_drafter_failures_total")]
+            assert float(line.split()[-1]) > 3
+
+    asyncio.run(main())
+
+
+class Fails:
+    """Makes the forward of a target raise as often as it is told to."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+        self.target = Target(model(), target().tokenizer, name="failing")
+        self._forward = self.target.backend.read
+        self.target.backend.read = self._read  # type: ignore[method-assign]
+
+    def _read(self, *args: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            raise RuntimeError("the device is gone")
+        return self._forward(*args)
+
+
+def test_a_step_that_fails_is_told_to_those_who_were_in_it_and_the_server_goes_on():
+    async def main() -> None:
+        broken = Fails(1)
+        service = make_service(of=broken.target, drafts=False)
+        async with running(service) as client:
+            first = await client.post(PATH, json=body("one"))
+            assert first.status_code == 500 and first.json()["error"]["type"] == "server_error"
+            assert "device" not in first.text
+            second = await client.post(PATH, json=body("one"))
+            assert second.json()["choices"][0]["text"] == plainly("one", max_tokens=24).text
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_fails_in_the_middle_ends_with_an_error():
+    async def main() -> None:
+        broken = Fails(0)
+        service = make_service(of=broken.target, drafts=False)
+        async with running(service) as client:
+            asked = asyncio.create_task(client.post(PATH, json=body("one", stream=True, max_tokens=100)))
+            while not service.meter.new_tokens:
+                await asyncio.sleep(0)
+            broken.left = 1
+            events = events_of(await asked)
+            assert events[-1]["error"]["type"] == "server_error"
+            assert plainly("one", max_tokens=100).text.startswith(text_of(events[:-1]))
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_fails_again_and_again_stops_the_server():
+    broken = Fails(10**6)
+    service = make_service(of=broken.target, drafts=False)
+    with listening(service) as address:
+        statuses = [httpx.post(f"{address}{PATH}", json=body("one")).status_code for _ in range(4)]
+        assert statuses[:3] == [500] * 3 and statuses[3] in (500, 503)
+        until(lambda: service.engine.failure is not None)
+
+        def gone() -> bool:
+            try:
+                assert httpx.get(f"{address}/health").status_code == 503
+            except httpx.TransportError:
+                return True
+            return False
+
+        until(gone)
+
+
+class HalfTokenizer(PreTrainedTokenizerFast):
+    """Cannot write a token of one of its texts."""
+
+    def decode(self, token_ids: Any, **options: Any) -> Any:
+        if self.poison in list(token_ids):
+            raise ValueError("no such token")
+        return super().decode(token_ids, **options)
+
+    poison = -1
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stop": ["never"]}])
+def test_a_text_that_cannot_be_written_ends_alone(fields: dict[str, Any]):
+    tokenizer = HalfTokenizer(tokenizer_object=target().tokenizer.backend_tokenizer)  # type: ignore[union-attr]
+    own = plainly("one", max_tokens=24).tokens
+    other = next(
+        prompt for prompt in PROMPTS[1:] if set(own) - set(plainly(prompt, max_tokens=24).tokens)
+    )
+    tokenizer.poison = next(
+        token for token in own if token not in {*plainly(other, max_tokens=24).tokens, *other.encode(), *b"one"}
+    )
+
+    async def main() -> None:
+        service = make_service(of=Target(model(), tokenizer, name="half"), drafts=False)
+        async with running(service) as client:
+            failed, fine = await asyncio.gather(
+                client.post(PATH, json=body("one", **fields)), client.post(PATH, json=body(other))
+            )
+            assert failed.status_code == 500 or events_of(failed)[-1]["error"]["type"] == "server_error"
+            assert fine.json()["choices"][0]["text"] == plainly(other, max_tokens=24).text
+            assert service.inside == 0
+            again = await client.post(PATH, json=body(other))
+            assert again.status_code == 200
+        assert not service.meter.core.has_work
+
+    asyncio.run(main())
+
+
+def test_draining_lets_what_runs_come_to_its_end():
+    async def main() -> None:
+        service = make_service()
+        async with running(service) as client:
+            asked = [asyncio.create_task(client.post(PATH, json=body(prompt, stream=True))) for prompt in PROMPTS]
+            while service.inside < len(PROMPTS):
+                await asyncio.sleep(0)
+            draining = asyncio.create_task(service.drained(30))
+            await asyncio.sleep(0)
+            assert (await client.post(PATH, json=body("late"))).status_code == 503
+            assert await draining
+            for prompt, response in zip(PROMPTS, await asyncio.gather(*asked), strict=True):
+                assert text_of(events_of(response)) == plainly(prompt, max_tokens=24).text
+            assert await service.drained(0)
+
+    asyncio.run(main())
+
+
+def test_the_command_serves_and_ends_in_good_order(tmp_path: Path):
+    """With the embedded models: it listens, answers, and after SIGTERM finishes what runs and exits with 0."""
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nopen-sesame\n")
+    words = [
+        sys.executable, "-m", "draftsmith", "serve", "--port", "0", "--plan", "own", "--api-key-file", str(keys),
+        "--max-batch", "4", "--threads", "1", "--served-model-name", "demo",
+    ]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as server:
+        assert server.stdout is not None and server.stderr is not None
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.extend(server.stderr))  # type: ignore[arg-type]
+        reader.start()
+        try:
+            address = server.stdout.readline().removeprefix("Listening at ").strip()
+            assert address.startswith("http://127.0.0.1:"), lines
+            headers = {"authorization": "Bearer open-sesame"}
+            assert httpx.get(f"{address}/v1/models").status_code == 401
+            asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "stream": True}
+            with httpx.stream("POST", f"{address}{PATH}", json=asked, headers=headers, timeout=60) as stream:
+                pieces = stream.iter_text()
+                text = next(pieces)
+                server.send_signal(signal.SIGTERM)
+                until(lambda: httpx.get(f"{address}/ready").status_code == 503)
+                assert httpx.post(f"{address}{PATH}", json=asked, headers=headers).status_code == 503
+                text += "".join(pieces)
+            assert text.endswith("data: [DONE]\n\n")
+            assert '"finish_reason":"length"' in text or '"finish_reason":"stop"' in text
+            assert server.wait(30) == 0
+        finally:
+            server.kill()
+            reader.join(10)
+    told = [json.loads(line) for line in lines if line.startswith("{")]
+    assert {"draining", "request"} <= {line["event"] for line in told}
+    assert "Once upon" not in "".join(lines)

@@ -1,0 +1,119 @@
+"""Parts of the server by themselves."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from draftsmith.engine.guarded import Guarded
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.serving.deltas import Delta
+from draftsmith.serving.errors import ApiError
+from draftsmith.serving.meter import Histogram
+from draftsmith.serving.metrics import buckets_of
+from draftsmith.serving.settings import Settings
+from draftsmith.serving.smoothing import smooth, split
+from draftsmith.serving.speculation import max_depth, read_plan
+from draftsmith.serving.tally import Tally, plan_in_words
+from draftsmith.serving.token_texts import TokenTexts
+from draftsmith.types import DraftsmithError
+from tests.serving.toy import oracle, target
+
+
+@pytest.mark.parametrize(
+    ("words", "plan"),
+    [
+        ("4,2,1", Plan((4, 2, 1))), ("chain 3", Plan((1, 1, 1))), ("none", NO_DRAFT), (" 2 , 1", Plan((2, 1))),
+        ("1", Plan((1,))),
+    ],
+)
+def test_plans_are_read_as_they_are_told(words: str, plan: Plan):
+    assert read_plan(words, Settings()) == plan
+    assert read_plan(plan_in_words(plan), Settings()) == plan
+
+
+@pytest.mark.parametrize("words", ["", "chain 0x3", "4;2", "-1", "17", "16,16", "chain 999", "1,0", "9" * 10_000])
+def test_plans_that_are_none(words: str):
+    with pytest.raises(ApiError) as refused:
+        read_plan(words, Settings())
+    assert refused.value.status == 400 and len(refused.value.message) < 300
+
+
+def test_plans_with_bounds_say_so():
+    assert plan_in_words(Plan((3, 2), nodes=4, beam=3)) == "3,2 nodes 4 beam 3"
+    assert plan_in_words(Plan((2, 1), sampled=True)) == "2,1 sampled"
+
+
+def test_a_drafter_that_knows_no_depth_has_none():
+    assert max_depth(Guarded(oracle(), "oracle")) > 100
+
+
+def delta(tokens: list[int], texts: list[str], text: str | None = None) -> Delta:
+    return Delta(0, tokens, "".join(texts) if text is None else text, texts, None, None, None, None, Tally())
+
+
+def test_a_piece_is_split_at_its_tokens():
+    parts = split(delta([1, 2, 3], ["a", "", "bc"]))
+    assert [(part.tokens, part.text) for part in parts] == [([1], "a"), ([2], ""), ([3], "bc")]
+    # Text that was held back before, or is held back now.
+    assert "".join(part.text for part in split(delta([1, 2], ["a", "b"], "xyab"))) == "xyab"
+    assert "".join(part.text for part in split(delta([1, 2], ["abc", "d"], "a"))) == "a"
+
+
+def test_smoothing_never_falls_behind():
+    """What has come already goes out at once, however long steps usually take."""
+    async def slow_then_fast() -> AsyncGenerator[Delta, None]:
+        yield delta([1], ["a"])
+        await asyncio.sleep(0.2)
+        for _ in range(50):
+            yield delta([1, 2, 3, 4], ["a", "b", "c", "d"])
+
+    async def main() -> tuple[int, float]:
+        loop, count = asyncio.get_running_loop(), 0
+        begun = loop.time()
+        async for _ in smooth(slow_then_fast()):
+            count += 1
+        return count, loop.time() - begun
+
+    count, seconds = asyncio.run(main())
+    assert count == 201
+    assert seconds < 5  # 50 steps of 0.2 s would be 10
+
+
+def test_smoothing_passes_failures_on():
+    async def fails() -> AsyncGenerator[Delta, None]:
+        yield delta([1, 2], ["a", "b"])
+        raise ApiError(504, "late")
+
+    async def main() -> list[str]:
+        found = []
+        with pytest.raises(ApiError, match="late"):
+            async for one in smooth(fails()):
+                found.append(one.text)
+        return found
+
+    assert asyncio.run(main()) == ["a", "b"]
+
+
+def test_histograms_count_what_is_at_most_a_bound():
+    histogram = Histogram((1, 2.5))
+    for value, times in ((1, 2), (1.1, 1), (2.5, 1), (9, 3)):
+        histogram.add(value, times)
+    assert buckets_of(histogram) == [("1.0", 2), ("2.5", 4), ("+Inf", 7)]
+    assert histogram.sum == pytest.approx(32.6)
+
+
+def test_the_bytes_of_a_character_come_token_by_token():
+    texts = TokenTexts(target().tokenizer)
+    tokens = list(target().tokenizer("né€")["input_ids"])  # type: ignore[misc]
+    assert b"".join(texts.bytes_of(token) for token in tokens) == "né€".encode()
+    assert texts.pieces().read(tokens) == ["n", "", "é", "", "", "€"]
+    assert texts.text(256) == "<eos>" and texts.shown(256) == ""
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"keys": ("",)}, {"names": ("",)}, {"max_waiting": -1}, {"request_timeout": 0}, {"max_body_bytes": 0}]
+)
+def test_settings_that_make_no_sense(wrong: dict[str, object]):
+    with pytest.raises(DraftsmithError):
+        Settings(**wrong)  # type: ignore[arg-type]
