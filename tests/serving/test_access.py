@@ -3,16 +3,20 @@
 import asyncio
 import json
 import logging
+import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from draftsmith.serving.app import application
 from tests.serving.toy import NAME, get, listening, make_service, plainly, post, running, until
 
 COMPLETION = "/v1/completions"
+JSON = {"content-type": "application/json"}
 ROUTES = (
     ("GET", "/v1/models"), ("GET", "/metrics"), ("POST", COMPLETION), ("POST", "/v1/chat/completions"),
     ("POST", "/v1/messages"), ("POST", "/tokenize"), ("GET", "/openapi.json"), ("GET", "/version"),
@@ -69,10 +73,56 @@ def test_a_body_that_is_too_large(chunked: bool):
 
     async def main() -> httpx.Response:
         async with running(make_service(max_body_bytes=2048)) as client:
-            return await client.post(COMPLETION, content=pieces() if chunked else b" " * 4096)
+            return await client.post(COMPLETION, content=pieces() if chunked else b" " * 4096, headers=JSON)
 
     response = asyncio.run(main())
     assert response.status_code == 413 and "more than 2048 bytes" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "text/json"])
+def test_other_sites_cannot_make_a_browser_ask(kind: str | None):
+    """What a page may send to any address without asking that first is no request here."""
+    async def main() -> httpx.Response:
+        async with running(make_service()) as client:
+            headers = {} if kind is None else {"content-type": kind}
+            return await client.post(COMPLETION, content=b'{"prompt": "x"}', headers=headers)
+
+    response = asyncio.run(main())
+    assert response.status_code == 415 and "access-control-allow-origin" not in response.headers
+
+
+def test_the_page_is_served_to_everybody_and_may_load_nothing_from_elsewhere(tmp_path: Path):
+    (tmp_path / "index.html").write_text("<title>page</title>")
+    (tmp_path / "app.js").write_text("1")
+    secret = tmp_path.parent / "secret.txt"
+    secret.write_text("hidden words")
+
+    async def main() -> None:
+        service = make_service(keys=("k",))
+        async with service.engine:
+            transport = httpx.ASGITransport(app=application(service, tmp_path))  # type: ignore[arg-type]
+            async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+                for path, kind in (("/", "text/html"), ("/index.html", "text/html"), ("/app.js", "text/javascript")):
+                    response = await client.get(path)
+                    assert response.status_code == 200 and response.headers["content-type"].startswith(kind)
+                    assert "default-src 'none'" in response.headers["content-security-policy"]
+                    assert response.headers["x-content-type-options"] == "nosniff"
+                for path in ("/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "//etc/passwd", "/other.js"):
+                    for headers, status in (({}, 401), ({"x-api-key": "k"}, 404)):
+                        response = await client.get(path, headers=headers)
+                        assert response.status_code == status and "hidden" not in response.text
+
+    asyncio.run(main())
+
+
+def test_the_description_of_the_routes_is_whole():
+    told = get("/openapi.json").json()
+    assert {COMPLETION, "/v1/chat/completions", "/v1/messages", "/tokenize"} <= set(told["paths"])
+    schemas = told["components"]["schemas"]
+    for name in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(told)):
+        assert name in schemas
+    body = told["paths"][COMPLETION]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "speculation", "explain", "smooth"} <= set(body["properties"])
 
 
 def test_too_many_header_fields():
@@ -89,7 +139,9 @@ async def _with_headers(headers: list[tuple[str, str]]) -> httpx.Response:
 def test_heads_and_bodies_that_do_not_come_are_not_waited_for():
     with listening(make_service(head_seconds=0.3, body_seconds=0.3)) as address:
         host, port = address.removeprefix("http://").split(":")
-        for sent in (b"GET /health HT", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"):
+        fields = b"host: x\r\ncontent-type: application/json\r\ncontent-length: 9"
+        begun = b"POST /v1/completions HTTP/1.1\r\n" + fields + b"\r\n\r\n{"
+        for sent in (b"GET /health HT", begun):
             with socket.create_connection((host, int(port)), timeout=10) as slow:
                 slow.sendall(sent)
                 assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
@@ -136,7 +188,8 @@ def test_who_hangs_up_is_written_for_no_longer(stream: bool):
     with listening(service) as address:
         host, port = address.removeprefix("http://").split(":")
         body = json.dumps({"prompt": "one", "max_tokens": 120, "ignore_eos": True, "stream": stream, "n": 100}).encode()
-        head = f"POST {COMPLETION} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        fields = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        head = f"POST {COMPLETION} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
         with socket.create_connection((host, int(port)), timeout=10) as leaving:
             leaving.sendall(head + body)
             until(lambda: service.inside == 100)

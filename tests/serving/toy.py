@@ -95,12 +95,7 @@ def with_client(service: Service, work: Callable[[httpx.AsyncClient], Awaitable[
 
 def post(path: str, body: Any, service: Service | None = None, **options: Any) -> httpx.Response:
     """Send one request to a service of its own."""
-    async def work(client: httpx.AsyncClient) -> httpx.Response:
-        if isinstance(body, (str, bytes)):
-            return await client.post(path, content=body, **options)
-        return await client.post(path, json=body, **options)
-
-    return with_client(service or make_service(), work)
+    return with_client(service or make_service(), lambda client: client.post(path, json=body, **options))
 
 
 def get(path: str, service: Service | None = None, **options: Any) -> httpx.Response:

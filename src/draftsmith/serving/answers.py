@@ -16,6 +16,8 @@ from draftsmith.serving.errors import ApiError, broken
 
 log = logging.getLogger(__name__)
 ANTHROPIC = "/v1/messages"
+SEND_S = 60.0
+"""So long a client may take to make room for the next event."""
 T = TypeVar("T")
 Told = Callable[[ApiError], str]
 
@@ -99,24 +101,25 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _write(self, send: Send) -> None:
+        async def write(event: str, more: bool = True) -> None:
+            # Whoever does not read holds a place that others wait for.
+            async with asyncio.timeout(SEND_S):
+                await send({"type": "http.response.body", "body": event.encode("utf-8", "replace"), "more_body": more})
+
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send(_body(self._first))
-        try:
-            async for event in self._events:
-                await send(_body(event))
-        except ApiError as error:
-            await send(_body(self._failure(error)))
-        except OSError:
-            return  # the client left while it was written to
-        except Exception:
-            log.exception("a stream failed")
-            await send(_body(self._failure(broken())))
-        with suppress(OSError):
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _body(event: str) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": event.encode("utf-8", "replace"), "more_body": True}
+        with suppress(OSError, TimeoutError):  # the client left, or reads no more
+            await write(self._first)
+            try:
+                async for event in self._events:
+                    await write(event)
+            except ApiError as error:
+                await write(self._failure(error))
+            except (OSError, TimeoutError):
+                raise
+            except Exception:
+                log.exception("a stream failed")
+                await write(self._failure(broken()))
+            await write("", more=False)
 
 
 async def streamed(request: Request, events: AsyncGenerator[str, None], failure: Told) -> Response:

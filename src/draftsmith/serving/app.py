@@ -4,9 +4,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -130,8 +132,8 @@ def make_app(engine: Engine, settings: Settings, drafters: Mapping[str, Drafter]
     return application(Service(engine, settings, drafters or {}))
 
 
-def application(service: Service) -> ASGIApp:
-    """Return the application over a service, which begins and ends with it."""
+def application(service: Service, page: Path = FOLDER) -> ASGIApp:
+    """Return the application over a service, which begins and ends with it; the page is what a folder holds, if any."""
     http = HttpMetrics()
     registry = registry_of(service.meter, http)
 
@@ -143,7 +145,7 @@ def application(service: Service) -> ASGIApp:
     app = FastAPI(title="Draftsmith", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.started = int(time.time())
 
-    def route(path: str, endpoint: Endpoint, methods: list[str], extra: dict[str, Any] | None = None) -> None:
+    def route(path: str, endpoint: Endpoint, methods: list[str]) -> None:
         async def answer(request: Request) -> Response:
             state = request.scope["state"]
             try:
@@ -155,13 +157,12 @@ def application(service: Service) -> ASGIApp:
                 return error_answer(broken(), request.scope["path"])
 
         app.add_api_route(
-            path, answer, methods=methods, name=endpoint.__name__, response_model=None, openapi_extra=extra,
+            path, answer, methods=methods, name=endpoint.__name__, response_model=None,
             summary=(endpoint.__doc__ or "").partition("\n")[0], operation_id=f"{endpoint.__name__}{len(app.routes)}",
         )
 
-    for path, (endpoint, kind) in BODIES.items():
-        schema = {"application/json": {"schema": kind.model_json_schema()}}
-        route(path, endpoint, ["POST"], {"requestBody": {"required": True, "content": schema}})
+    for path, (endpoint, _) in BODIES.items():
+        route(path, endpoint, ["POST"])
     for path, endpoint in QUESTIONS.items():
         route(path, endpoint, ["GET"])
 
@@ -176,7 +177,20 @@ def application(service: Service) -> ASGIApp:
         return error_answer(ApiError(error.status_code, f"{error.detail}: {request.method} {path[:200]}."), path)
 
     app.add_exception_handler(HTTPException, as_told)
-    pages = page_paths()
+    app.openapi = lambda: description(app)  # type: ignore[method-assign]
+    pages = page_paths(page)
     if pages:
-        app.mount("/", Page(directory=FOLDER, html=True), name="page")
+        app.mount("/", Page(directory=page, html=True), name="page")
     return Access(app, service.settings, http, pages, [*BODIES, *QUESTIONS, "/metrics", "/"])
+
+
+def description(app: FastAPI) -> dict[str, Any]:
+    """Return what `/openapi.json` says: the routes, with the fields of their bodies."""
+    told = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas: dict[str, Any] = told.setdefault("components", {}).setdefault("schemas", {})
+    for path, (_, kind) in BODIES.items():
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {})
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        told["paths"][path]["post"]["requestBody"] = body
+    return told

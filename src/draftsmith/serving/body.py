@@ -28,8 +28,11 @@ async def read_fields(request: Request, kind: type[M], settings: Settings) -> M:
     """Return the checked body of a request.
 
     Raises:
-        ApiError: 400 for what is no such object, 408 for one that does not come, 413 for one that is too large.
+        ApiError: 400 for what is no such object, 408 for one that does not come, 413 for one that is too large, and 415
+            for what does not say that it is JSON: pages of other sites may send everything else without being asked.
     """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body has to be JSON; send it with the header content-type: application/json.")
     value = parse(await read_bytes(request, settings))
     try:
         return kind.model_validate(value)
