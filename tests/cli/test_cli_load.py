@@ -225,6 +225,18 @@ def test_prompts_of_so_many_tokens(server: CannedServer):
     assert all(len(body["prompt"]) == 16 and body["max_tokens"] == 3 for body in asked)
 
 
+def test_of_a_text_that_a_server_finds_too_long_the_beginning_is_cut(serving):
+    def narrow(asked: Asked) -> Reply:
+        if asked.path == "/tokenize" and len(asked.body["prompt"]) > 100:
+            return json_reply({"error": {"message": "the context has 100 tokens"}}, 400)
+        return answer(asked)
+
+    server = serving(narrow)
+    done = load(server, "--num-prompts", "4", "--input-len", "40", "--dataset", "code")
+    assert done.exit_code == 0, done.output
+    assert [len(one.body["prompt"]) for one in server.seen if one.path == "/v1/completions"] == [40] * 4
+
+
 def refused(result: Result, *parts: str) -> None:
     assert result.exit_code == 2, result.output
     sentence = " ".join(result.stderr[max(0, result.stderr.find("Error: ")) :].split())

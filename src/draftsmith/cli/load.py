@@ -34,7 +34,7 @@ SERVER, LOAD, REQUESTS, REPORTED = "Server", "Load", "Requests", "What is report
 
 
 def load(
-    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    more: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="METRIC:MS")] = None,
     base_url: Annotated[
         str, typer.Option(help="Where the server is; nothing is sent anywhere else.", rich_help_panel=SERVER)
     ] = "http://127.0.0.1:8000",

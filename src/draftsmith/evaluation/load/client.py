@@ -22,6 +22,7 @@ except ImportError as error:
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_SECONDS = 30.0
 NOT_OFFERED = (404, 405, 501)
+SHORTEST_CHARACTERS = 32
 
 
 class Client:
@@ -29,6 +30,7 @@ class Client:
 
     def __init__(self, server: Server) -> None:
         self.server = server
+        self._fits: int | None = None
         headers = {"Accept-Encoding": "identity"}
         if server.api_key:
             headers["Authorization"] = f"Bearer {server.api_key}"
@@ -76,9 +78,18 @@ class Client:
         return wanted
 
     async def tokenize(self, text: str, model: str) -> list[int]:
-        """Return the ids of a text by `/tokenize`, without what its tokenizer puts around a prompt."""
-        body = {"model": model, "prompt": text, "add_special_tokens": False}
-        response = await self._ask("POST", "/tokenize", body)
+        """Return the ids of a text by `/tokenize`, without what its tokenizer puts around a prompt.
+
+        A server may refuse what its model's context does not hold; then it is asked for the beginning, of this text
+        and of those that follow.
+        """
+        while True:
+            text = text[: self._fits]
+            body = {"model": model, "prompt": text, "add_special_tokens": False}
+            response = await self._ask("POST", "/tokenize", body)
+            if response.status_code != 400 or len(text) <= SHORTEST_CHARACTERS:
+                break
+            self._fits = len(text) // 2
         try:
             if response.status_code == 200:
                 return [int(token) for token in response.json()["tokens"]]
