@@ -17,10 +17,11 @@ import torch
 from common import arguments, finish, main, make_prompts, say, show_table, start
 
 from draftsmith import assets
+from draftsmith.drafters.heads.mlp_padding import pad_speculator
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import TimedCall, run_engine
-from draftsmith.evaluation.padding import Padding, pad_speculator, pad_target
+from draftsmith.evaluation.padding import Padding, pad_target
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 

@@ -1,21 +1,48 @@
-"""What a copy of the target in int8 or int4 guesses, and what its chains cost.
+"""What a copy of the target in int8 or int4 brings as its drafter: tokens a step, cost of a step, speed.
 
-    python benchmarks/quantised_self.py
+    python benchmarks/padded.py --size 0.5b --out /tmp/padded-0.5b
+    python benchmarks/quantised_self.py --target /tmp/padded-0.5b
+    python benchmarks/quantised_self.py --target /tmp/padded-0.5b --drafters int4-self ngram --chains 4 5 6 8
     python benchmarks/quantised_self.py --geometries 134m 500m
 
-On the embedded target: tokens a step of greedy chains, on code and prose. On random weights, whose guesses say nothing:
-seconds of a drafted step in plain ones, by decoding the same prompt in turns, the least of all rounds each.
+Of a target, by default the embedded one: plain decoding and every drafter with every chain take turns on the same
+held-out prompts, one at a time, in random order. τ is tokens a step; the step is told in plain steps, with the parts of
+it that drafting and verifying take; the speed-up is that of decoding, and beside it of the whole call with its prompt.
+With `--geometries`, of random weights, whose guesses say nothing: a drafted step in plain ones, the least of all rounds
+each.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from common import GEOMETRIES, arguments, finish, main, make_prompts, show_table, start
+from common import (
+    GEOMETRIES,
+    PLAIN,
+    arguments,
+    as_json,
+    bootstrap,
+    finish,
+    interleave,
+    main,
+    make_prompts,
+    pooled_tau,
+    say,
+    show_table,
+    span,
+    start,
+    statistics_of,
+    tokens_of,
+    walls,
+    with_engine,
+)
 
 from draftsmith import assets
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
-from draftsmith.evaluation.bench import run_engine
+from draftsmith.evaluation.bench import TimedCall, run_engine
+from draftsmith.evaluation.measuring.intervals import Interval, ratio_interval
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 
@@ -23,45 +50,108 @@ DRAFTERS = ("int8-self", "int4-self")
 
 
 def quantised_self() -> None:
-    """Measure both."""
+    """Measure a target, or random weights."""
     parser = arguments(__doc__, "quantised_self")
-    parser.add_argument("--geometries", nargs="+", default=["134m"], choices=list(GEOMETRIES))
-    parser.add_argument("--chains", nargs="+", type=int, default=[3, 4, 5])
+    parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), help="words with options, or folders")
+    parser.add_argument("--chains", nargs="+", type=int, default=[3, 4, 5, 6, 8])
+    parser.add_argument("--tasks", nargs="+", default=["code", "prose"])
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--geometries", nargs="+", default=[], choices=list(GEOMETRIES))
+    parser.add_argument("--rounds", type=int, default=6, help="of random weights")
     args = start(parser)
-    embedded = Target.from_pretrained(args.target or assets.demo_target(), dtype=args.dtype)
-    guessed = [guesses_of(embedded, task, args) for task in ("code", "prose")]
-    costs = [cost_of(name, args) for name in args.geometries]
-    header = ["drafter", *(f"{name} {chain}" for name in ("code", "prose") for chain in args.chains)]
-    rows = [[name, *(f"{table[name][chain]:.2f}" for table in guessed for chain in args.chains)] for name in DRAFTERS]
-    show_table("Tokens a step, greedy, by the length of the chain", header, rows)
-    header = ["drafter", *(f"{name} {chain}" for name in args.geometries for chain in args.chains)]
-    rows = [[name, *(f"{table[name][chain]:.2f}" for table in costs for chain in args.chains)] for name in DRAFTERS]
-    show_table("A drafted step, in plain steps", header, rows)
-    finish(args, {"tokens_per_step": guessed, "steps": dict(zip(args.geometries, costs, strict=True))})
+    results: dict[str, Any] = {"tasks": {}, "steps": {}}
+    if args.target or not args.geometries:
+        target = Target.from_pretrained(args.target or assets.demo_target(), dtype=args.dtype)
+        results["tasks"] = tasks_of(target, args)
+    for name in args.geometries:
+        results["steps"][name] = cost_of(name, args)
+    if args.geometries:
+        header = ["drafter", *(f"{name} {chain}" for name in args.geometries for chain in args.chains)]
+        rows = [
+            [name, *(f"{table[name][chain]:.2f}" for table in results["steps"].values() for chain in args.chains)]
+            for name in args.drafters
+        ]
+        show_table("A drafted step, in plain steps", header, rows)
+    finish(args, results)
 
 
-def guesses_of(target: Target, task: str, args: Any) -> dict[str, dict[int, float]]:
-    """Return tokens a step, by drafter and length of the chain."""
-    prompts = make_prompts(target, task, 48, args.prompts, args.seed)
-    found: dict[str, dict[int, float]] = {}
-    for name in DRAFTERS:
-        engine = Engine(target, load_drafter(name, target), max_batch=4, max_length=48 + args.new_tokens)
-        runs = {chain: run_engine(engine, prompts, Plan((1,) * chain), args.new_tokens) for chain in args.chains}
-        found[name] = {
-            chain: run.measurement.tokens_per_step for chain, run in runs.items() if run.measurement is not None
-        }
-    return found
+def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
+    """Return what every setting brings on every task."""
+    length = args.prompt_tokens + args.new_tokens
+    drafters: dict[str, Any] = {name: load_drafter(name, target) for name in args.drafters}
+    for name, drafter in drafters.items():
+        say(f"{name}: {drafter.memory_bytes() / 1e6:,.0f} MB beside the target")
+    plain = Engine(target, max_batch=1, max_length=length, share_prefixes=False)
+    settings = {PLAIN: with_engine(plain, NO_DRAFT, args.new_tokens)}
+    for name, drafter in drafters.items():
+        engine = Engine(target, drafter, max_batch=1, max_length=length, share_prefixes=False)
+        chains = [chain for chain in args.chains if chain <= drafter.max_depth]
+        settings |= {f"{name} {c}": with_engine(engine, Plan((1,) * c), args.new_tokens) for c in chains}
+    tasks, rows = {}, []
+    for task in args.tasks:
+        prompts = make_prompts(target, task, args.prompt_tokens, args.prompts, args.seed)
+        runs = interleave(settings, prompts, 1, args.seed, task)
+        tasks[task] = {name: figures(mine, runs[PLAIN], args.seed) for name, mine in runs.items()}
+        for name, cell in tasks[task].items():
+            numbers = (cell[figure] for figure in ("tokens_per_second", "tau", "step", "speedup", "speedup_of_calls"))
+            shares = f"{cell['drafting']:.2f} + {cell['verifying']:.2f} + {cell['rest']:.2f}"
+            rows.append(
+                [task, name, *(span(Interval(one["value"], *one["ci95"])) for one in numbers), shares,
+                 f"{cell['nodes_per_step']:.2f}", f"{cell['same_texts']} of {cell['texts']}",
+                 str(cell["generated_tokens"])]
+            )
+    show_table(
+        f"{target.name}, {args.dtype}, greedy, one prompt of {args.prompt_tokens} tokens at a time (95 % intervals)",
+        ["task", "setting", "tokens/s", "τ", "step, in plain ones", "speed-up", "of whole calls",
+         "drafter + target + rest", "guesses a step", "same text", "tokens"],
+        rows,
+    )
+    return tasks
+
+
+def figures(mine: Sequence[TimedCall], plain: Sequence[TimedCall], seed: int) -> dict[str, Any]:
+    """Return what one setting brought; ratios are paired by prompt."""
+    own, base = statistics_of(mine), statistics_of(plain)
+    seconds, steps = np.array([s.decode_s for s in own]), np.array([s.steps for s in own])
+    base_seconds, base_steps = np.array([s.decode_s for s in base]), np.array([s.steps for s in base])
+    new_tokens = np.array([sum(map(len, run.tokens)) for run in mine])
+    calls = walls(mine)
+    plain_step = base_seconds.sum() / base_steps.sum()
+
+    def step(t: np.ndarray) -> float:
+        return float(seconds[t].sum() / steps[t].sum() * base_steps[t].sum() / base_seconds[t].sum())
+
+    def share(part: str) -> float:
+        return float(sum(getattr(s, part) for s in own) / steps.sum() / plain_step)
+
+    return {
+        "tokens_per_second": as_json(bootstrap(len(mine), lambda t: float(new_tokens[t].sum() / calls[t].sum()), seed)),
+        "tau": as_json(bootstrap(len(mine), pooled_tau(np.array([s.accepted for s in own]), steps), seed)),
+        "step": as_json(bootstrap(len(mine), step, seed)),
+        "speedup": as_json(ratio_interval(list(base_seconds), list(seconds), seed=seed)),
+        "speedup_of_calls": as_json(ratio_interval(list(walls(plain)), list(calls), seed=seed)),
+        "drafting": share("drafter_s"),
+        "verifying": share("target_s"),
+        "rest": share("rest_s"),
+        "nodes_per_step": sum(s.drafted for s in own) / int(steps.sum()),
+        "generated_tokens": tokens_of(mine),
+        "generated_tokens_plain": tokens_of(plain),
+        "texts": len(mine),
+        "same_texts": sum(one.tokens == other.tokens for one, other in zip(mine, plain, strict=True)),
+        "plain_step_ms": 1000 * float(plain_step),
+        "decode_s": seconds.tolist(),
+        "wall_s": calls.tolist(),
+    }
 
 
 def cost_of(geometry: str, args: Any) -> dict[str, dict[int, float]]:
     """Return what a step with a chain takes, in plain steps."""
     target = Target(GEOMETRIES[geometry].build(torch.bfloat16), name=geometry)
-    engines = {name: Engine(target, load_drafter(name, target), max_batch=1, max_length=256) for name in DRAFTERS}
+    engines = {name: Engine(target, load_drafter(name, target), max_batch=1, max_length=256) for name in args.drafters}
     plans = {0: NO_DRAFT, **{chain: Plan((1,) * chain) for chain in args.chains}}
-    ways = {(name, chain): plan for name in DRAFTERS for chain, plan in plans.items()}
+    ways = {(name, chain): plan for name in args.drafters for chain, plan in plans.items()}
     least = dict.fromkeys(ways, float("inf"))
     for _ in range(args.rounds):
         for (name, chain), plan in ways.items():
@@ -69,8 +159,8 @@ def cost_of(geometry: str, args: Any) -> dict[str, dict[int, float]]:
             assert run.measurement is not None
             statistics = run.measurement.statistics
             least[name, chain] = min(least[name, chain], statistics.decode_s / statistics.steps)
-    plain = min(least[name, 0] for name in DRAFTERS)
-    return {name: {chain: least[name, chain] / plain for chain in args.chains} for name in DRAFTERS}
+    plain = min(least[name, 0] for name in args.drafters)
+    return {name: {chain: least[name, chain] / plain for chain in args.chains} for name in args.drafters}
 
 
 if __name__ == "__main__":

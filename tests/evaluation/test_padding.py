@@ -9,9 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.drafters.heads.mlp_config import MLPConfig
+from draftsmith.drafters.heads.mlp_padding import pad_speculator
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
-from draftsmith.evaluation.padding import Padding, pad_speculator, pad_target
+from draftsmith.evaluation.padding import Padding, pad_target
 from draftsmith.native import LIBRARY
 from draftsmith.plan import Plan
 from draftsmith.targets import Target

@@ -53,10 +53,11 @@ def _chain(drafter: StagewiseDrafter, context: Context, depth: int) -> Draft:
         _, tokens_B1, state = drafter.top_k(level, state, tokens_B, 1, scores=False)
         tokens_B = tokens_B1.squeeze(1)
         guesses.append(tokens_B)
-    return _as_chain(torch.stack(guesses, dim=1))
+    return as_chain(torch.stack(guesses, dim=1))
 
 
-def _as_chain(tokens_BN: Tensor) -> Draft:
+def as_chain(tokens_BN: Tensor) -> Draft:
+    """Make these guesses a chain."""
     batch, nodes = tokens_BN.shape
     parents_BN = torch.arange(ROOT, nodes - 1, device=tokens_BN.device).expand(batch, -1)
     return Draft(tokens_BN, parents_BN, depth=nodes, branching=(1,) * nodes)
@@ -85,7 +86,7 @@ def _ranked(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     paths_BKD = torch.cat(paths, dim=1) if len(paths) > 1 else paths[0]
     path_tokens_BKD = tokens_BDW.gather(2, paths_BKD.clamp(min=0).transpose(1, 2)).transpose(1, 2)
     if paths_BKD.shape[1] == 1 and plan.max_nodes <= plan.depth:
-        return _as_chain(path_tokens_BKD[:, 0, : plan.max_nodes])
+        return as_chain(path_tokens_BKD[:, 0, : plan.max_nodes])
     slots = replace(plan, nodes=None).max_nodes
     tokens_BN, parents_BN, slots_BKD = _merge(paths_BKD, path_tokens_BKD, slots)
     if plan.nodes is not None and plan.nodes < slots:

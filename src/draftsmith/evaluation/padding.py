@@ -1,4 +1,4 @@
-"""Makes a target cost what a larger one costs while it says what it says now, and its speculator with it.
+"""Makes a target cost what a larger one costs while it says what it says now.
 
 States, heads, feed-forwards and layers are padded, and what is padded meets zeros: so a small trained model becomes one
 whose weights have to be read from memory, with the text, and for every drafter the acceptance, of the small one.
@@ -17,7 +17,6 @@ they are quantised as the small model's are, because rows keep their largest val
 Shapes: N outputs, K inputs, V vocabulary, F width of a state, w times as wide.
 """
 
-import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.drafters.heads.mlp_config import MODEL_TYPE
 from draftsmith.drafters.trainable import storage
 from draftsmith.types import DraftsmithError
 
@@ -89,11 +87,11 @@ class Padding:
         padded = {}
         for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
             weight_NK = layer[f"{name}_proj.weight"]
-            outputs = self.inner if name.startswith("mlp") else times * len(weight_NK)
+            outputs = self.inner if name.startswith("mlp.") else times * len(weight_NK)
             padded[f"{name}_proj.weight"] = repeated(weight_NK, outputs, wide)
         for name in ("self_attn.o", "mlp.down"):
             weight_NK = layer[f"{name}_proj.weight"]
-            inputs = self.inner if name.startswith("mlp") else times * weight_NK.shape[1]
+            inputs = self.inner if name.startswith("mlp.") else times * weight_NK.shape[1]
             padded[f"{name}_proj.weight"] = within_zeros(weight_NK * counts, wide, inputs)
         for name in ("input_layernorm", "post_attention_layernorm"):
             padded[f"{name}.weight"] = self.padded_norm(layer[f"{name}.weight"])
@@ -125,7 +123,7 @@ def pad_target(source: Path, folder: Path, padding: Padding) -> int:
     """
     config = storage.read_json(source / "config.json")
     padding.check(config, source)
-    refuse_full(folder)
+    storage.refuse_full(folder)
     count = 0
 
     def fill(aside: Path) -> None:
@@ -166,38 +164,3 @@ def _pieces(source: Path, config: Mapping[str, Any], padding: Padding) -> Iterat
     if not config.get("tie_word_embeddings"):
         rest["lm_head.weight"] = repeated(state["lm_head.weight"], len(embedding_VF), wide)
     yield rest
-
-
-def pad_speculator(source: Path, folder: Path, times: int) -> None:
-    """Write the MLP speculator in `source` for a target whose states are `times` as wide.
-
-    It guesses what it guessed. (With `scale_input` up to a rounding: its epsilon cannot be set.)
-
-    Raises:
-        DraftsmithError: the source is no MLP speculator with tables of its own, or the folder is not empty.
-    """
-    config = storage.read_json(source / "config.json")
-    if config.get("model_type") != MODEL_TYPE or config.get("tie_to_target"):
-        raise DraftsmithError(f"{source} is no MLP speculator with tables of its own; give the folder of one to pad.")
-    refuse_full(folder)
-    width = config["emb_dim"]
-    tensors = storage.read_tensors(source)
-    first = "speculator.proj.0.weight"
-    scale = math.isqrt(times) if config.get("scale_input") else 1
-    tensors[first] = repeated(tensors[first] / scale, len(tensors[first]), times * width)
-    ours = json.loads(json.dumps(config.get("draftsmith", {})))
-    if "target" in ours:
-        ours["target"] |= {"hidden_size": times * width, "name": "padded"}
-    padded = {**config, "emb_dim": times * width, "inner_dim": config.get("inner_dim") or width, "draftsmith": ours}
-
-    def fill(aside: Path) -> None:
-        storage.write_json(aside / "config.json", padded)
-        storage.write_tensors(aside / "model.safetensors", tensors)
-
-    storage.write_folder(folder, fill)
-
-
-def refuse_full(folder: Path) -> None:
-    """Raise DraftsmithError where something is there already, so that nobody's files are replaced."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DraftsmithError(f"{folder} is there already; choose a folder that is not, or remove it.")

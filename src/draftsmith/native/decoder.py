@@ -89,6 +89,22 @@ class NativeDecoder:
         )
         return logits_BMV, features_BMF
 
+    def guess(
+        self,
+        roots_B: Tensor,
+        cached_B: Tensor,
+        keys_NEHD: list[Tensor],
+        values_NEHD: list[Tensor],
+        tables_RJ: Tensor | None,
+        slots_B: Tensor | None,
+        depth: int,
+    ) -> Tensor:
+        """Return chains of choices (B, depth), as `Backend.guess` does."""
+        tokens_BD: Tensor = self._decode.by(
+            "guess", roots_B.contiguous(), cached_B.contiguous(), keys_NEHD, values_NEHD, tables_RJ, slots_B, depth
+        )
+        return tokens_BD
+
 
 def has_native_form(model: PreTrainedModel) -> bool:
     """Whether the model is one that `NativeDecoder` can read: of a known family, plain in all that it assumes."""

@@ -66,6 +66,10 @@ class NativeObject:
         """Work with it."""
         return self._use(self._number, *arguments)
 
+    def by(self, use: str, *arguments: Any) -> Any:
+        """Work with it by another operator than the usual one."""
+        return getattr(torch.ops.draftsmith, use).default(self._number, *arguments)
+
     def __deepcopy__(self, _: Any) -> "NativeObject":
         """Share it: it never changes, and a copy of the number alone would outlive it."""
         return self

@@ -73,6 +73,15 @@ class Backend(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Read nodes behind every row; see `Target.forward`."""
 
+    def guess(
+        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int
+    ) -> Tensor | None:
+        """Read the roots of rows behind the `held_B` tokens of each, then what is likeliest behind them, and so on.
+
+        Returns these choices (B, depth), or None where nothing does it in one piece.
+        """
+        return None
+
     @abstractmethod
     def encode(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor | None]:
         """Read whole texts, without gradients; see `Target.encode`."""
@@ -270,6 +279,14 @@ class NativeForward(NativeLayers):
             nodes.tokens_BM, nodes.depths_BM, nodes.visible_BMM, nodes.cached_B, keys_NEHD, values_NEHD,
             cache.tables_RJ, nodes.slots_B, nodes.counts_B, taps, keep_logits,
         )
+
+    def guess(
+        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int
+    ) -> Tensor | None:
+        """Call the operator."""
+        keys_NEHD = [cache.keys_NEHD[layer] for layer in self._layers]
+        values_NEHD = [cache.values_NEHD[layer] for layer in self._layers]
+        return self._decoder.guess(roots_B, held_B, keys_NEHD, values_NEHD, cache.tables_RJ, slots_B, depth)
 
     def encode(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor | None]:
         """Read them as in decoding."""

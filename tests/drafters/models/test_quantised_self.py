@@ -13,7 +13,7 @@ from draftsmith.native import LIBRARY, why_missing
 from draftsmith.native.layers import Int4Linear, Int8Linear
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.types import Context, Draft, DraftsmithError, Quantization, SamplingParams
 from tests.helpers.contract import FEW, check_drafter, check_joint_distribution
 from tests.helpers.tiny import prompts, tiny_model, tiny_target
 
@@ -95,3 +95,47 @@ def test_a_copy_says_what_it_needs():
         assert drafter.default_plan() == Plan((1, 1)) and drafter.parameter_count() == target.weights
     with pytest.raises(DraftsmithError, match="int4-self:guesses is 0; use at least 1"):
         load_drafter("int4-self:guesses=0", target)
+
+
+class Compared(QuantisedSelf):
+    """Drafts chains by the operator and level by level, and holds one against the other."""
+
+    drafts = 0
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        draft = super().propose(context, plan)
+        tokens_B, state = self.begin(context)
+        for depth in range(plan.depth):
+            log_q_BV, state = self.step(depth, state, tokens_B)
+            tokens_B = draft.tokens_BN[:, depth]
+            # It may be one of several that are likeliest.
+            assert torch.equal(log_q_BV.gather(1, tokens_B.unsqueeze(1)), log_q_BV.max(-1, keepdim=True).values)
+            assert (draft.parents_BN[:, depth] == depth - 1).all()
+            self.drafts += len(tokens_B)
+        return draft
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+def test_one_operator_drafts_the_chain_that_levels_make(architecture: str, quantize: Quantization):
+    """Rows that join and leave, in blocks and past a window."""
+    target = bf16_target(architecture)
+    drafter = Compared(target, quantize, guesses=4)
+    params = [SamplingParams(max_tokens=length) for length in (20, 7, 18, 12, 20, 1)]
+    plain = [c.tokens for c in Engine(target, max_batch=3).generate(prompts(6), params)]
+    assert [c.tokens for c in Engine(target, drafter, max_batch=3).generate(prompts(6), params)] == plain
+    assert drafter.drafts > 50
+
+
+def test_the_operator_checks_what_it_is_called_with():
+    target = bf16_target("llama")
+    cache, (roots_B, held_B) = target.new_cache(2, 16), torch.tensor([[1, 2], [12, 3]])
+    guess = target.backend.guess
+    tokens_BD = guess(cache, roots_B, held_B, None, 4)
+    assert tokens_BD is not None and tokens_BD.shape == (2, 4)
+    with pytest.raises(IndexError, match="12 cached tokens and 5 nodes do not fit a slot of 16"):
+        guess(cache, roots_B, held_B, None, 5)
+    with pytest.raises(IndexError, match="there is no token 96"):
+        guess(cache, torch.tensor([1, 96]), held_B, None, 2)
+    with pytest.raises(RuntimeError, match="at least one guess"):
+        guess(cache, roots_B, held_B, None, 0)

@@ -8,10 +8,11 @@ nobody looks further back.
 
 from typing import TYPE_CHECKING
 
+from draftsmith.drafters.grow import as_chain
 from draftsmith.drafters.models.model_drafter import ModelDrafter
 from draftsmith.drafters.models.path_reader import SCRATCH, PathReader
 from draftsmith.plan import Plan
-from draftsmith.types import Context
+from draftsmith.types import Context, Draft
 
 if TYPE_CHECKING:
     from draftsmith.targets import KVCache, Target
@@ -42,3 +43,15 @@ class SelfDrafter(ModelDrafter):
         roots, lengths, rows = context.root()[0].tolist(), context.lengths_B.tolist(), context.rows_B.tolist()
         held = [0 if row == SCRATCH else length - 1 for length, row in zip(lengths, rows, strict=True)]
         return held, [[root] for root in roots]
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        """Draft a chain by one native operator where there is one, and any other shape as all models do."""
+        chain = not plan.sampled and all(children == 1 for children in plan.branching)
+        if not chain or not 0 < plan.depth <= self.max_depth:
+            return super().propose(context, plan)
+        assert self._reader is not None, "a drafter is attached to a cache before it drafts"
+        held_B = (context.lengths_B - 1).masked_fill(context.rows_B == SCRATCH, 0)
+        tokens_BD = self.model.backend.guess(
+            self._reader.cache, context.root()[0], held_B, context.slots_B, plan.max_nodes
+        )
+        return super().propose(context, plan) if tokens_BD is None else as_chain(tokens_BD)

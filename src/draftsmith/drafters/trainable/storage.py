@@ -89,6 +89,12 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(aside, ignore_errors=True)  # it is there only if something went wrong
 
 
+def refuse_full(folder: Path) -> None:
+    """Raise DraftsmithError where something is there already, so that nobody's files are replaced."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DraftsmithError(f"{folder} is there already; choose a folder that is not, or remove it.")
+
+
 def _set_aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 

@@ -1,0 +1,109 @@
+// The native forward of a Llama-shaped model over a draft tree: decoder.cpp makes and calls it, decoder_layers.cpp is what its
+// threads do, and guesses.cpp lets it go on from its own choices.
+#pragma once
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "objects.h"
+#include "packed.h"
+#include "pass.h"
+
+namespace draftsmith {
+
+// Memory of a pass, kept for the next one: fresh pages would cost as much as a layer.
+template <class T>
+struct Scratch {
+  std::vector<T> memory;
+  T* of(int64_t count) {
+    if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+    return memory.data();
+  }
+};
+
+class Decoder : public Object {
+ public:
+  // sizes: width, heads, key_heads, head_width, inner, vocabulary, max_length; factors: epsilon, scale, rotary_scale.
+  // weights: query, key, value, out, gate, up, down of every layer, then the head, packed as bf16, int8 or int4; scales
+  // and sums of the int8 ones, else empty; biases in fp32, empty for none.
+  // norms: input and after-attention norm of every layer, then the last; head_norms: query and key of every layer.
+  // embedding: (V, F) dense, or the head's packed weights.
+  Decoder(Tensor embedding, Tensors weights, Tensors scales, Tensors sums, Tensors biases, Tensors norms,
+          Tensors head_norms, Tensor frequencies, std::vector<int64_t> sizes, std::vector<double> factors,
+          std::vector<int64_t> windows);
+
+  // Reads the nodes (B, M) behind `cached` tokens of every row, and writes their keys and values there. Row b lies in
+  // slot slots[b] of the cache, or b without slots, and has counts[b] of the nodes, or all. With tables (slots, J), a slot is made
+  // of blocks of the cache, and block tables[slot, j] holds its j-th part.
+  // Returns the logits (B, M or columns, V) and the tapped states (B, M, F · taps). Of nodes that a row does not have,
+  // the logits are anything, and the states zero. Without depths and visible every row is a chain.
+  std::tuple<Tensor, Tensor> forward(const Tensor& tokens, const std::optional<Tensor>& depths,
+                                     const std::optional<Tensor>& visible, const Tensor& cached, const Tensors& keys,
+                                     const Tensors& values, const std::optional<Tensor>& tables,
+                                     const std::optional<Tensor>& slots, const std::optional<Tensor>& counts,
+                                     std::vector<int64_t> taps, const std::optional<Tensor>& columns);
+
+  // Reads the roots (B) as `forward` reads nodes, then what it chooses behind them, and so on, `depth` times in all.
+  // Returns the choices (B, depth).
+  Tensor guess(const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
+               const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth);
+
+ private:
+  static constexpr int64_t kOwnRows = 4;  // so few are normed faster than a barrier is passed
+
+  struct Layer {
+    Linear query, key, value, out, gate, up, down;
+    const bf16 *input_norm, *after_norm;
+    const bf16 *query_norm = nullptr, *key_norm = nullptr;
+    int64_t window = 0;  // 0 for none
+  };
+
+  struct Buffers {
+    bf16 *hidden, *normed, *query, *key, *mixed, *inner, *wanted;
+    float *cosines, *sines, *private_floats;
+    int64_t private_size;
+    Quantised* rooms;  // one for each thread
+  };
+
+  Linear linear(size_t index, int64_t outputs, int64_t inputs) const;
+  // Takes all memory that passes of this one's size need.
+  Buffers prepare(const Pass& pass, int64_t threads);
+  // How many nodes of a row attend together.
+  int64_t task_nodes() const { return std::max<int64_t>(1, kMostQueries / (shape_.heads / shape_.key_heads)); }
+
+  // What follows is done by all threads of a team together.
+  // Returns the states behind the last norm; tapped ones go into the features.
+  const bf16* read(const Team& team, const Pass& pass, const Buffers& b, bf16* features) const;
+  // Returns the states of all rows, normed: by every thread for itself where they are few.
+  const bf16* norm_rows(const Team& team, const bf16* weight, int64_t rows, const Buffers& b) const;
+  void project(const Team& team, const Pass& pass, const Layer& layer, size_t index, const bf16* normed,
+               const Buffers& b) const;
+  void rotate(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const;
+  void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, bool owns_heads,
+              const Buffers& b) const;
+  // The nodes of a row from `node` on, as many as attend together, over one key head.
+  void attend_some(const Team& team, const Pass& pass, const Layer& layer, size_t index, int64_t row,
+                   int64_t node, int64_t head, const Buffers& b) const;
+  void add(const Team& team, const Linear& layer, const bf16* from, int64_t rows, const Buffers& b,
+           const void* ahead) const;
+  void gate(const Team& team, const Layer& layer, const bf16* normed, const Buffers& b, int64_t rows) const;
+  void tap(const Team& team, const Pass& pass, int64_t which, const bf16* states, bf16* features) const;
+  void score(const Team& team, const Pass& pass, const bf16* normed, const Buffers& b, bf16* logits) const;
+
+  Tensor embedding_;
+  Tensors weights_, scales_, sums_, biases_, norms_, head_norms_;
+  Tensor frequencies_;
+  Shape shape_;
+  Linear head_;
+  const bf16* last_norm_;
+  std::vector<Layer> layers_;
+  std::mutex busy_;  // the memory below serves one pass at a time
+  Scratch<bf16> hidden_, normed_, query_, key_, mixed_, inner_, wanted_;
+  Scratch<float> cosines_, sines_, private_floats_;
+  std::vector<Quantised> rooms_;
+  std::vector<std::pair<int64_t, int64_t>> tasks_;  // row and first node of the nodes that attend together
+  int64_t most_inputs_ = 0;  // of any layer
+};
+
+}  // namespace draftsmith
