@@ -87,11 +87,11 @@ class Padding:
         padded = {}
         for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
             weight_NK = layer[f"{name}_proj.weight"]
-            outputs = self.inner if name.startswith("mlp") else times * len(weight_NK)
+            outputs = self.inner if name.startswith("mlp.") else times * len(weight_NK)
             padded[f"{name}_proj.weight"] = repeated(weight_NK, outputs, wide)
         for name in ("self_attn.o", "mlp.down"):
             weight_NK = layer[f"{name}_proj.weight"]
-            inputs = self.inner if name.startswith("mlp") else times * weight_NK.shape[1]
+            inputs = self.inner if name.startswith("mlp.") else times * weight_NK.shape[1]
             padded[f"{name}_proj.weight"] = within_zeros(weight_NK * counts, wide, inputs)
         for name in ("input_layernorm", "post_attention_layernorm"):
             padded[f"{name}.weight"] = self.padded_norm(layer[f"{name}.weight"])
