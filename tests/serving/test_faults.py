@@ -16,13 +16,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.plan import Plan
+from draftsmith.serving.run import listen, run
 from draftsmith.targets import Target
-from draftsmith.types import Context, Draft
+from draftsmith.types import Context, Draft, DraftsmithError
 from tests.helpers.oracle import OracleDrafter
 from tests.serving.toy import (
     PROMPTS,
     events_of,
-    listening,
     make_service,
     model,
     oracle,
@@ -117,21 +117,21 @@ def test_a_stream_that_fails_in_the_middle_ends_with_an_error():
 
 
 def test_an_engine_that_fails_again_and_again_stops_the_server():
+    """Everybody gets an answer, the server says that it does not work, and ends with an error of its own."""
     broken = Fails(10**6)
-    service = make_service(of=broken.target, drafts=False)
-    with listening(service) as address:
-        statuses = [httpx.post(f"{address}{PATH}", json=body("one")).status_code for _ in range(4)]
-        assert statuses[:3] == [500] * 3 and statuses[3] in (500, 503)
-        until(lambda: service.engine.failure is not None)
+    service, bound = make_service(of=broken.target, drafts=False), listen("127.0.0.1", 0)
+    address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    told: list[int] = []
 
-        def gone() -> bool:
-            try:
-                assert httpx.get(f"{address}/health").status_code == 503
-            except httpx.TransportError:
-                return True
-            return False
+    def ask() -> None:
+        told.extend(httpx.post(f"{address}{PATH}", json=body("one")).status_code for _ in range(4))
+        told.append(httpx.get(f"{address}/health").status_code)
 
-        until(gone)
+    asking = threading.Thread(target=ask)
+    with pytest.raises(DraftsmithError, match="the engine has stopped .*the device is gone.*start the server again"):
+        run(service, bound, asking.start)
+    asking.join(10)
+    assert told[:3] == [500] * 3 and told[3] in (500, 503) and told[4] == 503
 
 
 class HalfTokenizer(PreTrainedTokenizerFast):

@@ -16,6 +16,10 @@ from draftsmith.types import DraftsmithError
 log = logging.getLogger("draftsmith.serving")
 LOOK_S = 0.25
 """So often it is looked whether the engine still works."""
+LAST_S = 1.0
+"""So long the server goes on after its engine has stopped: for those to be told who were in, and who ask how it is."""
+KEEP_S = 60
+"""So long a connection stays that nobody uses; clients that ask on it just then would be told that it is gone."""
 GRACE_S = 3
 """So long connections stay that are still read from when all is over."""
 
@@ -62,8 +66,7 @@ class Server(uvicorn.Server):
     async def _watch_engine(self) -> None:
         while self._service.engine.failure is None:
             await asyncio.sleep(LOOK_S)
-        # Whoever listens has been told; a moment is left to write it.
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(LAST_S)
         self.should_exit = True
 
 
@@ -93,6 +96,7 @@ def run(service: Service, bound: socket.socket, on_ready: Callable[[], None] = l
     config = uvicorn.Config(
         application(service), log_config=None, access_log=False, server_header=False,
         http=patient_for(service.settings.head_seconds), ws="none", lifespan="on", timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=KEEP_S,
     )
     Server(config, service, on_ready).run(sockets=[bound])
     failure = service.engine.failure

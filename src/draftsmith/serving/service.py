@@ -155,7 +155,11 @@ class Service:
                     told.setdefault("first_token_s", round(time.monotonic() - begun, 4))
                     told["completion_tokens"] += len(piece.chunk.tokens)
                     yield piece
+        except ApiError as error:
+            told["failed"] = error.status
+            raise
         except DraftsmithError as error:
+            told["failed"] = 400
             if self.engine.failure is not None or "engine is closed" in str(error):
                 raise ApiError(503, "the engine has stopped; the server has to be started again.") from error
             raise from_engine(error) from error
