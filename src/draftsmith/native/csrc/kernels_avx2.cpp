@@ -49,7 +49,7 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
 
 // Half a line, the outputs 0 … 7 or 8 … 15 of a panel.
 struct Int4Halves {
-  static constexpr int kBytes = 32, kRows = 3, kPanels = 1, kFewRows = 1;
+  static constexpr int kBytes = 32, kRows = 3, kPanels = 1, kFewRows = 1, kAlone = 2;
   using Whole = __m256i;
   using Real = __m256;
   static Real nothing() { return _mm256_setzero_ps(); }

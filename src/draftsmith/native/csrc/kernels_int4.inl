@@ -114,6 +114,8 @@ void round_group(const float* values, uint8_t* levels, bf16* scale, int16_t* zer
     }
 }
 
+constexpr int64_t kGroupsAhead = 16;  // of the one that a single row is multiplied by
+
 // Some rows by some panels. `Set` has the instructions: registers of `kBytes`, of which a line takes several.
 template <class Set, int kRows, int kPanels>
 inline void block_int4(const GroupedRows& x, int64_t first, const uint8_t* w, int64_t groups, float* y, int64_t y_stride,
@@ -125,7 +127,13 @@ inline void block_int4(const GroupedRows& x, int64_t first, const uint8_t* w, in
   const char* next = ahead.from;
   int64_t turn = ahead.number;
   for (int64_t g = 0; g < groups; ++g) {
-    if (next != nullptr && turn-- == 0) {
+    if constexpr (kRows * kPanels == 1) {
+      // So little is computed that reading is all: one stream, asked for a little further on, into the nearest cache.
+      const int64_t on = g + kGroupsAhead;
+      const char* from = on < groups ? reinterpret_cast<const char*>(w) + on * kGroupBytes
+                                     : next + (on - groups) * kGroupBytes;
+      for (int64_t i = 0; i < kGroupBytes && next != nullptr; i += kLineBytes) __builtin_prefetch(from + i, 0, 3);
+    } else if (next != nullptr && turn-- == 0) {
       for (int64_t i = 0; i < kPanels * kGroupBytes; i += kLineBytes)
         __builtin_prefetch(next + g * kPanels * kGroupBytes + i, 0, 2);
       turn = ahead.blocks - 1;
@@ -195,11 +203,13 @@ inline void walk_int4(const GroupedRows& x, int64_t rows, const uint8_t* packed,
   }
 }
 
-// Few rows leave registers for more panels.
+// Few rows leave registers for more panels; one row waits for memory alone, which is read fastest in its own order.
 template <class Set>
 [[maybe_unused]] void gemm_int4_by(const GroupedRows& x, int64_t rows, const uint8_t* packed, int64_t groups,
                                    int64_t panels, const void* ahead, float* y, int64_t y_stride) {
-  if (rows <= Set::kFewRows)
+  if (rows == 1)
+    walk_int4<Set, 1, Set::kAlone>(x, rows, packed, groups, panels, ahead, y, y_stride);
+  else if (rows <= Set::kFewRows)
     walk_int4<Set, Set::kFewRows, 2 * Set::kPanels>(x, rows, packed, groups, panels, ahead, y, y_stride);
   else
     walk_int4<Set, Set::kRows, Set::kPanels>(x, rows, packed, groups, panels, ahead, y, y_stride);
@@ -207,7 +217,7 @@ template <class Set>
 
 #ifdef DRAFTSMITH_AVX512
 struct Int4Lines {
-  static constexpr int kBytes = 64, kRows = 6, kPanels = 2, kFewRows = 2;
+  static constexpr int kBytes = 64, kRows = 6, kPanels = 2, kFewRows = 2, kAlone = 1;
   using Whole = __m512i;
   using Real = __m512;
   static Real nothing() { return _mm512_setzero_ps(); }
