@@ -138,6 +138,9 @@ class AsyncEngine:
     def _admit(
         self, prompt: Prompt, params: SamplingParams | None, plan: Plan | None, priority: int, timeout: float | None
     ) -> list[Request]:
+        # Here, because a hard grammar takes a while, and nobody else's prompt shall wait for it.
+        if params is not None and params.constraint is not None:
+            self.engine.grammars.compiled(params.constraint)
         # Fast tokenizers must not be called by two threads at once where truncation or padding is set.
         with self._admitting:
             return self.engine.admit_call([prompt], params, plan, priority, timeout)
