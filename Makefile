@@ -34,8 +34,9 @@ clean:
 	rm -rf $(VENV) build dist report src/*.egg-info src/draftsmith/native/*.so .pytest_cache .mypy_cache .ruff_cache
 	find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): requirements.lock pyproject.toml setup.py $(wildcard src/draftsmith/native/csrc/*)
+$(STAMP): requirements.lock requirements-serve.lock pyproject.toml setup.py $(wildcard src/draftsmith/native/csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements.lock
+	$(VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements-serve.lock
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@

@@ -24,6 +24,14 @@ PLACEHOLDERS = {"…": "placeholder", "...": "placeholder"}
 CHEAP = ("families", "doctor", "--version")
 DEMO = ("generate", "train")
 """Also cheap where they use the embedded models alone and train nothing."""
+FILES = {
+    "tree.json": "[[0], [0, 0], [1]]",
+    "schema.json": '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}',
+    "sums.ebnf": 'root ::= number ("+" number){1,3}\nnumber ::= [1-9] [0-9]{0,2}\n',
+    "prompt.txt": "It was a bright cold day in April, and",
+    "before.txt": "the clocks were striking thirteen.",
+}
+"""What the commands that run here read."""
 
 
 def commands_on(page: Path) -> list[str]:
@@ -97,7 +105,8 @@ def test_a_shown_family_exists_with_its_options(spec: str):
 )
 def test_a_cheap_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tree.json").write_text("[[0], [0, 0], [1]]")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     result = CliRunner().invoke(app, words_of(command))
     assert result.exit_code == 0, result.output
 

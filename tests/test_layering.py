@@ -11,8 +11,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
     ("types",),
+    ("constraints",),
     ("assets", "dtypes", "files", "native", "plan", "processor", "provenance"),
-    ("targets", "verify"),
+    ("targets", "verify", "grammar_process"),
     ("drafters",),
     ("engine",),
     ("serving", "evaluation", "tuning", "training", "export"),

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 def test_the_public_names_are_exactly_these():
     assert draftsmith.__all__ == [
         "AsyncEngine",
+        "Constraint",
         "DraftsmithError",
         "Engine",
         "Plan",

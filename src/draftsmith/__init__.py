@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from draftsmith.engine.wrapped.model import wrap
     from draftsmith.plan import Plan
     from draftsmith.targets import Target
-    from draftsmith.types import DraftsmithError, SamplingParams
+    from draftsmith.types import Constraint, DraftsmithError, SamplingParams
     from draftsmith.workflows.benchmark import bench
     from draftsmith.workflows.checking import check
     from draftsmith.workflows.comparison import compare
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncEngine",
+    "Constraint",
     "DraftsmithError",
     "Engine",
     "Plan",
@@ -44,6 +45,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncEngine": "draftsmith.engine",
+    "Constraint": "draftsmith.types",
     "DraftsmithError": "draftsmith.types",
     "Engine": "draftsmith.engine",
     "Plan": "draftsmith.plan",

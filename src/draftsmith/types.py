@@ -9,10 +9,11 @@ PyTorch is not loaded here, so that a mistake on the command line is answered at
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,12 @@ LOSSY = "lossy (typical acceptance)"
 
 CompileLevel = Literal["off", "trace", "full"]
 Quantization = Literal["none", "int8", "int4"]
+ConstraintKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+
+MOST_CONSTRAINT = 65_536
+"""Characters of a schema, a grammar or a list of choices."""
+MOST_PATTERN = 4_096
+"""Characters of a regular expression."""
 
 
 class DraftsmithError(Exception):
@@ -113,6 +120,46 @@ class Context:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """What a text has to be: its tokens are chosen among those that can still lead to it.
+
+    Args:
+        kind: "json_schema", "json_object" (any JSON object), "regex" (which the whole text matches), "grammar" (EBNF,
+            from its rule `root` on) or "choice" (one of several strings).
+        text: the schema as JSON, the pattern, the grammar, or the strings as a JSON list; of "json_object" nothing.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ConstraintKind):
+            raise DraftsmithError(
+                f"the constraint's kind is {self.kind!r}; use one of {', '.join(get_args(ConstraintKind))}."
+            )
+        if not isinstance(self.text, str):
+            raise DraftsmithError(f"the constraint's text is of type {type(self.text).__name__}; give a string.")
+        if (self.kind == "json_object") != (not self.text):
+            rule = "takes no text; leave it out" if self.text else "needs a text"
+            raise DraftsmithError(f"a constraint of the kind {self.kind} {rule}.")
+        most = MOST_PATTERN if self.kind == "regex" else MOST_CONSTRAINT
+        if len(self.text) > most:
+            raise DraftsmithError(
+                f"the constraint's text has {len(self.text)} characters; a {self.kind} may have {most}."
+            )
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any]) -> Constraint:
+        """Return the constraint that a text is JSON and fits a JSON schema."""
+        return cls("json_schema", json.dumps(schema))
+
+    @classmethod
+    def of_choices(cls, strings: Sequence[str]) -> Constraint:
+        """Return the constraint that a text is one of these strings."""
+        return cls("choice", json.dumps(list(strings)))
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How one request is decoded; the defaults are greedy.
 
@@ -133,6 +180,10 @@ class SamplingParams:
         n: independent continuations.
         logprobs: report the log-probability of each token and of this many best alternatives.
         prompt_logprobs: the same of the prompt's tokens, which are then all read, whatever others have read already.
+        constraint: what the text has to be, such as JSON of a schema; None for any text.
+        prediction: a text, or token ids, that the output is expected to follow for the most part, such as a file before
+            it is edited. It is a draft of this request alone, and changes how soon the text comes, never what it is.
+            Ids are kept as a tuple.
     """
 
     temperature: float = 0.0
@@ -151,6 +202,8 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
+    prediction: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
@@ -166,6 +219,10 @@ class SamplingParams:
             rule = "a string or several" if kind is str else "a token id, which is a whole number, or several"
             need(all(isinstance(one, kind) for one in several), name, rule)
             object.__setattr__(self, name, several)
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            ids = tuple(self.prediction) if isinstance(self.prediction, Iterable) else (None,)
+            need(all(map(whole, ids)), "prediction", "a text, or token ids, which are whole numbers")
+            object.__setattr__(self, "prediction", ids)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             need(isinstance(getattr(self, name), Real), name, "a number")
         for name in ("top_k", "max_tokens", "n"):
@@ -192,6 +249,7 @@ class SamplingParams:
         need(all(self.stop), "stop", "made of non-empty strings")
         need(self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
         need(self.n >= 1, "n", "at least 1")
+        need(self.constraint is None or isinstance(self.constraint, Constraint), "constraint", "a Constraint or None")
 
 
 @dataclass
@@ -202,7 +260,9 @@ class Statistics:
     `accepted_by_depth[d]` those at depth d + 1. `new_tokens` includes the token of the prefill. Seconds are wall-clock;
     a batch's seconds are shared evenly by its rows. `lossless` says whether the text is the target's own or
     distributed as its own; a sum is lossless if all its parts are. `cached_tokens` are those of the prompt that
-    somebody had read before, `waiting_s` the seconds until there was room to begin.
+    somebody had read before, `waiting_s` the seconds until there was room to begin. Of a request that brought a
+    prediction, `accepted_prediction` counts the guesses taken from it that stayed and `rejected_prediction` those that
+    were verified and refused; both are None where there was none.
     """
 
     steps: int = 0
@@ -218,6 +278,8 @@ class Statistics:
     lossless: bool = True
     cached_tokens: int = 0
     waiting_s: float = 0.0
+    accepted_prediction: int | None = None
+    rejected_prediction: int | None = None
 
     @property
     def fidelity(self) -> str:
@@ -246,6 +308,9 @@ class Statistics:
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.lossless = self.lossless and other.lossless
+        for name in ("accepted_prediction", "rejected_prediction"):
+            given = [one for one in (getattr(self, name), getattr(other, name)) if one is not None]
+            setattr(self, name, sum(given) if given else None)
         return self
 
 

@@ -32,6 +32,10 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "generate, dtype": (("generate", "hi", "--dtype", "fp17"), "'fp17' is unknown"),
     "generate, device": (("generate", "hi", "--device", "gpu"), "'gpu' is unknown; use auto, cpu or cuda"),
     "generate, result": (("generate", "hi", "--json", "file/x.json"), "cannot be written"),
+    "generate, no schema": (("generate", "hi", "--json-schema", "absent.json"), "absent.json', which cannot be read"),
+    "generate, a schema": (("generate", "hi", "--json-schema", "my-model/config.json"), "which no text can be held to"),
+    "generate, a pattern": (("generate", "hi", "--regex", "a{99999}"), "the most is 10000"),
+    "generate, prediction": (("generate", "hi", "--prediction", "absent.txt"), "absent.txt', which cannot be read"),
     "serve, target": (("serve", "--target", "./absent"), FOLDER),
     "serve, drafter": (("serve", "--drafter", "ngrm"), "did you mean ngram?"),
     "serve, second drafter": (("serve", "--drafter", "ngram", "--drafter", "./absent"), FOLDER),
@@ -142,5 +146,5 @@ def test_no_slow_package_is_imported_for_a_mistake(name: str, told: dict[str, tu
 
 def test_every_command_is_there():
     commands = {path.stem.replace("_", "-") for path in (Path(__file__).parents[2] / "src/draftsmith/cli").glob("*.py")}
-    helpers = {"--init--", "app", "common", "demo-report", "load-tables", "plans", "statistics"}
+    helpers = {"--init--", "app", "common", "demo-report", "guidance", "load-tables", "plans", "statistics"}
     assert commands - helpers <= {words[0] for words, _ in CASES.values()}

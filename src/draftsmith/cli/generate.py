@@ -30,6 +30,14 @@ from draftsmith.cli.common import (
     set_threads,
     settle_compilation,
 )
+from draftsmith.cli.guidance import (
+    GrammarOption,
+    PredictionOption,
+    RegexOption,
+    SchemaOption,
+    read_constraint,
+    read_text,
+)
 from draftsmith.cli.plans import (
     DRAFTS,
     AcceptanceOption,
@@ -98,6 +106,9 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="Put log-probabilities of so many alternatives into --json.")
     ] = None,
+    json_schema: SchemaOption = None,
+    regex: RegexOption = None,
+    grammar: GrammarOption = None,
     plan: ShapeOption = None,
     candidates: Annotated[
         int | None, typer.Option(help="Verify only the best K paths of the tree.", rich_help_panel=DRAFTS)
@@ -108,6 +119,7 @@ def generate(
     acceptance: AcceptanceOption = "exact",
     epsilon: EpsilonOption = None,
     delta: DeltaOption = None,
+    prediction: PredictionOption = None,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=DRAFTS)] = False,
     draft_rows: Annotated[
         int | None,
@@ -133,6 +145,8 @@ def generate(
     check_outputs(json_path)
     if system is not None and not chat:
         raise DraftsmithError(f"--system is {system!r}, but only a chat has a system message; add --chat.")
+    if prediction is not None and no_draft:
+        raise DraftsmithError("--prediction is drafted, and --no-draft decodes plainly; leave one of them out.")
     text = read_prompt(prompt, prompt_file)
     asked = as_messages(text, system) if chat else text
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
@@ -152,6 +166,8 @@ def generate(
         seed=seed,
         n=n,
         logprobs=logprobs,
+        constraint=read_constraint(json_schema, regex, grammar),
+        prediction=None if prediction is None else read_text(prediction, "--prediction"),
     )
     from draftsmith.workflows.given import check_models
 

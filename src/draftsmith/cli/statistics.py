@@ -48,6 +48,9 @@ def show_statistics(
         ("steps", str(total.steps)),
         ("tokens per step, τ = 1 + accepted / steps", f"{total.tokens_per_step:.2f}"),
         ("accepted / drafted", f"{total.accepted} / {total.drafted}"),
+        *([] if total.accepted_prediction is None else [
+            ("accepted / rejected of the prediction", f"{total.accepted_prediction} / {total.rejected_prediction}")
+        ]),
         ("text", total.fidelity),
         ("drafts", drafts),
     ]

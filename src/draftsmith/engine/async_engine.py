@@ -140,6 +140,9 @@ class AsyncEngine:
         deadline = None if timeout is None else time.monotonic() + timeout
         # Tokenizers take long enough over a long prompt to keep the loop from others.
         def admitted() -> list[Request]:
+            # First, because a hard grammar takes a while, and nobody else's prompt shall wait for it.
+            if params is not None and params.constraint is not None:
+                self.engine.grammars.compiled(params.constraint)
             # Fast tokenizers must not be called by two threads at once where truncation or padding is set.
             with self._admitting:
                 return self.engine.admit_call(

@@ -30,7 +30,7 @@ from draftsmith.engine.steps.logprobs import logprobs_of
 from draftsmith.engine.steps.prefill import PromptReader
 from draftsmith.engine.steps.reread import reread
 from draftsmith.engine.steps.rows import Penalties
-from draftsmith.engine.steps.step import Stepper, lists_of, union_of_taps
+from draftsmith.engine.steps.step import PREDICTED, Stepper, lists_of, union_of_taps
 from draftsmith.plan import Plan
 from draftsmith.targets import BLOCK, Blocks, Target
 from draftsmith.types import CompileLevel, DraftsmithError
@@ -104,6 +104,8 @@ class EngineCore:
         self._inboxes: dict[int, deque[Progress]] = {}
         # Whether drafters know where rows are, since none was there last.
         self._attached = False
+        if PREDICTED in self.drafters:
+            raise DraftsmithError(f"a drafter is named {PREDICTED!r}, which stands for predictions; name it otherwise.")
         for choice in policy.choices:
             self.check_plan(choice.plan)
             if choice.drafter is not None and choice.drafter not in self.drafters:
@@ -135,6 +137,8 @@ class EngineCore:
         self._requests[request.id] = request
         if inbox is not None:
             self._inboxes[request.id] = inbox
+        if request.prediction is not None:
+            self.stepper.predictions.give(request.id, request.prediction)
         self.scheduler.add(request)
         return request.id
 
@@ -287,9 +291,11 @@ class EngineCore:
             request.break_text(error)
             self._let_go(request)
             return Progress(request, [], True)
+        if request.prediction is not None:
+            request.prediction.extend(tokens[:taken])
         if taken < count:
             tokens = tokens[:taken]
-        if depth is not None:
+        if depth is not None and taken:
             request.record(taken, drafted, depth)
         if raw_TV is not None and request.params.logprobs is not None:
             request.logprobs += logprobs_of(raw_TV[:taken], tokens, request.params.logprobs)
@@ -312,6 +318,8 @@ class EngineCore:
         if request.began:
             self._add_up(request)
         self._groups.leave(request)
+        if request.prediction is not None:
+            self.stepper.predictions.reset_rows([request.id])
         if request.slot >= 0 and not request.never_drafts:
             for drafter in self.drafters.values():
                 drafter.reset_rows([request.id])

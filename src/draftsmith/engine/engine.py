@@ -16,6 +16,7 @@ from draftsmith.engine.limits import LARGEST_PIECE, PIECE_TOKENS, Limits
 from draftsmith.engine.made import Made
 from draftsmith.engine.policy import Fixed, OffAbove, Policy
 from draftsmith.engine.requests.admission import Prompt, admit
+from draftsmith.engine.requests.grammars import Grammars
 from draftsmith.engine.requests.request import Request
 from draftsmith.engine.steps.clock import Clock
 from draftsmith.plan import NO_DRAFT, Plan
@@ -123,6 +124,8 @@ class Engine:
         beside, alone = (PIECE_TOKENS, LARGEST_PIECE) if piece_tokens is None else (piece_tokens, piece_tokens)
         limits = Limits(max_batch, self.max_length, in_flight, beside, alone, share_prefixes)
         _settle_threads(threads)
+        self.grammars = Grammars(target)
+        """The grammars of constraints; `compiled` gets one ready before the request that needs it comes in."""
         self.core = EngineCore(target, drafters, policy, limits, compile)
         """What decodes; adding to it and stepping it by hand is an interface of the engine like the others."""
 
@@ -266,7 +269,7 @@ class Engine:
         """
         if timeout is not None and not timeout > 0:
             raise DraftsmithError(f"timeout is {timeout}; give seconds above 0, or leave it out.")
-        requests = admit(prompts, params, self.target, self.max_length)
+        requests = admit(prompts, params, self.target, self.max_length, self.grammars)
         for request in requests:
             request.plan, request.drafter, request.priority = plan, drafter, priority
             request.namespace, request.shows_drafts = namespace, shows_drafts

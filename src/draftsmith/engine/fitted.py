@@ -164,10 +164,11 @@ class Fitted(Policy):
         if row is None:
             row = self._rows[history] = _Row([self._begin(number) for number in range(len(self._of))], steps)
         elif steps > row.seen:
-            row.seen, number = steps, self._whose[row.arm]
-            expected = self._accepts[row.arm][USUAL]
+            # Steps behind that one were not asked about: a prediction drafted them.
+            stayed, expected, number = history.accepted[row.seen], self._accepts[row.arm][USUAL], self._whose[row.arm]
+            row.seen = steps
             if expected:
-                stayed, own = history.accepted[-1], row.evidence[number]
+                own = row.evidence[number]
                 own.accepted, own.expected = DECAY * own.accepted + stayed, DECAY * own.expected + expected
                 own.odds = self._odds(row.arm, own.accepted / own.expected)
                 self._accepted[number] = COMMON_DECAY * self._accepted[number] + stayed

@@ -28,8 +28,8 @@ class RowHistory:
     Args:
         sampled: whether its temperature is above 0.
         prompt_tokens: length of its prompt.
-        accepted: of every step so far, how many guesses stayed.
-        drafted: of every step so far, how many guesses were verified.
+        accepted: of every step so far in which the policy's choice was drafted, how many guesses stayed.
+        drafted: of the same steps, how many guesses were verified.
     """
 
     sampled: bool

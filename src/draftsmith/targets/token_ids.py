@@ -22,6 +22,8 @@ ASSISTANT = "assistant"
 PROBE = "Once upon a time,\n\tthe café's 12 guests said:  “No!” \U0001f600 <x> def f(x): return x"
 """Text whose tokens tell one way of making tokens from another."""
 
+_BEFORE = ("\n", ".", "a", ")")
+"""Texts that a continuation is put behind, to see what its tokens are there."""
 _MARKS_WHAT_IT_WRITES = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -62,6 +64,17 @@ def beginning_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     ids, body = text_ids(tokenizer, text), body_ids(tokenizer, text)
     at = next((at for at in range(len(ids)) if ids[at : at + len(body)] == body), None)
     return ids if at is None else ids[: at + len(body)]
+
+
+def continuation_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Return the tokens of a text that stands behind another: without BOS, and without the space that some tokenizers
+    put before a text that begins."""
+    for before in _BEFORE:
+        ids, own = body_ids(tokenizer, before + text), body_ids(tokenizer, before)
+        # Where the two join into one token, another beginning may keep them apart.
+        if own and ids[: len(own)] == own:
+            return ids[len(own) :]
+    return body_ids(tokenizer, text)
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> list[int]:

@@ -3,9 +3,12 @@
 import secrets
 from collections.abc import Sequence
 
+from draftsmith.drafters.lookup.prediction import Prediction
+from draftsmith.engine.requests.grammars import Grammars
 from draftsmith.engine.requests.prompts import Prompt, list_of_prompts, tokens_of
 from draftsmith.engine.requests.request import Request
 from draftsmith.targets import Target
+from draftsmith.targets.token_ids import continuation_ids
 from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.verify.distribution import check_bias
 
@@ -15,7 +18,8 @@ SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 def admit(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, target: Target, max_length: int
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, target: Target,
+    max_length: int, grammars: Grammars,
 ) -> list[Request]:
     """Return a request for every continuation, in the order of the prompts; their seeds are drawn where not given.
 
@@ -23,6 +27,7 @@ def admit(
         prompts: what `Prompt` says, in any mixture.
         params: one for all, or one for each; greedy by default.
         max_length: most tokens that a prompt and its continuation may have.
+        grammars: compiles their constraints.
 
     Raises:
         DraftsmithError: see `Engine.generate`.
@@ -38,11 +43,42 @@ def admit(
         tokens = tokens_of(prompt, number, target)
         _check_room(len(tokens), rules.max_tokens, number, max_length)
         _check_rules(rules, target)
+        expected = _predicted_tokens(rules, number, target)
         seed = rules.seed if rules.seed is not None else secrets.randbits(62)
         for copy in range(rules.n):
             own = (seed + copy * SEED_STRIDE) % 2**63
-            requests.append(Request.make(len(requests), tokens, rules, own, target.eos_token_ids, target.tokenizer))
+            request = Request.make(
+                len(requests), tokens, rules, own, target.eos_token_ids, target.tokenizer, grammars.guide(rules)
+            )
+            if expected is not None:
+                request.prediction = Prediction(expected, rules.max_tokens)
+            requests.append(request)
     return requests
+
+
+def _predicted_tokens(rules: SamplingParams, number: int, target: Target) -> list[int] | None:
+    """Return the tokens of a prediction as the target would write them; None where there is none."""
+    if rules.prediction is None:
+        return None
+    if isinstance(rules.prediction, str):
+        if target.tokenizer is None:
+            raise DraftsmithError(
+                f"the prediction of prompt {number} is text, but {target.name} has no tokenizer; give token ids."
+            )
+        try:
+            rules.prediction.encode()
+        except UnicodeEncodeError as error:
+            raise DraftsmithError(
+                f"the prediction of prompt {number} has half of a character at {error.start}; fix the text."
+            ) from error
+        return continuation_ids(target.tokenizer, rules.prediction)
+    wrong = next((token for token in rules.prediction if not 0 <= token < target.vocab_size), None)
+    if wrong is not None:
+        raise DraftsmithError(
+            f"the prediction of prompt {number} has token {wrong}, but the model's tokens go from 0 to "
+            f"{target.vocab_size - 1}; use ids in this range."
+        )
+    return list(rules.prediction)
 
 
 def _check_room(prompt_tokens: int, max_tokens: int, number: int, max_length: int) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.drafters.lookup.prediction import Prediction
 from draftsmith.engine.policy import Choice, RowHistory
+from draftsmith.engine.requests.guide import Guide
 from draftsmith.engine.text import TextStream
 from draftsmith.plan import Plan
 from draftsmith.targets import Namespace
@@ -29,6 +31,8 @@ class Request:
         deadline: the time of `time.monotonic` at which it ends with what it has; None never.
         id: unique for the life of the core that decodes it; drafters with a memory know the row by it.
         slot: where the cache keeps its keys and values, for as long as it runs.
+        guide: what its constraint allows; None where it has none.
+        prediction: the text that it expects, and where its own stands in that; None where it brought none.
         keeps_logits: whether `raw_logits` is filled, which costs a row of the vocabulary's width for every token.
         read: tokens of the prompt whose keys and values the cache holds.
         shared: of these, how many were there from another request.
@@ -51,6 +55,8 @@ class Request:
     deadline: float | None = None
     id: int = -1
     slot: int = NO_SLOT
+    guide: Guide | None = None
+    prediction: Prediction | None = None
     keeps_logits: bool = False
     read: int = 0
     shared: int = 0
@@ -66,6 +72,14 @@ class Request:
     statistics: Statistics = field(default_factory=Statistics)
     finish_reason: str | None = None
     error: str | None = None
+    accepted: list[int] = field(default_factory=list)
+    """Of every step, how many guesses stayed."""
+    drafted: int = 0
+    """Guesses that were verified."""
+    accepted_prediction: int = 0
+    """Guesses of its prediction that stayed."""
+    rejected_prediction: int = 0
+    """Guesses of its prediction that were verified and refused."""
     deepest: int = 0
     """The most guesses that any step could have accepted."""
     began: dict[str, float] = field(default_factory=dict)
@@ -89,10 +103,11 @@ class Request:
         seed: int,
         eos: frozenset[int],
         tokenizer: PreTrainedTokenizerBase | None,
+        guide: Guide | None = None,
     ) -> "Request":
         """Start a request; the end tokens are the target's own unless ignored, and the caller's."""
         ends = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
-        return cls(index, prompt, params, seed, ends, TextStream(tokenizer, params.stop, prompt))
+        return cls(index, prompt, params, seed, ends, TextStream(tokenizer, params.stop, prompt), guide=guide)
 
     @property
     def length(self) -> int:
@@ -106,6 +121,8 @@ class Request:
 
     def commit(self, tokens: list[int]) -> int:
         """Append tokens up to the first that ends the request; return how many were taken."""
+        if self.guide is not None:
+            return self._commit_guided(tokens, self.guide)
         room = self.params.max_tokens - len(self.tokens)
         if len(tokens) < room and not self.text.watches and self.end_tokens.isdisjoint(tokens):
             self.tokens += tokens
@@ -122,10 +139,41 @@ class Request:
                 return taken
         return len(tokens)
 
+    def _commit_guided(self, tokens: list[int], guide: Guide) -> int:
+        """Do as `commit`, as long as the constraint's text is not over; what was chosen behind its end is not taken."""
+        taken = 0
+        for token in tokens:
+            if not guide.take(token):
+                break
+            taken += 1
+            self.tokens.append(token)
+            if self.text.push(token) or token in self.end_tokens:
+                self.finish("stop")
+                return taken
+            if len(self.tokens) == self.params.max_tokens:
+                break
+        guide.look_ahead()
+        if guide.error is not None:
+            self.fail(f"after {len(self.tokens)} tokens of row {self.index}, {guide.error}")
+        elif guide.is_over:
+            self.finish("stop")
+        elif len(self.tokens) == self.params.max_tokens:
+            self.finish("length")
+        return taken
+
     def record(self, taken: int, drafted: int, depth: int) -> None:
         """Note a step: the tokens it committed, the guesses it verified, and the most it could have accepted."""
-        self.history.accepted.append(taken - 1)
-        self.history.drafted.append(drafted)
+        if self.guide is not None:
+            drafted -= self.guide.refused
+        self.accepted.append(taken - 1)
+        self.drafted += drafted
+        if self.prediction is not None and self.prediction.guessed:
+            self.accepted_prediction += taken - 1
+            self.rejected_prediction += drafted - (taken - 1)
+            self.prediction.guessed = 0
+        else:
+            self.history.accepted.append(taken - 1)
+            self.history.drafted.append(drafted)
         if depth > self.deepest:
             self.deepest = depth
 
@@ -150,13 +198,16 @@ class Request:
     def completion(self) -> Completion:
         """Return the finished result."""
         assert self.finish_reason is not None
-        accepted = self.history.accepted
+        accepted = self.accepted
         statistics = self.statistics
         statistics.new_tokens = len(self.tokens)
         statistics.steps, statistics.accepted = len(accepted), sum(accepted)
-        statistics.drafted = sum(self.history.drafted)
+        statistics.drafted = self.drafted
         statistics.cached_tokens = self.shared
         statistics.waiting_s = (time.monotonic() if self.began_at is None else self.began_at) - self.came
+        if self.prediction is not None:
+            statistics.accepted_prediction = self.accepted_prediction
+            statistics.rejected_prediction = self.rejected_prediction
         statistics.accepted_by_depth = [sum(1 for count in accepted if count > d) for d in range(self.deepest)]
         return Completion(
             prompt_tokens=self.prompt,

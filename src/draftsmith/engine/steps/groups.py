@@ -2,11 +2,16 @@
 
 from collections.abc import Sequence
 
+from draftsmith.drafters.lookup.prediction import MOST_GUESSES
 from draftsmith.engine.policy import Choice, Load, Policy
 from draftsmith.engine.requests.request import Request
-from draftsmith.engine.steps.rows import Penalties, Rows, gather, is_simple, make_rows
+from draftsmith.engine.steps.rows import PREDICTED, Penalties, Rows, gather, is_simple, make_rows
 from draftsmith.engine.steps.runner import Runner
+from draftsmith.plan import Plan
 from draftsmith.types import Context, DraftsmithError
+
+PREDICTION = Choice(Plan((1,) * MOST_GUESSES), PREDICTED)
+"""What a row drafts while it keeps to its prediction."""
 
 
 class Groups:
@@ -28,7 +33,7 @@ class Groups:
         self._penalties, self._vocab_size = penalties, vocab_size
         self._allowed = frozenset(policy.choices)
         self._choices: list[Choice] = []
-        self._changed = False
+        self._changed = self._has_predictions = False
         # Of rows that are not in their group yet: a context, and where in it they are.
         self._sources: dict[int, tuple[Context, int]] = {}
 
@@ -55,9 +60,15 @@ class Groups:
         Raises:
             DraftsmithError: the policy chose what is none of its choices.
         """
-        asked = self._policy.choose(load, [request.history for request in running if request.choice is None])
+        own = [request.choice for request in running]
+        self._has_predictions = any(request.prediction is not None for request in running)
+        if self._has_predictions:
+            own = [self._predicted(request) or choice for request, choice in zip(running, own, strict=True)]
+        asked = self._policy.choose(
+            load, [request.history for request, choice in zip(running, own, strict=True) if choice is None]
+        )
         answers = iter(asked)
-        choices = [request.choice or next(answers) for request in running]
+        choices = [choice or next(answers) for choice in own]
         if not self._changed and choices == self._choices:
             return
         unknown = next((choice for choice in set(asked) if choice not in self._allowed), None)
@@ -76,7 +87,14 @@ class Groups:
     @property
     def are_settled(self) -> bool:
         """Whether the policy cannot answer otherwise than last time, for the rows that were there."""
-        return not self._changed and self._policy.is_fixed
+        return not self._changed and self._policy.is_fixed and not self._has_predictions
+
+    def _predicted(self, request: Request) -> Choice | None:
+        """Return the draft of a row that keeps to its prediction; one that is to decode plainly has none."""
+        plain = request.choice is not None and not request.choice.plan.depth
+        if plain or request.prediction is None or not request.prediction.has_guesses:
+            return None
+        return PREDICTION
 
     def _group(self, requests: list[Request], choice: Choice) -> Rows:
         """Make a group of these requests, wherever their tensors are now."""

@@ -1,11 +1,13 @@
 """A draft becomes nodes that the target reads: the tree behind its root, and trees of several groups of rows as one.
 
-Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), T context tokens.
+Shapes: B rows, R rows of them with a constraint, N drafted nodes, M = N + 1 verified nodes (root first), T context
+tokens, V vocabulary, W words of 32 tokens.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,12 +18,47 @@ from draftsmith.types import UNUSED, Context, Draft
 from draftsmith.verify import tree_tables
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """Which tokens rows with a constraint may take at every node; the other rows may take all.
+
+    Args:
+        rows_R: the rows (int64).
+        bits_RMW: a bit for every token, 32 in a word, the lowest first (int32).
+    """
+
+    rows_R: Tensor
+    bits_RMW: Tensor
+
+    def behind(self, begin: int) -> "Allowed":
+        """Return the same for the rows from `begin` on, which all of these belong to."""
+        return Allowed(self.rows_R - begin, self.bits_RMW) if begin else self
+
+    def apply(self, logits_BMV: Tensor) -> Tensor:
+        """Return a copy of the logits with minus infinity for what is not allowed."""
+        closed_RMV = self._closed(logits_BMV.shape[2])
+        if len(self.rows_R) == len(logits_BMV):
+            return logits_BMV.masked_fill(closed_RMV, float("-inf"))
+        return logits_BMV.index_copy(0, self.rows_R, logits_BMV[self.rows_R].masked_fill(closed_RMV, float("-inf")))
+
+    def _closed(self, vocabulary: int) -> Tensor:
+        """Return whether a token is not allowed, the bits one by one (R, M, V)."""
+        # The lowest byte of a word comes first on all processors that PyTorch runs on.
+        bytes_RMY = ~self.bits_RMW.view(torch.uint8)
+        if bytes_RMY.device.type == "cpu":
+            bits_RMV = np.unpackbits(bytes_RMY.numpy(), axis=2, bitorder="little", count=vocabulary)
+            return torch.from_numpy(bits_RMV).view(torch.bool)
+        places_8 = torch.arange(8, dtype=torch.uint8, device=bytes_RMY.device)
+        return ((bytes_RMY.unsqueeze(3) >> places_8) & 1).flatten(2)[:, :, :vocabulary].bool()
+
+
 @dataclass
 class Layout:
     """A draft with its root, laid out for the target: tokens and depths (B, M), and who sees whom (B, M, M).
 
     Args:
         nodes_B: how many nodes, the root included, each row really has; None where all of them have M.
+        allowed: what constraints allow at the nodes, of rows that have one; None where no row has.
     """
 
     draft: Draft
@@ -29,9 +66,10 @@ class Layout:
     depths_BM: Tensor
     visible_BMM: Tensor
     nodes_B: Tensor | None = None
+    allowed: Allowed | None = None
 
     def part(self, begin: int, end: int) -> "Layout":
-        """Return the rows `begin` to `end` - 1."""
+        """Return the rows `begin` to `end` - 1; what is allowed goes along with the last rows alone."""
         if begin == 0 and end == len(self.tokens_BM):
             return self
         draft = self.draft
@@ -42,6 +80,7 @@ class Layout:
         return Layout(
             rows, self.tokens_BM[begin:end], self.depths_BM[begin:end], self.visible_BMM[begin:end],
             None if self.nodes_B is None else self.nodes_B[begin:end],
+            None if self.allowed is None or end < len(self.tokens_BM) else self.allowed.behind(begin),
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from draftsmith.engine.policy import Choice
 from draftsmith.engine.requests.request import Request
 from draftsmith.engine.requests.scheduler import Piece
+from draftsmith.engine.steps.allowed import constrain
 from draftsmith.engine.steps.commit import count_finite, guesses_or_flag
 from draftsmith.engine.steps.layout import empty_draft, lay_out
 from draftsmith.engine.steps.logprobs import logprobs_of
@@ -187,6 +188,8 @@ class PromptReader:
         if simple < rows.size:
             others = context.part(simple, rows.size)
             layout = lay_out(others, empty_draft(others))
+            if rows.constrained is not None:
+                layout = constrain(layout, rows.constrained.behind(simple), others, lay_out)
             chosen.append(self._stepper.choose(rows, others, logits_B1V[simple:], layout).next_B)
         first_B = torch.cat(chosen)
         if rows.history is not None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from draftsmith.engine.policy import Choice
+from draftsmith.engine.steps.allowed import constrain
 from draftsmith.engine.steps.commit import commit
 from draftsmith.engine.steps.layout import empty_draft, lay_out
 from draftsmith.engine.steps.rows import Penalties, Rows, make_rows, pick
@@ -39,6 +40,8 @@ def reread(
     one = make_rows([request], context, Choice(NO_DRAFT), target.vocab_size, penalties)
     draft = empty_draft(context)
     layout = lay_out(context, draft)
+    if one.constrained is not None:
+        layout = constrain(layout, one.constrained, context, lay_out)
     logits_BMV, features_BMF = target.read_chain(
         cache, layout.tokens_BM, context.lengths_B - 1, stepper.taps, context.slots_B
     )

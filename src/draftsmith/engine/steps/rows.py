@@ -14,9 +14,12 @@ from torch import Tensor
 
 from draftsmith.engine.policy import Choice
 from draftsmith.engine.requests.request import Request
+from draftsmith.engine.steps.allowed import Constrained
 from draftsmith.types import Context, SamplingParams
 from draftsmith.verify import History, SamplingBatch
 
+PREDICTED = "prediction"
+"""The name of the drafter that drafts what requests predict."""
 # What stands in the rows of padding.
 FILL = {"counts_B": 1, "lengths_B": 1, "rows_B": -1}
 
@@ -42,6 +45,7 @@ class Rows:
         never_drafts: whether no step of these rows will ever draft.
         has_logprobs: whether any row asks for log-probabilities or keeps its logits.
         depth, max_nodes: of the plan.
+        constrained: the rows with a constraint, none of which is simple; None where there are none.
     """
 
     requests: list[Request]
@@ -57,6 +61,7 @@ class Rows:
     has_logprobs: bool = field(init=False)
     depth: int = field(init=False)
     max_nodes: int = field(init=False)
+    constrained: Constrained | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.count, self.size = len(self.requests), self.context.rows_B.shape[0]
@@ -64,6 +69,8 @@ class Rows:
         self.never_drafts = self.requests[0].never_drafts
         self.has_logprobs = any(request.wants_logits for request in self.requests)
         self.depth, self.max_nodes = self.choice.plan.depth, self.choice.plan.max_nodes
+        guides = {b: request.guide for b, request in enumerate(self.requests) if request.guide is not None}
+        self.constrained = Constrained(list(guides), list(guides.values())) if guides else None
 
     @property
     def longest(self) -> int:
@@ -75,7 +82,7 @@ def is_simple(params: SamplingParams) -> bool:
     """Whether a request takes the likeliest token as the target has it."""
     return (
         params.temperature == 0 and not params.logit_bias and params.repetition_penalty == 1
-        and params.presence_penalty == 0 and params.frequency_penalty == 0
+        and params.presence_penalty == 0 and params.frequency_penalty == 0 and params.constraint is None
     )
 
 

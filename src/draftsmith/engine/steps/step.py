@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.lookup.prediction import PredictionDrafter
 from draftsmith.engine.made import Tree
+from draftsmith.engine.steps.allowed import constrain
 from draftsmith.engine.steps.clock import Clock
 from draftsmith.engine.steps.layout import Layout, roots_alone, together
-from draftsmith.engine.steps.rows import Rows, join_contexts, slots_of
+from draftsmith.engine.steps.rows import PREDICTED, Rows, join_contexts, slots_of
 from draftsmith.engine.steps.runner import Runner
 from draftsmith.plan import Plan
 from draftsmith.targets import KVCache, Nodes, Target
@@ -80,12 +82,15 @@ class Stepper:
 
     def __init__(self, target: Target, drafters: Mapping[str, Drafter], cache: KVCache, runner: Runner) -> None:
         self.target, self.cache = target, cache
-        self.drafters = dict(drafters)
         self.first = next(iter(drafters))
+        self.predictions = PredictionDrafter()
+        """Drafts for rows that bring a prediction, while they keep to it."""
+        self.drafters = {**drafters, PREDICTED: self.predictions}
         self.taps = union_of_taps(list(drafters.values()))
         self._columns = {name: columns_of(drafter.taps, self.taps, target) for name, drafter in drafters.items()}
+        self._columns[PREDICTED] = None
         self._runner = runner
-        self._draft = {name: runner.drafting(drafter) for name, drafter in drafters.items()}
+        self._draft = {name: runner.drafting(drafter) for name, drafter in self.drafters.items()}
         self._lone_roots: dict[int, Layout] = {}
         self._choose = target.backend.choose(choose, choose_natively)
 
@@ -106,7 +111,7 @@ class Stepper:
         """Advance every row by one to its plan's depth + 1 tokens, and leave the groups ready for the next step."""
         clock.start("drafter")
         contexts = [rows.context for rows in groups]
-        layouts = [self._lay_out(rows) for rows in groups]
+        layouts = [self._constrain(rows, self._lay_out(rows)) for rows in groups]
         clock.start("rest")
         layout = layouts[0] if len(layouts) == 1 else together(layouts)
         nodes = Nodes(
@@ -148,6 +153,13 @@ class Stepper:
                 "a draft has to fit its plan."
             )
         return layout
+
+    def _constrain(self, rows: Rows, layout: Layout) -> Layout:
+        """Find out what the constraints of rows allow in a layout, and take from it what they forbid."""
+        if rows.constrained is None:
+            return layout
+        learns = self.drafters[rows.choice.drafter or self.first].observes
+        return constrain(layout, rows.constrained, rows.context, self._runner.lay_out, removes=not learns)
 
     def _roots(self, context: Context) -> Layout:
         """Lay out rows that draft nothing after a step in which none did: all but their tokens stays as it was."""
@@ -223,6 +235,8 @@ class Stepper:
 
         A method, so that a proof can put a broken rule in their place.
         """
+        if layout.allowed is not None:
+            logits_BMV = layout.allowed.apply(logits_BMV)
         return self._choose(rows, context, logits_BMV, layout)
 
 

@@ -1,0 +1,188 @@
+"""Which constraints are taken: what is too long, too deep or no constraint at all is refused before it is compiled.
+
+Of JSON schema, what no text could be held to is refused too, rather than passed over. Only what lies in the places of
+schemas is looked at, so that a property may have any name. PyTorch is not loaded here, so that a mistake on the command
+line is answered at once.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
+
+DEEPEST = 64
+"""Levels of a schema, and brackets inside each other in a pattern or a grammar."""
+MOST_REPEATS = 10_000
+"""Items, characters or repetitions that a schema or a pattern may count."""
+
+FORMATS = frozenset({
+    "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
+    "uri-template", "json-pointer", "relative-json-pointer",
+})
+_NOTES = frozenset({
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id",
+    "$defs", "definitions", "$anchor", "discriminator",
+})
+_ALONE = {
+    "$ref": frozenset[str](), "const": frozenset({"type"}), "enum": frozenset({"type"}), "anyOf": frozenset[str](),
+    "oneOf": frozenset[str](), "allOf": frozenset[str](),
+}
+"""What decides a schema by itself, with what may stand beside it."""
+_KNOWN = _NOTES | _ALONE.keys() | {
+    "type", "format", "pattern", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "properties", "required",
+    "patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties", "minProperties",
+    "maxProperties",
+}
+_TELL_A_TYPE = frozenset({
+    "properties", "additionalProperties", "unevaluatedProperties", "items", "prefixItems", "unevaluatedItems",
+})
+_OF_A_TYPE = _KNOWN - _NOTES - _ALONE.keys() - _TELL_A_TYPE - {"type"}
+_REPEATS = re.compile(r"\{\s*(\d{1,18})\s*(?:,\s*(\d{0,18})\s*)?\}")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+NAMES = {
+    "json_schema": "the JSON schema", "json_object": "the grammar of JSON", "regex": "the regular expression",
+    "grammar": "the grammar", "choice": "the list of choices",
+}
+"""What a constraint of each kind is called in messages."""
+
+
+def check_constraint(constraint: Constraint) -> Constraint:
+    """Return the constraint as it is to be compiled; DraftsmithError for what must not even be compiled."""
+    text, name = constraint.text, NAMES[constraint.kind]
+    match constraint.kind:
+        case "json_schema":
+            return Constraint("json_schema", check_schema(text))
+        case "regex":
+            check_pattern(text)
+        case "grammar":
+            check_depth(text, name)
+            check_repeats(text, name)
+        case "choice":
+            choices_in(text)
+    return constraint
+
+
+def choices_in(text: str) -> list[str]:
+    """Return the strings of a constraint of choices; DraftsmithError for what is no list of such."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DraftsmithError("the list of choices is no JSON list of strings; fix it.") from error
+    if not isinstance(found, list) or not found or not all(isinstance(one, str) and one for one in found):
+        raise DraftsmithError("the list of choices has to be a JSON list of strings, none of them empty; fix it.")
+    return found
+
+
+def check_schema(text: str) -> str:
+    """Return a schema in which lengths of strings are patterns, as otherwise they would let control characters through.
+
+    Raises:
+        DraftsmithError: for what is no JSON schema, or asks for what no grammar here can hold it to.
+    """
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise DraftsmithError(f"the JSON schema is not JSON ({error}); fix it.") from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    places = [("the JSON schema", schema, 1)]
+    while places:
+        name, found, depth = places.pop()
+        if depth > DEEPEST:
+            raise _too_deep()
+        if isinstance(found, bool):
+            continue
+        if not isinstance(found, dict):
+            raise DraftsmithError(f"{name} is {json.dumps(found)[:60]}; a schema is an object, true or false.")
+        _check_one(name, found)
+        if "minLength" in found or "maxLength" in found:
+            most = found.pop("maxLength", "")
+            found["pattern"] = f'^[^\\x00-\\x1f"\\\\]{{{found.pop("minLength", 0)},{most}}}$'
+        places += [(f"{name}, {key}", below, depth + 1) for key, below in _below(found)]
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def check_pattern(pattern: str, name: str = "the regular expression") -> None:
+    """Raise DraftsmithError for a pattern that is too long, too deep, or counts too far."""
+    if len(pattern) > MOST_PATTERN:
+        raise DraftsmithError(f"{name} has {len(pattern)} characters; it may have {MOST_PATTERN}.")
+    check_depth(pattern, name)
+    check_repeats(pattern, name)
+
+
+def check_depth(text: str, name: str) -> None:
+    """Raise DraftsmithError where brackets lie too deep inside each other, those in literals counted too."""
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}" and depth > 0)
+        if depth > DEEPEST:
+            raise DraftsmithError(f"{name} has more than {DEEPEST} brackets inside each other; make it simpler.")
+
+
+def check_repeats(text: str, name: str) -> None:
+    """Raise DraftsmithError where a repetition such as `{2,5}` counts too far, or all of them together do."""
+    counts = [int(most or least) for least, most in _REPEATS.findall(text)]
+    if sum(counts) > MOST_REPEATS:
+        raise DraftsmithError(f"{name} repeats something {sum(counts)} times; the most is {MOST_REPEATS}.")
+
+
+def _check_one(name: str, schema: dict[str, Any]) -> None:
+    """Check what stands in one schema, but not what lies below it."""
+    unknown = next((key for key in schema if key not in _KNOWN), None)
+    if unknown is not None:
+        raise DraftsmithError(f"{name} has {unknown!r}, which no text can be held to here; leave it out.")
+    for key, beside in _ALONE.items():
+        ignored = next((other for other in schema if other != key and other not in _NOTES | beside), None)
+        if key in schema and ignored is not None:
+            raise DraftsmithError(
+                f"{name} has {ignored!r} beside {key!r}, and only the latter could be kept; put them into one."
+            )
+    if len(schema.get("allOf", ())) > 1:
+        raise DraftsmithError(f"{name} has several schemas in 'allOf', which cannot be kept together; join them.")
+    reference = schema.get("$ref", "#")
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise DraftsmithError(f"{name} refers to {reference!r}; only what begins with #/ in the schema can be kept.")
+    if schema.get("format", "uuid") not in FORMATS:
+        raise DraftsmithError(
+            f"{name} has the format {schema['format']!r}; those that can be kept are {', '.join(sorted(FORMATS))}."
+        )
+    bare = next((key for key in schema if key in _OF_A_TYPE), None)
+    if bare is not None and "type" not in schema and not schema.keys() & _TELL_A_TYPE:
+        raise DraftsmithError(f"{name} has {bare!r} but no 'type', without which it cannot be kept; add the type.")
+    given = ["format"] * ("format" in schema) + ["pattern"] * ("pattern" in schema)
+    given += ["minLength or maxLength"] * ("minLength" in schema or "maxLength" in schema)
+    if len(given) > 1:
+        raise DraftsmithError(f"{name} has {' and '.join(given)}, of which only one can be kept; leave the others out.")
+    if isinstance(schema.get("pattern"), str):
+        check_pattern(schema["pattern"], f"the pattern of {name}")
+    for pattern in schema.get("patternProperties", ()):
+        check_pattern(pattern, f"a pattern of {name}")
+    for key in _COUNTS:
+        count = schema.get(key, 0)
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_REPEATS:
+            raise DraftsmithError(f"{name} has {key} = {count!r}; use a whole number from 0 to {MOST_REPEATS}.")
+
+
+def _below(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas of which this one is made."""
+    for key in ("$defs", "definitions", "properties", "patternProperties"):
+        found = schema.get(key)
+        if isinstance(found, dict):
+            yield from ((str(inner), below) for inner, below in found.items())
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        found = schema.get(key)
+        if isinstance(found, list):
+            yield from ((f"{key} {place}", below) for place, below in enumerate(found))
+    for key in ("items", "unevaluatedItems", "propertyNames", "additionalProperties", "unevaluatedProperties"):
+        found = schema.get(key)
+        if key == "propertyNames" and isinstance(found, dict):
+            found.setdefault("type", "string")
+        if found is not None:
+            yield key, found
+
+
+def _too_deep() -> DraftsmithError:
+    return DraftsmithError(f"the JSON schema is more than {DEEPEST} levels deep; make it flatter.")

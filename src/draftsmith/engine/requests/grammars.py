@@ -1,0 +1,169 @@
+"""From a constraint to a grammar over the target's tokens: compiled when a request comes in, and kept for the next one.
+
+xgrammar does the work; it is imported when the first constraint comes. What clients send is bounded before it is
+compiled (its length, its depth, how far it counts) and after (the memory that it takes), and with `guard` while it is
+(time and memory), so that a request that asks for too much is refused alone.
+"""
+
+import re
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from draftsmith.constraints import NAMES, check_constraint
+from draftsmith.engine.requests.guide import SLOW, Guide
+from draftsmith.grammar_process import compile_with
+from draftsmith.targets import Target
+from draftsmith.targets.loading.pieces import token_pieces
+from draftsmith.targets.loading.tokens import first_line
+from draftsmith.types import Constraint, DraftsmithError, SamplingParams
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
+
+    from draftsmith.engine.requests.guarded import GuardedCompiler
+
+MOST_GRAMMARS = 64
+"""Compiled grammars that are kept; the one that was used longest ago goes first."""
+MOST_BYTES = 256 * 2**20
+"""Memory that they may take together."""
+LARGEST = 64 * 2**20
+"""Memory that one of them may take."""
+_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+"""What xgrammar puts before its messages: when, and where in its own code."""
+
+
+@dataclass(frozen=True)
+class _Here:
+    """A target's tokens, as xgrammar has them, and what compiles for them in this process."""
+
+    tokens: "TokenizerInfo"
+    compiler: "GrammarCompiler"
+
+
+class Grammars:
+    """Compiles and keeps the grammars of one target; safe for threads.
+
+    One is compiled at a time, so that clients cannot take all processors with hard ones.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._kept: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
+        self._bytes = 0
+        self._keeping = threading.Lock()
+        self._compiling = threading.Lock()
+        self._here: _Here | None = None
+        self._guarded: GuardedCompiler | None = None
+        self._silent: frozenset[int] = frozenset()
+
+    def guide(self, params: SamplingParams) -> Guide | None:
+        """Return what guides one continuation, at its beginning; None for one without a constraint.
+
+        Raises:
+            DraftsmithError: the constraint says nothing that can be kept, is too complex, or allows no token at all;
+                the target's tokenizer does not go with constraints; xgrammar is not installed.
+        """
+        if params.constraint is None:
+            return None
+        grammar = self.compiled(params.constraint)
+        silent_stops = self._silent.intersection(params.stop_token_ids)
+        ends = (frozenset() if params.ignore_eos else self._target.eos_token_ids) | silent_stops
+        guide = Guide(grammar, ends, self._silent, self._target.vocab_size)
+        if guide.error == SLOW:
+            raise DraftsmithError(f"a request was refused, because {SLOW}")
+        if guide.is_over:
+            raise DraftsmithError(
+                f"{NAMES[params.constraint.kind]} allows none of the tokens of {self._target.name} to begin with; "
+                "change it."
+            )
+        return guide
+
+    def compiled(self, constraint: Constraint) -> "CompiledGrammar":
+        """Return the grammar of a constraint, compiled now or before; DraftsmithError as of `guide`."""
+        found = self._find(constraint)
+        if found is not None:
+            return found
+        checked = check_constraint(constraint)
+        with self._compiling:
+            found = self._find(constraint)
+            if found is None:
+                found = self._compile(checked)
+                self._keep(constraint, found)
+        return found
+
+    def guard(self, seconds: float) -> None:
+        """Compile in a process of its own from here on, and refuse what takes longer or too much memory.
+
+        For servers: what strangers send can neither hold up nor end this process. The other one is started now.
+        """
+        if not seconds > 0:
+            raise DraftsmithError(f"a grammar may take {seconds} seconds to compile; give more than 0.")
+        with self._compiling:
+            # Not there on every system.
+            from draftsmith.engine.requests.guarded import GuardedCompiler
+
+            tokens = self._ready().tokens
+            self.close()
+            self._guarded = GuardedCompiler(tokens, seconds)
+
+    def close(self) -> None:
+        """End the process that compiles, if there is one."""
+        if self._guarded is not None:
+            self._guarded.close()
+            self._guarded = None
+
+    def _find(self, constraint: Constraint) -> "CompiledGrammar | None":
+        with self._keeping:
+            found = self._kept.get(constraint)
+            if found is not None:
+                self._kept.move_to_end(constraint)
+            return found
+
+    def _keep(self, constraint: Constraint, grammar: "CompiledGrammar") -> None:
+        with self._keeping:
+            self._kept[constraint] = grammar
+            self._bytes += grammar.memory_size_bytes
+            while len(self._kept) > MOST_GRAMMARS or (self._bytes > MOST_BYTES and len(self._kept) > 1):
+                _, oldest = self._kept.popitem(last=False)
+                self._bytes -= oldest.memory_size_bytes
+
+    def _compile(self, constraint: Constraint) -> "CompiledGrammar":
+        here, name = self._ready(), NAMES[constraint.kind]
+        try:
+            if self._guarded is not None:
+                grammar = self._guarded.compile(constraint)
+            else:
+                grammar = compile_with(here.compiler, constraint)
+        except DraftsmithError:
+            raise
+        except Exception as error:  # what comes out of the library has kinds of its own
+            said = _PLACE.sub("", first_line(error))
+            raise DraftsmithError(f"{name} cannot be compiled ({said}); fix it.") from error
+        if grammar.memory_size_bytes > LARGEST:
+            raise DraftsmithError(
+                f"{name} takes {grammar.memory_size_bytes / 2**20:.0f} MiB; the most is {LARGEST / 2**20:.0f}. "
+                "Make it simpler."
+            )
+        return grammar
+
+    def _ready(self) -> "_Here":
+        """Return the target's tokens and their compiler, made when they are first needed."""
+        if self._here is not None:
+            return self._here
+        target = self._target
+        try:
+            from xgrammar import GrammarCompiler, TokenizerInfo
+        except ImportError as error:
+            raise DraftsmithError(
+                "constraints need xgrammar, which is not installed; pip install draftsmith[serve]."
+            ) from error
+        if target.tokenizer is None:
+            raise DraftsmithError(f"constraints need a tokenizer, and {target.name} has none; leave them out.")
+        pieces = token_pieces(target.tokenizer, target.vocab_size, target.eos_token_ids, target.name)
+        self._silent = frozenset(token for token, piece in enumerate(pieces) if not piece)
+        # What ends a text is said for every request; without that, xgrammar would guess it from the tokens' names.
+        tokens = TokenizerInfo(pieces, vocab_size=target.vocab_size, stop_token_ids=[])
+        self._here = _Here(tokens, GrammarCompiler(tokens, max_threads=1, cache_enabled=False))
+        return self._here
