@@ -12,6 +12,7 @@ With `--geometries`, of random weights, whose guesses say nothing: a drafted ste
 each.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ from common import (
 )
 
 from draftsmith import assets
+from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import TimedCall, run_engine
@@ -77,6 +79,11 @@ def quantised_self() -> None:
     finish(args, results)
 
 
+def deepest(drafter: Drafter) -> int:
+    """Return the longest chain that a drafter makes; one that looks up makes any."""
+    return drafter.max_depth if isinstance(drafter, StagewiseDrafter) else sys.maxsize
+
+
 def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
     """Return what every setting brings on every task."""
     length = args.prompt_tokens + args.new_tokens
@@ -87,7 +94,7 @@ def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
     settings = {PLAIN: with_engine(plain, NO_DRAFT, args.new_tokens)}
     for name, drafter in drafters.items():
         engine = Engine(target, drafter, max_batch=1, max_length=length, share_prefixes=False)
-        chains = [chain for chain in args.chains if chain <= drafter.max_depth]
+        chains = [chain for chain in args.chains if chain <= deepest(drafter)]
         settings |= {f"{name} {c}": with_engine(engine, Plan((1,) * c), args.new_tokens) for c in chains}
     tasks, rows = {}, []
     for task in args.tasks:

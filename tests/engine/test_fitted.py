@@ -142,6 +142,30 @@ def test_in_a_crowd_those_draft_whose_guesses_stay():
         assert sum(least <= deep <= most for deep in late) >= 95, (row, late)
 
 
+def test_where_steps_are_short_all_rows_do_the_same():
+    long = profile(cost=0.2)
+    arms = tuple(replace(arm, seconds=tuple(0.001 * took for took in arm.seconds)) for arm in long.arms)
+    policy, rows = Fitted(Known(Profile(long.rows, arms))), [RowHistory(False, 5) for _ in range(4)]
+
+    def go_on(rows: list[RowHistory], stays: tuple[int, ...], steps: int) -> list[int]:
+        found = []
+        for _ in range(steps):
+            depths = [choice.plan.depth for choice in policy.choose(load(len(rows)), rows)]
+            assert len(set(depths)) == 1
+            found.append(depths[0])
+            for history, stay in zip(rows, stays, strict=True):
+                history.drafted.append(depths[0])
+                history.accepted.append(min(stay, depths[0]))
+        return found
+
+    assert go_on(rows, (4, 4, 4, 4), 100)[-1] == 4, "all guesses stay"
+    depths = go_on(rows, (0, 0, 0, 0), 500)
+    pauses = [b - a - 1 for a, b in pairwise(at for at, depth in enumerate(depths) if depth) if b - a > 1]
+    assert pauses[:3] == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT]
+    assert sum(policy.steps) == 4 * 600
+    assert go_on([RowHistory(False, 5)], (4,), 1000)[-1] == 4, "a later text"
+
+
 def test_where_not_even_guesses_that_all_stay_would_pay_none_is_tried():
     policy = Fitted(Known(profile(cost=0.9, survival=(1.0, 1.0, 1.0, 1.0), rows=(1, 4)), rows=None))
     assert not policy.is_fixed, "alone it pays a little"

@@ -27,6 +27,9 @@ FIRST_WAIT, LONGEST_WAIT = 24, 384
 ODDS = tuple(at / 20 for at in range(61))
 """How many times as often as measured a guess may stay; see `Arm.accepted`."""
 USUAL = ODDS.index(1.0)
+GROUP_S, GROUP_SHARE = 0.0005, 0.03
+"""Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
+than this share of a step, all rows do the same."""
 MOST_ROWS = 64
 NOBODY = -1
 
@@ -91,8 +94,9 @@ class Fitted(Policy):
     """A plan for every row, chosen before every step, that together bring the most tokens a second.
 
     Time has a price: the tokens a second that all rows together can have. Each row takes the plan that brings most
-    after paying for the time it takes, so that in a crowd only those draft whose guesses stay. What does not pay in a
-    text is tried again after growing pauses, and so is another drafter where there are several.
+    after paying for the time it takes, so that in a crowd only those draft whose guesses stay. Of a small target, whose
+    steps are short, all rows take the same plan. What does not pay in a text is tried again after growing pauses, and
+    so is another drafter where there are several.
 
     Args:
         drafters: what was measured of one drafter or of several.
@@ -115,6 +119,9 @@ class Fitted(Policy):
         self._seconds: dict[int, list[float]] = {}
         self._rows: WeakKeyDictionary[RowHistory, _Row] = WeakKeyDictionary()
         self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)  # of all rows
+        # What all rows do where they do the same, and, where that was nothing, who they were.
+        self._crowd = _Row([_Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
+        self._idle: list[RowHistory] = []
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -133,7 +140,10 @@ class Fitted(Policy):
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         if len(self._choices) == 1 or not rows:
             return self._choices[:1] * len(rows)
-        seconds = self._times(max(load.decoding, len(rows)))
+        count = max(load.decoding, len(rows))
+        seconds = self._times(count)
+        if GROUP_SHARE * count * seconds[0] < GROUP_S:
+            return [self._choices[self._of_all(rows, seconds)]] * len(rows)
         known = [self._look_at(history) for history in rows]
         price, worth = self._price(seconds, known), dict[tuple[int, ...], list[float]]()
         found = []
@@ -145,6 +155,26 @@ class Fitted(Policy):
             self.steps[row.arm] += 1
             found.append(self._choices[row.arm])
         return found
+
+    def _of_all(self, rows: Sequence[RowHistory], seconds: Sequence[float]) -> int:
+        """Return one plan for all rows: that of a row whose guesses stay as often as theirs do on average."""
+        crowd = self._crowd
+        if self._idle == rows and all(own.since + 1 < own.wait for own in crowd.evidence):
+            # Nothing was drafted, so nothing was learnt; this is asked at every step, and has to cost next to nothing.
+            for own in crowd.evidence:
+                own.since += 1
+            self.steps[0] += len(rows)
+            return 0
+        known = [self._look_at(history) for history in rows]
+        for number, own in enumerate(crowd.evidence):
+            own.odds = round(sum(row.evidence[number].odds for row in known) / len(known))
+        price = self._price(seconds, [crowd])
+        crowd.arm = self._settle(crowd, self._values(crowd.odds, price, seconds), price, seconds)
+        for row in known:
+            row.arm = crowd.arm
+        self.steps[crowd.arm] += len(rows)
+        self._idle = [] if crowd.arm else list(rows)
+        return crowd.arm
 
     def _times(self, rows: int) -> list[float]:
         """Return the seconds that a row's plan adds to a step of so many rows, for every plan."""

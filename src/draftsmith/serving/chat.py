@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from draftsmith.serving.body import read_fields
-from draftsmith.serving.constraints import check_form
+from draftsmith.serving.constraints import Form, form_of
 from draftsmith.serving.deltas import Delta
 from draftsmith.serving.errors import bad
 from draftsmith.serving.logprobs import chat_logprobs
@@ -15,6 +15,8 @@ from draftsmith.serving.openai_fields import ChatFields
 from draftsmith.serving.sampling import check_copies, check_general, check_logprobs, given_whole, sampling_params
 from draftsmith.serving.service import Call, Service
 from draftsmith.serving.speculation import drafting_of
+from draftsmith.serving.tools import ToolCall
+from draftsmith.types import Completion
 
 KIND = "chat.completion"
 REFUSED = ("chat_template", "functions", "function_call", "audio")
@@ -31,7 +33,7 @@ async def chat(request: Request, service: Service, key: str) -> Response:
     service.check_accepts()
     service.check_model(fields.model)
     check_general(fields, settings)
-    check_form(fields)
+    form = form_of(fields, service.prompts.template)
     for name in REFUSED:
         if getattr(fields, name) is not None:
             raise bad(f"{name} is not taken from requests; leave it out.", name)
@@ -42,45 +44,70 @@ async def chat(request: Request, service: Service, key: str) -> Response:
         raise bad("top_logprobs needs logprobs; set that to true.", "top_logprobs")
     drafting = drafting_of(fields.speculation, service.drafters, settings)
     check_copies(given_whole(fields.n, 1), settings)
-    prompt = await service.prompts.of_chat(fields.messages, fields.chat_template_kwargs)
+    prompt = await service.prompts.of_chat(fields.messages, fields.chat_template_kwargs, form.tools)
     service.check_room(prompt, 1, "messages")
     asked = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     # Where nobody says, an answer may be as long as the context allows.
     most = service.max_length - len(prompt) if asked is None else asked
-    params = sampling_params(fields, settings, most, (top or 0) if fields.logprobs else None)
+    params = sampling_params(fields, settings, form, most, (top or 0) if fields.logprobs else None)
     service.check_room(prompt, params.max_tokens, "messages")
     call = Call(
         [prompt], params, drafting, key, service.deadline(fields.timeout), fields.smooth, fields.explain,
         request.scope["state"].setdefault("told", {}),
     )
     frame = Frame.of(service, call, fields, "chatcmpl", f"{KIND}.chunk" if fields.stream else KIND)
-    return await _Answer(frame, fields).respond(request)
+    return await _Answer(frame, fields, form).respond(request)
 
 
 class _Answer(Answer):
     """The answer to one request; streamed, the role comes with the first token, and an empty delta with the end."""
 
-    def __init__(self, frame: Frame, fields: ChatFields) -> None:
+    def __init__(self, frame: Frame, fields: ChatFields, form: Form) -> None:
         super().__init__(frame, fields)
         self.scored = bool(fields.logprobs)
+        self.readers = [form.calls() for _ in range(self.call.texts)] if form.calls is not None else []
+        self.called = [0] * self.call.texts
 
     def choice(self, at: int, text: Whole) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
+        said, calls = self._read(at, text.text, ends=True)
+        if calls:
+            message |= {"content": said or None, "tool_calls": [call.told() for call in calls]}
         return {
-            "index": at,
-            "message": {"role": "assistant", "content": text.text, "refusal": None},
+            "index": at, "message": message,
             "logprobs": chat_logprobs(self.service.texts, text.logprobs) if self.scored else None,
-            "finish_reason": finish_reason(text.end),
+            "finish_reason": self._reason(at, text.end),
         }
 
     def pieces(self, delta: Delta, begins: bool) -> list[dict[str, Any]]:
         logprobs = None
         if self.scored and delta.logprobs:
             logprobs = chat_logprobs(self.service.texts, delta.logprobs)
+        first = self.called[delta.choice]
+        text, calls = self._read(delta.choice, delta.text, ends=delta.completion is not None)
         pieces: list[dict[str, Any]] = []
-        if begins or delta.text or logprobs is not None or (delta.explained is not None and delta.tokens):
-            said = {"role": "assistant", "content": delta.text} if begins else {"content": delta.text}
+        if begins or text or logprobs is not None or (delta.explained is not None and delta.tokens):
+            said = {"role": "assistant", "content": text} if begins else {"content": text}
             pieces.append({"index": delta.choice, "delta": said, "logprobs": logprobs, "finish_reason": None})
+        for number, call in enumerate(calls, first):
+            told = {"tool_calls": [{"index": number, **call.told()}]}
+            pieces.append({"index": delta.choice, "delta": told, "logprobs": None, "finish_reason": None})
         if delta.completion is not None:
-            reason = finish_reason(delta.completion)
+            reason = self._reason(delta.choice, delta.completion)
             pieces.append({"index": delta.choice, "delta": {}, "logprobs": None, "finish_reason": reason})
         return pieces
+
+    def _read(self, choice: int, text: str, ends: bool) -> tuple[str, list[ToolCall]]:
+        """Return what of a piece of an answer is text, and the calls of tools that are whole with it."""
+        if not self.readers:
+            return text, []
+        reader = self.readers[choice]
+        said, calls = reader.feed(text)
+        if ends:
+            left, last = reader.end()
+            said, calls = said + left, [*calls, *last]
+        self.called[choice] += len(calls)
+        return said, calls
+
+    def _reason(self, choice: int, completion: Completion) -> str:
+        return "tool_calls" if self.called[choice] else finish_reason(completion)

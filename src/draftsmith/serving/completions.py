@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from draftsmith.serving.body import read_fields
-from draftsmith.serving.constraints import check_form
+from draftsmith.serving.constraints import form_of
 from draftsmith.serving.deltas import Delta
 from draftsmith.serving.errors import bad
 from draftsmith.serving.logprobs import CompletionLogprobs
@@ -33,7 +33,7 @@ async def completions(request: Request, service: Service, key: str) -> Response:
     service.check_accepts()
     service.check_model(fields.model)
     check_general(fields, settings)
-    check_form(fields)
+    form = form_of(fields)
     if fields.suffix:
         raise bad("suffix is not served; leave it out.")
     copies = given_whole(fields.n, 1)
@@ -46,7 +46,7 @@ async def completions(request: Request, service: Service, key: str) -> Response:
         raise bad(f"max_tokens is {asked}; it must be at least 1, or 0 with echo.", "max_tokens")
     # What is only scored still writes a token, which nobody is shown.
     params = sampling_params(
-        fields, settings, max(1, asked), None if asked == 0 else logprobs, logprobs if echo else None
+        fields, settings, form, max(1, asked), None if asked == 0 else logprobs, logprobs if echo else None
     )
     drafting = drafting_of(fields.speculation, service.drafters, settings)
     prompts, texts = await service.prompts.of_texts(fields.prompt)

@@ -3,17 +3,106 @@
 Everything else of the server hands a request over here and passes on what it gets back.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 from draftsmith.serving.errors import bad
-from draftsmith.serving.openai_fields import ChatFields, Generation
+from draftsmith.serving.openai_fields import ChatFields, Generation, Prediction, ResponseFormat, StructuredOutputs
+from draftsmith.serving.tools import CallReader, calls_schema, named_tool, reader_of
+from draftsmith.types import Constraint, DraftsmithError
 
 
-def check_form(fields: Generation) -> None:
-    """Refuse what asks for a form of the answer or predicts it."""
-    if fields.response_format is not None and fields.response_format.type != "text":
-        raise bad("response_format is not served yet; leave it out, or ask for text.", "response_format")
-    if fields.structured_outputs is not None:
-        raise bad("structured_outputs is not served yet; leave it out.", "structured_outputs")
-    if fields.prediction is not None:
-        raise bad("prediction is not served yet; leave it out.", "prediction")
-    if isinstance(fields, ChatFields) and fields.tools and fields.tool_choice != "none":
-        raise bad('tools are not served yet; leave them out, or set tool_choice to "none".', "tools")
+@dataclass(frozen=True)
+class Form:
+    """What an answer has to be, and what it is expected to be.
+
+    Args:
+        constraint: on its text.
+        prediction: a text that it is likely to repeat.
+        calls: the kind of what reads calls of tools from it; None where it is text and no more.
+        tools: what the chat template is given of them.
+    """
+
+    constraint: Constraint | None = None
+    prediction: str | None = None
+    calls: type[CallReader] | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+def form_of(fields: Generation, template: str = "") -> Form:
+    """Return what a request asks for.
+
+    Args:
+        template: of the conversation, which tells how the model writes calls of tools.
+
+    Raises:
+        ApiError: 400 for what nothing can be held to, or two forms at once.
+    """
+    prediction = _predicted(fields.prediction)
+    asked = [
+        one for one in (_format(fields.response_format), _structured(fields.structured_outputs)) if one is not None
+    ]
+    if len(asked) > 1:
+        raise bad("response_format and structured_outputs both ask for a form; leave one out.", "structured_outputs")
+    constraint = asked[0] if asked else None
+    if not isinstance(fields, ChatFields) or not fields.tools:
+        if isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto"):
+            raise bad("tool_choice asks for a tool, but there are no tools; give some.", "tool_choice")
+        return Form(constraint, prediction)
+    told = tuple(tool.model_dump(exclude_none=True) for tool in fields.tools)
+    if fields.tool_choice == "none":
+        return Form(constraint, prediction)
+    if constraint is not None:
+        raise bad('an answer cannot be both a form and calls of tools; leave one out, or set tool_choice to "none".')
+    chosen = fields.tools if isinstance(fields.tool_choice, str | None) else [named_tool(fields)]
+    reader = reader_of(template, must=fields.tool_choice not in (None, "auto"))
+    if fields.tool_choice in (None, "auto"):
+        return Form(None, prediction, reader, told)
+    most = 1 if len(chosen) < len(fields.tools) or fields.parallel_tool_calls is False else None
+    return Form(_made(lambda: Constraint.of_schema(calls_schema(chosen, most)), "tools"), prediction, reader, told)
+
+
+def _format(asked: ResponseFormat | None) -> Constraint | None:
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return Constraint("json_object")
+    if asked.json_schema is None or asked.json_schema.json_schema is None:
+        raise bad("response_format has no json_schema with a schema in it; give one.", "response_format")
+    schema = asked.json_schema.json_schema
+    return _made(lambda: Constraint.of_schema(schema), "response_format")
+
+
+def _structured(asked: StructuredOutputs | None) -> Constraint | None:
+    if asked is None:
+        return None
+    given = {name: value for name, value in asked if value is not None}
+    if len(given) != 1:
+        raise bad("structured_outputs takes one of json, regex, choice and grammar; give exactly one.")
+    ((name, value),) = given.items()
+
+    def made() -> Constraint:
+        if name == "json_schema":
+            return Constraint("json_schema", value) if isinstance(value, str) else Constraint.of_schema(value)
+        return Constraint.of_choices(value) if name == "choice" else Constraint(name, value)
+
+    return _made(made, "structured_outputs")
+
+
+def _made(make: Callable[[], Constraint], field: str) -> Constraint:
+    try:
+        return make()
+    except DraftsmithError as error:
+        raise bad(str(error), field) from error
+
+
+def _predicted(prediction: Prediction | None) -> str | None:
+    if prediction is None:
+        return None
+    if isinstance(prediction.content, str):
+        return prediction.content or None
+    for part in prediction.content:
+        if part.type != "text":
+            raise bad(f"prediction has a part of type {part.type[:40]!r}; only text is understood.", "prediction")
+    return "".join(part.text or "" for part in prediction.content) or None

@@ -78,19 +78,25 @@ class Frame:
             "choices": choices, **more,
         }
 
-    def usage(self, counts: Mapping[int, int], cached: int | None = None) -> dict[str, Any]:
+    def usage(self, counts: Mapping[int, int], ends: Sequence[Delta] | None = None) -> dict[str, Any]:
         """Return how many tokens were read and written; every prompt counts once.
 
         Args:
             counts: tokens written, by choice.
-            cached: tokens of prompts that had been read before, once that is known.
+            ends: the last pieces of all texts, once they are there.
         """
         read, written = sum(map(len, self.call.prompts)), sum(counts.values())
         usage: dict[str, Any] = {
             "prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
         }
-        if cached is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        if ends is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached_of(ends, self.call.params.n)}
+        if ends is not None and self.call.params.prediction is not None:
+            done = [end.completion.statistics for end in ends if end.completion is not None]
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": sum(one.accepted_prediction or 0 for one in done),
+                "rejected_prediction_tokens": sum(one.rejected_prediction or 0 for one in done),
+            }
         return usage
 
     def metrics(self, ends: Sequence[Delta]) -> dict[str, Any]:
@@ -137,7 +143,7 @@ class Answer(ABC):
                 texts[delta.choice].take(delta)
         ends = [text.last for text in texts if text.last is not None]
         counts = {at: self.count(text.tokens) for at, text in enumerate(texts)}
-        usage = self.frame.usage(counts, cached_of(ends, self.call.params.n))
+        usage = self.frame.usage(counts, ends)
         choices = []
         for at, text in enumerate(texts):
             told = self.choice(at, text)
@@ -162,7 +168,7 @@ class Answer(ABC):
                         more["draftsmith"] = delta.explained
                     yield data(self.frame.chunk([choice], **more))
         if options is not None and options.include_usage:
-            usage = self.frame.usage(counts, cached_of(ends, self.call.params.n))
+            usage = self.frame.usage(counts, ends)
             yield data(self.frame.chunk([], usage=usage, **self.frame.metrics(ends)))
         yield DONE
 

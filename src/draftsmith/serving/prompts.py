@@ -1,6 +1,7 @@
 """From what requests bring to token ids, in a thread of its own: tokenizers take long enough to hold others up."""
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,9 +58,10 @@ class Prompts:
         return tokens, [text if isinstance(text, str) else None for text in several]
 
     async def of_chat(
-        self, messages: Sequence[Message], extra: Mapping[str, Any] | None = None
+        self, messages: Sequence[Message], extra: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Return the tokens of a conversation, written by the target's own template."""
+        """Return the tokens of a conversation, written by the target's own template, which may show it tools."""
         tokenizer = self.target.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise bad(
@@ -68,8 +70,9 @@ class Prompts:
         if not messages:
             raise bad("messages is empty; give at least one.", "messages")
         plain = [as_plain(message, number) for number, message in enumerate(messages)]
-        self._check_size("".join(str(message.get("content") or "") for message in plain))
-        more = self._checked(extra or {})
+        shown = json.dumps(tools) if tools else ""
+        self._check_size("".join(str(message.get("content") or "") for message in plain) + shown)
+        more = self._checked(extra or {}) | ({"tools": list(tools)} if tools else {})
 
         def read() -> list[int]:
             with templates_within(self._settings.template_seconds):
@@ -108,6 +111,12 @@ class Prompts:
                 f"a prompt is too long: the context holds {self.max_length} tokens.", "prompt",
                 "context_length_exceeded",
             )
+
+    @cached_property
+    def template(self) -> str:
+        """The target's chat template, all of them where it has several; empty where it has none."""
+        tokenizer = self.target.tokenizer
+        return "" if tokenizer is None or tokenizer.chat_template is None else str(tokenizer.chat_template)
 
     @cached_property
     def _longest_token(self) -> int:
@@ -162,7 +171,22 @@ def as_plain(message: Message, number: int) -> dict[str, Any]:
         value = getattr(message, name)
         if value is not None:
             plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [with_arguments(call) for call in message.tool_calls]
     return plain
+
+
+def with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool with its arguments as templates want them: an object, where clients send JSON."""
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments, str):
+        return dict(call)
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": found}}
 
 
 def plain_text(content: str | Sequence[TextPart] | None, where: str) -> str:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from draftsmith.serving.constraints import Form
 from draftsmith.serving.errors import ApiError, bad
 from draftsmith.serving.openai_fields import Generation
 from draftsmith.serving.settings import Settings
@@ -41,7 +42,8 @@ def check_logprobs(value: int | None, name: str, settings: Settings) -> int | No
 
 
 def sampling_params(
-    fields: Generation, settings: Settings, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    fields: Generation, settings: Settings, form: Form, max_tokens: int, logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Return the rules of a request; temperature and top_p are 1 where it does not say, as OpenAI has it.
 
@@ -61,7 +63,7 @@ def sampling_params(
             logit_bias=_bias(fields.logit_bias, settings), max_tokens=max_tokens,
             stop=_stops(fields.stop, settings), stop_token_ids=_stop_ids(fields.stop_token_ids, settings),
             ignore_eos=fields.ignore_eos, seed=fields.seed, n=given_whole(fields.n, 1), logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=prompt_logprobs, constraint=form.constraint, prediction=form.prediction,
         )
     except DraftsmithError as error:
         raise from_engine(error) from error

@@ -177,11 +177,11 @@ class Service:
         )
         async with aclosing(chunks):
             async for chunk in chunks:
-                check_end(chunk)
+                check_end(chunk, params)
                 yield Piece(number * params.n + chunk.index, chunk)
 
 
-def check_end(chunk: Chunk) -> None:
+def check_end(chunk: Chunk, params: SamplingParams) -> None:
     """Raise ApiError for a text that did not come to its end."""
     reason = None if chunk.completion is None else chunk.completion.finish_reason
     if reason == "deadline":
@@ -190,6 +190,8 @@ def check_end(chunk: Chunk) -> None:
         raise ApiError(503, "the request was taken out before its end.")
     if reason == "error":
         assert chunk.completion is not None
+        if params.constraint is not None:
+            raise ApiError(400, str(chunk.completion.error), code="constraint")
         raise broken()
 
 

@@ -29,6 +29,7 @@ class Settings:
         max_logprobs: most alternatives that log-probabilities are told of.
         max_branching: most guesses that a request's own plan may make after one token.
         template_seconds: how long the target's chat template may take.
+        grammar_seconds: how long a form that an answer is to have may take to compile, in a process of its own.
         metrics: whether answers carry the statistics of their drafts where the request does not say.
     """
 
@@ -49,6 +50,7 @@ class Settings:
     max_logprobs: int = 20
     max_branching: int = 16
     template_seconds: float = 2.0
+    grammar_seconds: float = 5.0
     metrics: Detail = "none"
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class Settings:
         for name in ("max_waiting", "drain_seconds"):
             if getattr(self, name) < 0:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; give 0 or more.")
-        for name in ("request_timeout", "body_seconds", "head_seconds", "max_body_bytes"):
+        for name in ("request_timeout", "body_seconds", "head_seconds", "max_body_bytes", "grammar_seconds"):
             if getattr(self, name) <= 0:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; give a number above 0.")
 

@@ -81,7 +81,12 @@ def serve(
         )
         log_as_json()
         where = bound.getsockname()
-        run(Service(engine, settings, named), bound, lambda: on_ready(where[0], where[1]))
+        if engine.target.tokenizer is not None:
+            engine.grammars.guard(settings.grammar_seconds)
+        try:
+            run(Service(engine, settings, named), bound, lambda: on_ready(where[0], where[1]))
+        finally:
+            engine.grammars.close()
     finally:
         bound.close()
 

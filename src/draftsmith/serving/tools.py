@@ -1,0 +1,170 @@
+"""Calls of tools: the schema that they are held to, and how they are read from the text of an answer as it comes.
+
+Where a request says that a tool has to be called, the answer is a JSON list of calls, whatever the model has learnt.
+Where the model decides, it writes calls as it learnt to; read are those between `<tool_call>` and `</tool_call>`.
+"""
+
+import json
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftsmith.serving.errors import bad
+from draftsmith.serving.openai_fields import ChatFields, Tool
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as clients are told of it; the arguments are JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def told(self) -> dict[str, Any]:
+        """Return it as a part of a message."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class CallReader(ABC):
+    """Reads one answer, piece by piece, for text to show and calls to tell."""
+
+    @abstractmethod
+    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Take a piece; return what can be shown and told by now."""
+
+    @abstractmethod
+    def end(self) -> tuple[str, list[ToolCall]]:
+        """Return what is left when the answer has ended; what is no call, because it was cut off, is text."""
+
+
+class ListOfCalls(CallReader):
+    """An answer that is a JSON list of calls and nothing else."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
+        self._text += text
+        return "", []
+
+    def end(self) -> tuple[str, list[ToolCall]]:
+        try:
+            found = [call_of(one) for one in json.loads(self._text)]
+        except (ValueError, TypeError, RecursionError):
+            return self._text, []
+        calls = [call for call in found if call is not None]
+        return ("", calls) if calls and len(calls) == len(found) else (self._text, [])
+
+
+class MarkedCalls(CallReader):
+    """An answer that may have calls between marks, and text around them."""
+
+    def __init__(self) -> None:
+        self._held, self._inside, self._called = "", False, False
+
+    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
+        self._held += text
+        shown, calls = "", list[ToolCall]()
+        while True:
+            mark = CLOSE if self._inside else OPEN
+            before, found, behind = self._held.partition(mark)
+            if not found:
+                break
+            self._held = behind
+            call = _read(before) if self._inside else None
+            if call is not None:
+                calls.append(call)
+                self._called = True
+            elif self._inside:
+                shown += OPEN + before + CLOSE
+            else:
+                shown += self._between(before)
+            self._inside = not self._inside
+        if not self._inside:
+            keeps = begun(self._held, OPEN)
+            ready, self._held = self._held[: len(self._held) - keeps], self._held[len(self._held) - keeps :]
+            shown += self._between(ready)
+        return shown, calls
+
+    def end(self) -> tuple[str, list[ToolCall]]:
+        left, self._held = (OPEN if self._inside else "") + self._held, ""
+        return left, []
+
+    def _between(self, text: str) -> str:
+        """Return text outside of calls; the white space between two of them is nobody's."""
+        return "" if self._called and not text.strip() else text
+
+
+def _read(text: str) -> ToolCall | None:
+    try:
+        return call_of(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def begun(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a mark.
+
+    >>> begun("see <tool", "<tool_call>")
+    5
+    """
+    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
+
+
+def call_of(value: Any) -> ToolCall | None:
+    """Return the call that a JSON object stands for; None where it stands for none."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def reader_of(template: str, must: bool) -> type[CallReader]:
+    """Return what reads the calls of an answer; ApiError where the model writes them in a way that is not read here."""
+    if must:
+        return ListOfCalls
+    if OPEN not in template:
+        raise bad(
+            f'the model\'s chat template does not write calls between {OPEN} and {CLOSE}; set tool_choice to '
+            '"required", to a tool, or to "none".', "tool_choice",
+        )
+    return MarkedCalls
+
+
+def named_tool(fields: ChatFields) -> Tool:
+    """Return the tool that a request insists on; ApiError where it names none of its own."""
+    function = fields.tool_choice.get("function") if isinstance(fields.tool_choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    for tool in fields.tools or ():
+        if tool.function.name == name:
+            return tool
+    raise bad("tool_choice names no tool of the request; name one of its tools.", "tool_choice")
+
+
+def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
+    """Return the schema of a list of calls, at least one and at most so many; ApiError for definitions that clash."""
+    shared: dict[str, Any] = {}
+    kinds = []
+    for tool in tools:
+        arguments = dict(tool.function.parameters or NO_ARGUMENTS)
+        for place in ("$defs", "definitions"):
+            for name, value in arguments.pop(place, {}).items():
+                # References count from the root, which is another one now.
+                if shared.setdefault(place, {}).setdefault(name, value) != value:
+                    raise bad(f"two tools define {name[:40]!r} differently under {place}; rename one.", "tools")
+        kinds.append({
+            "type": "object", "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
+            "required": ["name", "arguments"], "additionalProperties": False,
+        })
+    limit = {} if most is None else {"maxItems": most}
+    items = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    return {"type": "array", "items": items, "minItems": 1, **limit, **shared}

@@ -1,0 +1,208 @@
+"""Answers of a given form, calls of tools and predicted answers; drafts change no byte of them."""
+
+import asyncio
+import json
+import re
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+
+from draftsmith.serving.tools import MarkedCalls
+from tests.serving.toy import NAME, PROMPTS, events_of, make_service, plainly, post, running, target, tokens_of
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {
+    "type": "object", "properties": {"name": {"enum": ["ann", "bob"]}, "old": {"type": "boolean"}},
+    "required": ["name", "old"], "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object", "properties": {"city": {"enum": ["Rome", "Bonn"]}}, "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+FORMS: dict[str, dict[str, Any]] = {
+    "a schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    "a schema, sampled": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, "temperature": 1, "seed": 3,
+    },
+    "a pattern": {"structured_outputs": {"regex": "[ab]{3}-[0-9]{4}"}},
+    "a choice": {"structured_outputs": {"choice": ["yes, of course", "not at all"]}},
+    "a grammar": {"structured_outputs": {"grammar": 'root ::= "x" ("y" | "z") "!"'}},
+    "a tool": {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False},
+    "this tool": {"tools": [CLOCK, WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    "a prediction": {"prediction": {"type": "content", "content": "something else"}},
+}
+
+
+@cache
+def no_white_space() -> dict[str, float]:
+    """Return biases; a model that knows nothing may otherwise write white space until its tokens are spent."""
+    return dict.fromkeys(map(str, {*tokens_of("\t\n\r ")} - {*tokens_of("x")}), -100.0)
+
+
+async def ask(client: httpx.AsyncClient, text: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the message and why it ended, whole or put together from a stream, without ids."""
+    body = {
+        "model": NAME, "messages": [{"role": "user", "content": text}], "max_tokens": 60, "temperature": 0,
+        "logit_bias": no_white_space(), **fields,
+    }
+    response = await client.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+    if not fields.get("stream"):
+        (choice,) = response.json()["choices"]
+        message = choice["message"]
+        return told(message["content"] or "", message.get("tool_calls", []), choice["finish_reason"])
+    content, calls, reason = "", [], None
+    for event in events_of(response):
+        (choice,) = event["choices"]
+        content += choice["delta"].get("content") or ""
+        calls += choice["delta"].get("tool_calls", [])
+        reason = choice["finish_reason"] or reason
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    return told(content, calls, reason)
+
+
+def told(content: str, calls: list[Any], reason: str | None) -> dict[str, Any]:
+    assert len({call["id"] for call in calls}) == len(calls) and all(call["type"] == "function" for call in calls)
+    return {"content": content, "calls": [call["function"] for call in calls], "reason": reason}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_kept_and_the_same_drafted_and_plain_alone_and_in_a_crowd(form: str):
+    async def main() -> list[dict[str, Any]]:
+        found = []
+        for drafts in (False, True):
+            async with running(make_service(drafts=drafts, max_batch=8)) as client:
+                fields = FORMS[form]
+                found.append([await ask(client, text, fields) for text in PROMPTS[:4]])
+                found.append(await asyncio.gather(*(ask(client, text, fields) for text in PROMPTS[:4])))
+                found.append([await ask(client, text, {**fields, "stream": True}) for text in PROMPTS[:4]])
+        assert all(told == found[0] for told in found), form
+        return found[0]
+
+    answers = asyncio.run(main())
+    ended = [answer for answer in answers if answer["reason"] != "length"]
+    assert ended or form == "a prediction", answers
+    for answer in ended:
+        text, calls = answer["content"], answer["calls"]
+        if "schema" in form:
+            value = json.loads(text)
+            assert value.keys() == {"name", "old"} and value["name"] in ("ann", "bob") and value["old"] in (True, False)
+        if form == "a pattern":
+            assert re.fullmatch("[ab]{3}-[0-9]{4}", text)
+        if form == "a choice":
+            assert text in ("yes, of course", "not at all")
+        if form == "a grammar":
+            assert text in ("xy!", "xz!")
+        if form == "this tool":
+            (call,) = calls
+            assert call["name"] == "weather" and json.loads(call["arguments"])["city"] in ("Rome", "Bonn")
+        if "tool" in form and calls:
+            assert text == "" and answer["reason"] == "tool_calls"
+            assert all(call["name"] in ("weather", "clock") for call in calls)
+        if "tool" not in form:
+            assert not calls and answer["reason"] == "stop"
+
+
+def test_what_the_client_expects_is_accepted_and_counted():
+    expected = plainly(PROMPTS[0], max_tokens=24).text
+    body = {"model": NAME, "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
+    prediction = {"type": "content", "content": [{"type": "text", "text": expected}]}
+    service = make_service(drafts=False)
+    plain = post(COMPLETION, body, service).json()
+    assert "completion_tokens_details" not in plain["usage"]
+    found = post(COMPLETION, {**body, "prediction": prediction}, make_service(drafts=False)).json()
+    assert found["choices"][0]["text"] == plain["choices"][0]["text"] == expected
+    counted = found["usage"]["completion_tokens_details"]
+    # What the model says holds broken bytes, of which a text has other tokens.
+    assert counted["accepted_prediction_tokens"] >= 8
+    streamed = post(
+        COMPLETION,
+        {**body, "prediction": prediction, "stream": True, "stream_options": {"include_usage": True}},
+        make_service(drafts=False),
+    )
+    assert events_of(streamed)[-1]["usage"]["completion_tokens_details"] == counted
+    body["prediction"] = {"type": "content", "content": "q" * 20}
+    wrong = post(COMPLETION, body, make_service(drafts=False))
+    assert wrong.json()["choices"][0]["text"] == expected
+    assert wrong.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no schema": ({"response_format": {"type": "json_schema"}}, "has no json_schema"),
+    "a schema that says nothing": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no such"}}}}, "schema",
+    ),
+    "a pattern that counts too far": ({"structured_outputs": {"regex": "a{99999}"}}, "the most is"),
+    "a broken pattern": ({"structured_outputs": {"regex": "(a"}}, "regular expression"),
+    "two at once": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one"),
+    "a form and tools": (
+        {"response_format": {"type": "json_object"}, "tools": [CLOCK], "tool_choice": "required"}, "cannot be both",
+    ),
+    "no such tool": (
+        {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "names no tool",
+    ),
+    "a choice without tools": ({"tool_choice": "required"}, "there are no tools"),
+    "a template without calls": ({"tools": [CLOCK]}, "does not write calls between"),
+    "a picture": (
+        {"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "only text is understood",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nothing_can_be_held_to_is_refused_alone(name: str):
+    fields, words = REFUSED[name]
+
+    async def main() -> httpx.Response:
+        async with running(make_service()) as client:
+            asked = {"model": NAME, "messages": [{"role": "user", "content": "hm"}], "max_tokens": 8}
+            other = asyncio.create_task(client.post(CHAT, json=asked))
+            refused = await client.post(CHAT, json={**asked, **fields})
+            assert (await other).status_code == 200
+            return refused
+
+    response = asyncio.run(main())
+    assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
+
+
+def test_tools_and_earlier_calls_reach_the_template():
+    template = (
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}<tool_call>"
+        "{% for message in messages %}{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}({{ call.function.arguments.city }}){% endfor %}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "and?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "rain", "tool_call_id": "1"},
+    ]
+    written = "[weather][clock]<tool_call>and?(Rome)rain"
+    body = {"model": NAME, "messages": messages, "tools": [WEATHER, CLOCK], "max_tokens": 12, "temperature": 0}
+    response = post(CHAT, body, make_service(of=target(template)))
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["message"]["content"] == plainly(written, max_tokens=12).text
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_marked_calls_are_read_however_they_come(size: int):
+    whole = (
+        'Let me see.<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n'
+        '<tool_call>{"name": "b"}</tool_call>'
+        "<tool_call>no call</tool_call> <tool"
+    )
+    reader, said, calls = MarkedCalls(), "", []
+    for start in range(0, len(whole), size):
+        text, more = reader.feed(whole[start : start + size])
+        said, calls = said + text, calls + more
+    left, last = reader.end()
+    assert last == [] and [(call.name, call.arguments) for call in calls] == [("a", '{"x": 1}'), ("b", "{}")]
+    assert (said + left).replace(" ", "") == "Letmesee.<tool_call>nocall</tool_call><tool"
