@@ -166,6 +166,30 @@ def test_where_steps_are_short_all_rows_do_the_same():
     assert go_on([RowHistory(False, 5)], (4,), 1000)[-1] == 4, "a later text"
 
 
+def test_what_steps_cost_now_is_learnt_while_it_runs():
+    """Drafted steps take three times as long as was measured: it decodes plainly, until they do no longer."""
+    long = profile(cost=0.2)
+    arms = tuple(replace(arm, seconds=tuple(0.001 * took for took in arm.seconds)) for arm in long.arms)
+    time, slow, history = 0.0, 3.0, RowHistory(False, 5)
+    policy = Fitted(Known(Profile(long.rows, arms)), clock=lambda: time)
+
+    def go_on(steps: int) -> list[int]:
+        nonlocal time
+        found = []
+        for _ in range(steps):
+            (choice,) = policy.choose(load(1), [history])
+            depth = choice.plan.depth
+            time += 0.001 * (1 + 0.2 * depth) * (slow if depth else 1.0)
+            found.append(depth)
+            history.drafted.append(depth)
+            history.accepted.append(min(2, depth))
+        return found
+
+    assert go_on(300)[-100:].count(0) > 80
+    slow = 1.0
+    assert go_on(4000)[-100:].count(0) < 20
+
+
 def test_where_not_even_guesses_that_all_stay_would_pay_none_is_tried():
     policy = Fitted(Known(profile(cost=0.9, survival=(1.0, 1.0, 1.0, 1.0), rows=(1, 4)), rows=None))
     assert not policy.is_fixed, "alone it pays a little"

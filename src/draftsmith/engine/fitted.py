@@ -7,7 +7,7 @@ drawn.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -30,6 +30,9 @@ USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
+COST_RATE, MOST_SLOWER = 0.05, 1.5
+"""How much one step counts for what such steps cost now, and how many times as long as usual it may have taken: what
+is longer was something else, such as a client that is slow to read."""
 MOST_ROWS = 64
 NOBODY = -1
 
@@ -100,9 +103,11 @@ class Fitted(Policy):
 
     Args:
         drafters: what was measured of one drafter or of several.
+        clock: tells seconds, by which it learns what steps cost now: a machine is slower at some times than at others,
+            and not for all plans alike. None takes what was measured for ever.
     """
 
-    def __init__(self, *drafters: Known) -> None:
+    def __init__(self, *drafters: Known, clock: Callable[[], float] | None = None) -> None:
         if not drafters:
             raise DraftsmithError("a fitted policy without drafters has nothing to choose; give at least one.")
         self.known = drafters
@@ -117,6 +122,9 @@ class Fitted(Policy):
         self.steps = [0] * len(self._arms)
         """How many steps of a row took each of `choices`."""
         self._seconds: dict[int, list[float]] = {}
+        self._clock = clock
+        self._slower: dict[int, list[float]] = {}
+        self._last: tuple[float, list[RowHistory]] | None = None
         self._rows: WeakKeyDictionary[RowHistory, _Row] = WeakKeyDictionary()
         self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)  # of all rows
         # What all rows do where they do the same, and, where that was nothing, who they were.
@@ -143,7 +151,9 @@ class Fitted(Policy):
         count = max(load.decoding, len(rows))
         seconds = self._times(count)
         if GROUP_SHARE * count * seconds[0] < GROUP_S:
-            return [self._choices[self._of_all(rows, seconds)]] * len(rows)
+            slower = self._learn_cost(load, rows, count)
+            now = [took * times for took, times in zip(seconds, slower, strict=True)]
+            return [self._choices[self._of_all(rows, now)]] * len(rows)
         known = [self._look_at(history) for history in rows]
         price, worth = self._price(seconds, known), dict[tuple[int, ...], list[float]]()
         found = []
@@ -154,6 +164,21 @@ class Fitted(Policy):
             row.arm = self._settle(row, worth[odds], price, seconds)
             self.steps[row.arm] += 1
             found.append(self._choices[row.arm])
+        return found
+
+    def _learn_cost(self, load: Load, rows: Sequence[RowHistory], count: int) -> list[float]:
+        """Return how many times as long as measured a step of so many rows takes now, for every plan.
+
+        The last step tells, if it had the same rows and nothing was read beside them.
+        """
+        found = self._slower.setdefault(count, [1.0] * len(self._arms))
+        if self._clock is None:
+            return found
+        now, last, arm = self._clock(), self._last, self._crowd.arm
+        self._last = (now, list(rows)) if load.reading == 0 and len(rows) == load.decoding else None
+        if last is not None and self._last is not None and last[1] == self._last[1]:
+            ratio = (now - last[0]) / (count * self._times(count)[arm])
+            found[arm] += COST_RATE * (min(max(ratio, 0.5), MOST_SLOWER * found[arm]) - found[arm])
         return found
 
     def _of_all(self, rows: Sequence[RowHistory], seconds: Sequence[float]) -> int:
