@@ -377,10 +377,11 @@ def test_what_is_measured_on_are_prompts_as_serving_gets_them(kind: str, tmp_pat
     assert whole(target, prompts) == chats
     texts = [served(target, text)[:12] for text in (TEXTS[2], TEXTS[0])]
     assert cut_prompts(target, prompts, 12, 4, exact=False) == chats + texts
+    ends = [chat[-12:] for chat in chats]
     windows = cut_prompts(target, prompts, 12, 5)
-    assert windows[:2] == texts and len(windows[2]) == 12
+    assert windows[:4] == ends + texts and len(windows[4]) == 12
     opening = [] if kind == "byte-level" else [target.tokenizer.bos_token_id]  # type: ignore[union-attr]
-    assert windows[2] == opening + served(target, TEXTS[2])[12 : 24 - len(opening)]
+    assert windows[4] == opening + served(target, TEXTS[2])[12 : 24 - len(opening)]
     tools = {"tools": '[{"name": "house"}]', "chat_template_kwargs": {"mood": "strange"}}
     shared = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Nobody."}]
     records = [{"messages": MESSAGES[:2], **tools}, {"conversations": shared}, {"prompt": TEXTS[0], "completion": "x"}]

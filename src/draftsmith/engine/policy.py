@@ -63,7 +63,7 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-        """Return one of `choices` for each row; asked once a step."""
+        """Return one of `choices` for each row; asked once a step, about the rows that bring no plan of their own."""
 
 
 class Fixed(Policy):

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from draftsmith.serving.answers import dumps, json_answer, streamed, unless_gone
 from draftsmith.serving.body import Fields, read_fields
+from draftsmith.serving.constraints import Form
 from draftsmith.serving.deltas import deltas
 from draftsmith.serving.errors import ApiError, bad
 from draftsmith.serving.openai_answers import Whole
@@ -80,7 +81,7 @@ async def messages(request: Request, service: Service, key: str) -> Response:
     check_general(general, settings)
     drafting = drafting_of(fields.speculation, service.drafters, settings)
     prompt = await _prompt_of(fields, service)
-    params = sampling_params(general, settings, fields.max_tokens, None)
+    params = sampling_params(general, settings, Form(), fields.max_tokens, None)
     service.check_room(prompt, params.max_tokens, "max_tokens")
     told = request.scope["state"].setdefault("told", {})
     call = Call([prompt], params, drafting, key, service.deadline(None), fields.smooth, told=told)
