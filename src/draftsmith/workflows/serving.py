@@ -143,4 +143,4 @@ def root_of(target: Target | str | Path | None) -> str:
     """Return where a target was loaded from, as `/v1/models` tells it."""
     if isinstance(target, Target):
         return target.name
-    return str(assets.demo_target() if target is None else target)
+    return assets.demo_target().name if target is None else str(target)
