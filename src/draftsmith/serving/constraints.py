@@ -77,15 +77,18 @@ def _format(asked: ResponseFormat | None) -> Constraint | None:
 def _structured(asked: StructuredOutputs | None) -> Constraint | None:
     if asked is None:
         return None
-    given = {name: value for name, value in asked if value is not None}
-    if len(given) != 1:
+    if sum(value is not None for _, value in asked) != 1:
         raise bad("structured_outputs takes one of json, regex, choice and grammar; give exactly one.")
-    ((name, value),) = given.items()
 
     def made() -> Constraint:
-        if name == "json_schema":
-            return Constraint("json_schema", value) if isinstance(value, str) else Constraint.of_schema(value)
-        return Constraint.of_choices(value) if name == "choice" else Constraint(name, value)
+        if asked.choice is not None:
+            return Constraint.of_choices(asked.choice)
+        if asked.regex is not None:
+            return Constraint("regex", asked.regex)
+        if asked.grammar is not None:
+            return Constraint("grammar", asked.grammar)
+        schema = asked.json_schema
+        return Constraint("json_schema", schema) if isinstance(schema, str) else Constraint.of_schema(schema or {})
 
     return _made(made, "structured_outputs")
 
