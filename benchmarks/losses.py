@@ -61,7 +61,7 @@ def run() -> None:
             say(f"T = {temperature:g}, {name}")
             folder = args.out / f"t{temperature:g}-{weight:g}-{divergence}"
             given = [] if texts is None else [f"stage2.texts={texts}"]
-            done = train(
+            train(
                 args.recipe, "stage1.steps=0", f"stage2.steps={args.steps}", f"stage2.temperature={temperature:g}",
                 "stage2.top_k=0", f"distillation.weight={weight}", f"distillation.divergence={divergence}",
                 "evaluation.every=0", *args.set, *given, target=target, init_from=args.start, out=folder,
@@ -70,7 +70,9 @@ def run() -> None:
             )
             texts = texts or folder / "generated.jsonl"
             taus[name] = {
-                way: counts(target, done.drafter, prompts, temperature, sampled, args) for way, sampled in ways.items()
+                # The last weights, not the best: so short a training may begin with better ones.
+                way: counts(target, folder / "latest", prompts, temperature, sampled, args)
+                for way, sampled in ways.items()
             }
         for way in ways:
             for name in LOSSES:
