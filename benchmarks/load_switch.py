@@ -55,8 +55,10 @@ def run() -> None:
     for batch in map(int, args.batches.split(",")):
         length = args.prompt_tokens + args.new_tokens
         engine = Engine(target, drafter, max_batch=batch, max_length=length)
-        switching = Engine(target, drafter, max_batch=batch, max_length=length, draft_rows=args.draft_rows)
-        ways = {"plain": (engine, NO_DRAFT), "always": (engine, plan), "switched": (switching, plan)}
+        switching = Engine(
+            target, drafter, plan=plan, max_batch=batch, max_length=length, draft_rows=args.draft_rows
+        )
+        ways = {"plain": (engine, NO_DRAFT), "always": (engine, plan), "switched": (switching, None)}
         found: dict[str, list[Measurement]] = {name: [] for name in ways}
         prompts = make_prompts(target, args.task, args.prompt_tokens, batch * (args.rounds + 1), args.seed)
         for number, name, timed in interleaved(ways, args.rounds, rng, warmups=1):
