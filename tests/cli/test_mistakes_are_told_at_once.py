@@ -41,6 +41,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "serve, second drafter": (("serve", "--drafter", "ngram", "--drafter", "./absent"), FOLDER),
     "serve, plan": (("serve", "--plan", "medussa"), "medussa"),
     "serve, dtype": (("serve", "--dtype", "fp17"), "'fp17' is unknown"),
+    "serve, device": (("serve", "--device", "gpu"), "'gpu' is unknown; use auto, cpu or cuda"),
     "serve, keys": (("serve", "--api-key-file", "absent"), "absent cannot be read"),
     "serve, a file without keys": (("serve", "--api-key-file", "file"), "holds none"),
     "serve, port": (("serve", "--port", "65536"), "--port is 65536"),

@@ -124,7 +124,7 @@ def serve(
     )
     from draftsmith.workflows.given import check_models
 
-    check_models(target, drafter or (), (dtype,))
+    check_models(target, drafter or (), (dtype,), device)
     shape = None if plan is None else read_shape(plan)
     notes = Console(stderr=True)
     with importing():

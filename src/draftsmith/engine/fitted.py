@@ -284,7 +284,9 @@ class Fitted(Policy):
             if own.since < own.wait or number == self._whose[chosen]:
                 continue
             hoped = [1 + self._accepts[arm][-1] - price * seconds[arm] for arm in self._of[number]]
+            # Asked again after as long a pause, not at every step until then.
+            own.since = 0
             if max(hoped, default=values[chosen]) > values[chosen]:
-                own.since, own.wait = 0, min(2 * own.wait, LONGEST_WAIT)
+                own.wait = min(2 * own.wait, LONGEST_WAIT)
                 return max(self._of[number], key=values.__getitem__)
         return chosen
