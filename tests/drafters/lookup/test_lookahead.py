@@ -58,12 +58,19 @@ class Auditor(LookaheadDrafter):
         super().__init__(LookaheadConfig(window=2, length=3, guesses=2))
         self.texts = {row: question[:1] for row, question in enumerate(questions)}
 
-    def _read(self, context: Context) -> list[LookaheadRow | None]:
+    def _add(self, context: Context) -> None:
         for row, count, tokens in zip(
             context.rows_B.tolist(), context.counts_B.tolist(), context.tokens_BT.tolist(), strict=True
         ):
             self.texts[row] += tokens[:count]
-        return super()._read(context)
+
+    def follow(self, context: Context) -> None:
+        self._add(context)
+        super().follow(context)
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        self._add(context)
+        return super().propose(context, plan)
 
     def observe(self, context: Context, draft: Draft, choice_BM: torch.Tensor) -> None:
         model = tiny_model("gpt2")

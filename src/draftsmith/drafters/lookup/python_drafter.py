@@ -5,9 +5,11 @@ Shapes: B rows, N drafted nodes, T context tokens.
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.plan import Plan
@@ -15,6 +17,10 @@ from draftsmith.types import UNUSED, Context, Draft
 
 if TYPE_CHECKING:
     from draftsmith.targets import KVCache
+
+
+MOST_UNREAD = 64
+"""Steps that nobody drafted for are read together, at most so many."""
 
 
 class DraftTree:
@@ -64,10 +70,9 @@ class DraftTree:
         return node
 
 
-def read_context(context: Context) -> list[tuple[int, list[int]]]:
-    """Return every row's number and its newly committed tokens, in one transfer from the device."""
-    table = torch.cat([context.rows_B.unsqueeze(1), context.counts_B.unsqueeze(1), context.tokens_BT], dim=1).tolist()
-    return [(line[0], line[2 : 2 + line[1]]) for line in table]
+def table_of(context: Context) -> Tensor:
+    """Return every row's number, its count of newly committed tokens, and these, as one tensor (B, 2 + T)."""
+    return torch.cat([context.rows_B.unsqueeze(1), context.counts_B.unsqueeze(1), context.tokens_BT], dim=1)
 
 
 def to_draft(trees: Sequence[DraftTree], context: Context, plan: Plan) -> Draft:
@@ -102,6 +107,7 @@ class PythonDrafter(Drafter, Generic[R]):
 
     def __init__(self) -> None:
         self._rows: dict[int, R] = {}
+        self._unread: list[Tensor] = []
 
     @abstractmethod
     def new_row(self) -> R:
@@ -114,31 +120,46 @@ class PythonDrafter(Drafter, Generic[R]):
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         # A core that was dropped halfway did not say that its rows ended, and others may have their numbers.
         self._rows.clear()
+        self._unread.clear()
 
     def reset_rows(self, rows: list[int]) -> None:
+        self.catch_up()
         for number in rows:
             self._rows.pop(number, None)
 
     def follow(self, context: Context) -> None:
-        self._read(context)
+        # Read when somebody drafts again: while nobody does, a step should cost what it costs without a drafter.
+        self._unread.append(table_of(context))
+        if len(self._unread) == MOST_UNREAD:
+            self.catch_up()
 
     def propose(self, context: Context, plan: Plan) -> Draft:
+        self.catch_up()
         room = plan.max_nodes
         return to_draft(
-            [DraftTree((), 0) if row is None else self.draft_row(row, plan, room) for row in self._read(context)],
+            [
+                DraftTree((), 0) if row is None else self.draft_row(row, plan, room)
+                for row in self._read(table_of(context).tolist())
+            ],
             context,
             plan,
         )
 
-    def _read(self, context: Context) -> list[R | None]:
-        """Tell every row its new tokens; None stands for padding."""
+    def catch_up(self) -> None:
+        """Read what was followed, in as many transfers as there were widths in a row."""
+        unread, self._unread = self._unread, []
+        for _, alike in groupby(unread, lambda table: table.shape[1]):
+            self._read(torch.cat(list(alike)).tolist())
+
+    def _read(self, lines: Sequence[list[int]]) -> list[R | None]:
+        """Tell rows their new tokens; None stands for padding."""
         rows: list[R | None] = []
-        for number, tokens in read_context(context):
+        for number, count, *tokens in lines:
             row = None
             if number >= 0:
                 row = self._rows.get(number)
                 if row is None:
                     row = self._rows[number] = self.new_row()
-                row.extend(tokens)
+                row.extend(tokens[:count])
             rows.append(row)
         return rows

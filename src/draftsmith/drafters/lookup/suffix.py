@@ -207,6 +207,7 @@ class SuffixDrafter(PythonDrafter[SuffixRow]):
         return SuffixRow(self._depth)
 
     def reset_rows(self, rows: list[int]) -> None:
+        self.catch_up()
         for number in rows:
             if self.config.remember and number in self._rows:
                 row = self._rows[number]
