@@ -117,8 +117,8 @@ def run() -> None:
     from common import arguments, finish, model_folder, say, show_table, start
 
     parser = arguments(__doc__, "neighbours")
-    parser.add_argument("--before", type=Path, help="folder src of the other work tree; needed without --quota")
-    parser.add_argument("--quota", help="quotas in cores, such as 1,1.5, and no other work tree")
+    parser.add_argument("--before", type=Path, help="folder src of the other work tree; without it, this code alone")
+    parser.add_argument("--quota", help="quotas in cores, such as 1,1.5")
     parser.add_argument("--busy", default="0,1,2", help="numbers of busy loops")
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=4.0, help="that a run decodes for")
@@ -126,9 +126,7 @@ def run() -> None:
     here = Path(__file__).resolve().parents[1] / "src"
     every = args.threads or len(os.sched_getaffinity(0))
     ways = {"after, all threads": (here, every), "after, one thread": (here, 1)}
-    if args.quota is None:
-        if args.before is None:
-            parser.error("give --before, or --quota")
+    if args.before is not None:
         ways = {"before, all threads": (args.before.resolve(), every), **ways}
     quotas = [None] if args.quota is None else [float(word) for word in args.quota.split(",")]
     cells, rows, texts = [], [], set()

@@ -21,12 +21,12 @@ from draftsmith.drafters.heads.mlp_padding import pad_speculator
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import TimedCall, run_engine
-from draftsmith.evaluation.padding import Padding, pad_target
+from draftsmith.evaluation.padding import HALF_BILLION, Padding, pad_target
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 
 # As wide and deep as models of these sizes are; the vocabulary stays the embedded one, of 8,192 tokens.
-SIZES = {"0.1b": Padding(4, 1024, 9), "0.5b": Padding(4, 4096, 19), "1.5b": Padding(4, 8960, 31)}
+SIZES = {"0.1b": Padding(4, 1024, 9), "0.5b": HALF_BILLION, "1.5b": Padding(4, 8960, 31)}
 BATCH = 8
 SPECULATOR = "speculator"
 """The folder of the padded speculator, inside that of the target."""

@@ -301,14 +301,16 @@ def test_demo_measures_trains_times_and_reports(target: Path, drafter: Path, tmp
         "before",
         "after",
         "ratio",
-        "accepted by depth, prose",
-        "identical, code: yes (2 of 2",
+        "identical, code, trained live: yes (2 of 2",
         "confirms 2 of 2",
+        "Only the embedded target is made larger",
         "A sample",
     ):
         assert part in " ".join(result.stdout.split()), result.stdout
     record = json.loads((tmp_path / "d.json").read_text())
-    assert record["speedups"]["prose"]["new_tokens_plain"] == record["speedups"]["prose"]["new_tokens_drafted"] == 24
+    [speeds] = record["speeds"]
+    prose = speeds["tasks"]["prose"]["trained live"]
+    assert prose["new_tokens_plain"] == prose["new_tokens_drafted"] == 24
     report = (tmp_path / "report" / "report.md").read_text()
     pictures = {path.name for path in (tmp_path / "report").glob("*.png")}
     assert len(pictures) == 5 and all(f"]({name})" in report for name in pictures)

@@ -12,7 +12,8 @@ from draftsmith.drafters.heads.mlp_config import MLPConfig
 from draftsmith.drafters.heads.mlp_padding import pad_speculator
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
-from draftsmith.evaluation.padding import Padding, pad_target
+from draftsmith.evaluation.measuring.chains import fastest_chain
+from draftsmith.evaluation.padding import Padding, pad_target, padded_target
 from draftsmith.native import LIBRARY
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
@@ -121,3 +122,18 @@ def test_what_cannot_be_padded_is_refused_and_nothing_is_written(folders: tuple[
     with pytest.raises(DraftsmithError, match="is there already"):
         pad_target(small, other, LARGER)
     assert not (tmp_path / "new").exists() and json.loads((other / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_a_padded_target_in_memory_is_the_one_that_is_written(folders: tuple[Path, Path]):
+    written, held = Target.from_pretrained(folders[1], dtype="bf16"), padded_target(folders[0], LARGER, "held")
+    tokens_BT = torch.arange(3, 15).view(1, -1)
+    assert held.weights_hash == written.weights_hash and held.name == "held"
+    for one, other in zip(held.encode(tokens_BT, logits=True), written.encode(tokens_BT, logits=True), strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)
+
+
+def test_the_chain_that_takes_least_time_is_found_among_those_that_fit(folders: tuple[Path, Path]):
+    target = Target.from_pretrained(folders[0], dtype="fp32")
+    engine = Engine(target, load_drafter("ngram", target), max_batch=1)
+    assert fastest_chain(engine, (2,), QUESTIONS[:2], 8) == Plan((1, 1))
+    assert fastest_chain(engine, (1, 3), QUESTIONS[:2], 8).max_nodes in (1, 3)

@@ -13,7 +13,7 @@ from draftsmith.evaluation.reporting.plots import (
     coloured_text,
     latency_by_candidates,
     ranked_bars,
-    speed_bars,
+    ratio_bars,
     training_curve,
 )
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("drawn_in_full")
 SOME = Interval(1.4, 1.2, 1.7)
 CELL = {"prompt_tokens": 64, "batch": 1, "ms_per_token": 1.0, "ms_per_token_ci": [0.9, 1.2]}
 PICTURES = {
-    "bars": lambda: speed_bars({task: {"plain": SOME, "drafted": SOME} for task in ("code", "prose")}),
+    "bars": lambda: ratio_bars({task: {"copy": SOME, "trained": SOME} for task in ("code", "prose")}),
     "ranked": lambda: ranked_bars({f"family {i} · chain {i}": SOME for i in range(12)}, "times as fast", "Speed-up"),
     "acceptance": lambda: acceptance_by_depth({f"{2**i} candidates": [0.9, 0.5, 0.3] for i in range(7)}),
     "latency": lambda: latency_by_candidates([{**CELL, "candidates": count} for count in (0, 1, 2, 4)], 64),

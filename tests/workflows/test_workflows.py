@@ -180,5 +180,6 @@ def test_the_demo_tells_when_it_is_done_and_leaves_what_it_timed(
     assert result.live.steps == len(result.live.curve) >= 1 and capfd.readouterr() == ("", "")
     for task in ("code", "prose"):
         assert result.before[task].new_tokens == result.after[task].new_tokens == 16
-        assert result.speedups[task].own_texts == 2 and result.speedups[task].comparison.total == 2
-    assert result.as_json()["speedups"]["code"]["new_tokens_drafted"] == 16
+        assert result.trained[task].own_texts == 2 and result.trained[task].comparison.total == 2
+    [speeds] = result.as_json()["speeds"]
+    assert speeds["tasks"]["code"]["trained live"]["new_tokens_drafted"] == 16

@@ -27,8 +27,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.drafters.trainable import storage
+from draftsmith.targets import Target
+from draftsmith.targets.loading.tokens import load_tokenizer
 from draftsmith.types import DraftsmithError
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges*", "generation_config*")
@@ -102,6 +105,10 @@ class Padding:
         return (weight_F / math.isqrt(self.times)).repeat(self.times)
 
 
+HALF_BILLION = Padding(4, 4096, 19)
+"""Makes the embedded target one of 491 million weights, as wide and deep as models of that size are."""
+
+
 def repeated(weight_NK: Tensor, outputs: int, inputs: int) -> Tensor:
     """Return (outputs, inputs) of the same weights over and over, the matrix itself first."""
     rows, columns = weight_NK.shape
@@ -143,6 +150,24 @@ def pad_target(source: Path, folder: Path, padding: Padding) -> int:
 
     storage.write_folder(folder, fill)
     return count
+
+
+def padded_target(source: Path, padding: Padding, name: str) -> Target:
+    """Return the target in `source`, made larger, in bf16 on the CPU, without writing it anywhere.
+
+    Raises:
+        DraftsmithError: the source is no Llama of a smaller size.
+    """
+    config = storage.read_json(source / "config.json")
+    padding.check(config, source)
+    larger = AutoConfig.for_model(**padding.padded_config(config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(larger, dtype=torch.bfloat16)
+    weights = {key: weight for piece in _pieces(source, config, padding) for key, weight in piece.items()}
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(larger)  # what is computed rather than loaded
+    return Target(model, load_tokenizer(str(source), trust_remote_code=False), name)
 
 
 def _pieces(source: Path, config: Mapping[str, Any], padding: Padding) -> Iterator[dict[str, Tensor]]:

@@ -1,7 +1,7 @@
 """The whole idea in a few minutes: measure, train live, measure again, time what was saved: `draftsmith demo`."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,21 @@ from draftsmith.drafters.registry import load_drafter, reopen
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.engine import Engine
 from draftsmith.evaluation.measuring.measure import Measurement, measure
-from draftsmith.evaluation.measuring.speedup import SpeedupResult, measure_speedup
+from draftsmith.evaluation.measuring.speedup import SpeedupResult
 from draftsmith.evaluation.prompts import cut, embedded_prompts
 from draftsmith.plan import NO_DRAFT
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.workflows.demo_speeds import (
+    LIVE,
+    TRIALS,
+    TargetSpeeds,
+    drafters_for,
+    race,
+    race_on_larger,
+    why_not_larger,
+)
 from draftsmith.workflows.live import LiveResult, LiveSettings, Show, train_live
 from draftsmith.workflows.models import CompileChoice, Loading, dtype_name, load_target, quiet, settle_compilation
 from draftsmith.workflows.sources import EMBEDDED, gather_prompts
@@ -34,17 +43,25 @@ Measured = Mapping[str, Measurement]
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything the demo measured; `before`, `after` and `speedups` by task, the trained drafter in `drafter`."""
+    """Everything the demo measured: `before` and `after` by task, `speeds` of the target and of the larger one.
+
+    The trained drafter is in the folder `drafter`.
+    """
 
     provenance: Mapping[str, Any]
     before: Measured
     after: Measured
     live: LiveResult
     settings: LiveSettings
-    speedups: Mapping[str, SpeedupResult]
+    speeds: Sequence[TargetSpeeds]
     seconds: float
     target: Target
     drafter: Path
+
+    @property
+    def trained(self) -> Mapping[str, SpeedupResult]:
+        """What the drafter that was trained live brought on the target, by task."""
+        return {task: found[LIVE] for task, found in self.speeds[0].tasks.items()}
 
     def as_json(self) -> dict[str, Any]:
         """Return what `draftsmith demo --json` writes."""
@@ -53,7 +70,7 @@ class DemoResult:
             "before": {task: m.summary() for task, m in self.before.items()},
             "after": {task: m.summary() for task, m in self.after.items()},
             "training": self.live.summary(self.settings),
-            "speedups": {task: r.summary() for task, r in self.speedups.items()},
+            "speeds": [one.summary() for one in self.speeds],
             "seconds": self.seconds,
         }
 
@@ -65,13 +82,14 @@ def demonstrate(
     drafter: str | Path | None = None,
     *,
     prompts: int = 8,
+    larger: bool = True,
     compile: CompileChoice = "auto",
     loading: Loading | None = None,
     console: Console | None = None,
     show: Show = lambda what, how_fast: None,
     on_trained: Callable[[Measured, Measured, LiveResult], None] = lambda before, after, live: None,
 ) -> DemoResult:
-    """Train a drafter live, then time it against plain decoding.
+    """Train a drafter live, then time it beside a 4-bit copy of the target and the shipped drafter.
 
     Args:
         out: the trained drafter is saved in its folder `drafter`.
@@ -79,6 +97,7 @@ def demonstrate(
         target: a folder, a hub name or a `Target`; the embedded one by default.
         drafter: the folder of the one to go on from; the embedded first stage by default.
         prompts: held-out prompts a task.
+        larger: measure half of them on the embedded target made larger as well.
         compile: how much of the step PyTorch compiles for the timing.
         loading: how a target given by name is loaded.
         console: where loading and measuring are told; nowhere by default.
@@ -121,16 +140,29 @@ def demonstrate(
     longest = prompt_tokens + new_tokens
     engine = Engine(loaded, load_drafter(saved, loaded), max_batch=1, max_length=longest, share_prefixes=False)
     engine = settle_compilation(
-        console, engine, compile, 2 * len(TASKS) * prompts * new_tokens,
+        console, engine, compile, 3 * len(TASKS) * prompts * new_tokens,
         lambda compiled: compiled.prepare(1, NO_DRAFT) + compiled.prepare(1),
     )
-    with console.status("Racing plain decoding against drafted decoding …"):
-        speedups = {task: measure_speedup(engine, held_out[task], new_tokens, seed=settings.seed) for task in TASKS}
+    origin = Path(target) if isinstance(target, str | Path) else assets.demo_target() if target is None else Path()
+    is_embedded = origin.resolve() == assets.demo_target().resolve()
+    tuning = cut(loaded, embedded_prompts(split="train"), prompt_tokens, TRIALS)
+    with console.status("Racing …") as status:
+        def say(what: str) -> None:
+            status.update(f"Racing: {what} …")
+
+        drafters = drafters_for(loaded, saved, assets.demo_drafter() if is_embedded else None)
+        speeds = [race(loaded, drafters, held_out, tuning, new_tokens, settings.seed, engine.compiled, say)]
+        reason = why_not_larger(loaded, origin) if larger else "The larger target was not asked for."
+        if reason is None:
+            fewer = {task: texts[: max(1, prompts // 2)] for task, texts in held_out.items()}
+            speeds.append(race_on_larger(origin, saved, fewer, tuning, new_tokens, settings.seed, say))
+    if reason is not None:
+        console.print(f"[dim]{reason}[/dim]", highlight=False)
     where = provenance(
         target=loaded.name, drafter=first_stage.name, dtype=dtype_name(loaded), device=str(loaded.device),
         compiled=engine.compiled, prompts=EMBEDDED,
     )
-    return DemoResult(where, before, after, live, settings, speedups, time.monotonic() - begun, loaded, saved)
+    return DemoResult(where, before, after, live, settings, speeds, time.monotonic() - begun, loaded, saved)
 
 
 def tokens_per_step(

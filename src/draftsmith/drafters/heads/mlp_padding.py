@@ -29,6 +29,7 @@ def pad_speculator(source: Path, folder: Path, times: int) -> None:
     ours = json.loads(json.dumps(config.get("draftsmith", {})))
     if "target" in ours:
         ours["target"] |= {"hidden_size": times * width, "name": "padded"}
+        ours["target"].pop("weights_hash", None)  # that of the target as it was
     padded = {**config, "emb_dim": times * width, "inner_dim": config.get("inner_dim") or width, "draftsmith": ours}
 
     def fill(aside: Path) -> None:

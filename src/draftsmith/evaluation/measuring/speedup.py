@@ -1,7 +1,7 @@
-"""Plain against drafted decoding: interleaved rounds, intervals, and whether the text is the same."""
+"""Plain against drafted decoding, one way or several: interleaved rounds, intervals, and whether texts are the same."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,10 @@ class SpeedupResult:
         }
 
 
+Way = tuple[Engine, Plan | None]
+"""How texts are decoded; without a plan by the engine's own."""
+
+
 def measure_speedup(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -79,22 +83,41 @@ def measure_speedup(
     plan: Plan | None = None,
     warmups: int = 1,
     seed: int = 0,
-    on_progress: Callable[[], None] | None = None,
 ) -> SpeedupResult:
-    """Decode every prompt both ways, greedily and alone, in random order; one prompt is one round."""
+    """Decode every prompt plainly and with drafts, by one engine; see `measure_speedups`."""
+    return measure_speedups(engine, {"drafted": (engine, plan)}, prompts, new_tokens, warmups, seed)["drafted"]
+
+
+def measure_speedups(
+    plain: Engine,
+    ways: Mapping[str, Way],
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    warmups: int = 1,
+    seed: int = 0,
+    on_progress: Callable[[], None] = lambda: None,
+) -> dict[str, SpeedupResult]:
+    """Decode every prompt plainly and in all other ways, greedily and alone, in random order; one prompt is one round.
+
+    Args:
+        plain: the engine of the baseline.
+        on_progress: called after every text that counts.
+    """
     rng = random.Random(seed)
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-    ways: dict[str, Plan | None] = {"plain": NO_DRAFT, "drafted": plan}
+    every: list[Way] = [(plain, NO_DRAFT), *ways.values()]
     for _ in range(warmups):
-        for way in ways.values():
-            measure(engine, [prompts[0]], params, way)
-    rounds: dict[str, list[Measurement]] = {name: [] for name in ways}
-    for index, name, _ in interleaved(ways, len(prompts), rng):
-        rounds[name].append(measure(engine, [prompts[index]], params, ways[name]))
-        if on_progress is not None and all(len(several) == index + 1 for several in rounds.values()):
-            on_progress()
-    texts = {name: [completion for m in runs for completion in m.completions] for name, runs in rounds.items()}
-    own = sum(is_targets_own(engine.target, completion) for completion in texts["plain"])
-    return SpeedupResult(
-        rounds["plain"], rounds["drafted"], compare_texts(texts["plain"], texts["drafted"], engine.target), own
-    )
+        for engine, plan in every:
+            measure(engine, [prompts[0]], params, plan)
+    runs: list[list[Measurement]] = [[] for _ in every]
+    for index, way, _ in interleaved(range(len(every)), len(prompts), rng):
+        engine, plan = every[way]
+        runs[way].append(measure(engine, [prompts[index]], params, plan))
+        on_progress()
+    baseline, *others = runs
+    texts, *drafted = [[text for one in several for text in one.completions] for several in runs]
+    own = sum(is_targets_own(plain.target, text) for text in texts)
+    return {
+        name: SpeedupResult(baseline, other, compare_texts(texts, theirs, plain.target), own)
+        for name, other, theirs in zip(ways, others, drafted, strict=True)
+    }

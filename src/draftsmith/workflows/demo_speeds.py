@@ -1,0 +1,127 @@
+"""The demo's race: a 4-bit copy, the speculator trained live and the shipped one, each with its best chain.
+
+It is run on the target and, where that is the embedded one, on the same model made as large as models that are read
+from memory, see `draftsmith.evaluation.padding`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from draftsmith import assets
+from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.drafters.heads.mlp_padding import pad_speculator
+from draftsmith.drafters.registry import load_drafter
+from draftsmith.engine import Engine
+from draftsmith.evaluation.measuring.chains import fastest_chain
+from draftsmith.evaluation.measuring.speedup import SpeedupResult, Way, measure_speedups
+from draftsmith.evaluation.padding import HALF_BILLION, padded_target
+from draftsmith.plan import Plan
+from draftsmith.targets import Target
+from draftsmith.types import CompileLevel
+from draftsmith.workflows.doctor import memory_gb
+
+COPY, LIVE, SHIPPED = "4-bit copy", "trained live", "shipped"
+LENGTHS = {COPY: (3, 4, 5, 6), LIVE: (1, 2, 3, 4), SHIPPED: (1, 2, 3, 4)}
+"""The chains that are tried of each."""
+TRIALS, TRIAL_TOKENS = 4, 48
+ROOM_GB = 4.0
+"""The larger target, its packed weights and their copy take less."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TargetSpeeds:
+    """What was measured on one target; `tasks` by task and drafter, `plans` what each drafter drafts."""
+
+    name: str
+    weights: int
+    plans: Mapping[str, Plan]
+    tasks: Mapping[str, Mapping[str, SpeedupResult]]
+
+    @property
+    def label(self) -> str:
+        """Name it with its size."""
+        return f"{self.name}, {self.weights / 1e6:,.0f} M"
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        return {
+            "target": self.name, "weights": self.weights,
+            "plans": {name: plan.max_nodes for name, plan in self.plans.items()},
+            "tasks": {
+                task: {name: one.summary() for name, one in found.items()} for task, found in self.tasks.items()
+            },
+        }
+
+
+def race(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    held_out: Mapping[str, Sequence[Sequence[int]]],
+    tuning: Sequence[Sequence[int]],
+    new_tokens: int,
+    seed: int,
+    level: CompileLevel,
+    say: Say,
+) -> TargetSpeeds:
+    """Find the best chain of every drafter on the texts for tuning, then let all and plain decoding take turns."""
+    longest = new_tokens + max(len(prompt) for prompts in (*held_out.values(), tuning) for prompt in prompts)
+    plain = Engine(target, max_batch=1, max_length=longest, share_prefixes=False, compile=level)
+    ways: dict[str, Way] = {}
+    for name, drafter in drafters.items():
+        engine = Engine(target, drafter, max_batch=1, max_length=longest, share_prefixes=False, compile=level)
+        plan = engine.plan
+        # Compiled, every length would cost a compilation.
+        if level == "off" and isinstance(drafter, StagewiseDrafter):
+            say(f"{target.name}: which chain is best for {name}")
+            lengths = [length for length in LENGTHS[name] if length <= drafter.max_depth] or [drafter.max_depth]
+            plan = fastest_chain(engine, lengths, tuning[:TRIALS], min(new_tokens, TRIAL_TOKENS), seed)
+        ways[name] = engine, plan
+    tasks = {}
+    for task, prompts in held_out.items():
+        say(f"{target.name}: {task}, plainly and with every drafter in turn")
+        tasks[task] = measure_speedups(plain, ways, prompts, new_tokens, seed=seed)
+    return TargetSpeeds(target.name, target.weights, {name: plan for name, (_, plan) in ways.items() if plan}, tasks)
+
+
+def drafters_for(target: Target, live: Path, shipped: Path | None) -> dict[str, Drafter]:
+    """Load what takes part: the copy where native kernels read the target, and the speculators in these folders."""
+    copy = {COPY: load_drafter("int4-self:guesses=6", target)} if target.backend.native else {}
+    folders = {LIVE: live} | ({} if shipped is None else {SHIPPED: shipped})
+    return copy | {name: load_drafter(folder, target) for name, folder in folders.items()}
+
+
+def why_not_larger(target: Target, origin: Path) -> str | None:
+    """Return why the target in `origin` is not measured as a larger one too, in a sentence; None where it is."""
+    free_gb = memory_gb("MemAvailable")
+    if origin.resolve() != assets.demo_target().resolve():
+        return "Only the embedded target is made larger."
+    if not target.backend.native:
+        return "The larger target is left out: without native kernels it would take many minutes."
+    if free_gb is not None and free_gb < ROOM_GB:
+        return f"The larger target is left out: it takes {ROOM_GB:.0f} GB of memory, and {free_gb:.1f} are free."
+    return None
+
+
+def race_on_larger(
+    origin: Path,
+    live: Path,
+    held_out: Mapping[str, Sequence[Sequence[int]]],
+    tuning: Sequence[Sequence[int]],
+    new_tokens: int,
+    seed: int,
+    say: Say,
+) -> TargetSpeeds:
+    """Do as `race` on the embedded target in `origin` made larger, with speculators that read its wider states."""
+    say("making the target as large as those that are read from memory")
+    target = padded_target(origin, HALF_BILLION, f"{origin.name}, padded")
+    with TemporaryDirectory() as folder:
+        wide = {name: Path(folder) / name for name in ("live", "shipped")}
+        pad_speculator(live, wide["live"], HALF_BILLION.times)
+        pad_speculator(assets.demo_drafter(), wide["shipped"], HALF_BILLION.times)
+        drafters = drafters_for(target, wide["live"], wide["shipped"])
+    return race(target, drafters, held_out, tuning, new_tokens, seed, "off", say)
