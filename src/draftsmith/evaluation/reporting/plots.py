@@ -24,7 +24,7 @@ INTERVALS = "thin bars: 95 % intervals"
 def ratio_bars(groups: Mapping[str, Mapping[str, Interval]]) -> Figure:
     """Bars with intervals of how many times as fast as plain decoding: a group a text, a bar a drafter; a line at 1."""
     ways = list(dict.fromkeys(way for group in groups.values() for way in group))
-    figure, axes = canvas(2.4 + 1.6 * len(groups), 3.8)
+    figure, axes = canvas(max(6.4, 2.4 + 1.6 * len(groups)), 3.8)
     width = 0.8 / len(ways)
     for i, way in enumerate(ways):
         there = [(g, group[way]) for g, group in enumerate(groups.values()) if way in group]
@@ -42,7 +42,7 @@ def ratio_bars(groups: Mapping[str, Mapping[str, Interval]]) -> Figure:
     axes.set_xlabel("task and target")
     axes.set_ylabel("times as fast as plain decoding")
     headroom(axes)
-    finish(axes, legend=True, title=f"One prompt at a time, the text of plain decoding ({INTERVALS})")
+    finish(axes, legend=True, title=f"One prompt at a time, the same text ({INTERVALS})")
     return figure
 
 
