@@ -24,6 +24,7 @@ from draftsmith.workflows.demonstration import DemoResult
 from draftsmith.workflows.live import LiveResult
 
 SAMPLE_TOKENS = 96
+SPEED_COLUMNS = ("task", "drafter", "tokens/s", "ratio (95 %)", "τ")
 
 
 def pieces_of(completion: Completion, target: Target, limit: int | None = None) -> list[tuple[str, bool]]:
@@ -81,11 +82,9 @@ def print_training(
 
 def print_speeds(console: Console, speeds: TargetSpeeds) -> None:
     """Print the speed of plain decoding and of every drafter, and whether the texts are identical."""
-    table = Table(title=f"Tokens a second, one prompt at a time: {speeds.label} weights", title_justify="left")
-    table.add_column("")
-    for task in speeds.tasks:
-        for name in (task, "ratio", "τ"):
-            table.add_column(name, justify="right", no_wrap=True)
+    table = Table(title=f"{speeds.label} weights: tokens a second, one prompt at a time", title_justify="left")
+    for name in SPEED_COLUMNS:
+        table.add_column(name, justify="left" if name in SPEED_COLUMNS[:2] else "right", no_wrap=True)
     for row in speed_rows(speeds):
         table.add_row(*row)
     console.print(table)
@@ -95,20 +94,17 @@ def print_speeds(console: Console, speeds: TargetSpeeds) -> None:
 
 
 def speed_rows(speeds: TargetSpeeds) -> list[list[str]]:
-    """Return a line for plain decoding and one for every drafter: its chain, and of each task speed, ratio and τ."""
-    plain = ["plain"]
-    for found in speeds.tasks.values():
-        plain += [f"{next(iter(found.values())).plain_speed.value:,.0f}", "1", "1"]
-    rows = [plain]
-    for name, plan in speeds.plans.items():
-        row = [f"{name}, {plan.max_nodes} guesses"]
-        for found in speeds.tasks.values():
-            ratio = found[name].speedup
-            row += [
-                f"{found[name].drafted_speed.value:,.0f}", f"{ratio.value:.2f}× ({ratio.low:.2f}–{ratio.high:.2f})",
-                f"{found[name].total.tokens_per_step:.2f}",
-            ]
-        rows.append(row)
+    """Return lines under `SPEED_COLUMNS`: of every task plain decoding first, then each drafter with its chain."""
+    rows = []
+    for task, found in speeds.tasks.items():
+        plain = next(iter(found.values())).plain_speed
+        rows.append([task, "plain", f"{plain.value:,.0f}", "1", "1"])
+        for name, one in found.items():
+            ratio, guesses = one.speedup, speeds.plans[name].max_nodes
+            rows.append([
+                task, f"{name}, {guesses} guess{'es' * (guesses > 1)}", f"{one.drafted_speed.value:,.0f}",
+                f"{ratio.value:.2f}× ({ratio.low:.2f}–{ratio.high:.2f})", f"{one.total.tokens_per_step:.2f}",
+            ])
     return rows
 
 
@@ -191,13 +187,12 @@ Green tokens were drafted by the speculator and accepted; black ones are the tar
 
 def speed_section(speeds: TargetSpeeds) -> str:
     """Lay out what was measured on one target."""
-    columns = [part for task in speeds.tasks for part in (f"{task}, tokens/s", "over plain", "τ")]
     identical = [
         f"- {task}, {', '.join(names)}: {sentence}"
         for task, found in speeds.tasks.items() for sentence, names in sentences(found).items()
     ]
     rounds = len(next(iter(next(iter(speeds.tasks.values())).values())).plain)
     return "\n".join([
-        f"### {speeds.label} weights, {rounds} prompts a task", "", markdown_table(["", *columns], speed_rows(speeds)),
-        "", "Identical to plain decoding?", "", *identical,
+        f"### {speeds.label} weights, {rounds} prompts a task", "",
+        markdown_table(list(SPEED_COLUMNS), speed_rows(speeds)), "", "Identical to plain decoding?", "", *identical,
     ])
