@@ -6,7 +6,7 @@ B rows, N guesses, M = N + 1 nodes (root first), V vocabulary.
 import itertools
 import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -109,37 +109,36 @@ def test_tokens_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "batch", "kind"),
-    [(8_192, 16, "plain"), (8_192, 1, "narrow"), (32_000, 16, "plain"), (32_000, 1, "flat"), (128_256, 2, "plain"),
-     (128_256, 1, "narrow")],
+    ("vocabulary", "batch", "kind", "branching"),
+    [(8_192, 16, "plain", (1, 1, 1)), (8_192, 16, "plain", (2, 2)), (8_192, 1, "narrow", (2, 2)),
+     (32_000, 16, "plain", (1, 1)), (32_000, 1, "flat", (2, 1)), (128_256, 2, "plain", (1, 1)),
+     (128_256, 1, "narrow", (2,))],
 )
-@pytest.mark.parametrize("branching", [(1, 1, 1), (2, 2)], ids=str)
 def test_tokens_of_large_vocabularies(vocabulary: int, batch: int, kind: str, branching: tuple[int, ...]) -> None:
     rules = [
         SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2),
         SamplingParams(temperature=1.3, top_k=40, frequency_penalty=0.4), SamplingParams(temperature=1.0, min_p=0.05),
         SamplingParams(),
     ]
-    for seed in range(2):
-        params = [rules[(row + seed) % len(rules)] for row in range(batch)]
-        for dtype in DTYPES:
-            given = given_of(kind, params, vocabulary, branching, seed, dtype)
-            assert_same(accept_drawn_natively(*given), accept_drawn_as_defined(*given))
+    params = [rules[row % len(rules)] for row in range(batch)]
+    for seed, dtype in enumerate(DTYPES if vocabulary < 20_000 else DTYPES[:1]):
+        given = given_of(kind, params, vocabulary, branching, seed, dtype)
+        assert_same(accept_drawn_natively(*given), accept_drawn_as_defined(*given))
 
 
 def test_every_instruction_set_and_number_of_threads_takes_the_same_tokens(
-    instructions: str, request: pytest.FixtureRequest
+    instructions: str, threads: Callable[[int], None]
 ) -> None:
     generator = random.Random(3)
     for kind in ("plain", "narrow", "ties", "minus infinity", "nan"):
         for vocabulary, batch in ((300, 8), (17_000, 1)):
             params = [rules_of(generator, vocabulary, row % 4 == 3, True) for row in range(batch)]
             given = given_of(kind, params, vocabulary, (2, 1, 1), 5)
-            expected = accept_drawn_as_defined(*given)
-            for threads in (1, 2):
-                torch.set_num_threads(threads)
-                request.addfinalizer(lambda: torch.set_num_threads(1))
-                assert_same(accept_drawn_natively(*given), expected)
+            # Two threads share the one row.
+            threads(1 + (batch == 1))
+            found = accept_drawn_natively(*given)
+            threads(1)
+            assert_same(found, accept_drawn_as_defined(*given))
 
 
 def test_draws_near_every_boundary_are_those_of_the_definition() -> None:

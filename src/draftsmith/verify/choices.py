@@ -48,9 +48,9 @@ def accept_drawn_natively(
     logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft, visible_BMM: Tensor,
     seeds_B: Tensor, positions_B: Tensor,
 ) -> Acceptance:
-    """Do as `accept_drawn_as_defined`: the same tokens, by one native operator, and of p and q what a row needs of them.
+    """Do as `accept_drawn_as_defined`: the same tokens, by one native operator.
 
-    `can_accept_natively` has to hold.
+    Of p and q no more is computed than a row needs. `can_accept_natively` has to hold.
     """
     assert draft.q_BMV is not None, "guesses that were not drawn are accepted by accept_natively"
     found = Acceptance(*torch.ops.draftsmith.accept_drawn(

@@ -74,9 +74,10 @@ struct Choices {
   // Gives a node's logits to the chooser.
   void take(Chooser& chooser, int64_t b, int64_t node) const;
 
-  // Lets follow(chooser, row, path) write the path of every row and return its length and the token behind it. Rows are
-  // divided among the threads, or the vocabulary is, where there are fewer rows.
-  template <class Follow>
+  // Lets follow(memory, row, path) write the path of every row and return its length and the token behind it. Rows are
+  // divided among the threads, or the vocabulary is, where there are fewer rows: Memory, of which every thread that has
+  // rows makes its own, is told of both.
+  template <class Memory, class Follow>
   Accepted accept(const Follow& follow) const {
     Tensor path_BD = full<int64_t>({batch, depth}, 0);
     Tensor counts_B = empty({batch}, kLong), next_B = empty({batch}, kLong);
@@ -84,8 +85,8 @@ struct Choices {
     int64_t* next = next_B.mutable_data_ptr<int64_t>();
     const int64_t threads = get_num_threads();
     const auto some = [&](int64_t begin, int64_t end, int64_t helpers) {
-      Chooser chooser(vocabulary, helpers);
-      for (int64_t b = begin; b < end; ++b) std::tie(counts[b], next[b]) = follow(chooser, b, paths + b * depth);
+      Memory memory(vocabulary, helpers);
+      for (int64_t b = begin; b < end; ++b) std::tie(counts[b], next[b]) = follow(memory, b, paths + b * depth);
     };
     if (batch < threads && vocabulary >= kWide)
       some(0, batch, threads);

@@ -79,11 +79,17 @@ struct Verification {
 };
 
 template <class Q>
+struct Memory {
+  Chooser chooser;
+  Refusals<Q> refusals;
+  Memory(int64_t vocabulary, int64_t threads) : chooser(vocabulary, threads), refusals(vocabulary) {}
+};
+
+template <class Q>
 Accepted accept_by(const Choices& all, const Tensor& q_BMV, const std::vector<int64_t>& branching) {
   const Verification<Q> verification{all, q_BMV, branching};
-  return all.accept([&](Chooser& chooser, int64_t b, int64_t* path) {
-    Refusals<Q> refusals(all.vocabulary);
-    return verification.follow(chooser, refusals, b, path);
+  return all.accept<Memory<Q>>([&](Memory<Q>& memory, int64_t b, int64_t* path) {
+    return verification.follow(memory.chooser, memory.refusals, b, path);
   });
 }
 

@@ -72,7 +72,7 @@ Accepted accept_choices(const Tensor& logits_BMV, const Tensor& tokens_BN, const
                         const Tensor& seeds_B, const Tensor& positions_B, const Tensors& bias, const Tensors& history) {
   const Choices all(logits_BMV, tokens_BN, parents_BN, visible_BMM, depth, rules_BX, top_k_B, seeds_B, positions_B, bias,
                     history);
-  return all.accept([&](Chooser& chooser, int64_t b, int64_t* path) { return follow(all, chooser, b, path); });
+  return all.accept<Chooser>([&](Chooser& chooser, int64_t b, int64_t* path) { return follow(all, chooser, b, path); });
 }
 
 Tensor noise(const Tensor& seeds, const Tensor& positions, int64_t stream, const Tensor& indices) {
