@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +40,8 @@ from draftsmith.types import CompileLevel, Completion, DraftsmithError, Statisti
 
 RESULTS = Path(__file__).parent / "results"
 PLAIN = "plain"
+SAMPLED = "sampled:"
+"""What the text of a plan begins with whose guesses are drawn."""
 TRANSFORMERS = "transformers"
 FILE_WIDTH = 200
 NATIVE = "native"
@@ -194,13 +196,20 @@ def split_levels(text: str) -> list[str]:
 
 
 @contextmanager
-def model_folder(geometry: str, target: str | None, dtype: torch.dtype) -> Iterator[str]:
-    """Give the folder or name of the target: the real one for "demo", or random weights saved for the moment."""
+def model_folder(
+    geometry: str, target: str | None, dtype: torch.dtype, vocabulary: int | None = None
+) -> Iterator[str]:
+    """Give the folder or name of the target: the real one for "demo", or random weights saved for the moment.
+
+    Random ones have the vocabulary of their geometry, or the one that is given.
+    """
     if geometry == "demo":
         yield target or str(assets.demo_target())
         return
     with tempfile.TemporaryDirectory() as scratch:
         chosen = GEOMETRIES[geometry]
+        if vocabulary is not None:
+            chosen = replace(chosen, vocabulary=vocabulary)
         folder = Path(scratch) / chosen.name
         chosen.build(dtype).save_pretrained(folder)
         yield str(folder)
@@ -229,14 +238,21 @@ def random_speculator(
 
 
 def make_plan(text: str) -> Plan:
-    """Read "3,2,1/4": branching, and behind the slash the number of paths kept; "plain" drafts nothing."""
+    """Read "3,2,1/4": branching, and behind the slash the number of paths kept; "plain" drafts nothing.
+
+    Guesses of "sampled:3,2,1" are drawn.
+    """
     if text == PLAIN:
         return Plan()
-    branching, _, paths = text.partition("/")
+    shape = text.removeprefix(SAMPLED)
+    branching, _, paths = shape.partition("/")
     try:
-        return Plan(tuple(int(word) for word in branching.split(",")), paths=int(paths) if paths else None)
+        children = tuple(int(word) for word in branching.split(","))
+        return Plan(children, paths=int(paths) if paths else None, sampled=shape != text)
     except ValueError:
-        raise DraftsmithError(f"the plan {text!r} cannot be read; write it like 1,1,1 or 3,2,1/4.") from None
+        raise DraftsmithError(
+            f"the plan {text!r} cannot be read; write it like 1,1,1, 3,2,1/4 or sampled:1,1,1."
+        ) from None
 
 
 def plans_within(texts: Sequence[str], drafter: Any) -> dict[str, Plan]:

@@ -6,6 +6,12 @@ Outside is the time of `Engine.generate` less what its statistics give to the ta
 to the drafter: scheduling, layout, acceptance under the rules of sampling, keeping of keys and values, bookkeeping of
 texts. Every batch decodes prompts of its own behind 64 random tokens. Cells take turns in random order.
 
+    python benchmarks/outside.py --vocabularies 32000 128000 --rows 1 16 --family int4-self \
+        --plans plain 1,1,1 sampled:1,1,1 --kinds greedy sampled
+
+Scores of random weights are nearly alike, which leaves no token a share of its own. `--sharpness 8` multiplies the
+head, so that they spread as those of a trained model do.
+
 Shapes: B rows.
 """
 
@@ -31,7 +37,9 @@ from common import (
     span,
     start,
 )
+from transformers import AutoModelForCausalLM
 
+from draftsmith.drafters.registry import load_drafter
 from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Engine
 from draftsmith.plan import Plan
@@ -41,6 +49,7 @@ from draftsmith.types import SamplingParams, require_finished
 PROMPT = 64
 KINDS = {
     "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=0.8, seed=1),
     "sampled, penalties": SamplingParams(
         temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.1, seed=1
     ),
@@ -80,21 +89,45 @@ def run() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64])
     parser.add_argument("--plans", nargs="+", default=["plain", "1,1,1"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument(
+        "--vocabularies", nargs="+", type=int, default=[0], help="of random targets; 0 is the geometry's own"
+    )
+    parser.add_argument("--sharpness", type=float, default=1.0, help="what the head of random targets is multiplied by")
+    parser.add_argument(
+        "--family", default="random", help="what drafts for random targets: random (an MLP speculator), int4-self, …"
+    )
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
     args = start(parser)
     cells: list[dict[str, Any]] = []
     table: list[list[str]] = []
-    for geometry in args.geometries:
-        with model_folder(geometry, args.target, resolve_dtype(args.dtype, torch.device(args.device))) as folder:
-            target = Target.from_pretrained(folder, dtype=args.dtype, device=args.device)
-        drafter = open_drafter(args.drafter, target) if geometry == "demo" else random_speculator(target, 3, True, 8192)
-        cells, table = measure_target(geometry, target, drafter, args, cells, table)
+    for geometry, vocabulary in [(geometry, size) for geometry in args.geometries for size in args.vocabularies]:
+        target = open_target(geometry, vocabulary, args)
+        if geometry == "demo":
+            drafter = open_drafter(args.drafter, target)
+        elif args.family == "random":
+            drafter = random_speculator(target, 3, True, 8192)
+        else:
+            drafter = load_drafter(args.family, target)
+        name = f"{geometry}, {target.vocab_size:,} tokens" if vocabulary else geometry
+        cells, table = measure_target(name, target, drafter, args, cells, table)
     show_table(
         f"Outside target and drafter, {args.dtype} ({args.rounds} rounds, 95 % intervals)",
         ["target", "rows", "plan", "kind", "step, ms", "outside, ms", "share of the step"], table,
     )
     finish(args, {"cells": cells}, dtype=args.dtype)
+
+
+def open_target(geometry: str, vocabulary: int, args: argparse.Namespace) -> Target:
+    """Load the target, or make a random one with this vocabulary."""
+    dtype = resolve_dtype(args.dtype, torch.device(args.device))
+    with model_folder(geometry, args.target, dtype, vocabulary or None) as folder:
+        if geometry != "demo" and args.sharpness != 1:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            with torch.no_grad():
+                model.get_output_embeddings().weight.mul_(args.sharpness)
+            model.save_pretrained(folder)
+        return Target.from_pretrained(folder, dtype=args.dtype, device=args.device)
 
 
 def measure_target(

@@ -38,18 +38,20 @@ def block_rule(
     """Algorithm 2 of arXiv 2403.10444, row by row of the paper; the defaults are right, each argument is a mistake."""
     assert draft.q_BMV is not None
     rows, depth = torch.arange(len(positions_B)), draft.depth
+    # Nothing was drawn behind the last guess.
+    q_BMV = torch.nn.functional.pad(draft.q_BMV[:, :depth].double(), (0, 0, 0, 1))
     ratio_B = torch.ones(len(rows), dtype=torch.float64)
     counts_B, open_B = torch.zeros_like(positions_B), torch.ones_like(positions_B, dtype=torch.bool)
-    residuals = [p_BMV[:, 0] - draft.q_BMV[:, 0]]
+    residuals = [p_BMV[:, 0] - q_BMV[:, 0]]
     for i in range(1, depth + 1):
         token_B = draft.tokens_BN[:, i - 1]
-        ratio_B = ratio_B * p_BMV[rows, i - 1, token_B] / draft.q_BMV[rows, i - 1, token_B]
+        ratio_B = ratio_B * p_BMV[rows, i - 1, token_B] / q_BMV[rows, i - 1, token_B]
         ratio_B = ratio_B.clamp(max=most_ratio)
         node = max(0, i - late)
         scale_B1 = ratio_B.unsqueeze(1)
-        rest_BV = scale_B1 * p_BMV[:, node] - draft.q_BMV[:, node]
-        residuals.append(rest_BV if joint_residual else p_BMV[:, i] - draft.q_BMV[:, i])
-        tested_BV = rest_BV if joint_test else p_BMV[:, i] - draft.q_BMV[:, i]
+        rest_BV = scale_B1 * p_BMV[:, node] - q_BMV[:, node]
+        residuals.append(rest_BV if joint_residual else p_BMV[:, i] - q_BMV[:, i])
+        tested_BV = rest_BV if joint_test else p_BMV[:, i] - q_BMV[:, i]
         rest_B = torch.relu(tested_BV).sum(1)
         chance_B = ratio_B if i == depth or plain_test else rest_B / (rest_B + 1 - ratio_B)
         u_B = uniform(seeds_B, positions_B + i - 1, accept_stream, i - 1 if accept_by_depth else 0)

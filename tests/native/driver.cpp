@@ -448,6 +448,36 @@ void roundings() {
   EXPECT(narrow(std::numeric_limits<float>::max()) == 0x7f80, "narrow", "overflow");
 }
 
+// What one distribution leaves of another, and shares of weights, both with the sums of their stretches.
+void shares(const Kernels& k, int64_t count) {
+  const int64_t stretches = (count + kStretch - 1) / kStretch;
+  Exact<float> p(count), q(count);
+  Exact<double> left(count), sums(stretches), right(stretches);
+  for (int64_t i = 0; i < count; ++i) p[i] = std::exp(drawn()), q[i] = below(4) ? std::exp(drawn()) : 0.0f;
+  const auto near = [](double a, double b) { return std::abs(a - b) <= 1e-12 * (std::abs(b) + 1); };
+  k.rest(p.data(), 0.5, q.data(), 0.75, count, left.data(), sums.data());
+  k.rest(p.data(), 0.5, q.data(), 0.75, count, nullptr, right.data());
+  for (int64_t s = 0; s < stretches; ++s) {
+    double sum = 0;
+    for (int64_t i = s * kStretch; i < std::min((s + 1) * kStretch, count); ++i) {
+      const double expected = std::max(p[i] * 0.5 - q[i] * 0.75, 0.0);
+      EXPECT(near(left[i], expected), k.name, "rest" + sizes({count, i}));
+      sum += expected;
+    }
+    EXPECT(near(sums[s], sum) && sums[s] == right[s], k.name, "rest, the sum" + sizes({count, s}));
+  }
+  for (int64_t i = 0; i < count; ++i) p[i] = i % 5 == 3 ? 1e-38f : q[i];
+  k.share(p.data(), count, 0.25f, sums.data());
+  for (int64_t s = 0; s < stretches; ++s) {
+    double sum = 0;
+    for (int64_t i = s * kStretch; i < std::min((s + 1) * kStretch, count); ++i) {
+      EXPECT(p[i] == (i % 5 == 3 ? 0.0f : q[i] * 0.25f), k.name, "share" + sizes({count, i}));
+      sum += p[i];
+    }
+    EXPECT(near(sums[s], sum), k.name, "share, the sum" + sizes({count, s}));
+  }
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -487,6 +517,7 @@ int main(int count, char** words) {
       largest(k, count);
       whole_numbers(k, count);
       scores(k, count);
+      shares(k, count);
     }
   }
   EXPECT(!use_kernels("nothing"), "nothing", "was found");

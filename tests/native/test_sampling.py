@@ -16,14 +16,12 @@ from draftsmith.verify import (
     Acceptance,
     History,
     SamplingBatch,
-    Stream,
     accept_defined,
     accept_greedy,
     accept_natively,
     can_accept_natively,
     shape_logits,
     tree_tables,
-    uniform,
 )
 from draftsmith.verify.choices import UNDECIDED
 from tests.verify.test_tree import random_parents
@@ -112,13 +110,6 @@ def assert_same(ours: Acceptance, theirs: Acceptance) -> None:
 def nothing_drafted(batch: int) -> tuple[Draft, Tensor]:
     none_BN = torch.empty((batch, 0), dtype=torch.long)
     return Draft(none_BN, none_BN, 0), torch.ones((batch, 1, 1), dtype=torch.bool)
-
-
-def test_noise_is_the_same_number_for_number() -> None:
-    generator = torch.Generator().manual_seed(0)
-    seeds_B = torch.randint(-(2**63), 2**63 - 1, (5_000,), generator=generator)
-    positions_B = torch.randint(0, 2**40, (5_000,), generator=generator)
-    assert torch.equal(ops.target_noise(seeds_B, positions_B), uniform(seeds_B, positions_B, Stream.TARGET, 0))
 
 
 # ---- plain decoding: one node a row

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import StagewiseDrafter
+from draftsmith.drafters.draws import Draws
 from draftsmith.drafters.static_tree import static_tree
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
-from draftsmith.verify.noise import Stream, categorical, uniform
-
-# Any q is exact for a greedy row; a sharp one guesses the argmax, which is all that such a row can accept.
-_GREEDY_TEMPERATURE = 0.1
 
 
 def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
@@ -56,11 +53,11 @@ def _chain(drafter: StagewiseDrafter, context: Context, depth: int) -> Draft:
     return as_chain(torch.stack(guesses, dim=1))
 
 
-def as_chain(tokens_BN: Tensor) -> Draft:
-    """Make these guesses a chain."""
+def as_chain(tokens_BN: Tensor, q_BMV: Tensor | None = None) -> Draft:
+    """Make these guesses a chain, drawn from q or chosen."""
     batch, nodes = tokens_BN.shape
     parents_BN = torch.arange(ROOT, nodes - 1, device=tokens_BN.device).expand(batch, -1)
-    return Draft(tokens_BN, parents_BN, depth=nodes, branching=(1,) * nodes)
+    return Draft(tokens_BN, parents_BN, depth=nodes, q_BMV=q_BMV, branching=(1,) * nodes)
 
 
 @dataclass(frozen=True)
@@ -223,32 +220,14 @@ def _prune(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int)
 def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     """Draw children without replacement: each from q without its elder siblings, renormalised.
 
-    The float64 q that guesses are drawn from is the one that verifies them: a copy rounded on the way is another one.
+    The q that guesses are drawn from is the very one that verifies them: a copy rounded on the way is another one.
     """
     tokens_R, state = drafter.begin(context)
-    batch = tokens_R.shape[0]
-    temperature_B = torch.where(context.temperature_B > 0, context.temperature_B, _GREEDY_TEMPERATURE)
-    temperature_B11 = temperature_B.float()[:, None, None]
-    seeds_B1 = context.seeds_B.unsqueeze(1)
-    stream = Stream.BLOCK_DRAFT if plan.acceptance == "block" else Stream.DRAFT
-    tokens, parents, q, frontier, start = [], [], [], 1, 0
+    draws = Draws(context, plan)
+    tokens, parents, frontier, start = [], [], 1, 0
     for depth, children in enumerate(plan.branching):
         log_q_RV, state = drafter.step(depth, state, tokens_R)
-        q_BFV = (log_q_RV.float().view(batch, frontier, -1) / temperature_B11).softmax(-1).to(torch.float64)
-        q_BFV = q_BFV / q_BFV.sum(-1, keepdim=True)
-        q.append(q_BFV)
-        # A later step draws for the same position anew. Block verification has looked at all of these guesses when it
-        # throws some away: its stream keeps them apart from those of other plans, and the slot from its own later ones.
-        slots_FC = torch.arange(start, start + frontier * children, device=tokens_R.device).view(frontier, children)
-        u_BFC = uniform(
-            seeds_B1, (context.lengths_B + depth).unsqueeze(1), stream, slots_FC.reshape(-1)
-        ).view(batch, frontier, children)
-        drawn: list[Tensor] = []
-        for child in range(children):
-            if child:
-                q_BFV = q_BFV.scatter(2, drawn[-1].unsqueeze(2), 0.0)
-            drawn.append(categorical(q_BFV, u_BFC[:, :, child]))
-        tokens_BW = torch.stack(drawn, dim=2).reshape(batch, -1)
+        tokens_BW = draws.draw(log_q_RV.float(), depth, children, start)
         tokens.append(tokens_BW)
         # The frontier is the level above, whose nodes end just before this one's.
         above = torch.arange(start - frontier, start, device=tokens_R.device)
@@ -256,7 +235,7 @@ def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
         start, frontier, tokens_R = start + frontier * children, frontier * children, tokens_BW.reshape(-1)
         if depth + 1 < plan.depth and children > 1:
             state = _map_state(state, partial(torch.repeat_interleave, repeats=children, dim=0))
-    q.append(torch.zeros_like(q[0]).expand(-1, frontier, -1))
+    batch = context.tokens_BT.shape[0]
     return Draft(
-        torch.cat(tokens, dim=1), torch.cat(parents).expand(batch, -1), plan.depth, torch.cat(q, dim=1), plan.branching
+        torch.cat(tokens, dim=1), torch.cat(parents).expand(batch, -1), plan.depth, draws.q_BMV, plan.branching
     )

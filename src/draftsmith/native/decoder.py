@@ -5,6 +5,7 @@ D head width, F width, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,23 @@ from draftsmith.native.library import NativeObject
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types of this shape. What they have besides (biases, norms on the heads, windows) is read from the model."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What guesses are drawn by.
+
+    Args:
+        temperature_B: of every row, fp32 and above 0.
+        seeds_B: of every row.
+        positions_B: absolute positions of the first guesses.
+        stream: a number of `draftsmith.verify.Stream`; a guess has its depth as index.
+    """
+
+    temperature_B: Tensor
+    seeds_B: Tensor
+    positions_B: Tensor
+    stream: int
 
 
 class NativeDecoder:
@@ -104,6 +122,25 @@ class NativeDecoder:
             "guess", roots_B.contiguous(), cached_B.contiguous(), keys_NEHD, values_NEHD, tables_RJ, slots_B, depth
         )
         return tokens_BD
+
+    def draw(
+        self,
+        roots_B: Tensor,
+        cached_B: Tensor,
+        keys_NEHD: list[Tensor],
+        values_NEHD: list[Tensor],
+        tables_RJ: Tensor | None,
+        slots_B: Tensor | None,
+        depth: int,
+        noise: Noise,
+    ) -> tuple[Tensor, Tensor]:
+        """Return chains that are drawn (B, depth) and what from (B, depth, V; fp32), as `Backend.draw` does."""
+        tokens_BD, q_BDV = self._decode.by(
+            "guess_drawn", roots_B.contiguous(), cached_B.contiguous(), keys_NEHD, values_NEHD, tables_RJ, slots_B,
+            depth, noise.temperature_B.contiguous(), noise.seeds_B.contiguous(), noise.positions_B.contiguous(),
+            noise.stream,
+        )
+        return tokens_BD, q_BDV
 
 
 def has_native_form(model: PreTrainedModel) -> bool:

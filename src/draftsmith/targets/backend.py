@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.native import kernels_in_use, why_missing
-from draftsmith.native.decoder import NativeDecoder, has_native_form
+from draftsmith.native.decoder import NativeDecoder, Noise, has_native_form
 from draftsmith.native.layers import can_pack, pack_linears, pack_model
 from draftsmith.targets.attention import ShapeProbe, lay_out_pass
 from draftsmith.targets.cache.cache import KVCache
@@ -79,6 +79,16 @@ class Backend(ABC):
         """Read the roots of rows behind the `held_B` tokens of each, then what is likeliest behind them, and so on.
 
         Returns these choices (B, depth), or None where nothing does it in one piece.
+        """
+        return None
+
+    def draw(
+        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int, noise: Noise
+    ) -> tuple[Tensor, Tensor] | None:
+        """Do as `guess`, with choices that are drawn.
+
+        Returns them (B, depth) and what they were drawn from, as `Draft.q_BMV`, or None where nothing does it in one
+        piece.
         """
         return None
 
@@ -287,6 +297,14 @@ class NativeForward(NativeLayers):
         keys_NEHD = [cache.keys_NEHD[layer] for layer in self._layers]
         values_NEHD = [cache.values_NEHD[layer] for layer in self._layers]
         return self._decoder.guess(roots_B, held_B, keys_NEHD, values_NEHD, cache.tables_RJ, slots_B, depth)
+
+    def draw(
+        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int, noise: Noise
+    ) -> tuple[Tensor, Tensor] | None:
+        """Call the operator."""
+        keys_NEHD = [cache.keys_NEHD[layer] for layer in self._layers]
+        values_NEHD = [cache.values_NEHD[layer] for layer in self._layers]
+        return self._decoder.draw(roots_B, held_B, keys_NEHD, values_NEHD, cache.tables_RJ, slots_B, depth, noise)
 
     def encode(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor | None]:
         """Read them as in decoding."""

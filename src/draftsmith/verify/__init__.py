@@ -2,7 +2,13 @@
 
 from draftsmith.verify.accept import Acceptance, accept_deterministic, accept_greedy, accept_sampled
 from draftsmith.verify.block import accept_block
-from draftsmith.verify.choices import accept_defined, accept_natively, can_accept_natively
+from draftsmith.verify.choices import (
+    accept_defined,
+    accept_drawn_as_defined,
+    accept_drawn_natively,
+    accept_natively,
+    can_accept_natively,
+)
 from draftsmith.verify.distribution import History, SamplingBatch, probabilities, shape_logits
 from draftsmith.verify.narrow import Narrowed, narrow
 from draftsmith.verify.noise import Stream, categorical, uniform
@@ -18,6 +24,8 @@ __all__ = [
     "accept_block",
     "accept_defined",
     "accept_deterministic",
+    "accept_drawn_as_defined",
+    "accept_drawn_natively",
     "accept_greedy",
     "accept_natively",
     "accept_sampled",

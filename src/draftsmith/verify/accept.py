@@ -90,7 +90,7 @@ def accept_sampled(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Te
         seeds_B: seeds of the rows (int64).
         positions_B: absolute position of the token after the root.
     """
-    (batch, nodes), depth = draft.tokens_BN.shape, draft.depth
+    (batch, nodes), depth, q_BMV = draft.tokens_BN.shape, draft.depth, _require_q(draft)
     branching = draft.branching if draft.branching is not None else (nodes,) * depth
     current_B = torch.zeros_like(positions_B)
     counts_B = torch.zeros_like(positions_B)
@@ -102,7 +102,8 @@ def accept_sampled(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Te
         going_B = counts_B == level
         child_BN = (up_BN == current_B.unsqueeze(1)) & going_B.unsqueeze(1)
         children_BK = torch.where(child_BN, slots_N, nodes).topk(min(most, nodes), dim=1, largest=False).values
-        q_BV = _node(_require_q(draft), current_B).to(torch.float64)
+        q_BV = _node(q_BMV, current_B.clamp(max=q_BMV.shape[1] - 1)).to(torch.float64)
+        q_BV = _normalised(q_BV, q_BV)
         u_BK = uniform(
             seeds_B.unsqueeze(1), positions_B.unsqueeze(1) + level, Stream.ACCEPT,
             torch.arange(children_BK.shape[1], device=up_BN.device),

@@ -48,7 +48,9 @@ def accept_block(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tens
     device = p_BMV.device
     index_BN1 = draft.tokens_BN.unsqueeze(2)
     p_BN = p_BMV[:, :nodes].gather(2, index_BN1).squeeze(2)
-    q_BN = draft.q_BMV[:, :nodes].gather(2, index_BN1).squeeze(2).to(torch.float64)
+    q_BNV = draft.q_BMV[:, :nodes].to(torch.float64)
+    q_BNV = q_BNV / q_BNV.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    q_BN = q_BNV.gather(2, index_BN1).squeeze(2)
     chain_N = torch.arange(ROOT, nodes - 1, device=device)
     in_chain_BN = ((draft.parents_BN == chain_N) & (q_BN > 0)).cumprod(1).bool()
     ratio_BN = torch.where(in_chain_BN, p_BN / torch.where(in_chain_BN, q_BN, 1.0), 0.0)
@@ -57,7 +59,8 @@ def accept_block(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tens
         joint.append((joint[-1] * ratio_B).clamp(max=1.0))
     joint_BM = torch.stack(joint, dim=1)
 
-    rest_BMV = torch.relu(joint_BM.unsqueeze(2) * p_BMV - draft.q_BMV)
+    # Nothing was drawn behind the last guess.
+    rest_BMV = torch.relu(joint_BM.unsqueeze(2) * p_BMV - torch.nn.functional.pad(q_BNV, (0, 0, 0, 1)))
     rest_BM = rest_BMV.sum(2)
     # Nothing over nothing means r = 1 and p = q: the prefix passes, as it does where p and q are nearly equal.
     share_BM = torch.where(rest_BM > 0, rest_BM / (rest_BM + 1 - joint_BM), (joint_BM == 1).to(torch.float64))

@@ -1,20 +1,21 @@
-"""Acceptance by native operators, for greedy rows under any rules and for sampled rows with deterministic drafts.
+"""Acceptance by native operators, for greedy rows and sampled ones under any rules, with drafts of any kind.
 
 Shapes: B rows, N drafted, M = N + 1 verified nodes (root first), V vocabulary.
 
-The definition is PyTorch's: `shape_logits`, `probabilities`, `accept_greedy` and `accept_deterministic`. The operator
-takes the very token that they take. Where it would have to trust the last bits of a sum that it adds up in another
-order, it leaves the row to them.
+The definition is PyTorch's: `shape_logits`, `probabilities`, `accept_greedy`, `accept_deterministic` and
+`accept_sampled`. The operators take the very tokens that these take. Where they would have to trust the last bits of a
+sum that they add up in another order, they leave the row to them.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.native import LIBRARY
 from draftsmith.types import Draft
-from draftsmith.verify.accept import Acceptance, accept_deterministic
+from draftsmith.verify.accept import Acceptance, accept_deterministic, accept_sampled
 from draftsmith.verify.distribution import History, SamplingBatch, probabilities, shape_logits
 
 UNDECIDED = -1
@@ -36,22 +37,58 @@ def accept_natively(
 
     `can_accept_natively` has to hold.
     """
+    given = replace(draft, q_BMV=None)
+    found = Acceptance(*torch.ops.draftsmith.accept_choices(
+        *_arguments(logits_BMV, batch, history, given, visible_BMM, seeds_B, positions_B)
+    ))
+    return _completed(found, logits_BMV, batch, history, given, visible_BMM, seeds_B, positions_B)
+
+
+def accept_drawn_natively(
+    logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft, visible_BMM: Tensor,
+    seeds_B: Tensor, positions_B: Tensor,
+) -> Acceptance:
+    """Do as `accept_drawn_as_defined`: the same tokens, by one native operator.
+
+    Of p and q no more is computed than a row needs. `can_accept_natively` has to hold.
+    """
+    assert draft.q_BMV is not None, "guesses that were not drawn are accepted by accept_natively"
+    found = Acceptance(*torch.ops.draftsmith.accept_drawn(
+        *_arguments(logits_BMV, batch, history, draft, visible_BMM, seeds_B, positions_B), draft.q_BMV,
+        draft.branching or (),
+    ))
+    return _completed(found, logits_BMV, batch, history, draft, visible_BMM, seeds_B, positions_B)
+
+
+def _arguments(
+    logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft, visible_BMM: Tensor,
+    seeds_B: Tensor, positions_B: Tensor,
+) -> tuple[Any, ...]:
     bias = batch.bias
-    path_BD, counts_B, next_B = torch.ops.draftsmith.accept_choices(
+    return (
         logits_BMV, draft.tokens_BN, draft.parents_BN, visible_BMM, draft.depth, batch.rules_BX, batch.top_k_B,
         seeds_B, positions_B, [] if bias is None else [bias.rows_K, bias.tokens_K, bias.values_K],
         [] if history is None else history.tensors,
     )
-    for row, token in enumerate(next_B.tolist()):
+
+
+def _completed(
+    found: Acceptance, logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft,
+    visible_BMM: Tensor, seeds_B: Tensor, positions_B: Tensor,
+) -> Acceptance:
+    """Let the definition decide the rows that the operator has left undecided, each by itself."""
+    for row, token in enumerate(found.next_B.tolist()):
         if token == UNDECIDED:
             one = slice(row, row + 1)
-            own = replace(draft, tokens_BN=draft.tokens_BN[one], parents_BN=draft.parents_BN[one], q_BMV=None)
+            q_BMV = None if draft.q_BMV is None else draft.q_BMV[one]
+            own = replace(draft, tokens_BN=draft.tokens_BN[one], parents_BN=draft.parents_BN[one], q_BMV=q_BMV)
             past = None if history is None else history.at(history.slots_B[one])
-            alone = accept_defined(
-                logits_BMV[one], batch.row(row), past, own, visible_BMM[one], seeds_B[one], positions_B[one]
-            )
-            path_BD[row], counts_B[row], next_B[row] = alone.path_BD[0], alone.counts_B[0], alone.next_B[0]
-    return Acceptance(path_BD, counts_B, next_B)
+            accept = accept_defined if q_BMV is None else accept_drawn_as_defined
+            alone = accept(logits_BMV[one], batch.row(row), past, own, visible_BMM[one], seeds_B[one], positions_B[one])
+            levels = alone.path_BD.shape[1]
+            found.path_BD[row, :levels] = alone.path_BD[0]
+            found.counts_B[row], found.next_B[row] = alone.counts_B[0], alone.next_B[0]
+    return found
 
 
 def accept_defined(
@@ -70,3 +107,12 @@ def accept_defined(
     """
     shaped_BMV = shape_logits(logits_BMV, batch, history, draft.tokens_BN, visible_BMM)
     return accept_deterministic(probabilities(shaped_BMV, batch), draft, seeds_B, positions_B)
+
+
+def accept_drawn_as_defined(
+    logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft, visible_BMM: Tensor,
+    seeds_B: Tensor, positions_B: Tensor,
+) -> Acceptance:
+    """Accept guesses of a draft with q by rejection sampling; arguments as of `accept_defined`."""
+    shaped_BMV = shape_logits(logits_BMV, batch, history, draft.tokens_BN, visible_BMM)
+    return accept_sampled(probabilities(shaped_BMV, batch), draft, seeds_B, positions_B)

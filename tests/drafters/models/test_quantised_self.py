@@ -1,19 +1,24 @@
 """Copies of the target in fewer bits that draft for it, over its own cache where it is in bf16."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
+from draftsmith.drafters.draws import stream_of, temperature_of
 from draftsmith.drafters.models.model_drafter import DraftModel
 from draftsmith.drafters.models.quantised_self import QuantisedSelf
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
+from draftsmith.native.decoder import Noise
 from draftsmith.native.layers import Int4Linear, Int8Linear
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import Context, Draft, DraftsmithError, Quantization, SamplingParams
+from draftsmith.verify import Stream, categorical, uniform
 from tests.helpers.contract import FEW, check_drafter, check_joint_distribution
 from tests.helpers.tiny import prompts, tiny_model, tiny_target
 
@@ -127,6 +132,54 @@ def test_one_operator_drafts_the_chain_that_levels_make(architecture: str, quant
     assert drafter.drafts > 50
 
 
+class ComparedDraws(QuantisedSelf):
+    """Draws chains by the operator, and holds what they were drawn from against the model level by level."""
+
+    drafts = 0
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        draft = super().propose(context, plan)
+        assert draft.q_BMV is not None and draft.q_BMV.shape[1] == plan.depth and draft.is_chain
+        tokens_B, state = self.begin(context)
+        for depth in range(plan.depth):
+            log_q_BV, state = self.step(depth, state, tokens_B)
+            expected_BV = (log_q_BV / temperature_of(context).unsqueeze(1)).softmax(-1)
+            q_BV = draft.q_BMV[:, depth]
+            torch.testing.assert_close(q_BV, expected_BV, rtol=1e-4, atol=1e-30)
+            u_B = uniform(context.seeds_B, context.lengths_B + depth, stream_of(plan), depth)
+            tokens_B = draft.tokens_BN[:, depth]
+            assert torch.equal(tokens_B, categorical(q_BV.double(), u_B)), "the guess is what q and the noise say"
+            self.drafts += len(tokens_B)
+        return draft
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("plan", [CHAIN, replace(CHAIN, acceptance="block")], ids=str)
+def test_one_operator_draws_the_chain_that_levels_make(quantize: Quantization, plan: Plan, instructions: str):
+    """Rows that join and leave, in blocks and past a window, greedy ones among sampled ones."""
+    target = bf16_target("mistral")
+    drafter = ComparedDraws(target, quantize, guesses=3)
+    params = [
+        SamplingParams(max_tokens=length, temperature=(0.0, 0.7, 1.2)[row % 3], seed=row)
+        for row, length in enumerate((20, 7, 18, 12, 20, 1))
+    ]
+    found = Engine(target, drafter, max_batch=3).generate(prompts(6), params, plan)
+    plain = Engine(target, max_batch=3).generate(prompts(6), params)
+    assert [c.tokens for c in found[::3]] == [c.tokens for c in plain[::3]], "greedy rows keep their text"
+    assert drafter.drafts > 50 and sum(map(sum, (c.accepted_lengths for c in found))) > 0
+
+
+def test_a_row_draws_the_same_in_any_company(threads: Callable[[int], None]):
+    target, plan = bf16_target("llama"), Plan((1, 1, 1), sampled=True)
+    params = [SamplingParams(max_tokens=15, temperature=0.9, seed=row) for row in range(4)]
+    texts = []
+    for batch, count in ((1, 1), (4, 1), (4, 2)):
+        threads(count)
+        engine = Engine(target, load_drafter("int4-self", target), max_batch=batch)
+        texts.append([c.tokens for c in engine.generate(prompts(4), params, plan)])
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_the_operator_checks_what_it_is_called_with():
     target = bf16_target("llama")
     cache, (roots_B, held_B) = target.new_cache(2, 16), torch.tensor([[1, 2], [12, 3]])
@@ -139,3 +192,10 @@ def test_the_operator_checks_what_it_is_called_with():
         guess(cache, torch.tensor([1, 96]), held_B, None, 2)
     with pytest.raises(RuntimeError, match="at least one guess"):
         guess(cache, roots_B, held_B, None, 0)
+    noise = Noise(torch.ones(2), roots_B, held_B, Stream.DRAFT)
+    drawn = target.backend.draw(cache, roots_B, held_B, None, 4, noise)
+    assert drawn is not None and drawn[0].shape == (2, 4) and drawn[1].shape == (2, 4, target.vocab_size)
+    with pytest.raises(IndexError, match="12 cached tokens and 5 nodes do not fit a slot of 16"):
+        target.backend.draw(cache, roots_B, held_B, None, 5, noise)
+    with pytest.raises(RuntimeError, match="a chain that is drawn takes fp32 temperatures"):
+        target.backend.draw(cache, roots_B, held_B, None, 2, replace(noise, temperature_B=torch.ones(2).double()))

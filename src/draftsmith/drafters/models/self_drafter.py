@@ -8,9 +8,11 @@ nobody looks further back.
 
 from typing import TYPE_CHECKING
 
+from draftsmith.drafters.draws import stream_of, temperature_of
 from draftsmith.drafters.grow import as_chain
 from draftsmith.drafters.models.model_drafter import ModelDrafter
 from draftsmith.drafters.models.path_reader import SCRATCH, PathReader
+from draftsmith.native.decoder import Noise
 from draftsmith.plan import Plan
 from draftsmith.types import Context, Draft
 
@@ -46,12 +48,15 @@ class SelfDrafter(ModelDrafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain by one native operator where there is one, and any other shape as all models do."""
-        chain = not plan.sampled and all(children == 1 for children in plan.branching)
+        chain = all(children == 1 for children in plan.branching)
         if not chain or not 0 < plan.depth <= self.max_depth:
             return super().propose(context, plan)
         assert self._reader is not None, "a drafter is attached to a cache before it drafts"
         held_B = (context.lengths_B - 1).masked_fill(context.rows_B == SCRATCH, 0)
-        tokens_BD = self.model.backend.guess(
-            self._reader.cache, context.root()[0], held_B, context.slots_B, plan.max_nodes
-        )
+        where = (self._reader.cache, context.root()[0], held_B, context.slots_B, plan.max_nodes)
+        if plan.sampled:
+            noise = Noise(temperature_of(context), context.seeds_B, context.lengths_B, stream_of(plan))
+            drawn = self.model.backend.draw(*where, noise)
+            return super().propose(context, plan) if drawn is None else as_chain(*drawn)
+        tokens_BD = self.model.backend.guess(*where)
         return super().propose(context, plan) if tokens_BD is None else as_chain(tokens_BD)

@@ -26,6 +26,7 @@ from draftsmith.verify import (
     Acceptance,
     accept_block,
     accept_deterministic,
+    accept_drawn_natively,
     accept_greedy,
     accept_natively,
     accept_sampled,
@@ -277,14 +278,13 @@ def columns_of(taps: tuple[int, ...], all_taps: tuple[int, ...], target: Target)
 
 
 def choose_natively(rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
-    """Do as `choose`, by a native operator where the target alone chooses tokens: they stay the same."""
-    draft, plan, sampling = layout.draft, rows.choice.plan, rows.sampling
-    own_choice = sampling.all_greedy or (draft.q_BMV is None and plan.acceptance != "typical")
-    if own_choice and can_accept_natively(logits_BMV, rows.history):
-        return accept_natively(
-            logits_BMV, sampling, rows.history, draft, layout.visible_BMM, context.seeds_B, context.lengths_B
-        )
-    return choose(rows, context, logits_BMV, layout)
+    """Do as `choose`, by a native operator unless the plan's rule has none: the tokens stay the same."""
+    draft, rule, sampling = layout.draft, rows.choice.plan.acceptance, rows.sampling
+    own_choice = sampling.all_greedy or (draft.q_BMV is None and rule != "typical")
+    if not (own_choice or rule == "exact") or not can_accept_natively(logits_BMV, rows.history):
+        return choose(rows, context, logits_BMV, layout)
+    accept = accept_natively if own_choice else accept_drawn_natively
+    return accept(logits_BMV, sampling, rows.history, draft, layout.visible_BMM, context.seeds_B, context.lengths_B)
 
 
 def choose(rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:

@@ -15,55 +15,18 @@
 #include <vector>
 
 #include "packed.h"
+#include "rules.h"
+#include "sums.h"
 
 namespace draftsmith {
 
-constexpr int64_t kUndecided = -1;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// Of a sum of weights by `weigh`, against the same sum of PyTorch's exponentials: 3e-7 for the exponential, 1e-7 for
-// PyTorch's own, 12e-7 for the sum of a stretch.
-constexpr double kRough = 2e-6;
-
-// The history of one slot: how often each token was generated, whether it is in the prompt, and the tokens of which one
-// or the other holds, each once.
-struct Past {
-  const bool* prompted = nullptr;
-  const int32_t* counts = nullptr;
-  const int32_t* seen = nullptr;
-  int64_t seen_count = 0;
-};
-
-struct Rules {
-  double temperature, top_p, min_p;
-  float repetition, presence, frequency;
-  int64_t top_k;
-
-  bool penalises() const { return repetition != 1 || presence != 0 || frequency != 0; }
-  bool filters() const { return top_k > 0 || top_p < 1 || min_p > 0; }
-};
-
-// At least how many partial sums PyTorch adds up side by side on this processor, as Python says at loading.
-inline std::atomic<int64_t>& pytorch_lanes() {
-  static std::atomic<int64_t> lanes{4};
-  return lanes;
-}
-
-struct BiasEntry {
-  int64_t token;
-  float value;
-};
-
-struct Candidate {
-  float score;  // the logit divided by the temperature
-  int32_t token;
-};
-
-// One thread's memory, and what it does with the logits of one node.
+// The memory for one node at a time, and what is done with its logits. Several `threads` share the vocabulary, which is
+// for whoever has fewer rows than threads.
 class Chooser {
  public:
-  explicit Chooser(int64_t vocabulary)
-      : vocabulary_(vocabulary), stretches_((vocabulary + kStretch - 1) / kStretch), shaped_(vocabulary),
-        maxima_(stretches_ * kParts), peaks_(stretches_), sums_(stretches_) {}
+  Chooser(int64_t vocabulary, int64_t threads)
+      : vocabulary_(vocabulary), stretches_(stretches_of(vocabulary)), threads_(threads), shaped_(vocabulary),
+        maxima_(stretches_ * kParts), peaks_(stretches_), sums_(stretches_), sums_of_stretches_(stretches_) {}
 
   // Takes the logits of a node, and changes them by the rules of its row; `path` are the guesses on its path.
   template <class T>
@@ -74,12 +37,30 @@ class Chooser {
       x_ = logits;
       if (penalises || !bias.empty()) std::copy_n(logits, vocabulary_, shaped_.data()), x_ = shaped_.data();
     } else {
-      kernels().widen_row(logits, vocabulary_, shaped_.data());
+      over_stretches([&](int64_t, int64_t begin, int64_t end) {
+        kernels().widen_row(logits + begin, end - begin, shaped_.data() + begin);
+      });
       x_ = shaped_.data();
     }
     for (const BiasEntry& entry : bias) shaped_[entry.token] += entry.value;
     if (penalises) penalise(rules, past, path);
-    highest_ = kernels().maxima(x_, vocabulary_, maxima_.data());
+    std::atomic<float> highest{-kInfinity};
+    over_stretches([&](int64_t stretch, int64_t begin, int64_t end) {
+      const float own = kernels().maxima(x_ + begin, end - begin, maxima_.data() + stretch * kParts);
+      float most = highest;  // NaN, once it is there, stays: nothing is larger
+      while ((own > most || own != own) && !highest.compare_exchange_weak(most, own)) continue;
+    });
+    highest_ = highest;
+  }
+
+  // Divides the vocabulary by whole stretches among the threads: work(first stretch, first token, end of the tokens).
+  template <class Work>
+  void over_stretches(const Work& work) const {
+    if (threads_ == 1) return work(0, 0, vocabulary_);
+    run_team(threads_, [&](const Team& team) {
+      const auto [first, last] = team.share(stretches_);
+      if (first < last) work(first, first * kStretch, std::min(last * kStretch, vocabulary_));
+    });
   }
 
   // The largest logit, the first of equals; NaN counts as the largest.
@@ -89,13 +70,75 @@ class Chooser {
     return std::find(x_ + part / kParts * kStretch, x_ + vocabulary_, highest_) - x_;
   }
 
-  // The token at u of the distribution function, or kUndecided.
+  // Whether any token has a probability.
+  bool is_readable(const Rules& rules) const { return std::isfinite(highest_ / static_cast<float>(rules.temperature)); }
+
+  // Finds what the tokens weigh, and the one at u of the distribution function, or kUndecided.
   int64_t draw(const Rules& rules, double u) {
+    // PyTorch's search ends at the last token then.
+    if (!is_readable(rules)) return vocabulary_ - 1;
+    if (!weigh(rules)) return kUndecided;
+    const int64_t token = token_of(u);
+    if (token != kUndecided || is_exact_) return token;
+    weigh_exactly();
+    return token_of(u);
+  }
+
+  // Finds what every token weighs that the rules leave, if not exactly, then within `doubt`. Returns false where last bits
+  // decide which tokens these are. The logits have to be readable.
+  bool weigh(const Rules& rules) {
     temperature_ = static_cast<float>(rules.temperature);
     top_ = highest_ / temperature_;
-    // Nothing has a probability then, and PyTorch's search ends at the last token.
-    if (!std::isfinite(top_)) return vocabulary_ - 1;
-    return rules.filters() ? draw_from_some(rules, u) : draw_from_all(u);
+    is_few_ = is_exact_ = rules.filters();
+    if (is_few_) return weigh_few(rules);
+    weigh_all();
+    total_ = std::accumulate(sums_.begin(), sums_.end(), 0.0);
+    std::copy(sums_.begin(), sums_.end(), sums_of_stretches_.begin());
+    return true;
+  }
+
+  // Does so for all tokens with PyTorch's own exponentials, summed in float64.
+  void weigh_exactly() {
+    over_stretches([&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) weights_[i] = x_[i] / temperature_ - top_;
+    });
+    call("aten::exp_", "", over(weights_));
+    over_stretches([&](int64_t stretch, int64_t begin, int64_t end) {
+      const float* weights = weights_.data() + begin;
+      kernels().rest(weights, 1, weights, 0, end - begin, nullptr, sums_of_stretches_.data() + stretch);
+    });
+    total_ = std::accumulate(sums_of_stretches_.begin(), sums_of_stretches_.end(), 0.0);
+    is_exact_ = true;
+  }
+
+  // The token at u of the distribution function that is known now, or kUndecided.
+  int64_t token_of(double u) const {
+    const double target = u * total_, least = doubt() * total_;
+    if (is_few_) {
+      const int64_t place = token_at(order_, 0, static_cast<int64_t>(order_.size()), 0, target, least);
+      return place == kUndecided ? kUndecided : some_[place].token;
+    }
+    double below = 0;
+    const int64_t stretch = stretch_at(sums_of_stretches_, target, below);
+    // Inside a stretch the sum may end a little lower than the stretch's own sum: then the next one has the token.
+    return token_at(weights_, stretch * kStretch, vocabulary_, below, target, least);
+  }
+
+  // How far the sum of some tokens' shares can lie from what PyTorch finds.
+  double doubt() const { return is_exact_ ? exactly() : 4 * kRough; }
+  bool is_exact() const { return is_exact_; }
+  // What all weigh together.
+  double total() const { return total_; }
+  // Whether filters have left these tokens alone, in increasing order.
+  bool is_few() const { return is_few_; }
+  const std::vector<Candidate>& few() const { return some_; }
+  // What each of the few weighs, or each of all tokens.
+  const std::vector<float>& weights() const { return is_few_ ? order_ : weights_; }
+  double weight_of(int64_t token) const {
+    if (!is_few_) return weights_[token];
+    const auto place = std::lower_bound(some_.begin(), some_.end(), token,
+                                        [](const Candidate& some, int64_t one) { return some.token < one; });
+    return place != some_.end() && place->token == token ? order_[place - some_.begin()] : 0;
   }
 
  private:
@@ -117,49 +160,11 @@ class Chooser {
     }
   }
 
-  // Finds where the sums of weights pass `target`: the stretch, and in `below` the sum before it.
-  int64_t stretch_at(double target, double& below) const {
-    int64_t stretch = 0;
-    for (; stretch + 1 < stretches_ && below + sums_of_stretches_[stretch] <= target; ++stretch)
-      below += sums_of_stretches_[stretch];
-    return stretch;
-  }
-
-  // The token of the weights from `first` on at which their sum, `below` at the beginning, passes the target, if both
-  // ends of its share lie further from the target than `doubt`.
-  template <class Weights>
-  int64_t token_at(const Weights& weights, int64_t first, int64_t count, double below, double target,
-                   double doubt) const {
-    for (int64_t i = first; i < count; ++i) {
-      const double above = below + static_cast<double>(weights[i]);
-      if (above > target) return (below == 0 || target - below > doubt) && above - target > doubt ? i : kUndecided;
-      below = above;
-    }
-    return kUndecided;
-  }
-
-  int64_t draw_from_all(double u) {
+  void weigh_all() {
     weights_.resize(vocabulary_);
-    kernels().weigh(x_, vocabulary_, temperature_, top_, weights_.data(), sums_.data());
-    sums_of_stretches_.assign(sums_.begin(), sums_.end());
-    const int64_t token = look_up(u, 4 * kRough);
-    if (token != kUndecided) return token;
-    // The same with PyTorch's own exponentials and sums in float64.
-    for (int64_t i = 0; i < vocabulary_; ++i) weights_[i] = x_[i] / temperature_ - top_;
-    call("aten::exp_", "", over(weights_));
-    for (int64_t s = 0; s < stretches_; ++s) {
-      const auto begin = weights_.begin() + s * kStretch;
-      sums_of_stretches_[s] = std::accumulate(begin, std::min(begin + kStretch, weights_.end()), 0.0);
-    }
-    return look_up(u, exactly());
-  }
-
-  int64_t look_up(double u, double doubt) const {
-    const double all = std::accumulate(sums_of_stretches_.begin(), sums_of_stretches_.end(), 0.0);
-    double below = 0;
-    int64_t stretch = stretch_at(u * all, below);
-    // Inside a stretch the sum may end a little lower than the stretch's own sum: then the next one has the token.
-    return token_at(weights_, stretch * kStretch, vocabulary_, below, u * all, doubt * all);
+    over_stretches([&](int64_t stretch, int64_t begin, int64_t end) {
+      kernels().weigh(x_ + begin, end - begin, temperature_, top_, weights_.data() + begin, sums_.data() + stretch);
+    });
   }
 
   // How far two sums of all weights in float64, in any order, can lie apart, as a part of the sum; at least 1e-13.
@@ -224,8 +229,7 @@ class Chooser {
   // Collects more than what top-p keeps of all tokens, first those that it is sure to keep; returns the sum of all
   // weights, and the number of those in `sure`.
   double collect_top_p(double rest, size_t& sure) {
-    weights_.resize(vocabulary_);
-    kernels().weigh(x_, vocabulary_, temperature_, top_, weights_.data(), sums_.data());
+    weigh_all();
     const double all = std::accumulate(sums_.begin(), sums_.end(), 0.0), slack = rest * 1e-3 + 4 * kRough;
     float surely = kInfinity;
     for (const float reach : {0.5f, 1.0f, 1.5f, 2.0f, 2.5f, 3.0f, 3.5f, 4.0f, 4.5f, 5.0f, 6.0f, 7.0f, 8.0f, 10.0f, 13.0f,
@@ -347,10 +351,10 @@ class Chooser {
     some_.assign(kept_.begin(), kept_.begin() + static_cast<int64_t>(kept));
   }
 
-  int64_t draw_from_some(const Rules& rules, double u) {
+  bool weigh_few(const Rules& rules) {
     const float rest = static_cast<float>(1 - rules.top_p), least = static_cast<float>(rules.min_p);
     const bool by_mass = rules.top_p < 1;
-    if ((by_mass && rest < 1e-5f) || (rules.min_p > 0 && least < 1e-30f)) return kUndecided;
+    if ((by_mass && rest < 1e-5f) || (rules.min_p > 0 && least < 1e-30f)) return false;
     is_all_ = false;
     find_peaks();
     if (rules.top_k > 0) keep_top_k(rules.top_k);
@@ -366,19 +370,20 @@ class Chooser {
     order_.resize(some_.size());
     for (size_t i = 0; i < some_.size(); ++i) order_[i] = some_[i].score - top_;
     call("aten::exp_", "", over(order_));
-    const double all = std::accumulate(order_.begin(), order_.end(), 0.0);
-    const int64_t place = token_at(order_, 0, static_cast<int64_t>(order_.size()), 0, u * all, exactly() * all);
-    return place == kUndecided ? kUndecided : some_[place].token;
+    total_ = std::accumulate(order_.begin(), order_.end(), 0.0);
+    return true;
   }
 
-  int64_t vocabulary_, stretches_;
+  int64_t vocabulary_, stretches_, threads_;
   std::vector<float> shaped_, maxima_, peaks_, order_, sums_, weights_;
   std::vector<double> sums_of_stretches_, some_weights_;
   std::vector<Candidate> some_, kept_;  // what filters have left so far
   bool is_all_ = false;                 // whether those are all that are left
   std::vector<int32_t> by_weight_;
   const float* x_ = nullptr;
+  bool is_few_ = false, is_exact_ = false;
   float highest_ = 0, temperature_ = 1, top_ = 0;
+  double total_ = 0;  // of what the tokens weigh
 };
 
 }  // namespace draftsmith

@@ -150,6 +150,14 @@ Tensor guess(int64_t decoder, const Tensor& roots, const Tensor& cached, const T
   return kept<Decoder>(decoder)->guess(roots, cached, keys, values, tables, slots, depth);
 }
 
+std::tuple<Tensor, Tensor> guess_drawn(int64_t decoder, const Tensor& roots, const Tensor& cached, const Tensors& keys,
+                                       const Tensors& values, const std::optional<Tensor>& tables,
+                                       const std::optional<Tensor>& slots, int64_t depth, const Tensor& temperature_B,
+                                       const Tensor& seeds_B, const Tensor& positions_B, int64_t stream) {
+  return kept<Decoder>(decoder)->draw(roots, cached, keys, values, tables, slots, depth, temperature_B, seeds_B,
+                                      positions_B, stream);
+}
+
 }  // namespace
 
 void define_decoder(Library& library) {
@@ -163,6 +171,10 @@ void define_decoder(Library& library) {
   library.def<guess>(
       "guess(int decoder, Tensor roots, Tensor cached, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? tables,"
       " Tensor? slots, int depth) -> Tensor");
+  library.def<guess_drawn>(
+      "guess_drawn(int decoder, Tensor roots, Tensor cached, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? tables,"
+      " Tensor? slots, int depth, Tensor temperature_B, Tensor seeds_B, Tensor positions_B, int stream)"
+      " -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

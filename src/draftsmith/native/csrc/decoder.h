@@ -49,6 +49,13 @@ class Decoder : public Object {
   Tensor guess(const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
                const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth);
 
+  // The same with choices that are drawn, at temperatures (fp32) and by the noise of seeds, positions (of the guesses behind
+  // the roots) and a stream. Returns the choices (B, depth) and what they were drawn from (B, depth, V), in fp32.
+  std::tuple<Tensor, Tensor> draw(const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
+                                  const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth,
+                                  const Tensor& temperature_B, const Tensor& seeds_B, const Tensor& positions_B,
+                                  int64_t stream);
+
  private:
   static constexpr int64_t kOwnRows = 4;  // so few are normed faster than a barrier is passed
 
@@ -71,6 +78,12 @@ class Decoder : public Object {
   Buffers prepare(const Pass& pass, int64_t threads);
   // How many nodes of a row attend together.
   int64_t task_nodes() const { return std::max<int64_t>(1, kMostQueries / (shape_.heads / shape_.key_heads)); }
+
+  // Reads the roots of rows, then what choose(team, level, states, room, guesses) writes into the guesses, and so on.
+  template <class Choose>
+  void follow(const Tensor& guesses, const Tensor& roots, const Tensor& cached, const Tensors& keys,
+              const Tensors& values, const std::optional<Tensor>& tables, const std::optional<Tensor>& slots,
+              const Choose& choose);
 
   // What follows is done by all threads of a team together.
   // Returns the states behind the last norm; tapped ones go into the features.

@@ -123,6 +123,10 @@ struct Kernels {
   // weights = e^(x / temperature - highest), no x / temperature being more than highest, with a relative error below
   // 3e-7 where they are above e^-87; and the sum of every stretch. Quotient and difference are rounded one by one.
   void (*weigh)(const float* x, int64_t count, float temperature, float highest, float* weights, float* sums);
+  // rest[i] = max(w[i] · w_scale - q[i] · q_scale, 0) in float64, unless it is null, and the sum of every stretch.
+  void (*rest)(const float* w, double w_scale, const float* q, double q_scale, int64_t count, double* rest, double* sums);
+  // weights · factor, or 0 where a weight is below 1e-30, and the sum of every stretch of them in float64.
+  void (*share)(float* weights, int64_t count, float factor, double* sums);
   // Packs a panel: line k of `to` is the k-th pair of sixteen rows, of which row n begins at rows + n * stride. For
   // int8, a pair stands for a quad.
   void (*interleave)(const bf16* rows, int64_t stride, int64_t pairs, bf16* to);

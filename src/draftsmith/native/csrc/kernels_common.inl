@@ -294,56 +294,6 @@ void widen_row(const bf16* x, int64_t count, float* to) {
   for (; i < count; ++i) to[i] = widen(x[i]);
 }
 
-float maxima(const float* x, int64_t count, float* most) {
-  static_assert(kParts == kLanes && kStretch % kLanes == 0);
-  const float none = -__builtin_inff(), spoilt = __builtin_nanf("");
-  Words strange{};
-  bool found = false;
-  Lanes all = Lanes{} + none;
-  for (int64_t start = 0; start < count; start += kStretch, most += kLanes) {
-    Lanes best = Lanes{} + none;
-    int64_t i = start;
-    const int64_t stop = start + kStretch < count ? start + kStretch : count;
-    for (; i + kLanes <= stop; i += kLanes) {
-      const Lanes some = lanes_at(x + i);
-      best = some > best ? some : best;
-      strange |= reinterpret_cast<Words>(some != some);
-    }
-    for (int l = 0; i + l < stop; ++l) {
-      best[l] = x[i + l] > best[l] ? x[i + l] : best[l];
-      found |= x[i + l] != x[i + l];
-    }
-    put_lanes(best, most);
-    all = best > all ? best : all;
-  }
-  float largest = none;
-  for (int l = 0; l < kLanes; ++l) found |= strange[l] != 0, largest = all[l] > largest ? all[l] : largest;
-  return found ? spoilt : largest;
-}
-
-template <bool kDivides>
-inline void weigh_by(const float* x, int64_t count, float temperature, float highest, float* weights, float* sums) {
-  for (int64_t start = 0; start < count; start += kStretch) {
-    const int64_t stop = start + kStretch < count ? start + kStretch : count;
-    Lanes sum{};
-    int64_t i = start;
-    for (; i + kLanes <= stop; i += kLanes) {
-      const Lanes some = fading(kDivides ? lanes_at(x + i) / temperature - highest : lanes_at(x + i) - highest);
-      put_lanes(some, weights + i), sum += some;
-    }
-    for (int l = 0; i + l < stop; ++l)
-      weights[i + l] = fading(Lanes{} + (x[i + l] / temperature - highest))[0], sum[l] += weights[i + l];
-    *sums++ = sum_of(sum);
-  }
-}
-
-void weigh(const float* x, int64_t count, float temperature, float highest, float* weights, float* sums) {
-  if (temperature == 1)
-    weigh_by<false>(x, count, temperature, highest, weights, sums);
-  else
-    weigh_by<true>(x, count, temperature, highest, weights, sums);
-}
-
 [[maybe_unused]] void interleave_plain(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
   for (int64_t k = 0; k < pairs; ++k, to += 2 * kPanel)
     for (int64_t n = 0; n < kPanel; ++n) __builtin_memcpy(to + 2 * n, rows + n * stride + 2 * k, 2 * sizeof(bf16));
@@ -409,3 +359,4 @@ inline void walk(const X* x, int64_t x_stride, int64_t rows, const X* packed, in
 }  // namespace draftsmith
 
 #include "kernels_attention.inl"
+#include "kernels_sampling.inl"

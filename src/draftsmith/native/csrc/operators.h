@@ -13,6 +13,8 @@ void define_heads(Library& library);
 void define_speculator(Library& library);
 void define_steps(Library& library);
 void define_sampling(Library& library);
+void define_refusals(Library& library);
+void define_drawing(Library& library);
 void define_neighbours(Library& library);
 
 }  // namespace draftsmith

@@ -1,0 +1,82 @@
+"""Guesses that are drawn, and what they are drawn from.
+
+Shapes: B rows, F nodes of a level a row, R = B × F, C children of a node, W = F × C, N drafted nodes, V vocabulary.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from draftsmith.native import LIBRARY
+from draftsmith.plan import Plan
+from draftsmith.types import Context
+from draftsmith.verify.noise import Stream, categorical, uniform
+
+# Any q is exact for a greedy row; a sharp one guesses the argmax, which is all that such a row can accept.
+_GREEDY_TEMPERATURE = 0.1
+
+
+def temperature_of(context: Context) -> Tensor:
+    """Return what scores are divided by before guesses are drawn (B, fp32)."""
+    return torch.where(context.temperature_B > 0, context.temperature_B, _GREEDY_TEMPERATURE).float()
+
+
+def stream_of(plan: Plan) -> Stream:
+    """Return what guesses are drawn by.
+
+    A later step draws for the same position anew. Block verification has looked at all guesses of a step when it throws
+    some away: its stream keeps them apart from those of other plans, and the index, a guess's slot, from its own later
+    ones.
+    """
+    return Stream.BLOCK_DRAFT if plan.acceptance == "block" else Stream.DRAFT
+
+
+class Draws:
+    """Draws the guesses of a plan level by level, and keeps what they were drawn from.
+
+    By a native operator where there is one, in fp32; its exponentials are its own, so that its q differs from that of
+    PyTorch's in the last bits, and a draw at the edge of a token's share may fall beside it.
+    """
+
+    def __init__(self, context: Context, plan: Plan) -> None:
+        self._context, self._stream = context, stream_of(plan)
+        self._temperature_B = temperature_of(context)
+        self._inner = 1 + plan.max_nodes - math.prod(plan.branching)
+        self._levels: list[Tensor] = []
+        self._native_BMV: Tensor | None = None
+
+    @property
+    def q_BMV(self) -> Tensor:
+        """What the guesses were drawn from; nodes of the last level have no children, and no row."""
+        return torch.cat(self._levels, dim=1) if self._native_BMV is None else self._native_BMV
+
+    def draw(self, scores_RV: Tensor, depth: int, children: int, start: int) -> Tensor:
+        """Draw the children of a level's nodes (B, F × children), whose slots begin at `start`."""
+        context, batch = self._context, len(self._context.seeds_B)
+        positions_B = context.lengths_B + depth
+        if LIBRARY and scores_RV.device.type == "cpu" and not torch.compiler.is_compiling():
+            if self._native_BMV is None:
+                self._native_BMV = scores_RV.new_empty((batch, self._inner, scores_RV.shape[1]))
+            frontier = len(scores_RV) // batch
+            # The row of a node is its slot and one, and the level begins as many slots further up as it has nodes.
+            tokens_RC: Tensor = torch.ops.draftsmith.draw(
+                scores_RV, self._temperature_B, context.seeds_B, positions_B, self._stream, children, start,
+                self._native_BMV, start - frontier + 1,
+            )
+            return tokens_RC.view(batch, -1)
+        q_BFV = (scores_RV.view(batch, -1, scores_RV.shape[1]) / self._temperature_B[:, None, None]).softmax(-1)
+        q_BFV = q_BFV.to(torch.float64)
+        q_BFV = q_BFV / q_BFV.sum(-1, keepdim=True)
+        self._levels.append(q_BFV)
+        frontier = q_BFV.shape[1]
+        slots_W = torch.arange(start, start + frontier * children, device=scores_RV.device)
+        u_BFC = uniform(context.seeds_B.unsqueeze(1), positions_B.unsqueeze(1), self._stream, slots_W).view(
+            batch, frontier, children
+        )
+        drawn: list[Tensor] = []
+        for child in range(children):
+            if child:
+                q_BFV = q_BFV.scatter(2, drawn[-1].unsqueeze(2), 0.0)
+            drawn.append(categorical(q_BFV, u_BFC[:, :, child]))
+        return torch.stack(drawn, dim=2).reshape(batch, -1)

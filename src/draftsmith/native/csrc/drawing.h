@@ -1,0 +1,72 @@
+// Guesses drawn from what a drafter scores: the same noise, and as good as the same numbers, as _sampled in
+// drafters/grow.py.
+//
+// q is what the guesses are really drawn from: shares in fp32, divided by their sum in float64. Whoever verifies the guesses
+// reads the very same numbers.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "noise.h"
+#include "packed.h"
+#include "sums.h"
+
+namespace draftsmith {
+
+// The scores of one node, which become q in their own memory. A thread does a part of the stretches in each of both
+// passes, and what all have done in one is known before the other.
+struct Shares {
+  float* q;  // (V)
+  int64_t vocabulary;
+  float temperature;
+  float* rough;  // of every stretch: the sum of its weights, and then in float64 that of its shares
+  double* sums;
+
+  // Turns the scores of some stretches into weights; `highest` is the largest of all. Where no score is finite, nothing
+  // has a share.
+  void weigh(int64_t first, int64_t last, float highest) const {
+    const int64_t begin = first * kStretch, count = std::min(last * kStretch, vocabulary) - begin;
+    if (count <= 0) return;
+    const float top = highest / temperature;
+    if (std::isfinite(top)) return kernels().weigh(q + begin, count, temperature, top, q + begin, rough + first);
+    std::fill_n(q + begin, count, 0.0f), std::fill(rough + first, rough + last, 0.0f);
+  }
+
+  // Turns the weights of some stretches into shares.
+  void share(int64_t first, int64_t last) const {
+    const int64_t begin = first * kStretch, count = std::min(last * kStretch, vocabulary) - begin;
+    if (count <= 0) return;
+    double all = 0;
+    for (int64_t s = 0; s < stretches_of(vocabulary); ++s) all += static_cast<double>(rough[s]);
+    const bool any = all > 0 && std::isfinite(all);
+    kernels().share(q + begin, count, any ? static_cast<float>(1 / all) : 0.0f, sums + first);
+  }
+
+  // Draws so many children, each without those before it, by noise(k); where q has none left, the last token.
+  template <class Noise>
+  void draw(int64_t children, const Noise& noise, int64_t* to) const {
+    for (int64_t k = 0; k < children; ++k) {
+      const auto is_drawn = [&](int64_t token) { return std::find(to, to + k, token) != to + k; };
+      const int64_t stretches = stretches_of(vocabulary);
+      if (k > 0) {  // what was drawn last leaves its stretch
+        const int64_t stretch = to[k - 1] / kStretch;
+        sums[stretch] = 0;
+        for (int64_t i = stretch * kStretch; i < std::min((stretch + 1) * kStretch, vocabulary); ++i)
+          if (!is_drawn(i)) sums[stretch] += static_cast<double>(q[i]);
+      }
+      double all = 0, below = 0;
+      for (int64_t s = 0; s < stretches; ++s) all += sums[s];
+      const double target = noise(k) * all;
+      const int64_t stretch = stretch_at(sums, stretches, target, below);
+      int64_t token = vocabulary - 1;
+      // Sums in another order may end a little lower: then the last token that has a share is drawn.
+      for (int64_t i = stretch * kStretch; i < vocabulary && below <= target; ++i)
+        if (q[i] > 0 && !is_drawn(i)) token = i, below += static_cast<double>(q[i]);
+      to[k] = token;
+    }
+  }
+};
+
+}  // namespace draftsmith

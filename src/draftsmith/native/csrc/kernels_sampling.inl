@@ -1,0 +1,110 @@
+// Weights of tokens: largest scores, exponentials, shares of the whole, and what others leave of them; part of
+// kernels_common.inl.
+
+namespace draftsmith {
+namespace {
+
+float maxima(const float* x, int64_t count, float* most) {
+  static_assert(kParts == kLanes && kStretch % kLanes == 0);
+  const float none = -__builtin_inff(), spoilt = __builtin_nanf("");
+  Words strange{};
+  bool found = false;
+  Lanes all = Lanes{} + none;
+  for (int64_t start = 0; start < count; start += kStretch, most += kLanes) {
+    Lanes best = Lanes{} + none;
+    int64_t i = start;
+    const int64_t stop = start + kStretch < count ? start + kStretch : count;
+    for (; i + kLanes <= stop; i += kLanes) {
+      const Lanes some = lanes_at(x + i);
+      best = some > best ? some : best;
+      strange |= reinterpret_cast<Words>(some != some);
+    }
+    for (int l = 0; i + l < stop; ++l) {
+      best[l] = x[i + l] > best[l] ? x[i + l] : best[l];
+      found |= x[i + l] != x[i + l];
+    }
+    put_lanes(best, most);
+    all = best > all ? best : all;
+  }
+  float largest = none;
+  for (int l = 0; l < kLanes; ++l) found |= strange[l] != 0, largest = all[l] > largest ? all[l] : largest;
+  return found ? spoilt : largest;
+}
+
+template <bool kDivides>
+inline void weigh_by(const float* x, int64_t count, float temperature, float highest, float* weights, float* sums) {
+  for (int64_t start = 0; start < count; start += kStretch) {
+    const int64_t stop = start + kStretch < count ? start + kStretch : count;
+    Lanes sum{};
+    int64_t i = start;
+    for (; i + kLanes <= stop; i += kLanes) {
+      const Lanes some = fading(kDivides ? lanes_at(x + i) / temperature - highest : lanes_at(x + i) - highest);
+      put_lanes(some, weights + i), sum += some;
+    }
+    for (int l = 0; i + l < stop; ++l)
+      weights[i + l] = fading(Lanes{} + (x[i + l] / temperature - highest))[0], sum[l] += weights[i + l];
+    *sums++ = sum_of(sum);
+  }
+}
+
+void weigh(const float* x, int64_t count, float temperature, float highest, float* weights, float* sums) {
+  if (temperature == 1)
+    weigh_by<false>(x, count, temperature, highest, weights, sums);
+  else
+    weigh_by<true>(x, count, temperature, highest, weights, sums);
+}
+
+using Doubles = double __attribute__((vector_size(64), may_alias, aligned(8)));
+using Eight = float __attribute__((vector_size(32), may_alias, aligned(4)));
+
+inline Doubles doubles_at(const float* values) {
+  return __builtin_convertvector(*reinterpret_cast<const Eight*>(values), Doubles);
+}
+
+inline double sum_of_doubles(Doubles a, Doubles b) {
+  double sum = 0;
+  for (int l = 0; l < 8; ++l) sum += a[l] + b[l];
+  return sum;
+}
+
+void rest(const float* w, double w_scale, const float* q, double q_scale, int64_t count, double* to, double* sums) {
+  for (int64_t start = 0; start < count; start += kStretch) {
+    const int64_t stop = start + kStretch < count ? start + kStretch : count;
+    Doubles sum[2] = {};
+    int64_t i = start;
+    for (; i + 16 <= stop; i += 16)
+      for (int half = 0; half < 2; ++half) {
+        const Doubles left = doubles_at(w + i + 8 * half) * w_scale - doubles_at(q + i + 8 * half) * q_scale;
+        const Doubles some = left > 0.0 ? left : Doubles{};
+        sum[half] += some;
+        if (to != nullptr) *reinterpret_cast<Doubles*>(to + i + 8 * half) = some;
+      }
+    double all = sum_of_doubles(sum[0], sum[1]);
+    for (; i < stop; ++i) {
+      const double left = static_cast<double>(w[i]) * w_scale - static_cast<double>(q[i]) * q_scale;
+      const double some = left > 0 ? left : 0;
+      all += some;
+      if (to != nullptr) to[i] = some;
+    }
+    *sums++ = all;
+  }
+}
+
+void share(float* weights, int64_t count, float factor, double* sums) {
+  for (int64_t start = 0; start < count; start += kStretch) {
+    const int64_t stop = start + kStretch < count ? start + kStretch : count;
+    Doubles sum[2] = {};
+    int64_t i = start;
+    for (; i + kLanes <= stop; i += kLanes) {
+      const Lanes some = lanes_at(weights + i);
+      put_lanes(some > 1e-30f ? some * factor : Lanes{}, weights + i);
+      for (int half = 0; half < 2; ++half) sum[half] += doubles_at(weights + i + 8 * half);
+    }
+    double all = sum_of_doubles(sum[0], sum[1]);
+    for (; i < stop; ++i) all += weights[i] = weights[i] > 1e-30f ? weights[i] * factor : 0.0f;
+    *sums++ = all;
+  }
+}
+
+}  // namespace
+}  // namespace draftsmith

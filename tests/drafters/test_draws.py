@@ -1,0 +1,111 @@
+"""Guesses drawn by the native operator: from the very q that is handed over, which is the drafter's own.
+
+B rows, F nodes of a level, C children, N drafted nodes, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.draws import Draws
+from draftsmith.native import LIBRARY, why_missing
+from draftsmith.plan import Plan
+from draftsmith.types import Context
+from draftsmith.verify import Stream, categorical, uniform
+
+if not LIBRARY:
+    pytest.skip(why_missing(), allow_module_level=True)
+
+ops = torch.ops.draftsmith
+
+
+def context_of(batch: int, temperature: float = 0.8) -> Context:
+    zeros_B = torch.zeros(batch, dtype=torch.int64)
+    temperature_B = torch.full((batch,), temperature, dtype=torch.float64)
+    temperature_B[::3] = 0
+    return Context(
+        zeros_B.unsqueeze(1), torch.zeros((batch, 1, 1)), zeros_B + 1, torch.arange(batch) + 5, zeros_B, temperature_B,
+        torch.arange(batch) * 7919,
+    )
+
+
+def levels_of(context: Context, plan: Plan, scores: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    draws, start, frontier, tokens = Draws(context, plan), 0, 1, []
+    for depth, (children, scores_RV) in enumerate(zip(plan.branching, scores, strict=True)):
+        tokens.append(draws.draw(scores_RV, depth, children, start))
+        start, frontier = start + frontier * children, frontier * children
+    return tokens, draws.q_BMV
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "block"])
+@pytest.mark.parametrize("branching", [(1, 1, 1), (3, 2), (2, 1, 4)], ids=str)
+@pytest.mark.parametrize(("vocabulary", "batch"), [(5, 300), (700, 12), (33_001, 2)])
+def test_guesses_are_what_q_and_the_noise_say(
+    vocabulary: int, batch: int, branching: tuple[int, ...], acceptance: str, instructions: str,
+    threads: Callable[[int], None],
+) -> None:
+    if acceptance == "block" and max(branching) > 1:
+        return
+    plan = Plan(branching, sampled=True, acceptance=acceptance)  # type: ignore[arg-type]
+    context, generator = context_of(batch), torch.Generator().manual_seed(vocabulary)
+    scores, frontier = [], 1
+    for children in branching:
+        scores.append(3 * torch.randn((batch * frontier, vocabulary), generator=generator))
+        frontier *= children
+    tokens, q_BMV = levels_of(context, plan, scores)
+    threads(2)
+    again, q_again_BMV = levels_of(context, plan, scores)
+    assert all(map(torch.equal, tokens, again)) and torch.equal(q_BMV, q_again_BMV)
+    assert q_BMV.shape == (batch, 1 + plan.max_nodes - frontier, vocabulary) and q_BMV.dtype == torch.float32
+    torch.testing.assert_close(q_BMV.double().sum(-1), torch.ones(q_BMV.shape[:2]).double(), rtol=0, atol=1e-6)
+    stream = Stream.BLOCK_DRAFT if acceptance == "block" else Stream.DRAFT
+    temperature_B = torch.where(context.temperature_B > 0, context.temperature_B, 0.1)
+    begin, slot, frontier, beside = 0, 0, 1, 0
+    for depth, children in enumerate(branching):
+        q_BFV = q_BMV[:, begin : begin + frontier].double()
+        expected = scores[depth].view(batch, frontier, -1).double() / temperature_B[:, None, None]
+        torch.testing.assert_close(q_BFV, expected.softmax(-1), rtol=3e-5, atol=1e-30)
+        left_BFV = q_BFV.clone()
+        for child in range(children):
+            slots_F = slot + torch.arange(frontier) * children + child
+            u_BF = uniform(
+                context.seeds_B.unsqueeze(1), (context.lengths_B + depth).unsqueeze(1), stream, slots_F
+            )
+            drawn_BF = tokens[depth].view(batch, frontier, children)[:, :, child]
+            beside += int((categorical(left_BFV, u_BF) != drawn_BF).sum())
+            left_BFV.scatter_(2, drawn_BF.unsqueeze(2), 0.0)
+        begin, slot, frontier = begin + frontier, slot + frontier * children, frontier * children
+    assert beside == 0
+
+
+def test_what_cannot_be_drawn_is_not() -> None:
+    """Minus infinity has no share; where no score is finite, or one is infinite, nothing has, and any token comes."""
+    scores_RV = torch.full((4, 600), -torch.inf)
+    scores_RV[0, [3, 599]] = 2.0
+    scores_RV[1, 5], scores_RV[1, 400] = torch.inf, 1.0
+    scores_RV[3, 7], scores_RV[3, 300] = 1.0, torch.nan
+    (tokens_B,), q_BMV = levels_of(context_of(4), Plan((1,), sampled=True), [scores_RV])
+    assert q_BMV[0, 0].nonzero().flatten().tolist() == [3, 599] and q_BMV[0, 0, 3] == q_BMV[0, 0, 599] == 0.5
+    assert tokens_B[0].item() in (3, 599)
+    assert not q_BMV[1:3].any() and ((tokens_B >= 0) & (tokens_B < 600)).all()
+    assert not q_BMV[3].isnan().any()
+
+
+def test_more_children_than_q_has_tokens_get_no_share_twice() -> None:
+    scores_RV = torch.full((1, 6), -torch.inf)
+    scores_RV[0, [1, 4]] = 0.0
+    (tokens_BW,), _ = levels_of(context_of(1), Plan((4,), sampled=True), [scores_RV])
+    assert sorted(tokens_BW[0, :2].tolist()) == [1, 4]
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    rows_B, q_BMV = torch.tensor([1, 2]), torch.empty((2, 3, 9))
+    scores_RV, hot_B = torch.zeros((4, 9)), torch.ones(2)
+    assert ops.draw(scores_RV, hot_B, rows_B, rows_B, 3, 2, 1, q_BMV, 1).shape == (4, 2)
+    for wrong in (scores_RV.double(), scores_RV[:3]):
+        with pytest.raises(RuntimeError, match="draftsmith: scores have to be fp32"):
+            ops.draw(wrong, hot_B, rows_B, rows_B, 3, 2, 1, q_BMV, 1)
+    with pytest.raises(RuntimeError, match="draftsmith: there is no room for what the guesses are drawn from"):
+        ops.draw(scores_RV, hot_B, rows_B, rows_B, 3, 2, 1, q_BMV, 2)
