@@ -65,6 +65,7 @@ FILE_TYPES = {Q8: "LLAMA_FTYPE_MOSTLY_Q8_0", Q4: "LLAMA_FTYPE_MOSTLY_Q4_0"}
 def write_files(folder: str, out: Path) -> dict[str, Path]:
     """Write the weights as GGUF in bf16, and as llama.cpp quantises them."""
     api = import_module("llama_cpp")
+    quiet_llama_cpp()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, use_safetensors=True)
     paths = {name: out / f"{name}.gguf" for name in (BF16, Q8, Q4)}
     write_gguf(model, paths[BF16], Path(folder).name)
@@ -100,7 +101,6 @@ def second_model(llama: Any, guesses: int) -> Any:
 def llama_cpp_peers(paths: Mapping[str, Path], args: argparse.Namespace) -> Iterator[dict[str, Peer]]:
     """Open the files; give the decoders by what they are called."""
     api = import_module("llama_cpp")
-    quiet_llama_cpp()
     # With a draft it keeps the logits of one evaluation in a table of n_batch rows, addressed by position.
     room = -(-(args.prompt_tokens + args.new_tokens + args.chain + 1) // 256) * 256
     opened: list[Any] = []
