@@ -11,8 +11,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
     ("types",),
-    ("constraints",),
-    ("assets", "dtypes", "files", "native", "plan", "processor", "provenance"),
+    ("constraints", "files", "system", "user_cache"),
+    ("assets", "dtypes", "native", "plan", "processor", "provenance"),
     ("targets", "verify", "grammar_process"),
     ("drafters",),
     ("engine",),

@@ -9,13 +9,12 @@ tests.
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from draftsmith.system import ROOT, control_groups, read
 from draftsmith.types import DraftsmithError
 
-ROOT = Path("/")
 CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """What a user sets to choose the number of threads before PyTorch starts."""
 
@@ -61,7 +60,7 @@ def usable_cores() -> frozenset[int]:
 def physical_cores(cores: frozenset[int], root: Path = ROOT) -> int:
     """Count the cores, taking those for one that share their arithmetic; each for itself where nothing tells."""
     folder = root / "sys/devices/system/cpu"
-    return len({_read(folder / f"cpu{core}/topology/thread_siblings_list") or str(core) for core in cores})
+    return len({read(folder / f"cpu{core}/topology/thread_siblings_list") or str(core) for core in cores})
 
 
 def quota(root: Path = ROOT) -> float | None:
@@ -70,8 +69,8 @@ def quota(root: Path = ROOT) -> float | None:
     Both versions are read, of the group of the process and of all around it, because the tightest quota counts. What
     cannot be read or understood is no quota.
     """
-    found = [share for share in map(_share_v2, _folders(root, None)) if share is not None]
-    found += [share for share in map(_share_v1, _folders(root, "cpu")) if share is not None]
+    found = [share for share in map(_share_v2, control_groups(root, None)) if share is not None]
+    found += [share for share in map(_share_v1, control_groups(root, "cpu")) if share is not None]
     return min(found, default=None)
 
 
@@ -145,7 +144,7 @@ def busy_seconds(root: Path = ROOT) -> float | None:
 
     Time that the host of a virtual machine gave to others counts; None where the system does not tell.
     """
-    lines = (_read(root / "proc/stat") or "").splitlines()
+    lines = (read(root / "proc/stat") or "").splitlines()
     cores = {f"cpu{core}" for core in usable_cores()}
     ticks = 0
     for line in lines:
@@ -169,20 +168,13 @@ def _threads(count: int) -> str:
     return f"{count} thread{'' if count == 1 else 's'}"
 
 
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None
-
-
 def _share_v2(folder: Path) -> float | None:
-    words = (_read(folder / "cpu.max") or "").split()
+    words = (read(folder / "cpu.max") or "").split()
     return _share(words[0], words[1]) if len(words) == 2 else None
 
 
 def _share_v1(folder: Path) -> float | None:
-    return _share(_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
+    return _share(read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us"))
 
 
 def _share(granted: str | None, period: str | None) -> float | None:
@@ -192,55 +184,3 @@ def _share(granted: str | None, period: str | None) -> float | None:
     except ValueError:
         return None
     return time / every if time > 0 and every > 0 else None
-
-
-def _folders(root: Path, controller: str | None) -> Iterator[Path]:
-    """Yield the folder of this process's control group and of all around it, as far as they can be seen from here.
-
-    Args:
-        controller: of the first version; None for the second, which has one tree for all of them.
-    """
-    own = _group(_read(root / "proc/self/cgroup") or "", controller)
-    mount = _mount(_read(root / "proc/self/mountinfo") or "", controller)
-    if own is None or mount is None:
-        return
-    seen_from, top = mount
-    # A container may see its own group alone, mounted as if it were the outermost, and yet be told its whole path.
-    inside = own.relative_to(seen_from) if own.is_relative_to(seen_from) else PurePosixPath()
-    if ".." in inside.parts:
-        inside = PurePosixPath()
-    for part in (inside, *inside.parents):
-        folder = root / top.relative_to("/") / part
-        if folder.is_dir():
-            yield folder
-
-
-def _group(text: str, controller: str | None) -> PurePosixPath | None:
-    """Find the path of a group in /proc/self/cgroup."""
-    for line in text.splitlines():
-        number, _, rest = line.partition(":")
-        names, colon, path = rest.partition(":")
-        if colon and path.startswith("/") and _fits(names.split(","), controller, number == "0" and not names):
-            return PurePosixPath(path)
-    return None
-
-
-def _mount(text: str, controller: str | None) -> tuple[PurePosixPath, PurePosixPath] | None:
-    """Find in /proc/self/mountinfo which group is mounted where."""
-    for line in text.splitlines():
-        left, dash, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
-        if not dash or len(fields) < 5 or len(kind) < 3 or not fields[4].startswith("/"):
-            continue
-        if kind[0] in ("cgroup", "cgroup2") and _fits(kind[2].split(","), controller, kind[0] == "cgroup2"):
-            return PurePosixPath(_plain(fields[3])), PurePosixPath(_plain(fields[4]))
-    return None
-
-
-def _fits(names: list[str], controller: str | None, second: bool) -> bool:
-    return second if controller is None else not second and controller in names
-
-
-def _plain(path: str) -> str:
-    """Undo what mountinfo writes for a space."""
-    return path.replace("\\040", " ")

@@ -33,7 +33,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from draftsmith.native.layers import pack_linears
+from draftsmith.native.packing import pack_linears
 from draftsmith.targets import Target
 from draftsmith.types import Quantization
 

@@ -7,6 +7,7 @@ import pytest
 
 from draftsmith.native import seconds_short, threads_missing
 from draftsmith.processor import Processor, busy_seconds, usable_cores
+from draftsmith.user_cache import Kept
 from draftsmith.workflows import doctor
 from draftsmith.workflows.doctor import Diagnosis, Measured, measure, memory_gb, processor_lines
 
@@ -24,6 +25,7 @@ WELL = Diagnosis(
     available=Processor(8, 8, None),
     memory_gb=64.0,
     free_gb=32.0,
+    packed=Kept("/home/someone/.cache/draftsmith/packed", 2, 600_000_000, 8_000_000_000),
     measured=Measured(40.0, "native kernels", 10, 0.5, 0.0, 0.0),
     provenance={"machine": {"gpus": []}},
 )

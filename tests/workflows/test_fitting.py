@@ -18,6 +18,7 @@ from draftsmith.evaluation.measuring.profiling import ROWS
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
+from draftsmith.user_cache import CACHE
 from draftsmith.workflows import fitting
 from draftsmith.workflows.fitting import fit, fit_drafts, in_words, keep, place, read
 
@@ -31,7 +32,7 @@ def target() -> Target:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(fitting.CACHE, str(tmp_path))
+    monkeypatch.setenv(CACHE, str(tmp_path))
     return tmp_path
 
 
@@ -78,7 +79,7 @@ def test_a_kept_fit_is_taken_up_and_a_damaged_one_is_not(target: Target, cache: 
 
 def test_what_is_measured_is_kept_where_the_user_keeps_such_things(target: Target, monkeypatch: pytest.MonkeyPatch):
     drafter = load_drafter(WORD, target)
-    monkeypatch.delenv(fitting.CACHE, raising=False)
+    monkeypatch.delenv(CACHE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
     assert place(target, drafter, WORD).parent == Path("/elsewhere/draftsmith/fits")
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -60,6 +60,8 @@ def rows(found: "Diagnosis") -> list[tuple[str, str]]:
     free = "unknown"
     if found.free_gb is not None and found.memory_gb is not None:
         free = f"{found.free_gb:.1f} of {found.memory_gb:.1f} GB free"
+    packed = found.packed
+    kept = f"{packed.bytes / 1e9:.2f} of at most {packed.most_bytes / 1e9:g} GB kept in {packed.folder}"
     others = found.measured.others
     neighbours = "" if others is None else f"; other programs took {others:.1f} of {here.cores} cores meanwhile"
     return [
@@ -71,6 +73,7 @@ def rows(found: "Diagnosis") -> list[tuple[str, str]]:
         ("cores", cores),
         ("quota", "none" if here.quota is None else f"{here.quota:.4g} cores' worth of time"),
         ("memory", free),
+        ("packed weights", kept),
         ("bandwidth", f"{found.measured.gb_per_s:.1f} GB/s, read by {found.measured.by}{neighbours}"),
         ("GPU", ", ".join(found.gpus) or "none that PyTorch sees"),
         ("versions", ", ".join(f"{name} {versions[name]}" for name in SHOWN_VERSIONS)),

@@ -3,23 +3,14 @@
 Shapes: N outputs, K inputs, V tokens, F width.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
-from transformers.pytorch_utils import Conv1D
 
 from draftsmith.native.library import LIBRARY
 from draftsmith.types import Quantization
-
-KINDS = (nn.Linear, Conv1D)
-PIECE = 64 << 20
-"""Bytes of weights that are packed together. Layers alone are too small for huge pages, and packing all at once would
-hold the model twice."""
-
 
 NONE = torch.empty(0)
 
@@ -39,17 +30,34 @@ class _Packed(nn.Module):
     """What packed layers share: sizes, an fp32 bias, and the original layout in `state_dict`.
 
     Args:
-        weight_NK: the weights, of any strides.
+        weight_NK: the weights, of any strides; of given parts only their sizes are asked.
         transposed: whether the original layer kept them as (K, N), as GPT-2 does.
+        parts: the packed weights, as `pack` returns them, where they are packed already.
     """
 
+    PARTS: ClassVar[tuple[str, ...]] = ("packed",)
+    """The names of what `pack` returns."""
     bias_N: Tensor | None
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False) -> None:
+    def __init__(
+        self,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        transposed: bool = False,
+        parts: Sequence[Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_NK.shape
         self.transposed = transposed
         self.register_buffer("bias_N", None if bias_N is None else bias_N.detach().float(), persistent=False)
+        given = self.pack(weight_NK.detach()) if parts is None else parts
+        for name, value in zip(self.PARTS, given, strict=True):
+            self.register_buffer(name, value, persistent=False)
+
+    @staticmethod
+    def pack(weight_NK: Tensor) -> Sequence[Tensor]:
+        """Return the parts of packed weights; of weights on the meta device, their sizes alone."""
+        raise NotImplementedError
 
     def unpacked(self) -> Tensor:
         """Return the weights as bf16 (N, K)."""
@@ -83,21 +91,14 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed):
-    """A bf16 linear layer by the native kernels.
-
-    Args:
-        packed: the packed weights, where they are packed already.
-    """
+    """A bf16 linear layer by the native kernels."""
 
     packed: Tensor
 
-    def __init__(
-        self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False, packed: Tensor | None = None
-    ) -> None:
-        super().__init__(weight_NK, bias_N, transposed)
-        if packed is None:
-            packed = torch.ops.draftsmith.pack(weight_NK.detach())
-        self.register_buffer("packed", packed, persistent=False)
+    @staticmethod
+    def pack(weight_NK: Tensor) -> Sequence[Tensor]:
+        """Return the packed weights."""
+        return (torch.ops.draftsmith.pack(weight_NK),)
 
     def unpacked(self) -> Tensor:
         """Return the weights (N, K)."""
@@ -124,15 +125,16 @@ def unpacked_int8(packed: Tensor, scales: Tensor, outputs: int, inputs: int) -> 
 class Int8Linear(_Packed):
     """A linear layer with int8 weights, a scale for each output, and rows quantised as they come, a scale for each."""
 
+    PARTS = ("packed", "scales", "sums")
     packed: Tensor
     scales: Tensor
     sums: Tensor
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False) -> None:
-        super().__init__(weight_NK, bias_N, transposed)
-        parts = torch.ops.draftsmith.pack_int8(weight_NK.detach())
-        for name, value in zip(("packed", "scales", "sums"), parts, strict=True):
-            self.register_buffer(name, value, persistent=False)
+    @staticmethod
+    def pack(weight_NK: Tensor) -> Sequence[Tensor]:
+        """Return whole numbers, the scale of every output, and the sums of the numbers."""
+        parts: tuple[Tensor, ...] = torch.ops.draftsmith.pack_int8(weight_NK)
+        return parts
 
     def unpacked(self) -> Tensor:
         """Return the quantised weights as bf16 (N, K)."""
@@ -161,20 +163,14 @@ class Int4Linear(_Packed):
     """A linear layer with weights in 4 bits, every 32 inputs of an output with a scale and a zero point of their own.
 
     Rows are quantised to int8 as they come, with a scale for every 32 inputs.
-
-    Args:
-        packed: the packed weights, where they are packed already.
     """
 
     packed: Tensor
 
-    def __init__(
-        self, weight_NK: Tensor, bias_N: Tensor | None, transposed: bool = False, packed: Tensor | None = None
-    ) -> None:
-        super().__init__(weight_NK, bias_N, transposed)
-        if packed is None:
-            packed = torch.ops.draftsmith.pack_int4(weight_NK.detach())
-        self.register_buffer("packed", packed, persistent=False)
+    @staticmethod
+    def pack(weight_NK: Tensor) -> Sequence[Tensor]:
+        """Return the packed weights."""
+        return (torch.ops.draftsmith.pack_int4(weight_NK),)
 
     def unpacked(self) -> Tensor:
         """Return the quantised weights as bf16 (N, K)."""
@@ -223,15 +219,32 @@ class PackedExperts(nn.Module):
         gate_up_EIF: gate and up projections of every expert, gates first, (E, 2 I, F).
         down_EFI: down projections.
         quantize: how to quantise the weights of each expert, and then rows as they come.
+        parts: what `pack` returns, where the weights are packed already; of the tables only sizes are asked.
     """
 
-    def __init__(self, gate_up_EIF: Tensor, down_EFI: Tensor, quantize: Quantization = "none") -> None:
+    def __init__(
+        self,
+        gate_up_EIF: Tensor,
+        down_EFI: Tensor,
+        quantize: Quantization = "none",
+        parts: Sequence[Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.width, self.inner = down_EFI.shape[1:]
         self.quantize = quantize
-        for name, experts in (("gate_up", gate_up_EIF), ("down", down_EFI)):
-            for part, value in zip(self._parts(), _pack_experts(experts.detach(), quantize), strict=True):
-                self.register_buffer(f"{name}{part}", value, persistent=False)
+        given = self.pack(gate_up_EIF, down_EFI, quantize) if parts is None else parts
+        names = [name + part for name in ("gate_up", "down") for part in self._parts()]
+        for name, value in zip(names, given, strict=True):
+            self.register_buffer(name, value, persistent=False)
+
+    @staticmethod
+    def pack(gate_up_EIF: Tensor, down_EFI: Tensor, quantize: Quantization) -> Sequence[Tensor]:
+        """Return the parts of packed experts; of tables on the meta device, their sizes alone."""
+        return [*_pack_experts(gate_up_EIF.detach(), quantize), *_pack_experts(down_EFI.detach(), quantize)]
+
+    def parts(self) -> list[Tensor]:
+        """Return what is packed, in the order of `pack`."""
+        return [*self._held("gate_up"), *self._held("down")]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Send rows (R, F) through their experts (R, C) and add up what comes, weighted."""
@@ -287,120 +300,3 @@ def packed_parts(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed layers work here: bf16 on a CPU, with the native kernels built."""
     return LIBRARY and device.type == "cpu" and dtype == torch.bfloat16
-
-
-def pack_model(
-    model: nn.Module, head: nn.Module, embedding: nn.Module, quantize: Quantization = "none"
-) -> None:
-    """Replace the linear layers of a model by packed ones, in place.
-
-    A head that shares its weights with a plain embedding is packed once, and the embedding reads from it. Tensors are
-    freed as they are packed, so the model is never held twice.
-
-    Args:
-        quantize: how to quantise the weights of every layer. Tied to a plain embedding, the head takes the embedding
-            with it: both are then the same table. Tied to one that keeps its table, the head stays bf16, so that they
-            are one.
-    """
-    tied = isinstance(embedding, nn.Embedding) and embedding.weight is getattr(head, "weight", None)
-    # Embeddings of other kinds do more than look up (Gemma's scales); they keep the table for themselves.
-    shares = tied and type(embedding) is nn.Embedding
-    replaced = pack_linears(model, lambda layer: "none" if tied and not shares and layer is head else quantize)
-    new_head = replaced.get(head, head)
-    if shares and isinstance(new_head, PackedLayer):
-        _replace(list(model.modules()), {embedding: PackedEmbedding(new_head)})
-        embedding.weight = None  # type: ignore[assignment]
-
-
-def pack_linears(
-    model: nn.Module, quantize: Callable[[nn.Module], Quantization] = lambda layer: "none"
-) -> dict[nn.Module, nn.Module]:
-    """Replace the linear layers and the experts of a module by packed ones, in place; return what replaced which layer.
-
-    Args:
-        quantize: how to quantise the weights of a layer, or of a module of experts.
-    """
-    modules = list(model.modules())
-    layers: list[Any] = [layer for layer in modules if type(layer) in KINDS]
-    layers = [layer for layer in layers if _is_packable(layer.weight)]
-    replaced: dict[nn.Module, nn.Module] = {}
-    shared = Counter(id(module.weight) for module in modules if isinstance(module, (*KINDS, nn.Embedding)))
-    for some in _pieces(layers):
-        kinds = {layer: quantize(layer) for layer in some}
-        ready: dict[nn.Module, Tensor] = {}
-        for kind, pack in PACK_TOGETHER.items():
-            together = [layer for layer in some if kinds[layer] == kind]
-            ready |= zip(together, pack([_weight_of(layer) for layer in together]), strict=True) if together else {}
-        for layer in some:
-            replaced[layer] = _packed(layer, kinds[layer], ready.get(layer))
-        for layer in some:
-            if shared[id(layer.weight)] == 1:
-                layer.weight = None
-    _replace(modules, replaced | _packed_experts(modules, quantize))
-    return replaced
-
-
-PACK_TOGETHER: dict[Quantization, Callable[[list[Tensor]], list[Tensor]]] = {
-    "none": lambda weights: torch.ops.draftsmith.pack_all(weights),
-    "int4": lambda weights: torch.ops.draftsmith.pack_all_int4(weights),
-}
-"""What packs several layers into one piece of memory."""
-
-
-def _pieces(layers: list[Any]) -> Iterator[list[Any]]:
-    """Group layers, in order, up to a piece each."""
-    piece: list[Any] = []
-    taken = 0
-    for layer in layers:
-        size = layer.weight.nbytes
-        if piece and taken + size > PIECE:
-            yield piece
-            piece, taken = [], 0
-        piece.append(layer)
-        taken += size
-    if piece:
-        yield piece
-
-
-def _is_packable(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-
-
-def _packed_experts(
-    modules: Iterable[nn.Module], quantize: Callable[[nn.Module], Quantization]
-) -> dict[nn.Module, nn.Module]:
-    """Pack the experts of transformers' mixtures that are of the form `PackedExperts` knows."""
-    packed: dict[nn.Module, nn.Module] = {}
-    for module in modules:
-        tables: Any = dict(module.named_parameters(recurse=False))
-        if tables.keys() != {"gate_up_proj", "down_proj"} or tables["down_proj"].ndim != 3:
-            continue
-        # transformers says in attributes how its experts are laid out; modules without them are of another make.
-        form = vars(module)
-        plain = form.get("has_gate") and form.get("is_concatenated")
-        special = form.get("has_bias") or form.get("is_transposed") or form.get("has_post_expert_norm")
-        odd = any(size % 2 for size in tables["down_proj"].shape[1:])
-        gated = isinstance(module._modules.get("act_fn"), (nn.SiLU, SiLUActivation))
-        if plain and gated and not special and not odd and all(_is_packable(table) for table in tables.values()):
-            packed[module] = PackedExperts(tables["gate_up_proj"], tables["down_proj"], quantize(module))
-            module.gate_up_proj = module.down_proj = None  # type: ignore[assignment]
-    return packed
-
-
-def _weight_of(layer: Any) -> Tensor:
-    """Return the weights of a layer as (N, K)."""
-    weight: Tensor = layer.weight.detach()
-    return weight.T if isinstance(layer, Conv1D) else weight
-
-
-def _packed(layer: Any, quantize: Quantization, packed: Tensor | None) -> nn.Module:
-    """Make the layer that replaces this one, of its packed weights where there are some."""
-    given = (_weight_of(layer), layer.bias, isinstance(layer, Conv1D))
-    return LAYERS[quantize](*given) if packed is None else LAYERS[quantize](*given, packed)  # type: ignore[call-arg]
-
-
-def _replace(parents: Iterable[nn.Module], replacements: Mapping[nn.Module, nn.Module]) -> None:
-    for parent in parents:
-        for name, child in list(parent._modules.items()):
-            if child is not None and child in replacements:
-                setattr(parent, name, replacements[child])

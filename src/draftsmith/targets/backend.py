@@ -18,11 +18,14 @@ from torch import Tensor, nn
 
 from draftsmith.native import kernels_in_use, why_missing
 from draftsmith.native.decoder import NativeDecoder, Noise, has_native_form
-from draftsmith.native.layers import can_pack, pack_linears, pack_model
+from draftsmith.native.layers import can_pack
+from draftsmith.native.packing import pack_linears, pack_model
 from draftsmith.targets.attention import ShapeProbe, lay_out_pass
 from draftsmith.targets.cache.cache import KVCache
 from draftsmith.targets.cache.nodes import Nodes
+from draftsmith.targets.copies import refuse_left_over
 from draftsmith.targets.encode import encode_by_model, encode_in_pieces, no_features
+from draftsmith.targets.kept import KeptWeights
 from draftsmith.targets.packing import can_prepack, prepack_linears
 from draftsmith.types import DraftsmithError, Quantization
 
@@ -319,19 +322,37 @@ class NativeForward(NativeLayers):
         return [list(range(len(sizes)))] if sizes else []
 
 
-def first_backend(target: "Target", native: bool, quantize: Quantization) -> Backend:
-    """Return what a target begins with: native layers where they serve, packed now, else PyTorch."""
+def first_backend(
+    target: "Target", native: bool, quantize: Quantization, origin: "Target | None" = None
+) -> Backend:
+    """Return what a target begins with: native layers where they serve, packed now, else PyTorch.
+
+    Args:
+        origin: has the weights of the layers, where the target's own model does not.
+    """
     device, dtype = target.device, target.dtype
     if native and can_pack(device, dtype):
         model, begun = target.model, time.perf_counter()
-        pack_model(model, model.get_output_embeddings(), model.get_input_embeddings(), quantize)
+        if quantize != "none":
+            refuse_left_over(model, target.name, quantize)
+        pack_model(
+            model, model.get_output_embeddings(), model.get_input_embeddings(), quantize,
+            None if origin is None else origin.model, None if quantize == "none" else KeptWeights(),
+        )
         seconds = time.perf_counter() - begun
         log.info("%s: packed in %.2f s", target.name, seconds)
         return NativeLayers(target, NATIVE_TOLERANCE[quantize], seconds)
     if quantize != "none":
+        refuse_unpackable(quantize, device, dtype)
+        raise DraftsmithError(f"quantize is {quantize!r}, which needs the native kernels; leave native on.")
+    wanted = native and device.type == "cpu" and dtype == torch.bfloat16
+    return Eager(target, why_missing() if wanted else "")
+
+
+def refuse_unpackable(quantize: Quantization, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise DraftsmithError where nothing can be quantised: without native kernels, or bf16 on a CPU."""
+    if not can_pack(device, dtype):
         raise DraftsmithError(
             f"quantize is {quantize!r}, which needs the native kernels and a bf16 model on a CPU; "
             f"{why_missing() or f'this is {dtype} on {device}'}."
         )
-    wanted = native and device.type == "cpu" and dtype == torch.bfloat16
-    return Eager(target, why_missing() if wanted else "")

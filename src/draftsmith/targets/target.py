@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.initialization import no_init_weights
 
 from draftsmith.dtypes import cast_parameters, resolve_dtype
-from draftsmith.targets.backend import Backend, first_backend
+from draftsmith.targets.backend import Backend, first_backend, refuse_unpackable
 from draftsmith.targets.cache.cache import KVCache
 from draftsmith.targets.cache.nodes import Nodes
+from draftsmith.targets.copies import copy_of
 from draftsmith.targets.encode import encode_by_model, no_features
 from draftsmith.targets.hooks import Hooks
 from draftsmith.targets.loading.loading import load_model, precision_on_disk, resolve_device, short_name
@@ -50,6 +50,7 @@ class Target:
         native: use the native kernels where they serve (bf16 on a CPU): linear layers then hold packed weights in the
             place of their own, and Llama-shaped models are read by one native operator. It is False for PyTorch alone.
         quantize: "int8" or "int4" quantises the linear layers; text is then that of the quantised model.
+        origin: a target of the same kind that has the weights of the layers, where `model` does not, see `copy_of`.
 
     Raises:
         DraftsmithError: for encoder-decoders, recurrent or hybrid state, and attention outside transformers'
@@ -63,6 +64,7 @@ class Target:
         name: str = "in-memory",
         native: bool = True,
         quantize: Quantization = "none",
+        origin: "Target | None" = None,
     ) -> None:
         refuse_unsupported(model.config, name)
         own_attention = use_tree_attention(model, name)
@@ -70,7 +72,7 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         self.config = model.config.get_text_config(decoder=True)
-        self.device: torch.device = model.device
+        self.device: torch.device = model.device if origin is None else origin.device
         self.dtype: torch.dtype = model.dtype
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = _head(model, name).weight.shape[0]
@@ -81,12 +83,12 @@ class Target:
         self.eos_token_ids: frozenset[int] = end_tokens(model, tokenizer)
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         """How many there are; packing turns parameters into buffers, so it is counted before."""
-        self.weights_hash = weights_hash(model)
+        self.weights_hash = weights_hash(model) if origin is None else origin.weights_hash
         """Of the weights as they were loaded, before packing and quantisation."""
         self.precision_on_disk = ""
         """What the weights were before the dtype "auto" made them coarser, such as "fp32"; empty where it did not."""
         self.hooks = Hooks(model, self.layers, self.hidden_size, f"{name} ({self.config.model_type})")
-        self.backend: Backend = first_backend(self, native, quantize)
+        self.backend: Backend = first_backend(self, native, quantize, origin)
         """What reads the model."""
         self.hooks.limit(model.get_output_embeddings())
         # Packing came first: weights that are mapped from files are then read once, and not by these forwards as well.
@@ -178,17 +180,20 @@ class Target:
         model.load_state_dict(self.model.state_dict())
         return Target(model.to(device=self.device), self.tokenizer, self.name, native, quantize)
 
-    def quantised(self, quantize: Quantization) -> "Target":
+    def quantised(self, quantize: Quantization, name: str = "a quantised copy") -> "Target":
         """Return a copy that computes in bf16 with quantised layers, by the native kernels.
 
         Of a bf16 target it shares what is not packed, such as norms and an embedding of its own.
+
+        Args:
+            name: what to call the copy where it is said what memory it takes.
+
+        Raises:
+            DraftsmithError: there is not so much memory, or the native kernels do not run here.
         """
-        with no_init_weights():
-            model = type(self.model)(copy.deepcopy(self.model.config))
-        cast_parameters(model, torch.bfloat16)
-        model.load_state_dict(self.model.state_dict(), assign=self.dtype == torch.bfloat16)
-        model.tie_weights()
-        return Target(model.to(device=self.device), self.tokenizer, self.name, quantize=quantize)
+        refuse_unpackable(quantize, self.device, torch.bfloat16)
+        model = copy_of(self, quantize, name)
+        return Target(model, self.tokenizer, self.name, quantize=quantize, origin=self)
 
     def truncated(self, layers: int) -> "Target":
         """Return a view of the first `layers` layers under the same norm and head; see `without`."""

@@ -13,7 +13,6 @@ from draftsmith import native
 from draftsmith.dtypes import resolve_dtype
 from draftsmith.processor import (
     BUSY,
-    ROOT,
     Processor,
     Watch,
     available_processor,
@@ -22,6 +21,8 @@ from draftsmith.processor import (
     use_threads,
 )
 from draftsmith.provenance import provenance
+from draftsmith.system import ROOT
+from draftsmith.user_cache import Kept, packed_kept
 
 FEATURES = {
     "AVX2": "avx2", "AVX512F": "avx512f", "AVX512-VNNI": "avx512_vnni", "AVX512-BF16": "avx512_bf16",
@@ -82,6 +83,7 @@ class Diagnosis:
         available: what this process may use.
         memory_gb: of the machine, in 10⁹ bytes.
         free_gb: what of it programs can still have; None where the system does not tell.
+        packed: the packed weights that are kept on disk from one start to the next.
         provenance: command, date, machine, versions.
     """
 
@@ -97,6 +99,7 @@ class Diagnosis:
     available: Processor
     memory_gb: float | None
     free_gb: float | None
+    packed: Kept
     measured: Measured
     provenance: Mapping[str, Any]
 
@@ -225,6 +228,7 @@ def examine(root: Path = ROOT) -> Diagnosis:
         available=available_processor(root),
         memory_gb=memory_gb("MemTotal", root),
         free_gb=memory_gb("MemAvailable", root),
+        packed=packed_kept(),
         measured=measure(memory_gb("MemAvailable", root)),
         provenance=record,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from draftsmith import system
 from draftsmith.drafters.trainable import storage
 from draftsmith.targets import Target
 from draftsmith.training.build import build_loader
@@ -204,10 +205,7 @@ def free_memory(target: Target) -> int:
     """Return the bytes that are free where the target computes; half of all where the system does not say."""
     if target.device.type == "cuda":
         return int(torch.cuda.mem_get_info(target.device)[0])
-    # Linux says what programs can get; pages that are free this moment leave out what it only keeps of files.
-    told = Path("/proc/meminfo")
-    lines = told.read_text(encoding="ascii").splitlines() if told.is_file() else []
-    available = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    if available is not None:
-        return 1024 * int(available)
+    told = system.free_memory()
+    if told is not None:
+        return told
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

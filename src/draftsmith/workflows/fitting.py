@@ -5,7 +5,6 @@ Costs and acceptance are those of decoding itself, on texts that nothing is eval
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from draftsmith.files import replace_text
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.provenance import machine, provenance, versions
 from draftsmith.targets import Target
+from draftsmith.user_cache import cache_folder
 from draftsmith.workflows.models import quiet as silent
 
 LOOKUP_HOPE = 4.0
@@ -33,8 +33,6 @@ MEMORY_HOPE = 0.85
 DISTURBED_FOR_S = 3600.0
 """So long it is made do with what was measured while other programs disturbed it."""
 FORMAT = 2
-CACHE = "DRAFTSMITH_CACHE"
-"""The variable that names a folder for what is measured once; without it, the user's cache folder has one."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +167,7 @@ def place(target: Target, drafter: Drafter, name: str) -> Path:
         "parameters": drafter.parameter_count(), "default": repr(drafter.default_plan()), "stamp": stamp(name),
     }
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
-    shared = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get(CACHE) or shared / "draftsmith") / "fits" / f"{key}.json"
+    return cache_folder("fits") / f"{key}.json"
 
 
 def stamp(name: str) -> list[float]:

@@ -28,6 +28,7 @@ from draftsmith.types import DraftsmithError
 from draftsmith.workflows.bridge import EngineBridge
 from draftsmith.workflows.choice import Choice
 from draftsmith.workflows.entries import BATCH, POSITIONS, PROMPT_TOKENS, Budget, Entry, recipe_for
+from draftsmith.workflows.models import open_drafter, telling
 from draftsmith.workflows.search import Judge, search, try_out
 
 EVALUATION_PROMPTS, EVALUATION_TOKENS = 2, 48
@@ -185,9 +186,11 @@ def prepare_methods(
     for entry in entries:
         if not entry.family.trainable:
             config = entry.family.config.read(entry.options, f"{entry.name}:")
-            add(entry.name, entry.family.ready(config, target), entry.family.summary, trained=False)
+            with telling(console):
+                drafter = entry.family.ready(config, target)
+            add(entry.name, drafter, entry.family.summary, trained=False)
     for name, folder in given.items():
-        add(name, load_drafter(folder, target), f"trained before: {Path(folder).name}")
+        add(name, open_drafter(folder, target, console), f"trained before: {Path(folder).name}")
     if not methods:
         raise DraftsmithError("there is nothing to compare; name a family or a drafter.")
     return methods, weighed

@@ -1,11 +1,15 @@
 """What every job begins with: target and drafter, given by name or as they are, and a compiled step where it pays."""
 
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
+from rich.markup import escape
 
 from draftsmith import assets
 from draftsmith.types import Quantization
@@ -68,18 +72,18 @@ def name_of(drafter: "Drafter | str | Path | None", default: str | None = None) 
 
 def load_target(target: "Target | str | Path | None", loading: Loading, console: Console) -> "Target":
     """Load a target, the embedded one by default, and say what reads it."""
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     from draftsmith.targets import Target
     from draftsmith.targets.loading.loading import short_name
 
     if isinstance(target, Target):
         return target
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     path = str(target) if target is not None else str(assets.demo_target())
     begun = time.perf_counter()
-    with console.status(f"Loading the target {Path(path).name} …"):
+    with console.status(f"Loading the target {Path(path).name} …"), telling(console):
         loaded = Target.from_pretrained(
             path, dtype=loading.dtype, device=loading.device, trust_remote_code=loading.trust_remote_code,
             native=loading.native, quantize=loading.quantize,
@@ -100,6 +104,42 @@ def load_target(target: "Target | str | Path | None", loading: Loading, console:
     return loaded
 
 
+def open_drafter(name: str | Path, target: "Target", console: Console) -> "Drafter":
+    """Load a drafter as `load_drafter` does, and say what memory it will take and where its weights are from."""
+    from draftsmith.drafters.registry import load_drafter
+
+    with telling(console):
+        return load_drafter(name, target)
+
+
+@contextmanager
+def telling(console: Console) -> Iterator[None]:
+    """Print what is said of progress in the meantime, as `draftsmith.progress` logs it."""
+    progress, printed = logging.getLogger("draftsmith.progress"), _Printed(console)
+    level, passes_on = progress.level, progress.propagate
+    progress.addHandler(printed)
+    progress.setLevel(logging.INFO)
+    progress.propagate = False
+    try:
+        yield
+    finally:
+        progress.removeHandler(printed)
+        progress.setLevel(level)
+        progress.propagate = passes_on
+
+
+class _Printed(logging.Handler):
+    """Prints log records on a console, a line each."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one."""
+        self._console.print(f"[dim]{escape(record.getMessage())}[/dim]", highlight=False, soft_wrap=True)
+
+
 def load_engine(
     console: Console,
     *,
@@ -117,7 +157,6 @@ def load_engine(
     share_prefixes: bool = True,
 ) -> "Engine":
     """Load target and drafter, nothing compiled yet: both embedded by default, no drafter for another target."""
-    from draftsmith.drafters.registry import load_drafter
     from draftsmith.engine import Engine
     from draftsmith.evaluation.prompts import embedded_prompts
 
@@ -128,7 +167,7 @@ def load_engine(
         console.print(f"[dim]No drafter for {loaded.name}: decoding without one; give one with --drafter.[/dim]")
     if not draft:
         drafter = None
-    guesser = load_drafter(drafter, loaded) if isinstance(drafter, str | Path) else drafter
+    guesser = open_drafter(drafter, loaded, console) if isinstance(drafter, str | Path) else drafter
     if guesser is not None:
         note_for_user = guesser.note_for_user([prompt.text[:SAMPLE] for prompt in embedded_prompts(None)])
         if note_for_user is not None:

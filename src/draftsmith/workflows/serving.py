@@ -8,7 +8,6 @@ from rich.console import Console
 
 from draftsmith import assets
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine, Fixed, OffAbove, Policy
 from draftsmith.engine.guarded import Guarded
 from draftsmith.plan import Plan
@@ -18,7 +17,7 @@ from draftsmith.serving.service import Service
 from draftsmith.serving.settings import Settings
 from draftsmith.targets import Target
 from draftsmith.workflows.fitting import fit_drafts, shape_in_words
-from draftsmith.workflows.models import Loading, load_target, name_of, quiet
+from draftsmith.workflows.models import Loading, load_target, name_of, open_drafter, quiet
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def make_engine(
         console.print(f"[dim]{loaded.name} is decoded without a drafter.[/dim]", highlight=False)
         return Engine(loaded, max_batch=sizes.max_batch, max_length=sizes.max_length), {}
     names = named(given)
-    found = {name: load_drafter(drafter, loaded) for name, drafter in names.items()}
+    found = {name: open_drafter(drafter, loaded, console) for name, drafter in names.items()}
     policy = policy_of(loaded, found, names, rules, sizes, console)
     guarded: dict[str, Drafter] = {name: Guarded(drafter, name) for name, drafter in found.items()}
     return Engine(loaded, guarded, policy=policy, max_batch=sizes.max_batch, max_length=sizes.max_length), guarded

@@ -84,12 +84,13 @@ def test_a_copy_holds_little_beside_the_target(architecture: str, native: bool):
         drafter = load_drafter(name, target)
         assert isinstance(drafter, QuantisedSelf)
         layers = [part for part in drafter.model.model.modules() if isinstance(part, kind)]
-        biases = sum(part.bias_N.nbytes for part in layers if part.bias_N is not None)
+        biases = 0 if native else sum(part.bias_N.nbytes for part in layers if part.bias_N is not None)
         packed = sum(tensor.nbytes for part in layers for tensor in part.parts())
         other = drafter.memory_bytes() - packed - biases
-        # Rotary frequencies; and where head and embedding are one table that stays bf16, the head, packed once more.
+        # Rotary frequencies; and where head and embedding are one table that stays bf16, the head, packed by the copy
+        # where the target has not packed it.
         head = drafter.model.model.get_output_embeddings()
-        own = 0 if isinstance(head, kind) else head.packed.nbytes
+        own = 0 if native or isinstance(head, kind) else head.packed.nbytes
         assert 0 <= other - own < 1000
 
 

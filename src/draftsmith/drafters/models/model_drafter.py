@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.drafters.base import StagewiseDrafter, best
@@ -19,12 +19,8 @@ from draftsmith.drafters.models.depth import MAX_DEPTH
 from draftsmith.drafters.models.path_reader import ROOM, SCRATCH, PathReader
 from draftsmith.plan import Plan
 from draftsmith.targets import KVCache, Target
+from draftsmith.targets.copies import bytes_by_place
 from draftsmith.types import UNUSED, Context, Draft
-
-
-def bytes_by_place(model: nn.Module) -> dict[int, int]:
-    """Return the sizes of a model's tensors by where each begins, so that one that several modules hold counts once."""
-    return {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.nbytes}
 
 
 class ModelDrafter(StagewiseDrafter):

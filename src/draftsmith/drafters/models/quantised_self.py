@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter, bytes_by_place
+from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter
 from draftsmith.drafters.models.quantised_self_config import INT4, INT8, QuantisedSelfConfig
 from draftsmith.drafters.models.self_drafter import SelfDrafter
 from draftsmith.native import why_missing
 from draftsmith.native.layers import can_pack
+from draftsmith.targets.copies import bytes_by_place
 from draftsmith.types import DraftsmithError, Quantization
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class QuantisedSelf(SelfDrafter):
     """Drafts with a quantised copy of a bf16 target, sharing its cache, and of its weights what is not packed."""
 
-    def __init__(self, target: "Target", quantize: Quantization, guesses: int) -> None:
-        super().__init__(target, target.quantised(quantize), guesses)
+    def __init__(self, target: "Target", quantize: Quantization, guesses: int, name: str = "a copy") -> None:
+        super().__init__(target, target.quantised(quantize, name), guesses)
         self._shared = frozenset(bytes_by_place(target.model))
 
     def parameter_count(self) -> int:
@@ -48,8 +49,8 @@ def make_quantised(name: str, quantize: Quantization, guesses: int, target: "Tar
         reason = why_missing() or f"{target.name} is on {target.device}"
         raise DraftsmithError(f"{name} runs on the native kernels for CPUs, but {reason}; choose another drafter.")
     if target.dtype == torch.bfloat16:
-        return QuantisedSelf(target, quantize, guesses)
-    return DraftModel(target.quantised(quantize), target.vocab_size, guesses)
+        return QuantisedSelf(target, quantize, guesses, name)
+    return DraftModel(target.quantised(quantize, name), target.vocab_size, guesses)
 
 
 def make_int8_self(config: QuantisedSelfConfig, target: "Target", draft_tokens: Tensor | None) -> ModelDrafter:

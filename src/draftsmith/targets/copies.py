@@ -1,0 +1,141 @@
+"""Copies of a target in fewer bits: made of what it holds, with no second model in between, and weighed beforehand."""
+
+import copy
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from draftsmith.native.layers import PackedEmbedding, PackedExperts, PackedLayer
+from draftsmith.native.packing import choice_for, left_over, packables
+from draftsmith.system import bytes_in_words, free_memory
+from draftsmith.types import DraftsmithError, Quantization
+
+if TYPE_CHECKING:
+    from draftsmith.targets.target import Target
+
+MOST_LEFT = 0.05
+"""Of the weights; what a router or a convolution has beside a layer's matrices is less."""
+BITS = {"none": 16, "int8": 8, "int4": 4}
+progress = logging.getLogger("draftsmith.progress")
+
+
+def bytes_by_place(model: nn.Module) -> dict[int, int]:
+    """Return the sizes of a model's tensors by where each begins, so that one that several modules hold counts once."""
+    return {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.nbytes}
+
+
+def copy_of(target: "Target", quantize: Quantization, name: str) -> PreTrainedModel:
+    """Return a model in bf16 whose layers are to be packed of the target's weights, and which shares all the rest.
+
+    Its linear layers have sizes and no weights. How much memory the copy will take is said before any of it is taken.
+
+    Args:
+        name: what to call the copy where that is said.
+
+    Raises:
+        DraftsmithError: there is not so much memory.
+    """
+    shell = _blank(target.model)
+    refuse_left_over(shell, target.name, name)
+    needed = memory_beside(target, shell, quantize)
+    taken, beside = bytes_in_words(needed), bytes_in_words(sum(bytes_by_place(target.model).values()))
+    sentence = (
+        f"{name}: a copy of {_short(target.weights)} weights in {BITS[quantize]} bits takes {taken} beside the "
+        f"target's {beside}"
+    )
+    free = free_memory()
+    if free is not None and needed > free:
+        raise DraftsmithError(
+            f"{sentence}, and {bytes_in_words(free)} are free; end other programs, grant this one more memory, or "
+            "choose a drafter that takes less, such as ngram."
+        )
+    progress.info("%s.", sentence)
+    shell.load_state_dict(_rest(target, shell), strict=False, assign=True)
+    shell.tie_weights()
+    return shell
+
+
+def refuse_left_over(model: PreTrainedModel, name: str, what: str) -> None:
+    """Raise DraftsmithError where more than a few of the weights would not be quantised, naming what has them.
+
+    Of models that see or hear too, only what reads text counts.
+
+    Args:
+        model: with layers that are not packed yet; their weights are not looked at.
+        what: what was asked for, such as "int4-self".
+    """
+    left, packed = left_over(model.get_decoder())
+    share = left.total() / (left.total() + packed)
+    if share > MOST_LEFT:
+        kind, _ = left.most_common(1)[0]
+        raise DraftsmithError(
+            f"{what}: {name} ({model.config.model_type}) has {share:.0%} of its layers' weights in {kind}, which "
+            "cannot be packed; leave it out."
+        )
+
+
+def memory_beside(target: "Target", shell: PreTrainedModel, quantize: Quantization) -> int:
+    """Return the bytes that a quantised copy takes and the target does not hold already, by the sizes of its tensors.
+
+    Args:
+        shell: the copy, without weights.
+    """
+    choice = choice_for(shell.get_output_embeddings(), shell.get_input_embeddings(), quantize)  # type: ignore[arg-type]
+    packed = sum(one.new_bytes() for one in packables(shell, choice, target.model).values())
+    stored = shell.state_dict().keys()
+    own = sum(buffer.nbytes for name, buffer in shell.named_buffers() if name not in stored)
+    cast = 0
+    if target.dtype != torch.bfloat16:
+        parameters = dict(shell.named_parameters())
+        cast = sum(parameters[name].nbytes for name in _names_of_rest(target, shell) if name in parameters)
+    return packed + own + cast
+
+
+def _blank(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of the same kind whose parameters are in bf16 on the meta device: sizes without memory."""
+    # Built anew: a copy of the modules would keep hooks and packed weights that belong to the target.
+    with no_init_weights():
+        shell = type(model)(copy.deepcopy(model.config))
+    shell.tie_weights()
+    blank: dict[int, nn.Parameter] = {}
+    for module in shell.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            sizes = torch.empty(parameter.shape, dtype=torch.bfloat16, device="meta")
+            shared = blank.setdefault(id(parameter), nn.Parameter(sizes, requires_grad=False))
+            module.register_parameter(name, shared)
+    return shell
+
+
+def _rest(target: "Target", shell: PreTrainedModel) -> dict[str, Tensor]:
+    """Return what of the target's state no packed layer will hold: its own tensors, or what they are in bf16."""
+    names = _names_of_rest(target, shell)
+    if target.dtype == torch.bfloat16:
+        return names
+    parameters = dict(shell.named_parameters())
+    return {name: tensor.bfloat16() if name in parameters else tensor for name, tensor in names.items()}
+
+
+def _names_of_rest(target: "Target", shell: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors of the target's state, by name, that the copy has: those that the target holds unpacked.
+
+    Of a target in another dtype they are those that the copy will not pack either, because they have to be cast.
+    """
+    work = packables(shell, lambda _: "none", target.model)
+    embedding, head = shell.get_input_embeddings(), shell.get_output_embeddings()
+    goes = type(embedding) is nn.Embedding and head is not None and embedding.weight is head.weight
+    state: dict[str, Tensor] = {}
+    for name, module in target.model.named_modules():
+        if isinstance(module, (PackedLayer, PackedExperts, PackedEmbedding)):
+            continue
+        if target.dtype != torch.bfloat16 and (name in work or (goes and shell.get_submodule(name) is embedding)):
+            continue
+        module._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
+    return state
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e6:,.0f} M" if count >= 10**7 else f"{count:,}"
