@@ -23,6 +23,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "generate, no drafter in a folder": (("generate", "hi", "--drafter", "unknown"), "the drafter family 'odd'"),
     "generate, family": (("generate", "hi", "--drafter", "ngrm"), "did you mean ngram?"),
     "generate, option": (("generate", "hi", "--drafter", "ngram:max_lengt=3"), "did you mean ngram:max_length?"),
+    "generate, inside a cascade": (("generate", "hi", "--drafter", "cascade:inner=ngrm"), "did you mean ngram?"),
     "generate, untrained": (("generate", "hi", "--drafter", "mlp"), "has to be trained"),
     "generate, a hub that does not answer": (("generate", "hi", "--target", "nobody/none"), "hub cannot be"),
     "generate, a drafter on one": (("generate", "hi", "--drafter", "nobody/none"), "hub cannot be"),

@@ -91,16 +91,20 @@ def check_draft(draft: Draft, plan: Plan, batch: int, vocabulary: int, can_sampl
 def check_drafter(
     make_drafter: Callable[[], Drafter],
     target: Target,
-    model: PreTrainedModel,
+    model: PreTrainedModel | None,
     plans: Sequence[Plan | None] = (None,),
 ) -> None:
     """Run one drafter through the engine in many ways; `model` is the target's model untouched, for reference.
 
-    The prompts are `contract_prompts()`; deterministic plans also keep sampled text token for token.
+    The prompts are `contract_prompts()`; deterministic plans also keep sampled text token for token. Without a model
+    the reference is plain decoding: in bf16 the model's own code may break ties in another way.
     """
     questions = contract_prompts()
-    answers = [greedy_reference(model, question, NEW_TOKENS) for question in questions]
     greedy = SamplingParams(max_tokens=NEW_TOKENS, seed=3)
+    if model is None:
+        answers = [c.tokens for c in Engine(target, max_batch=1).generate(questions, greedy)]
+    else:
+        answers = [greedy_reference(model, question, NEW_TOKENS) for question in questions]
     sampled = [
         SamplingParams(max_tokens=NEW_TOKENS, temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=seed)
         for seed in range(len(questions))

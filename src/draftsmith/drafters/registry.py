@@ -27,6 +27,7 @@ from draftsmith.drafters.heads.recurrent_config import FAMILY as RECURRENT
 from draftsmith.drafters.lookup.lookahead_config import FAMILY as LOOKAHEAD
 from draftsmith.drafters.lookup.ngram_config import FAMILY as NGRAM
 from draftsmith.drafters.lookup.suffix_config import FAMILY as SUFFIX
+from draftsmith.drafters.models.cascade_config import FAMILY as CASCADE
 from draftsmith.drafters.models.draft_model_config import FAMILY as DRAFT_MODEL
 from draftsmith.drafters.models.early_exit_config import FAMILY as EARLY_EXIT
 from draftsmith.drafters.models.quantised_self_config import INT4 as INT4_SELF
@@ -61,7 +62,7 @@ HUB_FILES = [
 
 BUILT_IN: tuple[Family, ...] = (
     MLP, MEDUSA, HYDRA, EAGLE, EAGLE3, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, SKIP_LAYERS,
-    INT8_SELF, INT4_SELF,
+    INT8_SELF, INT4_SELF, CASCADE,
 )
 
 

@@ -290,3 +290,30 @@ def test_an_edited_text_is_accepted_but_for_the_edits(counting: Target, spec: st
     [found] = Engine(counting, load_drafter(spec, counting)).generate([question], SamplingParams(max_tokens=46))
     assert found.tokens == list(range(14, 60))
     assert found.statistics.accepted >= 46 - 12
+
+
+# Guesses behind tokens that a row may never have
+
+
+@pytest.mark.parametrize("drafter", [ngram(min_length=1), suffix()], ids=["ngram", "suffix"])
+def test_a_lookup_goes_on_behind_guesses_and_forgets_them(drafter: NgramDrafter | SuffixDrafter):
+    text = [5, 1, 2, 3, 4, 9, 8, 1, 2, 3]
+    plan = Plan((1,) * 3)
+    before = chain(propose(drafter, {0: text}, plan))
+    [row] = drafter.take_in(context_of({0: [4]}, width=1))
+    assert before[:2] == [4, 9]
+    assert drafter.continue_row(row, [], 3)[:2] == [9, 8]  # type: ignore[arg-type]
+    assert drafter.continue_row(row, [9], 1) == [8]  # type: ignore[arg-type]
+    assert drafter.continue_row(row, [7, 5, 1], 2)[:1] == [2]  # type: ignore[arg-type]
+    assert drafter.continue_row(row, [7], 2) == [], "it stands nowhere"  # type: ignore[arg-type]
+    fresh = type(drafter)(drafter.config)  # type: ignore[arg-type]
+    propose(fresh, {0: text}, plan)
+    assert chain(propose(drafter, {0: [9]}, plan)) == chain(propose(fresh, {0: [4, 9]}, plan))
+
+
+def test_prompt_lookup_copies_guesses_where_the_text_ends():
+    drafter = ngram(min_length=2, guesses=8)
+    [row] = drafter.take_in(context_of({0: [1, 2, 3, 4]}, width=4))
+    assert row is not None
+    assert drafter.continue_row(row, [1, 2], 6) == [3, 4, 1, 2, 3, 4]
+    assert drafter.continue_row(row, [6, 2, 3], 3) == [4, 6, 2]

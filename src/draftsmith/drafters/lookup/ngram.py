@@ -5,12 +5,13 @@ al., "Inference with Reference" (arXiv:2304.04487, section 3). Every n-gram of a
 a step looks up and never searches.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from draftsmith.drafters.lookup.ngram_config import Match, NgramConfig
-from draftsmith.drafters.lookup.python_drafter import DraftTree, PythonDrafter
+from draftsmith.drafters.lookup.python_drafter import DraftTree, LookupDrafter
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT
 
@@ -27,6 +28,7 @@ class NgramIndex:
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.text: list[int] = []
+        self._longest = longest
         # The latest place behind each n-gram, and for every place the one before it, length by length.
         self._latest: dict[tuple[int, ...], int] = {}
         self._earlier: list[tuple[int, list[int]]] = [(n, []) for n in range(shortest, longest + 1)]
@@ -45,16 +47,21 @@ class NgramIndex:
                 latest[gram] = place
             text.append(token)
 
-    def places(self, match: Match, wanted: int) -> list[int]:
-        """Return up to `wanted` places to continue from: of longer matches first, each with another token there."""
+    def places(self, match: Match, wanted: int, ahead: Sequence[int] = ()) -> list[int]:
+        """Return up to `wanted` places to continue from: of longer matches first, each with another token there.
+
+        Args:
+            ahead: tokens behind the text, which belong to the match but not to the index.
+        """
         text = self.text
+        newest = [*text[-self._longest :], *ahead]
         found: dict[int, int] = {}
         for n, earlier in reversed(self._earlier):
-            if n > len(text):
+            if n > len(newest):
                 continue
             times: dict[int, int] = {}
             first: dict[int, int] = {}
-            place, left = self._latest.get(tuple(text[-n:]), NOWHERE), MOST_PLACES
+            place, left = self._latest.get(tuple(newest[-n:]), NOWHERE), MOST_PLACES
             while place != NOWHERE and left and (match == "frequent" or len(first) < wanted):
                 token = text[place]
                 times[token] = times.get(token, 0) + 1
@@ -68,13 +75,14 @@ class NgramIndex:
                 break
         return list(found.values())[:wanted]
 
-    def copy(self, place: int, count: int) -> list[int]:
-        """Return `count` tokens from `place` on; behind the end of the text the copy goes on with itself."""
+    def copy(self, place: int, count: int, ahead: Sequence[int] = ()) -> list[int]:
+        """Return `count` tokens from `place` on; behind the end of text and `ahead` the copy goes on with itself."""
         piece = self.text[place : place + count]
+        piece += ahead[: count - len(piece)]
         return piece if len(piece) == count else (piece * (count // len(piece) + 1))[:count]
 
 
-class NgramDrafter(PythonDrafter[NgramIndex]):
+class NgramDrafter(LookupDrafter[NgramIndex]):
     """Drafts the continuation of an earlier occurrence of the newest tokens, and nothing when there is none."""
 
     def __init__(self, config: NgramConfig) -> None:
@@ -92,6 +100,10 @@ class NgramDrafter(PythonDrafter[NgramIndex]):
         for place in row.places(config.match, min(config.branches, plan.branching[0])):
             tree.add_path(ROOT, row.copy(place, min(config.guesses, plan.depth)))
         return tree
+
+    def continue_row(self, row: NgramIndex, ahead: Sequence[int], count: int) -> list[int]:
+        found = row.places(self.config.match, 1, ahead)
+        return row.copy(found[0], min(count, self.config.guesses), ahead) if found else []
 
 
 def make_ngram(config: NgramConfig, target: "Target", draft_tokens: Tensor | None) -> NgramDrafter:

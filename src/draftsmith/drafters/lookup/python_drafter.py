@@ -134,16 +134,17 @@ class PythonDrafter(Drafter, Generic[R]):
             self.catch_up()
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        self.catch_up()
         room = plan.max_nodes
         return to_draft(
-            [
-                DraftTree((), 0) if row is None else self.draft_row(row, plan, room)
-                for row in self._read(table_of(context).tolist())
-            ],
+            [DraftTree((), 0) if row is None else self.draft_row(row, plan, room) for row in self.take_in(context)],
             context,
             plan,
         )
+
+    def take_in(self, context: Context) -> list[R | None]:
+        """Tell every row its new tokens; None stands for padding."""
+        self.catch_up()
+        return self._read(table_of(context).tolist())
 
     def catch_up(self) -> None:
         """Read what was followed, in as many transfers as there were widths in a row."""
@@ -163,3 +164,14 @@ class PythonDrafter(Drafter, Generic[R]):
                 row.extend(tokens[:count])
             rows.append(row)
         return rows
+
+
+class LookupDrafter(PythonDrafter[R]):
+    """One that finds its guesses in texts, and so can guess behind tokens that a row may never have."""
+
+    @abstractmethod
+    def continue_row(self, row: R, ahead: Sequence[int], count: int) -> list[int]:
+        """Return up to `count` guesses, one after another, behind a row's text and the tokens `ahead` of it.
+
+        Nothing of these is remembered. None where it knows nothing.
+        """

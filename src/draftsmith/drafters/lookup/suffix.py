@@ -9,14 +9,14 @@ are weighed.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from draftsmith.drafters.lookup.python_drafter import DraftTree, PythonDrafter
+from draftsmith.drafters.lookup.python_drafter import DraftTree, LookupDrafter
 from draftsmith.drafters.lookup.suffix_config import SuffixConfig
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT
@@ -168,6 +168,10 @@ class SuffixRow:
                 if yielded == MOST_MATCHES:
                     return
 
+    def matches_of(self, newest: list[int]) -> Iterator[Match]:
+        """Yield matches of tokens that are not the end of the text."""
+        return self._trie.matches(newest)
+
 
 class Memory:
     """Earlier outputs as one trie, the oldest forgotten when there are more than `most` tokens."""
@@ -190,7 +194,7 @@ class Memory:
         self.trie.extend(text, 0, [self.trie.root])
 
 
-class SuffixDrafter(PythonDrafter[SuffixRow]):
+class SuffixDrafter(LookupDrafter[SuffixRow]):
     """Drafts a tree of the likeliest continuations of the longest match, and nothing when there is none."""
 
     def __init__(self, config: SuffixConfig) -> None:
@@ -217,17 +221,28 @@ class SuffixDrafter(PythonDrafter[SuffixRow]):
 
     def draft_row(self, row: SuffixRow, plan: Plan, room: int) -> DraftTree:
         """Return the tree with the largest sum of probabilities."""
-        room = min(room, self.config.nodes)
-        best, most = DraftTree((), 0), 0.0
         sources = [row.matches()]
         if self.memory.tokens:
             sources.append(self._remembered(row))
+        return self._best(sources, plan.branching, min(room, self.config.nodes))
+
+    def continue_row(self, row: SuffixRow, ahead: Sequence[int], count: int) -> list[int]:
+        newest = [*row.text[-self.config.max_length :], *ahead][-self.config.max_length :]
+        sources = [row.matches_of(newest) if ahead else row.matches()]
+        if self.memory.tokens:
+            sources.append(self.memory.trie.matches(newest))
+        count = min(count, self.config.depth)
+        return self._best(sources, (1,) * count, min(count, self.config.nodes)).tokens
+
+    def _best(self, sources: Sequence[Iterator[Match]], branching: tuple[int, ...], room: int) -> DraftTree:
+        """Return the tree of up to `room` nodes behind one of the matches that has the largest sum of probabilities."""
+        best, most = DraftTree((), 0), 0.0
         for source in sources:
             for match in source:
                 limit = min(room, max(1, int(self.config.factor * match.length)))
                 if most >= limit:  # a shorter match is worth fewer guesses still
                     break
-                tree, score = self._grow(match, plan.branching, limit)
+                tree, score = self._grow(match, branching, limit)
                 if score > most:
                     best, most = tree, score
         return best

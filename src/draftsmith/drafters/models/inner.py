@@ -1,0 +1,198 @@
+"""Cheap drafters that guess for a drafter: behind tokens that are only guesses themselves.
+
+Shapes: B rows, R of them, F feature width.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.drafters.lookup.python_drafter import LookupDrafter, RowState
+from draftsmith.plan import Plan
+from draftsmith.types import Context, Draft, DraftsmithError
+
+S = TypeVar("S", bound=RowState)
+
+
+FEW, MANY = 2, 5
+"""Guesses at once where nobody chose: of a drafter that always has some, and of one that says nothing unless it knows.
+
+A row of a forward costs a copy in 4 bits less than a pass, but not nothing: the second guess of a small head still pays
+for itself, the third hardly.
+"""
+
+
+class Inner(ABC):
+    """One drafter in this role, or several; it is asked many times for each draft, and remembers nothing of it.
+
+    Args:
+        drafters: who guesses.
+        most: guesses at once, at most.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], most: int) -> None:
+        self.drafters, self.most = tuple(drafters), most
+
+    @abstractmethod
+    def begin(self, context: Context) -> None:
+        """Take in what was committed, of all rows."""
+
+    @abstractmethod
+    def guess(
+        self, rows: Sequence[int], chains: Sequence[Sequence[int]], states_RF: Tensor, count: int
+    ) -> Sequence[Sequence[int]]:
+        """Guess up to `count` tokens, at least one being wanted, behind the chains of some rows.
+
+        Args:
+            rows: their indices in the context, in rising order.
+            chains: what stands behind the root of each.
+            states_RF: the states that predicted the last token of each.
+        """
+
+
+class ByState(Inner):
+    """A drafter without a memory: a token and the state that predicted it are all it looks at."""
+
+    def __init__(self, drafter: Drafter, most: int = FEW) -> None:
+        reach = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else drafter.default_plan().depth
+        super().__init__([drafter], min(most, reach))
+        self._drafter = drafter
+        self._context: Context | None = None
+
+    def begin(self, context: Context) -> None:
+        """Keep what does not change within a draft."""
+        self._context = context
+
+    def guess(
+        self, rows: Sequence[int], chains: Sequence[Sequence[int]], states_RF: Tensor, count: int
+    ) -> Sequence[Sequence[int]]:
+        """Let it draft a chain."""
+        context = self._context
+        assert context is not None, "a draft is begun first"
+        plan = Plan((1,) * min(count, self.most))
+        if any(chains):
+            context = behind(context, rows, chains, states_RF)
+        elif len(rows) < len(context.rows_B):
+            context = some(context, torch.tensor(rows, device=states_RF.device))
+        return chains_of(self._drafter.propose(context, plan))
+
+
+class ByText(Inner, Generic[S]):
+    """A drafter that finds its guesses in texts."""
+
+    def __init__(self, drafter: LookupDrafter[S], most: int = MANY) -> None:
+        super().__init__([drafter], most)
+        self._lookup = drafter
+        self._rows: list[S | None] = []
+
+    def begin(self, context: Context) -> None:
+        """Let it read what was committed."""
+        self._rows = self._lookup.take_in(context)
+
+    def guess(
+        self, rows: Sequence[int], chains: Sequence[Sequence[int]], states_RF: Tensor, count: int
+    ) -> Sequence[Sequence[int]]:
+        """Let it look up the end of every chain."""
+        found = []
+        for row, chain in zip(rows, chains, strict=True):
+            state = self._rows[row]
+            found.append([] if state is None else self._lookup.continue_row(state, chain, min(count, self.most)))
+        return found
+
+
+class InTurn(Inner):
+    """Several drafters: each guesses for the rows of which those before it know nothing."""
+
+    def __init__(self, members: Sequence[Inner]) -> None:
+        super().__init__(
+            [drafter for member in members for drafter in member.drafters], max(member.most for member in members)
+        )
+        self._members = members
+
+    def begin(self, context: Context) -> None:
+        """Let all take it in."""
+        for member in self._members:
+            member.begin(context)
+
+    def guess(
+        self, rows: Sequence[int], chains: Sequence[Sequence[int]], states_RF: Tensor, count: int
+    ) -> Sequence[Sequence[int]]:
+        """Ask one after the other."""
+        found: list[Sequence[int]] = [()] * len(rows)
+        for member in self._members:
+            left = [at for at, guesses in enumerate(found) if not guesses]
+            if not left:
+                break
+            states = states_RF if len(left) == len(rows) else states_RF[torch.tensor(left, device=states_RF.device)]
+            guesses = member.guess([rows[at] for at in left], [chains[at] for at in left], states, count)
+            for at, some in zip(left, guesses, strict=True):
+                found[at] = some
+        return found
+
+
+def behind(context: Context, rows: Sequence[int], chains: Sequence[Sequence[int]], states_RF: Tensor) -> Context:
+    """Return a context of these rows as if each had committed its chain, of at least one token."""
+    device = context.tokens_BT.device
+    if len(rows) < len(context.rows_B):
+        context = some(context, torch.tensor(rows, device=device))
+    ends = torch.tensor([[chain[-1], len(chain)] for chain in chains], device=device)
+    return context.after(
+        ends[:, :1].contiguous(), states_RF.unsqueeze(1), torch.ones_like(context.counts_B),
+        context.lengths_B + ends[:, 1],
+    )
+
+
+def some(context: Context, index_R: Tensor) -> Context:
+    """Return these rows of a context."""
+    return Context(
+        context.tokens_BT[index_R], context.features_BTF[index_R], context.counts_B[index_R],
+        context.lengths_B[index_R], context.rows_B[index_R], context.temperature_B[index_R], context.seeds_B[index_R],
+        None if context.first_B is None else context.first_B[index_R],
+        None if context.slots_B is None else context.slots_B[index_R],
+    )
+
+
+def chains_of(draft: Draft) -> list[list[int]]:
+    """Return of every row the guesses that follow each other from the first on."""
+    tokens: list[list[int]] = draft.tokens_BN.tolist()
+    if draft.is_chain and draft.depth == draft.tokens_BN.shape[1]:
+        return tokens
+    found = []
+    for guesses, parents in zip(tokens, draft.parents_BN.tolist(), strict=True):
+        whole = next((node for node, parent in enumerate(parents) if parent != node - 1), len(parents))
+        found.append(guesses[:whole])
+    return found
+
+
+def inside(drafter: Drafter, name: str, most: int = 0) -> Inner:
+    """Return a drafter in the inner role; DraftsmithError, with its name, for one that cannot guess behind guesses.
+
+    Args:
+        most: guesses at once, at most; 0 takes what is usual for its kind.
+    """
+    if isinstance(drafter, LookupDrafter):
+        return ByText(drafter, most or MANY)
+    if drafter.reads_prompt or drafter.borrows_layers or drafter.observes:
+        raise DraftsmithError(
+            f"{name!r} cannot guess for a copy of the target, because it keeps a memory of the text or runs layers of "
+            "the target; use ngram, suffix, or a drafter trained on the last state, such as mlp or medusa."
+        )
+    return ByState(drafter, most or FEW)
+
+
+def all_inside(drafters: Mapping[str, Drafter], most: int = 0) -> Inner:
+    """Return several drafters, by name, of which the first that knows something guesses; DraftsmithError as `inside`.
+
+    All but the last have to find their guesses in texts: another always has some.
+    """
+    members = [inside(drafter, name, most) for name, drafter in drafters.items()]
+    if len(members) == 1:
+        return members[0]
+    for name, drafter in list(drafters.items())[:-1]:
+        if not isinstance(drafter, LookupDrafter):
+            raise DraftsmithError(f"{name!r} always has a guess, so what stands behind it has no turn; put it last.")
+    return InTurn(members)
