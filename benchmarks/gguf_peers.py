@@ -153,8 +153,8 @@ def cell_of(
         "tokens_per_second": as_json(
             bootstrap(len(runs), lambda t: args.new_tokens / float(seconds[t].mean()), args.seed)
         ),
-        "speed_over_our_plain": as_json(ratio_interval(walls(ours), seconds, seed=args.seed)),
-        "speed_over_own_bf16": as_json(ratio_interval(walls(own), seconds, seed=args.seed)),
+        "speed_over_our_plain": as_json(ratio_interval(list(walls(ours)), list(seconds), seed=args.seed)),
+        "speed_over_own_bf16": as_json(ratio_interval(list(walls(own)), list(seconds), seed=args.seed)),
         "generated_tokens": tokens_of(runs),
         "texts": len(runs),
         "texts_as_own_bf16": identical(runs, own),

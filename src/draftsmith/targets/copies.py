@@ -84,7 +84,7 @@ def memory_beside(target: "Target", shell: PreTrainedModel, quantize: Quantizati
     Args:
         shell: the copy, without weights.
     """
-    choice = choice_for(shell.get_output_embeddings(), shell.get_input_embeddings(), quantize)  # type: ignore[arg-type]
+    choice = choice_for(shell.get_output_embeddings(), shell.get_input_embeddings(), quantize)
     packed = sum(one.new_bytes() for one in packables(shell, choice, target.model).values())
     stored = shell.state_dict().keys()
     own = sum(buffer.nbytes for name, buffer in shell.named_buffers() if name not in stored)

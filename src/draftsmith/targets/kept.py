@@ -107,7 +107,12 @@ def key_of(work: Mapping[str, Packable]) -> str:
 
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes."""
-    return sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+    return sha256(bytes_of(tensor)).hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes as they lie in memory; copied only where they do not lie in a row."""
+    return tensor.contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
 def read(path: Path, forms: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
@@ -149,7 +154,7 @@ def write(path: Path, parts: Mapping[str, Sequence[Tensor]]) -> None:
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(memoryview(tensor.contiguous().view(torch.uint8).numpy()).cast("B"))
+            file.write(bytes_of(tensor))
 
 
 def place_of(name: str, at: int) -> str:

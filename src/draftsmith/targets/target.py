@@ -83,7 +83,7 @@ class Target:
         self.eos_token_ids: frozenset[int] = end_tokens(model, tokenizer)
         self.weights = sum(parameter.numel() for parameter in model.parameters())
         """How many there are; packing turns parameters into buffers, so it is counted before."""
-        self.weights_hash = weights_hash(model) if origin is None else origin.weights_hash
+        self.weights_hash: str = weights_hash(model) if origin is None else origin.weights_hash
         """Of the weights as they were loaded, before packing and quantisation."""
         self.precision_on_disk = ""
         """What the weights were before the dtype "auto" made them coarser, such as "fp32"; empty where it did not."""
@@ -96,7 +96,7 @@ class Target:
             check = SelfCheck(self, own_attention)
             probe = check.whole_texts()
             self.kv_shapes = [probe.shapes[layer] for layer in range(self.layers)]
-            self.windows = [probe.windows[layer] for layer in range(self.layers)]
+            self.windows: list[int | None] = [probe.windows[layer] for layer in range(self.layers)]
             """The sliding window of every layer, None for full attention."""
             self.backend = self.backend.settled(probe, check)
         if window is not None:
