@@ -43,6 +43,8 @@ def test_doctor_says_what_runs_here_what_it_means_and_what_to_do(tmp_path: Path)
     assert record["threads"] == torch.get_num_threads() == record["provenance"]["threads"]
     assert record["measured"]["gb_per_s"] > 0 and record["available"]["cores"] >= 1
     assert record["measured"]["plain_tokens_per_second_at_most"]["2 GB"] == record["measured"]["gb_per_s"] / 2
+    assert "packed weights" in shown and record["packed"]["folder"].endswith("packed")
+    assert record["packed"]["most_bytes"] == 8e9 and 0 <= record["packed"]["bytes"] <= 8e9
     assert (record["kernels"] is None) == bool(record["kernels_missing"])
     assert all(sentence.endswith(".") and sentence.split()[0] in shown for sentence in record["advice"])
 

@@ -1,11 +1,13 @@
 """What a quantised copy takes is known before it is made, and refused where there is no room or no way to pack."""
 
+import io
 import logging
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import JetMoeConfig, JetMoeForCausalLM
 
 from draftsmith import system
@@ -15,6 +17,8 @@ from draftsmith.native import LIBRARY, why_missing
 from draftsmith.targets import Target
 from draftsmith.targets.copies import bytes_by_place
 from draftsmith.types import DraftsmithError
+from draftsmith.user_cache import CACHE
+from draftsmith.workflows.models import load_engine
 from tests.helpers.tiny import ARCHITECTURES, tiny_model
 
 if not LIBRARY:
@@ -53,6 +57,18 @@ def test_a_copy_that_there_is_no_room_for_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(system, "ROOT", little_memory(tmp_path, free=1000))
     with pytest.raises(DraftsmithError, match=r"int4-self: a copy of .* takes .*, and 1,024 kB are free; end other"):
         load_drafter("int4-self", target)
+
+
+def test_what_a_copy_takes_and_where_it_is_from_is_told_on_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    target = Target(tiny_model(dtype=torch.bfloat16, vocabulary=20_000), name="tiny")
+    for packed in ("kept in", "from"):
+        said = io.StringIO()
+        load_engine(Console(file=said, width=60), target=target, drafter="int4-self")
+        first, second = said.getvalue().splitlines()
+        assert first.startswith("int4-self: a copy of") and second.startswith(f"packed weights: {packed} {tmp_path}")
 
 
 def jetmoe() -> JetMoeForCausalLM:
