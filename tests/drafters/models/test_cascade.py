@@ -14,13 +14,13 @@ from draftsmith.drafters.heads.medusa_config import MedusaConfig
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.drafters.heads.mlp_config import MLPConfig
 from draftsmith.drafters.models.cascade import Cascade
-from draftsmith.drafters.models.inner import Inner, all_inside
+from draftsmith.drafters.models.inner import ByState, Inner, all_inside
 from draftsmith.drafters.models.quantised_self import QuantisedSelf
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.plan import Plan
-from draftsmith.targets import Target
+from draftsmith.targets import KVCache, Target
 from draftsmith.types import UNUSED, Context, Draft, DraftsmithError, SamplingParams
 from tests.helpers.contract import FEW, check_drafter, check_joint_distribution
 from tests.helpers.heads_toy import demo_target
@@ -153,6 +153,53 @@ def test_a_row_that_has_enough_is_not_read_again():
     found = Engine(target, drafter, max_batch=3).generate(prompts(3), params)
     assert [c.tokens for c in found] == [c.tokens for c in Engine(target).generate(prompts(3), params)]
     assert oracle.asked[:7] == [[0, 1, 2], [0, 1, 2], *[[1]] * 5], "four tokens a pass, and one"
+
+
+class Copy(QuantisedSelf):
+    """Shows its cache."""
+
+    def attach(self, cache: KVCache, plan: Plan) -> None:
+        super().attach(cache, plan)
+        self.cache = cache
+
+
+class Audited(ByState):
+    """Holds every state that it is handed against what the copy says of the chain, read anew, or the target's own."""
+
+    audited = 0
+
+    def __init__(self, copy: Copy, drafter: Drafter) -> None:
+        super().__init__(drafter, 3)
+        self.copy, self.taps = copy, drafter.taps
+
+    def begin(self, context: Context) -> None:
+        super().begin(context)
+        self.context = context
+
+    def guess(self, rows: Any, chains: Any, states_RF: torch.Tensor, count: int) -> Any:
+        roots_B, own_BF = self.context.root()
+        assert self.context.slots_B is not None
+        for row, chain, state_F in zip(rows, chains, states_RF, strict=True):
+            expected_F = own_BF[row]
+            if chain:
+                tokens_1M = torch.tensor([[roots_B[row], *chain[:-1]]])
+                held_1, slots_1 = self.context.lengths_B[row : row + 1] - 1, self.context.slots_B[row : row + 1]
+                _, states_1MF = self.copy.model.read_chain(self.copy.cache, tokens_1M, held_1, self.taps, slots_1)
+                expected_F = states_1MF[0, -1]
+                self.audited += 1
+            assert torch.equal(state_F, expected_F)
+        return super().guess(rows, chains, states_RF, count)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_inner_drafter_sees_the_copy_s_state_behind_the_newest_token(batch: int):
+    target = demo_target()
+    copy = Copy(target, "int4", 8)
+    audited = Audited(copy, load_drafter(assets.demo_drafter(), target))
+    texts = ["def add(a, b):\n    return", "Once upon a time", "1, 2, 3, 1, 2, 3, 1, 2,", "The"]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in (16, 9, 12, 16)]
+    Engine(target, Cascade(copy, audited, 8, 2), max_batch=batch).generate(texts, params)
+    assert audited.audited > 20
 
 
 def test_a_cascade_says_what_it_needs(tmp_path: Path):
