@@ -246,6 +246,8 @@ def test_metrics_have_the_names_that_dashboards_know():
     assert sum(by_depth) == accepted and by_depth == sorted(by_depth, reverse=True)
     assert value("draftsmith_draft_accepted_total", drafter="oracle") == accepted
     assert value("draftsmith_plan_steps_total", drafter="oracle", plan="2,1,1") == steps
+    assert value("draftsmith_step_reasons_total", reason="fixed") == steps
+    assert value("draftsmith_step_reasons_total", reason="asked") == 0
     assert value("draftsmith_drafter_failures_total", drafter="oracle") == 0
     for part in ("target", "drafter", "rest", "prefill"):
         assert value("draftsmith_seconds_total", part=part) > 0

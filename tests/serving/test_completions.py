@@ -188,6 +188,7 @@ def test_statistics_of_the_drafts_are_told_on_demand(detail: str, stream: bool):
     assert metrics["num_draft_tokens"] == 6 * steps and metrics["num_spec_tokens"] == 3
     histogram = metrics["acceptance_histogram"]
     assert sum(histogram) == steps and sum(at * count for at, count in enumerate(histogram)) == accepted
+    assert metrics["steps_by_reason"] == {"fixed": steps}
     assert ("per_step_accepted" in metrics) == (detail == "detailed")
     if detail == "detailed":
         assert sum(metrics["per_step_accepted"]) == accepted and metrics["per_step_drafted"] == [6] * steps
@@ -205,6 +206,9 @@ def test_a_request_may_draft_as_it_likes(speculation: Any, plans: set[str]):
     told = ask(speculation=speculation, explain=True, prompt="zzz")
     steps = [piece["step"] for piece in told["choices"][0]["draftsmith"] if piece["step"]]
     assert {step["plan"] for step in steps} == plans
+    own = speculation not in (None, {"enabled": True})
+    why = "asked for by the request" if own else "the plan that is always taken here"
+    assert {step["why"] for step in steps} == {why}
     assert told["choices"][0]["text"] == plainly("zzz").text
 
 

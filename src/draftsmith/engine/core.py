@@ -20,6 +20,7 @@ from draftsmith.drafters.base import Drafter, NoDrafter
 from draftsmith.engine.limits import DRAFT_ROOM, Limits
 from draftsmith.engine.made import Made
 from draftsmith.engine.policy import Choice, Policy
+from draftsmith.engine.reasons import ASKED
 from draftsmith.engine.requests.request import Request
 from draftsmith.engine.requests.scheduler import Piece, Scheduler, whole
 from draftsmith.engine.steps.clock import Clock
@@ -126,7 +127,8 @@ class EngineCore:
         """
         self.check(request)
         choices = self.policy.choices if request.plan is None else (Choice(request.plan, request.drafter),)
-        request.choice = None if request.plan is None else choices[0]
+        if request.plan is not None:
+            request.choice, request.why = choices[0], ASKED
         request.never_drafts = not any(choice.plan.depth for choice in choices)
         plans = [choice.plan for choice in choices]
         request.statistics.lossless = request.params.temperature == 0 or all(plan.lossless for plan in plans)
@@ -259,7 +261,8 @@ class EngineCore:
                 if line[1] == NOT_FINITE and result.depth:
                     line, raw_TV = reread(self.stepper, rows, result.before, b, self._penalties)
                 one = self._take(request, line, raw_TV, result.depth)
-                one.made = Made(drafter, rows.choice.plan, max(0, line[1]), max(0, len(one.tokens) - 1))
+                accepted = max(0, len(one.tokens) - 1)
+                one.made = Made(drafter, rows.choice.plan, max(0, line[1]), accepted, why=request.why)
                 if request.shows_drafts and one.made.drafted:
                     one.made.tree = result.tree(b, one.made.accepted)
                 progress.append(one)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
 
@@ -82,11 +83,15 @@ class _Evidence:
 
 @dataclass(slots=True)
 class _Row:
-    """A row's evidence of every drafter, the steps of it that were looked at, and what it did last, 0 being nothing."""
+    """A row's evidence of every drafter, the steps of it that were looked at, and what it did last, 0 being nothing.
+
+    `trying` says that it did so to see whether guesses stay now.
+    """
 
     evidence: list[_Evidence]
     seen: int
     arm: int = 0
+    trying: bool = False
 
     @property
     def odds(self) -> tuple[int, ...]:
@@ -130,6 +135,8 @@ class Fitted(Policy):
         # What all rows do where they do the same, and, where that was nothing, who they were.
         self._crowd = _Row([_Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
         self._idle: list[RowHistory] = []
+        self._reasons: Sequence[Reason] = ()
+        self._hopeless: dict[int, bool] = {}
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -147,16 +154,17 @@ class Fitted(Policy):
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         if len(self._choices) == 1 or not rows:
+            self._reasons = [NEVER] * len(rows)
             return self._choices[:1] * len(rows)
         count = max(load.decoding, len(rows))
         seconds = self._times(count)
         if GROUP_SHARE * count * seconds[0] < GROUP_S:
             slower = self._learn_cost(load, rows, count)
             now = [took * times for took, times in zip(seconds, slower, strict=True)]
-            return [self._choices[self._of_all(rows, now)]] * len(rows)
+            return [self._choices[self._of_all(rows, now, count)]] * len(rows)
         known = [self._look_at(history) for history in rows]
         price, worth = self._price(seconds, known), dict[tuple[int, ...], list[float]]()
-        found = []
+        found, reasons = [], []
         for row in known:
             odds = row.odds
             if odds not in worth:
@@ -164,7 +172,12 @@ class Fitted(Policy):
             row.arm = self._settle(row, worth[odds], price, seconds)
             self.steps[row.arm] += 1
             found.append(self._choices[row.arm])
+            reasons.append(self._reason(row, worth[odds], price, seconds, count))
+        self._reasons = reasons
         return found
+
+    def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
+        return self._reasons
 
     def _learn_cost(self, load: Load, rows: Sequence[RowHistory], count: int) -> list[float]:
         """Return how many times as long as measured a step of so many rows takes now, for every plan.
@@ -181,7 +194,7 @@ class Fitted(Policy):
             found[arm] += COST_RATE * (min(max(ratio, 0.5), MOST_SLOWER * found[arm]) - found[arm])
         return found
 
-    def _of_all(self, rows: Sequence[RowHistory], seconds: Sequence[float]) -> int:
+    def _of_all(self, rows: Sequence[RowHistory], seconds: Sequence[float], count: int) -> int:
         """Return one plan for all rows: that of a row whose guesses stay as often as theirs do on average."""
         crowd = self._crowd
         if self._idle == rows and all(own.since + 1 < own.wait for own in crowd.evidence):
@@ -194,7 +207,9 @@ class Fitted(Policy):
         for number, own in enumerate(crowd.evidence):
             own.odds = round(sum(row.evidence[number].odds for row in known) / len(known))
         price = self._price(seconds, [crowd])
-        crowd.arm = self._settle(crowd, self._values(crowd.odds, price, seconds), price, seconds)
+        values = self._values(crowd.odds, price, seconds)
+        crowd.arm = self._settle(crowd, values, price, seconds)
+        self._reasons = [self._reason(crowd, values, price, seconds, count)] * len(rows)
         for row in known:
             row.arm = crowd.arm
         self.steps[crowd.arm] += len(rows)
@@ -274,7 +289,9 @@ class Fitted(Policy):
             own.since = own.since + 1 if taken == (self._whose[row.arm] == number) else 0
             if taken and own.since >= FIRST_WAIT:
                 own.wait = FIRST_WAIT
-        return self._tried(row, chosen, values, price, seconds)
+        tried = self._tried(row, chosen, values, price, seconds)
+        row.trying = tried != chosen
+        return tried
 
     def _tried(
         self, row: _Row, chosen: int, values: Sequence[float], price: float, seconds: Sequence[float]
@@ -290,3 +307,25 @@ class Fitted(Policy):
                 own.wait = min(2 * own.wait, LONGEST_WAIT)
                 return max(self._of[number], key=values.__getitem__)
         return chosen
+
+    def _reason(
+        self, row: _Row, values: Sequence[float], price: float, seconds: Sequence[float], count: int
+    ) -> Weighed:
+        """Return why a row does what it was just settled that it does."""
+        at = row.arm or max(range(1, len(values)), key=values.__getitem__)
+        if row.arm:
+            kind: Label = "probing" if row.trying else "pays"
+        else:
+            kind = "batch_too_large" if self._is_hopeless(count) else "does_not_pay"
+        whose = self._whose[at]
+        odds = ODDS[row.evidence[whose].odds]
+        return Weighed(kind, self._arms, seconds, at, self._of[whose], odds, price, PATIENCE - 1, count)
+
+    def _is_hopeless(self, count: int) -> bool:
+        """Return whether in a step of so many rows nothing would be gained even if all guesses stayed."""
+        found = self._hopeless.get(count)
+        if found is None:
+            plain, *drafted = self._times(count)
+            gains = [own[-1] - (took / plain - 1) for own, took in zip(self._accepts[1:], drafted, strict=True)]
+            found = self._hopeless[count] = max(gains) <= PATIENCE - 1
+        return found

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from draftsmith.engine.reasons import Reason
 from draftsmith.plan import Plan
 
 
@@ -28,6 +29,7 @@ class Made:
         plan: the shape of the guesses.
         drafted: how many guesses were verified.
         tree: the guesses, for a request that `shows_drafts`.
+        why: why these guesses and no others; None where the policy does not tell.
     """
 
     drafter: str
@@ -35,3 +37,4 @@ class Made:
     drafted: int
     accepted: int
     tree: Tree | None = None
+    why: Reason | None = None

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from draftsmith.engine.reasons import FIXED, Crowded, Reason
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import DraftsmithError
 
@@ -65,6 +66,10 @@ class Policy(ABC):
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         """Return one of `choices` for each row; asked once a step, about the rows that bring no plan of their own."""
 
+    def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
+        """Return why `choose`, just asked about these rows, answered as it did, row by row; () tells nothing."""
+        return ()
+
 
 class Fixed(Policy):
     """The same draft for every row at every step."""
@@ -83,6 +88,9 @@ class Fixed(Policy):
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         return [self._choice] * len(rows)
 
+    def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
+        return [FIXED] * len(rows)
+
 
 class OffAbove(Policy):
     """Drafts while at most `rows` rows decode; a busier engine has no idle arithmetic to check guesses with."""
@@ -99,3 +107,7 @@ class OffAbove(Policy):
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         return [self._on if load.decoding <= self._rows else self._off] * len(rows)
+
+    def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
+        why = FIXED if load.decoding <= self._rows else Crowded(load.decoding, self._rows)
+        return [why] * len(rows)

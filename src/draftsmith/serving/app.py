@@ -105,6 +105,12 @@ async def ready(request: Request, service: Service, key: str) -> Response:
     return Response(status_code=200 if service.accepts else 503)
 
 
+async def status(request: Request, service: Service, key: str) -> Response:
+    """Answer how drafts do: acceptance by drafter and task, why steps drafted what they did, and alarms."""
+    told = {"accepts": service.accepts, "texts": service.inside, "steps_by_reason": dict(service.meter.reasons)}
+    return json_answer(told | service.health.told())
+
+
 async def version(request: Request, service: Service, key: str) -> Response:
     """Answer which version this is."""
     return json_answer({"version": __version__})
@@ -120,6 +126,7 @@ BODIES: Mapping[str, tuple[Endpoint, type[BaseModel]]] = {
 }
 QUESTIONS: Mapping[str, Endpoint] = {
     "/v1/models": models, "/v1/models/{model:path}": models, "/health": health, "/ready": ready, "/version": version,
+    "/status": status,
 }
 
 
@@ -136,7 +143,7 @@ def make_app(engine: Engine, settings: Settings, drafters: Mapping[str, Drafter]
 def application(service: Service, page: Path = FOLDER) -> ASGIApp:
     """Return the application over a service, which begins and ends with it; the page is what a folder holds, if any."""
     http = HttpMetrics()
-    registry = registry_of(service.meter, http)
+    registry = registry_of(service.meter, http, service.health)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

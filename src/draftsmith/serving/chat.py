@@ -9,6 +9,7 @@ from draftsmith.serving.body import read_fields
 from draftsmith.serving.constraints import Form, form_of
 from draftsmith.serving.deltas import Delta
 from draftsmith.serving.errors import bad
+from draftsmith.serving.health import task_of
 from draftsmith.serving.logprobs import chat_logprobs
 from draftsmith.serving.openai_answers import Answer, Frame, Whole, finish_reason
 from draftsmith.serving.openai_fields import ChatFields
@@ -53,7 +54,7 @@ async def chat(request: Request, service: Service, key: str) -> Response:
     service.check_room(prompt, params.max_tokens, "messages")
     call = Call(
         [prompt], params, drafting, key, service.deadline(fields.timeout), fields.smooth, fields.explain,
-        request.scope["state"].setdefault("told", {}),
+        request.scope["state"].setdefault("told", {}), task_of(fields.metadata),
     )
     frame = Frame.of(service, call, fields, "chatcmpl", f"{KIND}.chunk" if fields.stream else KIND)
     return await _Answer(frame, fields, form).respond(request)

@@ -10,6 +10,7 @@ from draftsmith.serving.body import read_fields
 from draftsmith.serving.constraints import form_of
 from draftsmith.serving.deltas import Delta
 from draftsmith.serving.errors import bad
+from draftsmith.serving.health import task_of
 from draftsmith.serving.logprobs import CompletionLogprobs
 from draftsmith.serving.openai_answers import Answer, Frame, Whole, finish_reason
 from draftsmith.serving.openai_fields import CompletionFields
@@ -55,7 +56,7 @@ async def completions(request: Request, service: Service, key: str) -> Response:
         service.check_room(prompt, params.max_tokens, "prompt")
     call = Call(
         prompts, params, drafting, key, service.deadline(fields.timeout), fields.smooth, fields.explain,
-        request.scope["state"].setdefault("told", {}),
+        request.scope["state"].setdefault("told", {}), task_of(fields.metadata),
     )
     frame = Frame.of(service, call, fields, "cmpl", KIND)
     return await _Answer(frame, fields, asked, texts).respond(request)

@@ -28,6 +28,10 @@ COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 """Upper ends of what is counted together; those of vLLM, whose dashboards ask for them, and finer ones."""
 
 
+UNTOLD = "untold"
+"""Steps of a policy that does not say why."""
+
+
 class Histogram:
     """How many values lie between which bounds, and their sum."""
 
@@ -74,6 +78,7 @@ class Meter:
         self.finished: Counter[str] = Counter()
         self.drafters: dict[str, DrafterMeter] = {}
         self.plans: Counter[tuple[str, str]] = Counter()
+        self.reasons: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
         self.steps = 0
         self.first_token, self.between = Histogram(FIRST_TOKEN), Histogram(TOKEN)
@@ -121,6 +126,7 @@ class Meter:
             if len(self._words) > 256:
                 self._words.clear()
         self.plans[made.drafter, words[1]] += 1
+        self.reasons[UNTOLD if made.why is None else made.why.label] += 1
         if made.drafted:
             meter = self.drafters.get(made.drafter)
             if meter is None:

@@ -15,7 +15,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from draftsmith.serving.meter import Histogram, Meter
+from draftsmith.engine.reasons import LABELS
+from draftsmith.serving.health import Health
+from draftsmith.serving.health_metrics import HealthMetrics
+from draftsmith.serving.meter import UNTOLD, Histogram, Meter
 
 L = TypeVar("L", bound=tuple[str, ...])
 """The values of a metric's own labels."""
@@ -123,6 +126,8 @@ class EngineMetrics(Collector):
             yield self._counter(f"draftsmith_draft_{kind}", f"{told[kind]}, by drafter.", by_drafter[kind], "drafter")
         plans = {key: float(count) for key, count in dict(meter.plans).items()}
         yield self._counter("draftsmith_plan_steps", "Steps of texts by drafter and plan.", plans, "drafter", "plan")
+        why = {(label,): float(meter.reasons[label]) for label in (*LABELS, UNTOLD)}
+        yield self._counter("draftsmith_step_reasons", "Steps of texts by why they drafted so.", why, "reason")
         seconds = {(name.removesuffix("_s"),): value for name, value in dict(meter.seconds).items()}
         yield self._counter("draftsmith_seconds", "Seconds of texts that ended, by what took them.", seconds, "part")
         failures = {(name,): float(count) for name, count in meter.failures().items()}
@@ -165,9 +170,10 @@ def buckets_of(histogram: Histogram) -> list[tuple[str, float]]:
     return found
 
 
-def registry_of(meter: Meter, http: HttpMetrics) -> CollectorRegistry:
+def registry_of(meter: Meter, http: HttpMetrics, health: Health) -> CollectorRegistry:
     """Return a registry of one server's metrics alone."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineMetrics(meter))
     registry.register(http)
+    registry.register(HealthMetrics(health, (meter.model, ENGINE)))
     return registry

@@ -102,6 +102,7 @@ class Generation(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    metadata: dict[str, Any] | None = None
     timeout: float | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

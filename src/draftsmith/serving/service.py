@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import AsyncEngine, Chunk, Engine
 from draftsmith.serving.errors import ApiError, bad, broken
+from draftsmith.serving.health import NO_TASK, Health
 from draftsmith.serving.meter import Meter
 from draftsmith.serving.prompts import Prompts
 from draftsmith.serving.sampling import from_engine
@@ -37,6 +38,7 @@ class Call:
         smooth: whether a piece of several tokens is spread over the time of a step.
         explain: whether answers tell who guessed which token.
         told: what the log says of it, filled in as it goes on.
+        task: what it is for, as it says itself; acceptance is told by it.
     """
 
     prompts: Sequence[list[int]]
@@ -47,6 +49,7 @@ class Call:
     smooth: bool = False
     explain: bool = False
     told: dict[str, Any] = field(default_factory=dict)
+    task: str = NO_TASK
 
     @property
     def texts(self) -> int:
@@ -74,6 +77,7 @@ class Service:
         self.settings, self.target, self.drafters = settings, engine.target, dict(drafters)
         self.max_length = engine.max_length
         self.meter = Meter(engine.core, settings.name)
+        self.health = Health()
         # Whoever is let in here finds room there.
         self.most = engine.max_batch + settings.max_waiting
         self.engine = AsyncEngine(
@@ -175,10 +179,17 @@ class Service:
             prompt, params, call.drafting.plan, timeout=call.timeout, drafter=call.drafting.drafter,
             namespace=namespace_of(call.key), shows_drafts=call.explain,
         )
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                check_end(chunk, params)
-                yield Piece(number * params.n + chunk.index, chunk)
+        watches = [self.health.watch(call.task) for _ in range(params.n)]
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    check_end(chunk, params)
+                    if watches[chunk.index].take(chunk):
+                        call.told["repeating"] = call.told.get("repeating", 0) + 1
+                    yield Piece(number * params.n + chunk.index, chunk)
+        finally:
+            for watch in watches:
+                watch.end()
 
 
 def check_end(chunk: Chunk, params: SamplingParams) -> None:

@@ -1,6 +1,7 @@
 """What the drafts of one text brought, and how a page is shown it."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,13 @@ class Tally:
     def __init__(self) -> None:
         self.accepted: list[int] = []
         self.drafted: list[int] = []
+        self.reasons: Counter[str] = Counter()
         self.deepest = 0
 
     def take(self, chunk: Chunk) -> None:
         """Note a piece of the text; steps without a guess do not count."""
+        if chunk.made is not None and chunk.made.why is not None:
+            self.reasons[chunk.made.why.label] += 1
         if chunk.made is not None and chunk.made.drafted:
             self.accepted.append(chunk.made.accepted)
             self.drafted.append(chunk.made.drafted)
@@ -31,7 +35,7 @@ class Tally:
         """Return them as vLLM reports them.
 
         The mean length is 1 + accepted / steps, the rate accepted / drafted, both over steps with guesses; entry j of
-        the histogram counts the steps that accepted j of them.
+        the histogram counts the steps that accepted j of them. All steps are counted by why they drafted what they did.
         """
         steps, accepted, drafted = len(self.accepted), sum(self.accepted), sum(self.drafted)
         told: dict[str, Any] = {
@@ -42,6 +46,7 @@ class Tally:
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
             "num_spec_tokens": self.deepest,
+            "steps_by_reason": dict(self.reasons),
         }
         if detail == "detailed":
             told |= {"per_step_accepted": self.accepted, "per_step_drafted": self.drafted}
@@ -84,7 +89,10 @@ class Explainer:
                 "tokens": [self._texts.text(token) for token in made.tree.tokens],
                 "parents": made.tree.parents, "accepted": made.tree.accepted,
             }
-        return {"plan": plan_in_words(made.plan), "drafted": made.drafted, "accepted": made.accepted, "tree": tree}
+        return {
+            "plan": plan_in_words(made.plan), "drafted": made.drafted, "accepted": made.accepted, "tree": tree,
+            "why": None if made.why is None else made.why.sentence(),
+        }
 
 
 def plan_in_words(plan: Plan) -> str:

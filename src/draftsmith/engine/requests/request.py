@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.drafters.lookup.prediction import Prediction
 from draftsmith.engine.policy import Choice, RowHistory
+from draftsmith.engine.reasons import Reason
 from draftsmith.engine.requests.guide import Guide
 from draftsmith.engine.text import TextStream
 from draftsmith.plan import Plan
@@ -86,6 +87,8 @@ class Request:
     """A row's share of all seconds of the core when this one began to decode."""
     choice: Choice | None = None
     """What its own plan asks for at every step, if it has one."""
+    why: Reason | None = None
+    """Why it drafts as it does in the step to come, where that is told."""
     never_drafts: bool = False
     """Whether no step of it will ever draft, so that drafters need not know it; the core finds that out."""
     history: RowHistory = field(init=False)

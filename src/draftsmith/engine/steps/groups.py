@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from draftsmith.drafters.lookup.prediction import MOST_GUESSES
 from draftsmith.engine.policy import Choice, Load, Policy
+from draftsmith.engine.reasons import ASKED, EXPECTED
 from draftsmith.engine.requests.request import Request
 from draftsmith.engine.steps.rows import PREDICTED, Penalties, Rows, gather, is_simple, make_rows
 from draftsmith.engine.steps.runner import Runner
@@ -64,9 +65,13 @@ class Groups:
         self._has_predictions = any(request.prediction is not None for request in running)
         if self._has_predictions:
             own = [self._predicted(request) or choice for request, choice in zip(running, own, strict=True)]
-        asked = self._policy.choose(
-            load, [request.history for request, choice in zip(running, own, strict=True) if choice is None]
-        )
+            for request, choice in zip(running, own, strict=True):
+                request.why = EXPECTED if choice is PREDICTION else None if choice is None else ASKED
+        left = [request for request, choice in zip(running, own, strict=True) if choice is None]
+        histories = [request.history for request in left]
+        asked = self._policy.choose(load, histories)
+        for request, why in zip(left, self._policy.reasons(load, histories), strict=False):
+            request.why = why
         answers = iter(asked)
         choices = [choice or next(answers) for choice in own]
         if not self._changed and choices == self._choices:

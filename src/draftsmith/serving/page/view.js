@@ -187,7 +187,8 @@ export class Steps {
     byId("which-number").textContent = `${at} of ${this.count}`;
     const step = this.all[at - before - 1];
     byId("tree-caption").textContent = drawTree(byId("tree"), step);
-    const why = step.why ? `: ${step.why}` : "";
+    // What was chosen stands before it already.
+    const why = step.why ? `: ${step.why.replace(/^(no draft|(chain|tree) of \d+): /, "")}` : "";
     const chosen = step.plan === "none" ? "not to draft" : `the plan ${planName(step.plan)}`;
     const known = step.plan !== null && step.plan !== undefined;
     byId("chose").textContent = known ? `The policy chose ${chosen}${why}.`.replace(/\.\.$/, ".") : "";

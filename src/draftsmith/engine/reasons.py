@@ -1,0 +1,168 @@
+"""Why a row drafts what it drafts: a word for counting, and a sentence for whoever asks.
+
+A policy has to answer before every step, so a reason keeps the numbers that led to an answer; they become a sentence
+only when somebody wants to read it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from draftsmith.engine.profile import Arm
+from draftsmith.plan import Plan
+
+Label = Literal["pays", "does_not_pay", "probing", "batch_too_large", "never_pays", "fixed", "asked", "prediction"]
+LABELS: tuple[Label, ...] = get_args(Label)
+"""All there are, so that counts by them are bounded."""
+FINEST = 1 / 256
+"""How finely it is told which share of guesses would pay, in odds."""
+
+
+class Reason(ABC):
+    """Why a row drafts as it does; it never changes once it is made, so that any thread may read it later."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def label(self) -> Label:
+        """The kind of reason."""
+
+    @abstractmethod
+    def sentence(self) -> str:
+        """Return it in words, without a full stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said(Reason):
+    """A reason without numbers."""
+
+    kind: Label
+    words: str
+
+    @property
+    def label(self) -> Label:
+        """The kind of reason."""
+        return self.kind
+
+    def sentence(self) -> str:
+        """Return the words."""
+        return self.words
+
+
+@dataclass(frozen=True, slots=True)
+class Crowded(Reason):
+    """So many rows decode that none drafts; drafts are made up to `most`."""
+
+    rows: int
+    most: int
+
+    @property
+    def label(self) -> Label:
+        """The kind of reason."""
+        return "batch_too_large"
+
+    def sentence(self) -> str:
+        """Return both numbers in words."""
+        return f"batch too large to draft: {self.rows} texts are written, and drafts are made for up to {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed(Reason):
+    """What plans were expected to bring, against the time that they take.
+
+    Args:
+        kind: "pays", "does_not_pay", "probing" or "batch_too_large".
+        arms: all plans that were weighed, plain decoding first.
+        seconds: that each of them adds to a step of so many rows.
+        at: which of them this is about: the one taken or, where none was, the best of those that were not.
+        alike: those of the same drafter.
+        odds: how many times as often as measured its guesses are expected to stay.
+        price: tokens a second that all rows together could have.
+        margin: tokens that a plan has to bring beyond what its time is worth.
+        rows: how many decode.
+    """
+
+    kind: Label
+    arms: Sequence[Arm]
+    seconds: Sequence[float]
+    at: int
+    alike: Sequence[int]
+    odds: float
+    price: float
+    margin: float
+    rows: int
+
+    @property
+    def label(self) -> Label:
+        """The kind of reason."""
+        return self.kind
+
+    @property
+    def tokens(self) -> float:
+        """How many tokens a step of the plan is expected to bring a row, the target's own included."""
+        return 1 + self.arms[self.at].accepted(self.odds)
+
+    @property
+    def cost(self) -> float:
+        """What a step of the plan takes, in steps without drafts."""
+        return self.seconds[self.at] / self.seconds[0]
+
+    @property
+    def stays(self) -> float:
+        """How often the first guess is expected to stay."""
+        return _first(self.arms[self.at], self.odds)
+
+    def sentence(self) -> str:
+        """Return the numbers in words."""
+        shape = shape_in_words(self.arms[self.at].plan)
+        if self.kind == "pays":
+            return f"{shape}: expects {self.tokens:.1f} tokens for {self.cost:.1f} plain steps"
+        if self.kind == "probing":
+            return f"probing with a {shape}: so far guesses of this text stay {self.stays:.2f} of the time"
+        if self.kind == "batch_too_large":
+            texts = f"of {self.rows} texts" if self.rows > 1 else "of one text"
+            return f"batch too large to draft: in a step {texts} not even guesses that all stay would pay"
+        needed = self.would_pay()
+        pays = "no share would pay" if needed is None else f"{needed:.2f} would pay"
+        return f"no draft: guesses of this text stay {self.stays:.2f} of the time, {pays}"
+
+    def would_pay(self) -> float | None:
+        """Return how often the first guess has to stay for some plan of the drafter to pay; None if none ever would."""
+        def paying(odds: float) -> Arm | None:
+            gains = [(self.arms[at].accepted(odds) - self._worth(at), at) for at in self.alike]
+            most, at = max(gains, default=(-1.0, 0))
+            return self.arms[at] if most >= 0 else None
+
+        low, high = 0.0, 1.0
+        while paying(high) is None:
+            low, high = high, 2 * high
+            if high > 1 / FINEST:
+                return None
+        while high - low > FINEST:  # more guesses that stay bring more, so halving finds where they are enough
+            middle = (low + high) / 2
+            low, high = (low, middle) if paying(middle) is not None else (middle, high)
+        arm = paying(high)
+        return None if arm is None else _first(arm, high)
+
+    def _worth(self, at: int) -> float:
+        """Return the guesses that a plan has to bring for the time it takes beyond a plain step."""
+        return self.price * (self.seconds[at] - self.seconds[0]) + self.margin
+
+
+def _first(arm: Arm, odds: float) -> float:
+    return min(1.0, arm.survival[0] * odds) if arm.survival else 0.0
+
+
+def shape_in_words(plan: Plan) -> str:
+    """Return "chain of 3", "tree of 8" or "none"."""
+    if not plan.depth:
+        return "none"
+    return f"{'chain' if plan.max_nodes == plan.depth else 'tree'} of {plan.max_nodes}"
+
+
+ASKED = Said("asked", "asked for by the request")
+EXPECTED = Said("prediction", "the text keeps to the prediction of its request")
+FIXED = Said("fixed", "the plan that is always taken here")
+NEVER = Said("never_pays", "no draft: on this machine no plan of any drafter pays")
