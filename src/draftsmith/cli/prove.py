@@ -36,6 +36,7 @@ from draftsmith.cli.plans import (
     read_drafts,
     read_rules,
 )
+from draftsmith.cli.serve import check_packages
 from draftsmith.workflows.models import Loading
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ def prove(
     quick: Annotated[
         bool, typer.Option("--quick", help="A tenth of the prompts and draws; it says how much less that can see.")
     ] = False,
+    serving: Annotated[
+        bool,
+        typer.Option("--serving", help="Through the server's part, requests coming and going, with 1, 4 and 16 rows."),
+    ] = False,
     plan: ShapeOption = None,
     sampled: SampledOption = False,
     beam: BeamOption = None,
@@ -92,6 +97,8 @@ def prove(
     against the model's own forward. Sampled text is tested by the joint distribution of the next tokens: draws from the
     target under a top-k, and ten times as many from a target of eight tokens, each against the exact distribution.
 
+    With `--serving` the texts go through the server's part, and every row has another plan at every step.
+
     The exit code is 1 on a defect. What is proven, and how strongly: docs/prove.md.
 
     Example: `draftsmith prove --dtype bf16 --plan 4,2,1 --json proof.json`
@@ -106,6 +113,8 @@ def prove(
         new_tokens=new_tokens, batch=batch, draws=draws, small_draws=10 * draws, joint_tokens=joint_tokens, top_k=top_k,
         rows=rows, seed=seed,
     )
+    if serving:
+        check_packages()
     check_models(target, (drafter,), (dtype,), device=device)
     check_prompts(data, task)
     with importing():
@@ -117,7 +126,8 @@ def prove(
     with progress(notes) as report:
         result = run(
             target, drafter, drafts, prompts=data, task=task, prompt_count=prompts, work=work, quick=quick,
-            loading=Loading(dtype, device, trust_remote_code, native, quantize), console=notes, on_progress=report,
+            serving=serving, loading=Loading(dtype, device, trust_remote_code, native, quantize), console=notes,
+            on_progress=report,
         )
     show(console, result.proof, result.small_alphabet, quick)
     if json_path is not None:

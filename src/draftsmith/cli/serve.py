@@ -99,12 +99,7 @@ def serve(
     Example: `draftsmith serve --port 8000`, then `curl localhost:8000/v1/completions -H 'content-type:
     application/json' -d '{"prompt": "def main():", "max_tokens": 40}'`
     """
-    missing = [package for package in PACKAGES if find_spec(package) is None]
-    if missing:
-        raise DraftsmithError(
-            f"the server needs packages that are not installed ({', '.join(missing)}); run "
-            'pip install "draftsmith[serve]".'
-        )
+    check_packages()
     if not 0 <= port <= 65535:
         raise DraftsmithError(f"--port is {port}; give a number from 0 to 65535.")
     if max_batch < 1:
@@ -159,3 +154,13 @@ def read_keys(given: list[str], path: Path | None) -> tuple[str, ...]:
     if wrong is not None:
         raise DraftsmithError("an API key has a space or a character that no HTTP header holds; choose another one.")
     return tuple(keys)
+
+
+def check_packages() -> None:
+    """Raise DraftsmithError where what the server needs is not installed."""
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise DraftsmithError(
+            f"the server needs packages that are not installed ({', '.join(missing)}); run "
+            'pip install "draftsmith[serve]".'
+        )

@@ -17,14 +17,16 @@ from draftsmith.serving.repetition import Repetition, reach
 
 log = logging.getLogger("draftsmith.serving")
 
-BLOCK, RECENT = 64, 4
+BLOCK, RECENT = 128, 8
 """Steps with guesses that are counted together, and how many such blocks are the recent ones."""
 FADE = 31 / 32
-"""What everything before them counts after another block; so what is usual is that of some 2,000 steps."""
-ENOUGH_RECENT, ENOUGH_USUAL, ENOUGH_TEXTS = 64, 512, 4
+"""What everything before them counts after another block; so what is usual is that of some 4,000 steps."""
+ENOUGH_RECENT, ENOUGH_USUAL, ENOUGH_TEXTS = 64, 512, 3
 """Guesses of a depth, and different texts, without which no alarm is given."""
 COLLAPSED, RECOVERED = 0.5, 0.75
 """The share of what is usual below which an alarm is given, and above which it ends."""
+MATTERS = 0.1
+"""What is usual has to be as much as this: nobody gains by guesses that hardly ever stay."""
 SURE = 4.0
 """Standard errors by which the two shares have to differ."""
 DEPTHS = 8
@@ -37,7 +39,7 @@ _NAME = re.compile(r"[\w.:/-]{1,64}")
 
 @dataclass(frozen=True)
 class Share:
-    """Of so many guesses of a depth that were verified, how many stayed; a guess counts where the depth was reached."""
+    """Of so many guesses of a depth how many stayed; those count whose predecessors stayed."""
 
     guesses: float = 0.0
     stayed: float = 0.0
@@ -78,7 +80,7 @@ class Block:
         """Return the share that stayed, for every depth."""
         return [
             Share(
-                sum(count for (reached, _), count in self.counts.items() if reached > depth),
+                sum(count for (reached, accepted), count in self.counts.items() if reached > depth <= accepted),
                 sum(count for (_, accepted), count in self.counts.items() if accepted > depth),
             )
             for depth in range(DEPTHS)
@@ -151,6 +153,8 @@ class Acceptance:
 
 def has_collapsed(now: Share, before: Share) -> bool:
     """Return whether so much fewer guesses stay than did before that chance hardly explains it."""
+    if before.value < MATTERS:
+        return False
     both = (now + before).value
     error = math.sqrt(both * (1 - both) * (1 / now.guesses + 1 / before.guesses))
     return now.value < COLLAPSED * before.value and before.value - now.value > SURE * error

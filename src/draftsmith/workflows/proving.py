@@ -71,6 +71,7 @@ def prove(
     prompt_count: int = 120,
     work: Workload | None = None,
     quick: bool = False,
+    serving: bool = False,
     loading: Loading | None = None,
     console: Console | None = None,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
@@ -86,6 +87,7 @@ def prove(
         prompt_count: prompts of the greedy part.
         work: how much else to do; ten times as many draws from the small alphabet are usual.
         quick: a tenth of the prompts and draws.
+        serving: prove it of texts that go through the server's part, with 1, 4 and 16 rows; needs the extra `serve`.
         loading: how models given by name are loaded.
         console: where loading is told; nowhere by default.
         on_progress: gets what is being done, how much of it is done, and how much there is.
@@ -117,14 +119,22 @@ def prove(
     toy = small_target()
     named = drafter if isinstance(drafter, str | Path) else str(assets.demo_drafter()) if drafter is None else None
     guesser, words = small_drafter(toy, family_of(named) if named is not None else None)
-    proof = prove_pair(
-        engine.target, engine.drafter, shape, windows, SmallPair(toy, guesser, words), work,
-        sampling_prompts=[window[:SAMPLING_PROMPT] for window in windows], on_progress=on_progress,
-    )
+    pair, starts = SmallPair(toy, guesser, words), [window[:SAMPLING_PROMPT] for window in windows]
+    if serving:
+        # What serves is an extra of its own, which the other proof does not need.
+        from draftsmith.workflows.serving_proof import prove_served
+
+        proof = prove_served(
+            engine.target, engine.drafter, shape, windows, pair, work, sampling_prompts=starts, on_progress=on_progress
+        )
+    else:
+        proof = prove_pair(
+            engine.target, engine.drafter, shape, windows, pair, work, sampling_prompts=starts, on_progress=on_progress
+        )
     where = provenance(
         target=engine.target.name, drafter=name_of(drafter, assets.DRAFTER_NAME), dtype=dtype_name(engine.target),
         device=str(engine.target.device), forward=engine.target.backend.description, plan=str(shape),
-        small_alphabet=words, data=name_of_source(prompts), quick=quick,
+        small_alphabet=words, data=name_of_source(prompts), quick=quick, serving=serving,
     )
     return ProveResult(where, proof, words)
 

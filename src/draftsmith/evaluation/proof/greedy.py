@@ -149,13 +149,14 @@ def prove_greedy(
     movement = measure_movement(target, prefixes)
     return GreedyProof(
         len(prompts), sum(len(c.tokens) for c in plain), (len(runs) - 1) * len(prompts),
-        _explain(target, plain, different), foreign, movement, statistics.tokens_per_step, sizes,
+        explain_all(target, plain, different), foreign, movement, statistics.tokens_per_step, sizes,
     )
 
 
-def _explain(
+def explain_all(
     target: Target, plain: Sequence[Completion], different: Sequence[tuple[int, bool, Divergence]]
 ) -> list[DivergentText]:
+    """Return why texts part from plain ones, each with its batch, whether it was drafted, and where it parts."""
     if not different:
         return []
     wide = target if target.dtype in (torch.float32, torch.float64) else target.widened()

@@ -166,7 +166,7 @@ def prove_sampling_here(
     check_size(target, unpenalised, length)
     punished = with_penalties(unpenalised)
     reader = read_plainly(target) if target.dtype in (torch.float32, torch.float64) else read_by_decoding(target)
-    prompt = _middling(target, reader, prompts, unpenalised, length)
+    prompt = middling(target, reader, prompts, unpenalised, length)
     repetitive = _repetitive(target, reader, prompts, punished, length)
     exact, apart = {}, 0.0
     for params, start in ((unpenalised, prompt), (punished, repetitive)):
@@ -265,7 +265,7 @@ def prove_sampling_small(
     return cells
 
 
-def _middling(
+def middling(
     target: Target, reader: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, length: int
 ) -> list[int]:
     """Return the prompt whose distribution is neither the most certain nor the most open of some."""

@@ -1,0 +1,84 @@
+"""`prove --serving`: a healthy pair is lossless behind the server too, and what is planted there is found."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from draftsmith.engine import Choice, Engine, Load, Policy, RowHistory
+from draftsmith.engine.requests.request import Request
+from draftsmith.evaluation.proof.prove import Proof, SmallPair, Workload
+from draftsmith.evaluation.proof.small_target import STAND_IN, TableDrafter, small_target
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.targets import Target
+from draftsmith.verify import Stream
+from draftsmith.verify.noise import uniform
+from draftsmith.workflows.serving_proof import prove_served
+from tests.evaluation.planted import StaleEntry
+from tests.helpers.tiny import prompts, tiny_target
+
+PLAN = Plan((2, 1, 1))
+
+
+def proof_of(target: Target, small_draws: int = 1_000, **how: Any) -> Proof:
+    toy = small_target()
+    return prove_served(
+        target, TableDrafter(target), PLAN, prompts(6, seed=4), SmallPair(toy, TableDrafter(toy), STAND_IN),
+        Workload(new_tokens=12, draws=1_000, small_draws=small_draws, joint_tokens=2),
+        sampling_prompts=prompts(2, shortest=4, longest=4), **how,
+    )
+
+
+def test_a_healthy_pair_is_lossless_behind_the_server():
+    told: list[tuple[str, int, int]] = []
+    proof = proof_of(tiny_target(), on_progress=lambda *what: told.append(what))
+    assert proof.verdict == "lossless", proof.sentence()
+    assert proof.greedy.batches == (1, 4, 16) and proof.greedy.compared == 18 and proof.greedy.tokens_per_step > 1
+    cells = proof.sampling.cells
+    assert [cell.plan.rpartition(" ")[2] for cell in cells] == ["1", "4", "16"] * 3
+    assert {cell.where for cell in cells} == {"this target", "small alphabet"}
+    assert all(cell.accepted_per_step > 0.02 and cell.draws >= 50 for cell in cells)
+    ends = [(done, total) for _, done, total in told if done == total]
+    assert len(ends) == 3, "every part is told to its end"
+
+
+class Watched(Engine):
+    """An engine whose policy drafts only if the noise of the token to come would draw one from the alphabet's end."""
+
+    def __init__(self, *parts: Any, policy: Policy, **sizes: Any) -> None:
+        self.requests: dict[RowHistory, Request] = {}
+        super().__init__(*parts, policy=Peeking(self.requests), **sizes)
+
+    def admit_call(self, *call: Any, **how: Any) -> list[Request]:
+        requests = super().admit_call(*call, **how)
+        self.requests |= {request.history: request for request in requests}
+        return requests
+
+
+class Peeking(Policy):
+    def __init__(self, requests: dict[RowHistory, Request]) -> None:
+        self._requests = requests
+        self._draft, self._plain = Choice(Plan((1, 1), sampled=True)), Choice(NO_DRAFT)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return self._draft, self._plain
+
+    def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
+        asked = [self._requests[row] for row in rows]
+        u_B = uniform(
+            torch.tensor([request.seed for request in asked], dtype=torch.long),
+            torch.tensor([request.length for request in asked], dtype=torch.long), Stream.TARGET, 0,
+        )
+        return [self._draft if u > 0.5 else self._plain for u in u_B.tolist()]
+
+
+def test_a_policy_that_peeks_is_caught_behind_the_server():
+    proof = proof_of(tiny_target(), small_draws=16_000, batches=(16,), make_engine=Watched)
+    assert proof.verdict == "defect" and not proof.greedy.defects
+    assert all(cell.refused for cell in proof.sampling.cells if cell.where == "small alphabet")
+
+
+def test_a_stale_cache_is_caught_behind_the_server():
+    proof = proof_of(StaleEntry(tiny_target()), batches=(4,))
+    assert proof.verdict == "defect" and proof.greedy.defects
