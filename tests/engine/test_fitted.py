@@ -100,7 +100,8 @@ def test_what_fails_is_tried_again_after_growing_pauses_and_taken_up_when_it_wor
     depths = go(policy, history, 3000, 0)
     tries = [at for at, depth in enumerate(depths) if depth]
     pauses = [b - a - 1 for a, b in pairwise(tries) if b - a > 1]
-    assert pauses[:4] == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, 8 * FIRST_WAIT] and pauses[-1] == LONGEST_WAIT
+    assert pauses[0] == FIRST_WAIT and pauses[-1] == LONGEST_WAIT
+    assert all(one <= following <= 2 * one for one, following in pairwise(pauses))
     assert depths[-2000:].count(0) > 0.98 * 2000
     assert sum(depth > 0 for depth in go(policy, history, 4000, 4)[-100:]) == 100
 
@@ -161,7 +162,8 @@ def test_where_steps_are_short_all_rows_do_the_same():
     assert go_on(rows, (4, 4, 4, 4), 100)[-1] == 4, "all guesses stay"
     depths = go_on(rows, (0, 0, 0, 0), 500)
     pauses = [b - a - 1 for a, b in pairwise(at for at, depth in enumerate(depths) if depth) if b - a > 1]
-    assert pauses[:3] == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT]
+    assert pauses[0] == FIRST_WAIT < pauses[-1]
+    assert all(one <= following <= 2 * one for one, following in pairwise(pauses))
     assert sum(policy.steps) == 4 * 600
     assert go_on([RowHistory(False, 5)], (4,), 1000)[-1] == 4, "a later text"
 

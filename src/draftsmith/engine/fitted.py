@@ -25,6 +25,10 @@ PATIENCE = 1.03
 """Another plan has to be so many times as fast before it is taken, and any that drafts than plain decoding."""
 FIRST_WAIT, LONGEST_WAIT = 24, 384
 """Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
+TRIAL, HOPELESS = 8, 3
+"""Steps that a trial lasts, and after which it is over if no guess has stayed: one guess alone tells next to nothing."""
+LOST = 0.005
+"""The share of all tokens that trials may cost in the long run, as far as the longest pause allows."""
 ODDS = tuple(at / 20 for at in range(61))
 """How many times as often as measured a guess may stay; see `Arm.accepted`."""
 USUAL = ODDS.index(1.0)
@@ -72,6 +76,8 @@ class _Evidence:
         odds: which of `ODDS` follows.
         since: steps since it was taken up, or laid aside.
         wait: steps without it before it is tried.
+        trial: steps that are left of a trial, 0 where there is none.
+        hit: whether a guess has stayed since the last trial began.
     """
 
     accepted: float
@@ -79,6 +85,21 @@ class _Evidence:
     odds: int
     since: int = 0
     wait: int = FIRST_WAIT
+    trial: int = 0
+    hit: bool = False
+
+    def doubt(self) -> None:
+        """Begin a trial: what is known is of a while ago, and counts no more than what is known when a row begins."""
+        if self.expected > PRIOR:
+            self.accepted, self.expected = self.accepted * PRIOR / self.expected, PRIOR
+        self.hit = False
+
+    def goes_on(self) -> bool:
+        """Count a step of a trial; return whether another one follows."""
+        self.trial = max(0, self.trial - 1)
+        if not self.hit and TRIAL - self.trial >= HOPELESS:
+            self.trial = 0
+        return self.trial > 0
 
 
 @dataclass(slots=True)
@@ -206,12 +227,16 @@ class Fitted(Policy):
         known = [self._look_at(history) for history in rows]
         for number, own in enumerate(crowd.evidence):
             own.odds = round(sum(row.evidence[number].odds for row in known) / len(known))
+            own.hit = any(row.evidence[number].hit for row in known)
         price = self._price(seconds, [crowd])
         values = self._values(crowd.odds, price, seconds)
         crowd.arm = self._settle(crowd, values, price, seconds)
         self._reasons = [self._reason(crowd, values, price, seconds, count)] * len(rows)
         for row in known:
             row.arm = crowd.arm
+            for number, own in enumerate(crowd.evidence):
+                if own.trial == TRIAL:
+                    row.evidence[number].doubt()
         self.steps[crowd.arm] += len(rows)
         self._idle = [] if crowd.arm else list(rows)
         return crowd.arm
@@ -240,7 +265,7 @@ class Fitted(Policy):
             if expected:
                 own = row.evidence[number]
                 own.accepted, own.expected = DECAY * own.accepted + stayed, DECAY * own.expected + expected
-                own.odds = self._odds(row.arm, own.accepted / own.expected)
+                own.odds, own.hit = self._odds(row.arm, own.accepted / own.expected), own.hit or stayed > 0
                 self._accepted[number] = COMMON_DECAY * self._accepted[number] + stayed
                 self._expected[number] = COMMON_DECAY * self._expected[number] + expected
         return row
@@ -284,13 +309,17 @@ class Fitted(Policy):
         if row.arm and not beats(best, row.arm):
             best = row.arm
         chosen = best if beats(best, 0) else 0
+        drafting = self._whose[row.arm]
+        on_trial = drafting != NOBODY and row.evidence[drafting].goes_on()
+        if on_trial:
+            chosen = max(self._of[drafting], key=values.__getitem__)
         for number, own in enumerate(row.evidence):
             taken = self._whose[chosen] == number
             own.since = own.since + 1 if taken == (self._whose[row.arm] == number) else 0
             if taken and own.since >= FIRST_WAIT:
                 own.wait = FIRST_WAIT
-        tried = self._tried(row, chosen, values, price, seconds)
-        row.trying = tried != chosen
+        tried = chosen if on_trial else self._tried(row, chosen, values, price, seconds)
+        row.trying = on_trial or tried != chosen
         return tried
 
     def _tried(
@@ -304,8 +333,12 @@ class Fitted(Policy):
             # Asked again after as long a pause, not at every step until then.
             own.since = 0
             if max(hoped, default=values[chosen]) > values[chosen]:
-                own.wait = min(2 * own.wait, LONGEST_WAIT)
-                return max(self._of[number], key=values.__getitem__)
+                best = max(self._of[number], key=values.__getitem__)
+                # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
+                most = max(FIRST_WAIT, round(TRIAL * (values[chosen] - values[best]) / LOST))
+                own.wait, own.trial = min(2 * own.wait, LONGEST_WAIT, most), TRIAL
+                own.doubt()
+                return best
         return chosen
 
     def _reason(
