@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.engine.guarded import Guarded
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.serving.deltas import Delta
+from draftsmith.serving.delta import Delta
 from draftsmith.serving.errors import ApiError
 from draftsmith.serving.meter import Histogram
 from draftsmith.serving.metrics import buckets_of

@@ -26,7 +26,7 @@ PATIENCE = 1.03
 FIRST_WAIT, LONGEST_WAIT = 24, 384
 """Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
 TRIAL, HOPELESS = 8, 3
-"""Steps that a trial lasts, and after which it is over if no guess has stayed: one guess alone tells next to nothing."""
+"""Steps that a trial lasts, and after which it is over if no guess has stayed; one guess tells next to nothing."""
 LOST = 0.005
 """The share of all tokens that trials may cost in the long run, as far as the longest pause allows."""
 ODDS = tuple(at / 20 for at in range(61))

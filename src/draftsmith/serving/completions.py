@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from draftsmith.serving.body import read_fields
 from draftsmith.serving.constraints import form_of
-from draftsmith.serving.deltas import Delta
+from draftsmith.serving.delta import Delta
 from draftsmith.serving.errors import bad
 from draftsmith.serving.health import task_of
 from draftsmith.serving.logprobs import CompletionLogprobs

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from draftsmith.serving.answers import data, json_answer, streamed, unless_gone
-from draftsmith.serving.deltas import Delta, deltas
+from draftsmith.serving.delta import Delta
+from draftsmith.serving.deltas import deltas
 from draftsmith.serving.errors import ApiError
 from draftsmith.serving.openai_fields import Generation
 from draftsmith.serving.service import Call, Service

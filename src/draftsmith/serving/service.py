@@ -17,6 +17,7 @@ from draftsmith.serving.prompts import Prompts
 from draftsmith.serving.sampling import from_engine
 from draftsmith.serving.settings import Settings
 from draftsmith.serving.speculation import Drafting
+from draftsmith.serving.streams import merged
 from draftsmith.serving.token_texts import TokenTexts
 from draftsmith.types import DraftsmithError, SamplingParams
 
@@ -209,39 +210,3 @@ def check_end(chunk: Chunk, params: SamplingParams) -> None:
 def namespace_of(key: str) -> bytes:
     """Return what keeps the prompts of one key apart from those of others."""
     return hashlib.sha256(key.encode()).digest()
-
-
-async def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
-    """Yield what comes from any of these streams; if one raises, or nobody listens any more, all are closed."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for piece in only:
-                yield piece
-        return
-    came: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
-
-    async def follow(stream: AsyncGenerator[Piece, None]) -> None:
-        try:
-            async with aclosing(stream) as own:
-                async for piece in own:
-                    came.put_nowait(piece)
-        except Exception as error:
-            came.put_nowait(error)
-        else:
-            came.put_nowait(None)
-
-    tasks = [asyncio.create_task(follow(stream)) for stream in streams]
-    try:
-        left = len(tasks)
-        while left:
-            found = await came.get()
-            if isinstance(found, BaseException):
-                raise found
-            if found is None:
-                left -= 1
-            else:
-                yield found
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

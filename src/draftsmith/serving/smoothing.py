@@ -3,12 +3,11 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from draftsmith.serving.deltas import Delta
+from draftsmith.serving.delta import Delta
+from draftsmith.serving.streams import Followed
 
 LONGEST_S = 0.5
 """No step counts as longer, so that a wait for room does not slow down what follows."""
@@ -16,44 +15,21 @@ WEIGHT = 0.2
 """Of the newest step in the mean time of steps."""
 
 
-async def smooth(deltas: "AsyncGenerator[Delta, None]") -> "AsyncGenerator[Delta, None]":
+async def smooth(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
     """Yield every piece one token at a time, spread over the usual time between two pieces of its text.
 
     Whatever has come meanwhile is not held up further: when the next piece is there, the rest of this one goes out at
     once.
     """
-    came: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
     paces: dict[int, _Pace] = {}
-    task = asyncio.create_task(_collect(deltas, came))
-    try:
-        while True:
-            found = await came.get()
-            if found is None:
-                return
-            if isinstance(found, BaseException):
-                raise found
-            seconds = paces.setdefault(found.choice, _Pace()).meet()
-            parts = split(found)
+    async with Followed([deltas]) as pieces:
+        async for piece in pieces:
+            seconds = paces.setdefault(piece.choice, _Pace()).meet()
+            parts = split(piece)
             for at, part in enumerate(parts):
                 yield part
-                if at + 1 < len(parts) and came.empty():
+                if at + 1 < len(parts) and not pieces.has_more:
                     await asyncio.sleep(seconds / len(parts))
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def _collect(
-    deltas: "AsyncGenerator[Delta, None]", came: "asyncio.Queue[Delta | BaseException | None]"
-) -> None:
-    try:
-        async with aclosing(deltas) as own:
-            async for delta in own:
-                came.put_nowait(delta)
-    except Exception as error:
-        came.put_nowait(error)
-    else:
-        came.put_nowait(None)
 
 
 class _Pace:
@@ -73,7 +49,7 @@ class _Pace:
         return self._usual
 
 
-def split(delta: "Delta") -> "list[Delta]":
+def split(delta: Delta) -> list[Delta]:
     """Return a piece as one a token; together they have its text, the last of them all that is left of it."""
     if len(delta.tokens) < 2:
         return [delta]
