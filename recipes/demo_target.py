@@ -1,176 +1,286 @@
-"""Train the demo target: a 15.7 M parameter Llama on Python source, prose, documentation and dialogue.
+"""Train the demo target, a 15.7 M parameter Llama, for as long as one likes, in as many sittings as one likes.
 
-    python recipes/demo_target.py --data DATA --init WARM_START --out runs/demo-target --minutes 70
+    python recipes/demo_data.py --data DATA --tokenizer WARM_START --out runs/demo-data
+    python recipes/demo_target.py --data runs/demo-data --init WARM_START --out runs/demo-target
+    python recipes/demo_target.py --out runs/demo-target
+    python recipes/demo_target.py --out runs/demo-target --cool 4000000
 
-Muon moves the matrices and AdamW the rest; the learning rate is flat to half of the run and then falls
-linearly to 2 %. The run is measured in minutes so that it ends when it was promised to, on any machine.
-One document in fifty, chosen by the hash of its text, is never seen (`draftsmith.training.data.split`).
+The second command begins, the third goes on, to the bit where the last checkpoint was (same machine, same number of
+threads), after a kill of any kind. Until it is ended (Ctrl-C, or SIGTERM, or --steps) it trains at a flat rate after
+a short warm-up. The last command takes the latest checkpoint aside and lets its rate fall to nothing over so many
+tokens; the result is runs/demo-target/cooled/latest, and the flat run can go on afterwards.
+
+Muon moves the matrices and AdamW the rest. Every checkpoint is a model folder in float32 with the optimizer beside it;
+metrics.jsonl has loss, speed and the held-out loss of each source. `--export FOLDER` writes the latest checkpoint of
+--out in bf16 instead.
 Shapes: B batch, T positions.
 """
 
 import argparse
 import json
-import lzma
-import random
+import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from demo_attention import register
+from demo_stream import Stream, held_out_windows
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.training.data.split import is_held_out
+from draftsmith.drafters.trainable import storage
+from draftsmith.files import JsonLines
+from draftsmith.training.checkpoint import LATEST, Checkpoint, Checkpoints, load_optimizer_tensors, optimizer_tensors
+from draftsmith.types import DraftsmithError
 
-MIX = {"code": 0.55, "prose": 0.25, "docs": 0.12, "dialogue": 0.08}
-POOL_WINDOWS = 4096
-
-
-def document_text(record: dict) -> str:
-    """Return the plain text of a record: its `text`, or its `messages` in the tokenizer's own turn markers."""
-    if "text" in record:
-        return record["text"]
-    return "\n".join(f"<|{turn['role']}|>{turn['content']}" for turn in record["messages"])
-
-
-def load_documents(folder: Path) -> dict[str, tuple[list[str], list[str]]]:
-    """Read every corpus as (training, held-out) documents."""
-    corpora = {}
-    for name in MIX:
-        training, held_out = [], []
-        with lzma.open(folder / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
-            for line in lines:
-                text = document_text(json.loads(line))
-                (held_out if is_held_out(text) else training).append(text)
-        corpora[name] = (training, held_out)
-    return corpora
+SHARES = {"code": 0.38, "prose": 0.28, "dialogue": 0.17, "problems": 0.05, "docs": 0.08, "renames": 0.04}
+WARMUP_STEPS = 100
+HELD_OUT_WINDOWS = 24
+KEPT_CHECKPOINTS = 2
+SETTINGS = "settings.json"
 
 
-def windows(documents: dict[str, list[str]], tokenizer, length: int, seed: int) -> Iterator[list[int]]:
-    """Yield shuffled windows of `length` + 1 tokens, packed over documents with the end token between them."""
-    rng = random.Random(seed)
-    order = {name: rng.sample(range(len(texts)), len(texts)) for name, texts in documents.items()}
-    drawn = dict.fromkeys(MIX, 0)
-    seen_tokens = dict.fromkeys(MIX, 0)
-    buffers: dict[str, list[int]] = {name: [] for name in MIX}
-    pool: list[list[int]] = []
-    while True:
-        name = min(MIX, key=lambda n: seen_tokens[n] / MIX[n])
-        text = documents[name][order[name][drawn[name] % len(order[name])]]
-        drawn[name] += 1
-        ids = tokenizer(text[:60_000], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        seen_tokens[name] += len(ids)
-        buffer = buffers[name]
-        buffer += ids
-        while len(buffer) > length:
-            pool.append(buffer[: length + 1])
-            del buffer[:length]
-        while len(pool) > POOL_WINDOWS:
-            yield pool.pop(rng.randrange(len(pool)))
+def rate_at(step: int, peak: float, begun: int, cooling_steps: int) -> float:
+    """Return the rate of a step: a linear rise, then flat; or, of a run that cools from `begun` on, a linear fall."""
+    if cooling_steps:
+        return peak * max(0.0, 1 - (step - begun) / cooling_steps)
+    return peak * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
-def build_optimizers(model: torch.nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Give the hidden matrices to Muon and everything else (embeddings, norms) to AdamW."""
+def build_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Give the hidden matrices to Muon and everything else (embeddings, norms) to AdamW; each step sets the rate."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     rest = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers" in name)]
     return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=0.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
-@torch.no_grad()
-def held_out_loss(model: torch.nn.Module, tokenizer, texts: list[str], length: int, count: int = 24) -> float:
-    """Mean cross-entropy in nats a token over the first window of the first `count` long held-out documents."""
-    losses = []
-    for text in texts:
-        ids = tokenizer(text[: length * 8], add_special_tokens=False)["input_ids"][: length + 1]
-        if len(ids) <= length:
-            continue
-        tokens_T = torch.tensor(ids)
-        logits_TV = model(tokens_T[None, :-1]).logits[0].float()
-        losses.append(F.cross_entropy(logits_TV, tokens_T[1:]).item())
-        if len(losses) == count:
-            break
-    return sum(losses) / max(1, len(losses))
+class Trainer:
+    """One run: the model, its optimizers, its data, and the step it has reached."""
 
+    def __init__(self, out: Path, settings: dict[str, Any], found: Checkpoint | None) -> None:
+        self.out, self.settings = out, settings
+        folder = found.folder if found else Path(settings["init"])
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=register()
+        ).train()
+        self.optimizers = build_optimizers(self.model)
+        self.checkpoints = Checkpoints(out, keep=KEPT_CHECKPOINTS)
+        self.step = 0
+        if found:
+            self.step = found.progress["step"]
+            load_optimizer_tensors(self.optimizers, found.optimizer)
+        data = Path(settings["data"])
+        self.stream = Stream(data, settings["shares"], settings["length"], settings["batch"], settings["seed"])
+        self.stream.skip(self.step)
+        self.held_out = {
+            name: held_out_windows(data, name, settings["length"], HELD_OUT_WINDOWS) for name in settings["shares"]
+        }
+        self.metrics = JsonLines(out / "metrics.jsonl", "restore or delete it", "go on with the run")
+        if out.is_dir():
+            self.metrics.rewrite([record for record in self.metrics.read() if record["step"] <= self.step])
+        self._loss = torch.compile(self._eager_loss) if settings["compile"] else self._eager_loss
 
-def save(model: torch.nn.Module, tokenizer, out: Path) -> None:
-    """Write the model in bf16, in shards small enough for a repository."""
-    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    model.config.dtype = torch.bfloat16
-    model.save_pretrained(out, state_dict=state, max_shard_size="14MB")
-    tokenizer.save_pretrained(out)
-
-
-def main() -> None:
-    """Train by the clock, logging and saving on the way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with {code,prose,docs,dialogue}.jsonl.xz")
-    parser.add_argument("--init", required=True, help="warm start: a model folder with its tokenizer")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=70.0)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=11)
-    args = parser.parse_args()
-
-    torch.manual_seed(args.seed)
-    args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(args.init)
-    model = AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32)
-    corpora = load_documents(args.data)
-    batches = windows({name: pair[0] for name, pair in corpora.items()}, tokenizer, args.length, args.seed)
-    optimizers = build_optimizers(model, args.rate)
-
-    @torch.compile
-    def loss_of(inputs_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+    def _eager_loss(self, embedded_BTD: Tensor, labels_BT: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits_BTV = model(inputs_BT, use_cache=False).logits
+            logits_BTV = self.model(inputs_embeds=embedded_BTD, use_cache=False).logits
         return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
 
-    def evaluate(step: int) -> None:
-        model.eval()
-        scores = {name: held_out_loss(model, tokenizer, pair[1], args.length) for name, pair in corpora.items()}
-        model.train()
-        log({"step": step, "held_out": {name: round(score, 4) for name, score in scores.items()}})
+    def loss(self, tokens_BT: Tensor) -> Tensor:
+        """Return the mean cross-entropy of (B, T + 1) tokens in nats."""
+        # Looked up outside of what is compiled, since compiled code adds up its gradient in any order.
+        weight_VD = self.model.get_input_embeddings().weight
+        return self._loss(F.embedding(tokens_BT[:, :-1], weight_VD), tokens_BT[:, 1:])
 
-    def log(record: dict) -> None:
-        print(json.dumps(record), flush=True)
-        with (args.out / "train-log.jsonl").open("a") as handle:
-            handle.write(json.dumps(record) + "\n")
-
-    (args.out / "train-log.jsonl").unlink(missing_ok=True)
-    evaluate(0)
-    model.train()
-    begun, last_saved, step, recent = time.monotonic(), time.monotonic(), 0, []
-    while (done := (time.monotonic() - begun) / (60 * args.minutes)) < 1:
-        rate = args.rate * min(1.0, (step + 1) / 30) * (1.0 if done < 0.5 else 1 - 0.98 * (done - 0.5) / 0.5)
-        tokens_BT = torch.tensor([next(batches) for _ in range(args.batch)])
-        loss = loss_of(tokens_BT[:, :-1], tokens_BT[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
+    def advance(self) -> float:
+        """Do one step and return its loss."""
+        settings = self.settings
+        rate = rate_at(self.step, settings["rate"], settings["begun"], settings["cooling_steps"])
+        parts = self.stream.next_batch().split(settings["part"])
+        total = 0.0
+        for tokens_BT in parts:
+            loss = self.loss(tokens_BT) / len(parts)
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        step += 1
-        recent.append(loss.item())
-        if step % 20 == 0:
-            speed = step * args.batch * args.length / (time.monotonic() - begun)
-            log({"step": step, "tokens": step * args.batch * args.length, "loss": round(sum(recent) / len(recent), 4),
-                 "rate": round(rate, 6), "tokens_per_s": round(speed)})
-            recent = []
-        if time.monotonic() - last_saved > 600:
-            save(model, tokenizer, args.out)
-            last_saved = time.monotonic()
-    evaluate(step)
-    save(model, tokenizer, args.out)
+        self.step += 1
+        return total
+
+    @torch.no_grad()
+    def held_out_losses(self) -> dict[str, float]:
+        """Return the loss on the held-out windows of each source, in nats a token."""
+        self.model.eval()
+        part = self.settings["part"]
+        losses = {
+            name: round(sum(self.loss(each).item() * len(each) for each in windows.split(part)) / len(windows), 4)
+            for name, windows in self.held_out.items()
+        }
+        self.model.train()
+        return losses
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Print a record and add it to the metrics."""
+        print(json.dumps(record), flush=True)
+        self.metrics.append(record)
+
+    def save(self) -> None:
+        """Write a checkpoint, whole or not at all."""
+
+        def fill(folder: Path) -> None:
+            write_model(self.model, self.tokenizer, folder, torch.float32)
+
+        self.checkpoints.save(self.step, fill, {}, optimizer_tensors(self.optimizers))
+
+    def run(self, last: int | None, stopped: Callable[[], bool]) -> None:
+        """Train up to a step, or until told to stop; evaluate and save on the way and at the end."""
+        settings = self.settings
+        tokens_a_step = settings["batch"] * settings["length"]
+        if not self.step:
+            self.log({"step": 0, "held_out": self.held_out_losses()})
+            self.save()
+        saved, shown, losses = time.monotonic(), time.monotonic(), []
+        while not stopped() and (last is None or self.step < last):
+            losses.append(self.advance())
+            if self.step % settings["log_every"] == 0:
+                now = time.monotonic()
+                self.log({
+                    "step": self.step, "tokens": self.step * tokens_a_step, "loss": round(sum(losses) / len(losses), 4),
+                    "tokens_per_s": round(len(losses) * tokens_a_step / (now - shown)), "epochs": self.stream.epochs(),
+                })
+                shown, losses = now, []
+            if self.step % settings["evaluate_every"] == 0:
+                self.log({"step": self.step, "held_out": self.held_out_losses()})
+                shown, losses = time.monotonic(), []
+            if time.monotonic() - saved > settings["save_minutes"] * 60:
+                self.save()
+                saved = time.monotonic()
+        if self.checkpoints.linked(LATEST) != self.step:
+            if self.step == last and self.step % settings["evaluate_every"]:
+                self.log({"step": self.step, "held_out": self.held_out_losses()})
+            self.save()
+
+
+def write_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype, shards: str = "1GB"
+) -> None:
+    """Write a model folder in a dtype, in shards of at most so many bytes, without the tied head."""
+    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    model.config.dtype = dtype
+    model.save_pretrained(folder, state_dict=state, max_shard_size=shards)
+    tokenizer.save_pretrained(folder)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a run: those it began with, or new ones; DraftsmithError where neither is complete."""
+    path = args.out / SETTINGS
+    if path.exists():
+        if args.init or args.data:
+            raise DraftsmithError(f"{args.out} already holds a run; leave out --init and --data to go on with it.")
+        return storage.read_json(path)
+    if not (args.init and args.data):
+        raise DraftsmithError(f"{args.out} holds no run yet; give --init and --data to begin one.")
+    names = ("length", "batch", "part", "rate", "seed", "compile", "save_minutes", "evaluate_every", "log_every")
+    settings = {name: getattr(args, name) for name in names}
+    settings |= {"data": str(args.data.resolve()), "init": str(Path(args.init).resolve()), "shares": SHARES}
+    settings |= {"data_hash": storage.sha256(args.data / storage.MANIFEST), "begun": 0, "cooling_steps": 0}
+    args.out.mkdir(parents=True, exist_ok=True)
+    storage.write_json(path, settings)
+    return settings
+
+
+def begin_cooling(out: Path, settings: dict[str, Any], tokens: int) -> Path:
+    """Copy the latest checkpoint to a run of its own, OUT/cooled, whose rate falls, and return its folder.
+
+    A cooling run that is there and was cut off goes on; one that is done makes room for the next.
+    """
+    cooled = out / "cooled"
+    latest = Checkpoints(out, KEPT_CHECKPOINTS).load()
+    begun = latest.progress["step"]
+    steps = max(1, tokens // (settings["batch"] * settings["length"]))
+    if (cooled / SETTINGS).exists():
+        old = storage.read_json(cooled / SETTINGS)
+        end = old["begun"] + old["cooling_steps"]
+        if Checkpoints(cooled, KEPT_CHECKPOINTS).load().progress["step"] < end:
+            return cooled
+        cooled.rename(out / f"cooled-{end:08d}")
+
+    def fill(folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(latest.folder, dtype=torch.float32)
+        write_model(model, AutoTokenizer.from_pretrained(latest.folder), folder, torch.float32)
+
+    cooled.mkdir(exist_ok=True)
+    Checkpoints(cooled, KEPT_CHECKPOINTS).save(begun, fill, {}, latest.optimizer)
+    storage.write_json(cooled / SETTINGS, settings | {"begun": begun, "cooling_steps": steps})
+    return cooled
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line, or other arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the run's folder; what it holds is gone on with")
+    parser.add_argument("--data", type=Path, help="what demo_data.py wrote, to begin")
+    parser.add_argument("--init", help="warm start, to begin: a model folder with its tokenizer")
+    parser.add_argument("--steps", type=int, help="stop at this step; without it, when told to")
+    parser.add_argument("--cool", type=int, metavar="TOKENS", help="cool the latest checkpoint over so many tokens")
+    parser.add_argument("--export", type=Path, help="write the latest checkpoint there, in bf16, and train nothing")
+    parser.add_argument("--batch", type=int, default=16, help="windows a step")
+    parser.add_argument("--part", type=int, default=8, help="windows at once")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--rate", type=float, default=2e-3, help="the flat rate")
+    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--save-minutes", type=float, default=5.0)
+    parser.add_argument("--evaluate-every", type=int, default=250, help="steps")
+    parser.add_argument("--log-every", type=int, default=20, help="steps")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None, stopped: Callable[[], bool] | None = None) -> None:
+    """Begin, go on, cool down or export."""
+    args = parse(arguments)
+    out, last, settings = args.out, args.steps, settings_of(args)
+    if args.cool:
+        out = begin_cooling(args.out, settings, args.cool)
+        settings = storage.read_json(out / SETTINGS)
+        end = settings["begun"] + settings["cooling_steps"]
+        last = end if args.steps is None else min(end, args.steps)
+    checkpoints = Checkpoints(out, KEPT_CHECKPOINTS)
+    found = checkpoints.load() if checkpoints.steps() else None
+    if args.export:
+        folder = found.folder if found else Path(settings["init"])
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        write_model(model, AutoTokenizer.from_pretrained(folder), args.export, torch.bfloat16, "14MB")
+        return
+    if storage.sha256(Path(settings["data"]) / storage.MANIFEST) != settings["data_hash"]:
+        raise DraftsmithError(f"{settings['data']} has changed since {out} began; restore it, or begin another run.")
+    Trainer(out, settings, found).run(last, stopped or (lambda: False))
+
+
+def run_until_told() -> None:
+    """Be the command: Ctrl-C and SIGTERM let the step and its checkpoint be finished; a mistake is one sentence."""
+    told: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda which, _frame: told.append(which))
+    try:
+        main(stopped=lambda: bool(told))
+    except DraftsmithError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":
-    main()
+    run_until_told()
