@@ -192,17 +192,27 @@ def test_tools_and_earlier_calls_reach_the_template():
     assert response.json()["choices"][0]["message"]["content"] == plainly(written, max_tokens=12).text
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_marked_calls_are_read_however_they_come(size: int):
     whole = (
-        'Let me see.<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n'
-        '<tool_call>{"name": "b"}</tool_call>'
+        '\n Let me see. <tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>\n'
+        '<tool_call>{"name": "b"}</tool_call>\n and  <tool_call>{"name": "c"}</tool_call>'
         "<tool_call>no call</tool_call> <tool"
     )
-    reader, said, calls = MarkedCalls(), "", []
-    for start in range(0, len(whole), size):
-        text, more = reader.feed(whole[start : start + size])
-        said, calls = said + text, calls + more
-    left, last = reader.end()
-    assert last == [] and [(call.name, call.arguments) for call in calls] == [("a", '{"x": 1}'), ("b", "{}")]
-    assert (said + left).replace(" ", "") == "Letmesee.<tool_call>nocall</tool_call><tool"
+    reader, told = MarkedCalls(), [""]
+    for part in [*(part for start in range(0, len(whole), size) for part in reader.feed(whole[start : start + size])),
+                 *reader.end()]:
+        if isinstance(part, str):
+            told[-1] += part
+        else:
+            told += [f"{part.name} {part.arguments}", ""]
+    assert told == [
+        "\n Let me see. ", 'a {"x": 1}', "", "b {}", "\n and  ", "c {}", "<tool_call>no call</tool_call> <tool",
+    ]
+
+
+@pytest.mark.parametrize(("whole", "text"), [(' \n<tool_call>{"name": "a"}</tool_call>\n', ""), (" \n ", " \n ")])
+def test_white_space_is_text_only_where_no_call_is(whole: str, text: str):
+    reader = MarkedCalls()
+    parts = [part for letter in whole for part in reader.feed(letter)] + reader.end()
+    assert "".join(part for part in parts if isinstance(part, str)) == text

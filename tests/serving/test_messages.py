@@ -37,7 +37,7 @@ def test_a_stream_has_all_events_in_order():
     events = events_of(post(PATH, {**BODY, "stream": True}).text)
     kinds = [event["type"] for event in events]
     deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
-    assert kinds[:3] == ["message_start", "content_block_start", "ping"]
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
     assert set(kinds[3:-3]) == {"content_block_delta"}
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert "".join(deltas) == plainly(WRITTEN).text

@@ -9,7 +9,7 @@ from draftsmith.engine.fitted import Fitted
 from draftsmith.plan import Plan
 from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.workflows.models import Loading, quiet
-from draftsmith.workflows.serving import DraftRules, Sizes, make_engine, named, serve
+from draftsmith.workflows.serving import DraftRules, Sizes, make_engine, named, root_of, serve
 from tests.helpers.tiny import save_tiny_target
 
 FP32 = Loading(dtype="fp32")
@@ -23,6 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_drafters_are_named_by_their_folders_and_words():
     given = ["runs/first/mlp", "ngram:max_length=4", "ngram", Path("other/mlp")]
     assert list(named(given)) == ["mlp", "ngram", "ngram-2", "mlp-2"]
+
+
+def test_where_a_target_lies_on_the_disk_is_not_told(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    assert root_of(folder) == root_of(str(folder)) == root_of(".") == folder.name
+    assert root_of("someone/a-model") == "someone/a-model" and "/" not in root_of(None)
 
 
 def test_all_drafters_are_there_and_the_first_one_drafts(folder: Path):

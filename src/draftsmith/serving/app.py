@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -25,8 +24,10 @@ from draftsmith.serving.answers import error_answer, json_answer
 from draftsmith.serving.body import Fields, read_fields
 from draftsmith.serving.chat import chat
 from draftsmith.serving.completions import completions
+from draftsmith.serving.description import description
 from draftsmith.serving.errors import ApiError, broken
-from draftsmith.serving.messages import CountFields, MessageFields, count_tokens, messages
+from draftsmith.serving.messages import count_tokens, messages
+from draftsmith.serving.messages_fields import CountFields, MessageFields
 from draftsmith.serving.metrics import HttpMetrics, registry_of
 from draftsmith.serving.openai_fields import ChatFields, CompletionFields, Message
 from draftsmith.serving.page import FOLDER, Page, page_paths
@@ -182,25 +183,16 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
     async def as_told(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.scope["path"]
-        return error_answer(ApiError(error.status_code, f"{error.detail}: {request.method} {path[:200]}."), path)
+        told = error_answer(ApiError(error.status_code, f"{error.detail}: {request.method} {path[:200]}."), path)
+        told.headers.update(error.headers or {})  # of 405: what is allowed instead
+        return told
 
     app.add_exception_handler(HTTPException, as_told)
-    app.openapi = lambda: description(app)  # type: ignore[method-assign]
+    fields = {path: kind for path, (_, kind) in BODIES.items()}
+    app.openapi = lambda: description(app, fields)  # type: ignore[method-assign]
     pages = page_paths(page)
     if pages:
         # A route for every file and no more, so that what is not there is refused as everywhere.
         files = Page(directory=page, html=True)
         app.router.routes += [Route(path, files, methods=["GET"]) for path in pages]
     return Access(app, service.settings, http, pages, [*BODIES, *QUESTIONS, "/metrics", "/"])
-
-
-def description(app: FastAPI) -> dict[str, Any]:
-    """Return what `/openapi.json` says: the routes, with the fields of their bodies."""
-    told = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    schemas: dict[str, Any] = told.setdefault("components", {}).setdefault("schemas", {})
-    for path, (_, kind) in BODIES.items():
-        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-        schemas |= schema.pop("$defs", {})
-        body = {"required": True, "content": {"application/json": {"schema": schema}}}
-        told["paths"][path]["post"]["requestBody"] = body
-    return told

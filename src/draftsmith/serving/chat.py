@@ -103,12 +103,10 @@ class _Answer(Answer):
         if not self.readers:
             return text, []
         reader = self.readers[choice]
-        said, calls = reader.feed(text)
-        if ends:
-            left, last = reader.end()
-            said, calls = said + left, [*calls, *last]
+        parts = [*reader.feed(text), *(reader.end() if ends else ())]
+        calls = [part for part in parts if isinstance(part, ToolCall)]
         self.called[choice] += len(calls)
-        return said, calls
+        return "".join(part for part in parts if isinstance(part, str)), calls
 
     def _reason(self, choice: int, completion: Completion) -> str:
         return "tool_calls" if self.called[choice] else finish_reason(completion)

@@ -1,66 +1,35 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's form of a conversation."""
 
+import json
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from draftsmith.serving.answers import dumps, json_answer, streamed, unless_gone
-from draftsmith.serving.body import Fields, read_fields
-from draftsmith.serving.constraints import Form
+from draftsmith.serving.body import read_fields
+from draftsmith.serving.constraints import Form, form_of
 from draftsmith.serving.deltas import deltas
 from draftsmith.serving.errors import ApiError, bad
+from draftsmith.serving.messages_fields import CountFields, MessageFields, as_chat
 from draftsmith.serving.openai_answers import Whole
-from draftsmith.serving.openai_fields import Generation, Message, Speculation, TextPart
-from draftsmith.serving.prompts import plain_text
+from draftsmith.serving.openai_fields import Generation
 from draftsmith.serving.sampling import check_general, sampling_params
 from draftsmith.serving.service import Call, Service
 from draftsmith.serving.speculation import drafting_of
+from draftsmith.serving.tools import CallReader, Part, ToolCall
 from draftsmith.types import Completion
-
-Content = str | list[TextPart]
-
-
-class Turn(Fields):
-    """One message of a conversation."""
-
-    role: Literal["user", "assistant", "system"]
-    content: Content
-
-
-class CountFields(Fields):
-    """The body of `/v1/messages/count_tokens`."""
-
-    model: str
-    messages: list[Turn]
-    system: Content | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-
-
-class MessageFields(CountFields):
-    """The body of `/v1/messages`."""
-
-    max_tokens: int
-    stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stream: bool | None = None
-    metadata: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    speculation: Speculation | None = None
-    smooth: bool = False
 
 
 async def count_tokens(request: Request, service: Service, key: str) -> Response:
-    """Answer how many tokens a conversation has."""
+    """Answer how many tokens a conversation has, with the tools that its template shows."""
     fields = await read_fields(request, CountFields, service.settings)
     service.check_model(fields.model)
-    return json_answer({"input_tokens": len(await _prompt_of(fields, service))})
+    _, prompt = await _read(fields, service)
+    return json_answer({"input_tokens": len(prompt)})
 
 
 async def messages(request: Request, service: Service, key: str) -> Response:
@@ -80,34 +49,40 @@ async def messages(request: Request, service: Service, key: str) -> Response:
     )
     check_general(general, settings)
     drafting = drafting_of(fields.speculation, service.drafters, settings)
-    prompt = await _prompt_of(fields, service)
-    params = sampling_params(general, settings, Form(), fields.max_tokens, None)
+    form, prompt = await _read(fields, service)
+    params = sampling_params(general, settings, form, fields.max_tokens, None)
     service.check_room(prompt, params.max_tokens, "max_tokens")
     told = request.scope["state"].setdefault("told", {})
     call = Call([prompt], params, drafting, key, service.deadline(None), fields.smooth, told=told)
-    answer = _Answer(service, call, params.stop)
+    answer = _Answer(service, call, params.stop, form.calls)
     if fields.stream:
         return await streamed(request, answer.events(), _failure)
     return json_answer(await unless_gone(request, answer.whole()))
 
 
-async def _prompt_of(fields: CountFields, service: Service) -> list[int]:
-    if fields.tools:
-        raise bad("tools are not served yet; leave them out.", "tools")
-    turns: list[Message] = []
-    if fields.system is not None:
-        turns.append(Message(role="system", content=plain_text(fields.system, "system")))
-    for number, turn in enumerate(fields.messages):
-        turns.append(Message(role=turn.role, content=plain_text(turn.content, f"message {number}")))
-    return await service.prompts.of_chat(turns)
+async def _read(fields: CountFields, service: Service) -> tuple[Form, list[int]]:
+    """Return what the answer has to be, and the tokens of the conversation."""
+    chat = as_chat(fields)
+    form = form_of(chat, service.prompts.template)
+    return form, await service.prompts.of_chat(chat.messages, None, form.tools)
 
 
 class _Answer:
     """The answer to one request, in one piece or as a stream of Anthropic's events."""
 
-    def __init__(self, service: Service, call: Call, stops: Sequence[str]) -> None:
+    def __init__(self, service: Service, call: Call, stops: Sequence[str], calls: type[CallReader] | None) -> None:
         self.service, self.call, self.stops = service, call, stops
         self.id = f"msg_{uuid.uuid4().hex}"
+        self._reader = None if calls is None else calls()
+        self._called = False
+
+    def _parts(self, text: str, ends: bool) -> list[Part]:
+        """Return the texts and the calls of tools in the next piece of the answer."""
+        if self._reader is None:
+            return [text] if text else []
+        parts = [*self._reader.feed(text), *(self._reader.end() if ends else ())]
+        self._called = self._called or any(isinstance(part, ToolCall) for part in parts)
+        return parts
 
     def _message(self, content: list[dict[str, Any]], reason: str | None, stop: str | None, written: int) -> Any:
         return {
@@ -121,6 +96,8 @@ class _Answer:
 
     def _end(self, completion: Completion) -> tuple[str, str | None]:
         """Return why a message ended, and at which stop sequence."""
+        if self._called:
+            return "tool_use", None
         if completion.finish_reason == "length":
             return "max_tokens", None
         stop = self._stop_of(completion)
@@ -141,34 +118,82 @@ class _Answer:
         async with aclosing(deltas(self.service, self.call)) as found:
             async for delta in found:
                 text.take(delta)
-        message: dict[str, Any] = self._message(
-            [{"type": "text", "text": text.text}], *self._end(text.end), len(text.tokens)
-        )
+        blocks: list[dict[str, Any]] = []
+        for part in self._parts(text.text, ends=True) or [""]:
+            if isinstance(part, ToolCall):
+                blocks.append(_use(part, json.loads(part.arguments)))
+            elif blocks and blocks[-1]["type"] == "text":
+                blocks[-1]["text"] += part
+            else:
+                blocks.append({"type": "text", "text": part})
+        message: dict[str, Any] = self._message(blocks, *self._end(text.end), len(text.tokens))
         return message
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield the answer as a stream."""
-        written = 0
-        begun = False
+        blocks, written, begun = _Blocks(), 0, False
         async with aclosing(deltas(self.service, self.call)) as found:
             async for delta in found:
                 if not begun:
                     begun = True
                     yield _event("message_start", message=self._message([], None, None, 0))
-                    yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
                     yield _event("ping")
                 written += len(delta.tokens)
-                if delta.text:
-                    said = {"type": "text_delta", "text": delta.text}
-                    yield _event("content_block_delta", index=0, delta=said)
+                for part in self._parts(delta.text, delta.completion is not None):
+                    for event in blocks.take(part):
+                        yield event
                 if delta.completion is not None:
+                    for event in blocks.end():
+                        yield event
                     reason, stop = self._end(delta.completion)
-                    yield _event("content_block_stop", index=0)
                     yield _event(
                         "message_delta", delta={"stop_reason": reason, "stop_sequence": stop},
                         usage={"output_tokens": written},
                     )
         yield _event("message_stop")
+
+
+class _Blocks:
+    """The blocks of a streamed answer, counted as they open and close: one for every run of text and every call."""
+
+    def __init__(self) -> None:
+        self._count, self._open = 0, False
+
+    def take(self, part: Part) -> Iterator[str]:
+        """Yield the events of a part."""
+        if isinstance(part, str):
+            if not self._open:
+                yield self._begin({"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": part})
+            return
+        if self._open:
+            yield self._close()
+        yield self._begin(_use(part, {}))
+        yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+        yield self._close()
+
+    def end(self) -> Iterator[str]:
+        """Yield what is left when the answer has ended; an empty one is one empty text."""
+        if not self._open and not self._count:
+            yield self._begin({"type": "text", "text": ""})
+        if self._open:
+            yield self._close()
+
+    def _begin(self, block: dict[str, Any]) -> str:
+        self._open = True
+        return _event("content_block_start", index=self._count, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        return _event("content_block_delta", index=self._count, delta=delta)
+
+    def _close(self) -> str:
+        self._open, self._count = False, self._count + 1
+        return _event("content_block_stop", index=self._count - 1)
+
+
+def _use(call: ToolCall, given: Any) -> dict[str, Any]:
+    """Return the block of a call; its id is one of Anthropic's."""
+    return {"type": "tool_use", "id": call.id.replace("call_", "toolu_"), "name": call.name, "input": given}
 
 
 def _event(kind: str, **more: Any) -> str:

@@ -32,15 +32,19 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
+Part = str | ToolCall
+"""A piece of an answer: text to show, or a call."""
+
+
 class CallReader(ABC):
-    """Reads one answer, piece by piece, for text to show and calls to tell."""
+    """Reads an answer, piece by piece, for text to show and calls to tell; how it is cut changes neither."""
 
     @abstractmethod
-    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Take a piece; return what can be shown and told by now."""
+    def feed(self, text: str) -> list[Part]:
+        """Take a piece; return what can be shown and told by now, in order."""
 
     @abstractmethod
-    def end(self) -> tuple[str, list[ToolCall]]:
+    def end(self) -> list[Part]:
         """Return what is left when the answer has ended; what is no call, because it was cut off, is text."""
 
 
@@ -50,28 +54,30 @@ class ListOfCalls(CallReader):
     def __init__(self) -> None:
         self._text = ""
 
-    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
+    def feed(self, text: str) -> list[Part]:
         self._text += text
-        return "", []
+        return []
 
-    def end(self) -> tuple[str, list[ToolCall]]:
+    def end(self) -> list[Part]:
         try:
             found = [call_of(one) for one in json.loads(self._text)]
         except (ValueError, TypeError, RecursionError):
-            return self._text, []
-        calls = [call for call in found if call is not None]
-        return ("", calls) if calls and len(calls) == len(found) else (self._text, [])
+            return [self._text]
+        calls: list[Part] = [call for call in found if call is not None]
+        return calls if calls and len(calls) == len(found) else [self._text]
 
 
 class MarkedCalls(CallReader):
-    """An answer that may have calls between marks, and text around them."""
+    """An answer that may have calls between marks, and text around them; white space alone beside a call is no text."""
 
     def __init__(self) -> None:
         self._held, self._inside, self._called = "", False, False
+        self._space: str | None = ""
+        """White space since the last call; None once there was text behind that."""
 
-    def feed(self, text: str) -> tuple[str, list[ToolCall]]:
+    def feed(self, text: str) -> list[Part]:
         self._held += text
-        shown, calls = "", list[ToolCall]()
+        parts: list[Part] = []
         while True:
             mark = CLOSE if self._inside else OPEN
             before, found, behind = self._held.partition(mark)
@@ -80,26 +86,30 @@ class MarkedCalls(CallReader):
             self._held = behind
             call = _read(before) if self._inside else None
             if call is not None:
-                calls.append(call)
-                self._called = True
+                parts.append(call)
+                self._called, self._space = True, ""
             elif self._inside:
-                shown += OPEN + before + CLOSE
+                parts += self._said(OPEN + before + CLOSE)
             else:
-                shown += self._between(before)
+                parts += self._said(before)
             self._inside = not self._inside
         if not self._inside:
             keeps = begun(self._held, OPEN)
             ready, self._held = self._held[: len(self._held) - keeps], self._held[len(self._held) - keeps :]
-            shown += self._between(ready)
-        return shown, calls
+            parts += self._said(ready)
+        return parts
 
-    def end(self) -> tuple[str, list[ToolCall]]:
+    def end(self) -> list[Part]:
         left, self._held = (OPEN if self._inside else "") + self._held, ""
-        return left, []
+        parts = self._said(left)
+        return parts if self._called or not self._space else [*parts, self._space]
 
-    def _between(self, text: str) -> str:
-        """Return text outside of calls; the white space between two of them is nobody's."""
-        return "" if self._called and not text.strip() else text
+    def _said(self, text: str) -> list[Part]:
+        """Return what can be shown of text outside of calls."""
+        if self._space is not None:
+            text = self._space + text
+            self._space = None if text.strip() else text
+        return [text] if text and self._space is None else []
 
 
 def _read(text: str) -> ToolCall | None:
@@ -134,8 +144,8 @@ def reader_of(template: str, must: bool) -> type[CallReader]:
         return ListOfCalls
     if OPEN not in template:
         raise bad(
-            f'the model\'s chat template does not write calls between {OPEN} and {CLOSE}; set tool_choice to '
-            '"required", to a tool, or to "none".', "tool_choice",
+            f"the model's chat template does not write calls between {OPEN} and {CLOSE}; let tool_choice ask for a "
+            'call, or be "none".', "tool_choice",
         )
     return MarkedCalls
 

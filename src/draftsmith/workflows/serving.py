@@ -139,7 +139,9 @@ def named(drafters: Sequence[str | Path]) -> Mapping[str, str | Path]:
 
 
 def root_of(target: Target | str | Path | None) -> str:
-    """Return where a target was loaded from, as `/v1/models` tells it."""
+    """Return what a target was loaded from, as `/v1/models` tells it: a hub name, or of a folder its name alone."""
     if isinstance(target, Target):
         return target.name
-    return assets.demo_target().name if target is None else str(target)
+    folder = assets.demo_target() if target is None else Path(target)
+    # Where it lies on the disk is nobody's business who asks over the network.
+    return folder.resolve().name if folder.is_dir() else str(target)

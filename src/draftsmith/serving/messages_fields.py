@@ -1,0 +1,163 @@
+"""The fields of Anthropic's requests that are read here, and the chat in OpenAI's form that each of them stands for."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from draftsmith.serving.body import Fields
+from draftsmith.serving.errors import bad
+from draftsmith.serving.openai_fields import ChatFields, Function, Message, Speculation, TextPart, Tool
+from draftsmith.serving.prompts import plain_text
+
+
+class Block(Fields):
+    """A part of a message: a text, a call of a tool ("tool_use"), or what a tool answered ("tool_result")."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[TextPart] | None = None
+    is_error: bool | None = None
+
+
+class Turn(Fields):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ToolDefinition(Fields):
+    """What a tool is called, and the schema of what it is told."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(Fields):
+    """Whether tools may be called ("auto"), must be ("any", or "tool" with its name), or must not be ("none")."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountFields(Fields):
+    """The body of `/v1/messages/count_tokens`."""
+
+    model: str
+    messages: list[Turn]
+    system: str | list[TextPart] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+
+
+class MessageFields(CountFields):
+    """The body of `/v1/messages`."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    speculation: Speculation | None = None
+    smooth: bool = False
+
+
+def as_chat(fields: CountFields) -> ChatFields:
+    """Return the conversation and its tools in OpenAI's form.
+
+    Raises:
+        ApiError: 400 for parts that are no text and no use of tools, and for tools that run elsewhere.
+    """
+    messages: list[Message] = []
+    if fields.system is not None:
+        messages.append(Message(role="system", content=plain_text(fields.system, "system")))
+    names: dict[str, str] = {}
+    for number, turn in enumerate(fields.messages):
+        messages += _messages_of(turn, f"message {number}", names)
+    choice = fields.tool_choice
+    return ChatFields(
+        messages=messages, tools=[_tool(one) for one in fields.tools or ()] or None, tool_choice=_choice(choice),
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+    )
+
+
+def _tool(given: ToolDefinition) -> Tool:
+    if given.type not in (None, "custom"):
+        raise bad(
+            f"the tool {given.name[:40]!r} is of type {given.type[:40]!r}, which does not run here; give tools of your "
+            "own, with an input_schema.", "tools",
+        )
+    if given.input_schema is None:
+        raise bad(f"the tool {given.name[:40]!r} has no input_schema; give one.", "tools")
+    return Tool(
+        type="function",
+        function=Function(name=given.name, description=given.description, parameters=given.input_schema),
+    )
+
+
+def _choice(given: ToolChoice | None) -> Any:
+    """Return what OpenAI's `tool_choice` would be."""
+    if given is None or given.type in ("auto", "none"):
+        return None if given is None else given.type
+    if given.type == "any":
+        return "required"
+    if given.name is None:
+        raise bad('tool_choice is of type "tool", but has no name; name one of the tools.', "tool_choice")
+    return {"type": "function", "function": {"name": given.name}}
+
+
+def _messages_of(turn: Turn, where: str, names: dict[str, str]) -> list[Message]:
+    """Return the chat messages that one turn stands for: answers of tools are messages of their own.
+
+    Args:
+        names: of the tools that were called, by the ids of the calls; filled in.
+    """
+    if isinstance(turn.content, str):
+        return [Message(role=turn.role, content=turn.content)]
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    found: list[Message] = []
+    for block in turn.content:
+        if block.type == "text" and block.text is not None:
+            texts.append(block.text)
+        elif block.type == "tool_use" and turn.role == "assistant":
+            calls.append(_call(block, where, names))
+        elif block.type == "tool_result" and turn.role == "user":
+            found += _spoken(turn, texts)
+            texts = []
+            found.append(_result(block, where, names))
+        else:
+            raise bad(
+                f"{where} has a part of type {block.type[:40]!r}; understood are text, tool_use of the assistant and "
+                "tool_result of the user.", "messages",
+            )
+    if calls:
+        return [Message(role="assistant", content="".join(texts), tool_calls=calls)]
+    return found + _spoken(turn, texts) if found else [Message(role=turn.role, content="".join(texts))]
+
+
+def _spoken(turn: Turn, texts: Sequence[str]) -> list[Message]:
+    return [Message(role=turn.role, content="".join(texts))] if texts else []
+
+
+def _call(block: Block, where: str, names: dict[str, str]) -> dict[str, Any]:
+    if block.id is None or block.name is None or block.input is None:
+        raise bad(f"{where} has a tool_use without id, name or input; give all three.", "messages")
+    names[block.id] = block.name
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
+
+
+def _result(block: Block, where: str, names: dict[str, str]) -> Message:
+    name = names.get(block.tool_use_id or "")
+    if name is None:
+        raise bad(f"{where} has a tool_result whose tool_use_id names no tool_use before it; name one.", "messages")
+    return Message(role="tool", content=plain_text(block.content, where), name=name, tool_call_id=block.tool_use_id)
