@@ -26,7 +26,8 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/v1/messages": {
         "model": "toy", "system": "be kind", "messages": HI, "max_tokens": 3, "stop_sequences": ["x"], "top_k": 2,
-        "stream": True, "metadata": {"user_id": "u"},
+        "stream": True, "metadata": {"user_id": "u"}, "tools": [{"name": "clock", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": "clock"},
     },
     "/v1/messages/count_tokens": {"model": "toy", "messages": HI},
     "/tokenize": {"prompt": "one", "add_special_tokens": True, "return_token_strs": True},
@@ -88,6 +89,7 @@ def test_whatever_is_sent_is_answered_and_hurts_nobody(seed: int, count: int):
             for _ in range(count // 4):
                 await asyncio.gather(*(check(client, random) for _ in range(4)))
             assert service.inside == 0 and not service.meter.core.has_work and service.engine.failure is None
+            assert service.meter.core.blocks.held_tokens == 0
             prompt = PROMPTS[seed]
             told = await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 9, "temperature": 0})
             assert told.json()["choices"][0]["text"] == plainly(prompt, max_tokens=9).text

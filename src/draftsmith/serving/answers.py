@@ -22,9 +22,12 @@ T = TypeVar("T")
 Told = Callable[[ApiError], str]
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
 def dumps(value: Any) -> str:
     """Return JSON in ASCII: some clients cut streams at characters that count as ends of lines elsewhere."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -85,36 +88,52 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first, self._events, self._failure = first, events, failure
+        self._since: float | None = None
+        """When the event began to go out that is going out."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client leaves."""
         writing = asyncio.create_task(self._write(send))
-        gone = asyncio.create_task(_gone(receive))
+        left = asyncio.create_task(_gone(receive))
+        stuck = asyncio.create_task(self._stuck())
         try:
-            await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((writing, left, stuck), return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
         finally:
-            for one in (writing, gone):
+            for one in (writing, left, stuck):
                 one.cancel()
-            await asyncio.gather(writing, gone, return_exceptions=True)
+            await asyncio.gather(writing, left, stuck, return_exceptions=True)
             await self._events.aclose()
 
+    async def _stuck(self) -> None:
+        """Return once an event has waited too long for room: whoever does not read holds a place that others wait for.
+
+        One watch for a whole stream, because a timer for every event costs as much as making it.
+        """
+        now = asyncio.get_running_loop().time
+        wait = SEND_S
+        while wait > 0:
+            await asyncio.sleep(wait)
+            wait = SEND_S if self._since is None else self._since + SEND_S - now()
+
     async def _write(self, send: Send) -> None:
+        now = asyncio.get_running_loop().time
+
         async def write(event: str, more: bool = True) -> None:
-            # Whoever does not read holds a place that others wait for.
-            async with asyncio.timeout(SEND_S):
-                await send({"type": "http.response.body", "body": event.encode("utf-8", "replace"), "more_body": more})
+            self._since = now()
+            await send({"type": "http.response.body", "body": event.encode("utf-8", "replace"), "more_body": more})
+            self._since = None
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with suppress(OSError, TimeoutError):  # the client left, or reads no more
+        with suppress(OSError):  # the client left
             await write(self._first)
             try:
                 async for event in self._events:
                     await write(event)
             except ApiError as error:
                 await write(self._failure(error))
-            except (OSError, TimeoutError):
+            except OSError:
                 raise
             except Exception:
                 log.exception("a stream failed")

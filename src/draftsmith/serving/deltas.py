@@ -25,12 +25,9 @@ class _Choice:
         return cls(pieces, Explainer(texts) if call.explain else None)
 
 
-async def deltas(service: Service, call: Call) -> AsyncGenerator[Delta, None]:
-    """Yield the pieces of all texts of a call; see `Service.run`."""
-    told = _told(service, call)
-    async with aclosing(smooth(told) if call.smooth else told) as found:
-        async for delta in found:
-            yield delta
+def deltas(service: Service, call: Call) -> AsyncGenerator[Delta, None]:
+    """Return a stream of the pieces of all texts of a call; see `Service.run`."""
+    return smooth(_told(service, call)) if call.smooth else _told(service, call)
 
 
 async def _told(service: Service, call: Call) -> AsyncGenerator[Delta, None]:

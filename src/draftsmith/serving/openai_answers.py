@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from draftsmith.serving.answers import data, json_answer, streamed, unless_gone
+from draftsmith.serving.answers import data, dumps, json_answer, streamed, unless_gone
 from draftsmith.serving.delta import Delta
 from draftsmith.serving.deltas import deltas
 from draftsmith.serving.errors import ApiError
@@ -78,6 +79,15 @@ class Frame:
             "id": self.id, "object": self.kind, "created": self.created, "model": self.service.settings.name,
             "choices": choices, **more,
         }
+
+    @cached_property
+    def _head(self) -> str:
+        """The JSON of a chunk up to its choices, the same for all chunks of an answer."""
+        return dumps(self.chunk([])).removesuffix("[]}")
+
+    def event(self, choice: dict[str, Any]) -> str:
+        """Return the event of a chunk with one choice and no more, which most are."""
+        return f"data: {self._head}[{dumps(choice)}]}}\n\n"
 
     def usage(self, counts: Mapping[int, int], ends: Sequence[Delta] | None = None) -> dict[str, Any]:
         """Return how many tokens were read and written; every prompt counts once.
@@ -167,7 +177,7 @@ class Answer(ABC):
                     more: dict[str, Any] = {"usage": self.frame.usage(counts)} if running else {}
                     if delta.explained is not None and choice["finish_reason"] is None:
                         more["draftsmith"] = delta.explained
-                    yield data(self.frame.chunk([choice], **more))
+                    yield data(self.frame.chunk([choice], **more)) if more else self.frame.event(choice)
         if options is not None and options.include_usage:
             usage = self.frame.usage(counts, ends)
             yield data(self.frame.chunk([], usage=usage, **self.frame.metrics(ends)))

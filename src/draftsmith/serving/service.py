@@ -157,7 +157,8 @@ class Service:
             streams = [self._stream(call, number) for number in range(len(call.prompts))]
             async with aclosing(merged(streams)) as pieces:
                 async for piece in pieces:
-                    told.setdefault("first_token_s", round(time.monotonic() - begun, 4))
+                    if "first_token_s" not in told:
+                        told["first_token_s"] = round(time.monotonic() - begun, 4)
                     told["completion_tokens"] += len(piece.chunk.tokens)
                     yield piece
         except ApiError as error:
