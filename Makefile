@@ -3,8 +3,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 STAMP := $(VENV)/.stamp
+CLIENTS := .clients
 
-.PHONY: demo serve test test-slow lint wheel clean
+.PHONY: demo serve test test-slow test-clients lint wheel clean
 
 demo: $(STAMP)
 	$(VENV)/bin/draftsmith demo
@@ -20,6 +21,11 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(VENV)/bin/python -m pytest -m slow
 
+# The server under clients that other people wrote, in an environment of their own.
+test-clients: $(STAMP) $(CLIENTS)/.stamp
+	DRAFTSMITH_PYTHON=$(CURDIR)/$(VENV)/bin/python $(CLIENTS)/bin/python -m pytest --override-ini addopts=-ra \
+		--override-ini filterwarnings= --confcutdir tests/serving/clients tests/serving/clients
+
 lint: $(STAMP)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/mypy
@@ -31,7 +37,7 @@ wheel: $(STAMP)
 	DRAFTSMITH_REQUIRE_NATIVE=1 $(VENV)/bin/python -m pip wheel --no-deps --wheel-dir dist dist/*.tar.gz
 
 clean:
-	rm -rf $(VENV) build dist report src/*.egg-info src/draftsmith/native/*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) build dist report src/*.egg-info src/draftsmith/native/*.so .pytest_cache .mypy_cache .ruff_cache
 	find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): requirements.lock requirements-serve.lock pyproject.toml setup.py $(wildcard src/draftsmith/native/csrc/*)
@@ -39,4 +45,9 @@ $(STAMP): requirements.lock requirements-serve.lock pyproject.toml setup.py $(wi
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements.lock
 	$(VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements-serve.lock
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+$(CLIENTS)/.stamp: requirements-clients.lock
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --requirement requirements-clients.lock
 	touch $@

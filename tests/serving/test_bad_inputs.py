@@ -98,6 +98,14 @@ CASES: dict[str, tuple[str, Any, int]] = {
     "a plan with a node without children": (COMPLETION, {"prompt": "x", "speculation": {"plan": "2,0"}}, 400),
     "a drafter that there is not": (COMPLETION, {"prompt": "x", "speculation": {"drafter": "../x"}}, 400),
     "timeout, 0": (COMPLETION, {"prompt": "x", "timeout": 0}, 400),
+    "30,000 brackets in a pattern": (
+        COMPLETION, {"prompt": "x", "structured_outputs": {"regex": "(" * 30_000 + "a" + ")" * 30_000}}, 400,
+    ),
+    "a schema nested in itself": (COMPLETION, {"prompt": "x", "structured_outputs": {"json": "[" * 10_000}}, 400),
+    "a tool of a million characters": (
+        CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": MEGABYTE}}],
+               "tool_choice": "required"}, 400,
+    ),
     "suffix": (COMPLETION, {"prompt": "x", "suffix": "y"}, 400),
     "beams": (COMPLETION, {"prompt": "x", "use_beam_search": True}, 400),
     "audio": (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, 400),

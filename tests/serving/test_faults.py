@@ -174,17 +174,18 @@ def test_a_text_that_cannot_be_written_ends_alone(fields: dict[str, Any]):
 
 def test_draining_lets_what_runs_come_to_its_end():
     async def main() -> None:
-        service = make_service()
+        service, prompts = make_service(), PROMPTS * 4
         async with running(service) as client:
-            asked = [asyncio.create_task(client.post(PATH, json=body(prompt, stream=True))) for prompt in PROMPTS]
-            while service.inside < len(PROMPTS):
+            asked = [asyncio.create_task(client.post(PATH, json=body(prompt, stream=True))) for prompt in prompts]
+            while service.inside < len(prompts):
                 await asyncio.sleep(0)
             draining = asyncio.create_task(service.drained(30))
             await asyncio.sleep(0)
             assert (await client.post(PATH, json=body("late"))).status_code == 503
             assert await draining
-            for prompt, response in zip(PROMPTS, await asyncio.gather(*asked), strict=True):
-                assert text_of(events_of(response)) == plainly(prompt, max_tokens=24).text
+            own = {prompt: plainly(prompt, max_tokens=24).text for prompt in PROMPTS}
+            for prompt, response in zip(prompts, await asyncio.gather(*asked), strict=True):
+                assert text_of(events_of(response)) == own[prompt]
             assert await service.drained(0)
 
     asyncio.run(main())

@@ -143,6 +143,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a pattern that counts too far": ({"structured_outputs": {"regex": "a{99999}"}}, "the most is"),
     "a broken pattern": ({"structured_outputs": {"regex": "(a"}}, "regular expression"),
+    "a schema that is cut off": ({"structured_outputs": {"json": '{"type": '}}, "schema"),
     "two at once": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one"),
     "a form and tools": (
         {"response_format": {"type": "json_object"}, "tools": [CLOCK], "tool_choice": "required"}, "cannot be both",

@@ -108,7 +108,7 @@ class Prompts:
         most = self.max_length * (self._longest_token if isinstance(text, str) else 1)
         if len(text) > most:
             raise bad(
-                f"a prompt is too long: the context holds {self.max_length} tokens.", "prompt",
+                f"This model's maximum context length is {self.max_length} tokens, and a prompt is longer.", "prompt",
                 "context_length_exceeded",
             )
 

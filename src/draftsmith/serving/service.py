@@ -115,9 +115,11 @@ class Service:
     def check_room(self, prompt: Sequence[int], max_tokens: int, param: str) -> None:
         """Raise ApiError for a text that the context does not hold."""
         if len(prompt) + max_tokens > self.max_length:
+            # Clients know this mistake by the words that it begins with, and shorten the conversation.
             raise bad(
-                f"the context holds {self.max_length} tokens, but the prompt has {len(prompt)} and {max_tokens} more "
-                "are asked for; shorten the prompt or lower max_tokens.", param, "context_length_exceeded",
+                f"This model's maximum context length is {self.max_length} tokens, but the prompt has {len(prompt)} "
+                f"and {max_tokens} more are asked for; shorten the prompt or lower max_tokens.", param,
+                "context_length_exceeded",
             )
 
     def deadline(self, asked: float | None) -> float:
