@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def demo(
-    minutes: Annotated[float, typer.Option(help="How long to train.")] = 2.5,
+    minutes: Annotated[float, typer.Option(help="How long to train.")] = 2.0,
     out: Annotated[Path, typer.Option(help="Folder of the report.", rich_help_panel=OUTPUT)] = Path("report"),
     prompts: Annotated[int, typer.Option(help="Held-out prompts a task.")] = 8,
     new_tokens: Annotated[int, typer.Option(help="Exactly so many tokens behind each.")] = 128,
@@ -61,7 +61,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the training and of the order of runs.")] = 0,
     json_path: JsonOption = None,
 ) -> None:
-    """Train a speculator live, then time it beside a 4-bit copy of the target and the shipped one: same text, sooner.
+    """Train a speculator live, then time it beside the shipped one and 4-bit copies of the target: same text, sooner.
 
     Example: `draftsmith demo --minutes 1 --out my-report`
     """

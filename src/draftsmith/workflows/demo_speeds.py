@@ -1,4 +1,4 @@
-"""The demo's race: a 4-bit copy, the speculator trained live and the shipped one, each with its best chain.
+"""The demo's race: the speculator trained live, the shipped one, a 4-bit copy, a cascade; each with its best chain.
 
 It is run on the target and, where that is the embedded one, on the same model made as large as models that are read
 from memory, see `draftsmith.evaluation.padding`.
@@ -23,8 +23,8 @@ from draftsmith.targets import Target
 from draftsmith.types import CompileLevel
 from draftsmith.workflows.doctor import memory_gb
 
-COPY, LIVE, SHIPPED = "4-bit copy", "trained live", "shipped"
-LENGTHS = {COPY: (3, 4, 5, 6), LIVE: (1, 2, 3, 4), SHIPPED: (1, 2, 3, 4)}
+LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "cascade"
+LENGTHS = {LIVE: (1, 2, 3, 4), SHIPPED: (1, 2, 3, 4), COPY: (3, 4, 5, 6), CASCADE: (4, 6, 7, 9)}
 """The chains that are tried of each."""
 TRIALS, TRIAL_TOKENS = 4, 48
 ROOM_GB = 4.0
@@ -89,10 +89,14 @@ def race(
 
 
 def drafters_for(target: Target, live: Path, shipped: Path | None) -> dict[str, Drafter]:
-    """Load what takes part: the copy where native kernels read the target, and the speculators in these folders."""
-    copy = {COPY: load_drafter("int4-self:guesses=6", target)} if target.backend.native else {}
-    folders = {LIVE: live} | ({} if shipped is None else {SHIPPED: shipped})
-    return copy | {name: load_drafter(folder, target) for name, folder in folders.items()}
+    """Load what takes part: the speculators in these folders and, where native kernels read the target, its copies.
+
+    For the cascade's copy a lookup guesses, and where that knows nothing the speculator that was trained live.
+    """
+    given: dict[str, str | Path] = {LIVE: live} | ({} if shipped is None else {SHIPPED: shipped})
+    if target.backend.native:
+        given |= {COPY: "int4-self:guesses=6", CASCADE: f"cascade:inner=[ngram,{live}]"}
+    return {name: load_drafter(drafter, target) for name, drafter in given.items()}
 
 
 def why_not_larger(target: Target, origin: Path) -> str | None:

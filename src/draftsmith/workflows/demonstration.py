@@ -89,7 +89,7 @@ def demonstrate(
     show: Show = lambda what, how_fast: None,
     on_trained: Callable[[Measured, Measured, LiveResult], None] = lambda before, after, live: None,
 ) -> DemoResult:
-    """Train a drafter live, then time it beside a 4-bit copy of the target and the shipped drafter.
+    """Train a drafter live, then time it beside the shipped one and 4-bit copies of the target.
 
     Args:
         out: the trained drafter is saved in its folder `drafter`.

@@ -45,7 +45,7 @@ class LiveSettings:
         distillation: weight of the target's own distribution in the loss.
     """
 
-    minutes: float = 2.5
+    minutes: float = 2.0
     writing_share: float = 0.4
     prompt_tokens: int = 64
     new_tokens: int = 128
