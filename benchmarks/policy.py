@@ -33,6 +33,7 @@ from draftsmith.engine import Choice, Engine, Fixed, Load, Policy, RowHistory
 from draftsmith.evaluation.measuring.interleaving import interleaved
 from draftsmith.evaluation.measuring.intervals import ratio_interval
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
+from draftsmith.evaluation.reporting.result_files import write_json
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
@@ -268,6 +269,7 @@ def run() -> None:
                     "yes" if told["identical"] else "no",
                 ])
                 below += [(name, share)] if share < TOLD[0] else []
+                write_json(args.json, {"cells": cells})  # what is cut short keeps what it has
                 say(f"{name}: policy {spans['none']} of none, {spans['best']} of {told['best_fixed']}, "
                     f"{time.perf_counter() - begun:.0f} s")
     print_table(
