@@ -131,7 +131,7 @@ def test_every_instruction_set_and_number_of_threads_takes_the_same_tokens(
 ) -> None:
     generator = random.Random(3)
     for kind in ("plain", "narrow", "ties", "minus infinity", "nan"):
-        for vocabulary, batch in ((300, 8), (17_000, 1)):
+        for vocabulary, batch in ((300, 8), (66_000, 1)) if kind == "narrow" else ((300, 8),):
             params = [rules_of(generator, vocabulary, row % 4 == 3, True) for row in range(batch)]
             given = given_of(kind, params, vocabulary, (2, 1, 1), 5)
             # Two threads share the one row.

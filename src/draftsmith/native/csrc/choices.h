@@ -96,7 +96,7 @@ struct Choices {
   }
 
  private:
-  static constexpr int64_t kWide = 1 << 14;  // a vocabulary that several threads walk through sooner than one
+  static constexpr int64_t kWide = 1 << 16;  // a vocabulary that several threads walk through sooner than one
 
   // The guesses on the path to a node.
   std::vector<int64_t> path_to(int64_t b, int64_t node) const;
