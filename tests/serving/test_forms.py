@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from draftsmith.serving.tools import MarkedCalls
+from draftsmith.serving.tools import ListOfCalls, MarkedCalls
 from tests.serving.toy import NAME, PROMPTS, events_of, make_service, plainly, post, running, target, tokens_of
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -210,6 +210,20 @@ def test_marked_calls_are_read_however_they_come(size: int):
     assert told == [
         "\n Let me see. ", 'a {"x": 1}', "", "b {}", "\n and  ", "c {}", "<tool_call>no call</tool_call> <tool",
     ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_each_call_of_a_list_is_told_when_it_is_whole(size: int):
+    whole = '[{"name": "a", "arguments": {"x": "}]"}} ,\n{"name": "b", "arguments": {}}'
+    for behind in ("]", ', {"name": "c", "argu', ""):
+        reader, text = ListOfCalls(), whole + behind
+        calls = [part for start in range(0, len(text), size) for part in reader.feed(text[start : start + size])]
+        assert [(call.name, call.arguments) for call in calls if not isinstance(call, str)] == [
+            ("a", '{"x": "}]"}'), ("b", "{}"),
+        ]
+        assert reader.end() == []
+    reader = ListOfCalls()
+    assert reader.feed(whole[:20]) == [] and reader.end() == [whole[:20]]
 
 
 @pytest.mark.parametrize(("whole", "text"), [(' \n<tool_call>{"name": "a"}</tool_call>\n', ""), (" \n ", " \n ")])

@@ -59,7 +59,8 @@ def form_of(fields: Generation, template: str = "") -> Form:
     reader = reader_of(template, must=fields.tool_choice not in (None, "auto"))
     if fields.tool_choice in (None, "auto"):
         return Form(None, prediction, reader, told)
-    most = 1 if len(chosen) < len(fields.tools) or fields.parallel_tool_calls is False else None
+    # Whoever names a tool wants it called, and not again and again.
+    most = 1 if isinstance(fields.tool_choice, dict) or fields.parallel_tool_calls is False else None
     return Form(_made(lambda: Constraint.of_schema(calls_schema(chosen, most)), "tools"), prediction, reader, told)
 
 

@@ -15,6 +15,7 @@ from draftsmith.serving.errors import bad
 from draftsmith.serving.openai_fields import ChatFields, Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_DECODER = json.JSONDecoder()
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -49,22 +50,29 @@ class CallReader(ABC):
 
 
 class ListOfCalls(CallReader):
-    """An answer that is a JSON list of calls and nothing else."""
+    """An answer that is a JSON list of calls and no more: each is told when it is whole, one cut off is left out."""
 
     def __init__(self) -> None:
-        self._text = ""
+        self._left, self._told = "", False
 
     def feed(self, text: str) -> list[Part]:
-        self._text += text
-        return []
+        self._left += text
+        parts: list[Part] = []
+        while "}" in self._left:
+            rest = self._left.lstrip(", \t\r\n" if self._told else "[ \t\r\n")
+            try:
+                value, end = _DECODER.raw_decode(rest)
+            except (ValueError, RecursionError):
+                break
+            call = call_of(value)
+            if call is None:
+                break
+            parts.append(call)
+            self._left, self._told = rest[end:], True
+        return parts
 
     def end(self) -> list[Part]:
-        try:
-            found = [call_of(one) for one in json.loads(self._text)]
-        except (ValueError, TypeError, RecursionError):
-            return [self._text]
-        calls: list[Part] = [call for call in found if call is not None]
-        return calls if calls and len(calls) == len(found) else [self._text]
+        return [] if self._told or not self._left else [self._left]
 
 
 class MarkedCalls(CallReader):
