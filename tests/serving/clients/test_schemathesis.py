@@ -9,7 +9,7 @@ from tests.serving.clients.conftest import Server
 schemathesis = pytest.importorskip("schemathesis")
 hypothesis = pytest.importorskip("hypothesis")
 pytestmark = pytest.mark.slow
-EXAMPLES = 100
+EXAMPLES = 15
 
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
