@@ -106,7 +106,7 @@ def test_two_options_of_one_family(place: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--family", "mpl"), "there is no drafter family 'mpl'; did you mean mlp? Known are draft-model, eagle"),
+        (("--family", "mpl"), "there is no drafter family 'mpl'; did you mean mlp? Known are cascade, draft-model"),
         (("--family", "mlp:n_predct=3"), "mlp:n_predct is unknown; did you mean mlp:n_predict?"),
         (("--family", "mlp", "--family", "mlp"), "named twice"),
         (("--minutes", "2"), "two budgets"),

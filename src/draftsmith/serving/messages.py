@@ -14,6 +14,7 @@ from draftsmith.serving.body import read_fields
 from draftsmith.serving.constraints import Form, form_of
 from draftsmith.serving.deltas import deltas
 from draftsmith.serving.errors import ApiError, bad
+from draftsmith.serving.health import task_of
 from draftsmith.serving.messages_fields import CountFields, MessageFields, as_chat
 from draftsmith.serving.openai_answers import Whole
 from draftsmith.serving.openai_fields import Generation
@@ -53,7 +54,10 @@ async def messages(request: Request, service: Service, key: str) -> Response:
     params = sampling_params(general, settings, form, fields.max_tokens, None)
     service.check_room(prompt, params.max_tokens, "max_tokens")
     told = request.scope["state"].setdefault("told", {})
-    call = Call([prompt], params, drafting, key, service.deadline(None), fields.smooth, told=told)
+    call = Call(
+        [prompt], params, drafting, key, service.deadline(None), fields.smooth, told=told,
+        task=task_of(fields.metadata),
+    )
     answer = _Answer(service, call, params.stop, form.calls)
     if fields.stream:
         return await streamed(request, answer.events(), _failure)

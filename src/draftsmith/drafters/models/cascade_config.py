@@ -24,7 +24,7 @@ class CascadeConfig(Config):
     )
     quantize: Literal["int8", "int4"] = Field(default="int4", description="weights of the copy of the target")
     guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
-        default=10, description="tokens that are drafted, as a chain"
+        default=8, description="tokens that are drafted, as a chain"
     )
     ahead: Size = Field(
         default=0, description="guesses that the copy reads at once, at most; 0 takes 5 of a lookup and 2 of others"
