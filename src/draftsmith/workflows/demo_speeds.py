@@ -93,7 +93,9 @@ def drafters_for(target: Target, live: Path, shipped: Path | None) -> dict[str, 
 
     For the cascade's copy a lookup guesses, and where that knows nothing the speculator that was trained live.
     """
-    given: dict[str, str | Path] = {LIVE: live} | ({} if shipped is None else {SHIPPED: shipped})
+    given: dict[str, str | Path] = {LIVE: live}
+    if shipped is not None:
+        given[SHIPPED] = shipped
     if target.backend.native:
         given |= {COPY: "int4-self:guesses=6", CASCADE: f"cascade:inner=[ngram,{live}]"}
     return {name: load_drafter(drafter, target) for name, drafter in given.items()}
