@@ -160,7 +160,7 @@ def test_a_draft_is_the_product_of_the_depths(rows: int):
     drafter.attach(cache, Plan((3, 2), sampled=True))
     drawn = drafter.propose(seen, Plan((3, 2), sampled=True))
     assert drawn.q_BMV is not None
-    q_BDW = logits_BDW.softmax(-1)
+    q_BDW = logits_BDW.softmax(-1, dtype=drawn.q_BMV.dtype)
     torch.testing.assert_close(drawn.q_BMV[:, 0], q_BDW[:, 0], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(drawn.q_BMV[:, 1:4], q_BDW[:, 1:2].expand(-1, 3, -1), rtol=1e-5, atol=1e-7)
 

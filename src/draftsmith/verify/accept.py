@@ -90,7 +90,9 @@ def accept_sampled(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Te
         seeds_B: seeds of the rows (int64).
         positions_B: absolute position of the token after the root.
     """
-    (batch, nodes), depth, q_BMV = draft.tokens_BN.shape, draft.depth, _require_q(draft)
+    (batch, nodes), depth = draft.tokens_BN.shape, draft.depth
+    # Without a guess it takes no q.
+    q_BMV = _require_q(draft) if nodes else p_BMV
     branching = draft.branching if draft.branching is not None else (nodes,) * depth
     current_B = torch.zeros_like(positions_B)
     counts_B = torch.zeros_like(positions_B)

@@ -23,7 +23,7 @@ from draftsmith.targets import Target
 from draftsmith.types import CompileLevel
 from draftsmith.workflows.doctor import memory_gb
 
-LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "cascade"
+LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "4-bit cascade"
 LENGTHS = {LIVE: (1, 2, 3, 4), SHIPPED: (1, 2, 3, 4), COPY: (3, 4, 5, 6), CASCADE: (4, 6, 7, 9)}
 """The chains that are tried of each."""
 TRIALS, TRIAL_TOKENS = 4, 48

@@ -52,7 +52,7 @@ LEAVER = 5
 SHARE = 400
 """For each row of the batch, so many times fewer draws than the small alphabet has elsewhere."""
 SHARE_HERE = 100
-LEAST = 50
+LEAST = 200
 FITTED = "what pays, by what stayed"
 MEASURED_PREFIXES = 8
 T = TypeVar("T")

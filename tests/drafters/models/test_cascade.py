@@ -210,7 +210,7 @@ def test_a_cascade_says_what_it_needs(tmp_path: Path):
     assert (made.inner.most, made.tail, made.parameter_count()) == (2, 1, target.weights)
     assert made.memory_bytes() == load_drafter("int8-self", target).memory_bytes()
     both = load_drafter("cascade:inner=[ngram:min_length=1,max_length=3,suffix]", target)
-    assert isinstance(both, Cascade) and len(both.inner.drafters) == 2 and both.default_plan().depth == 10
+    assert isinstance(both, Cascade) and len(both.inner.drafters) == 2 and both.default_plan().depth == 8
     for spec, sentence in {
         "cascade:inner=lookahead": "'lookahead' cannot guess for a copy of the target, because it keeps a memory",
         "cascade:inner=int4-self": "'int4-self' cannot guess for a copy of the target",
