@@ -277,9 +277,9 @@ def make_prompts(target: Target, task: str | None, tokens: int, count: int, seed
 # Rounds
 
 
-def with_engine(engine: Engine, plan: Plan, new_tokens: int) -> Setting:
+def with_engine(engine: Engine, plan: Plan, new_tokens: int, temperature: float = 0.0) -> Setting:
     """Decode through the engine."""
-    return lambda prompt: run_engine(engine, [prompt], plan, new_tokens)
+    return lambda prompt: run_engine(engine, [prompt], plan, new_tokens, temperature)
 
 
 def with_peer(peer: Peer, new_tokens: int) -> Setting:

@@ -60,6 +60,7 @@ def quantised_self() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0, chains are drawn, so texts differ")
     parser.add_argument("--geometries", nargs="+", default=[], choices=list(GEOMETRIES))
     parser.add_argument("--rounds", type=int, default=6, help="of random weights")
     args = start(parser)
@@ -91,11 +92,14 @@ def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
     for name, drafter in drafters.items():
         say(f"{name}: {drafter.memory_bytes() / 1e6:,.0f} MB beside the target")
     plain = Engine(target, max_batch=1, max_length=length, share_prefixes=False)
-    settings = {PLAIN: with_engine(plain, NO_DRAFT, args.new_tokens)}
+    heat = args.temperature
+    settings = {PLAIN: with_engine(plain, NO_DRAFT, args.new_tokens, heat)}
     for name, drafter in drafters.items():
         engine = Engine(target, drafter, max_batch=1, max_length=length, share_prefixes=False)
         chains = [chain for chain in args.chains if chain <= deepest(drafter)]
-        settings |= {f"{name} {c}": with_engine(engine, Plan((1,) * c), args.new_tokens) for c in chains}
+        for chain in chains:
+            plan = Plan((1,) * chain, sampled=heat > 0)
+            settings[f"{name} {chain}"] = with_engine(engine, plan, args.new_tokens, heat)
     tasks, rows = {}, []
     for task in args.tasks:
         prompts = make_prompts(target, task, args.prompt_tokens, args.prompts, args.seed)
@@ -110,7 +114,8 @@ def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
                  str(cell["generated_tokens"])]
             )
     show_table(
-        f"{target.name}, {args.dtype}, greedy, one prompt of {args.prompt_tokens} tokens at a time (95 % intervals)",
+        f"{target.name}, {args.dtype}, {f'temperature {heat:g}' if heat else 'greedy'}, "
+        f"one prompt of {args.prompt_tokens} tokens at a time (95 % intervals)",
         ["task", "setting", "tokens/s", "τ", "step, in plain ones", "speed-up", "of whole calls",
          "drafter + target + rest", "guesses a step", "same text", "tokens"],
         rows,
