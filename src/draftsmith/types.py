@@ -50,7 +50,7 @@ class Draft:
         q_BMV: what the guesses were drawn from, fp32 or float64: row 0 is the distribution of the root's children,
             row n + 1 that of node n's, and nodes behind the last row have none; siblings were drawn in index order
             without replacement. Each row, divided by its sum in float64, is q to the last bit; before that it sums up
-            to 1 as nearly as its dtype can. None when the guesses are deterministic, which makes q a point mass.
+            to 1 within 1e-4. None when the guesses are deterministic, which makes q a point mass.
         branching: the most children a node of each depth can have; static, so that walks over siblings have a fixed
             length. None when unknown, which costs a sampled draft time.
     """

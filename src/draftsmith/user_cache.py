@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,12 @@ ABANDONED_S = 3600.0
 
 def cache_folder(kind: str) -> Path:
     """Return the folder for one kind of things that are worked out once and kept; it need not exist yet."""
-    shared = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get(CACHE) or shared / "draftsmith") / kind
+    if chosen := os.environ.get(CACHE):
+        return Path(chosen) / kind
+    # Without a home expanduser leaves "~" as it is, and a folder that cannot be made is taken; Path.home() would raise.
+    home = os.path.expanduser("~")
+    shared = os.environ.get("XDG_CACHE_HOME") or (os.devnull if home == "~" else Path(home, ".cache"))
+    return Path(shared, "draftsmith", kind)
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,9 @@ def prune(folder: Path, most: int, newest: Path) -> None:
         newest: stays in any case.
     """
     for path in folder.glob(".*.safetensors"):
-        if time.time() - path.stat().st_mtime > ABANDONED_S:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # the process that wrote it has put it in place meanwhile
+            if time.time() - path.stat().st_mtime > ABANDONED_S:
+                path.unlink()
     files = _by_age(folder)
     held = sum(size for _, size, _ in files)
     for _, size, path in files:

@@ -94,7 +94,7 @@ def given_of(
 def test_tokens_are_those_of_the_definition(
     kind: str, dtype: torch.dtype, q_dtype: torch.dtype, branching: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
-    generator, accepted, rows = random.Random(request.node.name), 0, 0
+    generator, accepted, rows, left = random.Random(request.node.name), 0, 0, 0
     for seed in range(6):
         vocabulary, batch = (7, 40, 512)[seed % 3], (1, 16)[seed % 2]
         params = [rules_of(generator, vocabulary, row % 4 == 3, (row + seed) % 2 == 0) for row in range(batch)]
@@ -102,9 +102,10 @@ def test_tokens_are_those_of_the_definition(
         found = native(*given)
         decided = (found.next_B != UNDECIDED).tolist()
         # Where a share and its remainder are told apart by rounding alone; so few that a rule which gave up would show.
-        assert sum(decided) >= batch - 1
+        left += batch - sum(decided)
         assert_same(accept_drawn_natively(*given), accept_drawn_as_defined(*given))
         accepted, rows = accepted + int(found.counts_B[found.next_B != UNDECIDED].sum()), rows + batch
+    assert left <= 3
     assert accepted > rows // 10 or not branching or kind in ("nan", "infinity", "nothing")
 
 

@@ -13,6 +13,7 @@ from draftsmith.evaluation.comparison.questions import Settings, gather
 from draftsmith.evaluation.grid import Grid
 from draftsmith.evaluation.prompts import Prompt, cut
 from draftsmith.evaluation.proof.prove import Workload
+from draftsmith.native import LIBRARY
 from draftsmith.targets.token_ids import Conversation
 from draftsmith.workflows.demonstration import demonstrate
 from draftsmith.workflows.entries import Budget
@@ -167,19 +168,24 @@ def test_compare_gives_a_verdict_and_goes_on_from_its_folder(place: Path):
         )
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_demo_tells_when_it_is_done_and_leaves_what_it_timed(
-    trained: TrainResult, place: Path, capfd: pytest.CaptureFixture[str]
+    trained: TrainResult, place: Path, capfd: pytest.CaptureFixture[str], dtype: str
 ):
     told: list[tuple[str, str]] = []
     result = demonstrate(
-        place / "demo", LiveSettings(minutes=0.02, prompt_tokens=16, new_tokens=8), place / "target", trained.drafter,
-        prompts=2, loading=FP32, show=lambda *said: told.append(said),
+        place / f"demo-{dtype}", LiveSettings(minutes=0.02, prompt_tokens=16, new_tokens=8), place / "target",
+        trained.drafter, prompts=2, loading=Loading(dtype), show=lambda *said: told.append(said),
     )
     assert told[0][0] == "The target writes" and told[-2][0] == "The speculator learns" and told[-1] == ("", "")
-    assert result.drafter == place / "demo" / "drafter" and (result.drafter / "config.json").exists()
+    assert result.drafter == place / f"demo-{dtype}" / "drafter" and (result.drafter / "config.json").exists()
     assert result.live.steps == len(result.live.curve) >= 1 and capfd.readouterr() == ("", "")
     for task in ("code", "prose"):
         assert result.before[task].new_tokens == result.after[task].new_tokens == 16
         assert result.trained[task].own_texts == 2 and result.trained[task].comparison.total == 2
     [speeds] = result.as_json()["speeds"]
     assert speeds["tasks"]["code"]["trained live"]["new_tokens_drafted"] == 16
+    copies = {"4-bit copy", "4-bit cascade"} if dtype == "bf16" and LIBRARY else set()
+    assert set(result.speeds[0].tasks["prose"]) == {"trained live"} | copies == set(result.speeds[0].plans)
+    for found in result.speeds[0].tasks.values():
+        assert all(one.comparison.identical == 2 for one in found.values())

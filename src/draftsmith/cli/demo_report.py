@@ -159,9 +159,9 @@ def markdown(result: DemoResult) -> str:
 {speeds}
 
 Greedy, one prompt at a time, {result.settings.new_tokens} new tokens exactly; plain decoding and all drafters took
-turns in random order after a warm-up, each drafter with the chain that was fastest on texts for tuning. Prefill is
-included. Intervals are 95 %, bootstrapped. τ = 1 + accepted / steps. A padded target says what the small one says, and
-has to be read from memory as a model of its size has.
+turns in random order after a warm-up, each drafter with the chain that was fastest on texts for tuning (or, where the
+step is compiled, with its own). Prefill is included. Intervals are 95 %, bootstrapped. τ = 1 + accepted / steps. A
+padded target says what the small one says, and has to be read from memory as a model of its size has.
 
 ![times as fast as plain decoding](speed.png)
 

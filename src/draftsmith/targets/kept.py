@@ -118,8 +118,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def read(path: Path, forms: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
     """Read the parts of layers, which have to be of these forms: every byte once, to compare the hash.
 
-    They stay mapped from the file. Products read them as fast as memory of their own, processes share them, and the
-    system may drop them and read them again.
+    They stay mapped from the file: processes share them, and the system may drop them and read them again.
 
     Raises:
         OSError, SafetensorError, ValueError: it is not there, no such file, not of these layers, or damaged.

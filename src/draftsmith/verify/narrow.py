@@ -67,7 +67,8 @@ def narrow(logits_BMV: Tensor, batch: SamplingBatch, draft: Draft) -> Narrowed |
     if draft.q_BMV is not None:
         repeated_BU = torch.nn.functional.pad(alphabet_BU[:, 1:] == alphabet_BU[:, :-1], (1, 0))
         index_BMU = alphabet_BU[:, :-1].unsqueeze(1).expand(-1, draft.q_BMV.shape[1], -1)
-        inside_BMU = draft.q_BMV.gather(2, index_BMU).masked_fill(repeated_BU[:, None, :-1], 0.0)
+        total_BM1 = draft.q_BMV.sum(2, keepdim=True, dtype=torch.float64)
+        inside_BMU = draft.q_BMV.gather(2, index_BMU).double().masked_fill(repeated_BU[:, None, :-1], 0.0)
         # What siblings are renormalised by has to stay: the other tokens' mass.
-        q_BMU = torch.cat([inside_BMU, (1 - inside_BMU.sum(2, keepdim=True)).clamp(min=0)], dim=2)
+        q_BMU = torch.cat([inside_BMU, (total_BM1 - inside_BMU.sum(2, keepdim=True)).clamp(min=0)], dim=2)
     return Narrowed(alphabet_BU, replace(draft, tokens_BN=places_BX[:, kept:], q_BMV=q_BMU), p_BMU)

@@ -16,12 +16,12 @@ from draftsmith.drafters.heads.mlp_padding import pad_speculator
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.measuring.chains import fastest_chain
-from draftsmith.evaluation.measuring.speedup import SpeedupResult, Way, measure_speedups
+from draftsmith.evaluation.measuring.speedup import SpeedupResult, measure_speedups
 from draftsmith.evaluation.padding import HALF_BILLION, padded_target
 from draftsmith.plan import Plan
+from draftsmith.system import free_memory
 from draftsmith.targets import Target
-from draftsmith.types import CompileLevel
-from draftsmith.workflows.doctor import memory_gb
+from draftsmith.types import CompileLevel, DraftsmithError
 
 LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "4-bit cascade"
 LENGTHS = {LIVE: (1, 2, 3, 4), SHIPPED: (1, 2, 3, 4), COPY: (3, 4, 5, 6), CASCADE: (4, 6, 7, 9)}
@@ -71,45 +71,53 @@ def race(
     """Find the best chain of every drafter on the texts for tuning, then let all and plain decoding take turns."""
     longest = new_tokens + max(len(prompt) for prompts in (*held_out.values(), tuning) for prompt in prompts)
     plain = Engine(target, max_batch=1, max_length=longest, share_prefixes=False, compile=level)
-    ways: dict[str, Way] = {}
+    ways: dict[str, tuple[Engine, Plan]] = {}
     for name, drafter in drafters.items():
         engine = Engine(target, drafter, max_batch=1, max_length=longest, share_prefixes=False, compile=level)
         plan = engine.plan
         # Compiled, every length would cost a compilation.
-        if level == "off" and isinstance(drafter, StagewiseDrafter):
+        if level == "off":
             say(f"{target.name}: which chain is best for {name}")
-            lengths = [length for length in LENGTHS[name] if length <= drafter.max_depth] or [drafter.max_depth]
+            deepest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else max(LENGTHS[name])
+            lengths = [length for length in LENGTHS[name] if length <= deepest] or [deepest]
             plan = fastest_chain(engine, lengths, tuning[:TRIALS], min(new_tokens, TRIAL_TOKENS), seed)
         ways[name] = engine, plan
     tasks = {}
     for task, prompts in held_out.items():
         say(f"{target.name}: {task}, plainly and with every drafter in turn")
         tasks[task] = measure_speedups(plain, ways, prompts, new_tokens, seed=seed)
-    return TargetSpeeds(target.name, target.weights, {name: plan for name, (_, plan) in ways.items() if plan}, tasks)
+    return TargetSpeeds(target.name, target.weights, {name: plan for name, (_, plan) in ways.items()}, tasks)
 
 
-def drafters_for(target: Target, live: Path, shipped: Path | None) -> dict[str, Drafter]:
+def drafters_for(target: Target, live: Path, shipped: Path | None, tell: Say) -> dict[str, Drafter]:
     """Load what takes part: the speculators in these folders and, where native kernels read the target, its copies.
 
-    For the cascade's copy a lookup guesses, and where that knows nothing the speculator that was trained live.
+    For the cascade's copy a lookup guesses, and where that knows nothing the speculator that was trained live. A copy
+    for which there is no room, or that cannot be made of this target, is left out.
+
+    Args:
+        tell: is told so.
     """
-    given: dict[str, str | Path] = {LIVE: live}
-    if shipped is not None:
-        given[SHIPPED] = shipped
-    if target.backend.native:
-        given |= {COPY: "int4-self:guesses=6", CASCADE: f"cascade:inner=[ngram,{live}]"}
-    return {name: load_drafter(drafter, target) for name, drafter in given.items()}
+    folders = {LIVE: live} if shipped is None else {LIVE: live, SHIPPED: shipped}
+    found = {name: load_drafter(folder, target) for name, folder in folders.items()}
+    copies = {COPY: f"int4-self:guesses={max(LENGTHS[COPY])}", CASCADE: f"cascade:inner=[ngram,{live}]"}
+    for name, words in copies.items() if target.backend.native else ():
+        try:
+            found[name] = load_drafter(words, target)
+        except DraftsmithError as error:
+            tell(f"The {name} is left out: {error}")
+    return found
 
 
 def why_not_larger(target: Target, origin: Path) -> str | None:
     """Return why the target in `origin` is not measured as a larger one too, in a sentence; None where it is."""
-    free_gb = memory_gb("MemAvailable")
+    free = free_memory()
     if origin.resolve() != assets.demo_target().resolve():
         return "Only the embedded target is made larger."
     if not target.backend.native:
         return "The larger target is left out: without native kernels it would take many minutes."
-    if free_gb is not None and free_gb < ROOM_GB:
-        return f"The larger target is left out: it takes {ROOM_GB:.0f} GB of memory, and {free_gb:.1f} are free."
+    if free is not None and free / 1e9 < ROOM_GB:
+        return f"The larger target is left out: it takes {ROOM_GB:.0f} GB of memory, and {free / 1e9:.1f} are free."
     return None
 
 
@@ -121,6 +129,7 @@ def race_on_larger(
     new_tokens: int,
     seed: int,
     say: Say,
+    tell: Say,
 ) -> TargetSpeeds:
     """Do as `race` on the embedded target in `origin` made larger, with speculators that read its wider states."""
     say("making the target as large as those that are read from memory")
@@ -129,5 +138,5 @@ def race_on_larger(
         wide = {name: Path(folder) / name for name in ("live", "shipped")}
         pad_speculator(live, wide["live"], HALF_BILLION.times)
         pad_speculator(assets.demo_drafter(), wide["shipped"], HALF_BILLION.times)
-        drafters = drafters_for(target, wide["live"], wide["shipped"])
+        drafters = drafters_for(target, wide["live"], wide["shipped"], tell)
     return race(target, drafters, held_out, tuning, new_tokens, seed, "off", say)

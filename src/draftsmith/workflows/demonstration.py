@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from draftsmith import assets
 from draftsmith.drafters.registry import load_drafter, reopen
@@ -150,12 +151,15 @@ def demonstrate(
         def say(what: str) -> None:
             status.update(f"Racing: {what} …")
 
-        drafters = drafters_for(loaded, saved, assets.demo_drafter() if is_embedded else None)
+        def tell(sentence: str) -> None:
+            console.print(f"[dim]{escape(sentence)}[/dim]", highlight=False)
+
+        drafters = drafters_for(loaded, saved, assets.demo_drafter() if is_embedded else None, tell)
         speeds = [race(loaded, drafters, held_out, tuning, new_tokens, settings.seed, engine.compiled, say)]
         reason = why_not_larger(loaded, origin) if larger else "The larger target was not asked for."
         if reason is None:
             fewer = {task: texts[: max(1, prompts // 2)] for task, texts in held_out.items()}
-            speeds.append(race_on_larger(origin, saved, fewer, tuning, new_tokens, settings.seed, say))
+            speeds.append(race_on_larger(origin, saved, fewer, tuning, new_tokens, settings.seed, say, tell))
     if reason is not None:
         console.print(f"[dim]{reason}[/dim]", highlight=False)
     where = provenance(

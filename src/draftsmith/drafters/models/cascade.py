@@ -95,8 +95,12 @@ class Cascade(Drafter):
             if self.reads_prompt:
                 self.inner.begin(context)
             return self.copy.propose(context, plan)
+        if plan.depth > self.copy.max_depth:
+            raise DraftsmithError(
+                f"the plan drafts {plan.depth} tokens ahead, but a {NAME} reaches {self.copy.max_depth}; shorten it."
+            )
         trees = []
-        for chosen in self._chains(context, min(plan.max_nodes, self.copy.max_depth)):
+        for chosen in self._chains(context, plan.max_nodes):
             tree = DraftTree(plan.branching, plan.max_nodes)
             tree.add_path(ROOT, chosen)
             trees.append(tree)
@@ -175,11 +179,11 @@ def agreed(piece: Sequence[int], chosen: Sequence[int]) -> int:
 
 def make_cascade(config: CascadeConfig, target: "Target", draft_tokens: Tensor | None) -> Cascade:
     """Load the inner drafter and copy the target; DraftsmithError where the two cannot share its cache."""
-    inner = all_inside({name: load_drafter(name, target) for name in config.inner}, config.ahead)
     if target.dtype != torch.bfloat16:
         raise DraftsmithError(
             f"{NAME} drafts over the cache of a bf16 target, but {target.name} is in {target.dtype}; give --dtype bf16."
         )
+    inner = all_inside({name: load_drafter(name, target) for name in config.inner}, config.ahead)
     copy = make_quantised(NAME, config.quantize, config.guesses, target)
     assert isinstance(copy, QuantisedSelf)
     return Cascade(copy, inner, config.guesses, config.tail)

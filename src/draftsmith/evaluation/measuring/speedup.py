@@ -1,7 +1,7 @@
 """Plain against drafted decoding, one way or several: interleaved rounds, intervals, and whether texts are the same."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,11 @@ def measure_speedups(
     new_tokens: int,
     warmups: int = 1,
     seed: int = 0,
-    on_progress: Callable[[], None] = lambda: None,
 ) -> dict[str, SpeedupResult]:
     """Decode every prompt plainly and in all other ways, greedily and alone, in random order; one prompt is one round.
 
     Args:
         plain: the engine of the baseline.
-        on_progress: called after every text that counts.
     """
     rng = random.Random(seed)
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
@@ -113,7 +111,6 @@ def measure_speedups(
     for index, way, _ in interleaved(range(len(every)), len(prompts), rng):
         engine, plan = every[way]
         runs[way].append(measure(engine, [prompts[index]], params, plan))
-        on_progress()
     baseline, *others = runs
     texts, *drafted = [[text for one in several for text in one.completions] for several in runs]
     own = sum(is_targets_own(plain.target, text) for text in texts)

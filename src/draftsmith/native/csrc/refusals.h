@@ -54,7 +54,7 @@ class Refusals {
   }
 
  private:
-  static constexpr double kShares = 1e-6;
+  static constexpr double kShares = 1e-4;
 
   // -1 where a is the smaller one, 1 where it is not, and 0 where both are nearer than `doubt`.
   static int compare(double a, double b, double doubt) {
