@@ -25,7 +25,8 @@ from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
 LENGTHS = (8, 24, 48)
-LEAVES = ("at once", "in the queue", "in the middle")
+LEAVES, LATE = ("at once", "in the queue", "in the middle"), "too late"
+"""When clients hang up; too late is when the whole answer had come before."""
 Key = tuple[int, int]
 """Number of a prompt, and tokens asked for."""
 
@@ -96,9 +97,14 @@ class Crowd:
             await asyncio.sleep(0.05 * rng.random())
         else:
             writer.write(sent)
+            came = bytearray()
             try:
                 async with asyncio.timeout(20 * rng.random()):
-                    while await reader.read(1 << 16):
+                    while piece := await reader.read(1 << 16):
+                        came += piece
+                        if wire.is_whole(came):
+                            way = LATE
+                            break
                         # The head, or a piece of the text, is there: some leave just now.
                         if way == "in the middle" and rng.random() < 0.3:
                             break
@@ -169,7 +175,7 @@ def run() -> None:
     broken = {name: count for name, count in seen.items() if name.startswith(("broken", "status", "no connection"))}
     rows = [
         ["right texts", str(told["right_texts"])], ["wrong texts", str(told["wrong_texts"])],
-        *([f"hung up {way}", str(seen.get(f"left {way}", 0))] for way in LEAVES),
+        *([f"hung up {way}", str(seen.get(f"left {way}", 0))] for way in (*LEAVES, LATE)),
         ["answers with 500 or above", str(told["status_500_and_above"])],
         *([name, str(count)] for name, count in broken.items()),
         ["until no text and no keys and values were left, s", "never" if emptied is None else f"{emptied:.2f}"],

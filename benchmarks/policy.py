@@ -11,8 +11,9 @@ turns in random order, all on one engine:
 - a table of depths by the number of rows, as vLLM's `num_speculative_tokens_per_batch_size` has it (`--table`);
 - a budget of guesses a step that the rows share in equal parts (`--budgets`; the best of them is told).
 
-Prompts are read first, and beginnings that were read before are not read again. Timed is the time in which all texts
-are written: from when the last of them has begun to when the first has all its tokens, which are counted. Ratios are
+Prompts are read first, all of them in one step, and beginnings that were read before are not read again; cells whose
+prompts have more tokens together than `--most-prompt-tokens` are left out. Timed is the time in which all texts are
+written: from when the last of them has begun to when the first has all its tokens, which are counted. Ratios are
 paired by round, with 95 % intervals. The best fixed plan is the best of this very cell, found afterwards: no rule can
 know it beforehand, and by chance alone the best of several looks a little better than it is.
 """
@@ -30,6 +31,7 @@ from rich.console import Console
 from draftsmith import assets
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Choice, Engine, Fixed, Load, Policy, RowHistory
+from draftsmith.engine.requests.request import Request
 from draftsmith.evaluation.measuring.interleaving import interleaved
 from draftsmith.evaluation.measuring.intervals import ratio_interval
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
@@ -116,7 +118,11 @@ class Run:
 
 
 def write(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, plan: Plan | None) -> Run:
-    """Write so many tokens after every prompt until the first text has all of them; time it while all are written."""
+    """Write so many tokens after every prompt until the first text has all of them; time it while all are written.
+
+    Raises:
+        DraftsmithError: a text failed, or was over before the last had begun.
+    """
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     requests = engine.admit_call(prompts, params, plan)
     core = engine.core
@@ -125,14 +131,16 @@ def write(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, plan: P
     try:
         while any(not request.tokens for request in requests):
             core.step()
+            _check(requests)
+        if any(request.finish_reason is not None for request in requests):
+            raise DraftsmithError("a text was over before the last had begun; ask for more --new-tokens.")
         before, steps = sum(len(request.tokens) for request in requests), sum(len(one.accepted) for one in requests)
         stayed = sum(sum(one.accepted) for one in requests)
         begun = time.perf_counter()
         while all(request.finish_reason is None for request in requests):
             core.step()
         seconds = time.perf_counter() - begun
-        if any(request.error is not None for request in requests):
-            raise DraftsmithError(str(next(one.error for one in requests if one.error is not None)))
+        _check(requests)
         return Run(
             seconds, sum(len(request.tokens) for request in requests) - before,
             sum(sum(one.accepted) for one in requests) - stayed,
@@ -141,6 +149,12 @@ def write(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, plan: P
     finally:
         for request in requests:
             core.abort(request.id)
+
+
+def _check(requests: Sequence[Request]) -> None:
+    error = next((one.error for one in requests if one.error is not None), None)
+    if error is not None:
+        raise DraftsmithError(error)
 
 
 def prompts_of(target: Target, task: str, tokens: int, count: int, seed: int) -> list[list[int]]:
@@ -227,6 +241,9 @@ def run() -> None:
     parser = arguments(__doc__, "policy")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 512, 1900], help="tokens of a prompt")
+    parser.add_argument(
+        "--most-prompt-tokens", type=int, default=32_768, help="of all prompts of a cell, which are read in one step"
+    )
     parser.add_argument("--tasks", nargs="+", default=["code", "prose", "mixed"])
     parser.add_argument("--chains", type=int, nargs="+", default=[1, 2, 3, 5], help="depths of the fixed plans")
     parser.add_argument("--table", nargs="+", default=["1-2:5", "3-4:3", "5-8:2", "9-16:1"], help="rows:depth")
@@ -247,14 +264,19 @@ def run() -> None:
     rng, cells, rows, below = random.Random(args.seed), [], [], []
     for count in args.concurrency:
         for tokens in args.prompts:
+            if count * tokens > args.most_prompt_tokens:
+                say(f"{count} at a time, {tokens} prompt tokens: left out, see --most-prompt-tokens")
+                continue
             length = tokens + args.new_tokens
-            bare = Engine(target, drafters, max_batch=count, max_length=length)
+            # Prompts that are read in pieces would let the first texts be over before the last begins.
+            sizes = {"max_batch": count, "max_length": length, "piece_tokens": count * tokens}
+            bare = Engine(target, drafters, **sizes)
             fitted = fitted_engines(bare, (count,), names, Console(stderr=True))[count].core.policy
             policies = {POLICY: fitted, TABLE: ByRows(read_table(args.table)), **fixed, **budgets}
             switched = Switched(policies)
             # What never drafts need not be known to any drafter, and so costs no more than no speculation.
             plain = {name for name, one in policies.items() if not any(choice.plan.depth for choice in one.choices)}
-            engine = Engine(target, drafters, policy=switched, max_batch=count, max_length=length)
+            engine = Engine(target, drafters, policy=switched, **sizes)
             for task in args.tasks:
                 begun = time.perf_counter()
                 prompts = prompts_of(target, task, tokens, count * args.rounds, args.seed)

@@ -20,6 +20,7 @@ from draftsmith.types import DraftsmithError
 
 END = b"\r\n0\r\n\r\n"
 """What a chunked answer ends with."""
+_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 
 
 class Served:
@@ -92,19 +93,23 @@ def request(path: str, body: dict[str, Any]) -> bytes:
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sent: bytes) -> bytes:
     """Send a request, and return its answer as it came, head and all; ConnectionError where it breaks off."""
     writer.write(sent)
-    came = bytearray()
-    whole: int | None = None
-    while True:
+    came, whole = bytearray(), False
+    while not whole:
         piece = await reader.read(1 << 16)
         if not piece:
             raise ConnectionError("the server closed the connection in the middle of an answer")
         came += piece
-        if whole is None and b"\r\n\r\n" in came:
-            head, _, _ = bytes(came).partition(b"\r\n\r\n")
-            length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
-            whole = len(head) + 4 + int(length[1]) if length is not None else 0
-        if (whole and len(came) >= whole) or (whole == 0 and came.endswith(END)):
-            return bytes(came)
+        whole = is_whole(came)
+    return bytes(came)
+
+
+def is_whole(came: bytearray) -> bool:
+    """Return whether these bytes are an answer to its end."""
+    head = came.find(b"\r\n\r\n")
+    if head < 0:
+        return False
+    length = _LENGTH.search(came, 0, head)
+    return came.endswith(END) if length is None else len(came) >= head + 4 + int(length[1])
 
 
 def status_of(came: bytes) -> int:

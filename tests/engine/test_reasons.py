@@ -84,6 +84,40 @@ def test_a_batch_that_is_too_large_is_told_from_a_text_that_is_too_hard(made):
     assert "a step of 4 texts" in told[0].sentence()
 
 
+@pytest.mark.parametrize("made", [profile, lambda **options: short(profile(**options))])
+def test_every_row_has_a_reason_of_this_step_whoever_comes_and_goes(made):
+    """A row alone would gain by a draft if all guesses stayed, four rows would not."""
+    policy = Fitted(Known(made(cost=0.7), hope=3.0))
+    rows = [RowHistory(False, 5) for _ in range(4)]
+
+    def labels(asked: list[RowHistory], decoding: int) -> list[str]:
+        policy.choose(load(decoding), asked)
+        return [why.label for why in policy.reasons(load(decoding), asked)]
+
+    for _ in range(3):
+        assert labels(rows[:1], 1) == ["does_not_pay"]
+        assert labels([], 1) == [], "the only row drafts what its request expects"
+        assert labels(rows[:1], 1) == ["does_not_pay"]
+        assert labels(rows[:1], 4) == ["batch_too_large"], "the others bring plans of their own"
+        assert labels(rows[:1], 4) == ["batch_too_large"]
+        assert labels(rows, 4) == ["batch_too_large"] * 4
+    assert labels(rows[:1], 1) == ["does_not_pay"]
+
+
+def test_no_reason_is_left_over_where_rows_begin_or_end_to_draft_alike():
+    """Of this target's steps those of one row are short, and those of four are long."""
+    arms = tuple(
+        replace(arm, seconds=(0.01 * arm.seconds[0], 4 * arm.seconds[1]))
+        for arm in profile(cost=0.7).arms
+    )
+    policy = Fitted(Known(Profile((1, 4), arms), hope=3.0))
+    rows = [RowHistory(False, 5) for _ in range(4)]
+    for asked in (rows[:1], rows[:1], rows, rows[:1], rows[:1], rows):
+        policy.choose(load(len(asked)), asked)
+        told = policy.reasons(load(len(asked)), asked)
+        assert [why.rows for why in told if isinstance(why, Weighed)] == [len(asked)] * len(asked)
+
+
 def test_no_share_pays_where_the_dearest_neighbours_need_the_time():
     why = Weighed("does_not_pay", profile().arms, (1.0, 9.0, 9.0, 9.0, 9.0), 1, [1, 2, 3, 4], 0.5, 1.0, 0.03, 2)
     assert why.would_pay() is None and why.sentence().endswith("no share would pay")

@@ -106,6 +106,15 @@ CASES: dict[str, tuple[str, Any, int]] = {
         CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": MEGABYTE}}],
                "tool_choice": "required"}, 400,
     ),
+    "a tool whose definitions are a list": (
+        CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "x", "parameters": {"$defs": []}}}],
+               "tool_choice": "required"}, 400,
+    ),
+    "an earlier call of a megabyte": (
+        CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "x", "arguments": MEGABYTE}}]}]}, 400,
+    ),
+    "a part without its text": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400),
     "suffix": (COMPLETION, {"prompt": "x", "suffix": "y"}, 400),
     "beams": (COMPLETION, {"prompt": "x", "use_beam_search": True}, 400),
     "audio": (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, 400),

@@ -107,8 +107,9 @@ def test_a_stream_that_fails_in_the_middle_ends_with_an_error():
         async with running(service) as client:
             asked = asyncio.create_task(client.post(PATH, json=body("one", stream=True, max_tokens=100)))
             # Until text has come: what fails before the first event is no stream, and is answered with a status.
-            while service.meter.new_tokens < 9:
-                await asyncio.sleep(0)
+            async with asyncio.timeout(30):
+                while service.meter.new_tokens < 9:
+                    await asyncio.sleep(0)
             broken.left = 1
             events = events_of(await asked)
             assert events[-1]["error"]["type"] == "server_error"
@@ -178,8 +179,9 @@ def test_draining_lets_what_runs_come_to_its_end():
         service, prompts = make_service(), PROMPTS * 4
         async with running(service) as client:
             asked = [asyncio.create_task(client.post(PATH, json=body(prompt, stream=True))) for prompt in prompts]
-            while service.inside < len(prompts):
-                await asyncio.sleep(0)
+            async with asyncio.timeout(30):
+                while service.inside < len(prompts):
+                    await asyncio.sleep(0)
             draining = asyncio.create_task(service.drained(30))
             await asyncio.sleep(0)
             assert (await client.post(PATH, json=body("late"))).status_code == 503

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from draftsmith.serving.tools import ListOfCalls, MarkedCalls
+from tests.serving.test_messages_tools import SAID, reciter
 from tests.serving.toy import NAME, PROMPTS, events_of, make_service, plainly, post, running, target, tokens_of
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -224,6 +225,33 @@ def test_each_call_of_a_list_is_told_when_it_is_whole(size: int):
         assert reader.end() == []
     reader = ListOfCalls()
     assert reader.feed(whole[:20]) == [] and reader.end() == [whole[:20]]
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
+def test_a_call_with_numbers_that_json_does_not_have_is_text(number: str):
+    whole = f'so <tool_call>{{"name": "a", "arguments": {{"x": [{number}]}}}}</tool_call> then'
+    reader = MarkedCalls()
+    assert "".join(map(str, [part for letter in whole for part in reader.feed(letter)] + reader.end())) == whole
+
+
+@pytest.mark.parametrize("inside", ["NaN", "[" * 100_000 + "]" * 100_000])
+def test_a_list_with_what_is_no_call_is_text(inside: str):
+    whole = f'[{{"name": "a", "arguments": {{"x": {inside}}}}}]'
+    reader = ListOfCalls()
+    assert reader.feed(whole) == [] and reader.end() == [whole]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_off_behind_a_call_says_so(stream: bool):
+    most = SAID.index("</tool_call>") + len("</tool_call>") + 4
+
+    async def main() -> dict[str, Any]:
+        async with running(reciter(SAID, drafts=True)) as client:
+            fields = {"tools": [WEATHER, CLOCK], "max_tokens": most, "logit_bias": {}, "stream": stream}
+            return await ask(client, "hi", fields)
+
+    found = asyncio.run(main())
+    assert [call["name"] for call in found["calls"]] == ["weather"] and found["reason"] == "length"
 
 
 @pytest.mark.parametrize(("whole", "text"), [(' \n<tool_call>{"name": "a"}</tool_call>\n', ""), (" \n ", " \n ")])

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,23 @@ from prometheus_client.parser import text_string_to_metric_families
 from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from draftsmith.engine import Chunk, Fixed
 from draftsmith.engine.made import Made
+from draftsmith.engine.reasons import EXPECTED
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.serving.health import BLOCK, FORGOTTEN, MOST, NO_TASK, OTHER, RECENT, Acceptance, Health, task_of
+from draftsmith.serving.health import (
+    BLOCK,
+    ENOUGH_RECENT,
+    FORGOTTEN,
+    MOST,
+    NO_TASK,
+    OTHER,
+    RECENT,
+    Acceptance,
+    Health,
+    task_of,
+)
 from draftsmith.serving.repetition import LONGEST, TAIL, smallest_period
 from draftsmith.targets import Target
+from draftsmith.types import Completion, Statistics
 from tests.helpers.tiny import tiny_tokenizer
 from tests.serving.toy import NAME, PROMPTS, get, make_service, model, oracle, post, running, tokens_of
 
@@ -75,7 +89,11 @@ def test_steps_without_guesses_and_the_last_of_a_text_do_not_count():
     watch = health.watch("code")
     watch.take(Chunk(0, [1], "", None))
     watch.take(piece(0, plan=NO_DRAFT))
+    ended = Completion([1], [1, 1], "", "length", Statistics(), [0, 0])
+    watch.take(replace(piece(1), completion=ended))
     assert list(health) == []
+    watch.take(piece(1))
+    assert [one.steps for one in health] == [1]
 
 
 def test_a_collapse_is_told_once_and_its_end_too(caplog: pytest.LogCaptureFixture):
@@ -90,7 +108,7 @@ def test_a_collapse_is_told_once_and_its_end_too(caplog: pytest.LogCaptureFixtur
     assert health.collapses() == [] and health.alarms["collapse"] == 1
     began, ended = caplog.records
     assert began.getMessage() == "fewer guesses stay than usual"
-    assert ended.getMessage() == "guesses stay about as often as usual again"
+    assert ended.getMessage() == "the alarm of fewer guesses than usual has ended"
     assert began.fields["drafter"] == "mlp" and began.fields["position"] < 3  # type: ignore[attr-defined]
 
 
@@ -99,6 +117,21 @@ def test_a_collapse_of_deep_guesses_alone_is_found():
     write(health, "code", 5000, bursts(0.8, 0.8, 0.8))
     write(health, "code", (RECENT + 1) * BLOCK, bursts(0.8, 0.1, 0.8))
     assert [alarm.position for alarm in health.collapses()] == [1]
+
+
+def test_a_collapse_ends_when_its_depth_is_hardly_drafted_any_more_and_not_before():
+    health, shorter = Health(), Plan((1, 1))
+    write(health, "code", 5000, bursts(0.9, 0.9, 0.9))
+    write(health, "code", (RECENT + 1) * BLOCK, bursts(0.9, 0.9, 0.1))
+    assert [alarm.position for alarm in health.collapses()] == [2]
+    watch, stays = health.watch("code"), bursts(0.9, 0.9)
+    held = []
+    for _ in range((RECENT + 1) * BLOCK):
+        watch.take(piece(stays(), plan=shorter))
+        (one,) = health
+        held.append((one.recent()[2].guesses, bool(health.collapses())))
+    assert held[0][1] and held[-1] == (0, False)
+    assert all(on for guesses, on in held if guesses >= ENOUGH_RECENT)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +202,16 @@ def test_neither_repetition_nor_acceptance_alone_is_a_loop():
     fresh, refused = health.watch("code"), health.watch("code")
     assert not any(fresh.take(piece(3, range(at, at + 4))) for at in range(0, 2000, 4)), "foreseen, and new"
     assert not any(refused.take(piece(at % 3, [7] * 4)) for at in range(500)), "the same again, and not foreseen"
+
+
+def test_what_a_prediction_brought_stands_between_what_drafters_guessed():
+    health = Health()
+    watch = health.watch("code")
+    for at in range(0, 2000, 4):
+        assert not watch.take(piece(3, [7] * 4))
+        expected = Made("prediction", CHAIN, 3, 3, why=EXPECTED)
+        assert not watch.take(Chunk(0, list(range(at, at + 4)), "", None, made=expected))
+    assert [one.drafter for one in health] == ["mlp"]
 
 
 def test_periods():

@@ -141,6 +141,21 @@ def test_a_call_that_is_cut_off_is_text(stream: bool):
     assert found == {"content": [{"type": "text", "text": SAID[:30]}], "reason": "max_tokens", "tokens": 30}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_off_behind_a_call_says_so(stream: bool):
+    most = SAID.index("</tool_call>") + len("</tool_call>") + 4
+    found = answer_of(reciter(SAID, True), {**BODY, "max_tokens": most, "stream": stream})
+    assert [block["type"] for block in found["content"]] == ["text", "tool_use", "text"]
+    assert found["reason"] == "max_tokens" and found["tokens"] == most
+
+
+@pytest.mark.parametrize("said", ['{"x": NaN}', '{"x": [1e999]}', '{"x": {"y": -Infinity}}'])
+def test_a_call_with_numbers_that_json_does_not_have_is_text(said: str):
+    whole = f'<tool_call>{{"name": "clock", "arguments": {said}}}</tool_call>'
+    found = answer_of(reciter(whole, True), {**BODY, "max_tokens": 90})
+    assert found["content"] == [{"type": "text", "text": whole}] and found["reason"] == "end_turn"
+
+
 def test_calls_and_results_reach_the_template_and_are_counted():
     call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "rain"}]}
@@ -179,7 +194,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a call of the user": (with_parts("user", {"type": "tool_use", "id": "t", "name": "x", "input": {}}), "tool_use"),
     "a result of the assistant": (with_parts("assistant", {"type": "tool_result", "tool_use_id": "t"}), "tool_result"),
     "half a call": (with_parts("assistant", {"type": "tool_use", "id": "t"}), "without id, name or input"),
+    "a text without a text": (with_parts("user", {"type": "text"}), "of type 'text' without a text"),
     "a picture": (with_parts("user", {"type": "image", "source": {}}), "of type 'image'"),
+    "definitions that are no object": (
+        {"tools": [{"name": "x", "input_schema": {"$defs": []}}], "tool_choice": {"type": "any"}},
+        "the tool 'x' has a $defs that is no object",
+    ),
     "a schema that says nothing": (
         {"tools": [{"name": "x", "input_schema": {"type": "no such"}}], "tool_choice": {"type": "any"}}, "schema",
     ),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from draftsmith.engine import Choice, Engine, Load, Policy, RowHistory
@@ -11,6 +12,7 @@ from draftsmith.evaluation.proof.prove import Proof, SmallPair, Workload
 from draftsmith.evaluation.proof.small_target import STAND_IN, TableDrafter, small_target
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
+from draftsmith.types import Context, Draft, DraftsmithError
 from draftsmith.verify import Stream
 from draftsmith.verify.noise import uniform
 from draftsmith.workflows.serving_proof import prove_served
@@ -35,11 +37,27 @@ def test_a_healthy_pair_is_lossless_behind_the_server():
     assert proof.verdict == "lossless", proof.sentence()
     assert proof.greedy.batches == (1, 4, 16) and proof.greedy.compared == 18 and proof.greedy.tokens_per_step > 1
     cells = proof.sampling.cells
-    assert [cell.plan.rpartition(" ")[2] for cell in cells] == ["1", "4", "16"] * 3
+    assert [cell.plan.rpartition(" ")[2] for cell in cells] == ["1", "4", "16"] * 4
     assert {cell.where for cell in cells} == {"this target", "small alphabet"}
     assert all(cell.accepted_per_step > 0.02 and cell.draws >= 50 for cell in cells)
     ends = [(done, total) for _, done, total in told if done == total]
     assert len(ends) == 3, "every part is told to its end"
+
+
+class Raising(TableDrafter):
+    """A drafter that has no draft."""
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        raise RuntimeError("no draft today")
+
+
+def test_a_step_that_fails_is_told_in_words_that_are_true_without_a_server():
+    target, toy = tiny_target(), small_target()
+    with pytest.raises(DraftsmithError, match=r"not answered \(status 50.\): a step of the engine failed"):
+        prove_served(
+            target, Raising(target), PLAN, prompts(2), SmallPair(toy, TableDrafter(toy), STAND_IN),
+            Workload(new_tokens=4), batches=(4,),
+        )
 
 
 class Watched(Engine):

@@ -60,9 +60,14 @@ def prove(
     task: Annotated[str | None, typer.Option(help="Only prompts of this task: code, prose or dialogue.")] = None,
     prompts: Annotated[int, typer.Option(help="Prompts of the greedy part.")] = 120,
     new_tokens: Annotated[int, typer.Option(help="Greedy tokens a prompt.")] = 48,
-    batch: Annotated[int, typer.Option(help="Rows of the ragged batch; batch 1 is always run too.")] = 8,
+    batch: Annotated[
+        int, typer.Option(help="Rows of the ragged batch; batch 1 is always run too. Not with --serving.")
+    ] = 8,
     draws: Annotated[
-        int, typer.Option(help="Draws from the target for each plan; ten times as many from the small alphabet.")
+        int,
+        typer.Option(
+            help="Draws from the target for each plan; ten times as many from the small alphabet. Fewer with --serving."
+        ),
     ] = 100_000,
     joint_tokens: Annotated[int, typer.Option(help="Tokens whose joint distribution is tested.")] = 3,
     top_k: Annotated[int, typer.Option(help="Keep so many tokens in the draws from the target.")] = 6,
@@ -83,7 +88,7 @@ def prove(
     candidates: Annotated[
         int | None, typer.Option(help="Verify only the best K paths of the tree.", rich_help_panel=SPEED)
     ] = None,
-    rows: Annotated[int, typer.Option(help="Draws made together.", rich_help_panel=SPEED)] = 1024,
+    rows: Annotated[int, typer.Option(help="Draws made together. Not with --serving.", rich_help_panel=SPEED)] = 1024,
     native: NativeOption = True,
     threads: ThreadsOption = None,
     quantize: QuantizeOption = "none",

@@ -153,9 +153,9 @@ class Fitted(Policy):
         self._last: tuple[float, list[RowHistory]] | None = None
         self._rows: WeakKeyDictionary[RowHistory, _Row] = WeakKeyDictionary()
         self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)  # of all rows
-        # What all rows do where they do the same, and, where that was nothing, who they were.
+        # What all rows do where they do the same, and, where that was nothing, how many decoded and who they were.
         self._crowd = _Row([_Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
-        self._idle: list[RowHistory] = []
+        self._idle: tuple[int, Sequence[RowHistory]] | None = None
         self._reasons: Sequence[Reason] = ()
         self._hopeless: dict[int, bool] = {}
 
@@ -175,7 +175,7 @@ class Fitted(Policy):
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         if len(self._choices) == 1 or not rows:
-            self._reasons = [NEVER] * len(rows)
+            self._reasons, self._idle, self._last = [NEVER] * len(rows), None, None
             return self._choices[:1] * len(rows)
         count = max(load.decoding, len(rows))
         seconds = self._times(count)
@@ -183,6 +183,7 @@ class Fitted(Policy):
             slower = self._learn_cost(load, rows, count)
             now = [took * times for took, times in zip(seconds, slower, strict=True)]
             return [self._choices[self._of_all(rows, now, count)]] * len(rows)
+        self._idle = self._last = None
         known = [self._look_at(history) for history in rows]
         price, worth = self._price(seconds, known), dict[tuple[int, ...], list[float]]()
         found, reasons = [], []
@@ -218,7 +219,7 @@ class Fitted(Policy):
     def _of_all(self, rows: Sequence[RowHistory], seconds: Sequence[float], count: int) -> int:
         """Return one plan for all rows: that of a row whose guesses stay as often as theirs do on average."""
         crowd = self._crowd
-        if self._idle == rows and all(own.since + 1 < own.wait for own in crowd.evidence):
+        if self._idle == (count, rows) and all(own.since + 1 < own.wait for own in crowd.evidence):
             # Nothing was drafted, so nothing was learnt; this is asked at every step, and has to cost next to nothing.
             for own in crowd.evidence:
                 own.since += 1
@@ -238,7 +239,7 @@ class Fitted(Policy):
                 if own.trial == TRIAL:
                     row.evidence[number].doubt()
         self.steps[crowd.arm] += len(rows)
-        self._idle = [] if crowd.arm else list(rows)
+        self._idle = None if crowd.arm else (count, list(rows))
         return crowd.arm
 
     def _times(self, rows: int) -> list[float]:

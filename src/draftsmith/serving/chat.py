@@ -109,4 +109,5 @@ class _Answer(Answer):
         return "".join(part for part in parts if isinstance(part, str)), calls
 
     def _reason(self, choice: int, completion: Completion) -> str:
-        return "tool_calls" if self.called[choice] else finish_reason(completion)
+        reason = finish_reason(completion)
+        return "tool_calls" if self.called[choice] and reason != "length" else reason

@@ -6,7 +6,7 @@ The event loop alone writes and reads here. What is kept is bounded, whatever re
 import logging
 import math
 import re
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -132,7 +132,7 @@ class Acceptance:
         recent = self.recent()
         if self.alarm is not None:
             at = self.alarm.position
-            if recent[at].value >= RECOVERED * self._usual[at].value:
+            if recent[at].guesses < ENOUGH_RECENT or recent[at].value >= RECOVERED * self._usual[at].value:
                 return None
             return Collapse(self.drafter, self.task, at, recent[at].value, self._usual[at].value)
         if len(set().union(*(block.texts for block in self._blocks))) < ENOUGH_TEXTS:
@@ -164,7 +164,7 @@ class Health:
     """Acceptance by drafter and task, and the alarms that are on."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], Acceptance] = {}
+        self._found: OrderedDict[tuple[str, str], Acceptance] = OrderedDict()  # the one used longest ago is the first
         self._steps = self._texts = 0
         self.alarms: Counter[str] = Counter({"collapse": 0, "loop": 0})
         """How many there were, by kind."""
@@ -181,11 +181,12 @@ class Health:
         self._steps += 1
         one = self._found.get((made.drafter, task)) or self._new(made.drafter, task)
         one.used = self._steps
+        self._found.move_to_end((one.drafter, one.task))
         if one.take(reached, made.accepted, text):
             self._tell(one)
 
     def __iter__(self) -> Iterator[Acceptance]:
-        return iter(list(self._found.values()))
+        return iter(sorted(self._found.values(), key=lambda one: (one.drafter, one.task)))
 
     def collapses(self) -> list[Collapse]:
         """Return the alarms for guesses that stay less often than usual."""
@@ -201,17 +202,20 @@ class Health:
     def _new(self, drafter: str, task: str) -> Acceptance:
         """Make room for a pair, or return the one that stands for all without room."""
         if len(self._found) >= MOST:
-            oldest = min(self._found.values(), key=lambda one: one.used)
+            oldest = next(iter(self._found.values()))
             if self._steps - oldest.used > FORGOTTEN:
                 del self._found[oldest.drafter, oldest.task]
             else:
                 task = OTHER
-        return self._found.setdefault((drafter, task), Acceptance(drafter, task))
+        found = self._found.get((drafter, task))
+        if found is None:
+            found = self._found[drafter, task] = Acceptance(drafter, task)
+        return found
 
     def _tell(self, one: Acceptance) -> None:
         fields = one.told()
         if one.alarm is None:
-            log.warning("guesses stay about as often as usual again", extra={"fields": fields})
+            log.warning("the alarm of fewer guesses than usual has ended", extra={"fields": fields})
             return
         self.alarms["collapse"] += 1
         fields |= {"position": one.alarm.position}
@@ -233,6 +237,7 @@ class Watch:
         """Note a piece of the text; return whether it turned out with it that the text repeats itself."""
         made = chunk.made
         if made is None or (made.why is not None and made.why.label == "prediction"):
+            self._repetition.note(chunk.tokens)
             return False  # what a client expects says nothing of a drafter
         reached = reach(made)
         if reached and chunk.completion is None:  # the last step of a text is cut where the text ends

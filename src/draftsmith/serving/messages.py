@@ -100,10 +100,10 @@ class _Answer:
 
     def _end(self, completion: Completion) -> tuple[str, str | None]:
         """Return why a message ended, and at which stop sequence."""
+        if completion.finish_reason == "length":  # more calls may have been to come
+            return "max_tokens", None
         if self._called:
             return "tool_use", None
-        if completion.finish_reason == "length":
-            return "max_tokens", None
         stop = self._stop_of(completion)
         return ("stop_sequence", stop) if stop is not None else ("end_turn", None)
 

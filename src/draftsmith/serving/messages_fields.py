@@ -6,7 +6,7 @@ from typing import Any, Literal
 from draftsmith.serving.body import Fields
 from draftsmith.serving.errors import bad
 from draftsmith.serving.openai_fields import ChatFields, Function, Message, Speculation, TextPart, Tool
-from draftsmith.serving.prompts import plain_text
+from draftsmith.serving.prompts import given_text, plain_text
 
 
 class Block(Fields):
@@ -127,8 +127,8 @@ def _messages_of(turn: Turn, where: str, names: dict[str, str]) -> list[Message]
     calls: list[dict[str, Any]] = []
     found: list[Message] = []
     for block in turn.content:
-        if block.type == "text" and block.text is not None:
-            texts.append(block.text)
+        if block.type == "text":
+            texts.append(given_text(block.text, where))
         elif block.type == "tool_use" and turn.role == "assistant":
             calls.append(_call(block, where, names))
         elif block.type == "tool_result" and turn.role == "user":

@@ -70,8 +70,9 @@ class Prompts:
         if not messages:
             raise bad("messages is empty; give at least one.", "messages")
         plain = [as_plain(message, number) for number, message in enumerate(messages)]
-        shown = json.dumps(tools) if tools else ""
-        self._check_size("".join(str(message.get("content") or "") for message in plain) + shown)
+        shown = [tools, *(message.tool_calls for message in messages)]
+        told = "".join(json.dumps(one, ensure_ascii=False) for one in shown if one)
+        self._check_size("".join(str(message.get("content") or "") for message in plain) + told)
         more = self._checked(extra or {}) | ({"tools": list(tools)} if tools else {})
 
         def read() -> list[int]:
@@ -194,6 +195,13 @@ def plain_text(content: str | Sequence[TextPart] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.type != "text" or part.text is None:
+        if part.type != "text":
             raise bad(f"{where} has a part of type {part.type[:40]!r}; only text is understood.", "messages")
-    return "".join(part.text or "" for part in content)
+    return "".join(given_text(part.text, where) for part in content)
+
+
+def given_text(text: str | None, where: str) -> str:
+    """Return the text of a part that is one; ApiError where there is none."""
+    if text is None:
+        raise bad(f"{where} has a part of type 'text' without a text; give one.", "messages")
+    return text

@@ -24,9 +24,13 @@ class Repetition:
         self.period: int | None = None
         """Tokens of the circle, once one was found."""
 
+    def note(self, tokens: Sequence[int]) -> None:
+        """Note tokens that no drafter had a part in."""
+        self._tail.extend(tokens)
+
     def take(self, tokens: Sequence[int], made: Made) -> bool:
         """Note a step; return whether a circle was found with it, which happens once in a text."""
-        self._tail.extend(tokens)
+        self.note(tokens)
         reached = reach(made)
         if not reached or self.period is not None:
             return False

@@ -57,6 +57,8 @@ class ListOfCalls(CallReader):
 
     def feed(self, text: str) -> list[Part]:
         self._left += text
+        if "}" not in text:  # no call became whole; to read on from its beginning with every piece would take long
+            return []
         parts: list[Part] = []
         while "}" in self._left:
             rest = self._left.lstrip(", \t\r\n" if self._told else "[ \t\r\n")
@@ -143,7 +145,11 @@ def call_of(value: Any) -> ToolCall | None:
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    try:
+        told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):  # NaN and infinities, which are read here and are no JSON
+        return None
+    return ToolCall(value["name"], told)
 
 
 def reader_of(template: str, must: bool) -> type[CallReader]:
@@ -173,14 +179,17 @@ def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     kinds = []
     for tool in tools:
-        arguments = dict(tool.function.parameters or NO_ARGUMENTS)
+        called, arguments = tool.function.name, dict(tool.function.parameters or NO_ARGUMENTS)
         for place in ("$defs", "definitions"):
-            for name, value in arguments.pop(place, {}).items():
+            defined = arguments.pop(place, {})
+            if not isinstance(defined, dict):
+                raise bad(f"the tool {called[:40]!r} has a {place} that is no object; make it one.", "tools")
+            for name, value in defined.items():
                 # References count from the root, which is another one now.
                 if shared.setdefault(place, {}).setdefault(name, value) != value:
                     raise bad(f"two tools define {name[:40]!r} differently under {place}; rename one.", "tools")
         kinds.append({
-            "type": "object", "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
+            "type": "object", "properties": {"name": {"const": called}, "arguments": arguments},
             "required": ["name", "arguments"], "additionalProperties": False,
         })
     limit = {} if most is None else {"maxItems": most}

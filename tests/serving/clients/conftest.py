@@ -4,6 +4,7 @@
 Python is named by `DRAFTSMITH_PYTHON`.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -17,14 +18,21 @@ from typing import Any
 import httpx
 import pytest
 
-for switch in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "LITELLM_LOCAL_MODEL_COST_MAP", "LITELLM_TELEMETRY_OFF"):
-    os.environ.setdefault(switch, "1")  # nothing is fetched while tests run
+OURS = "DRAFTSMITH_PYTHON"
+if OURS in os.environ:  # other tests of the same process are none of these switches' business
+    for switch in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "LITELLM_LOCAL_MODEL_COST_MAP", "LITELLM_TELEMETRY_OFF"):
+        os.environ.setdefault(switch, "1")  # nothing is fetched while tests run
 
 ROOT = Path(__file__).parents[3]
 TARGET = ROOT / "src" / "draftsmith" / "assets_data" / "demo-target"
-PYTHON = os.environ.get("DRAFTSMITH_PYTHON", sys.executable)
+PYTHON = os.environ.get(OURS, sys.executable)
 MODEL = "demo"
 PROMPTS = ("def main():", "It is a truth universally acknowledged, that", "1 2 3 4", "Once upon a time")
+
+
+def client(name: str) -> Any:
+    """Return a client's package: in its own environment it has to be there, elsewhere its tests are left out."""
+    return importlib.import_module(name) if OURS in os.environ else pytest.importorskip(name)
 
 
 class Server:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.serving.clients.conftest import MODEL, PROMPTS, Server
+from tests.serving.clients.conftest import MODEL, PROMPTS, Server, client
 
-langchain_openai = pytest.importorskip("langchain_openai")
+langchain_openai = client("langchain_openai")
 pytestmark = pytest.mark.slow
 SCHEMA = {
     "title": "person", "type": "object", "properties": {"name": {"enum": ["ann", "bob"]}, "old": {"type": "boolean"}},

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from tests.serving.clients.conftest import MODEL, PROMPTS, Server
+from tests.serving.clients.conftest import MODEL, PROMPTS, Server, client
 
-litellm = pytest.importorskip("litellm")
+litellm = client("litellm")
 pytestmark = pytest.mark.slow
 HI = [{"role": "user", "content": "Hello there"}]
 TOOL = {

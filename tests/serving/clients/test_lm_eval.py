@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.serving.clients.conftest import MODEL, PROMPTS, PYTHON, TARGET, Server
+from tests.serving.clients.conftest import MODEL, PROMPTS, PYTHON, TARGET, Server, client
 
-lm_eval = pytest.importorskip("lm_eval")
+lm_eval = client("lm_eval")
 pytestmark = pytest.mark.slow
 PAIRS = (
     ("def main():", "\n    return 0"), ("It is a truth universally", " acknowledged, that"), ("1 2 3 4", " 5 6 7"),

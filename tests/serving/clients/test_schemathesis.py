@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.serving.clients.conftest import Server
+from tests.serving.clients.conftest import Server, client
 
-schemathesis = pytest.importorskip("schemathesis")
-hypothesis = pytest.importorskip("hypothesis")
+schemathesis = client("schemathesis")
+hypothesis = client("hypothesis")
 pytestmark = pytest.mark.slow
 EXAMPLES = 15
 

@@ -70,8 +70,10 @@ class Groups:
         left = [request for request, choice in zip(running, own, strict=True) if choice is None]
         histories = [request.history for request in left]
         asked = self._policy.choose(load, histories)
-        for request, why in zip(left, self._policy.reasons(load, histories), strict=False):
-            request.why = why
+        reasons = self._policy.reasons(load, histories)
+        if reasons:
+            for request, why in zip(left, reasons, strict=True):
+                request.why = why
         answers = iter(asked)
         choices = [choice or next(answers) for choice in own]
         if not self._changed and choices == self._choices:
