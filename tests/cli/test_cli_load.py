@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -306,6 +307,8 @@ def test_what_was_measured_survives_ctrl_c_and_no_key_is_written(serving, tmp_pa
     process = subprocess.Popen(
         [sys.executable, "-m", "draftsmith", "load", "--base-url", serving(stalling).url, *words],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A shell without job control starts background jobs, and so this suite, with the signal ignored.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert third.wait(60)

@@ -26,7 +26,8 @@ PATIENCE = 1.03
 FIRST_WAIT, LONGEST_WAIT = 24, 384
 """Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
 TRIAL, HOPELESS = 8, 3
-"""Steps that a trial lasts, and after which it is over if no guess has stayed; one guess tells next to nothing."""
+"""Steps of a row that a trial lasts, and after which it ends if no guess has stayed; one guess tells next to nothing.
+Of rows that do the same each step counts once for every row."""
 LOST = 0.005
 """The share of all tokens that trials may cost in the long run, as far as the longest pause allows."""
 ODDS = tuple(at / 20 for at in range(61))
@@ -94,9 +95,9 @@ class _Evidence:
             self.accepted, self.expected = self.accepted * PRIOR / self.expected, PRIOR
         self.hit = False
 
-    def goes_on(self) -> bool:
-        """Count a step of a trial; return whether another one follows."""
-        self.trial = max(0, self.trial - 1)
+    def goes_on(self, rows: int) -> bool:
+        """Count a step of a trial, of so many rows; return whether another one follows."""
+        self.trial = max(0, self.trial - rows)
         if not self.hit and TRIAL - self.trial >= HOPELESS:
             self.trial = 0
         return self.trial > 0
@@ -231,7 +232,7 @@ class Fitted(Policy):
             own.hit = any(row.evidence[number].hit for row in known)
         price = self._price(seconds, [crowd])
         values = self._values(crowd.odds, price, seconds)
-        crowd.arm = self._settle(crowd, values, price, seconds)
+        crowd.arm = self._settle(crowd, values, price, seconds, len(rows))
         self._reasons = [self._reason(crowd, values, price, seconds, count)] * len(rows)
         for row in known:
             row.arm = crowd.arm
@@ -301,8 +302,10 @@ class Fitted(Policy):
             price, before = tokens / took, price
         return price
 
-    def _settle(self, row: _Row, values: Sequence[float], price: float, seconds: Sequence[float]) -> int:
-        """Return the plan of a row; none is changed for a little."""
+    def _settle(
+        self, row: _Row, values: Sequence[float], price: float, seconds: Sequence[float], rows: int = 1
+    ) -> int:
+        """Return the plan of a row, or of so many rows that do the same; none is changed for a little."""
         def beats(one: int, other: int) -> bool:
             return values[one] - values[other] > (PATIENCE - 1) * (values[other] + price * seconds[other])
 
@@ -311,7 +314,7 @@ class Fitted(Policy):
             best = row.arm
         chosen = best if beats(best, 0) else 0
         drafting = self._whose[row.arm]
-        on_trial = drafting != NOBODY and row.evidence[drafting].goes_on()
+        on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(rows)
         if on_trial:
             chosen = max(self._of[drafting], key=values.__getitem__)
         for number, own in enumerate(row.evidence):
@@ -319,12 +322,12 @@ class Fitted(Policy):
             own.since = own.since + 1 if taken == (self._whose[row.arm] == number) else 0
             if taken and own.since >= FIRST_WAIT:
                 own.wait = FIRST_WAIT
-        tried = chosen if on_trial else self._tried(row, chosen, values, price, seconds)
+        tried = chosen if on_trial else self._tried(row, chosen, values, price, seconds, rows)
         row.trying = on_trial or tried != chosen
         return tried
 
     def _tried(
-        self, row: _Row, chosen: int, values: Sequence[float], price: float, seconds: Sequence[float]
+        self, row: _Row, chosen: int, values: Sequence[float], price: float, seconds: Sequence[float], rows: int
     ) -> int:
         """Return the plan of a drafter whose turn it is; none is tried that could not pay if all its guesses stayed."""
         for number, own in enumerate(row.evidence):
@@ -336,7 +339,8 @@ class Fitted(Policy):
             if max(hoped, default=values[chosen]) > values[chosen]:
                 best = max(self._of[number], key=values.__getitem__)
                 # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
-                most = max(FIRST_WAIT, round(TRIAL * (values[chosen] - values[best]) / LOST))
+                lasts = -(-TRIAL // rows)
+                most = max(FIRST_WAIT, round(lasts * (values[chosen] - values[best]) / LOST))
                 own.wait, own.trial = min(2 * own.wait, LONGEST_WAIT, most), TRIAL
                 own.doubt()
                 return best
