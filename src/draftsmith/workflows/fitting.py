@@ -139,6 +139,8 @@ def in_words(found: Fit, policy: Fitted, rows: int = 1) -> str:
         tried = max(profile.arms[1:], key=lambda one: profile.gain(one, rows), default=None)
         beside = f" for {rows} texts at a time" if rows > 1 else ""
         if tried is not None:
+            # One that has to read every text, drafting or not, is wanted to gain more than a little.
+            beside = f" clearly{beside}" if profile.gain(tried, rows) > 1 else beside
             beside += f": the best, {shape_in_words(tried.plan)}, would be {profile.gain(tried, rows):.2f}×"
         return f"No drafts, because on this machine none of this drafter's pays{beside} ({when}; --plan own drafts)."
     if arm is profile.arms[0]:
