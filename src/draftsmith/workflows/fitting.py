@@ -26,10 +26,11 @@ from draftsmith.targets import Target
 from draftsmith.user_cache import cache_folder
 from draftsmith.workflows.models import quiet as silent
 
-LOOKUP_HOPE = 4.0
-"""Texts differ in how often they repeat themselves much more than in how well a model foresees them."""
+READY_HOPE = 4.0
+"""A drafter without a memory costs nothing while it does not draft, so it stays ready for texts that suit it far better
+than those that were measured."""
 MEMORY_HOPE = 0.85
-"""A drafter with a memory reads every text, also where it does not draft, so it has to gain clearly."""
+"""A drafter with a memory, a lookup too, reads every text, also where it does not draft, so it has to gain clearly."""
 DISTURBED_FOR_S = 3600.0
 """So long it is made do with what was measured while other programs disturbed it."""
 FORMAT = 2
@@ -112,7 +113,7 @@ def fitted_engines(
     for rows in batches:
         known = [
             Known(
-                found[name].profile, name, MEMORY_HOPE if one.reads_prompt else LOOKUP_HOPE,
+                found[name].profile, name, MEMORY_HOPE if one.reads_prompt else READY_HOPE,
                 rows if one.reads_prompt else None,
             )
             for name, one in drafting.items()

@@ -141,7 +141,8 @@ class Cascade(Drafter):
                     going.append(b)
                     lines.append(line)
                     columns.append(stay)
-            states_RF = states_RMF[lines, columns]
+            if going:
+                states_RF = states_RMF[lines, columns]
         return chains
 
     def _read(
