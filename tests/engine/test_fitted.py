@@ -166,6 +166,8 @@ def test_where_steps_are_short_all_rows_do_the_same():
     assert all(one <= following <= 2 * one for one, following in pairwise(pauses))
     assert sum(policy.steps) == 4 * 600
     assert go_on([RowHistory(False, 5)], (4,), 1000)[-1] == 4, "a later text"
+    half = [RowHistory(False, 5) for _ in range(4)]
+    assert go_on(half, (4, 4, 0, 0), 200)[-1] == 4, "three tokens of a text, on average, for 2.6 steps"
 
 
 def test_what_steps_cost_now_is_learnt_while_it_runs():

@@ -28,6 +28,9 @@ class Drafter(ABC):
     The prompt comes through `follow`, in one or several pieces, from its second token on; the context of the first
     draft holds only what was committed since.
     """
+    follows_cheaply: bool = False
+    """Of those that read the prompt: whether a step for which somebody else drafts, or nobody, costs it next to
+    nothing."""
     borrows_layers: bool = False
     """Whether it runs layers of the target it was loaded for, and so decodes with that target alone.
 

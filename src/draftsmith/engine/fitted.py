@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Arm, Profile
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
 
-DECAY, COMMON_DECAY = 0.93, 0.995
+DECAY, COMMON_DECAY = 0.93, 0.999
 """What a step counts after the next one: for its own row, and for rows that begin later."""
 PRIOR = 4.0
 """Guesses: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
@@ -36,10 +37,10 @@ USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
-COST_RATE, MOST_SLOWER = 0.05, 1.5
-"""How much one step counts for what such steps cost now, and how many times as long as usual it may have taken: what
-is longer was something else, such as a client that is slow to read."""
-MOST_ROWS = 64
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of rows for which plans are compared beforehand."""
+NEARLY = 0.95
+"""A plan is kept that is somewhere so near to the best: which of them is, is only learnt while they are used."""
 NOBODY = -1
 
 
@@ -60,13 +61,18 @@ class Known:
     rows: int | None = None
 
     def useful(self) -> list[Arm]:
-        """Return its plans that are the best for some number of rows and some odds."""
-        profile, counts = self.profile, range(1, MOST_ROWS + 1)
-        asked = counts if self.rows is None else (self.rows,)
+        """Return its plans that are the best, or nearly, for some number of rows and some odds."""
+        profile, asked = self.profile, COUNTS if self.rows is None else (self.rows,)
         if all(profile.best(count, self.hope) is profile.arms[0] for count in asked):
             return []
-        found = {id(profile.best(count, odds)) for count in counts for odds in ODDS}
-        return [arm for arm in profile.arms[1:] if id(arm) in found]
+        kept = set[int]()
+        for odds in ODDS:
+            brings = [1 + arm.accepted(odds) for arm in profile.arms]
+            for count in COUNTS:
+                speeds = [own / profile.seconds(arm, count) for own, arm in zip(brings, profile.arms, strict=True)]
+                enough = max(speeds[0], NEARLY * max(speeds))
+                kept.update(at for at, speed in enumerate(speeds) if at and speed >= enough)
+        return [profile.arms[at] for at in sorted(kept)]
 
 
 @dataclass(slots=True)
@@ -149,9 +155,7 @@ class Fitted(Policy):
         self.steps = [0] * len(self._arms)
         """How many steps of a row took each of `choices`."""
         self._seconds: dict[int, list[float]] = {}
-        self._clock = clock
-        self._slower: dict[int, list[float]] = {}
-        self._last: tuple[float, list[RowHistory]] | None = None
+        self._pace = Pace(len(self._arms), clock)
         self._rows: WeakKeyDictionary[RowHistory, _Row] = WeakKeyDictionary()
         self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)  # of all rows
         # What all rows do where they do the same, and, where that was nothing, how many decoded and who they were.
@@ -176,15 +180,17 @@ class Fitted(Policy):
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         if len(self._choices) == 1 or not rows:
-            self._reasons, self._idle, self._last = [NEVER] * len(rows), None, None
+            self._reasons, self._idle = [NEVER] * len(rows), None
+            self._pace.pause()
             return self._choices[:1] * len(rows)
         count = max(load.decoding, len(rows))
         seconds = self._times(count)
         if GROUP_SHARE * count * seconds[0] < GROUP_S:
-            slower = self._learn_cost(load, rows, count)
+            slower = self._pace.slower(load, rows, count, self._crowd.arm, seconds)
             now = [took * times for took, times in zip(seconds, slower, strict=True)]
             return [self._choices[self._of_all(rows, now, count)]] * len(rows)
-        self._idle = self._last = None
+        self._idle = None
+        self._pace.pause()
         known = [self._look_at(history) for history in rows]
         price, worth = self._price(seconds, known), dict[tuple[int, ...], list[float]]()
         found, reasons = [], []
@@ -202,23 +208,8 @@ class Fitted(Policy):
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
         return self._reasons
 
-    def _learn_cost(self, load: Load, rows: Sequence[RowHistory], count: int) -> list[float]:
-        """Return how many times as long as measured a step of so many rows takes now, for every plan.
-
-        The last step tells, if it had the same rows and nothing was read beside them.
-        """
-        found = self._slower.setdefault(count, [1.0] * len(self._arms))
-        if self._clock is None:
-            return found
-        now, last, arm = self._clock(), self._last, self._crowd.arm
-        self._last = (now, list(rows)) if load.reading == 0 and len(rows) == load.decoding else None
-        if last is not None and self._last is not None and last[1] == self._last[1]:
-            ratio = (now - last[0]) / (count * self._times(count)[arm])
-            found[arm] += COST_RATE * (min(max(ratio, 0.5), MOST_SLOWER * found[arm]) - found[arm])
-        return found
-
     def _of_all(self, rows: Sequence[RowHistory], seconds: Sequence[float], count: int) -> int:
-        """Return one plan for all rows: that of a row whose guesses stay as often as theirs do on average."""
+        """Return one plan for all rows, by what it brings them on average."""
         crowd = self._crowd
         if self._idle == (count, rows) and all(own.since + 1 < own.wait for own in crowd.evidence):
             # Nothing was drafted, so nothing was learnt; this is asked at every step, and has to cost next to nothing.
@@ -227,11 +218,15 @@ class Fitted(Policy):
             self.steps[0] += len(rows)
             return 0
         known = [self._look_at(history) for history in rows]
+        brings = self._average(known)
+        price = max(tokens / took for tokens, took in zip(brings, seconds, strict=True))
+        values = [tokens - price * took for tokens, took in zip(brings, seconds, strict=True)]
         for number, own in enumerate(crowd.evidence):
-            own.odds = round(sum(row.evidence[number].odds for row in known) / len(known))
             own.hit = any(row.evidence[number].hit for row in known)
-        price = self._price(seconds, [crowd])
-        values = self._values(crowd.odds, price, seconds)
+            if self._of[number]:
+                # Of a text whose guesses stay so often, the best plan would bring what it brings these on average.
+                best = max(self._of[number], key=values.__getitem__)
+                own.odds = min(bisect_left(self._accepts[best], brings[best] - 1), len(ODDS) - 1)
         crowd.arm = self._settle(crowd, values, price, seconds, len(rows))
         self._reasons = [self._reason(crowd, values, price, seconds, count)] * len(rows)
         for row in known:
@@ -242,6 +237,14 @@ class Fitted(Policy):
         self.steps[crowd.arm] += len(rows)
         self._idle = None if crowd.arm else (count, list(rows))
         return crowd.arm
+
+    def _average(self, rows: Sequence[_Row]) -> list[float]:
+        """Return the tokens that every plan brings a row, on average."""
+        brings, counts = [1.0] * len(self._arms), Counter(row.odds for row in rows)
+        for at in range(1, len(brings)):
+            accepts, whose = self._accepts[at], self._whose[at]
+            brings[at] += sum(accepts[odds[whose]] * count for odds, count in counts.items()) / len(rows)
+        return brings
 
     def _times(self, rows: int) -> list[float]:
         """Return the seconds that a row's plan adds to a step of so many rows, for every plan."""

@@ -18,7 +18,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
 from draftsmith.engine.fitted import Fitted, Known
 from draftsmith.engine.profile import Profile
-from draftsmith.evaluation.measuring.profiling import is_chain, measure_profile
+from draftsmith.evaluation.measuring.profiling import is_chain, measure_profile, up_to
 from draftsmith.files import replace_text
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.provenance import machine, provenance, versions
@@ -27,13 +27,13 @@ from draftsmith.user_cache import cache_folder
 from draftsmith.workflows.models import quiet as silent
 
 READY_HOPE = 4.0
-"""A drafter without a memory costs nothing while it does not draft, so it stays ready for texts that suit it far better
-than those that were measured."""
+"""A drafter that costs next to nothing while it does not draft, without a memory or a lookup, stays ready for texts
+that suit it far better than those that were measured."""
 MEMORY_HOPE = 0.85
-"""A drafter with a memory, a lookup too, reads every text, also where it does not draft, so it has to gain clearly."""
+"""One with a model's memory reads every text, also where it does not draft, so it has to gain clearly."""
 DISTURBED_FOR_S = 3600.0
 """So long it is made do with what was measured while other programs disturbed it."""
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,22 @@ class Fit:
         return {"quiet": self.quiet, **self.profile.to_json()}
 
 
-def fit(target: Target, drafter: Drafter, name: str | None, console: Console) -> Fit:
+def fit(target: Target, drafter: Drafter, name: str | None, console: Console, most: int) -> Fit:
     """Return the profile of target and drafter on this machine, measured now or kept from an earlier time.
 
     Args:
+        most: rows that are decoded together; what was measured for fewer is measured anew.
         name: the folder or word that the drafter was loaded from; without one nothing is kept.
         console: shows that something is measured.
     """
     path = None if name is None else place(target, drafter, name)
-    kept = None if path is None else read(path)
-    if kept is not None:
+    kept, wanted = None if path is None else read(path), up_to(most)
+    if kept is not None and kept.profile.rows[: len(wanted)] == wanted:
         return kept
     begun = time.monotonic()
     with console.status("Measuring what drafts cost on this machine …") as status:
         profile, quiet = measure_profile(
-            target, drafter, on_progress=lambda what: status.update(f"Measuring what drafts cost here: {what} …")
+            target, drafter, wanted, on_progress=lambda what: status.update(f"Measuring what drafts cost here: {what} …")
         )
     found = Fit(profile, time.monotonic() - begun, quiet)
     if path is not None:
@@ -96,8 +97,8 @@ def fitted_engines(
 ) -> dict[int, Engine]:
     """Do as `fit_drafts`, an engine for each number of rows; none where it would be returned as it is.
 
-    A drafter with a memory of its own has to read every text, drafting or not, so it drafts only where that pays with
-    so many rows.
+    A drafter with a model's memory has to read every text, drafting or not, so it drafts only where that pays with so
+    many rows.
     """
     console = console or silent()
     drafting = {name: one for name, one in engine.core.drafters.items() if one.default_plan().depth}
@@ -105,17 +106,15 @@ def fitted_engines(
         return {}
     names = loaded_from if isinstance(loaded_from, Mapping) else dict.fromkeys(drafting, loaded_from)
     found = {
-        name: fit(engine.target, one, None if names.get(name) is None else str(names[name]), console)
+        name: fit(engine.target, one, None if names.get(name) is None else str(names[name]), console, max(batches))
         for name, one in drafting.items()
     }
     made: dict[int, Engine] = {}
     said: set[str] = set()
     for rows in batches:
         known = [
-            Known(
-                found[name].profile, name, MEMORY_HOPE if one.reads_prompt else READY_HOPE,
-                rows if one.reads_prompt else None,
-            )
+            Known(found[name].profile, name, MEMORY_HOPE, rows)
+            if one.reads_prompt and not one.follows_cheaply else Known(found[name].profile, name, READY_HOPE)
             for name, one in drafting.items()
         ]
         for own in known:

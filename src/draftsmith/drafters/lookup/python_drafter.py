@@ -169,6 +169,8 @@ class PythonDrafter(Drafter, Generic[R]):
 class LookupDrafter(PythonDrafter[R]):
     """One that finds its guesses in texts, and so can guess behind tokens that a row may never have."""
 
+    follows_cheaply = True
+
     @abstractmethod
     def continue_row(self, row: R, ahead: Sequence[int], count: int) -> list[int]:
         """Return up to `count` guesses, one after another, behind a row's text and the tokens `ahead` of it.

@@ -50,7 +50,9 @@ class Cascade(Drafter):
         self.copy, self.inner = copy, inner
         self.guesses, self.tail = guesses, tail
         self.taps = tuple(tap for drafter in inner.drafters for tap in drafter.taps)
-        self.reads_prompt = any(drafter.reads_prompt for drafter in inner.drafters)
+        remembering = [drafter for drafter in inner.drafters if drafter.reads_prompt]
+        self.reads_prompt = bool(remembering)
+        self.follows_cheaply = all(drafter.follows_cheaply for drafter in remembering)
         self.passes = self.tokens_read = 0
         """How many passes of the copy drafted chains so far, and how many tokens of rows it read in them."""
         self._cache: KVCache | None = None

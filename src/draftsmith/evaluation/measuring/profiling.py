@@ -19,8 +19,10 @@ from draftsmith.processor import Watch
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams, require_finished
 
-ROWS = (1, 4, 8)
+ROWS = (1, 4, 8, 16)
 PROMPT_TOKENS, NEW_TOKENS = 48, 20
+FEWEST_TEXTS = 24
+"""For few rows as well: acceptance differs from text to text."""
 SLOW_STEP_S, FEW_TOKENS = 0.02, 10
 """Where a plain step takes longer, fewer tokens are decoded."""
 HOPELESS, MISSES = 0.85, 2
@@ -140,8 +142,13 @@ class Contest:
         return all(statistics.median(some) < NOISY * min(some) for some in self.taken[NO_DRAFT].values())
 
 
+def up_to(rows: int) -> tuple[int, ...]:
+    """Return the numbers of rows to time for an engine that takes so many; what lies beyond them is extrapolated."""
+    return tuple(count for count, before in zip(ROWS, (0, *ROWS), strict=False) if before < rows)
+
+
 def measure_profile(
-    target: Target, drafter: Drafter, rows: Sequence[int] = ROWS, on_progress: Callable[[str], None] = lambda _: None
+    target: Target, drafter: Drafter, rows: Sequence[int], on_progress: Callable[[str], None] = lambda _: None
 ) -> tuple[Profile, bool]:
     """Decode with plans of more and more nodes; return what that brought, and whether the machine was quiet meanwhile.
 
@@ -154,7 +161,7 @@ def measure_profile(
     plans = candidates(default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest)
     length = min(PROMPT_TOKENS + NEW_TOKENS, target.max_length)
     new_tokens = min(NEW_TOKENS, length - 1)
-    prompts = texts_for(target, length - new_tokens, 3 * most)
+    prompts = texts_for(target, length - new_tokens, max(FEWEST_TEXTS, 3 * most))
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
     engine = Engine(target, drafter, plan=largest, max_batch=most, max_length=max(map(len, prompts)) + new_tokens)
     sampler = Sampler(engine, prompts, new_tokens)

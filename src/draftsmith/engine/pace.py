@@ -1,0 +1,66 @@
+"""How long steps take now, compared with what was measured: learnt from the steps themselves, plan by plan."""
+
+from collections.abc import Callable, Sequence
+
+from draftsmith.engine.policy import Load, RowHistory
+
+RATE, FIRST_RATE = 0.05, 0.25
+"""How much one step counts for how long such steps take now: the first of a plan most, later ones less and less."""
+MOST_SLOWER, MOST_FASTER = 1.5, 0.5
+"""How many times as long as usual a step may have taken; what took longer was something else, such as a client that is
+slow to read."""
+
+
+class Pace:
+    """Times the steps between two questions of a policy whose rows all do the same.
+
+    Numbers of rows are taken together by powers of two. A plan that was never taken with so many rows counts as slowed
+    as the last one that was: a machine that is busy, or was measured wrongly, seldom spares a single plan. Not so plain
+    decoding, so that it is tried where all drafts are slow.
+
+    Args:
+        plans: how many there are, the first of which drafts nothing.
+        clock: tells seconds; None takes what was measured for ever.
+    """
+
+    def __init__(self, plans: int, clock: Callable[[], float] | None) -> None:
+        self._plans, self._clock = plans, clock
+        self._slower: dict[int, list[float]] = {}
+        self._taken: dict[int, list[int]] = {}
+        self._last: tuple[float, list[RowHistory]] | None = None
+
+    def pause(self) -> None:
+        """Note that what follows belongs to no step that was asked about."""
+        self._last = None
+
+    def slower(
+        self, load: Load, rows: Sequence[RowHistory], count: int, plan: int, seconds: Sequence[float]
+    ) -> list[float]:
+        """Return how many times as long as measured a step takes now, for every plan.
+
+        The step since the last question tells, if it had the same rows and nothing was read beside them.
+
+        Args:
+            count: of rows that decode.
+            plan: which of the plans they all took in that step.
+            seconds: that every plan was measured to add to a step, for each row.
+        """
+        size = count.bit_length()
+        found = self._slower.setdefault(size, [1.0] * self._plans)
+        if self._clock is None:
+            return found
+        now, last = self._clock(), self._last
+        self._last = (now, list(rows)) if load.reading == 0 and len(rows) == load.decoding else None
+        if last is not None and self._last is not None and last[1] == self._last[1]:
+            self._learn(size, plan, (now - last[0]) / (count * seconds[plan]))
+        return found
+
+    def _learn(self, size: int, plan: int, ratio: float) -> None:
+        """Take in how many times as long as measured a step of this plan took."""
+        found, taken = self._slower[size], self._taken.setdefault(size, [0] * self._plans)
+        rate = max(RATE, FIRST_RATE / (1 + FIRST_RATE * taken[plan]))
+        taken[plan] += 1
+        found[plan] += rate * (min(max(ratio, MOST_FASTER * found[plan]), MOST_SLOWER * found[plan]) - found[plan])
+        for other, times in enumerate(taken):
+            if other and not times:
+                found[other] = found[plan]
