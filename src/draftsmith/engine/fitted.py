@@ -37,6 +37,8 @@ USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
+HELD = 7
+"""Steps without a draft for which it need not be asked again, where all rows do the same."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of rows for which plans are compared beforehand."""
 NEARLY = 0.95
@@ -158,9 +160,10 @@ class Fitted(Policy):
         self._pace = Pace(len(self._arms), clock)
         self._rows: WeakKeyDictionary[RowHistory, _Row] = WeakKeyDictionary()
         self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)  # of all rows
-        # What all rows do where they do the same, and, where that was nothing, how many decoded and who they were.
+        # What all rows do where they do the same, and, where that was nothing, how many decoded, who they were, and how
+        # many steps lay behind them.
         self._crowd = _Row([_Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
-        self._idle: tuple[int, Sequence[RowHistory]] | None = None
+        self._idle: tuple[int, Sequence[RowHistory], int] | None = None
         self._reasons: Sequence[Reason] = ()
         self._hopeless: dict[int, bool] = {}
 
@@ -186,7 +189,7 @@ class Fitted(Policy):
         count = max(load.decoding, len(rows))
         seconds = self._times(count)
         if GROUP_SHARE * count * seconds[0] < GROUP_S:
-            slower = self._pace.slower(load, rows, count, self._crowd.arm, seconds)
+            slower = self._pace.slower(load, rows, count, self._crowd.arm, seconds, self._passed())
             now = [took * times for took, times in zip(seconds, slower, strict=True)]
             return [self._choices[self._of_all(rows, now, count)]] * len(rows)
         self._idle = None
@@ -205,17 +208,25 @@ class Fitted(Policy):
         self._reasons = reasons
         return found
 
+    @property
+    def holds(self) -> int:
+        if self._idle is None:
+            return 0
+        return max(0, min(HELD, *(own.wait - own.since - 1 for own in self._crowd.evidence)))
+
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
         return self._reasons
 
     def _of_all(self, rows: Sequence[RowHistory], seconds: Sequence[float], count: int) -> int:
         """Return one plan for all rows, by what it brings them on average."""
         crowd = self._crowd
-        if self._idle == (count, rows) and all(own.since + 1 < own.wait for own in crowd.evidence):
-            # Nothing was drafted, so nothing was learnt; this is asked at every step, and has to cost next to nothing.
+        same = self._idle is not None and self._idle[:2] == (count, rows)
+        if same and all(own.since + 1 < own.wait for own in crowd.evidence):
+            # Nothing was drafted, so nothing was learnt; this is asked often, and has to cost next to nothing.
             for own in crowd.evidence:
                 own.since += 1
             self.steps[0] += len(rows)
+            self._idle = (count, rows, len(rows[0].accepted))
             return 0
         known = [self._look_at(history) for history in rows]
         brings = self._average(known)
@@ -235,8 +246,19 @@ class Fitted(Policy):
                 if own.trial == TRIAL:
                     row.evidence[number].doubt()
         self.steps[crowd.arm] += len(rows)
-        self._idle = None if crowd.arm else (count, list(rows))
+        self._idle = None if crowd.arm else (count, list(rows), len(rows[0].accepted))
         return crowd.arm
+
+    def _passed(self) -> int:
+        """Return how many steps were taken since the last question, and count those that nobody asked about."""
+        if self._idle is None:
+            return 1
+        _, rows, before = self._idle
+        unasked = max(0, len(rows[0].accepted) - before - 1)
+        for own in self._crowd.evidence:
+            own.since += unasked
+        self.steps[0] += unasked * len(rows)
+        return 1 + unasked
 
     def _average(self, rows: Sequence[_Row]) -> list[float]:
         """Return the tokens that every plan brings a row, on average."""

@@ -34,16 +34,17 @@ class Pace:
         self._last = None
 
     def slower(
-        self, load: Load, rows: Sequence[RowHistory], count: int, plan: int, seconds: Sequence[float]
+        self, load: Load, rows: Sequence[RowHistory], count: int, plan: int, seconds: Sequence[float], steps: int = 1
     ) -> list[float]:
         """Return how many times as long as measured a step takes now, for every plan.
 
-        The step since the last question tells, if it had the same rows and nothing was read beside them.
+        What was done since the last question tells, if it had the same rows and nothing was read beside them.
 
         Args:
             count: of rows that decode.
-            plan: which of the plans they all took in that step.
+            plan: which of the plans they all took since.
             seconds: that every plan was measured to add to a step, for each row.
+            steps: taken since.
         """
         size = count.bit_length()
         found = self._slower.setdefault(size, [1.0] * self._plans)
@@ -52,7 +53,7 @@ class Pace:
         now, last = self._clock(), self._last
         self._last = (now, list(rows)) if load.reading == 0 and len(rows) == load.decoding else None
         if last is not None and self._last is not None and last[1] == self._last[1]:
-            self._learn(size, plan, (now - last[0]) / (count * seconds[plan]))
+            self._learn(size, plan, (now - last[0]) / (steps * count * seconds[plan]))
         return found
 
     def _learn(self, size: int, plan: int, ratio: float) -> None:

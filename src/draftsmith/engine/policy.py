@@ -62,6 +62,14 @@ class Policy(ABC):
         """Whether it always chooses the only one of its `choices`, so that nobody need ask it."""
         return False
 
+    @property
+    def holds(self) -> int:
+        """For how many steps after the next one its last answer stands, so that nobody need ask it.
+
+        That is as long as no row comes or goes, none has a prediction, and nothing is read beside them.
+        """
+        return 0
+
     @abstractmethod
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         """Return one of `choices` for each row; asked once a step, about the rows that bring no plan of their own."""

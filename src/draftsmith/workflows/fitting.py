@@ -64,7 +64,8 @@ def fit(target: Target, drafter: Drafter, name: str | None, console: Console, mo
     begun = time.monotonic()
     with console.status("Measuring what drafts cost on this machine …") as status:
         profile, quiet = measure_profile(
-            target, drafter, wanted, on_progress=lambda what: status.update(f"Measuring what drafts cost here: {what} …")
+            target, drafter, wanted,
+            on_progress=lambda what: status.update(f"Measuring what drafts cost here: {what} …"),
         )
     found = Fit(profile, time.monotonic() - begun, quiet)
     if path is not None:

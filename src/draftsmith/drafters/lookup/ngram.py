@@ -1,8 +1,8 @@
 """Prompt lookup: what followed the newest tokens where they last stood, in the prompt or in the output.
 
 The idea is Saxena's prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, 2023), and that of Yang et
-al., "Inference with Reference" (arXiv:2304.04487, section 3). Every n-gram of a row is indexed as it is committed, so
-a step looks up and never searches.
+al., "Inference with Reference" (arXiv:2304.04487, section 3). Every n-gram of a row is indexed once, so a step looks up
+and never searches.
 """
 
 from collections.abc import Sequence
@@ -34,18 +34,20 @@ class NgramIndex:
         self._earlier: list[tuple[int, list[int]]] = [(n, []) for n in range(shortest, longest + 1)]
 
     def extend(self, tokens: list[int]) -> None:
-        """Add committed tokens; each files the n-grams that it follows."""
+        """Add committed tokens; they are indexed when somebody looks something up."""
+        self.text += tokens
+
+    def _index(self) -> None:
+        """File the n-grams that each of the tokens since the last time follows."""
         text, latest = self.text, self._latest
-        for token in tokens:
-            place = len(text)
-            for n, earlier in self._earlier:
+        for n, earlier in self._earlier:
+            for place in range(len(earlier), len(text)):
                 if place < n:
                     earlier.append(NOWHERE)
                     continue
-                gram = tuple(text[place - n :])
+                gram = tuple(text[place - n : place])
                 earlier.append(latest.get(gram, NOWHERE))
                 latest[gram] = place
-            text.append(token)
 
     def places(self, match: Match, wanted: int, ahead: Sequence[int] = ()) -> list[int]:
         """Return up to `wanted` places to continue from: of longer matches first, each with another token there.
@@ -53,6 +55,7 @@ class NgramIndex:
         Args:
             ahead: tokens behind the text, which belong to the match but not to the index.
         """
+        self._index()
         text = self.text
         newest = [*text[-self._longest :], *ahead]
         found: dict[int, int] = {}

@@ -70,9 +70,14 @@ class DraftTree:
         return node
 
 
-def table_of(context: Context) -> Tensor:
-    """Return every row's number, its count of newly committed tokens, and these, as one tensor (B, 2 + T)."""
-    return torch.cat([context.rows_B.unsqueeze(1), context.counts_B.unsqueeze(1), context.tokens_BT], dim=1)
+News = tuple[Tensor, Tensor, Tensor]
+"""Every row's number (B), its count of newly committed tokens (B), and these (B, T)."""
+
+
+def table_of(news: Sequence[News]) -> Tensor:
+    """Return the lines of all, a row's number, count and tokens in each, as one tensor; all are of one width."""
+    rows, counts, tokens = zip(*news, strict=True)
+    return torch.cat([torch.cat(rows).unsqueeze(1), torch.cat(counts).unsqueeze(1), torch.cat(tokens)], dim=1)
 
 
 def to_draft(trees: Sequence[DraftTree], context: Context, plan: Plan) -> Draft:
@@ -107,7 +112,7 @@ class PythonDrafter(Drafter, Generic[R]):
 
     def __init__(self) -> None:
         self._rows: dict[int, R] = {}
-        self._unread: list[Tensor] = []
+        self._unread: list[News] = []
 
     @abstractmethod
     def new_row(self) -> R:
@@ -129,7 +134,7 @@ class PythonDrafter(Drafter, Generic[R]):
 
     def follow(self, context: Context) -> None:
         # Read when somebody drafts again: while nobody does, a step should cost what it costs without a drafter.
-        self._unread.append(table_of(context))
+        self._unread.append((context.rows_B, context.counts_B, context.tokens_BT))
         if len(self._unread) == MOST_UNREAD:
             self.catch_up()
 
@@ -144,13 +149,13 @@ class PythonDrafter(Drafter, Generic[R]):
     def take_in(self, context: Context) -> list[R | None]:
         """Tell every row its new tokens; None stands for padding."""
         self.catch_up()
-        return self._read(table_of(context).tolist())
+        return self._read(table_of([(context.rows_B, context.counts_B, context.tokens_BT)]).tolist())
 
     def catch_up(self) -> None:
         """Read what was followed, in as many transfers as there were widths in a row."""
         unread, self._unread = self._unread, []
-        for _, alike in groupby(unread, lambda table: table.shape[1]):
-            self._read(torch.cat(list(alike)).tolist())
+        for _, alike in groupby(unread, lambda news: news[2].shape[1]):
+            self._read(table_of(list(alike)).tolist())
 
     def _read(self, lines: Sequence[list[int]]) -> list[R | None]:
         """Tell rows their new tokens; None stands for padding."""

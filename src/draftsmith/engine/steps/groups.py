@@ -35,6 +35,7 @@ class Groups:
         self._allowed = frozenset(policy.choices)
         self._choices: list[Choice] = []
         self._changed = self._has_predictions = False
+        self._held = 0  # steps for which the policy's last answer still stands
         # Of rows that are not in their group yet: a context, and where in it they are.
         self._sources: dict[int, tuple[Context, int]] = {}
 
@@ -61,6 +62,9 @@ class Groups:
         Raises:
             DraftsmithError: the policy chose what is none of its choices.
         """
+        if self._held and not self._changed and load.reading == 0:
+            self._held -= 1
+            return
         own = [request.choice for request in running]
         self._has_predictions = any(request.prediction is not None for request in running)
         if self._has_predictions:
@@ -70,6 +74,7 @@ class Groups:
         left = [request for request, choice in zip(running, own, strict=True) if choice is None]
         histories = [request.history for request in left]
         asked = self._policy.choose(load, histories)
+        self._held = 0 if self._has_predictions else self._policy.holds
         reasons = self._policy.reasons(load, histories)
         if reasons:
             for request, why in zip(left, reasons, strict=True):

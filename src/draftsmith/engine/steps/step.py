@@ -88,8 +88,11 @@ class Stepper:
         """Drafts for rows that bring a prediction, while they keep to it."""
         self.drafters = {**drafters, PREDICTED: self.predictions}
         self.taps = union_of_taps(list(drafters.values()))
-        self._columns = {name: columns_of(drafter.taps, self.taps, target) for name, drafter in drafters.items()}
-        self._columns[PREDICTED] = None
+        # Who wants no states is spared the work of leaving out those of others.
+        self._columns = {
+            name: columns_of(drafter.taps, self.taps, target) if drafter.taps else None
+            for name, drafter in self.drafters.items()
+        }
         self._runner = runner
         self._draft = {name: runner.drafting(drafter) for name, drafter in self.drafters.items()}
         self._lone_roots: dict[int, Layout] = {}
