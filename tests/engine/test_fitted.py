@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from draftsmith.engine import Engine
-from draftsmith.engine.fitted import FIRST_WAIT, LONGEST_WAIT, Fitted, Known
+from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT
+from draftsmith.engine.fitted import Fitted, Known
 from draftsmith.engine.policy import Load, RowHistory
 from draftsmith.engine.profile import Arm, Profile, candidates
 from draftsmith.plan import NO_DRAFT, Plan
@@ -63,6 +64,8 @@ def test_deeper_guesses_suffer_more_and_none_stays_oftener_than_always():
     arm = profile().arms[4]
     assert arm.accepted(0.5) == pytest.approx(0.6 / 2 + 0.4 / 4 + 0.2 / 8 + 0.1 / 16)
     assert arm.accepted(10.0) == 4
+    seldom = Arm(CHAINS[2], (0.1, 0.09, 0.08), (1.0,))
+    assert seldom.accepted(3.0) == pytest.approx(3 * 0.3), "no guess stays oftener than the one before it"
 
 
 def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
@@ -85,7 +88,9 @@ def test_candidates_are_chains_and_trees_up_to_the_room():
     assert static in candidates(static, prunable=True, room=64, longest=2)
     small = candidates(Plan((8, 8)), prunable=True, room=10, longest=2)
     assert small and all(plan.max_nodes <= 10 for plan in small)
-    assert candidates(NO_DRAFT, prunable=True, room=64, longest=3) == []
+    assert candidates(NO_DRAFT, prunable=True, room=64, longest=3, matches=(8,)) == []
+    lookup = candidates(Plan((1,) * 6), prunable=False, room=64, longest=6, matches=(8,))
+    assert lookup == [*chains, Plan((1,) * 4, match=8), Plan((1,) * 6, match=8)]
 
 
 def test_it_drafts_as_deep_as_pays_and_no_deeper_where_guesses_fail():

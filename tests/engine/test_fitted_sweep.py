@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from draftsmith.engine.fitted import LONGEST_WAIT, Fitted, Known
+from draftsmith.engine.evidence import LONGEST_WAIT
+from draftsmith.engine.fitted import Fitted, Known
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Arm, Profile
 from draftsmith.plan import NO_DRAFT, Plan

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from draftsmith.engine import Engine
-from draftsmith.engine.fitted import FIRST_WAIT, HELD, Fitted, Known
+from draftsmith.engine.evidence import FIRST_WAIT
+from draftsmith.engine.fitted import HELD, Fitted, Known
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Profile
 from draftsmith.plan import NO_DRAFT, Plan

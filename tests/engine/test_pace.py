@@ -24,7 +24,7 @@ class Rows:
 
     def ask(self, count: int, plan: int, reading: int = 0) -> list[float]:
         load = Load(decoding=count, reading=reading, waiting=0, max_batch=16)
-        return list(self.pace.slower(load, self.histories[:count], count, plan, SECONDS))
+        return list(self.pace.slower(load, self.histories[:count], count, plan, SECONDS[plan]))
 
 
 def test_a_plan_that_was_never_taken_counts_as_slowed_as_the_last_that_was():

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.engine import Engine
-from draftsmith.engine.fitted import FIRST_WAIT, PATIENCE, Fitted, Known
+from draftsmith.engine.evidence import FIRST_WAIT
+from draftsmith.engine.fitted import PATIENCE, Fitted, Known
 from draftsmith.engine.policy import Fixed, OffAbove, RowHistory
 from draftsmith.engine.profile import Profile
 from draftsmith.engine.reasons import LABELS, Weighed

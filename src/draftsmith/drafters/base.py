@@ -31,6 +31,8 @@ class Drafter(ABC):
     follows_cheaply: bool = False
     """Of those that read the prompt: whether a step for which somebody else drafts, or nobody, costs it next to
     nothing."""
+    matches: tuple[int, ...] = ()
+    """Lengths of matches that are worth asking for in a plan; () where the drafter looks nothing up."""
     borrows_layers: bool = False
     """Whether it runs layers of the target it was loaded for, and so decodes with that target alone.
 

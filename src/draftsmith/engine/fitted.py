@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT, PRIOR, TRIAL, Evidence, RowEvidence
 from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Arm, Profile
@@ -20,15 +21,8 @@ from draftsmith.types import DraftsmithError
 
 DECAY, COMMON_DECAY = 0.93, 0.999
 """What a step counts after the next one: for its own row, and for rows that begin later."""
-PRIOR = 4.0
-"""Guesses: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
 PATIENCE = 1.03
 """Another plan has to be so many times as fast before it is taken, and any that drafts than plain decoding."""
-FIRST_WAIT, LONGEST_WAIT = 24, 384
-"""Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
-TRIAL, HOPELESS = 8, 3
-"""Steps of a row that a trial lasts, and after which it ends if no guess has stayed; one guess tells next to nothing.
-Of rows that do the same each step counts once for every row."""
 LOST = 0.005
 """The share of all tokens that trials may cost in the long run, as far as the longest pause allows."""
 ODDS = tuple(at / 20 for at in range(61))
@@ -69,63 +63,11 @@ class Known:
             return []
         kept = set[int]()
         for odds in ODDS:
-            brings = [1 + arm.accepted(odds) for arm in profile.arms]
             for count in COUNTS:
-                speeds = [own / profile.seconds(arm, count) for own, arm in zip(brings, profile.arms, strict=True)]
+                speeds = [profile.speed(arm, count, odds) for arm in profile.arms]
                 enough = max(speeds[0], NEARLY * max(speeds))
                 kept.update(at for at, speed in enumerate(speeds) if at and speed >= enough)
         return [profile.arms[at] for at in sorted(kept)]
-
-
-@dataclass(slots=True)
-class _Evidence:
-    """How a drafter's guesses do in a text: those that stayed and that were expected to, both fading.
-
-    Args:
-        odds: which of `ODDS` follows.
-        since: steps since it was taken up, or laid aside.
-        wait: steps without it before it is tried.
-        trial: steps that are left of a trial, 0 where there is none.
-        hit: whether a guess has stayed since the last trial began.
-    """
-
-    accepted: float
-    expected: float
-    odds: int
-    since: int = 0
-    wait: int = FIRST_WAIT
-    trial: int = 0
-    hit: bool = False
-
-    def doubt(self) -> None:
-        """Begin a trial: what is known is of a while ago, and counts no more than what is known when a row begins."""
-        if self.expected > PRIOR:
-            self.accepted, self.expected = self.accepted * PRIOR / self.expected, PRIOR
-        self.hit = False
-
-    def goes_on(self, rows: int) -> bool:
-        """Count a step of a trial, of so many rows; return whether another one follows."""
-        self.trial = max(0, self.trial - rows)
-        if not self.hit and TRIAL - self.trial >= HOPELESS:
-            self.trial = 0
-        return self.trial > 0
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row's evidence of every drafter, the steps of it that were looked at, and what it did last, 0 being nothing.
-
-    `trying` says that it did so to see whether guesses stay now.
-    """
-
-    evidence: list[_Evidence]
-    seen: int
-    arm: int = 0
-    trying: bool = False
-
-    @property
-    def odds(self) -> tuple[int, ...]:
-        return tuple(one.odds for one in self.evidence)
 
 
 class Fitted(Policy):
@@ -152,17 +94,19 @@ class Fitted(Policy):
         self._arms = [self._first.arms[0], *(arm for _, _, arm in owned)]
         self._profiles = [self._first, *(known.profile for _, known, _ in owned)]
         self._accepts = [[arm.accepted(odds) for odds in ODDS] for arm in self._arms]
+        self._growths = [[arm.growth(odds) for odds in ODDS] for arm in self._arms]
         self._of = [[at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(drafters))]
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
         self.steps = [0] * len(self._arms)
         """How many steps of a row took each of `choices`."""
         self._seconds: dict[int, list[float]] = {}
         self._pace = Pace(len(self._arms), clock)
-        self._rows: WeakKeyDictionary[RowHistory, _Row] = WeakKeyDictionary()
+        self._share_s = 0.0  # seconds that a row's share of the last step was measured to take, of all alike
+        self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)  # of all rows
         # What all rows do where they do the same, and, where that was nothing, how many decoded, who they were, and how
         # many steps lay behind them.
-        self._crowd = _Row([_Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
+        self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
         self._idle: tuple[int, Sequence[RowHistory], int] | None = None
         self._reasons: Sequence[Reason] = ()
         self._hopeless: dict[int, bool] = {}
@@ -189,22 +133,26 @@ class Fitted(Policy):
         count = max(load.decoding, len(rows))
         seconds = self._times(count)
         if GROUP_SHARE * count * seconds[0] < GROUP_S:
-            slower = self._pace.slower(load, rows, count, self._crowd.arm, seconds, self._passed())
+            slower = self._pace.slower(load, rows, count, self._crowd.arm, self._share_s, self._passed())
             now = [took * times for took, times in zip(seconds, slower, strict=True)]
-            return [self._choices[self._of_all(rows, now, count)]] * len(rows)
+            arm = self._of_all(rows, now, count)
+            self._share_s = self._share_s / slower[arm] if arm else seconds[0]
+            return [self._choices[arm]] * len(rows)
         self._idle = None
         self._pace.pause()
         known = [self._look_at(history) for history in rows]
-        price, worth = self._price(seconds, known), dict[tuple[int, ...], list[float]]()
+        price, worth = self._price(seconds, known), dict[tuple[int, ...], tuple[list[float], list[float]]]()
         found, reasons = [], []
         for row in known:
             odds = row.odds
             if odds not in worth:
-                worth[odds] = self._values(odds, price, seconds)
-            row.arm = self._settle(row, worth[odds], price, seconds)
+                spent = self._spent(odds, seconds)
+                worth[odds] = self._values(odds, price, spent), spent
+            values, spent = worth[odds]
+            row.arm = self._settle(row, values, price, spent, seconds)
             self.steps[row.arm] += 1
             found.append(self._choices[row.arm])
-            reasons.append(self._reason(row, worth[odds], price, seconds, count))
+            reasons.append(self._reason(row, values, price, spent, count))
         self._reasons = reasons
         return found
 
@@ -229,17 +177,18 @@ class Fitted(Policy):
             self._idle = (count, rows, len(rows[0].accepted))
             return 0
         known = [self._look_at(history) for history in rows]
-        brings = self._average(known)
-        price = max(tokens / took for tokens, took in zip(brings, seconds, strict=True))
-        values = [tokens - price * took for tokens, took in zip(brings, seconds, strict=True)]
+        brings, spent = self._average(known, seconds)
+        price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
+        values = [tokens - price * took for tokens, took in zip(brings, spent, strict=True)]
         for number, own in enumerate(crowd.evidence):
             own.hit = any(row.evidence[number].hit for row in known)
             if self._of[number]:
                 # Of a text whose guesses stay so often, the best plan would bring what it brings these on average.
                 best = max(self._of[number], key=values.__getitem__)
                 own.odds = min(bisect_left(self._accepts[best], brings[best] - 1), len(ODDS) - 1)
-        crowd.arm = self._settle(crowd, values, price, seconds, len(rows))
-        self._reasons = [self._reason(crowd, values, price, seconds, count)] * len(rows)
+        crowd.arm = self._settle(crowd, values, price, spent, seconds, len(rows))
+        self._share_s = spent[crowd.arm]
+        self._reasons = [self._reason(crowd, values, price, spent, count)] * len(rows)
         for row in known:
             row.arm = crowd.arm
             for number, own in enumerate(crowd.evidence):
@@ -260,13 +209,15 @@ class Fitted(Policy):
         self.steps[0] += unasked * len(rows)
         return 1 + unasked
 
-    def _average(self, rows: Sequence[_Row]) -> list[float]:
-        """Return the tokens that every plan brings a row, on average."""
-        brings, counts = [1.0] * len(self._arms), Counter(row.odds for row in rows)
+    def _average(self, rows: Sequence[RowEvidence], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return the tokens that every plan brings a row, and the seconds that it takes, on average."""
+        brings, spent, counts = [1.0] * len(self._arms), list(seconds), Counter(row.odds for row in rows)
         for at in range(1, len(brings)):
-            accepts, whose = self._accepts[at], self._whose[at]
+            accepts, growths, whose = self._accepts[at], self._growths[at], self._whose[at]
             brings[at] += sum(accepts[odds[whose]] * count for odds, count in counts.items()) / len(rows)
-        return brings
+            growth = sum(growths[odds[whose]] * count for odds, count in counts.items()) / len(rows)
+            spent[at] = seconds[0] + growth * (seconds[at] - seconds[0])
+        return brings, spent
 
     def _times(self, rows: int) -> list[float]:
         """Return the seconds that a row's plan adds to a step of so many rows, for every plan."""
@@ -280,11 +231,11 @@ class Fitted(Policy):
             ]
         return found
 
-    def _look_at(self, history: RowHistory) -> _Row:
+    def _look_at(self, history: RowHistory) -> RowEvidence:
         """Return what is known of a row, its last step included."""
         row, steps = self._rows.get(history), len(history.accepted)
         if row is None:
-            row = self._rows[history] = _Row([self._begin(number) for number in range(len(self._of))], steps)
+            row = self._rows[history] = RowEvidence([self._begin(number) for number in range(len(self._of))], steps)
         elif steps > row.seen:
             # Steps behind that one were not asked about: a prediction drafted them.
             stayed, expected, number = history.accepted[row.seen], self._accepts[row.arm][USUAL], self._whose[row.arm]
@@ -297,42 +248,58 @@ class Fitted(Policy):
                 self._expected[number] = COMMON_DECAY * self._expected[number] + expected
         return row
 
-    def _begin(self, number: int) -> _Evidence:
+    def _begin(self, number: int) -> Evidence:
         """Return what stands for a drafter's evidence in a new text: that of other texts."""
         common = (self._accepted[number] + PRIOR) / (self._expected[number] + PRIOR)
         arms = self._of[number]
-        return _Evidence(PRIOR * common, PRIOR, self._odds(arms[-1], common) if arms else USUAL)
+        return Evidence(PRIOR * common, PRIOR, self._odds(arms[-1], common) if arms else USUAL)
 
     def _odds(self, arm: int, share: float) -> int:
         """Return the odds at which a plan accepts so many times what was measured."""
         accepts = self._accepts[arm]
         return min(bisect_left(accepts, share * accepts[USUAL]), len(ODDS) - 1)
 
+    def _spent(self, odds: Sequence[int], seconds: Sequence[float]) -> list[float]:
+        """Return the seconds that every plan takes where guesses stay so often."""
+        plain, *drafted = seconds
+        whose = self._whose[1:]
+        return [plain, *(
+            plain + own[odds[one]] * (took - plain)
+            for own, one, took in zip(self._growths[1:], whose, drafted, strict=True)
+        )]
+
     def _values(self, odds: Sequence[int], price: float, seconds: Sequence[float]) -> list[float]:
         """Return the tokens that every plan brings, less what its time costs."""
         mine = [0 if whose == NOBODY else odds[whose] for whose in self._whose]
         return [1 + own[at] - price * took for own, at, took in zip(self._accepts, mine, seconds, strict=True)]
 
-    def _price(self, seconds: Sequence[float], rows: Sequence[_Row]) -> float:
+    def _price(self, seconds: Sequence[float], rows: Sequence[RowEvidence]) -> float:
         """Return the most tokens a second that these rows can have, each with a plan of its own (Dinkelbach's way)."""
         counts = Counter(row.odds for row in rows)
         price, before = 1 / seconds[0], 0.0
         while price > before:
             tokens = took = 0.0
             for odds, count in counts.items():
-                values = self._values(odds, price, seconds)
+                spent = self._spent(odds, seconds)
+                values = self._values(odds, price, spent)
                 arm = values.index(max(values))
-                tokens += count * (values[arm] + price * seconds[arm])
-                took += count * seconds[arm]
+                tokens += count * (values[arm] + price * spent[arm])
+                took += count * spent[arm]
             price, before = tokens / took, price
         return price
 
     def _settle(
-        self, row: _Row, values: Sequence[float], price: float, seconds: Sequence[float], rows: int = 1
+        self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float], seconds: Sequence[float],
+        rows: int = 1,
     ) -> int:
-        """Return the plan of a row, or of so many rows that do the same; none is changed for a little."""
+        """Return the plan of a row, or of so many rows that do the same; none is changed for a little.
+
+        Args:
+            spent: seconds that every plan takes here.
+            seconds: that it would take if guesses stayed as often as measured.
+        """
         def beats(one: int, other: int) -> bool:
-            return values[one] - values[other] > (PATIENCE - 1) * (values[other] + price * seconds[other])
+            return values[one] - values[other] > (PATIENCE - 1) * (values[other] + price * spent[other])
 
         best = max(range(1, len(values)), key=values.__getitem__)
         if row.arm and not beats(best, row.arm):
@@ -352,27 +319,30 @@ class Fitted(Policy):
         return tried
 
     def _tried(
-        self, row: _Row, chosen: int, values: Sequence[float], price: float, seconds: Sequence[float], rows: int
+        self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, seconds: Sequence[float], rows: int
     ) -> int:
         """Return the plan of a drafter whose turn it is; none is tried that could not pay if all its guesses stayed."""
         for number, own in enumerate(row.evidence):
             if own.since < own.wait or number == self._whose[chosen]:
                 continue
-            hoped = [1 + self._accepts[arm][-1] - price * seconds[arm] for arm in self._of[number]]
+            most = [seconds[0] + self._growths[arm][-1] * (seconds[arm] - seconds[0]) for arm in self._of[number]]
+            hoped = [
+                1 + self._accepts[arm][-1] - price * took for arm, took in zip(self._of[number], most, strict=True)
+            ]
             # Asked again after as long a pause, not at every step until then.
             own.since = 0
             if max(hoped, default=values[chosen]) > values[chosen]:
                 best = max(self._of[number], key=values.__getitem__)
                 # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
                 lasts = -(-TRIAL // rows)
-                most = max(FIRST_WAIT, round(lasts * (values[chosen] - values[best]) / LOST))
-                own.wait, own.trial = min(2 * own.wait, LONGEST_WAIT, most), TRIAL
+                longest = max(FIRST_WAIT, round(lasts * (values[chosen] - values[best]) / LOST))
+                own.wait, own.trial = min(2 * own.wait, LONGEST_WAIT, longest), TRIAL
                 own.doubt()
                 return best
         return chosen
 
     def _reason(
-        self, row: _Row, values: Sequence[float], price: float, seconds: Sequence[float], count: int
+        self, row: RowEvidence, values: Sequence[float], price: float, seconds: Sequence[float], count: int
     ) -> Weighed:
         """Return why a row does what it was just settled that it does."""
         at = row.arm or max(range(1, len(values)), key=values.__getitem__)
@@ -389,6 +359,9 @@ class Fitted(Policy):
         found = self._hopeless.get(count)
         if found is None:
             plain, *drafted = self._times(count)
-            gains = [own[-1] - (took / plain - 1) for own, took in zip(self._accepts[1:], drafted, strict=True)]
+            gains = [
+                own[-1] - growths[-1] * (took / plain - 1)
+                for own, growths, took in zip(self._accepts[1:], self._growths[1:], drafted, strict=True)
+            ]
             found = self._hopeless[count] = max(gains) <= PATIENCE - 1
         return found

@@ -34,7 +34,7 @@ class Pace:
         self._last = None
 
     def slower(
-        self, load: Load, rows: Sequence[RowHistory], count: int, plan: int, seconds: Sequence[float], steps: int = 1
+        self, load: Load, rows: Sequence[RowHistory], count: int, plan: int, seconds: float, steps: int = 1
     ) -> list[float]:
         """Return how many times as long as measured a step takes now, for every plan.
 
@@ -43,7 +43,7 @@ class Pace:
         Args:
             count: of rows that decode.
             plan: which of the plans they all took since.
-            seconds: that every plan was measured to add to a step, for each row.
+            seconds: that a row's share of such a step was measured to take.
             steps: taken since.
         """
         size = count.bit_length()
@@ -53,7 +53,7 @@ class Pace:
         now, last = self._clock(), self._last
         self._last = (now, list(rows)) if load.reading == 0 and len(rows) == load.decoding else None
         if last is not None and self._last is not None and last[1] == self._last[1]:
-            self._learn(size, plan, (now - last[0]) / (steps * count * seconds[plan]))
+            self._learn(size, plan, (now - last[0]) / (steps * count * seconds))
         return found
 
     def _learn(self, size: int, plan: int, ratio: float) -> None:

@@ -15,11 +15,13 @@ class Arm:
     Args:
         survival: the share of steps that accepted at least 1, 2, … guesses.
         seconds: of a step, all rows together, for each number of rows of the profile.
+        drafted: guesses that a step verified; None stands for as many as the plan has.
     """
 
     plan: Plan
     survival: tuple[float, ...]
     seconds: tuple[float, ...]
+    drafted: float | None = None
 
     def accepted(self, odds: float = 1.0) -> float:
         """Return how many guesses a step accepts on average.
@@ -28,11 +30,22 @@ class Arm:
             odds: how many times as often as measured a guess stays whose predecessors did; so the deeper guesses
                 suffer, or gain, most.
         """
-        total, factor = 0.0, 1.0
+        total, factor, before = 0.0, 1.0, 1.0
         for survived in self.survival:
             factor *= odds
-            total += min(1.0, survived * factor)
+            before = min(before, survived * factor)  # none stays whose predecessor did not
+            total += before
         return total
+
+    def growth(self, odds: float) -> float:
+        """Return how many times as many guesses as measured are made; see `accepted`.
+
+        A drafter that makes as many as the plan has always does. A lookup makes none where it finds nothing: where
+        more stay it has found more, and has more to verify.
+        """
+        if not self.drafted or self.drafted >= self.plan.max_nodes or not self.accepted():
+            return 1.0
+        return min(self.plan.max_nodes / self.drafted, self.accepted(odds) / self.accepted())
 
 
 @dataclass(frozen=True)
@@ -46,8 +59,18 @@ class Profile:
     rows: tuple[int, ...]
     arms: tuple[Arm, ...]
 
-    def seconds(self, arm: Arm, rows: int) -> float:
-        """Return the seconds of a step of so many rows, by straight lines between what was measured."""
+    def seconds(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
+        """Return the seconds of a step of so many rows, by straight lines between what was measured.
+
+        What a plan takes beyond plain decoding goes with the guesses that it makes, see `Arm.growth`.
+        """
+        took, growth = self._measured(arm, rows), arm.growth(odds)
+        if growth == 1.0:
+            return took
+        plain = self._measured(self.arms[0], rows)
+        return plain + (took - plain) * growth
+
+    def _measured(self, arm: Arm, rows: int) -> float:
         if len(self.rows) == 1 or rows <= self.rows[0]:
             return arm.seconds[0]
         right = min(max(1, bisect_left(self.rows, rows)), len(self.rows) - 1)
@@ -56,7 +79,7 @@ class Profile:
 
     def speed(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
         """Return tokens a second of all rows together; see `Arm.accepted`."""
-        return rows * (1 + arm.accepted(odds)) / self.seconds(arm, rows)
+        return rows * (1 + arm.accepted(odds)) / self.seconds(arm, rows, odds)
 
     def best(self, rows: int, odds: float = 1.0) -> Arm:
         """Return the plan with the most tokens a second."""
@@ -74,7 +97,10 @@ class Profile:
     def from_json(cls, value: Mapping[str, Any]) -> "Profile":
         """Undo `to_json`; KeyError, TypeError or ValueError for what is none."""
         arms = tuple(
-            Arm(plan_from_json(arm["plan"]), tuple(map(float, arm["survival"])), tuple(map(float, arm["seconds"])))
+            Arm(
+                plan_from_json(arm["plan"]), tuple(map(float, arm["survival"])), tuple(map(float, arm["seconds"])),
+                arm.get("drafted"),
+            )
             for arm in value["arms"]
         )
         rows = tuple(map(int, value["rows"]))
@@ -89,7 +115,9 @@ def plan_from_json(value: Mapping[str, Any]) -> Plan:
     return Plan(**{**value, **tree})
 
 
-def candidates(default: Plan, prunable: bool, room: int, longest: int) -> list[Plan]:
+def candidates(
+    default: Plan, prunable: bool, room: int, longest: int, matches: Sequence[int] = ()
+) -> list[Plan]:
     """Return the plans worth measuring for a drafter, those of few nodes first.
 
     Args:
@@ -97,6 +125,7 @@ def candidates(default: Plan, prunable: bool, room: int, longest: int) -> list[P
         prunable: whether trees of its likeliest guesses can be made.
         room: the most nodes.
         longest: the deepest draft it can make.
+        matches: lengths that it can ask of what it looks up; such plans come last.
     """
     depth = min(default.depth, longest)
     found = [Plan((1,) * deep) for deep in ladder(depth)]
@@ -107,7 +136,9 @@ def candidates(default: Plan, prunable: bool, room: int, longest: int) -> list[P
         found += [Plan(shape, beam=max(shape), nodes=nodes) for nodes in TREES if depth < nodes < tree.max_nodes]
     found.append(default)
     fitting = [plan for plan in dict.fromkeys(found) if plan != NO_DRAFT and plan.max_nodes <= room]
-    return sorted(fitting, key=lambda plan: (plan.max_nodes, plan.depth))
+    copies = sorted({deep for deep in (min(SHORT_COPY, depth), depth) if 0 < deep <= room})
+    sure = [Plan((1,) * deep, match=length) for length in matches for deep in copies]
+    return sorted(fitting, key=lambda plan: (plan.max_nodes, plan.depth)) + sure
 
 
 def ladder(depth: int) -> Sequence[int]:
@@ -115,6 +146,8 @@ def ladder(depth: int) -> Sequence[int]:
     return [deep for deep in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48) if deep < depth] + [depth] * (depth > 0)
 
 
+SHORT_COPY = 4
+"""Guesses behind a long match, beside as many as the drafter's own plan has."""
 WIDE = (3, 2, 1)
 """Children of a node in trees for drafters whose own plan is a chain."""
 TREES = (4, 6, 8, 12, 16, 24, 32, 48)

@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.engine import Engine
+from draftsmith.engine import Engine, reasons
 from draftsmith.engine.fitted import Fitted, Known
 from draftsmith.engine.profile import Profile
-from draftsmith.evaluation.measuring.profiling import is_chain, measure_profile, up_to
+from draftsmith.evaluation.measuring.profiling import measure_profile, up_to
 from draftsmith.files import replace_text
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.provenance import machine, provenance, versions
@@ -33,7 +33,7 @@ MEMORY_HOPE = 0.85
 """One with a model's memory reads every text, also where it does not draft, so it has to gain clearly."""
 DISTURBED_FOR_S = 3600.0
 """So long it is made do with what was measured while other programs disturbed it."""
-FORMAT = 3
+FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,7 @@ def in_words(found: Fit, policy: Fitted, rows: int = 1) -> str:
 
 def shape_in_words(plan: Plan) -> str:
     """Return "a chain of 3", "a tree of 8" or "none"."""
-    if not plan.branching:
-        return "none"
-    return f"a {'chain' if is_chain(plan) else 'tree'} of {plan.max_nodes}"
+    return f"a {reasons.shape_in_words(plan)}" if plan.depth else "none"
 
 
 def place(target: Target, drafter: Drafter, name: str) -> Path:

@@ -128,6 +128,17 @@ def test_a_copy_that_meets_its_own_end_goes_on():
     assert chain(propose(ngram(guesses=7), {0: [9, 5, 6, 5, 6]})) == [5, 6, 5, 6, 5, 6, 5]
 
 
+@pytest.mark.parametrize("make", [ngram, suffix])
+def test_a_plan_may_wait_for_a_long_match(make):
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 3, 4, 5, 6]
+    for match, expected in ((0, [7, 8]), (4, [7, 8]), (5, [])):
+        tokens = chain(propose(make(), {0: text}, Plan((1, 1), match=match)))
+        assert tokens == expected, match
+    again = [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, *range(1, 7)]
+    assert chain(propose(make(), {0: again}, Plan((1, 1), match=6))) == [7, 8]
+    assert chain(propose(make(), {0: again}, Plan((1, 1), match=7))) == []
+
+
 def test_without_a_match_nothing_is_drafted():
     draft = propose(ngram(), {0: [1, 2, 3, 4], 1: [5]})
     assert draft.tokens_BN.shape == (2, 0) and draft.depth == 0

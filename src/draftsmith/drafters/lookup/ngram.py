@@ -78,6 +78,10 @@ class NgramIndex:
                 break
         return list(found.values())[:wanted]
 
+    def repeats(self, place: int, tokens: int) -> bool:
+        """Return whether so many of the newest tokens stand before a place too."""
+        return tokens <= place and self.text[place - tokens : place] == self.text[-tokens:]
+
     def copy(self, place: int, count: int, ahead: Sequence[int] = ()) -> list[int]:
         """Return `count` tokens from `place` on; behind the end of text and `ahead` the copy goes on with itself."""
         piece = self.text[place : place + count]
@@ -101,6 +105,8 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
     def draft_row(self, row: NgramIndex, plan: Plan, room: int) -> DraftTree:
         config, tree = self.config, DraftTree(plan.branching, room)
         for place in row.places(config.match, min(config.branches, plan.branching[0])):
+            if plan.match > config.min_length and not row.repeats(place, plan.match):
+                continue
             tree.add_path(ROOT, row.copy(place, min(config.guesses, plan.depth)))
         return tree
 

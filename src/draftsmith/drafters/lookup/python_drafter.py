@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from draftsmith.targets import KVCache
 
 
+SURE_MATCH = 8
+"""Behind so long a match nearly all guesses stay, whatever the text is."""
 MOST_UNREAD = 64
 """Steps that nobody drafted for are read together, at most so many."""
 
@@ -175,6 +177,7 @@ class LookupDrafter(PythonDrafter[R]):
     """One that finds its guesses in texts, and so can guess behind tokens that a row may never have."""
 
     follows_cheaply = True
+    matches = (SURE_MATCH,)
 
     @abstractmethod
     def continue_row(self, row: R, ahead: Sequence[int], count: int) -> list[int]:

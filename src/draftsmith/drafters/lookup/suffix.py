@@ -224,7 +224,7 @@ class SuffixDrafter(LookupDrafter[SuffixRow]):
         sources = [row.matches()]
         if self.memory.tokens:
             sources.append(self._remembered(row))
-        return self._best(sources, plan.branching, min(room, self.config.nodes))
+        return self._best(sources, plan.branching, min(room, self.config.nodes), plan.match)
 
     def continue_row(self, row: SuffixRow, ahead: Sequence[int], count: int) -> list[int]:
         newest = [*row.text[-self.config.max_length :], *ahead][-self.config.max_length :]
@@ -234,13 +234,19 @@ class SuffixDrafter(LookupDrafter[SuffixRow]):
         count = min(count, self.config.depth)
         return self._best(sources, (1,) * count, min(count, self.config.nodes)).tokens
 
-    def _best(self, sources: Sequence[Iterator[Match]], branching: tuple[int, ...], room: int) -> DraftTree:
-        """Return the tree of up to `room` nodes behind one of the matches that has the largest sum of probabilities."""
+    def _best(
+        self, sources: Sequence[Iterator[Match]], branching: tuple[int, ...], room: int, shortest: int = 0
+    ) -> DraftTree:
+        """Return the tree of up to `room` nodes behind one of the matches that has the largest sum of probabilities.
+
+        Args:
+            shortest: of the matches that count.
+        """
         best, most = DraftTree((), 0), 0.0
         for source in sources:
             for match in source:
                 limit = min(room, max(1, int(self.config.factor * match.length)))
-                if most >= limit:  # a shorter match is worth fewer guesses still
+                if match.length < shortest or most >= limit:  # a shorter match is worth fewer guesses still
                     break
                 tree, score = self._grow(match, branching, limit)
                 if score > most:

@@ -49,6 +49,7 @@ class Sampler:
         self.engine, self.prompts, self.new_tokens = engine, prompts, new_tokens
         self.stayed: dict[Plan, list[int]] = {}
         self.steps: dict[Plan, int] = {}
+        self._drafted: dict[Plan, int] = {}
         self._taken: dict[tuple[Plan, int], int] = {}
 
     def seconds(self, plan: Plan, rows: int) -> float:
@@ -63,13 +64,21 @@ class Sampler:
             for depth, count in enumerate(one.accepted_by_depth[: plan.depth]):
                 stayed[depth] += count
         self.steps[plan] = self.steps.get(plan, 0) + steps
+        self._drafted[plan] = self._drafted.get(plan, 0) + sum(one.drafted for one in done)
         return rows * sum(one.decode_s for one in done) / max(1, steps)
+
+    def drafted(self, plan: Plan) -> float:
+        """Return how many guesses a step verified."""
+        return self._drafted[plan] / max(1, self.steps[plan])
 
     def survival(self, plan: Plan) -> tuple[float, ...]:
         """Return the shares of steps that accepted at least 1, 2, … guesses; of chains, by all chains as deep."""
         alike = [plan]
         if is_chain(plan):
-            alike = [one for one in self.steps if is_chain(one) and one.sampled == plan.sampled]
+            alike = [
+                one for one in self.steps
+                if is_chain(one) and one.sampled == plan.sampled and one.match == plan.match
+            ]
         found = []
         for depth in range(plan.depth):
             deep = [one for one in alike if one.depth > depth]
@@ -113,7 +122,10 @@ class Contest:
         """Return what a step takes when nobody disturbs it: a chain, and no draft, no more than longer chains took."""
         alike = [plan]
         if plan == NO_DRAFT or is_chain(plan):
-            alike += [one for one in self.taken if is_chain(one) and one.depth > plan.depth and rows in self.taken[one]]
+            alike += [
+                one for one in self.taken
+                if is_chain(one) and one.depth > plan.depth and one.match == plan.match and rows in self.taken[one]
+            ]
         return min(took for one in alike for took in self.taken[one][rows])
 
     def run(self, plans: Sequence[Plan]) -> Profile:
@@ -121,18 +133,24 @@ class Contest:
         self.time(NO_DRAFT, self.rows[0])
         misses, best = 0, 0.0
         for plan in plans:
+            # What waits for long matches seldom drafts, so it is no worse where others clearly lose.
+            if misses == MISSES and not plan.match:
+                continue
             self.time(plan, self.rows[0])
             best = max(best, self.speed(plan), self.speed(NO_DRAFT))
-            misses = misses + 1 if self.speed(plan) < HOPELESS * best else 0
-            if misses == MISSES:
-                break
+            misses = misses if misses == MISSES else misses + 1 if self.speed(plan) < HOPELESS * best else 0
         plain = self.speed(NO_DRAFT)
-        kept = [plan for plan in self.taken if plan == NO_DRAFT or self.speed(plan) >= HOPELESS * plain]
+        kept = [
+            plan for plan in self.taken if plan == NO_DRAFT or plan.match or self.speed(plan) >= HOPELESS * plain
+        ]
         for rows in self.rows[1:]:
             for plan in kept:
                 self.time(plan, rows)
         return Profile(self.rows, tuple(
-            Arm(plan, self.sampler.survival(plan), tuple(self.seconds(plan, rows) for rows in self.rows))
+            Arm(
+                plan, self.sampler.survival(plan), tuple(self.seconds(plan, rows) for rows in self.rows),
+                self.sampler.drafted(plan),
+            )
             for plan in kept
         ))
 
@@ -158,7 +176,7 @@ def measure_profile(
     """
     default, most = drafter.default_plan(), rows[-1]
     longest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else default.depth
-    plans = candidates(default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest)
+    plans = candidates(default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.matches)
     length = min(PROMPT_TOKENS + NEW_TOKENS, target.max_length)
     new_tokens = min(NEW_TOKENS, length - 1)
     prompts = texts_for(target, length - new_tokens, max(FEWEST_TEXTS, 3 * most))

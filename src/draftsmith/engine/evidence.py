@@ -1,0 +1,62 @@
+"""What a fitted policy knows of a text: how often the guesses of every drafter stayed, and when to try again."""
+
+from dataclasses import dataclass
+
+PRIOR = 4.0
+"""Guesses: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
+FIRST_WAIT, LONGEST_WAIT = 24, 384
+"""Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
+TRIAL, HOPELESS = 8, 3
+"""Steps of a row that a trial lasts, and after which it ends if no guess has stayed; one guess tells next to nothing.
+Of rows that do the same each step counts once for every row."""
+
+
+@dataclass(slots=True)
+class Evidence:
+    """How a drafter's guesses do in a text: those that stayed and that were expected to, both fading.
+
+    Args:
+        odds: which of `ODDS` follows.
+        since: steps since it was taken up, or laid aside.
+        wait: steps without it before it is tried.
+        trial: steps that are left of a trial, 0 where there is none.
+        hit: whether a guess has stayed since the last trial began.
+    """
+
+    accepted: float
+    expected: float
+    odds: int
+    since: int = 0
+    wait: int = FIRST_WAIT
+    trial: int = 0
+    hit: bool = False
+
+    def doubt(self) -> None:
+        """Begin a trial: what is known is of a while ago, and counts no more than what is known when a row begins."""
+        if self.expected > PRIOR:
+            self.accepted, self.expected = self.accepted * PRIOR / self.expected, PRIOR
+        self.hit = False
+
+    def goes_on(self, rows: int) -> bool:
+        """Count a step of a trial, of so many rows; return whether another one follows."""
+        self.trial = max(0, self.trial - rows)
+        if not self.hit and TRIAL - self.trial >= HOPELESS:
+            self.trial = 0
+        return self.trial > 0
+
+
+@dataclass(slots=True)
+class RowEvidence:
+    """A row's evidence of every drafter, the steps of it that were looked at, and what it did last, 0 being nothing.
+
+    `trying` says that it did so to see whether guesses stay now.
+    """
+
+    evidence: list[Evidence]
+    seen: int
+    arm: int = 0
+    trying: bool = False
+
+    @property
+    def odds(self) -> tuple[int, ...]:
+        return tuple(one.odds for one in self.evidence)
