@@ -68,6 +68,31 @@ def test_deeper_guesses_suffer_more_and_none_stays_oftener_than_always():
     assert seldom.accepted(3.0) == pytest.approx(3 * 0.3), "no guess stays oftener than the one before it"
 
 
+def lookup(seconds: float) -> Profile:
+    """Four guesses in a quarter of the steps, four fifths of which stay; such a step takes so long on average."""
+    arm = Arm(CHAINS[3], (0.2, 0.2, 0.2, 0.2), (seconds,), drafted=1.0)
+    return Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm))
+
+
+def test_what_a_lookup_costs_goes_with_the_guesses_it_makes():
+    found = lookup(2.0)
+    plain, arm = found.arms
+    assert found.seconds(arm, 1) == 2.0 and found.seconds(plain, 1, odds=3.0) == 1.0
+    assert found.seconds(arm, 1, odds=2.0) == pytest.approx(3.0), "twice as many stay, so twice as many were made"
+    assert found.seconds(arm, 1, odds=100.0) == pytest.approx(5.0), "no more than the plan has"
+    assert found.speed(arm, 1, odds=100.0) == pytest.approx(5 / 5.0)
+    assert 1.0 < found.seconds(arm, 1, odds=0.5) < 1.5
+    always = replace(arm, drafted=4.0)
+    assert always.growth(2.0) == always.growth(0.5) == 1.0 == replace(arm, drafted=None).growth(2.0)
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_lookup_is_not_hoped_for_at_the_price_of_few_guesses():
+    assert Fitted(Known(lookup(2.0), hope=100.0)).is_fixed, "all five tokens for five steps, at best"
+    policy = Fitted(Known(lookup(1.5), hope=100.0))
+    assert go(policy, RowHistory(False, 5), 200, 4)[-1] == 4, "five tokens for three steps"
+
+
 def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
     found = Profile((1, 4), (*profile().arms, Arm(Plan(choices=((0,), (1,), (0, 0))), (0.5, 0.2), (1.0, 2.0))))
     value = json.loads(json.dumps(found.to_json()))
