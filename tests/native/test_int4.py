@@ -96,6 +96,87 @@ def test_weights_that_are_all_alike_come_back(value: float):
     torch.testing.assert_close(found_NK, weight_NK.float(), rtol=2**-8, atol=2**-118)
 
 
+def factors(x_MK: Tensor) -> Tensor:
+    """Return the upper Cholesky factors of the inverses of the products of a group's inputs, (G, 32, 32)."""
+    rows_GMI = in_groups(x_MK).transpose(0, 1).double()
+    products_GII = rows_GMI.transpose(1, 2) @ rows_GMI / len(x_MK) + 0.01 * torch.eye(GROUP, dtype=torch.float64)
+    return torch.linalg.cholesky(torch.linalg.inv(products_GII), upper=True).float().contiguous()
+
+
+def fed_back(weight_NK: Tensor, factors_GII: Tensor) -> tuple[Tensor, Tensor]:
+    """Round one input of a group after the other by what kernels.h says, in fp32; as `read_back`."""
+    inputs = weight_NK.shape[1]
+    weight_NGI = weight_NK[:, [min(k, inputs - 1) for k in range(inputs + -inputs % GROUP)]].float()
+    weight_NGI = weight_NGI.unflatten(1, (-1, GROUP))
+    low, high = weight_NGI.amin(-1), weight_NGI.amax(-1)
+    farthest = high.maximum(-low)
+    best = torch.full_like(low, torch.inf)
+    whole_NGI, scale_NG = torch.zeros_like(weight_NGI), torch.zeros_like(low)
+    for share in torch.tensor([1.0, 0.95, 0.9, 0.85]):
+        for aside in (-0.25, 0.25):
+            step = ((high / 15 - low / 15) * share).maximum(farthest / 2000).clamp(min=2.0**-118).bfloat16().float()
+            inverse = 1 / step
+            zero = ((aside - (low + (1 - share) / 2 * (high - low)) * inverse) * 16).round()
+            left_NGI, error, levels = weight_NGI.clone(), torch.zeros_like(low), []
+            for k in range(GROUP):
+                levels.append((left_NGI[..., k] * inverse + zero / 16).clamp(0, 15).round())
+                over = (left_NGI[..., k] - (levels[k] - zero / 16) * step) / factors_GII[:, k, k]
+                error = error + over * over
+                left_NGI[..., k + 1 :] -= over.unsqueeze(-1) * factors_GII[:, k, k + 1 :]
+            better = error < best
+            best, scale_NG = torch.where(better, error, best), torch.where(better, step / 16, scale_NG)
+            whole = 16 * torch.stack(levels, -1) - zero.unsqueeze(-1)
+            whole_NGI = torch.where(better.unsqueeze(-1), whole, whole_NGI)
+    counts = farthest > 0
+    return (whole_NGI * counts.unsqueeze(-1)).long(), scale_NG * counts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("outputs", "inputs"), ALL_SHAPES)
+def test_weights_rounded_by_their_inputs_are_those_of_the_definition(
+    instructions: str, outputs: int, inputs: int, dtype: torch.dtype
+):
+    weight_NK, of_inputs = draw(outputs, inputs).to(dtype), factors(draw(50, inputs, seed=3).float())
+    weight_NK[0] = 0
+    plain, packed = ops.pack_all_int4([weight_NK, weight_NK], [torch.empty(0), of_inputs])
+    assert torch.equal(plain, ops.pack_int4(weight_NK))
+    found_NGI, found_NG = read_back(packed, outputs)
+    whole_NGI, scale_NG = fed_back(weight_NK, of_inputs)
+    assert torch.equal(found_NG, scale_NG) and torch.equal(found_NGI, whole_NGI)
+
+
+def test_products_with_weights_rounded_by_their_inputs_are_nearer():
+    torch.manual_seed(0)
+    x_MK = torch.randn(400, 8) @ torch.randn(8, 256) + 0.3 * torch.randn(400, 256)  # inputs that go together
+    weight_NK = torch.randn(64, 256)
+    packed = ops.pack_all_int4([weight_NK] * 2, [torch.empty(0), factors(x_MK)])
+    plain, nearer = ((x_MK @ (ops.unpack_int4(one, 64, 256) - weight_NK).T).square().mean() for one in packed)
+    assert nearer < 0.5 * plain
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_group_that_is_not_finite_spoils_no_other(instructions: str, value: float):
+    weight_NK = draw(20, 96).float()
+    weight_NK[7, 40] = value
+    of_inputs = factors(draw(50, 96, seed=3).float())
+    found_NK = ops.unpack_int4(ops.pack_all_int4([weight_NK], [of_inputs])[0], 20, 96)
+    weight_NK[7, 32:64] = 0
+    expected_NK = ops.unpack_int4(ops.pack_all_int4([weight_NK], [of_inputs])[0], 20, 96)
+    assert found_NK[7, 32:64].isnan().all() and not expected_NK[7, 32:64].any()
+    expected_NK[7, 32:64] = torch.nan
+    assert same_bits(found_NK.nan_to_num(), expected_NK.nan_to_num()) and found_NK.isnan().sum() == 32
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(2, 32, 32), torch.ones(3, 32, 32).double(), torch.ones(3, 32, 64)[..., ::2]]
+)
+def test_factors_of_other_inputs_are_refused(wrong: Tensor):
+    with pytest.raises(RuntimeError, match="these factors are not those of 96 inputs"):
+        ops.pack_all_int4([draw(20, 96)], [wrong])
+    with pytest.raises(RuntimeError, match="there are factors of 1 matrices, not 2"):
+        ops.pack_all_int4([draw(20, 96)] * 2, [torch.ones(3, 32, 32)])
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), ALL_SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_are_those_of_the_definition_bit_by_bit(instructions: str, outputs: int, inputs: int, biased: bool):

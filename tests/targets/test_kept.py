@@ -33,7 +33,7 @@ def target(architecture: str = "llama", seed: int = 0) -> Target:
 
 def quantised(architecture: str, quantize: str) -> Callable[[], Target]:
     """Return what makes a quantised target, or a copy of a target."""
-    if quantize.endswith("-self"):
+    if "-self" in quantize:
         return lambda: load_drafter(quantize, target(architecture)).model  # type: ignore[attr-defined, no-any-return]
     model = lambda: tiny_model(architecture, dtype=torch.bfloat16, vocabulary=VOCABULARY)  # noqa: E731
     return lambda: Target(model(), name="tiny", quantize=quantize)  # type: ignore[arg-type]
@@ -93,6 +93,23 @@ def test_other_weights_and_other_kinds_have_files_of_their_own(cache: Path):
     changed.model.layers[1].mlp.up_proj.weight[7, 5] += 1  # a single one
     load_drafter("int4-self", Target(changed))
     assert len(list(cache.iterdir())) == 5
+
+
+def test_weights_rounded_by_own_text_have_files_of_their_own_and_no_text_is_written_twice(
+    cache: Path, caplog: pytest.LogCaptureFixture
+):
+    found: dict[str, list[dict[str, Tensor]]] = {}
+    with caplog.at_level(logging.INFO, "draftsmith.progress"):
+        for name in ("int4-self", "int4-self:calibrate=64", "int4-self:calibrate=96", "int4-self:calibrate=64"):
+            found.setdefault(name, []).append(bits(quantised("llama", name)()))
+    assert len(list(cache.iterdir())) == 3
+    first, second = found["int4-self:calibrate=64"]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(first[name], found["int4-self"][0][name]) for name in first)
+    lines = [record.getMessage() for record in caplog.records if "writes" in record.getMessage()]
+    assert lines == [
+        f"int4-self: tiny writes {tokens} tokens, by which the weights are rounded." for tokens in (64, 96)
+    ]
 
 
 def cut(path: Path) -> None:

@@ -162,7 +162,7 @@ if LIBRARY:
         return weight.new_empty(_int4_sizes(weight), dtype=torch.uint8)
 
     @torch.library.register_fake("draftsmith::pack_all_int4")
-    def _(weights: list[Tensor]) -> list[Tensor]:
+    def _(weights: list[Tensor], factors: list[Tensor]) -> list[Tensor]:
         return [one.new_empty(_int4_sizes(one), dtype=torch.uint8) for one in weights]
 
     @torch.library.register_fake("draftsmith::unpack_int4")

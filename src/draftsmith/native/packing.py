@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.native.layers import LAYERS, PackedEmbedding, PackedExperts, PackedLayer
+from draftsmith.native.layers import LAYERS, NONE, PackedEmbedding, PackedExperts, PackedLayer
 from draftsmith.types import Quantization
 
 KINDS = (nn.Linear, Conv1D)
@@ -36,6 +36,8 @@ class Packable(ABC):
 
     def __init__(self, module: Any, origin: Any, quantize: Quantization) -> None:
         self.module, self.origin, self.quantize = module, origin, quantize
+        self.factors = NONE
+        """Of the inputs, where weights in 4 bits are rounded by them; see `Rounding`."""
 
     @property
     def is_transposed(self) -> bool:
@@ -176,6 +178,16 @@ class Keeper(Protocol):
         """Keep the parts of all that was not found."""
 
 
+class Rounding(Protocol):
+    """Says how the weights of linear layers are rounded to 4 bits, where not by the weights alone."""
+
+    def factors(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return upper Cholesky factors (groups, 32, 32) of the inverses of these layers' inputs' products, by name.
+
+        A layer without any is rounded by its weights alone.
+        """
+
+
 def pack_model(
     model: nn.Module,
     head: nn.Module,
@@ -183,6 +195,7 @@ def pack_model(
     quantize: Quantization = "none",
     origin: nn.Module | None = None,
     keeper: Keeper | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
     """Replace the linear layers of a model by packed ones, in place.
 
@@ -193,10 +206,11 @@ def pack_model(
         quantize: how to quantise the weights of every layer, see `choice_for`.
         origin: the model that has the weights, if they are not this one's own; see `packables`.
         keeper: asked for quantised weights first, and given all of them where it had none.
+        rounding: asked where weights are to be rounded, and not found.
     """
     choice = choice_for(head, embedding, quantize)
     shares = _is_tied(head, embedding) and type(embedding) is nn.Embedding
-    new_head = pack_linears(model, choice, origin, keeper).get(head, head)
+    new_head = pack_linears(model, choice, origin, keeper, rounding).get(head, head)
     if shares and isinstance(new_head, PackedLayer):
         _replace(list(model.modules()), {embedding: PackedEmbedding(new_head)})
         embedding.weight = None  # type: ignore[assignment]
@@ -217,6 +231,7 @@ def pack_linears(
     quantize: Choice = lambda layer: "none",
     origin: nn.Module | None = None,
     keeper: Keeper | None = None,
+    rounding: Rounding | None = None,
 ) -> dict[nn.Module, nn.Module]:
     """Replace the linear layers and the experts of a module by packed ones, in place; return what replaced which layer.
 
@@ -224,6 +239,7 @@ def pack_linears(
         quantize: how to quantise the weights of a layer, or of a module of experts.
         origin: the model that has the weights, if they are not this one's own; see `packables`.
         keeper: asked for quantised weights first, and given all of them where it had none.
+        rounding: asked where weights are to be rounded, and not found.
     """
     modules = list(model.modules())
     work = packables(model, quantize, origin)
@@ -232,6 +248,10 @@ def pack_linears(
     rounded = {name: one for name, one in work.items() if one.quantize != "none" and name not in ready}
     found = keeper.find(rounded) if keeper is not None and rounded else {}
     ready |= found
+    if rounding is not None and rounded and not found:
+        linear = [name for name, one in rounded.items() if isinstance(one, PackableLinear)]
+        for name, factors in rounding.factors(linear).items():
+            rounded[name].factors = factors
     replaced: dict[nn.Module, nn.Module] = {}
     made: dict[str, Sequence[Tensor]] = {}
     for some in _pieces(work):
@@ -308,11 +328,11 @@ def _has_plain_experts(module: nn.Module) -> bool:
     return bool(plain and gated and not special and not odd and all(_is_packable(table) for table in tables.values()))
 
 
-PACK_TOGETHER: dict[Quantization, Callable[[list[Tensor]], list[Tensor]]] = {
-    "none": lambda weights: torch.ops.draftsmith.pack_all(weights),
-    "int4": lambda weights: torch.ops.draftsmith.pack_all_int4(weights),
+PACK_TOGETHER: dict[Quantization, Callable[[list[Tensor], list[Tensor]], list[Tensor]]] = {
+    "none": lambda weights, _: torch.ops.draftsmith.pack_all(weights),
+    "int4": lambda weights, factors: torch.ops.draftsmith.pack_all_int4(weights, factors),
 }
-"""What packs several layers into one piece of memory."""
+"""What packs several layers into one piece of memory, given their weights and the factors of their inputs."""
 
 
 def _pack_together(work: Mapping[str, Packable]) -> dict[str, Sequence[Tensor]]:
@@ -321,7 +341,7 @@ def _pack_together(work: Mapping[str, Packable]) -> dict[str, Sequence[Tensor]]:
     for kind, pack in PACK_TOGETHER.items():
         together = [name for name, one in work.items() if one.quantize == kind and isinstance(one, PackableLinear)]
         if together:
-            packed = pack([work[name].weights()[0] for name in together])
+            packed = pack([work[name].weights()[0] for name in together], [work[name].factors for name in together])
             made |= {name: [part] for name, part in zip(together, packed, strict=True)}
     return made | {name: one.pack(one.weights()) for name, one in work.items() if name not in made}
 

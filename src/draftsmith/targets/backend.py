@@ -30,6 +30,7 @@ from draftsmith.targets.packing import can_prepack, prepack_linears
 from draftsmith.types import DraftsmithError, Quantization
 
 if TYPE_CHECKING:
+    from draftsmith.targets.calibration import Calibration
     from draftsmith.targets.loading.self_check import SelfCheck
     from draftsmith.targets.target import Target
 
@@ -323,12 +324,17 @@ class NativeForward(NativeLayers):
 
 
 def first_backend(
-    target: "Target", native: bool, quantize: Quantization, origin: "Target | None" = None
+    target: "Target",
+    native: bool,
+    quantize: Quantization,
+    origin: "Target | None" = None,
+    calibration: "Calibration | None" = None,
 ) -> Backend:
     """Return what a target begins with: native layers where they serve, packed now, else PyTorch.
 
     Args:
         origin: has the weights of the layers, where the target's own model does not.
+        calibration: by what weights in 4 bits are rounded, where not by themselves alone.
     """
     device, dtype = target.device, target.dtype
     if native and can_pack(device, dtype):
@@ -337,7 +343,9 @@ def first_backend(
             refuse_left_over(model, target.name, quantize)
         pack_model(
             model, model.get_output_embeddings(), model.get_input_embeddings(), quantize,
-            None if origin is None else origin.model, None if quantize == "none" else KeptWeights(),
+            None if origin is None else origin.model,
+            None if quantize == "none" else KeptWeights(rounding="" if calibration is None else calibration.key),
+            calibration,
         )
         seconds = time.perf_counter() - begun
         log.info("%s: packed in %.2f s", target.name, seconds)

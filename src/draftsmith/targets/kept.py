@@ -1,8 +1,9 @@
 """Packed weights of models, kept on disk from one start to the next: rounding weights takes longer than reading them.
 
 A file holds what one model's layers pack to. Its name is a hash of all that this depends on: every weight, the names
-and the kinds of the layers, and the layout. So a file is never out of date; what nobody asks for any more goes when
-there is too much. Whatever is wrong with a file or the folder costs the time of packing, and no more.
+and the kinds of the layers, what they were rounded by, and the layout. So a file is never out of date; what nobody asks
+for any more goes when there is too much. Whatever is wrong with a file or the folder costs the time of packing, and no
+more.
 """
 
 import json
@@ -44,11 +45,13 @@ class KeptWeights:
     Args:
         folder: where the files are; by default a folder of the user's cache.
         most: bytes to keep at most in all files together; by default as the user says.
+        rounding: names what the packed weights depend on besides the layers' own; empty where that is nothing.
     """
 
-    def __init__(self, folder: Path | None = None, most: int | None = None) -> None:
+    def __init__(self, folder: Path | None = None, most: int | None = None, rounding: str = "") -> None:
         self.folder = packed_folder() if folder is None else folder
         self.most = most_packed() if most is None else most
+        self.rounding = rounding
         self._path: Path | None = None
 
     def find(self, work: Mapping[str, Packable]) -> Mapping[str, Sequence[Tensor]]:
@@ -57,7 +60,7 @@ class KeptWeights:
         size = sum(part.nbytes for parts in forms.values() for part in parts)
         if not LEAST <= size <= self.most:
             return {}
-        self._path = self.folder / f"{key_of(work)}.safetensors"
+        self._path = self.folder / f"{key_of(work, self.rounding)}.safetensors"
         try:
             found = read(self._path, forms)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -94,7 +97,7 @@ class KeptWeights:
         progress.info("packed weights: kept in %s for the next time (%s)", self._path, bytes_in_words(size))
 
 
-def key_of(work: Mapping[str, Packable]) -> str:
+def key_of(work: Mapping[str, Packable], rounding: str = "") -> str:
     """Return a hash of all that the packed weights of these layers depend on."""
     sources = {name: one.sources() for name, one in work.items()}
     digests = iter(_parallel(digest, (part for parts in sources.values() for part in parts)))
@@ -102,7 +105,8 @@ def key_of(work: Mapping[str, Packable]) -> str:
         name: [one.quantize, one.is_transposed, *([str(p.dtype), list(p.shape), next(digests)] for p in sources[name])]
         for name, one in work.items()
     }
-    return sha256(json.dumps([FORMAT, LAYOUT, what]).encode()).hexdigest()[:32]
+    named = [FORMAT, LAYOUT, what, *([rounding] if rounding else [])]
+    return sha256(json.dumps(named).encode()).hexdigest()[:32]
 
 
 def digest(tensor: Tensor) -> str:

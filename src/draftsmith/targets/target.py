@@ -16,6 +16,7 @@ from draftsmith.dtypes import cast_parameters, resolve_dtype
 from draftsmith.targets.backend import Backend, first_backend, refuse_unpackable
 from draftsmith.targets.cache.cache import KVCache
 from draftsmith.targets.cache.nodes import Nodes
+from draftsmith.targets.calibration import Calibration
 from draftsmith.targets.copies import copy_of
 from draftsmith.targets.encode import encode_by_model, no_features
 from draftsmith.targets.hooks import Hooks
@@ -51,6 +52,7 @@ class Target:
             place of their own, and Llama-shaped models are read by one native operator. It is False for PyTorch alone.
         quantize: "int8" or "int4" quantises the linear layers; text is then that of the quantised model.
         origin: a target of the same kind that has the weights of the layers, where `model` does not, see `copy_of`.
+        calibration: by what weights in 4 bits are rounded, where not by themselves alone.
 
     Raises:
         DraftsmithError: for encoder-decoders, recurrent or hybrid state, and attention outside transformers'
@@ -65,6 +67,7 @@ class Target:
         native: bool = True,
         quantize: Quantization = "none",
         origin: "Target | None" = None,
+        calibration: Calibration | None = None,
     ) -> None:
         refuse_unsupported(model.config, name)
         own_attention = use_tree_attention(model, name)
@@ -88,7 +91,7 @@ class Target:
         self.precision_on_disk = ""
         """What the weights were before the dtype "auto" made them coarser, such as "fp32"; empty where it did not."""
         self.hooks = Hooks(model, self.layers, self.hidden_size, f"{name} ({self.config.model_type})")
-        self.backend: Backend = first_backend(self, native, quantize, origin)
+        self.backend: Backend = first_backend(self, native, quantize, origin, calibration)
         """What reads the model."""
         self.hooks.limit(model.get_output_embeddings())
         # Packing came first: weights that are mapped from files are then read once, and not by these forwards as well.
@@ -180,20 +183,22 @@ class Target:
         model.load_state_dict(self.model.state_dict())
         return Target(model.to(device=self.device), self.tokenizer, self.name, native, quantize)
 
-    def quantised(self, quantize: Quantization, name: str = "a quantised copy") -> "Target":
+    def quantised(self, quantize: Quantization, name: str = "a quantised copy", calibrate: int = 0) -> "Target":
         """Return a copy that computes in bf16 with quantised layers, by the native kernels.
 
         Of a bf16 target it shares what is not packed, such as norms and an embedding of its own.
 
         Args:
             name: what to call the copy where it is said what memory it takes.
+            calibrate: tokens of its own text by which weights in 4 bits are rounded; 0 for none, see `Calibration`.
 
         Raises:
             DraftsmithError: there is not so much memory, or the native kernels do not run here.
         """
         refuse_unpackable(quantize, self.device, torch.bfloat16)
         model = copy_of(self, quantize, name)
-        return Target(model, self.tokenizer, self.name, quantize=quantize, origin=self)
+        calibration = Calibration(self, calibrate, name) if calibrate else None
+        return Target(model, self.tokenizer, self.name, quantize=quantize, origin=self, calibration=calibration)
 
     def truncated(self, layers: int) -> "Target":
         """Return a view of the first `layers` layers under the same norm and head; see `without`."""

@@ -17,6 +17,7 @@ from draftsmith.native.decoder import Noise
 from draftsmith.native.layers import Int4Linear, Int8Linear
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
+from draftsmith.targets.calibration import own_texts
 from draftsmith.types import Context, Draft, DraftsmithError, Quantization, SamplingParams
 from draftsmith.verify import Stream, categorical, uniform
 from tests.helpers.contract import FEW, check_drafter, check_joint_distribution
@@ -25,6 +26,7 @@ from tests.helpers.tiny import prompts, tiny_model, tiny_target
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
 
+LAYER = "model.layers.1.mlp.down_proj"
 COPIES = ("int8-self", "int4-self")
 TREE = Plan((3, 2, 1))
 CONFIDENCE = Plan((3, 3, 3), beam=2, nodes=7)
@@ -67,6 +69,54 @@ def test_a_copy_over_the_target_s_cache_changes_no_text(name: str, architecture:
             found = Engine(target, drafter, max_batch=batch).generate(questions, params, plan)
             assert [c.tokens for c in found] == plain
             assert sum(map(sum, (c.accepted_lengths for c in found))) > 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_a_copy_rounded_by_the_target_s_own_text_changes_no_text(architecture: str):
+    """Greedy and sampled, as chains and as trees, with layers of every kind."""
+    target, questions = bf16_target(architecture), prompts(4)
+    drafter = load_drafter("int4-self:guesses=3,calibrate=100", target)
+    for temperature, plan in ((0.0, None), (0.0, TREE), (0.8, None), (0.8, CONFIDENCE)):
+        params = [SamplingParams(max_tokens=16, temperature=temperature, seed=seed) for seed in range(4)]
+        plain = [c.tokens for c in Engine(target, max_batch=3).generate(questions, params)]
+        found = Engine(target, drafter, max_batch=3).generate(questions, params, plan)
+        assert [c.tokens for c in found] == plain and sum(map(sum, (c.accepted_lengths for c in found))) > 0
+    check_joint_distribution(
+        few := Target(tiny_model("llama", vocabulary=FEW, dtype=torch.bfloat16)),
+        load_drafter("int4-self:calibrate=100", few),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_own_text_makes_a_copy_nearer_and_the_same_each_time(dtype: torch.dtype):
+    """By what a layer makes of the inputs that the target's own text brings it."""
+    target = Target(tiny_model("llama", dtype=dtype), name="tiny")
+    plain, once, again, other = (
+        load_drafter(f"int4-self:calibrate={tokens}", target).model.model.get_submodule(LAYER)
+        for tokens in (0, 4096, 4096, 600)
+    )
+    assert torch.equal(once.packed, again.packed)
+    assert not torch.equal(once.packed, plain.packed) and not torch.equal(once.packed, other.packed)
+    text_BT = own_texts(target, 1000)
+    assert text_BT.shape == (16, 63) and torch.equal(text_BT, own_texts(target, 1000))
+    rows: list[torch.Tensor] = []
+    layer = target.model.get_submodule(LAYER)
+    hook = layer.register_forward_pre_hook(lambda _, given: rows.append(given[0].flatten(0, 1).double()))
+    target.encode(text_BT, by_model=True)
+    hook.remove()
+    right_RN = rows[0] @ layer.weight.double().T
+    off = [(rows[0] @ copy.weight.double().T - right_RN).square().mean().item() for copy in (plain, once)]
+    assert off[1] < 0.9 * off[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("int4-self:calibrate=-1", "calibrate"), ("int4-self:calibrate=100000", "calibrate"),
+     ("int4-self:calibrate=some", "calibrate"), ("int8-self:calibrate=512", "calibrate")],
+)
+def test_a_calibration_that_cannot_be_is_refused(name: str, why: str):
+    with pytest.raises(DraftsmithError, match=why):
+        load_drafter(name, bf16_target("llama"))
 
 
 @pytest.mark.parametrize("name", COPIES)

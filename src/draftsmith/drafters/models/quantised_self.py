@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter
-from draftsmith.drafters.models.quantised_self_config import INT4, INT8, QuantisedSelfConfig
+from draftsmith.drafters.models.quantised_self_config import INT4, INT8, Int4SelfConfig, QuantisedSelfConfig
 from draftsmith.drafters.models.self_drafter import SelfDrafter
 from draftsmith.native import why_missing
 from draftsmith.native.layers import can_pack
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 class QuantisedSelf(SelfDrafter):
     """Drafts with a quantised copy of a bf16 target, sharing its cache, and of its weights what is not packed."""
 
-    def __init__(self, target: "Target", quantize: Quantization, guesses: int, name: str = "a copy") -> None:
-        super().__init__(target, target.quantised(quantize, name), guesses)
+    def __init__(
+        self, target: "Target", quantize: Quantization, guesses: int, name: str = "a copy", calibrate: int = 0
+    ) -> None:
+        super().__init__(target, target.quantised(quantize, name, calibrate), guesses)
         self._shared = frozenset(bytes_by_place(target.model))
 
     def parameter_count(self) -> int:
@@ -40,7 +42,9 @@ class QuantisedSelf(SelfDrafter):
         return sum(size for place, size in held.items() if place not in self._shared)
 
 
-def make_quantised(name: str, quantize: Quantization, guesses: int, target: "Target") -> ModelDrafter:
+def make_quantised(
+    name: str, quantize: Quantization, guesses: int, target: "Target", calibrate: int = 0
+) -> ModelDrafter:
     """Copy the target, of any dtype; DraftsmithError where the native kernels cannot run the copy.
 
     The copy computes in bf16, so that it can share the cache of a bf16 target alone; beside others it keeps its own.
@@ -49,8 +53,8 @@ def make_quantised(name: str, quantize: Quantization, guesses: int, target: "Tar
         reason = why_missing() or f"{target.name} is on {target.device}"
         raise DraftsmithError(f"{name} runs on the native kernels for CPUs, but {reason}; choose another drafter.")
     if target.dtype == torch.bfloat16:
-        return QuantisedSelf(target, quantize, guesses, name)
-    return DraftModel(target.quantised(quantize, name), target.vocab_size, guesses)
+        return QuantisedSelf(target, quantize, guesses, name, calibrate)
+    return DraftModel(target.quantised(quantize, name, calibrate), target.vocab_size, guesses)
 
 
 def make_int8_self(config: QuantisedSelfConfig, target: "Target", draft_tokens: Tensor | None) -> ModelDrafter:
@@ -58,6 +62,6 @@ def make_int8_self(config: QuantisedSelfConfig, target: "Target", draft_tokens: 
     return make_quantised(INT8.name, "int8", config.guesses, target)
 
 
-def make_int4_self(config: QuantisedSelfConfig, target: "Target", draft_tokens: Tensor | None) -> ModelDrafter:
+def make_int4_self(config: Int4SelfConfig, target: "Target", draft_tokens: Tensor | None) -> ModelDrafter:
     """Make the int4 copy."""
-    return make_quantised(INT4.name, "int4", config.guesses, target)
+    return make_quantised(INT4.name, "int4", config.guesses, target, config.calibrate)

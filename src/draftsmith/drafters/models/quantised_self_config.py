@@ -8,6 +8,8 @@ from draftsmith.drafters.config import Config
 from draftsmith.drafters.family import Family, later
 from draftsmith.drafters.models.depth import MAX_DEPTH
 
+MOST_TOKENS = 65_536
+
 
 class QuantisedSelfConfig(Config):
     """The options of a quantised copy."""
@@ -17,12 +19,20 @@ class QuantisedSelfConfig(Config):
     )
 
 
+class Int4SelfConfig(QuantisedSelfConfig):
+    """The options of a copy in 4 bits."""
+
+    calibrate: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = Field(
+        default=0, description="tokens that the target writes first, by which the weights are rounded; 0 for none"
+    )
+
+
 MODULE = "draftsmith.drafters.models.quantised_self"
 INT8 = Family(
     "int8-self", "an int8 copy of the target, sharing its cache, by the native kernels for CPUs", QuantisedSelfConfig,
     later(f"{MODULE}:make_int8_self"),
 )
 INT4 = Family(
-    "int4-self", "a 4-bit copy of the target, sharing its cache, by the native kernels for CPUs", QuantisedSelfConfig,
+    "int4-self", "a 4-bit copy of the target, sharing its cache, by the native kernels for CPUs", Int4SelfConfig,
     later(f"{MODULE}:make_int4_self"),
 )

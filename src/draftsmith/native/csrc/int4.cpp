@@ -10,39 +10,55 @@
 namespace draftsmith {
 namespace {
 
-// A matrix on its way into panels, in bf16 or fp32.
+// A matrix on its way into panels, in bf16 or fp32, with the factors of its inputs where it is rounded by them.
 struct Packing {
   Tensor held;
   int64_t outputs, inputs;
+  const float* factors;
   uint8_t* to;
 
   int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
   int64_t groups() const { return (inputs + kGroup - 1) / kGroup; }
 
   template <class T>
+  static float value(const T* from) {
+    if constexpr (std::is_same_v<T, bf16>)
+      return widen(*from);
+    else
+      return *from;
+  }
+
+  template <class T>
   void group(const T* from, int64_t row, int64_t column, int64_t p, int64_t g) const {
+    uint8_t levels[kGroup * kPanel] = {};
+    bf16 scales[kPanel] = {};
+    int16_t zeros[kPanel] = {};
+    const int64_t first = p * kPanel, present = std::min(kPanel, outputs - first);
+    // Behind the last input stands another's value.
+    const auto at = [&](int64_t n, int64_t k) {
+      return value(from + (first + n) * row + std::min(g * kGroup + k, inputs - 1) * column);
+    };
+    if (factors != nullptr) {
+      float values[kGroup * kPanel] = {};
+      for (int64_t k = 0; k < kGroup; ++k)
+        for (int64_t n = 0; n < present; ++n) values[k * kPanel + n] = at(n, k);
+      kernels().round_panel(values, factors + g * kGroup * kGroup, levels, scales, zeros);
+    } else {
+      for (int64_t n = 0; n < present; ++n) {
+        float values[kGroup];
+        uint8_t own[kGroup];
+        for (int64_t k = 0; k < kGroup; ++k) values[k] = at(n, k);
+        kernels().round_group(values, own, scales + n, zeros + n);
+        for (int64_t k = 0; k < kGroup; ++k) levels[k * kPanel + n] = own[k];
+      }
+    }
     uint8_t* lines = to + (p * groups() + g) * kGroupBytes;
     for (int64_t n = 0; n < kPanel; ++n) {
-      const int64_t output = p * kPanel + n, first = g * kGroup;
-      uint8_t levels[kGroup] = {};
-      bf16 scale = 0;
-      int16_t zero = 0;
-      if (output < outputs) {
-        float values[kGroup];  // behind the last input stands another's value
-        for (int64_t k = 0; k < kGroup; ++k) {
-          const T value = from[output * row + std::min(first + k, inputs - 1) * column];
-          if constexpr (std::is_same_v<T, bf16>)
-            values[k] = widen(value);
-          else
-            values[k] = value;
-        }
-        kernels().round_group(values, levels, &scale, &zero);
-      }
       for (int64_t k = 0; k < kGroup / 2; ++k) {
-        const int64_t at = k / 4 * 8 + k % 4;
-        lines[k / 4 * 64 + 4 * n + k % 4] = static_cast<uint8_t>(levels[at] | levels[at + 4] << 4);
+        const uint8_t* level = levels + (k / 4 * 8 + k % 4) * kPanel + n;
+        lines[k / 4 * 64 + 4 * n + k % 4] = static_cast<uint8_t>(*level | level[4 * kPanel] << 4);
       }
-      const uint32_t last = static_cast<uint32_t>(scale) << 16 | static_cast<uint16_t>(zero);
+      const uint32_t last = static_cast<uint32_t>(scales[n]) << 16 | static_cast<uint16_t>(zeros[n]);
       std::copy_n(reinterpret_cast<const uint8_t*>(&last), sizeof last, lines + 4 * 64 + 4 * n);
     }
   }
@@ -56,15 +72,25 @@ struct Packing {
   }
 };
 
-// Packs several matrices into one piece of memory.
-Tensors pack_all_int4(const Tensors& weights) {
+// Packs several matrices into one piece of memory; those with factors are rounded by them. There may be none, and those
+// of a matrix may be empty.
+Tensors pack_all_int4(const Tensors& weights, const Tensors& factors) {
+  REQUIRE(factors.empty() || factors.size() == weights.size(), "draftsmith: there are factors of ", factors.size(),
+          " matrices, not ", weights.size());
   std::vector<Packing> work;
   std::vector<std::vector<int64_t>> shapes;
   int64_t groups = 0;
-  for (const Tensor& weight : weights) {
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Tensor& weight = weights[i];
     REQUIRE(weight.dim() == 2 && weight.is_cpu(), "draftsmith: only matrices on a CPU are packed");
     const Tensor held = weight.scalar_type() == kBFloat16 ? weight : weight.to(kFloat);
-    work.push_back({held, weight.size(0), weight.size(1), nullptr});
+    work.push_back({held, weight.size(0), weight.size(1), nullptr, nullptr});
+    if (!factors.empty() && factors[i].numel() > 0) {
+      REQUIRE(factors[i].is_contiguous() && factors[i].is_cpu() && factors[i].scalar_type() == kFloat &&
+                  factors[i].sizes() == Sizes({work.back().groups(), kGroup, kGroup}),
+              "draftsmith: these factors are not those of ", weight.size(1), " inputs");
+      work.back().factors = factors[i].const_data_ptr<float>();
+    }
     shapes.push_back({work.back().panels(), work.back().groups(), kGroupBytes / 64, 64});
     groups += work.back().panels() * work.back().groups();
   }
@@ -89,7 +115,7 @@ Tensors pack_all_int4(const Tensors& weights) {
   return packed;
 }
 
-Tensor pack_int4(const Tensor& weight) { return pack_all_int4({weight})[0]; }
+Tensor pack_int4(const Tensor& weight) { return pack_all_int4({weight}, {})[0]; }
 
 Tensor unpack_int4(const Tensor& packed, int64_t outputs, int64_t inputs) {
   check_packed_int4(packed, outputs, inputs);
@@ -144,7 +170,7 @@ void unpack_int4_row(const uint8_t* packed, int64_t groups, int64_t output, int6
 
 void define_int4(Library& library) {
   library.def<pack_int4>("pack_int4(Tensor weight) -> Tensor");
-  library.def<pack_all_int4>("pack_all_int4(Tensor[] weights) -> Tensor[]");
+  library.def<pack_all_int4>("pack_all_int4(Tensor[] weights, Tensor[] factors) -> Tensor[]");
   library.def<unpack_int4>("unpack_int4(Tensor packed, int outputs, int inputs) -> Tensor");
   library.def<linear_int4>("linear_int4(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor");
   library.def<embedding_int4>("embedding_int4(Tensor tokens, Tensor packed, int width, int entries) -> Tensor");

@@ -46,8 +46,12 @@ void quantise_groups(const bf16* x, int64_t count, int8_t* to, float* scales, in
   *scales = quantise_group(last, to, sums);
 }
 
+// Scales and zero points that are tried: shares of a group's range, levels moved aside by parts of a step.
+constexpr float kShares[] = {1.0f, 0.95f, 0.9f, 0.85f}, kAside[] = {-0.25f, 0.25f};
+
 // The levels, 0 … 15, of sixteen values.
-inline Lanes levels_of(Lanes values, float inverse, float zero) {
+template <class Step>
+inline Lanes levels_of(Lanes values, Step inverse, Step zero) {
   const Lanes least{}, most = Lanes{} + 15.0f, magic = Lanes{} + 12582912.0f;  // whose low bits are a whole number
   const Lanes at = values * inverse + zero, above = at < least ? least : at;
   return ((above > most ? most : above) + magic) - magic;
@@ -65,7 +69,6 @@ void round_group(const float* values, uint8_t* levels, bf16* scale, int16_t* zer
   const float farthest = high > -low ? high : -low;
   if (!(broken == broken) || farthest == 0) return;
   float best = __builtin_inff(), best_inverse = 0, best_zero = 0;
-  constexpr float kShares[] = {1.0f, 0.95f, 0.9f, 0.85f}, kAside[] = {-0.25f, 0.25f};
   for (const float share : kShares)
     for (const float aside : kAside) {
       // So large that neither its inverse nor the zero point leaves its format.
@@ -85,6 +88,52 @@ void round_group(const float* values, uint8_t* levels, bf16* scale, int16_t* zer
     }
   Lanes whole[2] = {levels_of(first, best_inverse, best_zero), levels_of(second, best_inverse, best_zero)};
   for (int64_t k = 0; k < kGroup; ++k) levels[k] = static_cast<uint8_t>(whole[k / kLanes][k % kLanes]);
+}
+
+// Rounds the weights of sixteen outputs input by input; what each leaves is made up for by those behind it. Returns the
+// error of every output.
+inline Lanes round_in_turn(const float* values, const float* factors, Lanes step, Lanes inverse, Lanes zero,
+                           Lanes* levels) {
+  Lanes left[kGroup], total{};
+  for (int64_t k = 0; k < kGroup; ++k) left[k] = lanes_at(values + k * kLanes);
+  for (int64_t k = 0; k < kGroup; ++k, factors += kGroup) {
+    levels[k] = levels_of(left[k], inverse, zero);
+    const Lanes error = (left[k] - (levels[k] - zero) * step) / factors[k];
+    total += error * error;
+    for (int64_t later = k + 1; later < kGroup; ++later) left[later] -= error * factors[later];
+  }
+  return total;
+}
+
+void round_panel(const float* values, const float* factors, uint8_t* levels, bf16* scales, int16_t* zeros) {
+  Lanes low = lanes_at(values), high = low, broken{};
+  for (int64_t k = 0; k < kGroup; ++k) {
+    const Lanes value = lanes_at(values + k * kLanes);
+    low = value < low ? value : low, high = value > high ? value : high;
+    broken += value * Lanes{};  // NaN where one is not finite
+  }
+  const Lanes farthest = high > -low ? high : -low, magic = Lanes{} + 12582912.0f, least = Lanes{} + 0x1p-118f;
+  Lanes best{}, best_step{}, best_zero{}, best_levels[kGroup] = {}, tried[kGroup];
+  for (const float share : kShares)
+    for (const float aside : kAside) {
+      // As in `round_group`.
+      Lanes step = (high / 15 - low / 15) * share;
+      step = step > farthest / 2000 ? step : farthest / 2000;
+      step = lanes_through_bf16(step > least ? step : least);
+      const Lanes inverse = 1 / step, bottom = low + (1 - share) / 2 * (high - low);
+      const Lanes nearest = ((aside - bottom * inverse) * 16 + magic) - magic;
+      const Lanes error = round_in_turn(values, factors, step, inverse, nearest / 16, tried);
+      const auto better = (error < best) | (best_step == Lanes{});
+      best = better ? error : best, best_step = better ? step : best_step, best_zero = better ? nearest : best_zero;
+      for (int64_t k = 0; k < kGroup; ++k) best_levels[k] = better ? tried[k] : best_levels[k];
+    }
+  for (int64_t n = 0; n < kPanel; ++n) {
+    const bool finite = broken[n] == broken[n], counts = finite && farthest[n] != 0;
+    scales[n] = counts ? narrow(best_step[n] / 16) : finite ? bf16{0} : narrow(__builtin_nanf(""));
+    zeros[n] = counts ? static_cast<int16_t>(best_zero[n]) : int16_t{0};
+    for (int64_t k = 0; k < kGroup; ++k)
+      levels[k * kPanel + n] = counts ? static_cast<uint8_t>(best_levels[k][n]) : uint8_t{0};
+  }
 }
 
 // Plain C++, for any processor.
