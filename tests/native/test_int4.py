@@ -263,7 +263,7 @@ def test_a_table_is_looked_up_as_it_is_unpacked(entries: int, width: int):
 
 def test_layers_are_packed_together_as_alone():
     weights = [draw(40, 33), draw(16, 64).T, draw(5, 7).float()]
-    for together, weight_NK in zip(ops.pack_all_int4(weights), weights, strict=True):
+    for together, weight_NK in zip(ops.pack_all_int4(weights, []), weights, strict=True):
         assert torch.equal(together, ops.pack_int4(weight_NK))
 
 

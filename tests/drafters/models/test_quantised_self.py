@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftsmith.drafters.draws import stream_of, temperature_of
-from draftsmith.drafters.models.model_drafter import DraftModel
+from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter
 from draftsmith.drafters.models.quantised_self import QuantisedSelf
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
@@ -87,14 +87,19 @@ def test_a_copy_rounded_by_the_target_s_own_text_changes_no_text(architecture: s
     )
 
 
+def layer_of_copy(target: Target, tokens: int) -> Int4Linear:
+    drafter = load_drafter(f"int4-self:calibrate={tokens}", target)
+    assert isinstance(drafter, ModelDrafter)
+    layer = drafter.model.model.get_submodule(LAYER)
+    assert isinstance(layer, Int4Linear)
+    return layer
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_own_text_makes_a_copy_nearer_and_the_same_each_time(dtype: torch.dtype):
     """By what a layer makes of the inputs that the target's own text brings it."""
     target = Target(tiny_model("llama", dtype=dtype), name="tiny")
-    plain, once, again, other = (
-        load_drafter(f"int4-self:calibrate={tokens}", target).model.model.get_submodule(LAYER)
-        for tokens in (0, 4096, 4096, 600)
-    )
+    plain, once, again, other = (layer_of_copy(target, tokens) for tokens in (0, 4096, 4096, 600))
     assert torch.equal(once.packed, again.packed)
     assert not torch.equal(once.packed, plain.packed) and not torch.equal(once.packed, other.packed)
     text_BT = own_texts(target, 1000)
