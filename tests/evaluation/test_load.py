@@ -121,8 +121,10 @@ http_requests_total{handler="/v1/completions"} 7
 """
 
 
-def test_acceptance_is_what_the_counters_gained():
-    before, after = (read_counters(EXPOSITION % numbers) for numbers in ((10, 40, 20, 9, 4), (20, 80, 35, 17, 11)))
+@pytest.mark.parametrize("prefix", ["vllm:", "llamacpp:"])
+def test_acceptance_is_what_the_counters_gained(prefix: str):
+    told = EXPOSITION.replace("vllm:", prefix)
+    before, after = (read_counters(told % numbers) for numbers in ((10, 40, 20, 9, 4), (20, 80, 35, 17, 11)))
     found = acceptance(before, after)
     assert found["spec_decode_num_drafts"] == 10 and found["spec_decode_num_draft_tokens"] == 40
     assert found["spec_decode_acceptance_length"] == 1 + 15 / 10
@@ -132,7 +134,7 @@ def test_acceptance_is_what_the_counters_gained():
 
 def test_nothing_is_said_of_drafts_where_none_were_counted():
     counted = read_counters(EXPOSITION % (1, 2, 3, 4, 5))
-    assert read_counters("http_requests_total 7\n") is None
+    assert read_counters("http_requests_total 7\n") is read_counters("other:spec_decode_num_drafts_total 7\n") is None
     assert acceptance(counted, counted) == acceptance(None, counted) == acceptance(counted, None) == {}
     assert acceptance(read_counters(EXPOSITION % (9, 9, 9, 9, 9)), counted) == {}, "a server that was started anew"
 

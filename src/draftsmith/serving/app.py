@@ -153,8 +153,9 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
 
     app = FastAPI(title="Draftsmith", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.started = int(time.time())
+    heads: list[Route] = []
 
-    def route(path: str, endpoint: Endpoint, methods: list[str]) -> None:
+    def route(path: str, endpoint: Endpoint, method: str) -> None:
         async def answer(request: Request) -> Response:
             state = request.scope["state"]
             try:
@@ -166,19 +167,24 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
                 return error_answer(broken(), request.scope["path"])
 
         app.add_api_route(
-            path, answer, methods=methods, name=endpoint.__name__, response_model=None,
+            path, answer, methods=[method], name=endpoint.__name__, response_model=None,
             summary=(endpoint.__doc__ or "").partition("\n")[0], operation_id=f"{endpoint.__name__}{len(app.routes)}",
         )
+        if method == "GET":
+            heads.append(Route(path, answer, methods=["HEAD"]))
 
     for path, (endpoint, _) in BODIES.items():
-        route(path, endpoint, ["POST"])
+        route(path, endpoint, "POST")
     for path, endpoint in QUESTIONS.items():
-        route(path, endpoint, ["GET"])
+        route(path, endpoint, "GET")
 
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     app.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)
+    # Load balancers and load generators ask whether something is there without wanting to read it. Routes of GET come
+    # first, so that a wrong method is told of these.
+    app.router.routes += [*heads, Route("/metrics", metrics, methods=["HEAD"])]
 
     async def as_told(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-DRAFTS = "vllm:spec_decode_num_drafts"
-DRAFTED = "vllm:spec_decode_num_draft_tokens"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
-PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+DRAFTS = "spec_decode_num_drafts"
+DRAFTED = "spec_decode_num_draft_tokens"
+ACCEPTED = "spec_decode_num_accepted_tokens"
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+PREFIXES = ("vllm:", "llamacpp:")
+"""Of the servers that count by these names: vLLM, whose names ours have too, and llama.cpp."""
 FORMULA = "acceptance length = 1 + accepted / drafts; acceptance rate = accepted / drafted"
 
 _LINE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?\s*")
@@ -35,7 +37,10 @@ def read_counters(exposition: str) -> Counters | None:
         shown = _LINE.fullmatch(line)
         if shown is None:
             continue
-        name = shown["name"].removesuffix("_total")
+        prefix = next((one for one in PREFIXES if shown["name"].startswith(one)), None)
+        if prefix is None:
+            continue
+        name = shown["name"].removeprefix(prefix).removesuffix("_total")
         try:
             value = float(shown["value"])
         except ValueError:
