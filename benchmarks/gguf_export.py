@@ -5,7 +5,8 @@
 
 Matrices stay bf16, norms become fp32, which is exact. Queries and keys change the order of their rows: transformers
 rotates the two halves of a head against each other, llama.cpp neighbours. The vocabulary is left out, since only token
-ids go in and out. `--check` reads a text with both sides and compares their logits.
+ids go in and out; for a server it is written too (`gguf_vocabulary.py`). `--check` reads a text with both sides and
+compares their logits.
 
 It needs the packages gguf and, for `--check`, llama-cpp-python; `--peer-site` names a folder of packages to find them
 in when they are not installed here. Shapes: M tokens of a step, T tokens, V vocabulary, N outputs, K inputs.
@@ -23,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from common import GEOMETRIES, main, model_folder, say
+from gguf_vocabulary import add_vocabulary
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -63,11 +65,12 @@ def find_packages(site: Path | None) -> str | None:
 # Writing
 
 
-def write_gguf(model: PreTrainedModel, path: Path, name: str) -> None:
+def write_gguf(model: PreTrainedModel, path: Path, name: str, vocabulary: Path | None = None) -> None:
     """Write a plain Llama; DraftsmithError for one that is not.
 
     Args:
         model: as transformers loads it, in bf16, with its own linear layers (not yet wrapped in a native Target).
+        vocabulary: folder of a target whose vocabulary is written too.
     """
     gguf = importlib.import_module("gguf")
     _refuse_unplain(model, name)
@@ -88,7 +91,10 @@ def write_gguf(model: PreTrainedModel, path: Path, name: str) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    if vocabulary is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        add_vocabulary(writer, vocabulary, config.vocab_size)
     for tensor_name, tensor in _tensors(model):
         if tensor.dim() == 1:
             writer.add_tensor(tensor_name, tensor.float().numpy())

@@ -62,16 +62,18 @@ BF16, Q8, Q4 = "bf16", "Q8_0", "Q4_0"
 FILE_TYPES = {Q8: "LLAMA_FTYPE_MOSTLY_Q8_0", Q4: "LLAMA_FTYPE_MOSTLY_Q4_0"}
 
 
-def write_files(folder: str, out: Path) -> dict[str, Path]:
-    """Write the weights as GGUF in bf16, and as llama.cpp quantises them."""
+def write_files(
+    folder: str, out: Path, quantised: Sequence[str] = tuple(FILE_TYPES), vocabulary: bool = False
+) -> dict[str, Path]:
+    """Write the weights as GGUF in bf16, and as llama.cpp quantises them; with the vocabulary where text is wanted."""
     api = import_module("llama_cpp")
     quiet_llama_cpp()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, use_safetensors=True)
-    paths = {name: out / f"{name}.gguf" for name in (BF16, Q8, Q4)}
-    write_gguf(model, paths[BF16], Path(folder).name)
-    for name, file_type in FILE_TYPES.items():
+    paths = {name: out / f"{name}.gguf" for name in (BF16, *quantised)}
+    write_gguf(model, paths[BF16], Path(folder).name, Path(folder) if vocabulary else None)
+    for name in quantised:
         params = api.llama_model_quantize_default_params()
-        params.ftype = getattr(api, file_type)
+        params.ftype = getattr(api, FILE_TYPES[name])
         params.nthread = torch.get_num_threads()
         status = api.llama_model_quantize(str(paths[BF16]).encode(), str(paths[name]).encode(), params)
         if status:

@@ -73,8 +73,8 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address; DraftsmithError where that cannot be."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off for sockets alone that say they speak TCP; with it, small pieces of a stream
-    # wait up to 40 ms until the client says that the one before has come.
+    # asyncio switches Nagle's algorithm off for sockets alone that say they speak TCP; with it, a small piece of a
+    # stream waits up to 40 ms until the client says that the one before has come.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
