@@ -54,6 +54,7 @@ from draftsmith.types import DraftsmithError
 PLAIN = key(DRAFTSMITH, "plain")
 BLOCK = 256
 """llama.cpp rounds the context of a slot up to a multiple of this."""
+WARM_TOKENS = 16
 COUNTED = ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
 Cell = tuple[str, int, str]
 """Task, clients, and the server by what it is called."""
@@ -109,7 +110,7 @@ def start_servers(stack: ExitStack, folder: str, args: Any) -> list[Running]:
 
     def settle(name: str, process: Any, port: int) -> None:
         warm = [[2 + (number + place) % 100 for place in range(args.prompt_tokens)] for number in range(most)]
-        asyncio.run(ask(port, warm, most, args.new_tokens))
+        asyncio.run(ask(port, warm, most, WARM_TOKENS))
         stack.enter_context(asleep(process))
         found.append(Running(name, process, port))
 
@@ -155,8 +156,14 @@ def speculator_of(args: Any) -> str:
     return str(inside)
 
 
-def measure(servers: Sequence[Running], folder: str, args: Any) -> tuple[dict[Cell, Seen], list[str]]:
-    """Measure all servers in turns; return what was seen, and what whoever reads it should know."""
+def measure(
+    servers: Sequence[Running], folder: str, args: Any, started: float
+) -> tuple[dict[Cell, Seen], list[str]]:
+    """Measure all servers in turns; return what was seen, and what whoever reads it should know.
+
+    Args:
+        started: when this program did, by `time.perf_counter`; no round begins that would end too late.
+    """
     sources = {task: made_requests(folder, task, args) for task in args.tasks}
     seen: dict[Cell, Seen] = {
         (task, clients, server.name): Seen() for task in args.tasks for clients in args.clients for server in servers
@@ -167,6 +174,10 @@ def measure(servers: Sequence[Running], folder: str, args: Any) -> tuple[dict[Ce
     names = {server.name: server for server in servers}
     for number, trial in enumerate(interleaved(names, args.rounds, random.Random(args.seed)), 1):
         server = names[trial.way]
+        first, now = number % len(servers) == 1, time.perf_counter()
+        if first and trial.number and now - started + (now - began) / trial.number > 60 * args.minutes:
+            notes.append(f"{trial.number} of {args.rounds} rounds: another would not have ended within --minutes")
+            break
         with awake(server.process):
             for task in args.tasks:
                 for clients in args.clients:
@@ -245,6 +256,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--slots", type=int, default=16, help="texts that each server writes at a time, at most")
     parser.add_argument("--tasks", nargs="+", default=["code", "prose"])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=12.0, help="no round begins that would end later than that")
     parser.add_argument("--per-client", type=int, default=2, help="requests of a client in a round")
     parser.add_argument("--least", type=int, default=4, help="requests of a level in a round, at least")
     parser.add_argument("--prompt-tokens", type=int, default=48)
@@ -265,13 +277,14 @@ def run() -> None:
     if missing is not None:
         raise DraftsmithError(missing)
     folder = args.target or str(assets.demo_target())
+    started = time.perf_counter()
     with ExitStack() as stack:
-        seen, notes = measure(start_servers(stack, folder, args), folder, args)
+        seen, notes = measure(start_servers(stack, folder, args), folder, args, started)
     told = {cell: summary(seen, cell, args) for cell in seen}
     for task in args.tasks:
         show_table(
             f"{task}, greedy, prompts of {args.prompt_tokens} tokens, {args.new_tokens} new ones, {Path(folder).name}, "
-            f"{args.threads} threads, {args.rounds} rounds (their means, least and most); milliseconds of requests",
+            f"{args.threads} threads (tokens/s: mean, least and most of the rounds); milliseconds of requests",
             ["", "clients", "tokens/s", "over our plain", "TPOT p50", "TPOT p95", "TTFT p50", "TTFT p95", "acceptance",
              "texts as our plain", "failed"],
             [row(cell, one) for cell, one in told.items() if cell[0] == task],
