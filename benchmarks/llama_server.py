@@ -4,8 +4,9 @@
     python benchmarks/llama_server.py --target /tmp/padded-0.5b --llama-server BUILD/bin/llama-server \\
         --peer-site ENVIRONMENT/lib/python3.11/site-packages
 
-draftsmith       plain; with the target's speculator, and with a cascade of lookup and speculator in front of a 4-bit
-                 copy, both drafting what its own start finds to pay on this machine
+draftsmith       plain; with the target's speculator, drafting what its own start finds to pay on this machine; and
+                 with a cascade of lookup and speculator in front of a 4-bit copy (`--cascade`), which has to read
+                 every text, and so would draft nothing of itself where it does not pay for all slots
 llama.cpp        its C++ server, which writes up to `--slots` texts in one batch: the same weights as GGUF in bf16,
                  plain; with its own lookup (`--llama-lookup`); and with their Q4_0 as draft model (`--llama-draft`)
 
@@ -120,7 +121,7 @@ def start_servers(stack: ExitStack, folder: str, args: Any) -> list[Running]:
     ours = {
         PLAIN: ["--no-draft"],
         key(DRAFTSMITH, "its speculator"): ["--drafter", speculator],
-        key(DRAFTSMITH, "cascade"): ["--drafter", f"cascade:inner=[ngram,{speculator}]"],
+        key(DRAFTSMITH, "cascade"): ["--drafter", f"cascade:inner=[ngram,{speculator}]", *shlex.split(args.cascade)],
     }
     for name, words in ours.items():
         began = time.perf_counter()
@@ -248,6 +249,7 @@ def options() -> argparse.ArgumentParser:
     parser = arguments(__doc__, "llama_server")
     parser.set_defaults(threads=2)
     parser.add_argument("--llama-server", default="llama-server", help="the program, by its path or name")
+    parser.add_argument("--cascade", default="--plan 1,1,1,1,1 --draft-rows 4", help="options of our cascade's server")
     parser.add_argument("--llama-lookup", default="--spec-type ngram-simple --spec-ngram-simple-size-n 3 "
                         "--spec-ngram-simple-size-m 5", help="options with which it looks guesses up")
     parser.add_argument("--llama-draft", default="--spec-type draft-simple --spec-draft-n-max 5",
