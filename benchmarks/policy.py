@@ -91,6 +91,10 @@ class Switched(Policy):
     def choices(self) -> tuple[Choice, ...]:
         return self._choices
 
+    @property
+    def holds(self) -> int:
+        return self.policies[self.current].holds
+
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         return self.policies[self.current].choose(load, rows)
 

@@ -12,7 +12,8 @@ from draftsmith.drafters.heads.mlp_config import MLPConfig
 from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from draftsmith.drafters.registry import family_named
 from draftsmith.engine import Engine, Policy
-from draftsmith.engine.fitted import Fitted, Known
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.known import Known
 from draftsmith.evaluation.proof.small_target import TableDrafter
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import SamplingParams

@@ -8,7 +8,8 @@ import pytest
 
 from draftsmith.engine import Engine
 from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT
-from draftsmith.engine.fitted import Fitted, Known
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Load, RowHistory
 from draftsmith.engine.profile import Arm, Profile, candidates
 from draftsmith.plan import NO_DRAFT, Plan
@@ -82,8 +83,10 @@ def test_what_a_lookup_costs_goes_with_the_guesses_it_makes():
     assert found.seconds(arm, 1, odds=100.0) == pytest.approx(5.0), "no more than the plan has"
     assert found.speed(arm, 1, odds=100.0) == pytest.approx(5 / 5.0)
     assert 1.0 < found.seconds(arm, 1, odds=0.5) < 1.5
-    always = replace(arm, drafted=4.0)
-    assert always.growth(2.0) == always.growth(0.5) == 1.0 == replace(arm, drafted=None).growth(2.0)
+    always = replace(arm, drafted=None)
+    assert always.growth(2.0) == always.growth(0.5) == always.most_growth == 1.0 and arm.most_growth == 4.0
+    cheap = replace(arm, seconds=(0.9,))
+    assert found.seconds(cheap, 1, odds=100.0) == 1.0, "what seemed to take less than nothing takes no less"
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
@@ -93,11 +96,40 @@ def test_a_lookup_is_not_hoped_for_at_the_price_of_few_guesses():
     assert go(policy, RowHistory(False, 5), 200, 4)[-1] == 4, "five tokens for three steps"
 
 
+def test_what_is_found_and_wrong_costs_what_is_found():
+    """A guess in every step, one of forty of which stays: that it seldom stays does not make it cheap."""
+    policy, history = Fitted(Known(lookup(1.5), hope=100.0)), RowHistory(False, 5)
+    drafted = []
+    for step in range(2000):
+        (choice,) = policy.choose(load(1), [history])
+        drafted.append(choice.plan.depth)
+        history.drafted.append(choice.plan.depth)
+        history.accepted.append(int(step % 10 == 0) if choice.plan.depth else 0)
+    assert drafted[-1000:].count(0) > 950
+
+
+def test_a_trial_waits_for_a_guess_before_it_gives_up():
+    policy, history = Fitted(Known(lookup(1.1), hope=100.0)), RowHistory(False, 5)
+    lengths, drafting = [], 0
+    for _ in range(1500):
+        (choice,) = policy.choose(load(1), [history])
+        if choice.plan.depth:
+            drafting += 1
+        elif drafting:
+            lengths.append(drafting)
+            drafting = 0
+        history.drafted.append(0)  # nothing is found
+        history.accepted.append(0)
+    assert not lengths or max(lengths[1:], default=8) >= 8, "not after the three steps in which guesses fail"
+
+
 def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
     found = Profile((1, 4), (*profile().arms, Arm(Plan(choices=((0,), (1,), (0, 0))), (0.5, 0.2), (1.0, 2.0))))
     value = json.loads(json.dumps(found.to_json()))
     assert Profile.from_json(value) == found
-    for wrong in ({}, {**value, "arms": []}, {**value, "arms": value["arms"][1:]}, {**value, "rows": [1]}):
+    for wrong in ({}, {**value, "arms": []}, {**value, "arms": value["arms"][1:]}, {**value, "rows": [1]},
+                  {**value, "arms": [{**value["arms"][0], "drafted": "some"}]},
+                  {**value, "arms": [{**value["arms"][0], "plan": {**value["arms"][0]["plan"], "match": -1}}]}):
         with pytest.raises((KeyError, TypeError, ValueError)):
             Profile.from_json(wrong)
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from draftsmith.engine.evidence import LONGEST_WAIT
-from draftsmith.engine.fitted import Fitted, Known
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.known import Known
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Arm, Profile
 from draftsmith.plan import NO_DRAFT, Plan
@@ -56,9 +57,13 @@ class World:
 
     def run(self, shares: Sequence[float], steps: int) -> tuple[float, float]:
         """Return expected tokens and seconds of so many steps; a row accepts by its own share."""
-        tokens, begun = 0.0, self.time
+        tokens, begun, held = 0.0, self.time, 0
         for _ in range(steps):
-            choices = self.policy.choose(load(self.rows), self.histories)
+            if held:
+                held -= 1
+            else:
+                choices = self.policy.choose(load(self.rows), self.histories)
+                held = self.policy.holds
             for share, history, choice in zip(shares, self.histories, choices, strict=True):
                 depth, stayed = choice.plan.depth, 0
                 while stayed < depth and self.rng.random() < share:

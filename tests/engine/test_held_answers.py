@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from draftsmith.engine import Engine
-from draftsmith.engine.evidence import FIRST_WAIT
-from draftsmith.engine.fitted import HELD, Fitted, Known
+from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT
+from draftsmith.engine.fitted import HELD, Fitted
+from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Profile
 from draftsmith.plan import NO_DRAFT, Plan
@@ -80,7 +81,26 @@ def test_a_fitted_policy_counts_the_steps_that_nobody_asked_about():
             depths.append(choice.plan.depth)
             row.drafted.append(choice.plan.depth)
             row.accepted.append(0)
-    assert policy.choose(load, [row]) and sum(policy.steps) == len(depths) + 1
+    assert sum(policy.steps) == len(depths), "those that nobody asked about too, as soon as they are taken"
     pauses = "".join("d" if depth else "." for depth in depths).strip(".").replace("d", " ").split()
     assert len(pauses[0]) == FIRST_WAIT, "no trial comes late"
     assert asked < len(depths) / (HELD - 2)
+
+
+def test_short_texts_one_after_another_lose_no_steps():
+    long = profile(cost=0.3)
+    arms = tuple(replace(arm, seconds=tuple(0.001 * took for took in arm.seconds)) for arm in long.arms)
+    policy, load, depths = Fitted(Known(Profile(long.rows, arms))), Load(1, 0, 0, 1), list[int]()
+    while len(depths) < 2000:
+        row, left = RowHistory(False, 5), 8
+        while left:
+            (choice,) = policy.choose(load, [row])
+            steps = min(left, 1 + policy.holds)
+            left -= steps
+            for _ in range(steps):
+                depths.append(choice.plan.depth)
+                row.drafted.append(choice.plan.depth)
+                row.accepted.append(0)
+        policy.choose(Load(0, 0, 0, 1), [])  # a moment without rows
+    pauses = "".join("d" if depth else "." for depth in depths).strip(".").replace("d", " ").split()
+    assert max(map(len, pauses)) < LONGEST_WAIT + HELD + 8 and sum(policy.steps) == len(depths)

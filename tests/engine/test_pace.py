@@ -1,6 +1,6 @@
 """What steps take now: each is told by a clock that the test turns, so nothing depends on the machine."""
 
-from draftsmith.engine.pace import FIRST_RATE, MOST_SLOWER, Pace
+from draftsmith.engine.pace import FIRST_RATE, MOST_SLOWER, STALE, Pace
 from draftsmith.engine.policy import Load, RowHistory
 
 SECONDS = [1.0, 2.0, 3.0]
@@ -22,9 +22,9 @@ class Rows:
         self.time += took * SECONDS[plan] * count
         return self.ask(count, plan, reading)
 
-    def ask(self, count: int, plan: int, reading: int = 0) -> list[float]:
+    def ask(self, count: int, plan: int, reading: int = 0, steps: int = 1) -> list[float]:
         load = Load(decoding=count, reading=reading, waiting=0, max_batch=16)
-        return list(self.pace.slower(load, self.histories[:count], count, plan, SECONDS[plan]))
+        return list(self.pace.slower(load, self.histories[:count], count, plan, SECONDS[plan], steps))
 
 
 def test_a_plan_that_was_never_taken_counts_as_slowed_as_the_last_that_was():
@@ -69,6 +69,27 @@ def test_crowds_of_about_one_size_learn_together_and_others_apart():
     for _ in range(50):
         rows.step(9, 0, 1.3)
     assert rows.ask(15, 0)[0] > 1.2 and rows.ask(16, 0) == [1.0] * 3
+
+
+def test_several_steps_at_once_tell_what_one_takes():
+    rows, pace = Rows(), Pace(len(SECONDS), None)
+    assert pace.slower(Load(4, 0, 0, 16), rows.histories[:4], 4, 0, 1.0, 8) == [1.0] * 3
+    for _ in range(100):
+        rows.ask(4, 0, steps=8)
+        rows.time += 8 * 4 * 1.2
+    assert abs(rows.ask(4, 0, steps=8)[0] - 1.2) < 0.01
+
+
+def test_what_was_learnt_long_ago_is_soon_forgotten():
+    rows = Rows()
+    for _ in range(100):
+        rows.step(4, 0, 1.6)
+    for _ in range(STALE + 1):
+        rows.step(4, 1, 1.0)
+    before = rows.step(4, 1, 1.0)[0]
+    for _ in range(4):
+        after = rows.step(4, 0, 1.0)[0]
+    assert before > 1.55 and after < 1.3, "four steps suffice"
 
 
 def test_without_a_clock_nothing_is_learnt():

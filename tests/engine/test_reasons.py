@@ -6,7 +6,8 @@ import pytest
 
 from draftsmith.engine import Engine
 from draftsmith.engine.evidence import FIRST_WAIT
-from draftsmith.engine.fitted import PATIENCE, Fitted, Known
+from draftsmith.engine.fitted import PATIENCE, Fitted
+from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Fixed, OffAbove, RowHistory
 from draftsmith.engine.profile import Profile
 from draftsmith.engine.reasons import LABELS, Weighed

@@ -11,7 +11,8 @@ import torch
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.drafters.heads.mlp_config import MLPConfig
 from draftsmith.engine import Engine
-from draftsmith.engine.fitted import Fitted, Known
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.known import Known
 from draftsmith.engine.profile import Arm, Profile
 from draftsmith.evaluation.bench import run_grid
 from draftsmith.evaluation.grid import Grid, plan_for

@@ -12,7 +12,8 @@ from rich.console import Console
 from draftsmith import assets
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
-from draftsmith.engine.fitted import Fitted, Known
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.known import Known
 from draftsmith.engine.profile import Arm, Profile
 from draftsmith.evaluation.measuring.profiling import up_to
 from draftsmith.plan import NO_DRAFT, Plan

@@ -32,7 +32,8 @@ class Drafter(ABC):
     """Of those that read the prompt: whether a step for which somebody else drafts, or nobody, costs it next to
     nothing."""
     matches: tuple[int, ...] = ()
-    """Lengths of matches that are worth asking for in a plan; () where the drafter looks nothing up."""
+    """Lengths of matches that are worth asking for in a plan, of drafters that look guesses up and make none where they
+    find nothing; () for all others."""
     borrows_layers: bool = False
     """Whether it runs layers of the target it was loaded for, and so decodes with that target alone.
 

@@ -7,8 +7,14 @@ PRIOR = 4.0
 FIRST_WAIT, LONGEST_WAIT = 24, 384
 """Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
 TRIAL, HOPELESS = 8, 3
-"""Steps of a row that a trial lasts, and after which it ends if no guess has stayed; one guess tells next to nothing.
-Of rows that do the same each step counts once for every row."""
+"""Steps of a row that a trial lasts, and after which it ends if guesses were made and none has stayed; one guess tells
+next to nothing. Of rows that do the same each step counts once for every row."""
+QUARTERS, MOST_GROWTH = 4, 16
+"""Growths, see `Arm.growth`, are told apart in quarters, and none is above so much."""
+
+
+Stand = tuple[tuple[int, int], ...]
+"""For every drafter, which of the odds and which growth, in quarters."""
 
 
 @dataclass(slots=True)
@@ -16,31 +22,42 @@ class Evidence:
     """How a drafter's guesses do in a text: those that stayed and that were expected to, both fading.
 
     Args:
+        made, usual: of a lookup, guesses that were made, and that such steps made where it was measured; fading too.
         odds: which of `ODDS` follows.
         since: steps since it was taken up, or laid aside.
         wait: steps without it before it is tried.
         trial: steps that are left of a trial, 0 where there is none.
-        hit: whether a guess has stayed since the last trial began.
+        guessed, hit: whether a guess was made since the last trial began, and whether one has stayed.
     """
 
     accepted: float
     expected: float
     odds: int
+    made: float = PRIOR
+    usual: float = PRIOR
     since: int = 0
     wait: int = FIRST_WAIT
     trial: int = 0
+    guessed: bool = False
     hit: bool = False
+
+    @property
+    def growth(self) -> int:
+        """How many times as many guesses as usual are made, in quarters."""
+        return min(round(QUARTERS * self.made / self.usual), QUARTERS * MOST_GROWTH)
 
     def doubt(self) -> None:
         """Begin a trial: what is known is of a while ago, and counts no more than what is known when a row begins."""
         if self.expected > PRIOR:
             self.accepted, self.expected = self.accepted * PRIOR / self.expected, PRIOR
-        self.hit = False
+        if self.usual > PRIOR:
+            self.made, self.usual = self.made * PRIOR / self.usual, PRIOR
+        self.guessed = self.hit = False
 
     def goes_on(self, rows: int) -> bool:
         """Count a step of a trial, of so many rows; return whether another one follows."""
         self.trial = max(0, self.trial - rows)
-        if not self.hit and TRIAL - self.trial >= HOPELESS:
+        if self.guessed and not self.hit and TRIAL - self.trial >= HOPELESS:
             self.trial = 0
         return self.trial > 0
 
@@ -58,5 +75,6 @@ class RowEvidence:
     trying: bool = False
 
     @property
-    def odds(self) -> tuple[int, ...]:
-        return tuple(one.odds for one in self.evidence)
+    def stand(self) -> Stand:
+        """How often guesses of every drafter stay here, and how many it makes."""
+        return tuple((one.odds, one.growth) for one in self.evidence)

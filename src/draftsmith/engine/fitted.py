@@ -8,13 +8,13 @@ drawn.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT, PRIOR, TRIAL, Evidence, RowEvidence
+from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT, PRIOR, QUARTERS, TRIAL, Evidence, RowEvidence, Stand
+from draftsmith.engine.known import ODDS, Known
 from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
-from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.profile import Arm
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
@@ -25,53 +25,19 @@ PATIENCE = 1.03
 """Another plan has to be so many times as fast before it is taken, and any that drafts than plain decoding."""
 LOST = 0.005
 """The share of all tokens that trials may cost in the long run, as far as the longest pause allows."""
-ODDS = tuple(at / 20 for at in range(61))
-"""How many times as often as measured a guess may stay; see `Arm.accepted`."""
 USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
+REMINDERS = 4
+"""Steps without a draft after so long with one, where all rows do the same: what those cost now is forgotten."""
 HELD = 7
 """Steps without a draft for which it need not be asked again, where all rows do the same."""
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Numbers of rows for which plans are compared beforehand."""
-NEARLY = 0.95
-"""A plan is kept that is somewhere so near to the best: which of them is, is only learnt while they are used."""
 NOBODY = -1
 
 
-@dataclass(frozen=True)
-class Known:
-    """One of the engine's drafters, with what was measured of it.
-
-    Args:
-        name: by which the engine has it; None is its first.
-        hope: it never drafts, and so costs nothing at all, where nothing would be gained even with these odds, see
-            `Arm.accepted`.
-        rows: nor where nothing would be gained with so many rows; None asks whether there is any number of rows.
-    """
-
-    profile: Profile
-    name: str | None = None
-    hope: float = 1.0
-    rows: int | None = None
-
-    def useful(self) -> list[Arm]:
-        """Return its plans that are the best, or nearly, for some number of rows and some odds."""
-        profile, asked = self.profile, COUNTS if self.rows is None else (self.rows,)
-        if all(profile.best(count, self.hope) is profile.arms[0] for count in asked):
-            return []
-        kept = set[int]()
-        for odds in ODDS:
-            for count in COUNTS:
-                speeds = [profile.speed(arm, count, odds) for arm in profile.arms]
-                enough = max(speeds[0], NEARLY * max(speeds))
-                kept.update(at for at, speed in enumerate(speeds) if at and speed >= enough)
-        return [profile.arms[at] for at in sorted(kept)]
-
-
 class Fitted(Policy):
-    """A plan for every row, chosen before every step, that together bring the most tokens a second.
+    """A plan for every row, chosen step by step, that together bring the most tokens a second.
 
     Time has a price: the tokens a second that all rows together can have. Each row takes the plan that brings most
     after paying for the time it takes, so that in a crowd only those draft whose guesses stay. Of a small target, whose
@@ -94,20 +60,23 @@ class Fitted(Policy):
         self._arms = [self._first.arms[0], *(arm for _, _, arm in owned)]
         self._profiles = [self._first, *(known.profile for _, known, _ in owned)]
         self._accepts = [[arm.accepted(odds) for odds in ODDS] for arm in self._arms]
-        self._growths = [[arm.growth(odds) for odds in ODDS] for arm in self._arms]
+        self._most_growths = [arm.most_growth for arm in self._arms]
+        self._hoped_growths = [arm.growth(ODDS[-1]) for arm in self._arms]
         self._of = [[at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(drafters))]
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
-        self.steps = [0] * len(self._arms)
-        """How many steps of a row took each of `choices`."""
+        self._steps = [0] * len(self._arms)
         self._seconds: dict[int, list[float]] = {}
         self._pace = Pace(len(self._arms), clock)
-        self._share_s = 0.0  # seconds that a row's share of the last step was measured to take, of all alike
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
-        self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)  # of all rows
+        # Of all rows.
+        self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)
+        self._made, self._usual = [0.0] * len(drafters), [0.0] * len(drafters)
         # What all rows do where they do the same, and, where that was nothing, how many decoded, who they were, and how
         # many steps lay behind them.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
         self._idle: tuple[int, Sequence[RowHistory], int] | None = None
+        self._drafting = 0  # steps since one without a draft
+        self._unasked = 0  # steps since the last question that nobody asked about
         self._reasons: Sequence[Reason] = ()
         self._hopeless: dict[int, bool] = {}
 
@@ -120,12 +89,19 @@ class Fitted(Policy):
         return len(self._choices) == 1
 
     @property
+    def steps(self) -> Sequence[int]:
+        """How many steps of a row took each of `choices`."""
+        self._count_unasked()
+        return self._steps
+
+    @property
     def typical(self) -> Arm:
         """The plan for one row of a text like those that were measured."""
         speeds = [(1 + own[USUAL]) / took for own, took in zip(self._accepts, self._times(1), strict=True)]
         return self._arms[speeds.index(max(speeds))]
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
+        self._count_unasked()
         if len(self._choices) == 1 or not rows:
             self._reasons, self._idle = [NEVER] * len(rows), None
             self._pace.pause()
@@ -133,24 +109,25 @@ class Fitted(Policy):
         count = max(load.decoding, len(rows))
         seconds = self._times(count)
         if GROUP_SHARE * count * seconds[0] < GROUP_S:
-            slower = self._pace.slower(load, rows, count, self._crowd.arm, self._share_s, self._passed())
-            now = [took * times for took, times in zip(seconds, slower, strict=True)]
-            arm = self._of_all(rows, now, count)
-            self._share_s = self._share_s / slower[arm] if arm else seconds[0]
-            return [self._choices[arm]] * len(rows)
-        self._idle = None
+            slower = self._pace.slower(
+                load, rows, count, self._crowd.arm, self._measured_s(rows, seconds), 1 + self._unasked
+            )
+            self._unasked = 0
+            return [self._choices[self._of_all(rows, seconds, slower, count)]] * len(rows)
+        self._idle, self._unasked = None, 0
         self._pace.pause()
         known = [self._look_at(history) for history in rows]
-        price, worth = self._price(seconds, known), dict[tuple[int, ...], tuple[list[float], list[float]]]()
+        hoped = self._hoped(seconds, [1.0] * len(seconds))
+        price, worth = self._price(seconds, known), dict[Stand, tuple[list[float], list[float]]]()
         found, reasons = [], []
         for row in known:
-            odds = row.odds
-            if odds not in worth:
-                spent = self._spent(odds, seconds)
-                worth[odds] = self._values(odds, price, spent), spent
-            values, spent = worth[odds]
-            row.arm = self._settle(row, values, price, spent, seconds)
-            self.steps[row.arm] += 1
+            stand = row.stand
+            if stand not in worth:
+                spent = self._spent(stand, seconds)
+                worth[stand] = self._values(stand, price, spent), spent
+            values, spent = worth[stand]
+            row.arm = self._settle(row, values, price, spent, hoped)
+            self._steps[row.arm] += 1
             found.append(self._choices[row.arm])
             reasons.append(self._reason(row, values, price, spent, count))
         self._reasons = reasons
@@ -165,7 +142,9 @@ class Fitted(Policy):
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
         return self._reasons
 
-    def _of_all(self, rows: Sequence[RowHistory], seconds: Sequence[float], count: int) -> int:
+    def _of_all(
+        self, rows: Sequence[RowHistory], seconds: Sequence[float], slower: Sequence[float], count: int
+    ) -> int:
         """Return one plan for all rows, by what it brings them on average."""
         crowd = self._crowd
         same = self._idle is not None and self._idle[:2] == (count, rows)
@@ -173,51 +152,79 @@ class Fitted(Policy):
             # Nothing was drafted, so nothing was learnt; this is asked often, and has to cost next to nothing.
             for own in crowd.evidence:
                 own.since += 1
-            self.steps[0] += len(rows)
+            self._steps[0] += len(rows)
             self._idle = (count, rows, len(rows[0].accepted))
             return 0
         known = [self._look_at(history) for history in rows]
-        brings, spent = self._average(known, seconds)
+        brings, spent = self._average(known, seconds, slower)
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
         values = [tokens - price * took for tokens, took in zip(brings, spent, strict=True)]
         for number, own in enumerate(crowd.evidence):
             own.hit = any(row.evidence[number].hit for row in known)
+            own.guessed = any(row.evidence[number].guessed for row in known)
             if self._of[number]:
                 # Of a text whose guesses stay so often, the best plan would bring what it brings these on average.
                 best = max(self._of[number], key=values.__getitem__)
                 own.odds = min(bisect_left(self._accepts[best], brings[best] - 1), len(ODDS) - 1)
-        crowd.arm = self._settle(crowd, values, price, spent, seconds, len(rows))
-        self._share_s = spent[crowd.arm]
+        crowd.arm = self._settle(crowd, values, price, spent, self._hoped(seconds, slower), len(rows))
+        self._drafting = self._drafting + 1 if crowd.arm else 0
+        reminded = self._drafting > LONGEST_WAIT
+        if reminded:
+            crowd.arm = 0
+            self._drafting *= self._drafting < LONGEST_WAIT + REMINDERS
         self._reasons = [self._reason(crowd, values, price, spent, count)] * len(rows)
         for row in known:
             row.arm = crowd.arm
             for number, own in enumerate(crowd.evidence):
                 if own.trial == TRIAL:
                     row.evidence[number].doubt()
-        self.steps[crowd.arm] += len(rows)
-        self._idle = None if crowd.arm else (count, list(rows), len(rows[0].accepted))
+        self._steps[crowd.arm] += len(rows)
+        self._idle = None if crowd.arm or reminded else (count, list(rows), len(rows[0].accepted))
         return crowd.arm
 
-    def _passed(self) -> int:
-        """Return how many steps were taken since the last question, and count those that nobody asked about."""
+    def _count_unasked(self) -> None:
+        """Count the steps, all without a draft, that were taken since the last question and that nobody asked about."""
         if self._idle is None:
-            return 1
-        _, rows, before = self._idle
-        unasked = max(0, len(rows[0].accepted) - before - 1)
-        for own in self._crowd.evidence:
-            own.since += unasked
-        self.steps[0] += unasked * len(rows)
-        return 1 + unasked
+            return
+        count, rows, before = self._idle
+        unasked = len(rows[0].accepted) - before - 1
+        if unasked > 0:
+            for own in self._crowd.evidence:
+                own.since += unasked
+            self._steps[0] += unasked * len(rows)
+            self._unasked += unasked
+            self._idle = (count, rows, before + unasked)
 
-    def _average(self, rows: Sequence[RowEvidence], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return the tokens that every plan brings a row, and the seconds that it takes, on average."""
-        brings, spent, counts = [1.0] * len(self._arms), list(seconds), Counter(row.odds for row in rows)
-        for at in range(1, len(brings)):
-            accepts, growths, whose = self._accepts[at], self._growths[at], self._whose[at]
-            brings[at] += sum(accepts[odds[whose]] * count for odds, count in counts.items()) / len(rows)
-            growth = sum(growths[odds[whose]] * count for odds, count in counts.items()) / len(rows)
-            spent[at] = seconds[0] + growth * (seconds[at] - seconds[0])
-        return brings, spent
+    def _measured_s(self, rows: Sequence[RowHistory], seconds: Sequence[float]) -> float:
+        """Return the seconds that a row's share of the last step, of all alike, would have taken when it was measured.
+
+        Of a lookup, with as many guesses as it really made.
+        """
+        arm = self._crowd.arm
+        usual = self._arms[arm].drafted
+        if not usual:
+            return seconds[arm]
+        made = sum(row.drafted[-1] if row.drafted else 0 for row in rows) / len(rows)
+        return seconds[0] + made / usual * max(0.0, seconds[arm] - seconds[0])
+
+    def _average(
+        self, rows: Sequence[RowEvidence], seconds: Sequence[float], slower: Sequence[float]
+    ) -> tuple[list[float], list[float]]:
+        """Return the tokens that every plan brings a row, and the seconds that it takes now, on average."""
+        brings, spent = [0.0] * len(self._arms), [0.0] * len(self._arms)
+        for stand, count in Counter(row.stand for row in rows).items():
+            took, share = self._spent(stand, seconds), count / len(rows)
+            for at, own in enumerate(self._values(stand, 0.0, took)):
+                brings[at] += share * own
+                spent[at] += share * took[at]
+        return brings, [took * times for took, times in zip(spent, slower, strict=True)]
+
+    def _hoped(self, seconds: Sequence[float], slower: Sequence[float]) -> list[float]:
+        """Return the seconds that every plan takes now where all guesses stay that may."""
+        return [
+            times * (seconds[0] + growth * max(0.0, took - seconds[0]))
+            for growth, took, times in zip(self._hoped_growths, seconds, slower, strict=True)
+        ]
 
     def _times(self, rows: int) -> list[float]:
         """Return the seconds that a row's plan adds to a step of so many rows, for every plan."""
@@ -239,9 +246,14 @@ class Fitted(Policy):
         elif steps > row.seen:
             # Steps behind that one were not asked about: a prediction drafted them.
             stayed, expected, number = history.accepted[row.seen], self._accepts[row.arm][USUAL], self._whose[row.arm]
-            row.seen = steps
+            made, row.seen = history.drafted[row.seen], steps
             if expected:
-                own = row.evidence[number]
+                own, usual = row.evidence[number], self._arms[row.arm].drafted
+                own.guessed = own.guessed or made > 0
+                if usual:
+                    own.made, own.usual = DECAY * own.made + made, DECAY * own.usual + usual
+                    self._made[number] = COMMON_DECAY * self._made[number] + made
+                    self._usual[number] = COMMON_DECAY * self._usual[number] + usual
                 own.accepted, own.expected = DECAY * own.accepted + stayed, DECAY * own.expected + expected
                 own.odds, own.hit = self._odds(row.arm, own.accepted / own.expected), own.hit or stayed > 0
                 self._accepted[number] = COMMON_DECAY * self._accepted[number] + stayed
@@ -251,37 +263,37 @@ class Fitted(Policy):
     def _begin(self, number: int) -> Evidence:
         """Return what stands for a drafter's evidence in a new text: that of other texts."""
         common = (self._accepted[number] + PRIOR) / (self._expected[number] + PRIOR)
+        growth = (self._made[number] + PRIOR) / (self._usual[number] + PRIOR)
         arms = self._of[number]
-        return Evidence(PRIOR * common, PRIOR, self._odds(arms[-1], common) if arms else USUAL)
+        return Evidence(PRIOR * common, PRIOR, self._odds(arms[-1], common) if arms else USUAL, PRIOR * growth)
 
     def _odds(self, arm: int, share: float) -> int:
         """Return the odds at which a plan accepts so many times what was measured."""
         accepts = self._accepts[arm]
         return min(bisect_left(accepts, share * accepts[USUAL]), len(ODDS) - 1)
 
-    def _spent(self, odds: Sequence[int], seconds: Sequence[float]) -> list[float]:
-        """Return the seconds that every plan takes where guesses stay so often."""
-        plain, *drafted = seconds
-        whose = self._whose[1:]
-        return [plain, *(
-            plain + own[odds[one]] * (took - plain)
-            for own, one, took in zip(self._growths[1:], whose, drafted, strict=True)
-        )]
+    def _spent(self, stand: Stand, seconds: Sequence[float]) -> list[float]:
+        """Return the seconds that every plan takes in such a text."""
+        plain, spent = seconds[0], [seconds[0]]
+        for most, whose, took in zip(self._most_growths[1:], self._whose[1:], seconds[1:], strict=True):
+            growth = 1.0 if most == 1.0 else min(most, stand[whose][1] / QUARTERS)
+            spent.append(plain + growth * max(0.0, took - plain))
+        return spent
 
-    def _values(self, odds: Sequence[int], price: float, seconds: Sequence[float]) -> list[float]:
-        """Return the tokens that every plan brings, less what its time costs."""
-        mine = [0 if whose == NOBODY else odds[whose] for whose in self._whose]
-        return [1 + own[at] - price * took for own, at, took in zip(self._accepts, mine, seconds, strict=True)]
+    def _values(self, stand: Stand, price: float, spent: Sequence[float]) -> list[float]:
+        """Return the tokens that every plan brings in such a text, less what its time costs."""
+        mine = [0 if whose == NOBODY else stand[whose][0] for whose in self._whose]
+        return [1 + own[at] - price * took for own, at, took in zip(self._accepts, mine, spent, strict=True)]
 
     def _price(self, seconds: Sequence[float], rows: Sequence[RowEvidence]) -> float:
         """Return the most tokens a second that these rows can have, each with a plan of its own (Dinkelbach's way)."""
-        counts = Counter(row.odds for row in rows)
+        counts = Counter(row.stand for row in rows)
         price, before = 1 / seconds[0], 0.0
         while price > before:
             tokens = took = 0.0
-            for odds, count in counts.items():
-                spent = self._spent(odds, seconds)
-                values = self._values(odds, price, spent)
+            for stand, count in counts.items():
+                spent = self._spent(stand, seconds)
+                values = self._values(stand, price, spent)
                 arm = values.index(max(values))
                 tokens += count * (values[arm] + price * spent[arm])
                 took += count * spent[arm]
@@ -289,14 +301,14 @@ class Fitted(Policy):
         return price
 
     def _settle(
-        self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float], seconds: Sequence[float],
+        self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float], hoped: Sequence[float],
         rows: int = 1,
     ) -> int:
         """Return the plan of a row, or of so many rows that do the same; none is changed for a little.
 
         Args:
             spent: seconds that every plan takes here.
-            seconds: that it would take if guesses stayed as often as measured.
+            hoped: those that it would take if all guesses stayed that may.
         """
         def beats(one: int, other: int) -> bool:
             return values[one] - values[other] > (PATIENCE - 1) * (values[other] + price * spent[other])
@@ -314,24 +326,23 @@ class Fitted(Policy):
             own.since = own.since + 1 if taken == (self._whose[row.arm] == number) else 0
             if taken and own.since >= FIRST_WAIT:
                 own.wait = FIRST_WAIT
-        tried = chosen if on_trial else self._tried(row, chosen, values, price, seconds, rows)
+        tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, rows)
         row.trying = on_trial or tried != chosen
         return tried
 
     def _tried(
-        self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, seconds: Sequence[float], rows: int
+        self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, hoped: Sequence[float], rows: int
     ) -> int:
         """Return the plan of a drafter whose turn it is; none is tried that could not pay if all its guesses stayed."""
         for number, own in enumerate(row.evidence):
             if own.since < own.wait or number == self._whose[chosen]:
                 continue
-            most = [seconds[0] + self._growths[arm][-1] * (seconds[arm] - seconds[0]) for arm in self._of[number]]
-            hoped = [
-                1 + self._accepts[arm][-1] - price * took for arm, took in zip(self._of[number], most, strict=True)
-            ]
+            highest = max(
+                (1 + self._accepts[arm][-1] - price * hoped[arm] for arm in self._of[number]), default=values[chosen]
+            )
             # Asked again after as long a pause, not at every step until then.
             own.since = 0
-            if max(hoped, default=values[chosen]) > values[chosen]:
+            if highest > values[chosen]:
                 best = max(self._of[number], key=values.__getitem__)
                 # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
                 lasts = -(-TRIAL // rows)
@@ -358,10 +369,8 @@ class Fitted(Policy):
         """Return whether in a step of so many rows nothing would be gained even if all guesses stayed."""
         found = self._hopeless.get(count)
         if found is None:
-            plain, *drafted = self._times(count)
-            gains = [
-                own[-1] - growths[-1] * (took / plain - 1)
-                for own, growths, took in zip(self._accepts[1:], self._growths[1:], drafted, strict=True)
-            ]
+            seconds = self._times(count)
+            hoped = self._hoped(seconds, [1.0] * len(seconds))
+            gains = [own[-1] - (took / hoped[0] - 1) for own, took in zip(self._accepts[1:], hoped[1:], strict=True)]
             found = self._hopeless[count] = max(gains) <= PATIENCE - 1
         return found

@@ -7,8 +7,10 @@ from draftsmith.engine.policy import Load, RowHistory
 RATE, FIRST_RATE = 0.05, 0.25
 """How much one step counts for how long such steps take now: the first of a plan most, later ones less and less."""
 MOST_SLOWER, MOST_FASTER = 1.5, 0.5
-"""How many times as long as usual a step may have taken; what took longer was something else, such as a client that is
-slow to read."""
+"""A step counts as at most and at least so many times as long as such steps take. What took longer was something else,
+such as a client that is slow to read."""
+STALE = 256
+"""Steps after which a plan that was not taken since is learnt anew."""
 
 
 class Pace:
@@ -27,6 +29,7 @@ class Pace:
         self._plans, self._clock = plans, clock
         self._slower: dict[int, list[float]] = {}
         self._taken: dict[int, list[int]] = {}
+        self._newest: dict[int, list[int]] = {}  # the step that took a plan last, by the count of all
         self._last: tuple[float, list[RowHistory]] | None = None
 
     def pause(self) -> None:
@@ -43,7 +46,7 @@ class Pace:
         Args:
             count: of rows that decode.
             plan: which of the plans they all took since.
-            seconds: that a row's share of such a step was measured to take.
+            seconds: that a row's share of what was done in such a step took when it was measured.
             steps: taken since.
         """
         size = count.bit_length()
@@ -59,8 +62,12 @@ class Pace:
     def _learn(self, size: int, plan: int, ratio: float) -> None:
         """Take in how many times as long as measured a step of this plan took."""
         found, taken = self._slower[size], self._taken.setdefault(size, [0] * self._plans)
+        newest, now = self._newest.setdefault(size, [0] * self._plans), sum(taken)
+        if now - newest[plan] > STALE:
+            taken[plan] = min(taken[plan], 1)
         rate = max(RATE, FIRST_RATE / (1 + FIRST_RATE * taken[plan]))
         taken[plan] += 1
+        newest[plan] = sum(taken)
         found[plan] += rate * (min(max(ratio, MOST_FASTER * found[plan]), MOST_SLOWER * found[plan]) - found[plan])
         for other, times in enumerate(taken):
             if other and not times:

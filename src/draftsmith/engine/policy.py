@@ -1,4 +1,5 @@
-"""Who drafts how much: a policy is asked before every step, and may answer differently for every row.
+"""Who drafts how much: a policy is asked before every step, unless its last answer stands, and may answer differently
+for every row.
 
 Exactness does not depend on the answers, as long as a policy keeps to one rule, *non-anticipation*: what it answers for
 the next tokens of a row may depend only on what was known before them, which is all that it is handed. A policy that
@@ -72,7 +73,7 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-        """Return one of `choices` for each row; asked once a step, about the rows that bring no plan of their own."""
+        """Return one of `choices` for each row; asked about the rows that bring no plan of their own."""
 
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
         """Return why `choose`, just asked about these rows, answered as it did, row by row; () tells nothing."""

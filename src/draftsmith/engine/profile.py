@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.types import DraftsmithError
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Arm:
     Args:
         survival: the share of steps that accepted at least 1, 2, … guesses.
         seconds: of a step, all rows together, for each number of rows of the profile.
-        drafted: guesses that a step verified; None stands for as many as the plan has.
+        drafted: of a lookup, guesses that a step verified; None stands for as many as the plan has.
     """
 
     plan: Plan
@@ -37,15 +38,19 @@ class Arm:
             total += before
         return total
 
-    def growth(self, odds: float) -> float:
-        """Return how many times as many guesses as measured are made; see `accepted`.
+    @property
+    def most_growth(self) -> float:
+        """How many times as many guesses as measured it can make."""
+        return max(1.0, self.plan.max_nodes / self.drafted) if self.drafted else 1.0
 
-        A drafter that makes as many as the plan has always does. A lookup makes none where it finds nothing: where
-        more stay it has found more, and has more to verify.
+    def growth(self, odds: float) -> float:
+        """Return how many times as many guesses as measured are made, as far as odds tell; see `accepted`.
+
+        A lookup makes none where it finds nothing: where more stay it has found more, and has more to verify.
         """
-        if not self.drafted or self.drafted >= self.plan.max_nodes or not self.accepted():
+        if self.most_growth == 1.0 or not self.accepted():
             return 1.0
-        return min(self.plan.max_nodes / self.drafted, self.accepted(odds) / self.accepted())
+        return min(self.most_growth, self.accepted(odds) / self.accepted())
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Profile:
         if growth == 1.0:
             return took
         plain = self._measured(self.arms[0], rows)
-        return plain + (took - plain) * growth
+        return plain + max(0.0, took - plain) * growth
 
     def _measured(self, arm: Arm, rows: int) -> float:
         if len(self.rows) == 1 or rows <= self.rows[0]:
@@ -99,7 +104,7 @@ class Profile:
         arms = tuple(
             Arm(
                 plan_from_json(arm["plan"]), tuple(map(float, arm["survival"])), tuple(map(float, arm["seconds"])),
-                arm.get("drafted"),
+                None if arm["drafted"] is None else float(arm["drafted"]),
             )
             for arm in value["arms"]
         )
@@ -112,7 +117,10 @@ class Profile:
 def plan_from_json(value: Mapping[str, Any]) -> Plan:
     """Return the plan that `dataclasses.asdict` made this of."""
     tree = {"branching": tuple(value["branching"]), "choices": tuple(map(tuple, value["choices"]))}
-    return Plan(**{**value, **tree})
+    try:
+        return Plan(**{**value, **tree})
+    except DraftsmithError as error:
+        raise ValueError(f"no plan: {error}") from error
 
 
 def candidates(

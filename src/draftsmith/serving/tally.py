@@ -96,7 +96,7 @@ class Explainer:
 
 
 def plan_in_words(plan: Plan) -> str:
-    """Return a plan as requests write it: "none", "chain 3", "4,2,1", with its bounds behind it."""
+    """Return "none", "chain 3" or "4,2,1", as requests write a plan, and its bounds behind it, such as "match 8"."""
     if not plan.depth:
         return "none"
     chain = plan.max_nodes == plan.depth
@@ -104,4 +104,5 @@ def plan_in_words(plan: Plan) -> str:
     bounds = (("paths", plan.paths), ("nodes", plan.nodes), ("beam", plan.beam))
     told = [f"{name} {value}" for name, value in bounds if value is not None and not chain]
     drawn = ["sampled"] if plan.sampled else []
-    return " ".join([shape, *told, *drawn])
+    looked_up = [f"match {plan.match}"] if plan.match else []
+    return " ".join([shape, *told, *drawn, *looked_up])

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine, reasons
-from draftsmith.engine.fitted import Fitted, Known
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.known import Known
 from draftsmith.engine.profile import Profile
 from draftsmith.evaluation.measuring.profiling import measure_profile, up_to
 from draftsmith.files import replace_text
@@ -33,7 +34,8 @@ MEMORY_HOPE = 0.85
 """One with a model's memory reads every text, also where it does not draft, so it has to gain clearly."""
 DISTURBED_FOR_S = 3600.0
 """So long it is made do with what was measured while other programs disturbed it."""
-FORMAT = 6
+FORMAT = 7
+"""Raised when what is measured changes, or how it is written: then everything is measured once more."""
 
 
 @dataclass(frozen=True)

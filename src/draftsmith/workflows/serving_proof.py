@@ -17,7 +17,8 @@ import torch
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine, Policy
-from draftsmith.engine.fitted import Fitted, Known
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.known import Known
 from draftsmith.engine.profile import Arm, Profile
 from draftsmith.engine.requests.admission import SEED_STRIDE
 from draftsmith.evaluation.measuring.losslessness import Divergence, first_divergence, is_targets_own

@@ -139,6 +139,17 @@ def test_a_plan_may_wait_for_a_long_match(make):
     assert chain(propose(make(), {0: again}, Plan((1, 1), match=7))) == []
 
 
+def test_a_long_match_counts_wherever_it_stands():
+    again = [1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]
+    assert chain(propose(ngram(), {0: again}, Plan((1, 1)))) == [0, 1], "the latest place"
+    assert chain(propose(ngram(), {0: again}, Plan((1, 1), match=6))) == [7, 8], "the place behind six of them"
+
+
+def test_only_a_lookup_that_knows_matches_so_long_is_asked_for_them():
+    assert ngram().matches == suffix().matches == (8,)
+    assert suffix(max_length=6).matches == () == load_drafter("lookahead", tiny_target("llama")).matches
+
+
 def test_without_a_match_nothing_is_drafted():
     draft = propose(ngram(), {0: [1, 2, 3, 4], 1: [5]})
     assert draft.tokens_BN.shape == (2, 0) and draft.depth == 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from draftsmith.drafters.lookup.ngram_config import Match, NgramConfig
-from draftsmith.drafters.lookup.python_drafter import DraftTree, LookupDrafter
+from draftsmith.drafters.lookup.python_drafter import SURE_MATCH, DraftTree, LookupDrafter
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT
 
@@ -49,11 +49,12 @@ class NgramIndex:
                 earlier.append(latest.get(gram, NOWHERE))
                 latest[gram] = place
 
-    def places(self, match: Match, wanted: int, ahead: Sequence[int] = ()) -> list[int]:
+    def places(self, match: Match, wanted: int, ahead: Sequence[int] = (), shortest: int = 0) -> list[int]:
         """Return up to `wanted` places to continue from: of longer matches first, each with another token there.
 
         Args:
             ahead: tokens behind the text, which belong to the match but not to the index.
+            shortest: of the newest tokens, so many have to stand before a place; without any `ahead`.
         """
         self._index()
         text = self.text
@@ -66,9 +67,10 @@ class NgramIndex:
             first: dict[int, int] = {}
             place, left = self._latest.get(tuple(newest[-n:]), NOWHERE), MOST_PLACES
             while place != NOWHERE and left and (match == "frequent" or len(first) < wanted):
-                token = text[place]
-                times[token] = times.get(token, 0) + 1
-                first.setdefault(token, place)
+                if shortest <= n or self._repeats(place, shortest):
+                    token = text[place]
+                    times[token] = times.get(token, 0) + 1
+                    first.setdefault(token, place)
                 place, left = earlier[place], left - 1
             # Sorting keeps the more recent of equally frequent ones in front.
             order = sorted(first, key=lambda token: -times[token]) if match == "frequent" else first
@@ -78,7 +80,7 @@ class NgramIndex:
                 break
         return list(found.values())[:wanted]
 
-    def repeats(self, place: int, tokens: int) -> bool:
+    def _repeats(self, place: int, tokens: int) -> bool:
         """Return whether so many of the newest tokens stand before a place too."""
         return tokens <= place and self.text[place - tokens : place] == self.text[-tokens:]
 
@@ -92,6 +94,8 @@ class NgramIndex:
 class NgramDrafter(LookupDrafter[NgramIndex]):
     """Drafts the continuation of an earlier occurrence of the newest tokens, and nothing when there is none."""
 
+    matches = (SURE_MATCH,)
+
     def __init__(self, config: NgramConfig) -> None:
         super().__init__()
         self.config = config
@@ -104,9 +108,7 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
 
     def draft_row(self, row: NgramIndex, plan: Plan, room: int) -> DraftTree:
         config, tree = self.config, DraftTree(plan.branching, room)
-        for place in row.places(config.match, min(config.branches, plan.branching[0])):
-            if plan.match > config.min_length and not row.repeats(place, plan.match):
-                continue
+        for place in row.places(config.match, min(config.branches, plan.branching[0]), shortest=plan.match):
             tree.add_path(ROOT, row.copy(place, min(config.guesses, plan.depth)))
         return tree
 

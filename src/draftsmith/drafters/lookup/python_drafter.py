@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 SURE_MATCH = 8
-"""Behind so long a match nearly all guesses stay, whatever the text is."""
+"""A length of matches behind which guesses are expected to stay more often than behind shorter ones, in most texts."""
 MOST_UNREAD = 64
-"""Steps that nobody drafted for are read together, at most so many."""
+"""What was committed while nobody drafted is read together: of so many calls of `follow`, at most."""
 
 
 class DraftTree:
@@ -177,7 +177,6 @@ class LookupDrafter(PythonDrafter[R]):
     """One that finds its guesses in texts, and so can guess behind tokens that a row may never have."""
 
     follows_cheaply = True
-    matches = (SURE_MATCH,)
 
     @abstractmethod
     def continue_row(self, row: R, ahead: Sequence[int], count: int) -> list[int]:

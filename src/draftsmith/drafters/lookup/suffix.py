@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from draftsmith.drafters.lookup.python_drafter import DraftTree, LookupDrafter
+from draftsmith.drafters.lookup.python_drafter import SURE_MATCH, DraftTree, LookupDrafter
 from draftsmith.drafters.lookup.suffix_config import SuffixConfig
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT
@@ -147,18 +147,23 @@ class SuffixRow:
         self.output = self.reach = 0
         self._trie = SuffixTrie(depth)
         self._repeated = [self._trie.root]
+        self._counted = 0
 
     def extend(self, tokens: list[int]) -> None:
-        """Add committed tokens, at first those of the prompt and one of the output."""
-        start = len(self.text)
-        if not start:
+        """Add committed tokens, at first those of the prompt and one of the output; they are counted when asked for."""
+        if not self.text:
             self.output = len(tokens) - 1
         self.text += tokens
         self.reach += len(tokens)
-        self._repeated = self._trie.extend(self.text, start, self._repeated)
+
+    def _count(self) -> None:
+        """Count the strings that end in what was added since the last time."""
+        self._repeated = self._trie.extend(self.text, self._counted, self._repeated)
+        self._counted = len(self.text)
 
     def matches(self) -> Iterator[Match]:
         """Yield matches as `SuffixTrie.matches` does; the end of the text itself is counted, but nothing follows it."""
+        self._count()
         times = yielded = 0
         for length in range(len(self._repeated) - 1, 0, -1):
             node = self._repeated[length]
@@ -170,6 +175,7 @@ class SuffixRow:
 
     def matches_of(self, newest: list[int]) -> Iterator[Match]:
         """Yield matches of tokens that are not the end of the text."""
+        self._count()
         return self._trie.matches(newest)
 
 
@@ -200,6 +206,7 @@ class SuffixDrafter(LookupDrafter[SuffixRow]):
     def __init__(self, config: SuffixConfig) -> None:
         super().__init__()
         self.config = config
+        self.matches = (SURE_MATCH,) if config.max_length >= SURE_MATCH else ()
         # One deeper than a match can be, so that the longest match still has counts behind it.
         self._depth = config.max_length + 1
         self.memory = Memory(self._depth, config.memory_tokens)

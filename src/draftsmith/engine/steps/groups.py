@@ -19,7 +19,7 @@ class Groups:
     """The rows that decode, in groups that each draft by one choice of the policy.
 
     Args:
-        policy: is asked before every step, unless it always answers the same.
+        policy: is asked before every step, unless its last answer stands or it always answers the same.
         runner: says how many rows a group is padded to.
         spare_slots: where the rows of padding write.
         penalties: what penalties remember of every slot.

@@ -23,8 +23,8 @@ ROWS = (1, 4, 8, 16)
 PROMPT_TOKENS, NEW_TOKENS = 48, 20
 FEWEST_TEXTS = 24
 """For few rows as well: acceptance differs from text to text."""
-SLOW_STEP_S, FEW_TOKENS = 0.02, 10
-"""Where a plain step takes longer, fewer tokens are decoded."""
+SLOW_STEP_S, FEW_TOKENS, FEW_PLANS = 0.02, 10, 4
+"""Where a plain step takes longer, fewer tokens are decoded, and fewer plans are timed with more than one row."""
 HOPELESS, MISSES = 0.85, 2
 """Larger drafts are not tried after so many in a row had less than this share of the best speed so far."""
 FEWEST_TURNS, MOST_TURNS, ENOUGH_S = 2, 6, 0.2
@@ -105,7 +105,8 @@ class Contest:
 
     def time(self, plan: Plan, rows: int) -> None:
         """Time a plan, and plain decoding beside it, until there is enough of both."""
-        self.on_progress(f"{rows} row{'s' if rows > 1 else ''}, {plan.max_nodes} guesses")
+        waiting = " behind long matches" if plan.match else ""
+        self.on_progress(f"{rows} row{'s' if rows > 1 else ''}, {plan.max_nodes} guesses{waiting}")
         begun = time.monotonic()
         for turn in range(MOST_TURNS):
             for one in dict.fromkeys((NO_DRAFT, plan)):
@@ -128,8 +129,8 @@ class Contest:
             ]
         return min(took for one in alike for took in self.taken[one][rows])
 
-    def run(self, plans: Sequence[Plan]) -> Profile:
-        """Time them and return what came of it."""
+    def run(self, plans: Sequence[Plan], looked_up: bool) -> Profile:
+        """Time them and return what came of it; guesses that are looked up are not made at every step."""
         self.time(NO_DRAFT, self.rows[0])
         misses, best = 0, 0.0
         for plan in plans:
@@ -138,18 +139,23 @@ class Contest:
                 continue
             self.time(plan, self.rows[0])
             best = max(best, self.speed(plan), self.speed(NO_DRAFT))
-            misses = misses if misses == MISSES else misses + 1 if self.speed(plan) < HOPELESS * best else 0
+            if misses < MISSES:
+                misses = misses + 1 if self.speed(plan) < HOPELESS * best else 0
         plain = self.speed(NO_DRAFT)
         kept = [
             plan for plan in self.taken if plan == NO_DRAFT or plan.match or self.speed(plan) >= HOPELESS * plain
         ]
+        if self.seconds(NO_DRAFT, self.rows[0]) > SLOW_STEP_S:
+            # Every plan takes seconds with many rows, where those that are best for one are about as good as any.
+            best_few = sorted(kept, key=lambda plan: (plan != NO_DRAFT, -self.speed(plan)))[: 1 + FEW_PLANS]
+            kept = [plan for plan in kept if plan in best_few]
         for rows in self.rows[1:]:
             for plan in kept:
                 self.time(plan, rows)
         return Profile(self.rows, tuple(
             Arm(
                 plan, self.sampler.survival(plan), tuple(self.seconds(plan, rows) for rows in self.rows),
-                self.sampler.drafted(plan),
+                self.sampler.drafted(plan) if looked_up else None,
             )
             for plan in kept
         ))
@@ -187,7 +193,7 @@ def measure_profile(
     if sampler.seconds(NO_DRAFT, 1) > SLOW_STEP_S:
         sampler.new_tokens = min(FEW_TOKENS, new_tokens)
     contest, watch = Contest(sampler, rows, on_progress), Watch()
-    return contest.run(plans), contest.is_steady and not watch.is_disturbed
+    return contest.run(plans, bool(drafter.matches)), contest.is_steady and not watch.is_disturbed
 
 
 def texts_for(target: Target, tokens: int, count: int) -> list[list[int]]:
