@@ -93,31 +93,58 @@ struct Sight {
   }
 };
 
+// Rows of scores begin at lines of the cache, an odd number of lines apart, so that those of one place do not meet in one
+// set. Each has room for fifteen scores behind the last, that mean nothing.
+inline int64_t score_stride(int64_t places) { return ((places + 2 * (kLanes - 1)) / kLanes | 1) * kLanes; }
+
 [[maybe_unused]] int64_t room_for_scores(int64_t queries, int64_t places, int64_t, int64_t) {
-  return queries * (places + 1) + kLanes;
+  return queries * (score_stride(places) + 1) + 2 * kLanes;
 }
 
-// What all nodes see is read once for all of them; what a node sees alone, before and behind it, is read for that node.
-// Every query meets its places in their order all the same.
+// Nodes of a chain that meet together what some of them see behind what all nodes of the task see. Scores may be also those
+// of places that a query does not see; of values it meets none that it does not see.
+constexpr int64_t kScoredTogether = 16, kMixedTogether = 6;
+
+// What all nodes see is read once for all of them; what a node sees alone, before and behind it, is read for that node, or
+// in a chain for some neighbours. Every query meets its places in their order all the same.
 template <void (*kScore)(const AttentionTask&, const Stretch&, float*, int64_t),
           void (*kMix)(const AttentionTask&, const Stretch&, const float*, int64_t)>
 void attend_by(const AttentionTask& t) {
   const Sight sight(t);
-  const int64_t queries = t.nodes * t.groups, stride = sight.places;
-  float *scores = t.scratch, *share = scores + queries * stride;
-  const auto behind = [&](int64_t n) {
-    return Stretch{n * t.groups, t.groups, t.first[n] > t.shared ? t.first[n] : t.shared, t.last[n]};
+  const int64_t queries = t.nodes * t.groups, stride = score_stride(sight.places);
+  float* scores = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(t.scratch) + 63) / 64 * 64);
+  float* share = scores + queries * stride;
+  const bool chain = t.paths == nullptr;
+  const auto first = [&](int64_t n) { return t.first[n] > t.shared ? t.first[n] : t.shared; };
+  const auto score = [&](int64_t n, int64_t count, int64_t from, int64_t to) {
+    if (from < to) kScore(t, {n * t.groups, count * t.groups, from, to}, scores, stride);
   };
-  kScore(t, {0, queries, sight.low, t.shared}, scores, stride);
-  for (int64_t n = 0; n < t.nodes; ++n) kScore(t, behind(n), scores, stride);
+  const auto mix = [&](int64_t n, int64_t count, int64_t from, int64_t to) {
+    if (from < to) kMix(t, {n * t.groups, count * t.groups, from, to}, scores, stride);
+  };
+  // Scores of all queries up to a whole number of panels of keys; in a chain the next ones are scored with what follows.
+  const int64_t even = chain && t.shared / kKeys * kKeys > sight.low ? t.shared / kKeys * kKeys : t.shared;
+  score(0, t.nodes, sight.low, even);
+  for (int64_t n = 0, next = 0; n < t.nodes; n = next) {
+    next = chain && n + kScoredTogether < t.nodes ? n + kScoredTogether : chain ? t.nodes : n + 1;
+    score(n, next - n, t.first[n] > even ? t.first[n] : even, t.last[next - 1]);
+  }
   for (int64_t q = 0; q < queries; ++q) {
-    const int64_t first = t.first[t.node(q)];
-    share[q] = soften(scores + q * stride + first, t.last[t.node(q)] - first);
+    const int64_t from = t.first[t.node(q)];
+    share[q] = soften(scores + q * stride + from, t.last[t.node(q)] - from);
   }
   for (int64_t i = 0; i < queries * t.value_width; ++i) t.out[i] = 0;
-  for (int64_t n = 0; n < t.nodes; ++n) kMix(t, {n * t.groups, t.groups, t.first[n], sight.all}, scores, stride);
-  kMix(t, {0, queries, sight.all, t.shared}, scores, stride);
-  for (int64_t n = 0; n < t.nodes; ++n) kMix(t, behind(n), scores, stride);
+  for (int64_t n = 0; n < t.nodes; ++n) mix(n, 1, t.first[n], sight.all);
+  mix(0, t.nodes, sight.all, t.shared);
+  for (int64_t n = 0, next = 0; n < t.nodes; n = next) {
+    next = chain && n + kMixedTogether < t.nodes ? n + kMixedTogether : chain ? t.nodes : n + 1;
+    const int64_t from = first(next - 1), to = t.last[n];  // what these see together, if anything
+    if (from < to) {
+      for (int64_t m = n; m < next; ++m) mix(m, 1, first(m), from);
+      mix(n, next - n, from, to);
+    }
+    for (int64_t m = n; m < next; ++m) mix(m, 1, from < to ? to : first(m), t.last[m]);
+  }
   for (int64_t q = 0; q < queries; ++q)
     for (int64_t d = 0; d < t.value_width; ++d) t.out[q * t.value_width + d] *= share[q];
 }

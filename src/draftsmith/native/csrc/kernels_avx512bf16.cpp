@@ -88,97 +88,12 @@ void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* pa
     for (int64_t n = 0; n < panels * kPanel; ++n) y[r * y_stride + n] -= sums[n] * 128;
 }
 
-// Sixteen sums of sixteen lanes each, in the order of the registers.
-inline __m512 sums_of(const __m512 (&a)[16]) {
-  __m512 b[8], c[4], d[2];
-  for (int i = 0; i < 8; ++i)
-    b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
-  for (int i = 0; i < 4; ++i) {
-    const __m512d low = _mm512_castps_pd(b[2 * i]), high = _mm512_castps_pd(b[2 * i + 1]);
-    c[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
-                         _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
-  }
-  for (int i = 0; i < 2; ++i)
-    d[i] = _mm512_add_ps(_mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0x88),
-                         _mm512_shuffle_f32x4(c[2 * i], c[2 * i + 1], 0xdd));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(d[0], d[1], 0x88), _mm512_shuffle_f32x4(d[0], d[1], 0xdd));
-}
-
-// As `score_keys`, sixteen places at a time; past the last one, the last is read again and its score thrown away.
-void score_keys_by_pairs(const AttentionTask& t, const Stretch& s, float* scores, int64_t stride) {
-  if (t.width % 32 != 0) return score_keys(t, s, scores, stride);
-  const __m512 scale = _mm512_set1_ps(t.scale);
-  const int64_t node = t.node(s.query);
-  for (int64_t p = s.from; p < s.to; p += kKeys) {
-    const bf16* keys[kKeys];
-    const int64_t count = s.to - p < kKeys ? s.to - p : kKeys;
-    find(t, node, t.keys, t.key_stride, p, count, keys);
-    for (int64_t i = count; i < kKeys; ++i) keys[i] = keys[count - 1];
-    const __mmask16 inside = static_cast<__mmask16>(s.to - p >= kKeys ? 0xffff : (1 << (s.to - p)) - 1);
-    for (int64_t q = s.query; q < s.query + s.queries; ++q) {
-      const bf16* query = t.query(q);
-      __m512 lanes[kKeys];
-      for (int i = 0; i < kKeys; ++i) lanes[i] = _mm512_setzero_ps();
-      for (int64_t d = 0; d < t.width; d += 32) {
-        const __m512bh part = reinterpret_cast<__m512bh>(_mm512_loadu_si512(query + d));
-        for (int i = 0; i < kKeys; ++i)
-          lanes[i] = _mm512_dpbf16_ps(lanes[i], reinterpret_cast<__m512bh>(_mm512_loadu_si512(keys[i] + d)), part);
-      }
-      _mm512_mask_storeu_ps(scores + q * stride + p, inside, _mm512_mul_ps(scale, sums_of(lanes)));
-    }
-  }
-}
-
-// As `mix_values` for some of the queries and a stretch of columns: values are widened once for all of these queries.
-// `values` are those of the places of the stretch.
-template <int kQueries, int kLines>
-inline void mix(const AttentionTask& t, const Stretch& s, const bf16* const* values, const float* scores, int64_t stride,
-                int64_t query, int64_t column) {
-  __m512 sum[kQueries][kLines];
-  for (int q = 0; q < kQueries; ++q)
-    for (int l = 0; l < kLines; ++l) sum[q][l] = _mm512_loadu_ps(t.out + (query + q) * t.value_width + column + 16 * l);
-  for (int64_t p = s.from; p < s.to; ++p) {
-    const bf16* value = values[p - s.from] + column;
-    __m512 wide[kLines];
-    for (int l = 0; l < kLines; ++l)
-      wide[l] = _mm512_castsi512_ps(_mm512_slli_epi32(
-          _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value) + l)), 16));
-    for (int q = 0; q < kQueries; ++q) {
-      const __m512 weight = _mm512_set1_ps(scores[(query + q) * stride + p]);
-      for (int l = 0; l < kLines; ++l) sum[q][l] = _mm512_fmadd_ps(weight, wide[l], sum[q][l]);
-    }
-  }
-  for (int q = 0; q < kQueries; ++q)
-    for (int l = 0; l < kLines; ++l) _mm512_storeu_ps(t.out + (query + q) * t.value_width + column + 16 * l, sum[q][l]);
-}
-
-template <int kLines>
-inline void mix_columns(const AttentionTask& t, const Stretch& s, const bf16* const* values, const float* scores,
-                        int64_t stride, int64_t column) {
-  int64_t q = s.query;
-  const int64_t end = s.query + s.queries;
-  for (; q + 4 <= end; q += 4) mix<4, kLines>(t, s, values, scores, stride, q, column);
-  if (end - q == 3) mix<3, kLines>(t, s, values, scores, stride, q, column);
-  if (end - q == 2) mix<2, kLines>(t, s, values, scores, stride, q, column);
-  if (end - q == 1) mix<1, kLines>(t, s, values, scores, stride, q, column);
-}
-
-void mix_values_by_lines(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride) {
-  if (t.value_width % 16 != 0) return mix_values(t, s, scores, stride);
-  constexpr int64_t kPlaces = 128;  // whose values stay in the nearest cache for all queries
-  const bf16* values[kPlaces];
-  for (int64_t from = s.from, to = 0; from < s.to; from = to) {
-    to = (from / kPlaces + 1) * kPlaces;
-    to = to < s.to ? to : s.to;
-    const Stretch part{s.query, s.queries, from, to};
-    find(t, t.node(s.query), t.values, t.value_stride, part.from, part.to - part.from, values);
-    int64_t column = 0;
-    for (; column + 64 <= t.value_width; column += 64) mix_columns<4>(t, part, values, scores, stride, column);
-    for (; column < t.value_width; column += 16) mix_columns<1>(t, part, values, scores, stride, column);
-  }
-}
-
 }  // namespace
+}  // namespace draftsmith
+
+#include "kernels_avx512bf16_attention.inl"
+
+namespace draftsmith {
 
 const Kernels* avx512bf16_kernels() {
   const Kernels* base = avx512_kernels();
