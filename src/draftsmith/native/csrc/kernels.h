@@ -35,7 +35,7 @@ struct AttentionTask {
   const int32_t* blocks;  // entry e is entry e % kBlockEntries of block blocks[e / kBlockEntries]; null: e of all
   int64_t key_stride, value_stride;
   int64_t shared;
-  const int64_t* first;  // node n sees the places first[n] … last[n] - 1, at least one
+  const int64_t* first;  // node n sees the places first[n] … last[n] - 1, at least one; without paths, both never fall
   const int64_t* last;
   const int32_t* paths;  // node n has entry paths[n * path_stride + i] at place shared + i; null where it is shared + i
   int64_t path_stride;

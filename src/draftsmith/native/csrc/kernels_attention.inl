@@ -101,14 +101,13 @@ inline int64_t score_stride(int64_t places) { return ((places + 2 * (kLanes - 1)
   return queries * (score_stride(places) + 1) + 2 * kLanes;
 }
 
-// Nodes of a chain that meet together what some of them see behind what all nodes of the task see. Scores may be also those
-// of places that a query does not see; of values it meets none that it does not see.
-constexpr int64_t kScoredTogether = 16, kMixedTogether = 6;
+constexpr int64_t kMixedTogether = 6;  // nodes of a chain that meet together the values that some of them see
 
 // What all nodes see is read once for all of them; what a node sees alone, before and behind it, is read for that node, or
-// in a chain for some neighbours. Every query meets its places in their order all the same.
+// in a chain for some neighbours. Every query meets its places in their order all the same. So many nodes of a chain as
+// kScoredTogether have scores together, also of places that only some of them see: that pays where many are scored at once.
 template <void (*kScore)(const AttentionTask&, const Stretch&, float*, int64_t),
-          void (*kMix)(const AttentionTask&, const Stretch&, const float*, int64_t)>
+          void (*kMix)(const AttentionTask&, const Stretch&, const float*, int64_t), int64_t kScoredTogether = 1>
 void attend_by(const AttentionTask& t) {
   const Sight sight(t);
   const int64_t queries = t.nodes * t.groups, stride = score_stride(sight.places);
@@ -122,8 +121,9 @@ void attend_by(const AttentionTask& t) {
   const auto mix = [&](int64_t n, int64_t count, int64_t from, int64_t to) {
     if (from < to) kMix(t, {n * t.groups, count * t.groups, from, to}, scores, stride);
   };
-  // Scores of all queries up to a whole number of panels of keys; in a chain the next ones are scored with what follows.
-  const int64_t even = chain && t.shared / kKeys * kKeys > sight.low ? t.shared / kKeys * kKeys : t.shared;
+  // Up to a whole number of panels of keys; in a chain the next ones are scored with what follows.
+  const int64_t whole = kScoredTogether > 1 && chain ? t.shared / kKeys * kKeys : t.shared;
+  const int64_t even = whole > sight.low ? whole : t.shared;
   score(0, t.nodes, sight.low, even);
   for (int64_t n = 0, next = 0; n < t.nodes; n = next) {
     next = chain && n + kScoredTogether < t.nodes ? n + kScoredTogether : chain ? t.nodes : n + 1;
