@@ -5,8 +5,7 @@
         --peer-site ENVIRONMENT/lib/python3.11/site-packages
 
 draftsmith       plain; with the target's speculator, drafting what its own start finds to pay on this machine; and
-                 with a cascade of lookup and speculator in front of a 4-bit copy (`--cascade`), which has to read
-                 every text, and so would draft nothing of itself where it does not pay for all slots
+                 with a cascade of lookup and speculator in front of a 4-bit copy (`--cascade`)
 llama.cpp        its C++ server, which writes up to `--slots` texts in one batch: the same weights as GGUF in bf16,
                  plain; with its own lookup (`--llama-lookup`); and with their Q4_0 as draft model (`--llama-draft`)
 
@@ -249,7 +248,7 @@ def options() -> argparse.ArgumentParser:
     parser = arguments(__doc__, "llama_server")
     parser.set_defaults(threads=2)
     parser.add_argument("--llama-server", default="llama-server", help="the program, by its path or name")
-    parser.add_argument("--cascade", default="--plan 1,1,1,1,1 --draft-rows 4", help="options of our cascade's server")
+    parser.add_argument("--cascade", default="", help="options of our cascade's server, such as --plan 1,1,1")
     parser.add_argument("--llama-lookup", default="--spec-type ngram-simple --spec-ngram-simple-size-n 3 "
                         "--spec-ngram-simple-size-m 5", help="options with which it looks guesses up")
     parser.add_argument("--llama-draft", default="--spec-type draft-simple --spec-draft-n-max 5",
