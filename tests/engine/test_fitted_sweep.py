@@ -17,7 +17,7 @@ from draftsmith.plan import NO_DRAFT, Plan
 from tests.engine.test_fitted import load
 
 DEPTHS, MEASURED = range(5), 0.6
-UP = [at / 20 for at in range(21)]
+UP = [at / 10 for at in range(11)]
 SWEEP = [*UP, *reversed(UP)]
 """How often a guess stays whose predecessors did, up and down again."""
 HELD = 2 * LONGEST_WAIT

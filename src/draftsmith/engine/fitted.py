@@ -33,6 +33,8 @@ REMINDERS = 4
 """Steps without a draft after so long with one, where all rows do the same: what those cost now is forgotten."""
 HELD = 7
 """Steps without a draft for which it need not be asked again, where all rows do the same."""
+MOST_STANDS = 4096
+"""So many texts' stands are remembered with what follows from them."""
 NOBODY = -1
 
 
@@ -61,6 +63,7 @@ class Fitted(Policy):
         self._profiles = [self._first, *(known.profile for _, known, _ in owned)]
         self._accepts = [[arm.accepted(odds) for odds in ODDS] for arm in self._arms]
         self._most_growths = [arm.most_growth for arm in self._arms]
+        self._stands: dict[Stand, tuple[list[float], list[float]]] = {}
         self._hoped_growths = [arm.growth(ODDS[-1]) for arm in self._arms]
         self._of = [[at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(drafters))]
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
@@ -211,20 +214,18 @@ class Fitted(Policy):
         self, rows: Sequence[RowEvidence], seconds: Sequence[float], slower: Sequence[float]
     ) -> tuple[list[float], list[float]]:
         """Return the tokens that every plan brings a row, and the seconds that it takes now, on average."""
-        brings, spent = [0.0] * len(self._arms), [0.0] * len(self._arms)
+        brings, growths = [0.0] * len(self._arms), [0.0] * len(self._arms)
         for stand, count in Counter(row.stand for row in rows).items():
-            took, share = self._spent(stand, seconds), count / len(rows)
-            for at, own in enumerate(self._values(stand, 0.0, took)):
-                brings[at] += share * own
-                spent[at] += share * took[at]
+            share, (own, grown) = count / len(rows), self._in(stand)
+            brings = [total + share * one for total, one in zip(brings, own, strict=True)]
+            growths = [total + share * one for total, one in zip(growths, grown, strict=True)]
+        spent = grown_by(growths, seconds)
         return brings, [took * times for took, times in zip(spent, slower, strict=True)]
 
     def _hoped(self, seconds: Sequence[float], slower: Sequence[float]) -> list[float]:
         """Return the seconds that every plan takes now where all guesses stay that may."""
-        return [
-            times * (seconds[0] + growth * max(0.0, took - seconds[0]))
-            for growth, took, times in zip(self._hoped_growths, seconds, slower, strict=True)
-        ]
+        spent = grown_by(self._hoped_growths, seconds)
+        return [took * times for took, times in zip(spent, slower, strict=True)]
 
     def _times(self, rows: int) -> list[float]:
         """Return the seconds that a row's plan adds to a step of so many rows, for every plan."""
@@ -272,18 +273,27 @@ class Fitted(Policy):
         accepts = self._accepts[arm]
         return min(bisect_left(accepts, share * accepts[USUAL]), len(ODDS) - 1)
 
+    def _in(self, stand: Stand) -> tuple[list[float], list[float]]:
+        """Return the tokens that every plan brings in such a text, and its growth there; see `Arm.growth`."""
+        found = self._stands.get(stand)
+        if found is None:
+            if len(self._stands) == MOST_STANDS:
+                self._stands.clear()
+            brings, growths = [1.0], [1.0]
+            for at, (whose, most) in enumerate(zip(self._whose[1:], self._most_growths[1:], strict=True), start=1):
+                odds, growth = stand[whose]
+                brings.append(1 + self._accepts[at][odds])
+                growths.append(1.0 if most == 1.0 else min(most, growth / QUARTERS))
+            found = self._stands[stand] = brings, growths
+        return found
+
     def _spent(self, stand: Stand, seconds: Sequence[float]) -> list[float]:
         """Return the seconds that every plan takes in such a text."""
-        plain, spent = seconds[0], [seconds[0]]
-        for most, whose, took in zip(self._most_growths[1:], self._whose[1:], seconds[1:], strict=True):
-            growth = 1.0 if most == 1.0 else min(most, stand[whose][1] / QUARTERS)
-            spent.append(plain + growth * max(0.0, took - plain))
-        return spent
+        return grown_by(self._in(stand)[1], seconds)
 
     def _values(self, stand: Stand, price: float, spent: Sequence[float]) -> list[float]:
         """Return the tokens that every plan brings in such a text, less what its time costs."""
-        mine = [0 if whose == NOBODY else stand[whose][0] for whose in self._whose]
-        return [1 + own[at] - price * took for own, at, took in zip(self._accepts, mine, spent, strict=True)]
+        return [tokens - price * took for tokens, took in zip(self._in(stand)[0], spent, strict=True)]
 
     def _price(self, seconds: Sequence[float], rows: Sequence[RowEvidence]) -> float:
         """Return the most tokens a second that these rows can have, each with a plan of its own (Dinkelbach's way)."""
@@ -374,3 +384,9 @@ class Fitted(Policy):
             gains = [own[-1] - (took / hoped[0] - 1) for own, took in zip(self._accepts[1:], hoped[1:], strict=True)]
             found = self._hopeless[count] = max(gains) <= PATIENCE - 1
         return found
+
+
+def grown_by(growths: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Return the seconds of plans, the first of which drafts nothing, whose guesses are so many times as many."""
+    plain = seconds[0]
+    return [plain + growth * max(0.0, took - plain) for growth, took in zip(growths, seconds, strict=True)]
