@@ -29,6 +29,8 @@ HOPELESS, MISSES = 0.85, 2
 """Larger drafts are not tried after so many in a row had less than this share of the best speed so far."""
 FEWEST_TURNS, MOST_TURNS, ENOUGH_S = 2, 6, 0.2
 """How often a plan is timed; no oftener than twice where that takes so long."""
+ALONE = 3
+"""So many times as often, and as long, where there is one number of rows only: it alone shows which guesses stay."""
 NOISY = 1.4
 """Times the least: where a plain step usually takes longer, other programs disturbed it."""
 MOST_NODES = 64
@@ -38,7 +40,7 @@ Taken = dict[Plan, dict[int, list[float]]]
 
 
 class Sampler:
-    """Decodes a little with one plan after the other; every call goes on to other prompts.
+    """Decodes a little with one plan after the other; every call goes on to other prompts, every plan begins at others.
 
     Args:
         engine: with room for all plans.
@@ -54,7 +56,8 @@ class Sampler:
 
     def seconds(self, plan: Plan, rows: int) -> float:
         """Return what a step takes now with so many rows, and note which guesses stayed."""
-        at = self._taken.get((plan, rows), 0)
+        # What stays of all chains is told together, so they see more texts if each sees some of its own.
+        at = self._taken.get((plan, rows), 0 if plan == NO_DRAFT else len(self.steps) * FEWEST_TURNS * rows)
         self._taken[plan, rows] = at + rows
         some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
         params = SamplingParams(max_tokens=self.new_tokens, ignore_eos=True)
@@ -107,12 +110,12 @@ class Contest:
         """Time a plan, and plain decoding beside it, until there is enough of both."""
         waiting = " behind long matches" if plan.match else ""
         self.on_progress(f"{rows} row{'s' if rows > 1 else ''}, {plan.max_nodes} guesses{waiting}")
-        begun = time.monotonic()
-        for turn in range(MOST_TURNS):
+        begun, longer = time.monotonic(), ALONE if len(self.rows) == 1 else 1
+        for turn in range(MOST_TURNS * longer):
             for one in dict.fromkeys((NO_DRAFT, plan)):
                 took = self.sampler.seconds(one, rows)
                 self.taken.setdefault(one, {}).setdefault(rows, []).append(took)
-            if turn + 1 >= FEWEST_TURNS and time.monotonic() - begun > ENOUGH_S:
+            if turn + 1 >= FEWEST_TURNS and time.monotonic() - begun > ENOUGH_S * longer:
                 return
 
     def speed(self, plan: Plan) -> float:
