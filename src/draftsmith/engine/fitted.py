@@ -30,7 +30,8 @@ GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
 REMINDERS = 4
-"""Steps without a draft after so long with one, where all rows do the same: what those cost now is forgotten."""
+"""Where all rows do the same and have drafted for `LONGEST_WAIT` steps, so many without a draft follow, to see what
+those cost now."""
 HELD = 7
 """Steps without a draft for which it need not be asked again, where all rows do the same."""
 MOST_STANDS = 4096
@@ -174,7 +175,8 @@ class Fitted(Policy):
         reminded = self._drafting > LONGEST_WAIT
         if reminded:
             crowd.arm = 0
-            self._drafting *= self._drafting < LONGEST_WAIT + REMINDERS
+            if self._drafting == LONGEST_WAIT + REMINDERS:
+                self._drafting = 0
         self._reasons = [self._reason(crowd, values, price, spent, count)] * len(rows)
         for row in known:
             row.arm = crowd.arm

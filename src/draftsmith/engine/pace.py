@@ -29,7 +29,8 @@ class Pace:
         self._plans, self._clock = plans, clock
         self._slower: dict[int, list[float]] = {}
         self._taken: dict[int, list[int]] = {}
-        self._newest: dict[int, list[int]] = {}  # the step that took a plan last, by the count of all
+        self._steps = 0
+        self._newest: dict[int, list[int]] = {}  # the number of the step that took a plan last
         self._last: tuple[float, list[RowHistory]] | None = None
 
     def pause(self) -> None:
@@ -62,12 +63,13 @@ class Pace:
     def _learn(self, size: int, plan: int, ratio: float) -> None:
         """Take in how many times as long as measured a step of this plan took."""
         found, taken = self._slower[size], self._taken.setdefault(size, [0] * self._plans)
-        newest, now = self._newest.setdefault(size, [0] * self._plans), sum(taken)
-        if now - newest[plan] > STALE:
+        newest = self._newest.setdefault(size, [0] * self._plans)
+        if self._steps - newest[plan] > STALE:
             taken[plan] = min(taken[plan], 1)
         rate = max(RATE, FIRST_RATE / (1 + FIRST_RATE * taken[plan]))
         taken[plan] += 1
-        newest[plan] = sum(taken)
+        self._steps += 1
+        newest[plan] = self._steps
         found[plan] += rate * (min(max(ratio, MOST_FASTER * found[plan]), MOST_SLOWER * found[plan]) - found[plan])
         for other, times in enumerate(taken):
             if other and not times:
