@@ -1,6 +1,7 @@
 """The policy that drafts what pays: by a profile of the machine, and by how often guesses stayed so far."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -230,6 +231,32 @@ def test_where_steps_are_short_all_rows_do_the_same():
     assert go_on([RowHistory(False, 5)], (4,), 1000)[-1] == 4, "a later text"
     half = [RowHistory(False, 5) for _ in range(4)]
     assert go_on(half, (4, 4, 0, 0), 200)[-1] == 4, "three tokens of a text, on average, for 2.6 steps"
+
+
+def test_several_rows_begin_to_draft_where_that_pays_clearly_and_go_on_where_it_pays_at_all():
+    """Of a small target: a guess that stays always brings a second token, which one row takes for any gain."""
+
+    def share_drafted(policy: Fitted, rows: Sequence[RowHistory], stays: int) -> float:
+        drafted = 0
+        for _ in range(400):
+            (choice, *_) = policy.choose(load(len(rows)), rows)
+            depth = choice.plan.depth
+            drafted += depth
+            for row in rows:
+                row.drafted.append(depth)
+                row.accepted.append(min(stays, depth))
+        return drafted / 400
+
+    def policy_of(gain: float) -> Fitted:
+        arms = (Arm(NO_DRAFT, (), (0.001,)), Arm(CHAINS[0], (1.0,), (0.002 / gain,)))
+        return Fitted(Known(Profile((1,), arms), rows=None))
+
+    def rows_of(count: int) -> list[RowHistory]:
+        return [RowHistory(False, 5) for _ in range(count)]
+
+    assert share_drafted(policy_of(1.06), rows_of(1), 1) > 0.9
+    assert share_drafted(policy_of(1.06), rows_of(4), 1) < 0.3
+    assert share_drafted(policy_of(1.2), rows_of(4), 1) > 0.9
 
 
 def test_what_steps_cost_now_is_learnt_while_it_runs():

@@ -39,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def made(gain: float) -> Profile:
     chain = Plan((1, 1))
-    return Profile((1, 4), (Arm(NO_DRAFT, (), (1.0, 1.0)), Arm(chain, (0.5, 0.5), (2.0 / gain, 2.0 / gain))))
+    return Profile((1, 2, 4), (Arm(NO_DRAFT, (), (1.0,) * 3), Arm(chain, (0.5, 0.5), (2.0 / gain,) * 3)))
 
 
 def console() -> tuple[Console, io.StringIO]:
@@ -54,7 +54,7 @@ def test_a_fit_is_measured_and_its_text_is_the_targets_own(target: Target, cache
     engine = fit_drafts(Engine(target, drafter, max_batch=2, max_length=200), WORD, shown)
     policy = engine.core.policy
     assert isinstance(policy, Fitted) and policy.known[0].profile.arms[0].plan == NO_DRAFT
-    assert policy.known[0].profile.rows == (1, 4) and all(min(arm.seconds) > 0 for arm in policy.known[0].profile.arms)
+    assert policy.known[0].profile.rows == (1, 2) and all(min(arm.seconds) > 0 for arm in policy.known[0].profile.arms)
     assert engine.plan == (NO_DRAFT if policy.is_fixed else policy.typical.plan)
     assert "measured in" in out.getvalue() and engine.max_length == 200
     params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -72,8 +72,8 @@ def test_a_kept_fit_is_taken_up_and_a_damaged_one_is_not(target: Target, cache: 
     engine = fit_drafts(Engine(target, drafter, max_batch=2, max_length=100), WORD, shown)
     assert "a chain of 2, about 1.50× plain decoding" in out.getvalue() and "measured before" in out.getvalue()
     assert engine.plan == Plan((1, 1)) and fit(target, drafter, WORD, shown, 4).seconds == 0
-    assert fit(target, drafter, WORD, shown, 5).profile.rows == (1, 4, 8), "it was measured for fewer"
-    assert fit(target, drafter, WORD, shown, 2).profile.rows == (1, 4, 8), "and now is kept for as many"
+    assert fit(target, drafter, WORD, shown, 5).profile.rows == (1, 2, 4, 8), "it was measured for fewer"
+    assert fit(target, drafter, WORD, shown, 2).profile.rows == (1, 2, 4, 8), "and now is kept for as many"
     for damaged in ("", "{", "[]", json.dumps({"rows": [1], "arms": [{}]})):
         path.write_text(damaged)
         assert read(path) is None
@@ -82,7 +82,7 @@ def test_a_kept_fit_is_taken_up_and_a_damaged_one_is_not(target: Target, cache: 
 
 def test_steps_are_timed_with_as_many_rows_as_the_engine_takes():
     assert [up_to(rows) for rows in (1, 2, 4, 5, 16, 64)] == [
-        (1,), (1, 4), (1, 4), (1, 4, 8), (1, 4, 8, 16), (1, 4, 8, 16)
+        (1,), (1, 2), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
     ]
 
 

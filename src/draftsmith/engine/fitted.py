@@ -23,6 +23,9 @@ DECAY, COMMON_DECAY = 0.93, 0.999
 """What a step counts after the next one: for its own row, and for rows that begin later."""
 PATIENCE = 1.03
 """Another plan has to be so many times as fast before it is taken, and any that drafts than plain decoding."""
+CROWD_PATIENCE = 1.1
+"""So many times as fast it has to be before several rows that do the same begin to draft. What guesses bring them
+differs, so that they no longer end together, and the last of them decode in steps that are hardly cheaper."""
 LOST = 0.005
 """The share of all tokens that trials may cost in the long run, as far as the longest pause allows."""
 USUAL = ODDS.index(1.0)
@@ -322,13 +325,14 @@ class Fitted(Policy):
             spent: seconds that every plan takes here.
             hoped: those that it would take if all guesses stayed that may.
         """
-        def beats(one: int, other: int) -> bool:
-            return values[one] - values[other] > (PATIENCE - 1) * (values[other] + price * spent[other])
+        def beats(one: int, other: int, patience: float = PATIENCE) -> bool:
+            return values[one] - values[other] > (patience - 1) * (values[other] + price * spent[other])
 
         best = max(range(1, len(values)), key=values.__getitem__)
         if row.arm and not beats(best, row.arm):
             best = row.arm
-        chosen = best if beats(best, 0) else 0
+        begins = rows > 1 and (row.trying or not row.arm)
+        chosen = best if beats(best, 0, CROWD_PATIENCE if begins else PATIENCE) else 0
         drafting = self._whose[row.arm]
         on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(rows)
         if on_trial:

@@ -19,7 +19,7 @@ from draftsmith.processor import Watch
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams, require_finished
 
-ROWS = (1, 4, 8, 16)
+ROWS = (1, 2, 4, 8, 16)
 PROMPT_TOKENS, NEW_TOKENS = 48, 20
 FEWEST_TEXTS = 24
 """For few rows as well: acceptance differs from text to text."""
