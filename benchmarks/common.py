@@ -36,12 +36,14 @@ from draftsmith.evaluation.reporting.result_files import ensure_writable, markdo
 from draftsmith.plan import Plan
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
-from draftsmith.types import CompileLevel, Completion, DraftsmithError, Statistics
+from draftsmith.types import AcceptanceRule, CompileLevel, Completion, DraftsmithError, Statistics
 
 RESULTS = Path(__file__).parent / "results"
 PLAIN = "plain"
 SAMPLED = "sampled:"
 """What the text of a plan begins with whose guesses are drawn."""
+BLOCK = "block:"
+"""And of one whose chain is verified as a whole, too."""
 TRANSFORMERS = "transformers"
 FILE_WIDTH = 200
 NATIVE = "native"
@@ -240,18 +242,19 @@ def random_speculator(
 def make_plan(text: str) -> Plan:
     """Read "3,2,1/4": branching, and behind the slash the number of paths kept; "plain" drafts nothing.
 
-    Guesses of "sampled:3,2,1" are drawn.
+    Guesses of "sampled:3,2,1" are drawn, and a chain of "block:1,1,1" is drawn and verified as a whole.
     """
     if text == PLAIN:
         return Plan()
-    shape = text.removeprefix(SAMPLED)
+    shape = text.removeprefix(SAMPLED).removeprefix(BLOCK)
     branching, _, paths = shape.partition("/")
     try:
         children = tuple(int(word) for word in branching.split(","))
-        return Plan(children, paths=int(paths) if paths else None, sampled=shape != text)
+        rule: AcceptanceRule = "block" if text.startswith(BLOCK) else "exact"
+        return Plan(children, paths=int(paths) if paths else None, sampled=shape != text, acceptance=rule)
     except ValueError:
         raise DraftsmithError(
-            f"the plan {text!r} cannot be read; write it like 1,1,1, 3,2,1/4 or sampled:1,1,1."
+            f"the plan {text!r} cannot be read; write it like 1,1,1, 3,2,1/4, sampled:1,1,1 or block:1,1,1."
         ) from None
 
 

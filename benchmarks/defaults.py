@@ -6,12 +6,13 @@
 Every drafter decodes prompts of four tasks (one is an edit: a file and then its beginning again) in batches, exactly
 so many tokens a row. In every round plain decoding (an engine without a drafter), the fitted policy and, unless
 `--no-fixed`, every plan that was measured for it take a turn, in random order. Ratios are paired: the mean, over
-rounds, of how many times as long the one took as the other on the same prompts (the geometric mean); the intervals are
-of resampled rounds. `random` is an untrained speculator.
+rounds, of how many times as long the one took as the other on the same prompts (the geometric mean). `random` is an
+untrained speculator.
 
-Two engines of equal code lie up to five percent apart on a small target, all the time that they live: it matters where
-in memory their keys and values happen to lie. So there are `PLACES` engines of each kind, and rounds go from one to the
-next. The engines under the fitted policy share the policy.
+Two engines of equal code need not be equally fast, for as long as they live: their keys and values lie elsewhere in
+memory. So there are `PLACES` engines of each kind, made in turns, and rounds go from one to the next; intervals are of
+resampled places, and of rounds within them. The engines under the fitted policy share the policy. The best fixed plan
+is the best of this very cell, found afterwards, so by chance alone it looks a little better than it is.
 """
 
 import random
@@ -25,7 +26,6 @@ from common import (
     GEOMETRIES,
     arguments,
     as_json,
-    bootstrap,
     finish,
     main,
     model_folder,
@@ -45,7 +45,7 @@ from draftsmith.engine.fitted import Fitted
 from draftsmith.evaluation.bench import run_engine
 from draftsmith.evaluation.comparison.questions import Settings, gather
 from draftsmith.evaluation.measuring.interleaving import interleaved
-from draftsmith.evaluation.measuring.intervals import Interval
+from draftsmith.evaluation.measuring.intervals import RESAMPLES, Interval
 from draftsmith.evaluation.prompts import embedded_prompts
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
@@ -96,20 +96,24 @@ def cells_of(
     """Measure one drafter."""
     begun = time.monotonic()
     longest = max(len(prompt) for prompts in texts.values() for prompt in prompts) + args.new_tokens
-    made = partial(Engine, target, max_batch=max(args.batches), max_length=longest, share_prefixes=False)
-    plain, fixed = [made(None) for _ in range(PLACES)], [made(drafter) for _ in range(PLACES)]
-    fitted = fitted_engines(fixed[0], args.batches, None if given == "random" else given, quiet())
+    made = partial(Engine, target, max_length=longest, share_prefixes=False)
+    name_of = None if given == "random" else given
+    fitted = fitted_engines(made(drafter, max_batch=max(args.batches)), args.batches, name_of, quiet())
     measured_s = time.monotonic() - begun
     cells = []
     for batch in args.batches:
         policy = fitted[batch].core.policy
         assert isinstance(policy, Fitted)
-        own = [fitted[batch].under(policy) for _ in range(PLACES)]
         plans = [] if args.no_fixed else [arm.plan for arm in policy.known[0].profile.arms if arm.plan != NO_DRAFT]
+        places = [
+            (made(None, max_batch=batch), made(fitted[batch].core.drafters, policy=policy, max_batch=batch),
+             made(drafter, max_batch=batch))
+            for _ in range(PLACES)
+        ]
+        plain, own, fixed = zip(*places, strict=True)
         ways = {PLAIN: (plain, NO_DRAFT), FITTED: (own, None), **{text_of(plan): (fixed, plan) for plan in plans}}
         for task, prompts in texts.items():
-            before = list(policy.steps)
-            seconds = rounds(ways, prompts, batch, args)
+            seconds, before = rounds(ways, prompts, batch, policy, args)
             taken = zip(policy.choices, policy.steps, before, strict=True)
             cell = {
                 "drafter": name, "batch": batch, "task": task, "rounds": args.rounds,
@@ -129,18 +133,22 @@ def cells_of(
 
 
 def rounds(
-    ways: Mapping[str, tuple[Sequence[Engine], Plan | None]], prompts: Sequence[list[int]], batch: int, args: Any
-) -> dict[str, list[float]]:
-    """Return the seconds of every setting, round by round."""
+    ways: Mapping[str, tuple[Sequence[Engine], Plan | None]], prompts: Sequence[list[int]], batch: int, policy: Fitted,
+    args: Any,
+) -> tuple[dict[str, list[float]], list[int]]:
+    """Return the seconds of every setting, round by round, and how many steps took which plan before these."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    before: list[int] = []
     # Every engine warms up once.
     for turn in interleaved(list(ways), args.rounds, random.Random(args.seed), PLACES):
+        if turn.timed and not before:
+            before = list(policy.steps)
         some = [prompts[(turn.number * batch + row) % len(prompts)] for row in range(batch)]
         engines, plan = ways[turn.way]
         run = run_engine(engines[turn.number % PLACES], some, plan, args.new_tokens)
         if turn.timed:
             seconds[turn.way].append(run.wall_s)
-    return seconds
+    return seconds, before
 
 
 def text_of(plan: Plan) -> str:
@@ -153,8 +161,15 @@ def text_of(plan: Plan) -> str:
 
 def ratio(one: Sequence[float], other: Sequence[float], seed: int) -> Interval:
     """Return how many times as long the one took, on average over rounds, with its interval."""
+    # Round r took place r of PLACES, and then the first again.
     times = np.log(np.array(one) / np.array(other))
-    return bootstrap(len(times), lambda index: float(np.exp(times[index].mean())), seed)
+    places = [times[place::PLACES] for place in range(min(PLACES, len(times)))]
+    rng, means = np.random.default_rng(seed), []
+    for _ in range(RESAMPLES):
+        drawn = [places[place] for place in rng.integers(0, len(places), len(places))]
+        means.append(np.mean([rng.choice(some, len(some)).mean() for some in drawn]))
+    low, high = np.exp(np.quantile(means, [0.025, 0.975]))
+    return Interval(float(np.exp(times.mean())), float(low), float(high))
 
 
 def report(cells: Sequence[dict[str, Any]]) -> None:

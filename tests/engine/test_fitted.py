@@ -233,30 +233,57 @@ def test_where_steps_are_short_all_rows_do_the_same():
     assert go_on(half, (4, 4, 0, 0), 200)[-1] == 4, "three tokens of a text, on average, for 2.6 steps"
 
 
-def test_several_rows_begin_to_draft_where_that_pays_clearly_and_go_on_where_it_pays_at_all():
-    """Of a small target: a guess that stays always brings a second token, which one row takes for any gain."""
+def alike(policy: Fitted, rows: Sequence[RowHistory], steps: int, stays: int = 1) -> list[int]:
+    """Ask about rows of a small target and answer, all alike; return how deep the drafts were."""
+    found = []
+    for _ in range(steps):
+        (choice, *_) = policy.choose(load(len(rows)), rows)
+        found.append(choice.plan.depth)
+        for row in rows:
+            row.drafted.append(choice.plan.depth)
+            row.accepted.append(min(stays, choice.plan.depth))
+    return found
 
-    def share_drafted(policy: Fitted, rows: Sequence[RowHistory], stays: int) -> float:
-        drafted = 0
-        for _ in range(400):
-            (choice, *_) = policy.choose(load(len(rows)), rows)
-            depth = choice.plan.depth
-            drafted += depth
-            for row in rows:
-                row.drafted.append(depth)
-                row.accepted.append(min(stays, depth))
-        return drafted / 400
 
-    def policy_of(gain: float) -> Fitted:
-        arms = (Arm(NO_DRAFT, (), (0.001,)), Arm(CHAINS[0], (1.0,), (0.002 / gain,)))
-        return Fitted(Known(Profile((1,), arms), rows=None))
+def pair(gain: float) -> Fitted:
+    """A guess that always stays brings a second token, which is so many times as fast as plain decoding."""
+    arms = (Arm(NO_DRAFT, (), (0.001,)), Arm(CHAINS[0], (1.0,), (0.002 / gain,)))
+    return Fitted(Known(Profile((1,), arms), rows=None))
 
-    def rows_of(count: int) -> list[RowHistory]:
-        return [RowHistory(False, 5) for _ in range(count)]
 
-    assert share_drafted(policy_of(1.06), rows_of(1), 1) > 0.9
-    assert share_drafted(policy_of(1.06), rows_of(4), 1) < 0.3
-    assert share_drafted(policy_of(1.2), rows_of(4), 1) > 0.9
+def some(count: int) -> list[RowHistory]:
+    return [RowHistory(False, 5) for _ in range(count)]
+
+
+def test_several_rows_begin_to_draft_only_where_that_pays_clearly():
+    assert sum(alike(pair(1.06), some(1), 400)) > 360
+    crowded, rows = pair(1.06), some(4)
+    assert sum(alike(crowded, rows, 400)) == 0, "not even if all guesses stayed, so none is tried"
+    crowded.choose(load(4), rows)
+    assert crowded.reasons(load(4), rows)[0].label == "batch_too_large"
+    assert sum(alike(pair(1.2), some(4), 400)) > 360
+
+
+def test_several_rows_go_on_where_drafts_pay_at_all_until_others_join():
+    """Costs of steps are learnt: what was measured as a gain of 1.2 becomes one of 1.06 while they draft."""
+    time, plain, drafted = 0.0, 0.001, 0.002 / 1.2
+    arms = (Arm(NO_DRAFT, (), (plain,)), Arm(CHAINS[0], (1.0,), (drafted,)))
+    policy, rows = Fitted(Known(Profile((1,), arms), rows=None), clock=lambda: time), some(4)
+
+    def go_on(rows: Sequence[RowHistory], steps: int) -> list[int]:
+        nonlocal time
+        found = []
+        for _ in range(steps):
+            found += alike(policy, rows, 1)
+            time += drafted if found[-1] else plain
+        return found
+
+    assert sum(go_on(rows, 100)) == 100
+    drafted = 0.002 / 1.06
+    depths = go_on(rows, 1200)
+    assert depths.count(0) == 3 * 4, "they are reminded of plain steps, and go on"
+    assert sum(go_on([*rows, *some(2)], 20)) < 10
+    assert sum(go_on(some(1), 100)) > 90 and sum(go_on(some(4), 20)) < 10, "whoever drafted last"
 
 
 def test_what_steps_cost_now_is_learnt_while_it_runs():

@@ -24,8 +24,8 @@ DECAY, COMMON_DECAY = 0.93, 0.999
 PATIENCE = 1.03
 """Another plan has to be so many times as fast before it is taken, and any that drafts than plain decoding."""
 CROWD_PATIENCE = 1.1
-"""So many times as fast it has to be before several rows that do the same begin to draft. What guesses bring them
-differs, so that they no longer end together, and the last of them decode in steps that are hardly cheaper."""
+"""So many times as fast before rows that do the same begin, or go on when others have joined them. Guesses bring some
+more than others: they no longer end together, and the last decode in steps that are hardly cheaper."""
 LOST = 0.005
 """The share of all tokens that trials may cost in the long run, as far as the longest pause allows."""
 USUAL = ODDS.index(1.0)
@@ -78,14 +78,14 @@ class Fitted(Policy):
         # Of all rows.
         self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)
         self._made, self._usual = [0.0] * len(drafters), [0.0] * len(drafters)
-        # What all rows do where they do the same, and, where that was nothing, how many decoded, who they were, and how
-        # many steps lay behind them.
+        # What rows do that do the same, and, where that was nothing, how many decoded, which, and after how many steps.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
         self._idle: tuple[int, Sequence[RowHistory], int] | None = None
+        self._taken = 0  # which plan all rows took last, the steps included that remind of plain ones
         self._drafting = 0  # steps since one without a draft
         self._unasked = 0  # steps since the last question that nobody asked about
         self._reasons: Sequence[Reason] = ()
-        self._hopeless: dict[int, bool] = {}
+        self._hopeless: dict[tuple[int, float], bool] = {}
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -116,9 +116,8 @@ class Fitted(Policy):
         count = max(load.decoding, len(rows))
         seconds = self._times(count)
         if GROUP_SHARE * count * seconds[0] < GROUP_S:
-            slower = self._pace.slower(
-                load, rows, count, self._crowd.arm, self._measured_s(rows, seconds), 1 + self._unasked
-            )
+            took = self._measured_s(rows, seconds)
+            slower = self._pace.slower(load, rows, count, self._taken, took, 1 + self._unasked)
             self._unasked = 0
             return [self._choices[self._of_all(rows, seconds, slower, count)]] * len(rows)
         self._idle, self._unasked = None, 0
@@ -162,6 +161,7 @@ class Fitted(Policy):
             self._steps[0] += len(rows)
             self._idle = (count, rows, len(rows[0].accepted))
             return 0
+        joined = any(history not in self._rows for history in rows)
         known = [self._look_at(history) for history in rows]
         brings, spent = self._average(known, seconds, slower)
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
@@ -173,22 +173,24 @@ class Fitted(Policy):
                 # Of a text whose guesses stay so often, the best plan would bring what it brings these on average.
                 best = max(self._of[number], key=values.__getitem__)
                 own.odds = min(bisect_left(self._accepts[best], brings[best] - 1), len(ODDS) - 1)
-        crowd.arm = self._settle(crowd, values, price, spent, self._hoped(seconds, slower), len(rows))
+        begins = len(rows) > 1 and (joined or crowd.trying or not crowd.arm)
+        patience = CROWD_PATIENCE if begins else PATIENCE
+        hoped = self._hoped(seconds, slower)
+        crowd.arm = self._settle(crowd, values, price, spent, hoped, len(rows), patience)
         self._drafting = self._drafting + 1 if crowd.arm else 0
         reminded = self._drafting > LONGEST_WAIT
-        if reminded:
-            crowd.arm = 0
-            if self._drafting == LONGEST_WAIT + REMINDERS:
-                self._drafting = 0
-        self._reasons = [self._reason(crowd, values, price, spent, count)] * len(rows)
+        if self._drafting == LONGEST_WAIT + REMINDERS:
+            self._drafting = 0
+        self._taken = 0 if reminded else crowd.arm
+        self._reasons = [self._reason(crowd, values, price, spent, count, patience)] * len(rows)
+        begun = [number for number, own in enumerate(crowd.evidence) if own.trial == TRIAL]
         for row in known:
-            row.arm = crowd.arm
-            for number, own in enumerate(crowd.evidence):
-                if own.trial == TRIAL:
-                    row.evidence[number].doubt()
-        self._steps[crowd.arm] += len(rows)
-        self._idle = None if crowd.arm or reminded else (count, list(rows), len(rows[0].accepted))
-        return crowd.arm
+            row.arm = self._taken
+            for number in begun:
+                row.evidence[number].doubt()
+        self._steps[self._taken] += len(rows)
+        self._idle = None if crowd.arm else (count, list(rows), len(rows[0].accepted))
+        return self._taken
 
     def _count_unasked(self) -> None:
         """Count the steps, all without a draft, that were taken since the last question and that nobody asked about."""
@@ -208,7 +210,7 @@ class Fitted(Policy):
 
         Of a lookup, with as many guesses as it really made.
         """
-        arm = self._crowd.arm
+        arm = self._taken
         usual = self._arms[arm].drafted
         if not usual:
             return seconds[arm]
@@ -317,22 +319,22 @@ class Fitted(Policy):
 
     def _settle(
         self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float], hoped: Sequence[float],
-        rows: int = 1,
+        rows: int = 1, patience: float = PATIENCE,
     ) -> int:
         """Return the plan of a row, or of so many rows that do the same; none is changed for a little.
 
         Args:
             spent: seconds that every plan takes here.
             hoped: those that it would take if all guesses stayed that may.
+            patience: how many times as fast as plain decoding a plan has to be.
         """
-        def beats(one: int, other: int, patience: float = PATIENCE) -> bool:
-            return values[one] - values[other] > (patience - 1) * (values[other] + price * spent[other])
+        def beats(one: int, other: int, times: float) -> bool:
+            return values[one] - values[other] > (times - 1) * (values[other] + price * spent[other])
 
         best = max(range(1, len(values)), key=values.__getitem__)
-        if row.arm and not beats(best, row.arm):
+        if row.arm and not beats(best, row.arm, PATIENCE):
             best = row.arm
-        begins = rows > 1 and (row.trying or not row.arm)
-        chosen = best if beats(best, 0, CROWD_PATIENCE if begins else PATIENCE) else 0
+        chosen = best if beats(best, 0, patience) else 0
         drafting = self._whose[row.arm]
         on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(rows)
         if on_trial:
@@ -342,12 +344,15 @@ class Fitted(Policy):
             own.since = own.since + 1 if taken == (self._whose[row.arm] == number) else 0
             if taken and own.since >= FIRST_WAIT:
                 own.wait = FIRST_WAIT
-        tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, rows)
+        # What drafts have to bring beyond what one row alone would be content with.
+        extra = 0.0 if chosen else (patience - PATIENCE) * (values[0] + price * spent[0])
+        tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, rows, extra)
         row.trying = on_trial or tried != chosen
         return tried
 
     def _tried(
-        self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, hoped: Sequence[float], rows: int
+        self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, hoped: Sequence[float], rows: int,
+        extra: float,
     ) -> int:
         """Return the plan of a drafter whose turn it is; none is tried that could not pay if all its guesses stayed."""
         for number, own in enumerate(row.evidence):
@@ -358,37 +363,38 @@ class Fitted(Policy):
             )
             # Asked again after as long a pause, not at every step until then.
             own.since = 0
-            if highest > values[chosen]:
+            if highest > values[chosen] + extra:
                 best = max(self._of[number], key=values.__getitem__)
                 # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
                 lasts = -(-TRIAL // rows)
-                longest = max(FIRST_WAIT, round(lasts * (values[chosen] - values[best]) / LOST))
+                longest = max(FIRST_WAIT, round(lasts * (values[chosen] + extra - values[best]) / LOST))
                 own.wait, own.trial = min(2 * own.wait, LONGEST_WAIT, longest), TRIAL
                 own.doubt()
                 return best
         return chosen
 
     def _reason(
-        self, row: RowEvidence, values: Sequence[float], price: float, seconds: Sequence[float], count: int
+        self, row: RowEvidence, values: Sequence[float], price: float, seconds: Sequence[float], count: int,
+        patience: float = PATIENCE,
     ) -> Weighed:
         """Return why a row does what it was just settled that it does."""
         at = row.arm or max(range(1, len(values)), key=values.__getitem__)
         if row.arm:
             kind: Label = "probing" if row.trying else "pays"
         else:
-            kind = "batch_too_large" if self._is_hopeless(count) else "does_not_pay"
+            kind = "batch_too_large" if self._is_hopeless(count, patience) else "does_not_pay"
         whose = self._whose[at]
         odds = ODDS[row.evidence[whose].odds]
-        return Weighed(kind, self._arms, seconds, at, self._of[whose], odds, price, PATIENCE - 1, count)
+        return Weighed(kind, self._arms, seconds, at, self._of[whose], odds, price, patience - 1, count)
 
-    def _is_hopeless(self, count: int) -> bool:
-        """Return whether in a step of so many rows nothing would be gained even if all guesses stayed."""
-        found = self._hopeless.get(count)
+    def _is_hopeless(self, count: int, patience: float) -> bool:
+        """Return whether in a step of so many rows too little would be gained even if all guesses stayed."""
+        found = self._hopeless.get((count, patience))
         if found is None:
             seconds = self._times(count)
             hoped = self._hoped(seconds, [1.0] * len(seconds))
-            gains = [own[-1] - (took / hoped[0] - 1) for own, took in zip(self._accepts[1:], hoped[1:], strict=True)]
-            found = self._hopeless[count] = max(gains) <= PATIENCE - 1
+            gains = [(1 + own[-1]) * hoped[0] / took for own, took in zip(self._accepts[1:], hoped[1:], strict=True)]
+            found = self._hopeless[count, patience] = max(gains) <= patience
         return found
 
 

@@ -10,7 +10,7 @@ MOST_SLOWER, MOST_FASTER = 1.5, 0.5
 """A step counts as at most and at least so many times as long as such steps take. What took longer was something else,
 such as a client that is slow to read."""
 STALE = 256
-"""Steps after which a plan that was not taken since is learnt anew."""
+"""So often has to be learnt from others before what was learnt of a plan is old, and is learnt anew."""
 
 
 class Pace:
@@ -29,8 +29,8 @@ class Pace:
         self._plans, self._clock = plans, clock
         self._slower: dict[int, list[float]] = {}
         self._taken: dict[int, list[int]] = {}
-        self._steps = 0
-        self._newest: dict[int, list[int]] = {}  # the number of the step that took a plan last
+        self._lessons = 0  # how often something was learnt
+        self._newest: dict[int, list[int]] = {}  # when a plan was learnt from last
         self._last: tuple[float, list[RowHistory]] | None = None
 
     def pause(self) -> None:
@@ -64,12 +64,12 @@ class Pace:
         """Take in how many times as long as measured a step of this plan took."""
         found, taken = self._slower[size], self._taken.setdefault(size, [0] * self._plans)
         newest = self._newest.setdefault(size, [0] * self._plans)
-        if self._steps - newest[plan] > STALE:
+        if self._lessons - newest[plan] > STALE:
             taken[plan] = min(taken[plan], 1)
         rate = max(RATE, FIRST_RATE / (1 + FIRST_RATE * taken[plan]))
         taken[plan] += 1
-        self._steps += 1
-        newest[plan] = self._steps
+        self._lessons += 1
+        newest[plan] = self._lessons
         found[plan] += rate * (min(max(ratio, MOST_FASTER * found[plan]), MOST_SLOWER * found[plan]) - found[plan])
         for other, times in enumerate(taken):
             if other and not times:

@@ -3,6 +3,8 @@
 from draftsmith.verify.accept import Acceptance, accept_deterministic, accept_greedy, accept_sampled
 from draftsmith.verify.block import accept_block
 from draftsmith.verify.choices import (
+    accept_block_as_defined,
+    accept_block_natively,
     accept_defined,
     accept_drawn_as_defined,
     accept_drawn_natively,
@@ -22,6 +24,8 @@ __all__ = [
     "SamplingBatch",
     "Stream",
     "accept_block",
+    "accept_block_as_defined",
+    "accept_block_natively",
     "accept_defined",
     "accept_deterministic",
     "accept_drawn_as_defined",

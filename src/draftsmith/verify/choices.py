@@ -2,11 +2,12 @@
 
 Shapes: B rows, N drafted, M = N + 1 verified nodes (root first), V vocabulary.
 
-The definition is PyTorch's: `shape_logits`, `probabilities`, `accept_greedy`, `accept_deterministic` and
-`accept_sampled`. The operators take the very tokens that these take. Where they would have to trust the last bits of a
-sum that they add up in another order, they leave the row to them.
+The definition is PyTorch's: `shape_logits`, `probabilities`, `accept_greedy`, `accept_deterministic`, `accept_sampled`
+and `accept_block`. The operators take the very tokens that these take. Where they would have to trust the last bits of
+a sum that they add up in another order, they leave the row to them.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +17,14 @@ from torch import Tensor
 from draftsmith.native import LIBRARY
 from draftsmith.types import Draft
 from draftsmith.verify.accept import Acceptance, accept_deterministic, accept_sampled
+from draftsmith.verify.block import accept_block
 from draftsmith.verify.distribution import History, SamplingBatch, probabilities, shape_logits
 
 UNDECIDED = -1
 
 
 def can_accept_natively(logits_BMV: Tensor, history: History | None) -> bool:
-    """Whether `accept_natively` takes such logits and such a history."""
+    """Whether the functions of this file that say so take such logits and such a history."""
     return (
         LIBRARY and logits_BMV.device.type == "cpu" and logits_BMV.dtype in (torch.bfloat16, torch.float32)
         and logits_BMV.stride(2) == 1 and (history is None or history.seen_RV is not None)
@@ -41,7 +43,7 @@ def accept_natively(
     found = Acceptance(*torch.ops.draftsmith.accept_choices(
         *_arguments(logits_BMV, batch, history, given, visible_BMM, seeds_B, positions_B)
     ))
-    return _completed(found, logits_BMV, batch, history, given, visible_BMM, seeds_B, positions_B)
+    return _completed(accept_defined, found, logits_BMV, batch, history, given, visible_BMM, seeds_B, positions_B)
 
 
 def accept_drawn_natively(
@@ -57,7 +59,23 @@ def accept_drawn_natively(
         *_arguments(logits_BMV, batch, history, draft, visible_BMM, seeds_B, positions_B), draft.q_BMV,
         draft.branching or (),
     ))
-    return _completed(found, logits_BMV, batch, history, draft, visible_BMM, seeds_B, positions_B)
+    return _completed(
+        accept_drawn_as_defined, found, logits_BMV, batch, history, draft, visible_BMM, seeds_B, positions_B
+    )
+
+
+def accept_block_natively(
+    logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft, visible_BMM: Tensor,
+    seeds_B: Tensor, positions_B: Tensor,
+) -> Acceptance:
+    """Do as `accept_block_as_defined`: the same tokens, by one native operator. `can_accept_natively` has to hold."""
+    assert draft.q_BMV is not None, "guesses that were not drawn are accepted by accept_natively"
+    found = Acceptance(*torch.ops.draftsmith.accept_block(
+        *_arguments(logits_BMV, batch, history, draft, visible_BMM, seeds_B, positions_B), draft.q_BMV,
+    ))
+    return _completed(
+        accept_block_as_defined, found, logits_BMV, batch, history, draft, visible_BMM, seeds_B, positions_B
+    )
 
 
 def _arguments(
@@ -73,8 +91,8 @@ def _arguments(
 
 
 def _completed(
-    found: Acceptance, logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft,
-    visible_BMM: Tensor, seeds_B: Tensor, positions_B: Tensor,
+    define: Callable[..., Acceptance], found: Acceptance, logits_BMV: Tensor, batch: SamplingBatch,
+    history: History | None, draft: Draft, visible_BMM: Tensor, seeds_B: Tensor, positions_B: Tensor,
 ) -> Acceptance:
     """Let the definition decide the rows that the operator has left undecided, each by itself."""
     for row, token in enumerate(found.next_B.tolist()):
@@ -83,8 +101,7 @@ def _completed(
             q_BMV = None if draft.q_BMV is None else draft.q_BMV[one]
             own = replace(draft, tokens_BN=draft.tokens_BN[one], parents_BN=draft.parents_BN[one], q_BMV=q_BMV)
             past = None if history is None else history.at(history.slots_B[one])
-            accept = accept_defined if q_BMV is None else accept_drawn_as_defined
-            alone = accept(logits_BMV[one], batch.row(row), past, own, visible_BMM[one], seeds_B[one], positions_B[one])
+            alone = define(logits_BMV[one], batch.row(row), past, own, visible_BMM[one], seeds_B[one], positions_B[one])
             levels = alone.path_BD.shape[1]
             found.path_BD[row, :levels] = alone.path_BD[0]
             found.counts_B[row], found.next_B[row] = alone.counts_B[0], alone.next_B[0]
@@ -116,3 +133,12 @@ def accept_drawn_as_defined(
     """Accept guesses of a draft with q by rejection sampling; arguments as of `accept_defined`."""
     shaped_BMV = shape_logits(logits_BMV, batch, history, draft.tokens_BN, visible_BMM)
     return accept_sampled(probabilities(shaped_BMV, batch), draft, seeds_B, positions_B)
+
+
+def accept_block_as_defined(
+    logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft, visible_BMM: Tensor,
+    seeds_B: Tensor, positions_B: Tensor,
+) -> Acceptance:
+    """Accept as much of a chain with q as passes as a whole; arguments as of `accept_defined`."""
+    shaped_BMV = shape_logits(logits_BMV, batch, history, draft.tokens_BN, visible_BMM)
+    return accept_block(probabilities(shaped_BMV, batch), draft, seeds_B, positions_B)

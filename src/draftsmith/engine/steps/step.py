@@ -25,6 +25,7 @@ from draftsmith.types import ROOT, UNUSED, Context, Draft
 from draftsmith.verify import (
     Acceptance,
     accept_block,
+    accept_block_natively,
     accept_deterministic,
     accept_drawn_natively,
     accept_greedy,
@@ -284,9 +285,10 @@ def choose_natively(rows: Rows, context: Context, logits_BMV: Tensor, layout: La
     """Do as `choose`, by a native operator unless the plan's rule has none: the tokens stay the same."""
     draft, rule, sampling = layout.draft, rows.choice.plan.acceptance, rows.sampling
     own_choice = sampling.all_greedy or (draft.q_BMV is None and rule != "typical")
-    if not (own_choice or rule == "exact") or not can_accept_natively(logits_BMV, rows.history):
+    if (rule == "typical" and not own_choice) or not can_accept_natively(logits_BMV, rows.history):
         return choose(rows, context, logits_BMV, layout)
-    accept = accept_natively if own_choice else accept_drawn_natively
+    accept_drawn = accept_block_natively if rule == "block" else accept_drawn_natively
+    accept = accept_natively if own_choice else accept_drawn
     return accept(logits_BMV, sampling, rows.history, draft, layout.visible_BMM, context.seeds_B, context.lengths_B)
 
 

@@ -27,10 +27,13 @@ SLOW_STEP_S, FEW_TOKENS, FEW_PLANS = 0.02, 10, 4
 """Where a plain step takes longer, fewer tokens are decoded, and fewer plans are timed with more than one row."""
 HOPELESS, MISSES = 0.85, 2
 """Larger drafts are not tried after so many in a row had less than this share of the best speed so far."""
-FEWEST_TURNS, MOST_TURNS, ENOUGH_S = 2, 6, 0.2
-"""How often a plan is timed; no oftener than twice where that takes so long."""
+TASKS = 3
+"""Of the embedded training texts, which take turns."""
+FEWEST_TURNS, MOST_TURNS, ENOUGH_S = TASKS, 6, 0.2
+"""How often a plan is timed; no oftener than the fewest where that takes so long."""
 ALONE = 3
-"""So many times as often, and as long, where there is one number of rows only: it alone shows which guesses stay."""
+"""So many times as long, and up to so many times as often, where there is one number of rows only: it alone shows which
+guesses stay."""
 NOISY = 1.4
 """Times the least: where a plain step usually takes longer, other programs disturbed it."""
 MOST_NODES = 64
@@ -40,7 +43,9 @@ Taken = dict[Plan, dict[int, list[float]]]
 
 
 class Sampler:
-    """Decodes a little with one plan after the other; every call goes on to other prompts, every plan begins at others.
+    """Decodes a little with one plan after the other; every call goes on to other prompts.
+
+    With one row every plan begins at other prompts, by whole turns of their tasks.
 
     Args:
         engine: with room for all plans.
@@ -57,7 +62,7 @@ class Sampler:
     def seconds(self, plan: Plan, rows: int) -> float:
         """Return what a step takes now with so many rows, and note which guesses stayed."""
         # What stays of all chains is told together, so they see more texts if each sees some of its own.
-        at = self._taken.get((plan, rows), 0 if plan == NO_DRAFT else len(self.steps) * FEWEST_TURNS * rows)
+        at = self._taken.get((plan, rows), 0 if plan == NO_DRAFT else len(self.steps) * TASKS * rows)
         self._taken[plan, rows] = at + rows
         some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
         params = SamplingParams(max_tokens=self.new_tokens, ignore_eos=True)

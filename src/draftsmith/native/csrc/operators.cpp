@@ -19,6 +19,7 @@ extern "C" __attribute__((visibility("default"))) const char* draftsmith_registe
     define_steps(library);
     define_sampling(library);
     define_refusals(library);
+    define_block(library);
     define_drawing(library);
     define_neighbours(library);
     library.def_without_tensors<forget>("forget(int number) -> ()");

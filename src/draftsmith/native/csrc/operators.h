@@ -14,6 +14,7 @@ void define_speculator(Library& library);
 void define_steps(Library& library);
 void define_sampling(Library& library);
 void define_refusals(Library& library);
+void define_block(Library& library);
 void define_drawing(Library& library);
 void define_neighbours(Library& library);
 

@@ -79,16 +79,9 @@ struct Verification {
 };
 
 template <class Q>
-struct Memory {
-  Chooser chooser;
-  Refusals<Q> refusals;
-  Memory(int64_t vocabulary, int64_t threads) : chooser(vocabulary, threads), refusals(vocabulary) {}
-};
-
-template <class Q>
 Accepted accept_by(const Choices& all, const Tensor& q_BMV, const std::vector<int64_t>& branching) {
   const Verification<Q> verification{all, q_BMV, branching};
-  return all.accept<Memory<Q>>([&](Memory<Q>& memory, int64_t b, int64_t* path) {
+  return all.accept<DrawnMemory<Q>>([&](DrawnMemory<Q>& memory, int64_t b, int64_t* path) {
     return verification.follow(memory.chooser, memory.refusals, b, path);
   });
 }
@@ -100,12 +93,8 @@ Accepted accept_drawn(const Tensor& logits_BMV, const Tensor& tokens_BN, const T
                       const Tensor& q_BMV, const std::vector<int64_t>& branching) {
   const Choices all(logits_BMV, tokens_BN, parents_BN, visible_BMM, depth, rules_BX, top_k_B, seeds_B, positions_B, bias,
                     history);
-  const int32_t dtype = q_BMV.scalar_type();
-  REQUIRE(q_BMV.dim() == 3 && q_BMV.size(0) == all.batch && q_BMV.size(2) == all.vocabulary && q_BMV.stride(2) == 1 &&
-              (dtype == kFloat || dtype == kDouble),
-          "draftsmith: what the guesses were drawn from has to be fp32 or float64 (", all.batch, ", M, ", all.vocabulary,
-          ")");
-  return dtype == kFloat ? accept_by<float>(all, q_BMV, branching) : accept_by<double>(all, q_BMV, branching);
+  check_drawn(all, q_BMV);
+  return q_BMV.scalar_type() == kFloat ? accept_by<float>(all, q_BMV, branching) : accept_by<double>(all, q_BMV, branching);
 }
 
 }  // namespace

@@ -1,8 +1,10 @@
-// Which of a node's drawn guesses stays, and what is chosen where none does: rejection sampling at one node.
+// What drawn guesses leave of a node: which of them stays, guess by guess (`judge`), or what q takes from p for whoever
+// verifies a chain as a whole (`share_of_q`, then `leave`, then `loose` and `draw_left`).
 //
-// accept_sampled in verify/accept.py says what is computed, in float64 over the vocabulary: a guess x stays with
-// probability p(x) / q(x); else p becomes max(p - q, 0), divided by its sum, and q loses x. Of both no more is computed
-// than a node needs. As in chooser.h, a comparison that last bits could turn is left undecided.
+// accept_sampled in verify/accept.py and accept_block in verify/block.py say what is computed, in float64 over the
+// vocabulary: a guess x stays with probability p(x) / q(x); else p becomes max(p - q, 0), divided by its sum, and q loses
+// x. Of both no more is computed than a node needs. As in chooser.h, a comparison that last bits could turn is left
+// undecided.
 #pragma once
 
 #include <type_traits>
@@ -53,14 +55,34 @@ class Refusals {
     return {-1, draw_rest(last(true))};
   }
 
- private:
-  static constexpr double kShares = 1e-4;
+  // The share of q that a token has, with the chooser of the node.
+  double share_of_q(const Chooser& chooser, const Q* q, int64_t token) {
+    p_ = &chooser, q_ = q, refused_.clear(), knows_q_ = false;
+    return static_cast<double>(q[token]) / q_left();
+  }
+
+  // Takes q, of which a share was asked for last, from p times a factor, which may be off by so much in relation to itself;
+  // returns the sum of what is left.
+  double leave(double factor, double factor_doubt) {
+    loose_ = factor * (factor_doubt + 2 * p_->doubt()) + 1e-12;
+    take_first(factor / p_->total(), 1 / q_left(), false);
+    return rest_;
+  }
+
+  // How far what `leave` returned may be off.
+  double loose() const { return loose_; }
+
+  // The token at u of what `leave` has left, or kUndecided.
+  int64_t draw_left(double u) const { return rest_ > 4 * loose_ ? draw_rest(u) : kUndecided; }
 
   // -1 where a is the smaller one, 1 where it is not, and 0 where both are nearer than `doubt`.
   static int compare(double a, double b, double doubt) {
     if (!(std::fabs(a - b) > doubt + 1e-37)) return 0;
     return a < b ? -1 : 1;
   }
+
+ private:
+  static constexpr double kShares = 1e-4;
 
   bool is_refused(int64_t token) const { return std::find(refused_.begin(), refused_.end(), token) != refused_.end(); }
 
@@ -185,5 +207,22 @@ class Refusals {
   double rest_ = 0, loose_ = 0;     // what is left of p in all, and how far sums of it may be off
   double scale_ = 0, q_scale_ = 0;  // of the weights and of q, at the first refusal
 };
+
+// The memory of a thread for rows with drawn guesses.
+template <class Q>
+struct DrawnMemory {
+  Chooser chooser;
+  Refusals<Q> refusals;
+  DrawnMemory(int64_t vocabulary, int64_t threads) : chooser(vocabulary, threads), refusals(vocabulary) {}
+};
+
+// Raises where guesses cannot have been drawn from this.
+inline void check_drawn(const Choices& all, const Tensor& q_BMV) {
+  const int32_t dtype = q_BMV.scalar_type();
+  REQUIRE(q_BMV.dim() == 3 && q_BMV.size(0) == all.batch && q_BMV.size(2) == all.vocabulary && q_BMV.stride(2) == 1 &&
+              (dtype == kFloat || dtype == kDouble),
+          "draftsmith: what the guesses were drawn from has to be fp32 or float64 (", all.batch, ", M, ", all.vocabulary,
+          ")");
+}
 
 }  // namespace draftsmith

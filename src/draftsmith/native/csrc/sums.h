@@ -22,12 +22,12 @@ inline int64_t stretch_at(const std::vector<double>& sums, double target, double
 }
 
 // The place of the weights from `first` on at which their sum, `below` at the beginning, passes the target, if both ends
-// of its share lie further from the target than `doubt`.
+// of its share lie further from the target than `doubt`. Only before the very first one is nothing for certain.
 template <class Weights>
 int64_t token_at(const Weights& weights, int64_t first, int64_t count, double below, double target, double doubt) {
   for (int64_t i = first; i < count; ++i) {
     const double above = below + static_cast<double>(weights[i]);
-    if (above > target) return (below == 0 || target - below > doubt) && above - target > doubt ? i : kUndecided;
+    if (above > target) return (i == 0 || target - below > doubt) && above - target > doubt ? i : kUndecided;
     below = above;
   }
   return kUndecided;
