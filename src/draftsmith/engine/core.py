@@ -241,7 +241,7 @@ class EngineCore:
     def _decode(self) -> list[Progress]:
         """Advance every row, and hand its tokens to its request."""
         for rows in self._groups.rows:
-            room = rows.max_nodes + self.scheduler.room
+            room = rows.max_nodes + (self.scheduler.room if rows.depth else 1)
             for request in rows.requests:
                 needed = len(request.prompt) + len(request.tokens) + room
                 if needed > request.reserved:

@@ -119,7 +119,8 @@ class Scheduler:
                     break
             end = min(len(request.prompt), request.read + (min(budget, SCORED_PIECE) if scored else budget))
             budget -= end - request.read
-            self.blocks.reserve(request.slot, min(end + self.room, self.blocks.cache.capacity))
+            # What drafts write behind it is reserved when it decodes.
+            self.blocks.reserve(request.slot, min(end + 1, self.blocks.cache.capacity))
             pieces.append(Piece(request, request.read, end))
         return pieces
 
