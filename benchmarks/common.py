@@ -33,10 +33,10 @@ from draftsmith.evaluation.measuring.intervals import RESAMPLES, Interval
 from draftsmith.evaluation.measuring.losslessness import TextComparison, compare_texts, last_logits, tie_or_fault
 from draftsmith.evaluation.prompts import cut, embedded_prompts
 from draftsmith.evaluation.reporting.result_files import ensure_writable, markdown_table, write_json
-from draftsmith.plan import Plan
+from draftsmith.plan import AcceptanceRule, Plan
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
-from draftsmith.types import AcceptanceRule, CompileLevel, Completion, DraftsmithError, Statistics
+from draftsmith.types import CompileLevel, Completion, DraftsmithError, Statistics
 
 RESULTS = Path(__file__).parent / "results"
 PLAIN = "plain"

@@ -9,6 +9,7 @@ import torch
 
 from draftsmith.drafters.attention.eagle import Eagle, EagleConfig
 from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
+from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.requests.request import Request
@@ -282,3 +283,20 @@ def test_memory_is_given_back_and_stays_within_its_limit():
     assert 0 < blocks.cached_bytes <= blocks.limit // BLOCK * blocks.block_bytes
     blocks.trim()
     assert blocks.cached_bytes == 0
+
+
+def test_a_row_that_does_not_draft_keeps_no_room_for_those_who_write_into_its_cache():
+    target = tiny_target()
+    engine = Engine(target, load_drafter("early-exit:layers=1", target), max_batch=2, max_length=64)
+    expected, held = [greedy_reference(tiny_model(), prompt, 12) for prompt in prompts(2)], []
+    for plan in (NO_DRAFT, Plan((1, 1))):
+        requests = engine.admit_call(prompts(2), SamplingParams(max_tokens=12), plan)
+        for request in requests:
+            engine.core.add(request)
+        most = 0
+        while engine.core.has_work:
+            engine.core.step()
+            most = max(most, engine.core.blocks.held_tokens)
+        held.append(most)
+        assert [request.tokens for request in requests] == expected
+    assert held[0] == 2 * BLOCK < held[1]
