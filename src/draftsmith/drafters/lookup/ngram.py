@@ -60,7 +60,9 @@ class NgramIndex:
         text = self.text
         newest = [*text[-self._longest :], *ahead]
         found: dict[int, int] = {}
-        for n, earlier in reversed(self._earlier):
+        # Whatever follows so many tokens also follows the longest n-gram of them.
+        lengths = self._earlier[-1:] if shortest >= self._longest else self._earlier
+        for n, earlier in reversed(lengths):
             if n > len(newest):
                 continue
             times: dict[int, int] = {}

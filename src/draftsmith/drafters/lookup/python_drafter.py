@@ -150,8 +150,13 @@ class PythonDrafter(Drafter, Generic[R]):
 
     def take_in(self, context: Context) -> list[R | None]:
         """Tell every row its new tokens; None stands for padding."""
-        self.catch_up()
-        return self._read(table_of([(context.rows_B, context.counts_B, context.tokens_BT)]).tolist())
+        if self._unread:
+            self.catch_up()
+        news = (context.rows_B, context.counts_B, context.tokens_BT)
+        if context.rows_B.device.type == "cpu":  # where three small lists cost less than a table
+            rows, counts, tokens = (tensor.tolist() for tensor in news)
+            return [self._tell(*row) for row in zip(rows, counts, tokens, strict=True)]
+        return self._read(table_of([news]).tolist())
 
     def catch_up(self) -> None:
         """Read what was followed, in as many transfers as there were widths in a row."""
@@ -161,16 +166,17 @@ class PythonDrafter(Drafter, Generic[R]):
 
     def _read(self, lines: Sequence[list[int]]) -> list[R | None]:
         """Tell rows their new tokens; None stands for padding."""
-        rows: list[R | None] = []
-        for number, count, *tokens in lines:
-            row = None
-            if number >= 0:
-                row = self._rows.get(number)
-                if row is None:
-                    row = self._rows[number] = self.new_row()
-                row.extend(tokens[:count])
-            rows.append(row)
-        return rows
+        return [self._tell(number, count, tokens) for number, count, *tokens in lines]
+
+    def _tell(self, number: int, count: int, tokens: list[int]) -> R | None:
+        """Tell a row its new tokens; None stands for padding."""
+        if number < 0:
+            return None
+        row = self._rows.get(number)
+        if row is None:
+            row = self._rows[number] = self.new_row()
+        row.extend(tokens[:count])
+        return row
 
 
 class LookupDrafter(PythonDrafter[R]):
