@@ -1,7 +1,7 @@
 """What `draftsmith check` said of several drafters, in one file and one table.
 
     for family in mlp medusa hydra eagle eagle3 recurrent firp small-lm; do
-        draftsmith check runs/$family/drafter --json checks/$family.json
+        draftsmith check --drafter comparison/runs/$family/drafter --json checks/$family.json
     done
     python benchmarks/checks.py checks/*.json
 
