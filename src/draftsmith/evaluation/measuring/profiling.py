@@ -29,8 +29,9 @@ HOPELESS, MISSES = 0.85, 2
 """Larger drafts are not tried after so many in a row had less than this share of the best speed so far."""
 TASKS = 3
 """Of the embedded training texts, which take turns."""
-FEWEST_TURNS, MOST_TURNS, ENOUGH_S = TASKS, 6, 0.2
-"""How often a plan is timed; no oftener than the fewest where that takes so long."""
+FEWEST_TURNS, FEWEST_OF_SEVERAL, MOST_TURNS, ENOUGH_S = TASKS, 2, 6, 0.2
+"""How often a plan is timed, with one row and with several, which see several tasks at once; no oftener than the fewest
+where that takes so long."""
 ALONE = 3
 """So many times as long, and up to so many times as often, where there is one number of rows only: it alone shows which
 guesses stay."""
@@ -116,11 +117,12 @@ class Contest:
         waiting = " behind long matches" if plan.match else ""
         self.on_progress(f"{rows} row{'s' if rows > 1 else ''}, {plan.max_nodes} guesses{waiting}")
         begun, longer = time.monotonic(), ALONE if len(self.rows) == 1 else 1
+        fewest = FEWEST_TURNS if rows == 1 else FEWEST_OF_SEVERAL
         for turn in range(MOST_TURNS * longer):
             for one in dict.fromkeys((NO_DRAFT, plan)):
                 took = self.sampler.seconds(one, rows)
                 self.taken.setdefault(one, {}).setdefault(rows, []).append(took)
-            if turn + 1 >= FEWEST_TURNS and time.monotonic() - begun > ENOUGH_S * longer:
+            if turn + 1 >= fewest and time.monotonic() - begun > ENOUGH_S * longer:
                 return
 
     def speed(self, plan: Plan) -> float:
