@@ -255,6 +255,16 @@ def some(count: int) -> list[RowHistory]:
     return [RowHistory(False, 5) for _ in range(count)]
 
 
+def test_what_is_begun_is_not_given_up_for_a_guess_or_two():
+    """A guess stays in every third step; two that fail in a row say little."""
+    policy, history = pair(1.2), some(1)
+    depths = []
+    for stays in [1, 0, 0] * 3:
+        depths += alike(policy, history, 1, stays)
+    assert depths[:8] == [1] * 8
+    assert alike(pair(1.2), some(1), 4, 0) == [1, 1, 1, 0], "none of three"
+
+
 def test_several_rows_begin_to_draft_only_where_that_pays_clearly():
     assert sum(alike(pair(1.06), some(1), 400)) > 360
     crowded, rows = pair(1.06), some(4)

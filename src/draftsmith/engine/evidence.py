@@ -46,6 +46,10 @@ class Evidence:
         """How many times as many guesses as usual are made, in quarters."""
         return min(round(QUARTERS * self.made / self.usual), QUARTERS * MOST_GROWTH)
 
+    def begin(self) -> None:
+        """Begin to draft, for as long as a trial lasts at least."""
+        self.trial, self.guessed, self.hit = TRIAL, False, False
+
     def doubt(self) -> None:
         """Begin a trial: what is known is of a while ago, and counts no more than what is known when a row begins."""
         if self.expected > PRIOR:

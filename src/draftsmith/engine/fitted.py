@@ -14,7 +14,7 @@ from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT, PRIOR, QUARTERS
 from draftsmith.engine.known import ODDS, Known
 from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
-from draftsmith.engine.profile import Arm
+from draftsmith.engine.profile import Arm, grown_by
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
@@ -183,7 +183,7 @@ class Fitted(Policy):
             self._drafting = 0
         self._taken = 0 if reminded else crowd.arm
         self._reasons = [self._reason(crowd, values, price, spent, count, patience)] * len(rows)
-        begun = [number for number, own in enumerate(crowd.evidence) if own.trial == TRIAL]
+        begun = [number for number, own in enumerate(crowd.evidence) if own.trial == TRIAL and crowd.trying]
         for row in known:
             row.arm = self._taken
             for number in begun:
@@ -342,12 +342,14 @@ class Fitted(Policy):
         for number, own in enumerate(row.evidence):
             taken = self._whose[chosen] == number
             own.since = own.since + 1 if taken == (self._whose[row.arm] == number) else 0
-            if taken and own.since >= FIRST_WAIT:
+            if taken and own.since == 0:
+                own.begin()  # a few guesses that fail say little
+            elif taken and own.since >= FIRST_WAIT:
                 own.wait = FIRST_WAIT
         # What drafts have to bring beyond what one row alone would be content with.
         extra = 0.0 if chosen else (patience - PATIENCE) * (values[0] + price * spent[0])
         tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, rows, extra)
-        row.trying = on_trial or tried != chosen
+        row.trying = tried != chosen or (on_trial and row.trying)
         return tried
 
     def _tried(
@@ -396,9 +398,3 @@ class Fitted(Policy):
             gains = [(1 + own[-1]) * hoped[0] / took for own, took in zip(self._accepts[1:], hoped[1:], strict=True)]
             found = self._hopeless[count, patience] = max(gains) <= patience
         return found
-
-
-def grown_by(growths: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """Return the seconds of plans, the first of which drafts nothing, whose guesses are so many times as many."""
-    plain = seconds[0]
-    return [plain + growth * max(0.0, took - plain) for growth, took in zip(growths, seconds, strict=True)]

@@ -114,6 +114,12 @@ class Profile:
         return cls(rows, arms)
 
 
+def grown_by(growths: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Return the seconds of plans, the first of which drafts nothing, whose guesses are so many times as many."""
+    plain = seconds[0]
+    return [plain + growth * max(0.0, took - plain) for growth, took in zip(growths, seconds, strict=True)]
+
+
 def plan_from_json(value: Mapping[str, Any]) -> Plan:
     """Return the plan that `dataclasses.asdict` made this of."""
     tree = {"branching": tuple(value["branching"]), "choices": tuple(map(tuple, value["choices"]))}

@@ -344,6 +344,6 @@ def sampled_profile(step: float = 1.0) -> Profile:
     """
     arms = [Arm(NO_DRAFT, (), (step, 4 * step))]
     for depth in (1, 2):
-        cost = (1 + 0.25 * depth) * step
+        cost = (1 + 0.15 * depth) * step
         arms.append(Arm(Plan((1,) * depth, sampled=True), (0.5, 0.25)[:depth], (cost, 4 * cost)))
     return Profile((1, 4), tuple(arms))
