@@ -56,6 +56,7 @@ PLAIN, FITTED = "plain", "fitted"
 LEAST, NEAR = 0.97, 0.95
 """A default may be so much slower than plain decoding, and than the best fixed plan where that gains, and no more."""
 PLACES = 6
+"""Engines of each kind."""
 
 
 def defaults() -> None:

@@ -21,7 +21,7 @@ from draftsmith.verify import (
     accept_drawn_natively,
 )
 from draftsmith.verify.choices import UNDECIDED
-from tests.native.test_refusals import drawn, given_of
+from tests.native.test_refusals import drawn, given_of, refuses_what_does_not_belong_together
 from tests.native.test_sampling import DTYPES, KINDS, assert_same, rules_of
 
 if not LIBRARY:
@@ -107,7 +107,7 @@ def test_draws_near_every_boundary_are_those_of_the_definition_and_more_stay_tha
 
 
 def test_a_draft_of_the_target_itself_stays_whole() -> None:
-    """Where p and q are alike but for rounding, nearly nothing is refused."""
+    """Where p and q are alike but for rounding, no guess is refused."""
     logits_BMV, rules, past, _, visible_BMM, seeds_B, positions_B = given_of(
         "plain", [SamplingParams(temperature=1.0)] * 16, 30, (1, 1, 1), 2, torch.float32
     )
@@ -135,17 +135,4 @@ def test_a_chain_ends_before_what_was_taken_out_and_what_q_cannot_have_drawn() -
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
-    given = given_of("plain", [SamplingParams(temperature=1.0)] * 2, 30, (1, 1), 0)
-    logits_BMV, rules, past, draft, visible_BMM, seeds_B, positions_B = given
-    assert draft.q_BMV is not None
-
-    def refused(error: type[Exception], message: str, **changes: object) -> None:
-        other = replace(draft, **changes)  # type: ignore[arg-type]
-        with pytest.raises(error, match=f"^draftsmith: {message}"):
-            native(logits_BMV, rules, past, other, visible_BMM, seeds_B, positions_B)
-
-    for q_BMV in (draft.q_BMV.half(), draft.q_BMV[:1], draft.q_BMV[:, :, 1:], draft.q_BMV.mT.contiguous().mT):
-        refused(RuntimeError, r"what the guesses were drawn from has to be fp32 or float64 \(2, M, 30\)", q_BMV=q_BMV)
-    refused(IndexError, "node -1 has children, but no distribution", q_BMV=draft.q_BMV[:, :0])
-    refused(IndexError, r"there is no token \d+", tokens_BN=draft.tokens_BN + 30)
-    refused(IndexError, "the draft is deeper than its plan", depth=1)
+    refuses_what_does_not_belong_together(native, depth=1)

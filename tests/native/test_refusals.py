@@ -198,7 +198,8 @@ def test_rows_that_are_left_to_the_definition_go_alone() -> None:
     assert_same(accept_drawn_natively(*given), accept_drawn_as_defined(*given))
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def refuses_what_does_not_belong_together(operator_alone: Callable[..., Acceptance], **more: object) -> None:
+    """Hold that an operator refuses guesses that cannot have been drawn from such a q, and `more` as too deep."""
     given = given_of("plain", [SamplingParams(temperature=1.0)] * 2, 30, (1, 1), 0)
     logits_BMV, rules, past, draft, visible_BMM, seeds_B, positions_B = given
     assert draft.q_BMV is not None
@@ -206,12 +207,18 @@ def test_what_does_not_belong_together_is_refused() -> None:
     def refused(error: type[Exception], message: str, **changes: object) -> None:
         other = replace(draft, **changes)  # type: ignore[arg-type]
         with pytest.raises(error, match=f"^draftsmith: {message}"):
-            native(logits_BMV, rules, past, other, visible_BMM, seeds_B, positions_B)
+            operator_alone(logits_BMV, rules, past, other, visible_BMM, seeds_B, positions_B)
 
     for q_BMV in (draft.q_BMV.half(), draft.q_BMV[:1], draft.q_BMV[:, :, 1:], draft.q_BMV.mT.contiguous().mT):
         refused(RuntimeError, r"what the guesses were drawn from has to be fp32 or float64 \(2, M, 30\)", q_BMV=q_BMV)
     refused(IndexError, "node -1 has children, but no distribution", q_BMV=draft.q_BMV[:, :0])
     refused(IndexError, r"there is no token \d+", tokens_BN=draft.tokens_BN + 30)
+    if more:
+        refused(IndexError, "the draft is deeper than its plan", **more)
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    refuses_what_does_not_belong_together(native)
 
 
 def test_noise_is_the_same_number_for_number() -> None:

@@ -241,6 +241,7 @@ class EngineCore:
     def _decode(self) -> list[Progress]:
         """Advance every row, and hand its tokens to its request."""
         for rows in self._groups.rows:
+            # Who drafts in the target's own cache needs more places; whoever does not draft needs the next token's.
             room = rows.max_nodes + (self.scheduler.room if rows.depth else 1)
             for request in rows.requests:
                 needed = len(request.prompt) + len(request.tokens) + room
