@@ -55,6 +55,9 @@ def test_a_fit_is_measured_and_its_text_is_the_targets_own(target: Target, cache
     policy = engine.core.policy
     assert isinstance(policy, Fitted) and policy.known[0].profile.arms[0].plan == NO_DRAFT
     assert policy.known[0].profile.rows == (1, 2) and all(min(arm.seconds) > 0 for arm in policy.known[0].profile.arms)
+    for arm in policy.known[0].profile.arms[1:]:
+        assert arm.found is not None and 0 < arm.found < 1 and len(arm.full) == 2, "it does not find guesses everywhere"
+        assert max(arm.survival) <= arm.found + 1e-9, "none stays that was not made"
     assert engine.plan == (NO_DRAFT if policy.is_fixed else policy.typical.plan)
     assert "measured in" in out.getvalue() and engine.max_length == 200
     params = SamplingParams(max_tokens=40, ignore_eos=True)

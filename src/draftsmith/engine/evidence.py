@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 
-PRIOR = 4.0
-"""Guesses: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
-FIRST_WAIT, LONGEST_WAIT = 24, 384
+PRIOR = 6.0
+"""Guesses, and steps: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
+FIRST_WAIT, LONGEST_WAIT = 8, 384
 """Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
-TRIAL, HOPELESS = 8, 3
+TRIAL, HOPELESS, MOST_ROWS = 8, 3, 3
 """Steps of a row that a trial lasts, and after which it ends if guesses were made and none has stayed; one guess tells
-next to nothing. Of rows that do the same each step counts once for every row."""
+next to nothing. Of rows that do the same each step counts for as many rows, but for three at most: what a step costs is
+not seen at the first one."""
 QUARTERS, MOST_GROWTH = 4, 16
-"""Growths, see `Arm.growth`, are told apart in quarters, and none is above so much."""
+"""Growths, see `Arm.share`, are told apart in quarters, and none is above so much."""
 
 
 Stand = tuple[tuple[int, int], ...]
@@ -22,7 +23,8 @@ class Evidence:
     """How a drafter's guesses do in a text: those that stayed and that were expected to, both fading.
 
     Args:
-        made, usual: of a lookup, guesses that were made, and that such steps made where it was measured; fading too.
+        steps, found: of a lookup, steps that looked for guesses, and those that found some, each of which counts for
+            as many as find some once where that was measured; fading too.
         odds: which of `ODDS` follows.
         since: steps since it was taken up, or laid aside.
         wait: steps without it before it is tried.
@@ -33,8 +35,8 @@ class Evidence:
     accepted: float
     expected: float
     odds: int
-    made: float = PRIOR
-    usual: float = PRIOR
+    found: float = PRIOR
+    steps: float = PRIOR
     since: int = 0
     wait: int = FIRST_WAIT
     trial: int = 0
@@ -43,24 +45,37 @@ class Evidence:
 
     @property
     def growth(self) -> int:
-        """How many times as many guesses as usual are made, in quarters."""
-        return min(round(QUARTERS * self.made / self.usual), QUARTERS * MOST_GROWTH)
+        """How many times as often as measured guesses are found, in quarters."""
+        return min(round(QUARTERS * self.found / self.steps), QUARTERS * MOST_GROWTH)
+
+    def looked(self, found: float, decay: float) -> None:
+        """Take in a step of a lookup, and what it counts for; what was before fades."""
+        self.found, self.steps = decay * self.found + found, decay * self.steps + 1
+
+    def guess(self, stayed: int, expected: float, decay: float) -> None:
+        """Take in guesses of which so many stayed and were expected to; what was before fades."""
+        self.accepted, self.expected = decay * self.accepted + stayed, decay * self.expected + expected
 
     def begin(self) -> None:
         """Begin to draft, for as long as a trial lasts at least."""
         self.trial, self.guessed, self.hit = TRIAL, False, False
 
+    @staticmethod
+    def steps_of_a_trial(rows: int) -> int:
+        """Return how many steps of so many rows a trial lasts."""
+        return -(-TRIAL // min(rows, MOST_ROWS))
+
     def doubt(self) -> None:
         """Begin a trial: what is known is of a while ago, and counts no more than what is known when a row begins."""
         if self.expected > PRIOR:
             self.accepted, self.expected = self.accepted * PRIOR / self.expected, PRIOR
-        if self.usual > PRIOR:
-            self.made, self.usual = self.made * PRIOR / self.usual, PRIOR
+        if self.steps > PRIOR:
+            self.found, self.steps = self.found * PRIOR / self.steps, PRIOR
         self.guessed = self.hit = False
 
     def goes_on(self, rows: int) -> bool:
         """Count a step of a trial, of so many rows; return whether another one follows."""
-        self.trial = max(0, self.trial - rows)
+        self.trial = max(0, self.trial - min(rows, MOST_ROWS))
         if self.guessed and not self.hit and TRIAL - self.trial >= HOPELESS:
             self.trial = 0
         return self.trial > 0

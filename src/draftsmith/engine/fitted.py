@@ -6,15 +6,15 @@ drawn.
 """
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT, PRIOR, QUARTERS, TRIAL, Evidence, RowEvidence, Stand
+from draftsmith.engine.expected import Expected, values_of
 from draftsmith.engine.known import ODDS, Known
 from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
-from draftsmith.engine.profile import Arm, grown_by
+from draftsmith.engine.profile import Arm, Costs
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
@@ -23,7 +23,7 @@ DECAY, COMMON_DECAY = 0.93, 0.999
 """What a step counts after the next one: for its own row, and for rows that begin later."""
 PATIENCE = 1.03
 """Another plan has to be so many times as fast before it is taken, and any that drafts than plain decoding."""
-CROWD_PATIENCE = 1.1
+CROWD_PATIENCE = 1.05
 """So many times as fast before rows that do the same begin, or go on when others have joined them. Guesses bring some
 more than others: they no longer end together, and the last decode in steps that are hardly cheaper."""
 LOST = 0.005
@@ -35,10 +35,8 @@ than this share of a step, all rows do the same."""
 REMINDERS = 4
 """Where all rows do the same and have drafted for `LONGEST_WAIT` steps, so many without a draft follow, to see what
 those cost now."""
-HELD = 7
-"""Steps without a draft for which it need not be asked again, where all rows do the same."""
-MOST_STANDS = 4096
-"""So many texts' stands are remembered with what follows from them."""
+HELD, HELD_DRAFTING = 7, 3
+"""Steps without a draft, and with one, for which it need not be asked again, where all rows do the same."""
 NOBODY = -1
 
 
@@ -65,22 +63,19 @@ class Fitted(Policy):
         self._whose = [NOBODY, *(number for number, _, _ in owned)]
         self._arms = [self._first.arms[0], *(arm for _, _, arm in owned)]
         self._profiles = [self._first, *(known.profile for _, known, _ in owned)]
-        self._accepts = [[arm.accepted(odds) for odds in ODDS] for arm in self._arms]
-        self._most_growths = [arm.most_growth for arm in self._arms]
-        self._stands: dict[Stand, tuple[list[float], list[float]]] = {}
-        self._hoped_growths = [arm.growth(ODDS[-1]) for arm in self._arms]
+        self._expected = Expected(self._arms, self._whose)
+        self._kept, self._most_growths = self._expected.kept, self._expected.most_growths
         self._of = [[at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(drafters))]
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
         self._steps = [0] * len(self._arms)
-        self._seconds: dict[int, list[float]] = {}
+        self._costs: dict[int, Costs] = {}
         self._pace = Pace(len(self._arms), clock)
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Of all rows.
-        self._accepted, self._expected = [0.0] * len(drafters), [0.0] * len(drafters)
-        self._made, self._usual = [0.0] * len(drafters), [0.0] * len(drafters)
-        # What rows do that do the same, and, where that was nothing, how many decoded, which, and after how many steps.
+        self._common = [Evidence(0.0, 0.0, USUAL, 0.0, 0.0) for _ in drafters]
+        # What rows do that do the same, how many decoded at the last question, which, and after how many steps.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
-        self._idle: tuple[int, Sequence[RowHistory], int] | None = None
+        self._asked: tuple[int, Sequence[RowHistory], int] | None = None
         self._taken = 0  # which plan all rows took last, the steps included that remind of plain ones
         self._drafting = 0  # steps since one without a draft
         self._unasked = 0  # steps since the last question that nobody asked about
@@ -104,35 +99,38 @@ class Fitted(Policy):
     @property
     def typical(self) -> Arm:
         """The plan for one row of a text like those that were measured."""
-        speeds = [(1 + own[USUAL]) / took for own, took in zip(self._accepts, self._times(1), strict=True)]
+        speeds = [
+            (1 + arm.accepted()) / took for arm, took in zip(self._arms, self._costs_of(1).seconds, strict=True)
+        ]
         return self._arms[speeds.index(max(speeds))]
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         self._count_unasked()
         if len(self._choices) == 1 or not rows:
-            self._reasons, self._idle = [NEVER] * len(rows), None
+            self._reasons, self._asked = [NEVER] * len(rows), None
             self._pace.pause()
             return self._choices[:1] * len(rows)
         count = max(load.decoding, len(rows))
-        seconds = self._times(count)
-        if GROUP_SHARE * count * seconds[0] < GROUP_S:
-            took = self._measured_s(rows, seconds)
+        costs = self._costs_of(count)
+        if GROUP_SHARE * count * costs.plain < GROUP_S:
+            took = self._measured_s(rows, costs)
             slower = self._pace.slower(load, rows, count, self._taken, took, 1 + self._unasked)
             self._unasked = 0
-            return [self._choices[self._of_all(rows, seconds, slower, count)]] * len(rows)
-        self._idle, self._unasked = None, 0
+            return [self._choices[self._of_all(rows, costs, slower, count)]] * len(rows)
+        self._asked, self._unasked = None, 0
         self._pace.pause()
         known = [self._look_at(history) for history in rows]
-        hoped = self._hoped(seconds, [1.0] * len(seconds))
-        price, worth = self._price(seconds, known), dict[Stand, tuple[list[float], list[float]]]()
+        expected, worth = self._expected, dict[Stand, tuple[list[float], list[float]]]()
+        price = expected.price(costs, [row.stand for row in known])
         found, reasons = [], []
         for row in known:
             stand = row.stand
             if stand not in worth:
-                spent = self._spent(stand, seconds)
-                worth[stand] = self._values(stand, price, spent), spent
+                brings, growths = expected.of(stand)
+                spent = costs.grown(growths)
+                worth[stand] = values_of(brings, price, spent), spent
             values, spent = worth[stand]
-            row.arm = self._settle(row, values, price, spent, hoped)
+            row.arm = self._settle(row, values, price, spent, lambda arm: costs.of(arm, self._most_growths[arm]))
             self._steps[row.arm] += 1
             found.append(self._choices[row.arm])
             reasons.append(self._reason(row, values, price, spent, count))
@@ -141,42 +139,52 @@ class Fitted(Policy):
 
     @property
     def holds(self) -> int:
-        if self._idle is None:
+        crowd = self._crowd
+        if self._asked is None or crowd.arm != self._taken:
             return 0
-        return max(0, min(HELD, *(own.wait - own.since - 1 for own in self._crowd.evidence)))
+        left, drafting = HELD, self._whose[crowd.arm]
+        if crowd.arm:
+            if crowd.evidence[drafting].trial:
+                return 0
+            left = min(HELD_DRAFTING, LONGEST_WAIT - self._drafting)
+        others = (own for number, own in enumerate(crowd.evidence) if number != drafting)
+        return max(0, min([left, *(own.wait - own.since - 1 for own in others)]))
 
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
         return self._reasons
 
-    def _of_all(
-        self, rows: Sequence[RowHistory], seconds: Sequence[float], slower: Sequence[float], count: int
-    ) -> int:
+    def _of_all(self, rows: Sequence[RowHistory], costs: Costs, slower: Sequence[float], count: int) -> int:
         """Return one plan for all rows, by what it brings them on average."""
         crowd = self._crowd
-        same = self._idle is not None and self._idle[:2] == (count, rows)
-        if same and all(own.since + 1 < own.wait for own in crowd.evidence):
+        same = self._asked is not None and self._asked[:2] == (count, rows)
+        if same and not crowd.arm and all(own.since + 1 < own.wait for own in crowd.evidence):
             # Nothing was drafted, so nothing was learnt; this is asked often, and has to cost next to nothing.
             for own in crowd.evidence:
                 own.since += 1
             self._steps[0] += len(rows)
-            self._idle = (count, rows, len(rows[0].accepted))
+            self._asked = (count, rows, len(rows[0].accepted))
             return 0
         joined = any(history not in self._rows for history in rows)
         known = [self._look_at(history) for history in rows]
-        brings, spent = self._average(known, seconds, slower)
+        brings, growths = self._expected.average([row.stand for row in known])
+        spent = [took * times for took, times in zip(costs.grown(growths), slower, strict=True)]
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
-        values = [tokens - price * took for tokens, took in zip(brings, spent, strict=True)]
+        values = values_of(brings, price, spent)
         for number, own in enumerate(crowd.evidence):
             own.hit = any(row.evidence[number].hit for row in known)
             own.guessed = any(row.evidence[number].guessed for row in known)
             if self._of[number]:
                 # Of a text whose guesses stay so often, the best plan would bring what it brings these on average.
                 best = max(self._of[number], key=values.__getitem__)
-                own.odds = min(bisect_left(self._accepts[best], brings[best] - 1), len(ODDS) - 1)
+                share = self._arms[best].share(growths[best])
+                own.odds = self._odds(best, (brings[best] - 1) / share if share else 0.0)
+                own.found, own.steps = growths[best], 1.0
         begins = len(rows) > 1 and (joined or crowd.trying or not crowd.arm)
         patience = CROWD_PATIENCE if begins else PATIENCE
-        hoped = self._hoped(seconds, slower)
-        crowd.arm = self._settle(crowd, values, price, spent, hoped, len(rows), patience)
+        crowd.arm = self._settle(
+            crowd, values, price, spent, lambda arm: costs.of(arm, self._most_growths[arm]) * slower[arm], len(rows),
+            patience,
+        )
         self._drafting = self._drafting + 1 if crowd.arm else 0
         reminded = self._drafting > LONGEST_WAIT
         if self._drafting == LONGEST_WAIT + REMINDERS:
@@ -189,143 +197,92 @@ class Fitted(Policy):
             for number in begun:
                 row.evidence[number].doubt()
         self._steps[self._taken] += len(rows)
-        self._idle = None if crowd.arm else (count, list(rows), len(rows[0].accepted))
+        self._asked = (count, list(rows), len(rows[0].accepted))
         return self._taken
 
     def _count_unasked(self) -> None:
-        """Count the steps, all without a draft, that were taken since the last question and that nobody asked about."""
-        if self._idle is None:
+        """Count the steps, all alike, that were taken since the last question and that nobody asked about."""
+        if self._asked is None:
             return
-        count, rows, before = self._idle
+        count, rows, before = self._asked
         unasked = len(rows[0].accepted) - before - 1
         if unasked > 0:
             for own in self._crowd.evidence:
                 own.since += unasked
-            self._steps[0] += unasked * len(rows)
+            self._steps[self._taken] += unasked * len(rows)
+            self._drafting += unasked if self._taken else 0
             self._unasked += unasked
-            self._idle = (count, rows, before + unasked)
+            self._asked = (count, rows, before + unasked)
 
-    def _measured_s(self, rows: Sequence[RowHistory], seconds: Sequence[float]) -> float:
-        """Return the seconds that a row's share of the last step, of all alike, would have taken when it was measured.
+    def _measured_s(self, rows: Sequence[RowHistory], costs: Costs) -> float:
+        """Return the seconds that a row's share of the last steps, all alike, would have taken when it was measured.
 
-        Of a lookup, with as many guesses as it really made.
+        Of a lookup, with guesses in as many rows as really had some.
         """
-        arm = self._taken
-        usual = self._arms[arm].drafted
+        usual = self._arms[self._taken].found
         if not usual:
-            return seconds[arm]
-        made = sum(row.drafted[-1] if row.drafted else 0 for row in rows) / len(rows)
-        return seconds[0] + made / usual * max(0.0, seconds[arm] - seconds[0])
+            return costs.seconds[self._taken]
+        steps = 1 + self._unasked
+        made = sum(drafted > 0 for row in rows for drafted in row.drafted[-steps:])
+        return costs.of(self._taken, made / (steps * len(rows)) / usual)
 
-    def _average(
-        self, rows: Sequence[RowEvidence], seconds: Sequence[float], slower: Sequence[float]
-    ) -> tuple[list[float], list[float]]:
-        """Return the tokens that every plan brings a row, and the seconds that it takes now, on average."""
-        brings, growths = [0.0] * len(self._arms), [0.0] * len(self._arms)
-        for stand, count in Counter(row.stand for row in rows).items():
-            share, (own, grown) = count / len(rows), self._in(stand)
-            brings = [total + share * one for total, one in zip(brings, own, strict=True)]
-            growths = [total + share * one for total, one in zip(growths, grown, strict=True)]
-        spent = grown_by(growths, seconds)
-        return brings, [took * times for took, times in zip(spent, slower, strict=True)]
-
-    def _hoped(self, seconds: Sequence[float], slower: Sequence[float]) -> list[float]:
-        """Return the seconds that every plan takes now where all guesses stay that may."""
-        spent = grown_by(self._hoped_growths, seconds)
-        return [took * times for took, times in zip(spent, slower, strict=True)]
-
-    def _times(self, rows: int) -> list[float]:
-        """Return the seconds that a row's plan adds to a step of so many rows, for every plan."""
-        found = self._seconds.get(rows)
+    def _costs_of(self, rows: int) -> Costs:
+        """Return what a row's plan adds to a step of so many rows, for every plan."""
+        found = self._costs.get(rows)
         if found is None:
             # Plain steps were timed beside each drafter, and took a little more or less beside one than another.
             plain = self._first.seconds(self._arms[0], rows) / rows
-            found = self._seconds[rows] = [
-                plain * profile.seconds(arm, rows) / profile.seconds(profile.arms[0], rows)
+            each = [
+                profile.costs((profile.arms[0], arm), rows)
                 for arm, profile in zip(self._arms, self._profiles, strict=True)
             ]
+            found = self._costs[rows] = Costs(
+                [plain * one.seconds[1] / one.plain for one in each], [plain * one.more[1] / one.plain for one in each]
+            )
         return found
 
     def _look_at(self, history: RowHistory) -> RowEvidence:
-        """Return what is known of a row, its last step included."""
+        """Return what is known of a row, its last steps included."""
         row, steps = self._rows.get(history), len(history.accepted)
         if row is None:
             row = self._rows[history] = RowEvidence([self._begin(number) for number in range(len(self._of))], steps)
         elif steps > row.seen:
-            # Steps behind that one were not asked about: a prediction drafted them.
-            stayed, expected, number = history.accepted[row.seen], self._accepts[row.arm][USUAL], self._whose[row.arm]
-            made, row.seen = history.drafted[row.seen], steps
-            if expected:
-                own, usual = row.evidence[number], self._arms[row.arm].drafted
-                own.guessed = own.guessed or made > 0
-                if usual:
-                    own.made, own.usual = DECAY * own.made + made, DECAY * own.usual + usual
-                    self._made[number] = COMMON_DECAY * self._made[number] + made
-                    self._usual[number] = COMMON_DECAY * self._usual[number] + usual
-                own.accepted, own.expected = DECAY * own.accepted + stayed, DECAY * own.expected + expected
-                own.odds, own.hit = self._odds(row.arm, own.accepted / own.expected), own.hit or stayed > 0
-                self._accepted[number] = COMMON_DECAY * self._accepted[number] + stayed
-                self._expected[number] = COMMON_DECAY * self._expected[number] + expected
+            kept, number = self._kept[row.arm][USUAL], self._whose[row.arm]
+            if kept:
+                own, usual = row.evidence[number], self._arms[row.arm].found
+                for stayed, drafted in zip(history.accepted[row.seen :], history.drafted[row.seen :], strict=True):
+                    made = drafted > 0
+                    own.guessed, own.hit = own.guessed or made, own.hit or stayed > 0
+                    for one, decay in ((own, DECAY), (self._common[number], COMMON_DECAY)):
+                        if usual:
+                            one.looked(made / usual, decay)
+                        if made or not usual:
+                            one.guess(stayed, kept, decay)
+                own.odds = self._odds(row.arm, own.accepted / own.expected * kept)
+            row.seen = steps
         return row
 
     def _begin(self, number: int) -> Evidence:
         """Return what stands for a drafter's evidence in a new text: that of other texts."""
-        common = (self._accepted[number] + PRIOR) / (self._expected[number] + PRIOR)
-        growth = (self._made[number] + PRIOR) / (self._usual[number] + PRIOR)
-        arms = self._of[number]
-        return Evidence(PRIOR * common, PRIOR, self._odds(arms[-1], common) if arms else USUAL, PRIOR * growth)
+        common, arms = self._common[number], self._of[number]
+        stayed = (common.accepted + PRIOR) / (common.expected + PRIOR)
+        growth = (common.found + PRIOR) / (common.steps + PRIOR)
+        odds = self._odds(arms[-1], stayed * self._kept[arms[-1]][USUAL]) if arms else USUAL
+        return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR * growth)
 
-    def _odds(self, arm: int, share: float) -> int:
-        """Return the odds at which a plan accepts so many times what was measured."""
-        accepts = self._accepts[arm]
-        return min(bisect_left(accepts, share * accepts[USUAL]), len(ODDS) - 1)
-
-    def _in(self, stand: Stand) -> tuple[list[float], list[float]]:
-        """Return the tokens that every plan brings in such a text, and its growth there; see `Arm.growth`."""
-        found = self._stands.get(stand)
-        if found is None:
-            if len(self._stands) == MOST_STANDS:
-                self._stands.clear()
-            brings, growths = [1.0], [1.0]
-            for at, (whose, most) in enumerate(zip(self._whose[1:], self._most_growths[1:], strict=True), start=1):
-                odds, growth = stand[whose]
-                brings.append(1 + self._accepts[at][odds])
-                growths.append(1.0 if most == 1.0 else min(most, growth / QUARTERS))
-            found = self._stands[stand] = brings, growths
-        return found
-
-    def _spent(self, stand: Stand, seconds: Sequence[float]) -> list[float]:
-        """Return the seconds that every plan takes in such a text."""
-        return grown_by(self._in(stand)[1], seconds)
-
-    def _values(self, stand: Stand, price: float, spent: Sequence[float]) -> list[float]:
-        """Return the tokens that every plan brings in such a text, less what its time costs."""
-        return [tokens - price * took for tokens, took in zip(self._in(stand)[0], spent, strict=True)]
-
-    def _price(self, seconds: Sequence[float], rows: Sequence[RowEvidence]) -> float:
-        """Return the most tokens a second that these rows can have, each with a plan of its own (Dinkelbach's way)."""
-        counts = Counter(row.stand for row in rows)
-        price, before = 1 / seconds[0], 0.0
-        while price > before:
-            tokens = took = 0.0
-            for stand, count in counts.items():
-                spent = self._spent(stand, seconds)
-                values = self._values(stand, price, spent)
-                arm = values.index(max(values))
-                tokens += count * (values[arm] + price * spent[arm])
-                took += count * spent[arm]
-            price, before = tokens / took, price
-        return price
+    def _odds(self, arm: int, kept: float) -> int:
+        """Return the odds at which a plan that makes guesses accepts so many."""
+        return min(bisect_left(self._kept[arm], kept), len(ODDS) - 1)
 
     def _settle(
-        self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float], hoped: Sequence[float],
-        rows: int = 1, patience: float = PATIENCE,
+        self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float],
+        hoped: Callable[[int], float], rows: int = 1, patience: float = PATIENCE,
     ) -> int:
         """Return the plan of a row, or of so many rows that do the same; none is changed for a little.
 
         Args:
             spent: seconds that every plan takes here.
-            hoped: those that it would take if all guesses stayed that may.
+            hoped: tells those that one would take if all guesses stayed that may.
             patience: how many times as fast as plain decoding a plan has to be.
         """
         def beats(one: int, other: int, times: float) -> bool:
@@ -346,30 +303,30 @@ class Fitted(Policy):
                 own.begin()  # a few guesses that fail say little
             elif taken and own.since >= FIRST_WAIT:
                 own.wait = FIRST_WAIT
-        # What drafts have to bring beyond what one row alone would be content with.
-        extra = 0.0 if chosen else (patience - PATIENCE) * (values[0] + price * spent[0])
+        # What drafts of several rows have to bring for a trial to lead to anything.
+        extra = 0.0 if chosen or rows == 1 else (patience - 1) * (values[0] + price * spent[0])
         tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, rows, extra)
         row.trying = tried != chosen or (on_trial and row.trying)
         return tried
 
     def _tried(
-        self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, hoped: Sequence[float], rows: int,
-        extra: float,
+        self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, hoped: Callable[[int], float],
+        rows: int, extra: float,
     ) -> int:
         """Return the plan of a drafter whose turn it is; none is tried that could not pay if all its guesses stayed."""
         for number, own in enumerate(row.evidence):
             if own.since < own.wait or number == self._whose[chosen]:
                 continue
             highest = max(
-                (1 + self._accepts[arm][-1] - price * hoped[arm] for arm in self._of[number]), default=values[chosen]
+                (1 + self._kept[arm][-1] - price * hoped(arm) for arm in self._of[number]), default=values[chosen]
             )
             # Asked again after as long a pause, not at every step until then.
             own.since = 0
             if highest > values[chosen] + extra:
                 best = max(self._of[number], key=values.__getitem__)
                 # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
-                lasts = -(-TRIAL // rows)
-                longest = max(FIRST_WAIT, round(lasts * (values[chosen] + extra - values[best]) / LOST))
+                loss = own.steps_of_a_trial(rows) * (values[chosen] + extra - values[best])
+                longest = max(FIRST_WAIT, round(loss / LOST))
                 own.wait, own.trial = min(2 * own.wait, LONGEST_WAIT, longest), TRIAL
                 own.doubt()
                 return best
@@ -386,15 +343,15 @@ class Fitted(Policy):
         else:
             kind = "batch_too_large" if self._is_hopeless(count, patience) else "does_not_pay"
         whose = self._whose[at]
-        odds = ODDS[row.evidence[whose].odds]
-        return Weighed(kind, self._arms, seconds, at, self._of[whose], odds, price, patience - 1, count)
+        own = row.evidence[whose]
+        odds, growth = ODDS[own.odds], own.growth / QUARTERS
+        return Weighed(kind, self._arms, seconds, at, self._of[whose], odds, growth, price, patience - 1, count)
 
     def _is_hopeless(self, count: int, patience: float) -> bool:
         """Return whether in a step of so many rows too little would be gained even if all guesses stayed."""
         found = self._hopeless.get((count, patience))
         if found is None:
-            seconds = self._times(count)
-            hoped = self._hoped(seconds, [1.0] * len(seconds))
-            gains = [(1 + own[-1]) * hoped[0] / took for own, took in zip(self._accepts[1:], hoped[1:], strict=True)]
+            hoped = self._costs_of(count).grown(self._most_growths)
+            gains = [(1 + own[-1]) * hoped[0] / took for own, took in zip(self._kept[1:], hoped[1:], strict=True)]
             found = self._hopeless[count, patience] = max(gains) <= patience
         return found

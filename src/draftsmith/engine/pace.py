@@ -32,10 +32,11 @@ class Pace:
         self._lessons = 0  # how often something was learnt
         self._newest: dict[int, list[int]] = {}  # when a plan was learnt from last
         self._last: tuple[float, list[RowHistory]] | None = None
+        self._drafted: bool | None = None  # whether the step whose time was taken last had drafts
 
     def pause(self) -> None:
         """Note that what follows belongs to no step that was asked about."""
-        self._last = None
+        self._last = self._drafted = None
 
     def slower(
         self, load: Load, rows: Sequence[RowHistory], count: int, plan: int, seconds: float, steps: int = 1
@@ -57,7 +58,10 @@ class Pace:
         now, last = self._clock(), self._last
         self._last = (now, list(rows)) if load.reading == 0 and len(rows) == load.decoding else None
         if last is not None and self._last is not None and last[1] == self._last[1]:
-            self._learn(size, plan, (now - last[0]) / (steps * count * seconds))
+            # The first step with drafts, and the first without, find the processor's caches full of other things.
+            if self._drafted == (plan > 0):
+                self._learn(size, plan, (now - last[0]) / (steps * count * seconds))
+            self._drafted = plan > 0
         return found
 
     def _learn(self, size: int, plan: int, ratio: float) -> None:

@@ -16,16 +16,18 @@ class Arm:
     Args:
         survival: the share of steps that accepted at least 1, 2, … guesses.
         seconds: of a step, all rows together, for each number of rows of the profile.
-        drafted: of a lookup, guesses that a step verified; None stands for as many as the plan has.
+        found: of a lookup, the share of steps that made guesses; None stands for all.
+        full: of a lookup, seconds of a step in which every row makes guesses.
     """
 
     plan: Plan
     survival: tuple[float, ...]
     seconds: tuple[float, ...]
-    drafted: float | None = None
+    found: float | None = None
+    full: tuple[float, ...] = ()
 
-    def accepted(self, odds: float = 1.0) -> float:
-        """Return how many guesses a step accepts on average.
+    def kept(self, odds: float = 1.0) -> float:
+        """Return how many guesses are accepted, on average, by a step that made some.
 
         Args:
             odds: how many times as often as measured a guess stays whose predecessors did; so the deeper guesses
@@ -34,23 +36,56 @@ class Arm:
         total, factor, before = 0.0, 1.0, 1.0
         for survived in self.survival:
             factor *= odds
-            before = min(before, survived * factor)  # none stays whose predecessor did not
+            # None stays whose predecessor did not.
+            before = min(before, survived / self.found * factor if self.found else survived * factor)
             total += before
         return total
 
+    def share(self, growth: float = 1.0) -> float:
+        """Return the share of steps that make guesses, in a text where a lookup finds so many times as often."""
+        return 1.0 if self.found is None else min(1.0, self.found * growth)
+
+    def accepted(self, odds: float = 1.0, growth: float | None = None) -> float:
+        """Return how many guesses a step accepts on average; see `kept` and `share`.
+
+        Without a `growth`, a lookup finds as many times as often as guesses stay.
+        """
+        return self.share(odds if growth is None else growth) * self.kept(odds)
+
     @property
     def most_growth(self) -> float:
-        """How many times as many guesses as measured it can make."""
-        return max(1.0, self.plan.max_nodes / self.drafted) if self.drafted else 1.0
+        """How many times as often as measured it can make guesses."""
+        return 1 / self.found if self.found else 1.0
 
-    def growth(self, odds: float) -> float:
-        """Return how many times as many guesses as measured are made, as far as odds tell; see `accepted`.
 
-        A lookup makes none where it finds nothing: where more stay it has found more, and has more to verify.
-        """
-        if self.most_growth == 1.0 or not self.accepted():
-            return 1.0
-        return min(self.most_growth, self.accepted(odds) / self.accepted())
+@dataclass(frozen=True)
+class Costs:
+    """What plans, the first of which drafts nothing, take in a step with some number of rows.
+
+    Args:
+        seconds: of every plan, which makes guesses as often as was measured.
+        more: for each time that a lookup makes guesses as often again.
+    """
+
+    seconds: Sequence[float]
+    more: Sequence[float]
+
+    @property
+    def plain(self) -> float:
+        """Seconds without a draft."""
+        return self.seconds[0]
+
+    def of(self, at: int, growth: float) -> float:
+        """Return the seconds of a plan that makes guesses so many times as often."""
+        more = self.more[at]
+        return max(self.plain, self.seconds[at] + (growth - 1) * more) if more else self.seconds[at]
+
+    def grown(self, growths: Sequence[float]) -> list[float]:
+        """Return the seconds of plans that make guesses so many times as often."""
+        return [
+            max(self.plain, took + (growth - 1) * more) if more else took
+            for growth, took, more in zip(growths, self.seconds, self.more, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -67,19 +102,23 @@ class Profile:
     def seconds(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
         """Return the seconds of a step of so many rows, by straight lines between what was measured.
 
-        What a plan takes beyond plain decoding goes with the guesses that it makes, see `Arm.growth`.
+        What a lookup takes goes with how often it makes guesses, see `Arm.accepted`.
         """
-        took, growth = self._measured(arm, rows), arm.growth(odds)
-        if growth == 1.0:
-            return took
-        plain = self._measured(self.arms[0], rows)
-        return plain + max(0.0, took - plain) * growth
+        return self.costs((self.arms[0], arm), rows).grown((1.0, min(odds, arm.most_growth)))[1]
 
-    def _measured(self, arm: Arm, rows: int) -> float:
+    def costs(self, arms: Sequence[Arm], rows: int) -> Costs:
+        """Return what these of its plans take, the first of which drafts nothing; all rows together."""
+        seconds, more = [self._between(arm.seconds, rows) for arm in arms], []
+        for arm, took in zip(arms, seconds, strict=True):
+            most = arm.most_growth
+            more.append(max(0.0, self._between(arm.full, rows) - took) / (most - 1) if most > 1 else 0.0)
+        return Costs(seconds, more)
+
+    def _between(self, seconds: Sequence[float], rows: int) -> float:
         if len(self.rows) == 1 or rows <= self.rows[0]:
-            return arm.seconds[0]
+            return seconds[0]
         right = min(max(1, bisect_left(self.rows, rows)), len(self.rows) - 1)
-        (r0, r1), (t0, t1) = self.rows[right - 1 : right + 1], arm.seconds[right - 1 : right + 1]
+        (r0, r1), (t0, t1) = self.rows[right - 1 : right + 1], seconds[right - 1 : right + 1]
         return max(t0, t0 + (t1 - t0) * (rows - r0) / (r1 - r0))
 
     def speed(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
@@ -104,20 +143,17 @@ class Profile:
         arms = tuple(
             Arm(
                 plan_from_json(arm["plan"]), tuple(map(float, arm["survival"])), tuple(map(float, arm["seconds"])),
-                None if arm["drafted"] is None else float(arm["drafted"]),
+                None if arm["found"] is None else float(arm["found"]), tuple(map(float, arm["full"])),
             )
             for arm in value["arms"]
         )
         rows = tuple(map(int, value["rows"]))
-        if not arms or arms[0].plan != NO_DRAFT or any(len(arm.seconds) != len(rows) for arm in arms):
+        if (
+            not arms or arms[0].plan != NO_DRAFT or any(len(arm.seconds) != len(rows) for arm in arms)
+            or any(len(arm.full) != len(rows) for arm in arms if arm.found is not None)
+        ):
             raise ValueError("a profile begins with plain decoding, and every plan has as many times as there are rows")
         return cls(rows, arms)
-
-
-def grown_by(growths: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """Return the seconds of plans, the first of which drafts nothing, whose guesses are so many times as many."""
-    plain = seconds[0]
-    return [plain + growth * max(0.0, took - plain) for growth, took in zip(growths, seconds, strict=True)]
 
 
 def plan_from_json(value: Mapping[str, Any]) -> Plan:

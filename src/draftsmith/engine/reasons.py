@@ -79,6 +79,7 @@ class Weighed(Reason):
         at: which of them this is about: the one taken or, where none was, the best of those that were not.
         alike: those of the same drafter.
         odds: how many times as often as measured its guesses are expected to stay.
+        growth: how many times as often as measured it makes some, if it is a lookup.
         price: tokens a second that all rows together could have.
         margin: tokens that a plan has to bring beyond what its time is worth.
         rows: how many decode.
@@ -90,6 +91,7 @@ class Weighed(Reason):
     at: int
     alike: Sequence[int]
     odds: float
+    growth: float
     price: float
     margin: float
     rows: int
@@ -102,7 +104,7 @@ class Weighed(Reason):
     @property
     def tokens(self) -> float:
         """How many tokens a step of the plan is expected to bring a row, the target's own included."""
-        return 1 + self.arms[self.at].accepted(self.odds)
+        return 1 + self.arms[self.at].accepted(self.odds, self.growth)
 
     @property
     def cost(self) -> float:
@@ -111,7 +113,7 @@ class Weighed(Reason):
 
     @property
     def stays(self) -> float:
-        """How often the first guess is expected to stay."""
+        """How often the first guess is expected to stay, where one is made."""
         return _first(self.arms[self.at], self.odds)
 
     def sentence(self) -> str:
@@ -126,12 +128,14 @@ class Weighed(Reason):
             return f"batch too large to draft: in a step {texts} not even guesses that all stay would pay"
         needed = self.would_pay()
         pays = "no share would pay" if needed is None else f"{needed:.2f} would pay"
-        return f"no draft: guesses of this text stay {self.stays:.2f} of the time, {pays}"
+        arm = self.arms[self.at]
+        where = "" if arm.found is None else f"{arm.share(self.growth):.2f} of the steps find guesses, which "
+        return f"no draft: {where or 'guesses of this text '}stay {self.stays:.2f} of the time, {pays}"
 
     def would_pay(self) -> float | None:
         """Return how often the first guess has to stay for some plan of the drafter to pay; None if none ever would."""
         def paying(odds: float) -> Arm | None:
-            gains = [(self.arms[at].accepted(odds) - self._worth(at), at) for at in self.alike]
+            gains = [(self.arms[at].accepted(odds, self.growth) - self._worth(at), at) for at in self.alike]
             most, at = max(gains, default=(-1.0, 0))
             return self.arms[at] if most >= 0 else None
 
@@ -152,7 +156,7 @@ class Weighed(Reason):
 
 
 def _first(arm: Arm, odds: float) -> float:
-    return min(1.0, arm.survival[0] * odds) if arm.survival else 0.0
+    return min(1.0, arm.survival[0] / (arm.found or 1.0) * odds) if arm.survival else 0.0
 
 
 def shape_in_words(plan: Plan) -> str:

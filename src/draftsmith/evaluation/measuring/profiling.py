@@ -8,19 +8,24 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.engine import Engine
 from draftsmith.engine.profile import Arm, Profile, candidates
+from draftsmith.evaluation.measuring.copying import Copying
+from draftsmith.evaluation.measuring.steps import step_seconds
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.processor import Watch
 from draftsmith.targets import Target
-from draftsmith.types import SamplingParams, require_finished
+from draftsmith.types import SamplingParams
 
 ROWS = (1, 2, 4, 8, 16)
 PROMPT_TOKENS, NEW_TOKENS = 48, 20
+FULL_TOKENS = 8
+"""Fewer where rows guess at every step: such steps are all alike."""
 FEWEST_TEXTS = 24
 """For few rows as well: acceptance differs from text to text."""
 SLOW_STEP_S, FEW_TOKENS, FEW_PLANS = 0.02, 10, 4
@@ -40,7 +45,34 @@ NOISY = 1.4
 MOST_NODES = 64
 
 Taken = dict[Plan, dict[int, list[float]]]
-"""Seconds of a step: by plan, by number of rows, of every time it was measured."""
+"""By plan and by number of rows, of every time it was measured: seconds of a plain step, and how many times as long as
+the plain ones beside it a step of any other plan took."""
+
+
+@dataclass
+class Brought:
+    """What a plan brought so far.
+
+    Args:
+        stayed: in how many steps the first guess stayed, the second, and so on.
+        steps, guessing: all of its steps, and those that made guesses.
+        drafted: guesses that were verified.
+    """
+
+    stayed: list[int]
+    steps: int = 0
+    guessing: int = 0
+    drafted: int = 0
+
+    @property
+    def found(self) -> float:
+        """The share of steps that made guesses."""
+        return self.guessing / max(1, self.steps)
+
+    @property
+    def guesses(self) -> int:
+        """How many guesses a step made that made some, on average."""
+        return max(1, round(self.drafted / max(1, self.guessing)))
 
 
 class Sampler:
@@ -55,43 +87,42 @@ class Sampler:
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> None:
         self.engine, self.prompts, self.new_tokens = engine, prompts, new_tokens
-        self.stayed: dict[Plan, list[int]] = {}
-        self.steps: dict[Plan, int] = {}
-        self._drafted: dict[Plan, int] = {}
+        self.brought: dict[Plan, Brought] = {}
         self._taken: dict[tuple[Plan, int], int] = {}
 
     def seconds(self, plan: Plan, rows: int) -> float:
-        """Return what a step takes now with so many rows, and note which guesses stayed."""
+        """Return what a step takes now while so many rows decode, and note which guesses stayed."""
         # What stays of all chains is told together, so they see more texts if each sees some of its own.
-        at = self._taken.get((plan, rows), 0 if plan == NO_DRAFT else len(self.steps) * TASKS * rows)
+        at = self._taken.get((plan, rows), 0 if plan == NO_DRAFT else len(self.brought) * TASKS * rows)
         self._taken[plan, rows] = at + rows
         some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
-        params = SamplingParams(max_tokens=self.new_tokens, ignore_eos=True)
-        done = [text.statistics for text in require_finished(self.engine.generate(some, params, plan))]
-        stayed, steps = self.stayed.setdefault(plan, [0] * plan.depth), sum(one.steps for one in done)
-        for one in done:
-            for depth, count in enumerate(one.accepted_by_depth[: plan.depth]):
-                stayed[depth] += count
-        self.steps[plan] = self.steps.get(plan, 0) + steps
-        self._drafted[plan] = self._drafted.get(plan, 0) + sum(one.drafted for one in done)
-        return rows * sum(one.decode_s for one in done) / max(1, steps)
-
-    def drafted(self, plan: Plan) -> float:
-        """Return how many guesses a step verified."""
-        return self._drafted[plan] / max(1, self.steps[plan])
+        requests = self.engine.admit_call(some, SamplingParams(max_tokens=self.new_tokens, ignore_eos=True), plan)
+        took = step_seconds(self.engine, requests)
+        brought = self.brought.setdefault(plan, Brought([0] * plan.depth))
+        for one in requests:
+            brought.steps += len(one.accepted)
+            brought.drafted += one.drafted
+            brought.guessing += sum(made > 0 for made in one.history.drafted)
+            for depth in range(plan.depth):
+                brought.stayed[depth] += sum(count > depth for count in one.accepted)
+        return took
 
     def survival(self, plan: Plan) -> tuple[float, ...]:
-        """Return the shares of steps that accepted at least 1, 2, … guesses; of chains, by all chains as deep."""
+        """Return the shares of steps that accepted at least 1, 2, … guesses.
+
+        How many stay where some are made is told by all chains that are as deep.
+        """
         alike = [plan]
         if is_chain(plan):
             alike = [
-                one for one in self.steps
+                one for one in self.brought
                 if is_chain(one) and one.sampled == plan.sampled and one.match == plan.match
             ]
         found = []
         for depth in range(plan.depth):
-            deep = [one for one in alike if one.depth > depth]
-            found.append(sum(self.stayed[one][depth] for one in deep) / max(1, sum(self.steps[one] for one in deep)))
+            deep = [self.brought[one] for one in alike if one.depth > depth]
+            kept = sum(one.stayed[depth] for one in deep) / max(1, sum(one.guessing for one in deep))
+            found.append(self.brought[plan].found * kept)
         return tuple(found)
 
 
@@ -106,22 +137,28 @@ class Contest:
     Args:
         rows: numbers of rows to time steps with, rising.
         on_progress: gets what is being measured.
+        copying: of a lookup, one that makes all guesses at every step.
     """
 
-    def __init__(self, sampler: Sampler, rows: Sequence[int], on_progress: Callable[[str], None]) -> None:
-        self.sampler, self.rows, self.on_progress = sampler, tuple(rows), on_progress
+    def __init__(
+        self, sampler: Sampler, rows: Sequence[int], on_progress: Callable[[str], None], copying: Sampler | None = None
+    ) -> None:
+        self.sampler, self.rows, self.on_progress, self.copying = sampler, tuple(rows), on_progress, copying
         self.taken: Taken = {}
+        # Of rows that all make so many guesses, how many times as long as plain ones their steps take.
+        self._full: dict[tuple[int, int], float] = {}
 
     def time(self, plan: Plan, rows: int) -> None:
         """Time a plan, and plain decoding beside it, until there is enough of both."""
         waiting = " behind long matches" if plan.match else ""
-        self.on_progress(f"{rows} row{'s' if rows > 1 else ''}, {plan.max_nodes} guesses{waiting}")
+        self.on_progress(f"{_in_rows(rows)}, {plan.max_nodes} guesses{waiting}")
         begun, longer = time.monotonic(), ALONE if len(self.rows) == 1 else 1
         fewest = FEWEST_TURNS if rows == 1 else FEWEST_OF_SEVERAL
         for turn in range(MOST_TURNS * longer):
-            for one in dict.fromkeys((NO_DRAFT, plan)):
-                took = self.sampler.seconds(one, rows)
-                self.taken.setdefault(one, {}).setdefault(rows, []).append(took)
+            plain = self.sampler.seconds(NO_DRAFT, rows)
+            self._note(NO_DRAFT, rows, plain)
+            if plan != NO_DRAFT:
+                self._note(plan, rows, self.sampler.seconds(plan, rows) / plain)
             if turn + 1 >= fewest and time.monotonic() - begun > ENOUGH_S * longer:
                 return
 
@@ -129,18 +166,36 @@ class Contest:
         """Return tokens a second of one row."""
         return (1 + sum(self.sampler.survival(plan))) / self.seconds(plan, self.rows[0])
 
+    def _note(self, plan: Plan, rows: int, took: float) -> None:
+        self.taken.setdefault(plan, {}).setdefault(rows, []).append(took)
+
     def seconds(self, plan: Plan, rows: int) -> float:
-        """Return what a step takes when nobody disturbs it: a chain, and no draft, no more than longer chains took."""
+        """Return what a step takes when nobody disturbs it: a chain no more than longer chains take."""
+        plain = min(self.taken[NO_DRAFT][rows])
+        if plan == NO_DRAFT:
+            return plain
         alike = [plan]
-        if plan == NO_DRAFT or is_chain(plan):
+        if is_chain(plan):
             alike += [
                 one for one in self.taken
                 if is_chain(one) and one.depth > plan.depth and one.match == plan.match and rows in self.taken[one]
             ]
-        return min(took for one in alike for took in self.taken[one][rows])
+        return plain * min(statistics.median(self.taken[one][rows]) for one in alike)
 
-    def run(self, plans: Sequence[Plan], looked_up: bool) -> Profile:
-        """Time them and return what came of it; guesses that are looked up are not made at every step."""
+    def full_seconds(self, copying: Sampler, guesses: int, rows: int) -> float:
+        """Return what a step takes in which all rows make so many guesses."""
+        found = self._full.get((guesses, rows))
+        if found is None:
+            self.on_progress(f"{_in_rows(rows)}, {guesses} guesses in each")
+            plan, times = Plan((1,) * guesses), []
+            for _ in range(FEWEST_TURNS if rows == 1 else FEWEST_OF_SEVERAL):
+                plain = copying.seconds(NO_DRAFT, rows)
+                times.append(copying.seconds(plan, rows) / plain)
+            found = self._full[guesses, rows] = statistics.median(times)
+        return self.seconds(NO_DRAFT, rows) * found
+
+    def run(self, plans: Sequence[Plan]) -> Profile:
+        """Time them and return what came of it."""
         self.time(NO_DRAFT, self.rows[0])
         misses, best = 0, 0.0
         for plan in plans:
@@ -165,15 +220,26 @@ class Contest:
         return Profile(self.rows, tuple(
             Arm(
                 plan, self.sampler.survival(plan), tuple(self.seconds(plan, rows) for rows in self.rows),
-                self.sampler.drafted(plan) if looked_up else None,
+                *self._looked_up(plan),
             )
             for plan in kept
         ))
+
+    def _looked_up(self, plan: Plan) -> tuple[float | None, tuple[float, ...]]:
+        """Return the last two of `Arm`: guesses that are looked up are not made at every step."""
+        if self.copying is None or not plan.depth:
+            return None, ()
+        brought = self.sampler.brought[plan]
+        return brought.found, tuple(self.full_seconds(self.copying, brought.guesses, rows) for rows in self.rows)
 
     @property
     def is_steady(self) -> bool:
         """Whether a plain step took about as long whenever it was timed."""
         return all(statistics.median(some) < NOISY * min(some) for some in self.taken[NO_DRAFT].values())
+
+
+def _in_rows(rows: int) -> str:
+    return f"{rows} row{'s' if rows > 1 else ''}"
 
 
 def up_to(rows: int) -> tuple[int, ...]:
@@ -197,13 +263,21 @@ def measure_profile(
     new_tokens = min(NEW_TOKENS, length - 1)
     prompts = texts_for(target, length - new_tokens, max(FEWEST_TEXTS, 3 * most))
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
-    engine = Engine(target, drafter, plan=largest, max_batch=most, max_length=max(map(len, prompts)) + new_tokens)
-    sampler = Sampler(engine, prompts, new_tokens)
+    longest_prompt = max(map(len, prompts))
+    # All prompts of a call are read in one step, so that all texts begin in the same one.
+    reach, piece = longest_prompt + new_tokens, most * longest_prompt
+
+    def sampler_of(one: Drafter, tokens: int) -> Sampler:
+        engine = Engine(target, one, plan=largest, max_batch=most, max_length=reach, piece_tokens=piece)
+        return Sampler(engine, prompts, tokens)
+
+    sampler = sampler_of(drafter, new_tokens)
+    copying = sampler_of(Copying(default), min(FULL_TOKENS, new_tokens)) if drafter.matches else None
     sampler.seconds(NO_DRAFT, 1)  # warms up
     if sampler.seconds(NO_DRAFT, 1) > SLOW_STEP_S:
         sampler.new_tokens = min(FEW_TOKENS, new_tokens)
-    contest, watch = Contest(sampler, rows, on_progress), Watch()
-    return contest.run(plans, bool(drafter.matches)), contest.is_steady and not watch.is_disturbed
+    contest, watch = Contest(sampler, rows, on_progress, copying), Watch()
+    return contest.run(plans), contest.is_steady and not watch.is_disturbed
 
 
 def texts_for(target: Target, tokens: int, count: int) -> list[list[int]]:

@@ -1,0 +1,76 @@
+"""What every plan is expected to bring in a text, by what is known of the text."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from draftsmith.engine.evidence import QUARTERS, Stand
+from draftsmith.engine.known import ODDS
+from draftsmith.engine.profile import Arm, Costs
+
+MOST_STANDS = 4096
+"""So many texts' stands are remembered with what follows from them."""
+
+
+class Expected:
+    """The tokens that plans bring a row, and how often they make guesses in it; see `Arm.share`.
+
+    Args:
+        arms: all plans, the first of which drafts nothing.
+        whose: of which drafter each of the others is.
+    """
+
+    def __init__(self, arms: Sequence[Arm], whose: Sequence[int]) -> None:
+        self._arms, self._whose = arms, whose
+        self.kept = [[arm.kept(odds) for odds in ODDS] for arm in arms]
+        """Of every plan, the guesses that stay where some are made, at each of the odds."""
+        self.most_growths = [arm.most_growth for arm in arms]
+        self._stands: dict[Stand, tuple[list[float], list[float]]] = {}
+
+    def of(self, stand: Stand) -> tuple[list[float], list[float]]:
+        """Return the tokens that every plan brings in such a text, and its growth there."""
+        found = self._stands.get(stand)
+        if found is None:
+            if len(self._stands) == MOST_STANDS:
+                self._stands.clear()
+            brings, growths = [1.0], [1.0]
+            for at, (whose, most) in enumerate(zip(self._whose[1:], self.most_growths[1:], strict=True), start=1):
+                odds, quarters = stand[whose]
+                growth = min(most, quarters / QUARTERS) if self._arms[at].found else 1.0
+                brings.append(1 + self._arms[at].share(growth) * self.kept[at][odds])
+                growths.append(growth)
+            found = self._stands[stand] = brings, growths
+        return found
+
+    def average(self, stands: Sequence[Stand]) -> tuple[list[float], list[float]]:
+        """Return the tokens that every plan brings a row, and its growth, on average over these rows."""
+        (stand, most), *others = Counter(stands).items()
+        brings, growths = self.of(stand)
+        if others:
+            share = most / len(stands)
+            brings, growths = [share * one for one in brings], [share * one for one in growths]
+        for stand, count in others:
+            share, (own, grown) = count / len(stands), self.of(stand)
+            brings = [total + share * one for total, one in zip(brings, own, strict=True)]
+            growths = [total + share * one for total, one in zip(growths, grown, strict=True)]
+        return brings, growths
+
+    def price(self, costs: Costs, stands: Sequence[Stand]) -> float:
+        """Return the most tokens a second that these rows can have, each with a plan of its own (Dinkelbach's way)."""
+        counts = Counter(stands)
+        price, before = 1 / costs.plain, 0.0
+        while price > before:
+            tokens = took = 0.0
+            for stand, count in counts.items():
+                brings, growths = self.of(stand)
+                spent = costs.grown(growths)
+                values = values_of(brings, price, spent)
+                arm = values.index(max(values))
+                tokens += count * brings[arm]
+                took += count * spent[arm]
+            price, before = tokens / took, price
+        return price
+
+
+def values_of(brings: Sequence[float], price: float, spent: Sequence[float]) -> list[float]:
+    """Return the tokens that every plan brings, less what its time costs."""
+    return [tokens - price * took for tokens, took in zip(brings, spent, strict=True)]

@@ -1,0 +1,36 @@
+"""Times steps of an engine while nobody comes or goes."""
+
+import time
+from collections.abc import Sequence
+
+from draftsmith.engine import Engine
+from draftsmith.engine.requests.request import Request
+from draftsmith.types import DraftsmithError
+
+
+def step_seconds(engine: Engine, requests: Sequence[Request]) -> float:
+    """Decode until the first of these has ended; return what a step took while all of them were there."""
+    core = engine.core
+    for request in requests:
+        core.add(request)
+    try:
+        while not all(request.tokens for request in requests):
+            core.step()
+            raise_failures(requests)
+        steps, begun = 0, time.perf_counter()
+        while all(request.finish_reason is None for request in requests):
+            core.step()
+            steps += 1
+        took = time.perf_counter() - begun
+        raise_failures(requests)
+        return took / max(1, steps)
+    finally:
+        for request in requests:
+            core.abort(request.id)
+
+
+def raise_failures(requests: Sequence[Request]) -> None:
+    """Raise a DraftsmithError for the first of these that failed."""
+    for request in requests:
+        if request.error is not None:
+            raise DraftsmithError(request.error)
