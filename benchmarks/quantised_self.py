@@ -6,7 +6,8 @@
     python benchmarks/quantised_self.py --geometries 134m 500m
 
 Of a target, by default the embedded one: plain decoding and every drafter with every chain take turns on the same
-held-out prompts, one at a time, in random order. τ is tokens a step; the step is told in plain steps, with the parts of
+held-out prompts, one at a time, in random order; at a temperature with the target's own noise, which leaves the text
+as it is, and drawn for themselves. τ is tokens a step; the step is told in plain steps, with the parts of
 it that drafting and verifying take; the speed-up is that of decoding, and beside it of the whole call with its prompt.
 With `--geometries`, of random weights, whose guesses say nothing: a drafted step in plain ones, the least of all rounds
 each.
@@ -60,7 +61,7 @@ def quantised_self() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0, help="above 0, chains are drawn, so texts differ")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0, also chains that are drawn")
     parser.add_argument("--geometries", nargs="+", default=[], choices=list(GEOMETRIES))
     parser.add_argument("--rounds", type=int, default=6, help="of random weights")
     args = start(parser)
@@ -98,8 +99,10 @@ def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
         engine = Engine(target, drafter, max_batch=1, max_length=length, share_prefixes=False)
         chains = [chain for chain in args.chains if chain <= deepest(drafter)]
         for chain in chains:
-            plan = Plan((1,) * chain, sampled=heat > 0)
-            settings[f"{name} {chain}"] = with_engine(engine, plan, args.new_tokens, heat)
+            for drawn in (False, True) if heat and drafter.can_sample else (False,):
+                plan = Plan((1,) * chain, sampled=drawn)
+                label = f"{name} {chain}, drawn" if drawn else f"{name} {chain}"
+                settings[label] = with_engine(engine, plan, args.new_tokens, heat)
     tasks, rows = {}, []
     for task in args.tasks:
         prompts = make_prompts(target, task, args.prompt_tokens, args.prompts, args.seed)

@@ -22,7 +22,8 @@ class Plan:
         paths: keep only this many root-to-leaf paths, best summed log-probability first; None keeps all.
         nodes: keep at most this many nodes of those paths, best summed log-probability first; None keeps all.
         beam: expand only this many nodes a depth, best summed log-probability first; None expands all.
-        sampled: draw children from the drafter's distribution (without replacement) instead of taking its best.
+        sampled: draw children from the drafter's distribution (without replacement) by noise of their own. Otherwise
+            they are its best, or, of a chain for a sampled row, what the target's own noise draws from it.
         acceptance: "exact" verifies guess by guess; "block" verifies a sampled chain as a whole, which is exact too;
             "typical" keeps what is likely enough, which changes what a sampling request gets: it is lossy.
         epsilon: of typical acceptance: a guess this probable always stays.

@@ -4,16 +4,17 @@ B rows, F nodes of a level, C children, N drafted nodes, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.draws import Draws
+from draftsmith.drafters.draws import Draws, shares_noise
 from draftsmith.native import LIBRARY, why_missing
-from draftsmith.plan import Plan
-from draftsmith.types import Context
-from draftsmith.verify import Stream, categorical, uniform
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.types import Context, Draft, SamplingParams
+from draftsmith.verify import SamplingBatch, Stream, accept_deterministic, categorical, probabilities, uniform
 
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
@@ -78,6 +79,30 @@ def test_guesses_are_what_q_and_the_noise_say(
             left_BFV.scatter_(2, drawn_BF.unsqueeze(2), 0.0)
         begin, slot, frontier = begin + frontier, slot + frontier * children, frontier * children
     assert beside == 0
+
+
+@pytest.mark.parametrize(("vocabulary", "batch"), [(5, 300), (700, 12), (33_001, 3)])
+def test_shared_noise_guesses_what_the_target_would_draw(
+    vocabulary: int, batch: int, instructions: str, threads: Callable[[int], None]
+) -> None:
+    """From scores that are the target's own, at every level; greedy rows guess the best token."""
+    plan, context = Plan((1, 1)), context_of(batch)
+    assert shares_noise(plan, context) and not shares_noise(replace(plan, sampled=True), context)
+    assert not shares_noise(Plan((2, 1)), context) and not shares_noise(NO_DRAFT, context)
+    assert not shares_noise(plan, replace(context, temperature_B=torch.zeros(batch)))
+    generator = torch.Generator().manual_seed(vocabulary)
+    scores = [3 * torch.randn((batch, vocabulary), generator=generator) for _ in range(2)]
+    tokens, _ = levels_of(context, plan, scores)
+    threads(2)
+    assert all(map(torch.equal, tokens, levels_of(context, plan, scores)[0]))
+    params = [SamplingParams(temperature=float(one)) for one in context.temperature_B]
+    for level, (scores_BV, tokens_B1) in enumerate(zip(scores, tokens, strict=True)):
+        p_BMV = probabilities(scores_BV.unsqueeze(1), SamplingBatch.build(params, vocabulary, "cpu"))
+        nothing_BN = torch.empty((batch, 0), dtype=torch.int64)
+        target = accept_deterministic(
+            p_BMV, Draft(nothing_BN, nothing_BN, 0), context.seeds_B, context.lengths_B + level
+        )
+        assert torch.equal(tokens_B1.flatten(), target.next_B)
 
 
 def test_what_cannot_be_drawn_is_not() -> None:

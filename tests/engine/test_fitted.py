@@ -182,6 +182,7 @@ def test_rows_that_begin_later_profit_from_what_others_met():
     for _ in range(5):
         go(policy, RowHistory(False, 5), 60, 0)
     assert sum(depth > 0 for depth in go(policy, RowHistory(False, 5), 10, 0)) <= 3
+    assert sum(depth > 0 for depth in go(policy, RowHistory(True, 5), 10, 0)) >= 3, "sampled rows are another kind"
     assert sum(depth > 0 for depth in go(Fitted(Known(profile(cost=0.3))), RowHistory(False, 5), 10, 0)) >= 3
 
 

@@ -24,7 +24,7 @@ from draftsmith.evaluation.proof.small_target import PROMPT, TableDrafter, small
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Context, Draft, SamplingParams
 from draftsmith.verify import Acceptance, Stream, accept_block, accept_sampled
-from draftsmith.verify.noise import uniform
+from draftsmith.verify.noise import arrivals
 from tests.helpers.block_mutants import block_rule
 from tests.helpers.toy import Accept, World, p_value_of_texts, world
 
@@ -58,11 +58,11 @@ class Peeking(Policy):
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         known = {id(request.history): request for request in self._requests}
         asked = [known[id(row)] for row in rows]
-        u_B = uniform(
-            torch.tensor([request.seed for request in asked], dtype=torch.long),
-            torch.tensor([request.length for request in asked], dtype=torch.long), Stream.TARGET, 0,
-        )
-        return [self._draft if u > 0.5 else self._plain for u in u_B.tolist()]
+        seeds_B = torch.tensor([request.seed for request in asked], dtype=torch.long)
+        positions_B = torch.tensor([request.length for request in asked], dtype=torch.long)
+        # Whether the first token of the alphabet will come early, whatever the target thinks of it.
+        times_B = arrivals(torch.zeros(1, dtype=torch.long), seeds_B, positions_B, Stream.TARGET).flatten()
+        return [self._draft if time < 0.7 else self._plain for time in times_B.tolist()]
 
 
 def test_a_policy_that_uses_what_was_known_leaves_the_distribution_as_it_is():

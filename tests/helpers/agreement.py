@@ -1,11 +1,14 @@
 """Drafting agrees with training over the life of rows: what `propose` drafts is what `forward` predicts, everywhere."""
 
+from dataclasses import replace
+
 import torch
 
 from draftsmith.drafters.trainable.drafter import TrainableDrafter
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import Context
+from draftsmith.verify import Stream, race
 
 
 @torch.no_grad()
@@ -53,9 +56,12 @@ def check_agreement_over_time(drafter: TrainableDrafter, target: Target) -> None
         if number == 1:
             drafter.follow(context)
             continue
-        chain = drafter.propose(context, Plan((1,) * drafter.max_depth))
-        sampled = None
+        greedy = replace(context, temperature_B=torch.zeros(len(rows)))
+        chain = drafter.propose(greedy, Plan((1,) * drafter.max_depth))
+        sampled = shared = None
         if drafter.can_sample:
+            shared = drafter.propose(context, Plan((1,) * drafter.max_depth))
+            assert shared.q_BMV is None
             # The same tokens again, as an engine that starts the step anew would hand them over.
             sampled = drafter.propose(context, Plan((2, 2, 1)[: drafter.max_depth], sampled=True))
         for b, row in enumerate(rows):
@@ -64,8 +70,14 @@ def check_agreement_over_time(drafter: TrainableDrafter, target: Target) -> None
             text, states = texts_RL[row, : lengths[row]], states_RLF[row, : lengths[row] - 1]
             logits = _forward_behind(drafter, text, states, chain.tokens_BN[b].tolist())
             assert [int(one.argmax()) for one in logits] == chain.tokens_BN[b].tolist(), (number, row)
-            if sampled is None:
+            if sampled is None or shared is None:
                 continue
+            logits = _forward_behind(drafter, text, states, shared.tokens_BN[b].tolist())
+            drawn = [
+                race(one.softmax(-1).flatten(), context.seeds_B[b], context.lengths_B[b] + depth, Stream.TARGET).item()
+                for depth, one in enumerate(logits)
+            ]
+            assert drawn == shared.tokens_BN[b].tolist(), "a sampled row guesses by the target's own noise"
             for node in range(-1, sampled.tokens_BN.shape[1]):
                 path, up = [], node
                 while up >= 0:

@@ -12,7 +12,7 @@ from draftsmith.drafters.base import StagewiseDrafter
 from draftsmith.drafters.grow import grow
 from draftsmith.plan import Plan
 from draftsmith.types import Context, Draft
-from draftsmith.verify import Acceptance, Stream, accept_block, categorical, uniform
+from draftsmith.verify import Acceptance, Stream, accept_block, categorical, race, uniform
 from tests.helpers.mutants import Mutant
 
 BLOCK = Plan((1, 1, 1), sampled=True, acceptance="block")
@@ -63,7 +63,7 @@ def block_rule(
     end_B = positions_B + counts_B
     index_B = counts_B if residual_stream is Stream.BLOCK_DRAFT else 0
     recovered_B = categorical(residual_BV, uniform(seeds_B, end_B, residual_stream, index_B))
-    bonus_B = categorical(p_BMV[:, depth], uniform(seeds_B, end_B, Stream.TARGET, 0))
+    bonus_B = race(p_BMV[:, depth], seeds_B, end_B, Stream.TARGET)
     path_BD = torch.arange(1, depth + 1).expand(len(rows), -1)
     next_B = torch.where(counts_B == depth, bonus_B, recovered_B)
     return Acceptance(path_BD, (counts_B + shift).clamp(0, depth), next_B)

@@ -14,7 +14,7 @@ from draftsmith.drafters.base import StagewiseDrafter
 from draftsmith.drafters.grow import grow
 from draftsmith.plan import Plan
 from draftsmith.types import Context, Draft
-from draftsmith.verify import Acceptance, Stream, accept_sampled, categorical, uniform
+from draftsmith.verify import Acceptance, Stream, accept_sampled, categorical, race, uniform
 from tests.helpers.toy import Accept, Grow
 
 CHAIN = Plan((1, 1), sampled=True)
@@ -65,7 +65,7 @@ def chain_rule(
         next_B = torch.where(refused_B, recovered_B, next_B)
         done_B = done_B | refused_B
         counts_B = counts_B + ~done_B
-    bonus_B = categorical(p_BMV[:, draft.depth], uniform(seeds_B, positions_B + draft.depth, Stream.TARGET, 0))
+    bonus_B = race(p_BMV[:, draft.depth], seeds_B, positions_B + draft.depth, Stream.TARGET)
     path_BD = torch.arange(1, draft.depth + 1).expand(len(rows), -1)
     return Acceptance(path_BD, counts_B, torch.where(done_B, next_B, bonus_B))
 

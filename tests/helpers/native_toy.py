@@ -171,6 +171,13 @@ def contexts_for(batches: Sequence[int], width: int, features: int) -> tuple[Con
     return joined, list(zip([0, *ends], ends, strict=False))
 
 
+def sampled(context: Context, temperature: float = 0.8) -> Context:
+    """Return it with a temperature for two rows of three."""
+    temperature_B = torch.full((len(context.counts_B),), temperature, dtype=torch.float64)
+    temperature_B[::3] = 0
+    return replace(context, temperature_B=temperature_B)
+
+
 def certain_rows(
     made: RowwiseDrafter, context: Context, plan: Plan, moves: int = 8
 ) -> tuple[Tensor, Tensor, Tensor]:

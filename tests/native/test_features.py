@@ -16,7 +16,7 @@ from draftsmith.drafters.attention.feature_drafter import FeatureDrafter
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import Context
-from tests.helpers.native_toy import context_for
+from tests.helpers.native_toy import context_for, sampled
 from tests.helpers.tiny import VOCABULARY, WIDTH, packer, tiny_model
 
 SOME = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:40]
@@ -106,6 +106,25 @@ def test_native_chains_are_those_of_the_written_out_layer(name: str, follows: bo
         assert torch.equal(drafts(native, steps, follows=follows)[certain], exact[certain])
         compared += int(certain.sum())
     assert compared >= 20
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_native_chains_share_the_targets_noise(name: str):
+    made = VARIANTS[name]()
+    native, compared = native_form(made), 0
+    for batch, seed in ((5, 10), (24, 20)):
+        steps = [sampled(context) for context in contexts(batch, len(made.taps), seed)]
+        exact = drafts(copy.deepcopy(made).double(), wide(steps))
+        certain = (drafts(made, steps) == exact).all(2)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(16):
+            moved = copy.deepcopy(made).double()
+            for tensor in {id(t): t for t in (*moved.parameters(), *moved.buffers()) if t.is_floating_point()}.values():
+                tensor *= 1 + 2**-7 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            certain &= (drafts(moved, wide(steps)) == exact).all(2)
+        assert torch.equal(drafts(native, steps)[certain], exact[certain])
+        compared += int(certain.sum())
+    assert compared >= 10
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])

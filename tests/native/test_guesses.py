@@ -16,7 +16,7 @@ from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from tests.helpers.contract import check_draft
-from tests.helpers.native_toy import PLANS, certain_rows, context_for, contexts_for
+from tests.helpers.native_toy import PLANS, certain_rows, context_for, contexts_for, sampled
 from tests.helpers.tiny import VOCABULARY, WIDTH, packer, tiny_model
 
 if not LIBRARY:
@@ -69,6 +69,18 @@ def test_native_guesses_are_those_of_the_written_out_stages(name: str, plan: Pla
         assert (draft.depth, draft.branching) == (plan.depth, plan.branching)
         assert torch.equal(draft.tokens_BN[sure_B], tokens_BN[begin:end][sure_B])
         assert torch.equal(draft.parents_BN[sure_B], parents_BN[begin:end][sure_B])
+    assert certain_B.sum() >= 3
+
+
+@pytest.mark.parametrize("name", ["narrow", "target's draft vocabulary"])
+def test_native_chains_share_the_targets_noise(name: str):
+    made, plan = speculator(0, **VARIANTS[name]), Plan((1, 1, 1))
+    native = copy.deepcopy(made)
+    native.pack(packer())
+    context = sampled(contexts_for((60,), 5, WIDTH)[0])
+    tokens_BN, _, certain_B = certain_rows(made, context, plan)
+    found = native.propose(context, plan)
+    assert found.q_BMV is None and torch.equal(found.tokens_BN[certain_B], tokens_BN[certain_B])
     assert certain_B.sum() >= 3
 
 

@@ -16,10 +16,9 @@ from draftsmith.verify import (
     accept_deterministic,
     accept_greedy,
     accept_sampled,
-    categorical,
     probabilities,
+    race,
     tree_tables,
-    uniform,
 )
 from tests.helpers.toy import ALPHABET, LENGTH, chi_square_p_value, decode, p_value_of_texts, prefix_code, world
 from tests.verify.test_tree import random_parents, walk_up
@@ -89,7 +88,7 @@ def test_an_empty_draft_is_plain_sampling(accept) -> None:  # type: ignore[no-un
     accepted = accept(p_BMV, Draft(none_BN, none_BN, 0), seeds_B, positions_B)
     assert accepted.path_BD.shape == (5, 0)
     assert accepted.counts_B.tolist() == [0] * 5
-    assert torch.equal(accepted.next_B, categorical(p_BMV[:, 0], uniform(seeds_B, positions_B, Stream.TARGET, 0)))
+    assert torch.equal(accepted.next_B, race(p_BMV[:, 0], seeds_B, positions_B, Stream.TARGET))
 
 
 @pytest.mark.parametrize("plan", RANKED, ids=names)
@@ -183,7 +182,7 @@ def test_a_fully_accepted_path_ends_with_the_targets_own_choice() -> None:
     accepted = accept_sampled(p_BMV, draft, seeds_B, seeds_B)
     full_B = accepted.counts_B == 2
     assert (accepted.path_BD[full_B, 0] != 1).any()
-    own_B = categorical(p_BMV[seeds_B, accepted.path_BD[:, 1]], uniform(seeds_B, seeds_B + 2, Stream.TARGET, 0))
+    own_B = race(p_BMV[seeds_B, accepted.path_BD[:, 1]], seeds_B, seeds_B + 2, Stream.TARGET)
     assert torch.equal(accepted.next_B[full_B], own_B[full_B])
 
 

@@ -58,7 +58,7 @@ def test_the_same_seeds_give_the_same_text(accept):  # type: ignore[no-untyped-d
         draft, seeds_B, positions_B = sampled_draft(logits_BMV), torch.arange(B) + 1000 * seed, torch.arange(B)
         narrowed = narrow(logits_BMV, batch(), draft)
         assert narrowed is not None
-        mine = narrowed.restore(accept(narrowed.p_BMU, narrowed.draft, seeds_B, positions_B))
+        mine = narrowed.restore(accept(narrowed.p_BMU, narrowed.draft, seeds_B, positions_B, narrowed.alphabet_BU))
         right = accept(probabilities(logits_BMV, batch()), draft, seeds_B, positions_B)
         assert torch.equal(mine.next_B, right.next_B) and torch.equal(mine.counts_B, right.counts_B)
         used_BD = torch.arange(draft.depth) < right.counts_B.unsqueeze(1)

@@ -16,9 +16,8 @@ from draftsmith.verify import (
     accept_deterministic,
     accept_greedy,
     accept_typical,
-    categorical,
     probabilities,
-    uniform,
+    race,
 )
 from tests.helpers.oracle import oracle_for
 from tests.helpers.tiny import greedy_reference, prompts, tiny_model, tiny_target
@@ -91,8 +90,7 @@ def test_the_last_token_is_the_targets_own_draw() -> None:
     draft = Draft(guesses(500), torch.tensor([[-1, 0, 1]]).expand(500, -1), 3)
     seeds_B = torch.arange(500)
     found = accept_typical(p_BMV, draft, seeds_B, 5 + seeds_B, epsilon=0.2, delta=1.0)
-    u_B = uniform(seeds_B, 5 + seeds_B + found.counts_B, Stream.TARGET, 0)
-    own_B = categorical(p_BMV[seeds_B, found.counts_B], u_B)
+    own_B = race(p_BMV[seeds_B, found.counts_B], seeds_B, 5 + seeds_B + found.counts_B, Stream.TARGET)
     assert torch.equal(found.next_B, own_B) and found.counts_B.unique().tolist() == [0, 1, 2, 3]
 
 

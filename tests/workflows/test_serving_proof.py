@@ -18,7 +18,7 @@ from draftsmith.serving.speculation import Drafting
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.verify import Stream
-from draftsmith.verify.noise import uniform
+from draftsmith.verify.noise import arrivals
 from draftsmith.workflows.serving_proof import Visit, answers, prove_served
 from tests.evaluation.planted import StaleEntry
 from tests.helpers.tiny import prompts, tiny_model, tiny_target
@@ -82,11 +82,11 @@ class Peeking(Policy):
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         asked = [self._requests[row] for row in rows]
-        u_B = uniform(
-            torch.tensor([request.seed for request in asked], dtype=torch.long),
-            torch.tensor([request.length for request in asked], dtype=torch.long), Stream.TARGET, 0,
-        )
-        return [self._draft if u > 0.5 else self._plain for u in u_B.tolist()]
+        seeds_B = torch.tensor([request.seed for request in asked], dtype=torch.long)
+        positions_B = torch.tensor([request.length for request in asked], dtype=torch.long)
+        # Whether the first token of the alphabet will come early, whatever the target thinks of it.
+        times_B = arrivals(torch.zeros(1, dtype=torch.long), seeds_B, positions_B, Stream.TARGET).flatten()
+        return [self._draft if time < 0.7 else self._plain for time in times_B.tolist()]
 
 
 def test_a_policy_that_peeks_is_caught_behind_the_server():

@@ -30,7 +30,7 @@ ShapeOption = Annotated[
 SampledOption = Annotated[
     bool,
     typer.Option(
-        "--sampled", help="Draw guesses instead of taking the best; without --plan, one chain.", rich_help_panel=DRAFTS
+        "--sampled", help="Draw guesses by noise of their own; without --plan, one chain.", rich_help_panel=DRAFTS
     ),
 ]
 BeamOption = Annotated[

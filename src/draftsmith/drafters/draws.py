@@ -11,15 +11,38 @@ from torch import Tensor
 from draftsmith.native import LIBRARY
 from draftsmith.plan import Plan
 from draftsmith.types import Context
-from draftsmith.verify.noise import Stream, categorical, uniform
+from draftsmith.verify.noise import Stream, categorical, race, uniform
 
 # Any q is exact for a greedy row; a sharp one guesses the argmax, which is all that such a row can accept.
 _GREEDY_TEMPERATURE = 0.1
+# Beside rows that guess with the target's noise: no noise is so large that another token than the best comes of it.
+_NO_NOISE_TEMPERATURE = 1e-4
 
 
-def temperature_of(context: Context) -> Tensor:
+def shares_noise(plan: Plan, context: Context) -> bool:
+    """Whether the guesses of a plan are to be drawn with the very noise by which the target will draw its tokens.
+
+    Drawn so, a guess is the target's token as often as the drafter's distribution is near the target's, and far more
+    often than its likeliest token is. The guesses still count as given: what is verified is whether the target draws
+    the same tokens, so that a text depends on its seed and on nothing else. For chains of rows that are sampled.
+    """
+    is_chain = bool(plan.branching) and max(plan.branching) == 1 and not plan.choices
+    if not is_chain or plan.sampled or torch.compiler.is_compiling():
+        return False
+    return bool((context.temperature_B > 0).any())
+
+
+def shared_noise(plan: Plan, context: Context) -> list[Tensor]:
+    """Return what native drafters take to share the target's noise, see `shares_noise`; nothing where they do not."""
+    if not shares_noise(plan, context):
+        return []
+    return [temperature_of(context, plan), context.seeds_B.contiguous(), context.lengths_B.contiguous()]
+
+
+def temperature_of(context: Context, plan: Plan) -> Tensor:
     """Return what scores are divided by before guesses are drawn (B, fp32)."""
-    return torch.where(context.temperature_B > 0, context.temperature_B, _GREEDY_TEMPERATURE).float()
+    greedy = _GREEDY_TEMPERATURE if plan.sampled else _NO_NOISE_TEMPERATURE
+    return torch.where(context.temperature_B > 0, context.temperature_B, greedy).float()
 
 
 def stream_of(plan: Plan) -> Stream:
@@ -27,8 +50,10 @@ def stream_of(plan: Plan) -> Stream:
 
     A later step draws for the same position anew. Block verification has looked at all guesses of a step when it throws
     some away: its stream keeps them apart from those of other plans, and the index, a guess's slot, from its own later
-    ones.
+    ones. A plan that is not sampled shares the target's noise, see `shares_noise`.
     """
+    if not plan.sampled:
+        return Stream.TARGET
     return Stream.BLOCK_DRAFT if plan.acceptance == "block" else Stream.DRAFT
 
 
@@ -41,7 +66,7 @@ class Draws:
 
     def __init__(self, context: Context, plan: Plan) -> None:
         self._context, self._stream = context, stream_of(plan)
-        self._temperature_B = temperature_of(context)
+        self._temperature_B = temperature_of(context, plan)
         self._inner = 1 + plan.max_nodes - math.prod(plan.branching)
         self._levels: list[Tensor] = []
         self._native_BMV: Tensor | None = None
@@ -70,6 +95,8 @@ class Draws:
         q_BFV = q_BFV / q_BFV.sum(-1, keepdim=True)
         self._levels.append(q_BFV)
         frontier = q_BFV.shape[1]
+        if self._stream == Stream.TARGET:
+            return race(q_BFV, context.seeds_B.unsqueeze(1), positions_B.unsqueeze(1), self._stream)
         slots_W = torch.arange(start, start + frontier * children, device=scores_RV.device)
         u_BFC = uniform(context.seeds_B.unsqueeze(1), positions_B.unsqueeze(1), self._stream, slots_W).view(
             batch, frontier, children

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import StagewiseDrafter
-from draftsmith.drafters.draws import Draws
+from draftsmith.drafters.draws import Draws, shares_noise
 from draftsmith.drafters.static_tree import static_tree
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
@@ -38,6 +38,8 @@ def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
         return Draft(empty_BN, empty_BN, depth=0, branching=())
     if plan.sampled:
         return _sampled(drafter, context, plan)
+    if drafter.can_sample and shares_noise(plan, context):
+        return replace(_sampled(drafter, context, plan), q_BMV=None)
     if all(children == 1 for children in plan.branching):
         return _chain(drafter, context, plan.max_nodes)
     return _static(drafter, context, plan) if plan.choices else _ranked(drafter, context, plan)

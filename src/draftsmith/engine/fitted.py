@@ -71,8 +71,10 @@ class Fitted(Policy):
         self._costs: dict[int, Costs] = {}
         self._pace = Pace(len(self._arms), clock)
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
-        # Of all rows.
-        self._common = [Evidence(0.0, 0.0, USUAL, 0.0, 0.0) for _ in drafters]
+        # Of all rows, greedy ones and sampled ones apart, of whose guesses fewer stay.
+        self._common = {
+            sampled: [Evidence(0.0, 0.0, USUAL, 0.0, 0.0) for _ in drafters] for sampled in (False, True)
+        }
         # What rows do that do the same, how many decoded at the last question, which, and after how many steps.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
@@ -245,15 +247,18 @@ class Fitted(Policy):
         """Return what is known of a row, its last steps included."""
         row, steps = self._rows.get(history), len(history.accepted)
         if row is None:
-            row = self._rows[history] = RowEvidence([self._begin(number) for number in range(len(self._of))], steps)
+            common = self._common[history.sampled]
+            evidence = [self._begin(number, one) for number, one in enumerate(common)]
+            row = self._rows[history] = RowEvidence(evidence, steps)
         elif steps > row.seen:
             kept, number = self._kept[row.arm][USUAL], self._whose[row.arm]
             if kept:
                 own, usual = row.evidence[number], self._arms[row.arm].found
+                both = ((own, DECAY), (self._common[history.sampled][number], COMMON_DECAY))
                 for stayed, drafted in zip(history.accepted[row.seen :], history.drafted[row.seen :], strict=True):
                     made = drafted > 0
                     own.guessed, own.hit = own.guessed or made, own.hit or stayed > 0
-                    for one, decay in ((own, DECAY), (self._common[number], COMMON_DECAY)):
+                    for one, decay in both:
                         if usual:
                             one.looked(made / usual, decay)
                         if made or not usual:
@@ -262,9 +267,9 @@ class Fitted(Policy):
             row.seen = steps
         return row
 
-    def _begin(self, number: int) -> Evidence:
+    def _begin(self, number: int, common: Evidence) -> Evidence:
         """Return what stands for a drafter's evidence in a new text: that of other texts."""
-        common, arms = self._common[number], self._of[number]
+        arms = self._of[number]
         stayed = (common.accepted + PRIOR) / (common.expected + PRIOR)
         growth = (common.found + PRIOR) / (common.steps + PRIOR)
         odds = self._odds(arms[-1], stayed * self._kept[arms[-1]][USUAL]) if arms else USUAL

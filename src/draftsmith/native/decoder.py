@@ -27,7 +27,8 @@ class Noise:
         temperature_B: of every row, fp32 and above 0.
         seeds_B: of every row.
         positions_B: absolute positions of the first guesses.
-        stream: a number of `draftsmith.verify.Stream`; a guess has its depth as index.
+        stream: a number of `draftsmith.verify.Stream`: `TARGET` for the target's own noise, see `shares_noise` in
+            drafters/draws.py; of the others a guess has its depth as index.
     """
 
     temperature_B: Tensor

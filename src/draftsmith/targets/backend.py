@@ -92,7 +92,7 @@ class Backend(ABC):
         """Do as `guess`, with choices that are drawn.
 
         Returns them (B, depth) and what they were drawn from, as `Draft.q_BMV`, or None where nothing does it in one
-        piece.
+        piece. By the target's own noise the second is of no use.
         """
         return None
 

@@ -13,7 +13,7 @@ from draftsmith.verify.choices import (
 )
 from draftsmith.verify.distribution import History, SamplingBatch, probabilities, shape_logits
 from draftsmith.verify.narrow import Narrowed, narrow
-from draftsmith.verify.noise import Stream, categorical, uniform
+from draftsmith.verify.noise import Stream, arrivals, categorical, race, uniform
 from draftsmith.verify.tree import ancestor_table, tree_tables
 from draftsmith.verify.typical import accept_typical
 
@@ -35,10 +35,12 @@ __all__ = [
     "accept_sampled",
     "accept_typical",
     "ancestor_table",
+    "arrivals",
     "can_accept_natively",
     "categorical",
     "narrow",
     "probabilities",
+    "race",
     "shape_logits",
     "tree_tables",
     "uniform",

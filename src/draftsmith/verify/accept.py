@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.types import UNUSED, Draft
-from draftsmith.verify.noise import Stream, categorical, uniform
+from draftsmith.verify.noise import Stream, categorical, race, uniform
 from draftsmith.verify.tree import ancestor_table
 
 
@@ -41,17 +41,20 @@ def accept_greedy(choice_BM: Tensor, draft: Draft) -> Acceptance:
     return _follow(choice_BM, draft, ancestor_table(draft.parents_BN, draft.depth))
 
 
-def accept_deterministic(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor) -> Acceptance:
+def accept_deterministic(
+    p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor, alphabet_BU: Tensor | None = None
+) -> Acceptance:
     """Let the target draw its token at every node from p (float64), then accept the path that guessed the draws.
 
     The noise of a draw depends on the seed and the absolute position of the token alone, `positions_B` being that of
     the root's successor. So the text equals plain decoding with the same seed, token for token, whatever the draft.
     SpecInfer's naive sampling (arXiv 2305.09781, section 4.3); an empty draft makes it plain decoding.
+    `alphabet_BU` are the ids of the tokens where p has some of them only, see `narrow`.
     """
     ancestors_BMA = ancestor_table(draft.parents_BN, draft.depth)
     positions_BM = positions_B.unsqueeze(1) + (ancestors_BMA != 0).sum(2)
-    u_BM = uniform(seeds_B.unsqueeze(1), positions_BM, Stream.TARGET, 0)
-    return _follow(categorical(p_BMV, u_BM), draft, ancestors_BMA)
+    alphabet = None if alphabet_BU is None else alphabet_BU.unsqueeze(1)
+    return _follow(race(p_BMV, seeds_B.unsqueeze(1), positions_BM, Stream.TARGET, alphabet), draft, ancestors_BMA)
 
 
 def _follow(choice_BM: Tensor, draft: Draft, ancestors_BMA: Tensor) -> Acceptance:
@@ -74,7 +77,9 @@ def longest_path(stays_BN: Tensor, ancestors_BMA: Tensor) -> tuple[Tensor, Tenso
     return path_BD, counts_B, last_B
 
 
-def accept_sampled(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor) -> Acceptance:
+def accept_sampled(
+    p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor, alphabet_BU: Tensor | None = None
+) -> Acceptance:
     """Accept guesses that were drawn from q, so that the text is distributed as p.
 
     A node's children are tried in index order. Child x stays with probability min(1, p(x) / q(x)); otherwise p becomes
@@ -89,6 +94,7 @@ def accept_sampled(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Te
         draft: a draft with q.
         seeds_B: seeds of the rows (int64).
         positions_B: absolute position of the token after the root.
+        alphabet_BU: as of `accept_deterministic`.
     """
     (batch, nodes), depth = draft.tokens_BN.shape, draft.depth
     # Without a guess it takes no q.
@@ -132,12 +138,16 @@ def accept_sampled(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Te
         rejected_B = rejected_B & ~moved_B
         p_BV = torch.where(moved_B.unsqueeze(1), _node(p_BMV, current_B), p_BV)
         path.append(current_B)
-    end_B = positions_B + counts_B
-    u_B = torch.where(
-        rejected_B, uniform(seeds_B, end_B, Stream.RESIDUAL, 0), uniform(seeds_B, end_B, Stream.TARGET, 0)
-    )
     path_BD = torch.stack(path, dim=1) if path else positions_B.new_zeros((batch, 0))
-    return Acceptance(path_BD, counts_B, categorical(p_BV, u_B))
+    return Acceptance(path_BD, counts_B, token_behind(p_BV, rejected_B, seeds_B, positions_B + counts_B, alphabet_BU))
+
+
+def token_behind(
+    p_BV: Tensor, is_residual_B: Tensor, seeds_B: Tensor, positions_B: Tensor, alphabet_BU: Tensor | None
+) -> Tensor:
+    """Draw the token behind what stays: of what guesses have left of p, or of p as in plain decoding."""
+    residual_B = categorical(p_BV, uniform(seeds_B, positions_B, Stream.RESIDUAL, 0))
+    return torch.where(is_residual_B, residual_B, race(p_BV, seeds_B, positions_B, Stream.TARGET, alphabet_BU))
 
 
 def _require_q(draft: Draft) -> Tensor:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from draftsmith.types import ROOT, Draft
-from draftsmith.verify.accept import Acceptance
-from draftsmith.verify.noise import Stream, categorical, uniform
+from draftsmith.verify.accept import Acceptance, token_behind
+from draftsmith.verify.noise import Stream, uniform
 
 
-def accept_block(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor) -> Acceptance:
+def accept_block(
+    p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor, alphabet_BU: Tensor | None = None
+) -> Acceptance:
     """Accept the longest prefix of a sampled chain that passes a test of its own, so that the text is distributed as p.
 
     With r_0 = 1 and r_i = min(1, r_(i-1) p(x_i) / q(x_i)), and s_i the sum over x of max(r_i p(x) - q(x), 0) behind
@@ -41,6 +43,7 @@ def accept_block(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tens
             `UNUSED` is not, and before a guess of q = 0, which cannot have been drawn.
         seeds_B: seeds of the rows (int64).
         positions_B: absolute position of the token after the root.
+        alphabet_BU: as of `accept_deterministic`.
     """
     if draft.q_BMV is None:
         raise ValueError("a draft without q was not sampled; use accept_deterministic")
@@ -79,7 +82,6 @@ def accept_block(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tens
     cut_B = counts_B < lengths_B
     # An empty residual behind a prefix that is cut comes from rounding alone.
     cut_B1 = (cut_B & (rest_BV.sum(1) > 0)).unsqueeze(1)
-    end_B = positions_B + counts_B
-    u_B = torch.where(cut_B, uniform(seeds_B, end_B, Stream.RESIDUAL, 0), uniform(seeds_B, end_B, Stream.TARGET, 0))
     path_BD = torch.arange(1, draft.depth + 1, device=device).clamp(max=nodes).expand(len(counts_B), -1)
-    return Acceptance(path_BD, counts_B, categorical(torch.where(cut_B1, rest_BV, p_BV), u_B))
+    next_B = token_behind(torch.where(cut_B1, rest_BV, p_BV), cut_B, seeds_B, positions_B + counts_B, alphabet_BU)
+    return Acceptance(path_BD, counts_B, next_B)

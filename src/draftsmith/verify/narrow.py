@@ -23,8 +23,9 @@ class Narrowed:
     """A draft and the target's distribution in a row's own alphabet: the tokens any node of it keeps, and the guesses.
 
     Args:
-        alphabet_BU: token ids in increasing order, so that a draw by inversion picks the same token as over V. An id
-            that comes twice has its probability at the first place. The last entry stands for all other tokens.
+        alphabet_BU: token ids in increasing order, so that a draw by inversion picks the same token as over V; a
+            race takes the ids themselves. An id that comes twice has its probability at the first place. The last
+            entry stands for all other tokens.
         draft: the draft with tokens and q in this alphabet.
         p_BMU: the target's distribution, float64, as `probabilities` would give it.
     """

@@ -15,6 +15,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _STREAMS = 8
+# The constants of lowbias32 (Wellons, Prospecting for Hash Functions, 2018).
+_SCRAMBLE_1, _SCRAMBLE_2 = 0x7FEB352D, 0x846CA68B - 2**32
 
 
 class Stream(IntEnum):
@@ -48,9 +50,57 @@ def _mix(x: Tensor) -> Tensor:
 
 def uniform(seeds: Tensor, positions: Tensor, stream: Stream, index: int | Tensor) -> Tensor:
     """Return float64 in [0, 1) with 53 random bits; int64 `seeds`, `positions` and `index` (from 0) broadcast."""
+    return _shift_right(_hash(seeds, positions, stream, index), 11).to(torch.float64) * 2.0**-53
+
+
+def _hash(seeds: Tensor, positions: Tensor, stream: Stream, index: int | Tensor) -> Tensor:
     # Exclusive or rather than sums: the compiler does the arithmetic of constants in integers that never wrap.
-    hashed = _mix(_mix(_mix(seeds ^ _GOLDEN) ^ positions) ^ (index * _STREAMS + int(stream)))
-    return _shift_right(hashed, 11).to(torch.float64) * 2.0**-53
+    return _mix(_mix(_mix(seeds ^ _GOLDEN) ^ positions) ^ (index * _STREAMS + int(stream)))
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """Scramble 32 bits (int32) one-to-one; products wrap around."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _SCRAMBLE_1
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _SCRAMBLE_2
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _words(tokens: Tensor, keys: Tensor) -> Tensor:
+    """Return a word of 32 bits (int64) for every token (…, V; int32) by a key of 64 bits (…)."""
+    low, high = keys.to(torch.int32).unsqueeze(-1), (keys >> 32).to(torch.int32).unsqueeze(-1)
+    return _scramble(_scramble(tokens ^ low) + high).to(torch.int64) & (2**32 - 1)
+
+
+def arrivals(tokens: Tensor, seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
+    """Return for every token (…, V) when it would arrive in a race, float64, exponential and of mean 1.
+
+    `seeds` and `positions` (…, int64) broadcast. A word of 32 bits comes first, so that whoever looks for early
+    arrivals need not look at the other 21 bits of those that are late by the first.
+    """
+    tokens = tokens.to(torch.int32)
+    first, second = (_words(tokens, _hash(seeds, positions, stream, index)) for index in (1, 2))
+    v = ((first << 21) | (second >> 11)).to(torch.float64).add_(0.5).mul_(-(2.0**-53))
+    return v.log1p_().neg_()
+
+
+def race(
+    weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, alphabet: Tensor | None = None
+) -> Tensor:
+    """Draw along the last dimension (…, V): the token that arrives first where each is as fast as it weighs.
+
+    A token is drawn in proportion to its weight (the Gumbel-max trick: Gumbel, 1954; Maddison et al., arXiv:1411.0030,
+    section 2). Whoever draws from other weights with the same noise draws the same token more often than not: with
+    probability (1 - TV) / (1 + TV) at least, TV being the total variation between them (Daliri et al.,
+    arXiv:2408.07978, section 3). The weights are non-negative float64 and need no normalisation; a weight of zero
+    is never drawn. Where all are zero there is nothing to draw, and the result is the last token. `alphabet` (…, V)
+    are the ids of the tokens, by default their places; the result is a place.
+    """
+    if alphabet is None:
+        alphabet = torch.arange(weights.shape[-1], device=weights.device)
+    times = arrivals(alphabet, seeds, positions, stream)
+    times = torch.where(weights > 0, times / weights, torch.inf)
+    first = times.argmin(-1)
+    return torch.where(times.gather(-1, first.unsqueeze(-1)).squeeze(-1) < torch.inf, first, weights.shape[-1] - 1)
 
 
 def categorical(weights: Tensor, u: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from draftsmith.types import UNUSED, Draft
 from draftsmith.verify.accept import Acceptance, longest_path
-from draftsmith.verify.noise import Stream, categorical, uniform
+from draftsmith.verify.noise import Stream, race
 from draftsmith.verify.tree import ancestor_table
 
 
 def accept_typical(
-    p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor, epsilon: float, delta: float
+    p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor, epsilon: float, delta: float,
+    alphabet_BU: Tensor | None = None,
 ) -> Acceptance:
     """Accept the longest path on which every guess x has p(x) > min(epsilon, delta exp(-H(p))); not exact.
 
@@ -38,6 +39,7 @@ def accept_typical(
         positions_B: absolute position of the token after the root.
         epsilon: what always passes; above 0 and below 1.
         delta: of the threshold that sinks with entropy; above 0 and at most 1.
+        alphabet_BU: as of `accept_deterministic`.
     """
     batch, nodes, vocabulary = p_BMV.shape
     ancestors_BMA = ancestor_table(draft.parents_BN, draft.depth)
@@ -47,5 +49,4 @@ def accept_typical(
     stays_BN = (p_BN > threshold_BM.gather(1, up_BN)) & (draft.parents_BN != UNUSED)
     path_BD, counts_B, last_B = longest_path(stays_BN, ancestors_BMA)
     p_BV = p_BMV.gather(1, last_B[:, None, None].expand(-1, 1, vocabulary)).squeeze(1)
-    u_B = uniform(seeds_B, positions_B + counts_B, Stream.TARGET, 0)
-    return Acceptance(path_BD, counts_B, categorical(p_BV, u_B))
+    return Acceptance(path_BD, counts_B, race(p_BV, seeds_B, positions_B + counts_B, Stream.TARGET, alphabet_BU))

@@ -173,7 +173,7 @@ def test_a_prediction_changes_nothing_but_the_speed(with_drafter: bool, rules: S
             accepted, rejected = counts[0] or 0, counts[1] or 0
             assert (one.statistics.accepted, one.statistics.drafted) == (accepted, accepted + rejected)
     else:
-        assert found[1].statistics.accepted > 0 and found[3].statistics.accepted > 0
+        assert found[1].statistics.accepted + found[3].statistics.accepted > 0
 
 
 def test_what_a_lookup_learns_is_not_lost_meanwhile():

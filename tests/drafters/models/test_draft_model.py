@@ -30,6 +30,8 @@ from tests.helpers.tiny import (
 TREE = Plan((3, 2, 1))
 CONFIDENCE = Plan((3, 3, 3), beam=2, nodes=7)
 CHAIN = Plan((1, 1, 1), sampled=True)
+# Where rows are sampled its guesses are what the target's own noise makes of the draft model.
+SHARING = Plan((1, 1, 1))
 SAMPLED_TREE = Plan((2, 2), sampled=True)
 # Two nodes have guesses under them, then one.
 NARROWING = Plan(choices=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
@@ -50,7 +52,7 @@ def test_another_architecture_drafts(target: str, draft: str, plans: list[Plan |
 
 
 @pytest.mark.parametrize("draft", ["mistral", "gemma3", "gpt2"])
-@pytest.mark.parametrize("plan", [None, TREE, Plan((2, 2, 2)), NARROWING, CHAIN])
+@pytest.mark.parametrize("plan", [None, TREE, Plan((2, 2, 2)), NARROWING, CHAIN, SHARING])
 def test_a_draft_model_equal_to_the_target_is_accepted_whole(draft: str, plan: Plan | None):
     """At every step, so its cache is right after whole and partial texts, joins and leaves."""
     questions = prompts(5)
@@ -58,7 +60,7 @@ def test_a_draft_model_equal_to_the_target_is_accepted_whole(draft: str, plan: P
     drafter = drafted(draft, draft)
     depth = (plan or drafter.default_plan()).depth
     engine = Engine(tiny_target(draft), drafter, max_batch=3)
-    params = [SamplingParams(max_tokens=n, temperature=float(plan is CHAIN), seed=1) for n in lengths]
+    params = [SamplingParams(max_tokens=n, temperature=float(plan in (CHAIN, SHARING)), seed=1) for n in lengths]
     for length, completion in zip(lengths, engine.generate(questions, params, plan), strict=True):
         assert len(completion.tokens) == length
         whole, rest = divmod(length - 1, depth + 1)

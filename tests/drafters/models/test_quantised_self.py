@@ -199,7 +199,7 @@ class ComparedDraws(QuantisedSelf):
         tokens_B, state = self.begin(context)
         for depth in range(plan.depth):
             log_q_BV, state = self.step(depth, state, tokens_B)
-            expected_BV = (log_q_BV / temperature_of(context).unsqueeze(1)).softmax(-1)
+            expected_BV = (log_q_BV / temperature_of(context, plan).unsqueeze(1)).softmax(-1)
             q_BV = draft.q_BMV[:, depth]
             torch.testing.assert_close(q_BV, expected_BV, rtol=1e-4, atol=1e-30)
             u_B = uniform(context.seeds_B, context.lengths_B + depth, stream_of(plan), depth)

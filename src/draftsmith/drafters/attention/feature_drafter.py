@@ -30,12 +30,13 @@ from draftsmith.drafters.attention.decoder_layer import (
 )
 from draftsmith.drafters.attention.eagle_config import FeatureConfig
 from draftsmith.drafters.attention.row_cache import NewTokens, RowCache, attached
+from draftsmith.drafters.draws import shared_noise
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.drafter import FrozenTable, TrainableDrafter
 from draftsmith.native import NativeObject
 from draftsmith.native.layers import packed_parts
-from draftsmith.plan import Plan
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Context, Draft
 
 if TYPE_CHECKING:
@@ -176,13 +177,14 @@ class FeatureDrafter(TrainableDrafter):
         memory = self._memory
         if memory is None or memory.dtype != torch.bfloat16 or not self._knows(plan):
             return grow(self, context, plan)
-        return Draft(*self._chain(context, memory, plan.depth), plan.depth, branching=plan.branching)
+        return Draft(*self._chain(context, memory, plan), plan.depth, branching=plan.branching)
 
-    def _chain(self, context: Context, memory: RowCache, depth: int) -> tuple[Tensor, Tensor]:
+    def _chain(self, context: Context, memory: RowCache, plan: Plan) -> tuple[Tensor, Tensor]:
         assert self._native is not None
         tokens_BN, parents_BN = self._native(
             context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, memory.settle(context),
-            context.slots_B, memory.keys_RCGW, memory.values_RCGW, depth,
+            context.slots_B, memory.keys_RCGW, memory.values_RCGW, plan.depth,
+            shared_noise(plan, context),
         )
         return tokens_BN, parents_BN
 
@@ -210,7 +212,7 @@ class FeatureDrafter(TrainableDrafter):
         """Store what was committed, and guess nothing."""
         memory = self._memory
         if self._native is not None and memory is not None and memory.dtype == torch.bfloat16:
-            self._chain(context, memory, 0)
+            self._chain(context, memory, NO_DRAFT)
         else:
             self._store(context)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.draws import shares_noise
 from draftsmith.drafters.lookup.python_drafter import DraftTree, to_draft
 from draftsmith.drafters.models.cascade_config import NAME, CascadeConfig
 from draftsmith.drafters.models.inner import Inner, all_inside
@@ -91,9 +92,9 @@ class Cascade(Drafter):
             drafter.reset_rows(rows)
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        """Draft a chain in two levels; sampled plans and trees are the copy's alone."""
+        """Draft a chain in two levels; those of sampled rows, sampled plans and trees are the copy's alone."""
         chain = not plan.sampled and all(children == 1 for children in plan.branching)
-        if not chain or not plan.depth:
+        if not chain or not plan.depth or shares_noise(plan, context):
             if self.reads_prompt:
                 self.inner.begin(context)
             return self.copy.propose(context, plan)

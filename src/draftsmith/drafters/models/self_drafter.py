@@ -8,7 +8,7 @@ nobody looks further back.
 
 from typing import TYPE_CHECKING
 
-from draftsmith.drafters.draws import stream_of, temperature_of
+from draftsmith.drafters.draws import shares_noise, stream_of, temperature_of
 from draftsmith.drafters.grow import as_chain
 from draftsmith.drafters.models.model_drafter import ModelDrafter
 from draftsmith.drafters.models.path_reader import SCRATCH, PathReader
@@ -54,9 +54,11 @@ class SelfDrafter(ModelDrafter):
         assert self._reader is not None, "a drafter is attached to a cache before it drafts"
         held_B = (context.lengths_B - 1).masked_fill(context.rows_B == SCRATCH, 0)
         where = (self._reader.cache, context.root()[0], held_B, context.slots_B, plan.max_nodes)
-        if plan.sampled:
-            noise = Noise(temperature_of(context), context.seeds_B, context.lengths_B, stream_of(plan))
+        if plan.sampled or shares_noise(plan, context):
+            noise = Noise(temperature_of(context, plan), context.seeds_B, context.lengths_B, stream_of(plan))
             drawn = self.model.backend.draw(*where, noise)
-            return super().propose(context, plan) if drawn is None else as_chain(*drawn)
+            if drawn is None:
+                return super().propose(context, plan)
+            return as_chain(drawn[0], drawn[1] if plan.sampled else None)
         tokens_BD = self.model.backend.guess(*where)
         return super().propose(context, plan) if tokens_BD is None else as_chain(tokens_BD)

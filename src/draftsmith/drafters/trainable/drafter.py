@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.base import StagewiseDrafter, best
 from draftsmith.drafters.config import TrainedConfig
+from draftsmith.drafters.draws import shared_noise
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.model import TrainableModel, check_target
@@ -231,7 +232,7 @@ class RowwiseDrafter(TrainableDrafter):
             return grow(self, context, plan)
         tokens_BN, parents_BN = self._native(
             context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, plan.branching,
-            plan.paths or 0, plan.beam or 0, plan.max_nodes,
+            plan.paths or 0, plan.beam or 0, plan.max_nodes, shared_noise(plan, context),
         )
         return Draft(tokens_BN, parents_BN, plan.depth, branching=plan.branching)
 

@@ -301,16 +301,20 @@ def choose(rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> 
         return accept_greedy(shaped_BMV.argmax(dim=-1), draft)
     narrowed = narrow(shaped_BMV, sampling, draft)
     if narrowed is not None:
-        return narrowed.restore(accept_by_rule(narrowed.p_BMU, narrowed.draft, context, plan))
+        return narrowed.restore(
+            accept_by_rule(narrowed.p_BMU, narrowed.draft, context, plan, narrowed.alphabet_BU)
+        )
     return accept_by_rule(probabilities(shaped_BMV, sampling), draft, context, plan)
 
 
-def accept_by_rule(p_BMV: Tensor, draft: Draft, context: Context, plan: Plan) -> Acceptance:
+def accept_by_rule(
+    p_BMV: Tensor, draft: Draft, context: Context, plan: Plan, alphabet_BU: Tensor | None = None
+) -> Acceptance:
     """Accept a path of a draft, with the target's distribution at every node, by the plan's rule."""
     seeds_B, positions_B = context.seeds_B, context.lengths_B
     if plan.acceptance == "typical":
-        return accept_typical(p_BMV, draft, seeds_B, positions_B, plan.epsilon, plan.delta)
+        return accept_typical(p_BMV, draft, seeds_B, positions_B, plan.epsilon, plan.delta, alphabet_BU)
     if draft.q_BMV is None:
-        return accept_deterministic(p_BMV, draft, seeds_B, positions_B)
+        return accept_deterministic(p_BMV, draft, seeds_B, positions_B, alphabet_BU)
     accept = accept_block if plan.acceptance == "block" else accept_sampled
-    return accept(p_BMV, draft, seeds_B, positions_B)
+    return accept(p_BMV, draft, seeds_B, positions_B, alphabet_BU)

@@ -88,7 +88,7 @@ struct Block {
       if (joint.value == 0) break;  // nor does a longer one pass
     }
     if (longest != node && !weigh(chooser, b, longest, exactly)) return undecided;
-    if (longest == guesses) return {longest, chooser.token_of(all.noise(b, longest, Stream::kTarget, 0))};
+    if (longest == guesses) return {longest, chooser.first_of(all.race(b, longest))};
     refusals.share_of_q(chooser, q(b, longest), all.tokens(b)[longest]);
     refusals.leave(of_longest.value, of_longest.doubt);
     return {longest, refusals.draw_left(all.noise(b, longest, Stream::kResidual, 0))};

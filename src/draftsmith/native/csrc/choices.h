@@ -71,6 +71,11 @@ struct Choices {
     return uniform(seeds_B.const_data_ptr<int64_t>()[b], positions_B.const_data_ptr<int64_t>()[b] + level, stream, index);
   }
 
+  // The target's own choice of the token that is so many behind the root of a row.
+  Race race(int64_t b, int64_t level) const {
+    return {seeds_B.const_data_ptr<int64_t>()[b], positions_B.const_data_ptr<int64_t>()[b] + level, Stream::kTarget};
+  }
+
   // Gives a node's logits to the chooser.
   void take(Chooser& chooser, int64_t b, int64_t node) const;
 

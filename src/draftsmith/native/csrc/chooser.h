@@ -11,10 +11,12 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <mutex>
 #include <numeric>
 #include <vector>
 
 #include "packed.h"
+#include "race.h"
 #include "rules.h"
 #include "sums.h"
 
@@ -73,15 +75,15 @@ class Chooser {
   // Whether any token has a probability.
   bool is_readable(const Rules& rules) const { return std::isfinite(highest_ / static_cast<float>(rules.temperature)); }
 
-  // Finds what the tokens weigh, and the one at u of the distribution function, or kUndecided.
-  int64_t draw(const Rules& rules, double u) {
-    // PyTorch's search ends at the last token then.
+  // Finds what the tokens weigh, and the one that arrives first, or kUndecided.
+  int64_t draw(const Rules& rules, const Race& race) {
+    // As in verify/noise.py, where nothing has a weight.
     if (!is_readable(rules)) return vocabulary_ - 1;
     if (!weigh(rules)) return kUndecided;
-    const int64_t token = token_of(u);
+    const int64_t token = first_of(race);
     if (token != kUndecided || is_exact_) return token;
     weigh_exactly();
-    return token_of(u);
+    return first_of(race);
   }
 
   // Finds what every token weighs that the rules leave, if not exactly, then within `doubt`. Returns false where last bits
@@ -93,7 +95,6 @@ class Chooser {
     if (is_few_) return weigh_few(rules);
     weigh_all();
     total_ = std::accumulate(sums_.begin(), sums_.end(), 0.0);
-    std::copy(sums_.begin(), sums_.end(), sums_of_stretches_.begin());
     return true;
   }
 
@@ -111,17 +112,18 @@ class Chooser {
     is_exact_ = true;
   }
 
-  // The token at u of the distribution function that is known now, or kUndecided.
-  int64_t token_of(double u) const {
-    const double target = u * total_, least = doubt() * total_;
+  // The token that arrives first by the weights that are known now, or kUndecided.
+  int64_t first_of(const Race& race) const {
+    First first;
     if (is_few_) {
-      const int64_t place = token_at(order_, 0, static_cast<int64_t>(order_.size()), 0, target, least);
-      return place == kUndecided ? kUndecided : some_[place].token;
+      for (size_t i = 0; i < some_.size(); ++i)
+        if (order_[i] > 0) first.offer(race.time(some_[i].token) / static_cast<double>(order_[i]), some_[i].token);
+    } else {
+      look(race, kLate / total_, first);
+      if (first.token == kUndecided) look(race, kInfinity, first);
     }
-    double below = 0;
-    const int64_t stretch = stretch_at(sums_of_stretches_, target, below);
-    // Inside a stretch the sum may end a little lower than the stretch's own sum: then the next one has the token.
-    return token_at(weights_, stretch * kStretch, vocabulary_, below, target, least);
+    const bool is_alone = first.next == static_cast<double>(kInfinity);
+    return is_alone || first.next - first.time > (is_exact_ ? 1e-12 : kRough) * first.next ? first.token : kUndecided;
   }
 
   // How far the sum of some tokens' shares can lie from what PyTorch finds.
@@ -142,6 +144,18 @@ class Chooser {
   }
 
  private:
+  void look(const Race& race, double reach, First& first) const {
+    std::mutex alone;
+    over_stretches([&](int64_t, int64_t begin, int64_t end) {
+      First own;
+      own.look(race, weights_.data(), begin, end, reach);
+      if (own.token == kUndecided) return;
+      const std::lock_guard<std::mutex> guard(alone);
+      first.offer(own.time, own.token);
+      first.next = std::min(first.next, own.next);
+    });
+  }
+
   void penalise(const Rules& rules, const Past& past, const std::vector<int64_t>& path) {
     const auto change = [&](int64_t token, int32_t count) {
       float x = shaped_[token];

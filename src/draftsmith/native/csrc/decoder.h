@@ -50,7 +50,8 @@ class Decoder : public Object {
                const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth);
 
   // The same with choices that are drawn, at temperatures (fp32) and by the noise of seeds, positions (of the guesses behind
-  // the roots) and a stream. Returns the choices (B, depth) and what they were drawn from (B, depth, V), in fp32.
+  // the roots) and a stream. Returns the choices (B, depth) and what they were drawn from (B, depth, V), in fp32; by the
+  // target's own noise only what the last ones were drawn from (B, 1, V).
   std::tuple<Tensor, Tensor> draw(const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
                                   const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth,
                                   const Tensor& temperature_B, const Tensor& seeds_B, const Tensor& positions_B,

@@ -18,7 +18,8 @@ float copy_row(const float* scores, int64_t count, float* to) {
 }
 
 // Draws the children of every node, and returns their tokens (R, C). q_BMV, fp32, gets what they were drawn from: of node f
-// of a row in its line `line` + f. The noise of a child has its slot as index: `slot` for the first one of a row.
+// of a row in its line `line` + f. The noise of a child has its slot as index: `slot` for the first one of a row. By the
+// target's own noise a node has one child, the token that arrives first.
 Tensor draw(const Tensor& scores, const Tensor& temperatures, const Tensor& seeds, const Tensor& positions,
             int64_t stream, int64_t children, int64_t slot, const Tensor& q_BMV, int64_t line) {
   const Tensor scores_RV = scores.contiguous(), temperature_B = temperatures.contiguous();
@@ -32,6 +33,8 @@ Tensor draw(const Tensor& scores, const Tensor& temperatures, const Tensor& seed
   REQUIRE(q_BMV.dim() == 3 && q_BMV.size(0) == batch && q_BMV.size(2) == vocabulary && q_BMV.is_contiguous() &&
               q_BMV.scalar_type() == kFloat && line >= 0 && line + frontier <= q_BMV.size(1),
           "draftsmith: there is no room for what the guesses are drawn from");
+  REQUIRE(static_cast<Stream>(stream) != Stream::kTarget || children == 1,
+          "draftsmith: by the target's own noise there is one guess behind a node");
   Tensor tokens_RC = empty({rows, children}, kLong);
   int64_t* to = tokens_RC.mutable_data_ptr<int64_t>();
   float* q = q_BMV.mutable_data_ptr<float>();
@@ -65,7 +68,10 @@ Tensor draw(const Tensor& scores, const Tensor& temperatures, const Tensor& seed
     const auto [own, end] = team.share(rows);
     for (int64_t r = own; r < end; ++r) {
       const int64_t b = r / frontier, index = slot + r % frontier * children;
-      shares(r).draw(children, [&](int64_t k) {
+      if (static_cast<Stream>(stream) == Stream::kTarget)
+        to[r] = shares(r).first({seed[b], position[b], Stream::kTarget});
+      else
+        shares(r).draw(children, [&](int64_t k) {
         return uniform(seed[b], position[b], static_cast<Stream>(stream), index + k);
       }, to + r * children);
     }

@@ -11,6 +11,7 @@
 
 #include "noise.h"
 #include "packed.h"
+#include "race.h"
 #include "sums.h"
 
 namespace draftsmith {
@@ -42,6 +43,19 @@ struct Shares {
     for (int64_t s = 0; s < stretches_of(vocabulary); ++s) all += static_cast<double>(rough[s]);
     const bool any = all > 0 && std::isfinite(all);
     kernels().share(q + begin, count, any ? static_cast<float>(1 / all) : 0.0f, sums + first);
+  }
+
+  // The place of the token that arrives first; where none has a share, the last. `ids` says who they are, or is null where
+  // they are the vocabulary.
+  int64_t first(const Race& race, const int64_t* ids = nullptr) const {
+    double all = 0;
+    for (int64_t s = 0; s < stretches_of(vocabulary); ++s) all += sums[s];
+    First found;
+    for (const double reach : {kLate / all, static_cast<double>(kInfinity)}) {
+      if (found.token != kUndecided) break;
+      ids == nullptr ? found.look(race, q, int64_t{0}, vocabulary, reach) : found.look(race, q, ids, vocabulary, reach);
+    }
+    return found.token == kUndecided ? vocabulary - 1 : found.token;
   }
 
   // Draws so many children, each without those before it, by noise(k); where q has none left, the last token.

@@ -65,10 +65,11 @@ class FeatureLayer : public Object {
   std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
                                              const Tensor& counts, const Tensor& starts,
                                              const std::optional<Tensor>& slots, const Tensor& keys,
-                                             const Tensor& values, int64_t depth) {
+                                             const Tensor& values, int64_t depth, const Tensors& noise) {
     const std::lock_guard<std::mutex> alone(busy_);
     const int64_t threads = get_num_threads();
     growth_.begin(tokens, features, counts, taps_, std::vector<int64_t>(depth, 1), 0, depth, threads);
+    growth_.share_noise(noise, threads);
     lay_out(tokens, features, counts, starts, slots, keys, values, depth);
     reserve(threads);
     run_team(threads, [&](const Team& team) {
@@ -304,8 +305,8 @@ int64_t make_feature_layer(const Tensors& weights, const Tensors& scales, const 
 std::tuple<Tensor, Tensor> draft_by_features(int64_t layer, const Tensor& tokens, const Tensor& features,
                                              const Tensor& counts, const Tensor& starts,
                                              const std::optional<Tensor>& slots, const Tensor& keys,
-                                             const Tensor& values, int64_t depth) {
-  return kept<FeatureLayer>(layer)->propose(tokens, features, counts, starts, slots, keys, values, depth);
+                                             const Tensor& values, int64_t depth, const Tensors& noise) {
+  return kept<FeatureLayer>(layer)->propose(tokens, features, counts, starts, slots, keys, values, depth, noise);
 }
 
 }  // namespace
@@ -316,7 +317,7 @@ void define_features(Library& library) {
       " Tensor embedding, Tensor ids, Tensor frequencies, int[] sizes, float[] factors, bool keeps_normal) -> int");
   library.def<draft_by_features>(
       "draft_by_features(int layer, Tensor tokens, Tensor features, Tensor counts, Tensor starts, Tensor? slots,"
-      " Tensor(a!) keys, Tensor(b!) values, int depth) -> (Tensor, Tensor)");
+      " Tensor(a!) keys, Tensor(b!) values, int depth, Tensor[] noise) -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "drawing.h"
 #include "packed.h"
 
 namespace draftsmith {
@@ -80,6 +81,21 @@ class Growth {
     sources_ = batch_;
   }
 
+  // Lets chains guess with the target's own noise, see drafters/draws.py: what scores are divided by (B, fp32), the seeds
+  // (B), and the positions of the first guesses (B); or nothing.
+  void share_noise(const Tensors& noise, int64_t threads) {
+    has_noise_ = !noise.empty();
+    if (!has_noise_) return;
+    REQUIRE(noise.size() == 3 && !ranked_ && noise[0].scalar_type() == kFloat && noise[1].scalar_type() == kLong &&
+                noise[2].scalar_type() == kLong,
+            "draftsmith: noise is fp32 temperatures, int64 seeds and int64 positions, and is shared by chains alone");
+    for (const Tensor& one : noise)
+      REQUIRE(one.is_contiguous() && one.numel() == batch_, "draftsmith: noise has one number a row, not ", one.numel());
+    temperatures_ = noise[0], seeds_ = noise[1], positions_ = noise[2];
+    shares_.resize(batch_ * scored_), highest_.resize(threads * batch_);
+    rough_.resize(batch_ * stretches_of(scored_)), share_sums_.resize(batch_ * stretches_of(scored_));
+  }
+
   // Where the root of row b stands among all tokens of the context.
   static int64_t last(const Tensor& context, const Tensor& counts, int64_t b) {
     return b * context.size(1) + counts.const_data_ptr<int64_t>()[b] - 1;
@@ -105,6 +121,7 @@ class Growth {
     float* sums = sums_.data() + team.index * rows * 2;
     std::fill_n(best, rows * children, Best{-std::numeric_limits<float>::infinity(), 0});
     for (int64_t r = 0; r < rows; ++r) sums[2 * r] = -std::numeric_limits<float>::infinity(), sums[2 * r + 1] = 0;
+    if (has_noise_) return race(team, depth, head, states, stride, room, ahead, best);
     multiply(team, head, states, stride, rows,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                float rounded[kChunk];
@@ -178,6 +195,39 @@ class Growth {
   }
 
  private:
+  // Finds whom the target's own noise lets arrive first by the shares that the scores give; the team meets at the end.
+  void race(const Team& team, int64_t depth, const Linear& head, const bf16* states, int64_t stride, Quantised& room,
+            const void* ahead, Best* best) {
+    const int64_t stretches = stretches_of(scored_);
+    const auto shares = [&](int64_t r) {
+      return Shares{shares_.data() + r * scored_, scored_, temperatures_.const_data_ptr<float>()[r],
+                    rough_.data() + r * stretches, share_sums_.data() + r * stretches};
+    };
+    float* mine = highest_.data() + team.index * batch_;
+    std::fill_n(mine, batch_, -std::numeric_limits<float>::infinity());
+    multiply(team, head, states, stride, batch_,
+             [&](int64_t r, int64_t n, int64_t count, const float* values) {
+               mine[r] = std::max(mine[r], kernels().round_row(values, count, shares(r).q + n));
+             }, room, ahead);
+    team.barrier();
+    const auto [first, last] = team.share(stretches);
+    for (int64_t r = 0; r < batch_; ++r) {
+      float most = -std::numeric_limits<float>::infinity();
+      for (int64_t t = 0; t < team.size; ++t) most = std::max(most, highest_[t * batch_ + r]);
+      shares(r).weigh(first, last, most);
+    }
+    team.barrier();
+    for (int64_t r = 0; r < batch_; ++r) shares(r).share(first, last);
+    team.barrier();
+    const auto [own, end] = team.share(batch_);
+    for (int64_t r = own; r < end; ++r) {
+      const Race noise(seeds_.const_data_ptr<int64_t>()[r], positions_.const_data_ptr<int64_t>()[r] + depth,
+                       Stream::kTarget);
+      best[r] = {0, shares(r).first(noise, ids_.numel() ? ids_.const_data_ptr<int64_t>() : nullptr)};
+    }
+    team.barrier();
+  }
+
   // The nodes of a depth: B rows of `width` nodes, parents being places in the level above.
   struct Level {
     int64_t width = 0;
@@ -249,6 +299,11 @@ class Growth {
   // The best children and the sums of exponentials that every thread found in its share of the scores.
   std::vector<Best> partial_, best_;
   std::vector<float> sums_;
+  // Where the target's noise is shared: it, and what scores become.
+  bool has_noise_ = false;
+  Tensor temperatures_, seeds_, positions_;
+  std::vector<float> shares_, highest_, rough_;
+  std::vector<double> share_sums_;
 };
 
 }  // namespace draftsmith

@@ -86,7 +86,10 @@ std::tuple<Tensor, Tensor> Decoder::draw(const Tensor& roots, const Tensor& cach
   REQUIRE(is_whole(seeds_B) && seeds_B.numel() == batch && is_whole(positions_B) && positions_B.numel() == batch &&
               temperature_B.is_contiguous() && temperature_B.scalar_type() == kFloat && temperature_B.numel() == batch,
           "draftsmith: a chain that is drawn takes fp32 temperatures, and int64 seeds and positions, one of each a row");
-  Tensor guesses = empty({batch, depth}, kLong), q_BDV = empty({batch, depth, vocabulary}, kFloat);
+  // Nobody asks what guesses by the target's own noise were drawn from, so every level has the same memory.
+  const bool races = static_cast<Stream>(stream) == Stream::kTarget;
+  const int64_t kept = races ? 1 : depth;
+  Tensor guesses = empty({batch, depth}, kLong), q_BDV = empty({batch, kept, vocabulary}, kFloat);
   if (batch == 0) return {guesses, q_BDV};
   float* q = q_BDV.mutable_data_ptr<float>();
   const float* temperature = temperature_B.const_data_ptr<float>();
@@ -95,7 +98,7 @@ std::tuple<Tensor, Tensor> Decoder::draw(const Tensor& roots, const Tensor& cach
   std::vector<double> sums(batch * stretches);
   const auto choose = [&](const Team& team, int64_t level, const bf16* states, Quantised& room, int64_t* to) {
     const auto shares = [&](int64_t r) {
-      return Shares{q + (r * depth + level) * vocabulary, vocabulary, temperature[r], rough.data() + r * stretches,
+      return Shares{q + (r * kept + (races ? 0 : level)) * vocabulary, vocabulary, temperature[r], rough.data() + r * stretches,
                     sums.data() + r * stretches};
     };
     float* mine = highest.data() + team.index * batch;
@@ -116,7 +119,10 @@ std::tuple<Tensor, Tensor> Decoder::draw(const Tensor& roots, const Tensor& cach
     team.barrier();
     const auto [own, end] = team.share(batch);
     for (int64_t r = own; r < end; ++r)
-      shares(r).draw(1, [&](int64_t) { return uniform(seed[r], position[r] + level, static_cast<Stream>(stream), level); },
+      if (races)
+        to[r * depth + level] = shares(r).first({seed[r], position[r] + level, Stream::kTarget});
+      else
+        shares(r).draw(1, [&](int64_t) { return uniform(seed[r], position[r] + level, static_cast<Stream>(stream), level); },
                      to + r * depth + level);
     team.barrier();
   };

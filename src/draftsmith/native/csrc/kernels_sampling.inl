@@ -106,5 +106,42 @@ void share(float* weights, int64_t count, float factor, double* sums) {
   }
 }
 
+using Ints = int32_t __attribute__((vector_size(64), may_alias, aligned(4)));
+
+inline Words scramble(Words x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+int64_t early(const float* weights, int64_t count, uint32_t first, uint64_t key, float reach, int32_t* places) {
+  const Words low = Words{} + static_cast<uint32_t>(key), high = Words{} + static_cast<uint32_t>(key >> 32);
+  const Lanes bound = Lanes{} + reach * 0x1p24f;
+  Words tokens = Words{} + first;
+  for (int l = 0; l < kLanes; ++l) tokens[l] += static_cast<uint32_t>(l);
+  // Of a word the upper 24 bits, which a float holds.
+  const auto is_early = [&](Words numbers, Lanes some) {
+    const Words words = scramble(scramble(numbers ^ low) + high);
+    return reinterpret_cast<Words>(__builtin_convertvector(reinterpret_cast<Ints>(words >> 8), Lanes) <= some * bound);
+  };
+  int64_t found = 0, i = 0;
+  for (; i + kLanes <= count; i += kLanes, tokens += static_cast<uint32_t>(kLanes)) {
+    const Words some = is_early(tokens, lanes_at(weights + i));
+    uint32_t any = 0;
+    for (int l = 0; l < kLanes; ++l) any |= some[l];
+    if (any != 0)
+      for (int l = 0; l < kLanes; ++l)
+        if (some[l] != 0) places[found++] = static_cast<int32_t>(i + l);
+  }
+  if (i < count) {
+    Lanes last{};
+    for (int l = 0; i + l < count; ++l) last[l] = weights[i + l];
+    const Words some = is_early(tokens, last);
+    for (int l = 0; i + l < count; ++l)
+      if (some[l] != 0) places[found++] = static_cast<int32_t>(i + l);
+  }
+  return found;
+}
+
 }  // namespace
 }  // namespace draftsmith

@@ -69,7 +69,7 @@ struct Verification {
     const auto judged = [&] {
       return refusals.judge(
           chooser, of, tokens, [&](int64_t k) { return all.noise(b, level, Stream::kAccept, k); },
-          [&](bool refused) { return all.noise(b, level, refused ? Stream::kResidual : Stream::kTarget, 0); });
+          all.noise(b, level, Stream::kResidual, 0), all.race(b, level));
     };
     const Outcome found = judged();
     if (found.child >= 0 || found.token != kUndecided || chooser.is_exact()) return found;

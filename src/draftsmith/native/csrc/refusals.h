@@ -27,11 +27,12 @@ class Refusals {
  public:
   explicit Refusals(int64_t vocabulary) : vocabulary_(vocabulary), q_sums_(stretches_of(vocabulary)), rest_sums_(q_sums_) {}
 
-  // Tries the children of a node in turn: their tokens; accepting(k) and last(refused) are the noise of the test of child
-  // k and of the choice behind the last. The chooser has the node's weights.
-  template <class Accepting, class Last>
+  // Tries the children of a node in turn: their tokens; accepting(k), `left` and `race` are the noise of the test of child
+  // k, of the choice of what they leave, and of the target's own where none was refused. The chooser has the node's
+  // weights.
+  template <class Accepting>
   Outcome judge(const Chooser& chooser, const Q* q, const std::vector<int64_t>& children, const Accepting& accepting,
-                const Last& last) {
+                double left, const Race& race) {
     p_ = &chooser, q_ = q, refused_.clear(), knows_q_ = false, keeps_rest_ = false;
     // Of sums of shares of p, and of one share in relation to itself.
     double doubt = chooser.doubt();
@@ -51,8 +52,7 @@ class Refusals {
       if (!refuse(x, k + 1 < children.size())) return {};
       doubt = loose_ / rest_;
     }
-    if (refused_.empty()) return {-1, chooser.token_of(last(false))};
-    return {-1, draw_rest(last(true))};
+    return {-1, refused_.empty() ? chooser.first_of(race) : draw_rest(left)};
   }
 
   // The share of q that a token has, with the chooser of the node.

@@ -41,7 +41,7 @@ void count_tokens(const Tensor& prompted_RV, const Tensor& counts_RV, const Tens
 int64_t choose(const Choices& all, Chooser& chooser, int64_t b, int64_t node, int64_t level) {
   all.take(chooser, b, node);
   const Rules& own = all.rules[b];
-  return own.temperature > 0 ? chooser.draw(own, all.noise(b, level, Stream::kTarget, 0)) : chooser.best();
+  return own.temperature > 0 ? chooser.draw(own, all.race(b, level)) : chooser.best();
 }
 
 // Follows the guesses of a row that are what the target chooses.

@@ -57,11 +57,12 @@ class Speculator : public Object {
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding.
   std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
                                              const Tensor& counts, const std::vector<int64_t>& branching,
-                                             int64_t paths, int64_t beam, int64_t nodes) {
+                                             int64_t paths, int64_t beam, int64_t nodes, const Tensors& noise) {
     const std::lock_guard<std::mutex> alone(busy_);
     const int64_t threads = get_num_threads();
     growth_.begin(tokens, features, counts, features_, branching, beam,
                   static_cast<int64_t>(stages_.size()), threads);
+    growth_.share_noise(noise, threads);
     // All memory comes before the threads: nothing in a team may throw.
     const int64_t widest = growth_.widest();
     projected_.resize(widest * width_), mixed_.resize(threads * width_);
@@ -161,8 +162,8 @@ int64_t make_speculator(const Tensors& weights, const Tensors& weight_scales, co
 
 std::tuple<Tensor, Tensor> draft_by_stages(int64_t speculator, const Tensor& tokens, const Tensor& features,
                                            const Tensor& counts, const std::vector<int64_t>& branching, int64_t paths,
-                                           int64_t beam, int64_t nodes) {
-  return kept<Speculator>(speculator)->propose(tokens, features, counts, branching, paths, beam, nodes);
+                                           int64_t beam, int64_t nodes, const Tensors& noise) {
+  return kept<Speculator>(speculator)->propose(tokens, features, counts, branching, paths, beam, nodes, noise);
 }
 
 }  // namespace
@@ -173,7 +174,7 @@ void define_speculator(Library& library) {
       " Tensor[] shifts, Tensor draft_tokens, int features, int scored, float ratio, bool scale_input) -> int");
   library.def<draft_by_stages>(
       "draft_by_stages(int speculator, Tensor tokens, Tensor features, Tensor counts, int[] branching, int paths,"
-      " int beam, int nodes) -> (Tensor, Tensor)");
+      " int beam, int nodes, Tensor[] noise) -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

@@ -1,0 +1,84 @@
+// The token that arrives first where each is as fast as it weighs: race in verify/noise.py.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "kernels.h"
+#include "noise.h"
+#include "rules.h"
+
+namespace draftsmith {
+
+// Nobody arrives later than so many times the mean time until the first arrival, but for one race in 10^10.
+constexpr double kLate = 25;
+
+// When each token arrives, times what it weighs.
+class Race {
+ public:
+  Race(int64_t seed, int64_t position, Stream stream)
+      : first_(hash(seed, position, stream, 1)), second_(hash(seed, position, stream, 2)) {}
+
+  double time(int64_t token) const {
+    const uint64_t bits = (static_cast<uint64_t>(word(token, first_)) << 21) | (word(token, second_) >> 11);
+    return -std::log1p(-(static_cast<double>(bits) + 0.5) * 0x1p-53);
+  }
+
+  // No later than `time`.
+  double soonest(int64_t token) const { return word(token, first_) * 0x1p-32; }
+
+  // Tells the kernels by which words tokens may be left out: see `early` there.
+  uint64_t key() const { return first_; }
+
+ private:
+  static uint32_t scramble(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+  }
+  static uint32_t word(int64_t token, uint64_t key) {
+    return scramble(scramble(static_cast<uint32_t>(token) ^ static_cast<uint32_t>(key)) +
+                    static_cast<uint32_t>(key >> 32));
+  }
+
+  uint64_t first_, second_;
+};
+
+// Who arrives first, and when the next one does, as far as it is less than a thousandth later.
+struct First {
+  double time = kInfinity, next = kInfinity;
+  int64_t token = kUndecided;
+
+  void offer(double other, int64_t its_token) {
+    if (other < time || (other == time && its_token < token))
+      next = time, time = other, token = its_token;
+    else if (other < next)
+      next = other;
+  }
+
+  // Takes in some tokens that arrive before `reach`, of which `ids` says who they are.
+  void look(const Race& race, const float* weights, const int64_t* ids, int64_t count, double reach) {
+    for (int64_t i = 0; i < count; ++i) {
+      const double weight = weights[i];
+      if (weight > 0 && race.soonest(ids[i]) <= std::min(reach, time * 1.001) * weight)
+        offer(race.time(ids[i]) / weight, i);
+    }
+  }
+
+  // Takes in the tokens from `begin` to `end` that arrive before `reach`.
+  void look(const Race& race, const float* weights, int64_t begin, int64_t end, double reach) {
+    int32_t early[kStretch];
+    for (int64_t start = begin; start < end; start += kStretch) {
+      const int64_t count = std::min(kStretch, end - start);
+      const double bound = std::min(reach, time * 1.001);
+      const int64_t found = kernels().early(weights + start, count, static_cast<uint32_t>(start), race.key(),
+                                            static_cast<float>(bound * 1.0001), early);
+      for (int64_t i = 0; i < found; ++i) {
+        const double weight = weights[start + early[i]];
+        if (weight > 0) offer(race.time(start + early[i]) / weight, start + early[i]);
+      }
+    }
+  }
+};
+
+}  // namespace draftsmith
