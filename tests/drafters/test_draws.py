@@ -89,6 +89,7 @@ def test_shared_noise_guesses_what_the_target_would_draw(
     plan, context = Plan((1, 1)), context_of(batch)
     assert shares_noise(plan, context) and not shares_noise(replace(plan, sampled=True), context)
     assert not shares_noise(Plan((2, 1)), context) and not shares_noise(NO_DRAFT, context)
+    assert not shares_noise(replace(plan, acceptance="typical"), context), "whose last token is drawn by that noise"
     assert not shares_noise(plan, replace(context, temperature_B=torch.zeros(batch)))
     generator = torch.Generator().manual_seed(vocabulary)
     scores = [3 * torch.randn((batch, vocabulary), generator=generator) for _ in range(2)]

@@ -233,6 +233,15 @@ def test_greedy_rows_of_a_sampled_batch_mostly_guess_the_best() -> None:
     assert (sampled == best).double().mean() > 0.9
 
 
+def test_a_chain_that_is_cut_short_shares_noise_too() -> None:
+    """As many guesses as the plan has nodes, the first ones of the whole chain."""
+    context = context_of(3, temperature=1.0)
+    whole, cut = (RandomDrafter().propose(context, Plan((1, 1, 1), nodes=nodes)) for nodes in (None, 2))
+    assert cut.tokens_BN.shape == (3, 2) and torch.equal(cut.tokens_BN, whole.tokens_BN[:, :2])
+    greedy = RandomDrafter().propose(context_of(3, temperature=0.0), Plan((1, 1, 1)))
+    assert cut.q_BMV is None and not torch.equal(whole.tokens_BN, greedy.tokens_BN)
+
+
 @pytest.mark.parametrize(
     "plan",
     [Plan((1, 1, 1)), Plan((6, 3, 2), paths=4), Plan((6, 3, 2)), Plan((4, 4, 4), beam=3, nodes=7),

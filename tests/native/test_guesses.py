@@ -81,7 +81,7 @@ def test_native_chains_share_the_targets_noise(name: str):
     tokens_BN, _, certain_B = certain_rows(made, context, plan)
     found = native.propose(context, plan)
     assert found.q_BMV is None and torch.equal(found.tokens_BN[certain_B], tokens_BN[certain_B])
-    assert certain_B.sum() >= 3
+    assert (certain_B & (context.temperature_B > 0)).sum() >= 3
 
 
 def test_a_beam_without_a_limit_of_paths_keeps_what_it_did_not_expand():

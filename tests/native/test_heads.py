@@ -103,8 +103,8 @@ def test_native_chains_share_the_targets_noise(name: str, threads: Callable[[int
         assert draft.q_BMV is None and torch.equal(draft.tokens_BN[certain_B], tokens_BN[certain_B])
     others_BN = native.propose(greedy, plan).tokens_BN
     same_B = (draft.tokens_BN == others_BN).all(1)
-    assert int(same_B[::3].sum()) >= 12 and int(same_B.sum()) < 30, "but for scores that are equal in bf16"
-    assert certain_B.sum() >= 3
+    assert bool(same_B[::3].all()) and int(same_B.sum()) < 30
+    assert (certain_B & (context.temperature_B > 0)).sum() >= 3
 
 
 @pytest.mark.parametrize("name", ["medusa of two layers", "hydra", "recurrent, projected to an odd width", "sums"])

@@ -15,19 +15,21 @@ from draftsmith.verify.noise import Stream, categorical, race, uniform
 
 # Any q is exact for a greedy row; a sharp one guesses the argmax, which is all that such a row can accept.
 _GREEDY_TEMPERATURE = 0.1
-# Beside rows that guess with the target's noise: no noise is so large that another token than the best comes of it.
+# Stands for a greedy row beside rows that guess with the target's noise; kNoNoise in native/csrc/drawing.h.
 _NO_NOISE_TEMPERATURE = 1e-4
 
 
 def shares_noise(plan: Plan, context: Context) -> bool:
     """Whether the guesses of a plan are to be drawn with the very noise by which the target will draw its tokens.
 
-    Drawn so, a guess is the target's token as often as the drafter's distribution is near the target's, and far more
-    often than its likeliest token is. The guesses still count as given: what is verified is whether the target draws
-    the same tokens, so that a text depends on its seed and on nothing else. For chains of rows that are sampled.
+    Drawn so, a guess is the target's token as often as the drafter's distribution is near the target's; filters such as
+    top-p, of which the drafter does not know, take some of that away. The guesses still count as given: what is
+    verified is whether the target draws the same tokens, so that the text is that of its seed. They may be compared
+    with those tokens and must not be tested against q, so `typical` plans have none. For chains of sampled rows; a
+    compiled drafter does not ask whether rows are sampled, and takes its likeliest tokens.
     """
     is_chain = bool(plan.branching) and max(plan.branching) == 1 and not plan.choices
-    if not is_chain or plan.sampled or torch.compiler.is_compiling():
+    if not is_chain or plan.sampled or plan.acceptance == "typical" or torch.compiler.is_compiling():
         return False
     return bool((context.temperature_B > 0).any())
 
@@ -96,7 +98,8 @@ class Draws:
         self._levels.append(q_BFV)
         frontier = q_BFV.shape[1]
         if self._stream == Stream.TARGET:
-            return race(q_BFV, context.seeds_B.unsqueeze(1), positions_B.unsqueeze(1), self._stream)
+            raced_BF = race(q_BFV, context.seeds_B.unsqueeze(1), positions_B.unsqueeze(1), self._stream)
+            return torch.where(context.temperature_B.unsqueeze(1) > 0, raced_BF, q_BFV.argmax(-1))
         slots_W = torch.arange(start, start + frontier * children, device=scores_RV.device)
         u_BFC = uniform(context.seeds_B.unsqueeze(1), positions_B.unsqueeze(1), self._stream, slots_W).view(
             batch, frontier, children

@@ -1,7 +1,10 @@
 """Noise without state: every number is a hash of (seed, position, stream, index), so no order of calls can change it.
 
 Every use of noise has a stream of its own. Two uses that shared one would be correlated: a guess drawn with the
-number that later verifies it is accepted too often or too rarely, and the text is no longer the target's.
+number that later verifies it is accepted too often or too rarely, and the text is no longer the target's. One pair may
+share: guesses that are only ever compared with the target's own choice may come of its noise, because that choice is
+the same whatever was guessed. Such guesses are never tested against a q, and nothing may depend on those that nobody
+came to compare.
 """
 
 from enum import IntEnum
@@ -23,7 +26,7 @@ class Stream(IntEnum):
     """What a random number is for."""
 
     TARGET = 0
-    """The target's own choice of the token at an absolute position."""
+    """The target's own choice of the token at an absolute position, and guesses that are compared with it."""
     ACCEPT = 1
     """Whether a sampled guess stays."""
     RESIDUAL = 2
@@ -89,11 +92,11 @@ def race(
     """Draw along the last dimension (…, V): the token that arrives first where each is as fast as it weighs.
 
     A token is drawn in proportion to its weight (the Gumbel-max trick: Gumbel, 1954; Maddison et al., arXiv:1411.0030,
-    section 2). Whoever draws from other weights with the same noise draws the same token more often than not: with
-    probability (1 - TV) / (1 + TV) at least, TV being the total variation between them (Daliri et al.,
-    arXiv:2408.07978, section 3). The weights are non-negative float64 and need no normalisation; a weight of zero
-    is never drawn. Where all are zero there is nothing to draw, and the result is the last token. `alphabet` (…, V)
-    are the ids of the tokens, by default their places; the result is a place.
+    section 2). Whoever draws from other weights with the same noise draws the same token with probability (1 - TV)
+    / (1 + TV) at least, TV being the total variation between them (Daliri et al., arXiv:2408.07978, section 3). The
+    weights are non-negative float64 and need no normalisation; a weight of zero is never drawn. Where all are zero
+    there is nothing to draw, and the result is the last token. `alphabet` (…, V) are the ids of the tokens, by
+    default their places; the result is a place.
     """
     if alphabet is None:
         alphabet = torch.arange(weights.shape[-1], device=weights.device)

@@ -133,7 +133,11 @@ class PromptReader:
             counts_B=counts_B,
             lengths_B=lengths_B,
             rows_B=torch.tensor([request.id for request in requests], device=device),
-            temperature_B=torch.tensor([request.params.temperature for request in requests], device=device),
+            # With one token to draw from, a drafter's best guess is as good as it gets.
+            temperature_B=torch.tensor(
+                [0.0 if params.top_k == 1 else params.temperature for params in (one.params for one in requests)],
+                device=device,
+            ),
             seeds_B=torch.tensor([request.seed for request in requests], device=device),
             first_B=torch.tensor([request.prompt[0] for request in requests], device=device),
             slots_B=torch.tensor([request.slot for request in requests], device=device),

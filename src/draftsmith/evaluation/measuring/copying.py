@@ -17,7 +17,10 @@ class Copied:
 
 
 class Copying(PythonDrafter[Copied]):
-    """Guesses the latest token, over and over, at every step: it takes what a lookup takes that always finds."""
+    """Guesses the latest token, over and over, at every step.
+
+    It takes what a lookup takes that always finds, less the search.
+    """
 
     def __init__(self, default: Plan) -> None:
         super().__init__()

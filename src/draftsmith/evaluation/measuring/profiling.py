@@ -188,7 +188,8 @@ class Contest:
         if found is None:
             self.on_progress(f"{_in_rows(rows)}, {guesses} guesses in each")
             plan, times = Plan((1,) * guesses), []
-            for _ in range(FEWEST_TURNS if rows == 1 else FEWEST_OF_SEVERAL):
+            copying.seconds(plan, rows)  # warms up
+            for _ in range(FEWEST_TURNS):
                 plain = copying.seconds(NO_DRAFT, rows)
                 times.append(copying.seconds(plan, rows) / plain)
             found = self._full[guesses, rows] = statistics.median(times)

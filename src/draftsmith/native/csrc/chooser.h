@@ -116,8 +116,11 @@ class Chooser {
   int64_t first_of(const Race& race) const {
     First first;
     if (is_few_) {
-      for (size_t i = 0; i < some_.size(); ++i)
-        if (order_[i] > 0) first.offer(race.time(some_[i].token) / static_cast<double>(order_[i]), some_[i].token);
+      for (size_t i = 0; i < some_.size(); ++i) {
+        const double weight = order_[i];
+        if (weight > 0 && race.soonest(some_[i].token) <= first.time * 1.001 * weight)
+          first.offer(race.time(some_[i].token) / weight, some_[i].token);
+      }
     } else {
       look(race, kLate / total_, first);
       if (first.token == kUndecided) look(race, kInfinity, first);

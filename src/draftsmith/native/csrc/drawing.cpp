@@ -1,6 +1,6 @@
 // Guesses of any drafter, drawn from the scores of its nodes.
 //
-// _sampled in drafters/grow.py says what is computed. B rows, F nodes a row, R = B · F, C children of a node, V vocabulary.
+// Draws in drafters/draws.py says what is computed. B rows, F nodes a row, R = B · F, C children of a node, V vocabulary.
 
 #include "drawing.h"
 
@@ -68,10 +68,11 @@ Tensor draw(const Tensor& scores, const Tensor& temperatures, const Tensor& seed
     const auto [own, end] = team.share(rows);
     for (int64_t r = own; r < end; ++r) {
       const int64_t b = r / frontier, index = slot + r % frontier * children;
-      if (static_cast<Stream>(stream) == Stream::kTarget)
+      if (static_cast<Stream>(stream) == Stream::kTarget) {
         to[r] = shares(r).first({seed[b], position[b], Stream::kTarget});
-      else
-        shares(r).draw(children, [&](int64_t k) {
+        continue;
+      }
+      shares(r).draw(children, [&](int64_t k) {
         return uniform(seed[b], position[b], static_cast<Stream>(stream), index + k);
       }, to + r * children);
     }

@@ -1,5 +1,5 @@
-// Guesses drawn from what a drafter scores: the same noise, and as good as the same numbers, as _sampled in
-// drafters/grow.py.
+// Guesses drawn from what a drafter scores: the same noise, and as good as the same numbers, as Draws in
+// drafters/draws.py.
 //
 // q is what the guesses are really drawn from: shares in fp32, divided by their sum in float64. Whoever verifies the guesses
 // reads the very same numbers.
@@ -15,6 +15,9 @@
 #include "sums.h"
 
 namespace draftsmith {
+
+// What the scores of greedy rows are divided by where others share the target's noise; drafters/draws.py says so.
+constexpr float kNoNoise = 1e-4f;
 
 // The scores of one node, which become q in their own memory. A thread does a part of the stretches in each of both
 // passes, and what all have done in one is known before the other.
@@ -46,8 +49,9 @@ struct Shares {
   }
 
   // The place of the token that arrives first; where none has a share, the last. `ids` says who they are, or is null where
-  // they are the vocabulary.
+  // they are the vocabulary. A greedy row, whose temperature is kNoNoise, has the likeliest, the first of equals.
   int64_t first(const Race& race, const int64_t* ids = nullptr) const {
+    if (temperature <= kNoNoise) return std::max_element(q, q + vocabulary) - q;
     double all = 0;
     for (int64_t s = 0; s < stretches_of(vocabulary); ++s) all += sums[s];
     First found;

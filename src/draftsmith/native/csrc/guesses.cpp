@@ -98,8 +98,8 @@ std::tuple<Tensor, Tensor> Decoder::draw(const Tensor& roots, const Tensor& cach
   std::vector<double> sums(batch * stretches);
   const auto choose = [&](const Team& team, int64_t level, const bf16* states, Quantised& room, int64_t* to) {
     const auto shares = [&](int64_t r) {
-      return Shares{q + (r * kept + (races ? 0 : level)) * vocabulary, vocabulary, temperature[r], rough.data() + r * stretches,
-                    sums.data() + r * stretches};
+      return Shares{q + (r * kept + (races ? 0 : level)) * vocabulary, vocabulary, temperature[r],
+                    rough.data() + r * stretches, sums.data() + r * stretches};
     };
     float* mine = highest.data() + team.index * batch;
     std::fill_n(mine, batch, kNothing.score);
@@ -118,12 +118,16 @@ std::tuple<Tensor, Tensor> Decoder::draw(const Tensor& roots, const Tensor& cach
     for (int64_t r = 0; r < batch; ++r) shares(r).share(first, last);
     team.barrier();
     const auto [own, end] = team.share(batch);
-    for (int64_t r = own; r < end; ++r)
+    for (int64_t r = own; r < end; ++r) {
+      int64_t& token = to[r * depth + level];
+      const auto noise = [&](int64_t) {
+        return uniform(seed[r], position[r] + level, static_cast<Stream>(stream), level);
+      };
       if (races)
-        to[r * depth + level] = shares(r).first({seed[r], position[r] + level, Stream::kTarget});
+        token = shares(r).first({seed[r], position[r] + level, Stream::kTarget});
       else
-        shares(r).draw(1, [&](int64_t) { return uniform(seed[r], position[r] + level, static_cast<Stream>(stream), level); },
-                     to + r * depth + level);
+        shares(r).draw(1, noise, &token);
+    }
     team.barrier();
   };
   follow(guesses, roots, cached, keys, values, tables, slots, choose);
