@@ -24,7 +24,7 @@ from draftsmith.evaluation.proof.small_target import PROMPT, TableDrafter, small
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Context, Draft, SamplingParams
 from draftsmith.verify import Acceptance, Stream, accept_block, accept_sampled
-from draftsmith.verify.noise import arrivals
+from draftsmith.verify.noise import race
 from tests.helpers.block_mutants import block_rule
 from tests.helpers.toy import Accept, World, p_value_of_texts, world
 
@@ -60,9 +60,10 @@ class Peeking(Policy):
         asked = [known[id(row)] for row in rows]
         seeds_B = torch.tensor([request.seed for request in asked], dtype=torch.long)
         positions_B = torch.tensor([request.length for request in asked], dtype=torch.long)
-        # Whether the first token of the alphabet will come early, whatever the target thinks of it.
-        times_B = arrivals(torch.zeros(1, dtype=torch.long), seeds_B, positions_B, Stream.TARGET).flatten()
-        return [self._draft if time < 0.7 else self._plain for time in times_B.tolist()]
+        # Who would come first if all of eight tokens were as likely.
+        equal_BV = torch.ones((len(asked), 8), dtype=torch.float64)
+        firsts_B = race(equal_BV, seeds_B, positions_B, Stream.TARGET)
+        return [self._draft if first < 4 else self._plain for first in firsts_B.tolist()]
 
 
 def test_a_policy_that_uses_what_was_known_leaves_the_distribution_as_it_is():

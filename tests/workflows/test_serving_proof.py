@@ -18,7 +18,7 @@ from draftsmith.serving.speculation import Drafting
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.verify import Stream
-from draftsmith.verify.noise import arrivals
+from draftsmith.verify.noise import race
 from draftsmith.workflows.serving_proof import Visit, answers, prove_served
 from tests.evaluation.planted import StaleEntry
 from tests.helpers.tiny import prompts, tiny_model, tiny_target
@@ -59,7 +59,7 @@ def test_a_text_that_fails_is_told_in_words_that_are_true_without_a_server():
 
 
 class Watched(Engine):
-    """An engine whose policy drafts only if the noise of the token to come would draw one from the alphabet's end."""
+    """An engine whose policy drafts only if the noise of the token to come favours the alphabet's first half."""
 
     def __init__(self, *parts: Any, policy: Policy, **sizes: Any) -> None:
         self.requests: dict[RowHistory, Request] = {}
@@ -84,13 +84,14 @@ class Peeking(Policy):
         asked = [self._requests[row] for row in rows]
         seeds_B = torch.tensor([request.seed for request in asked], dtype=torch.long)
         positions_B = torch.tensor([request.length for request in asked], dtype=torch.long)
-        # Whether the first token of the alphabet will come early, whatever the target thinks of it.
-        times_B = arrivals(torch.zeros(1, dtype=torch.long), seeds_B, positions_B, Stream.TARGET).flatten()
-        return [self._draft if time < 0.7 else self._plain for time in times_B.tolist()]
+        # Who would come first if all of eight tokens were as likely.
+        equal_BV = torch.ones((len(asked), 8), dtype=torch.float64)
+        firsts_B = race(equal_BV, seeds_B, positions_B, Stream.TARGET)
+        return [self._draft if first < 4 else self._plain for first in firsts_B.tolist()]
 
 
 def test_a_policy_that_peeks_is_caught_behind_the_server():
-    proof = proof_of(tiny_target(), small_draws=16_000, batches=(16,), make_engine=Watched)
+    proof = proof_of(tiny_target(), small_draws=40_000, batches=(16,), make_engine=Watched)
     assert proof.verdict == "defect" and not proof.greedy.defects
     assert all(cell.refused for cell in proof.sampling.cells if cell.where == "small alphabet")
 
