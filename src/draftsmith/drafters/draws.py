@@ -69,13 +69,15 @@ class Draws:
     def __init__(self, context: Context, plan: Plan) -> None:
         self._context, self._stream = context, stream_of(plan)
         self._temperature_B = temperature_of(context, plan)
-        self._inner = 1 + plan.max_nodes - math.prod(plan.branching)
+        # By the target's own noise nobody asks what guesses were drawn from, so every level has the same memory.
+        self._keeps = self._stream != Stream.TARGET
+        self._inner = 1 + plan.max_nodes - math.prod(plan.branching) if self._keeps else 1
         self._levels: list[Tensor] = []
         self._native_BMV: Tensor | None = None
 
     @property
     def q_BMV(self) -> Tensor:
-        """What the guesses were drawn from; nodes of the last level have no children, and no row."""
+        """What the guesses of a sampled plan were drawn from; nodes of the last level have no children, and no row."""
         return torch.cat(self._levels, dim=1) if self._native_BMV is None else self._native_BMV
 
     def draw(self, scores_RV: Tensor, depth: int, children: int, start: int) -> Tensor:
@@ -87,19 +89,20 @@ class Draws:
                 self._native_BMV = scores_RV.new_empty((batch, self._inner, scores_RV.shape[1]))
             frontier = len(scores_RV) // batch
             # The row of a node is its slot and one, and the level begins as many slots further up as it has nodes.
+            line = start - frontier + 1 if self._keeps else 0
             tokens_RC: Tensor = torch.ops.draftsmith.draw(
                 scores_RV, self._temperature_B, context.seeds_B, positions_B, self._stream, children, start,
-                self._native_BMV, start - frontier + 1,
+                self._native_BMV, line,
             )
             return tokens_RC.view(batch, -1)
         q_BFV = (scores_RV.view(batch, -1, scores_RV.shape[1]) / self._temperature_B[:, None, None]).softmax(-1)
         q_BFV = q_BFV.to(torch.float64)
+        if not self._keeps:
+            raced_BF = race(q_BFV, context.seeds_B.unsqueeze(1), positions_B.unsqueeze(1), self._stream)
+            return torch.where(context.temperature_B.unsqueeze(1) > 0, raced_BF, q_BFV.argmax(-1))
         q_BFV = q_BFV / q_BFV.sum(-1, keepdim=True)
         self._levels.append(q_BFV)
         frontier = q_BFV.shape[1]
-        if self._stream == Stream.TARGET:
-            raced_BF = race(q_BFV, context.seeds_B.unsqueeze(1), positions_B.unsqueeze(1), self._stream)
-            return torch.where(context.temperature_B.unsqueeze(1) > 0, raced_BF, q_BFV.argmax(-1))
         slots_W = torch.arange(start, start + frontier * children, device=scores_RV.device)
         u_BFC = uniform(context.seeds_B.unsqueeze(1), positions_B.unsqueeze(1), self._stream, slots_W).view(
             batch, frontier, children

@@ -39,7 +39,7 @@ def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     if plan.sampled:
         return _sampled(drafter, context, plan)
     if drafter.can_sample and shares_noise(plan, context):
-        return replace(_sampled(drafter, context, Plan((1,) * plan.max_nodes)), q_BMV=None)
+        return _sampled(drafter, context, Plan((1,) * plan.max_nodes))
     if all(children == 1 for children in plan.branching):
         return _chain(drafter, context, plan.max_nodes)
     return _static(drafter, context, plan) if plan.choices else _ranked(drafter, context, plan)
@@ -222,7 +222,8 @@ def _prune(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int)
 def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     """Draw children without replacement: each from q without its elder siblings, renormalised.
 
-    The q that guesses are drawn from is the very one that verifies them: a copy rounded on the way is another one.
+    The q that guesses are drawn from is the very one that verifies them: a copy rounded on the way is another one. A
+    plan that is not sampled shares the target's noise, and its guesses have none.
     """
     tokens_R, state = drafter.begin(context)
     draws = Draws(context, plan)
@@ -238,6 +239,5 @@ def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
         if depth + 1 < plan.depth and children > 1:
             state = _map_state(state, partial(torch.repeat_interleave, repeats=children, dim=0))
     batch = context.tokens_BT.shape[0]
-    return Draft(
-        torch.cat(tokens, dim=1), torch.cat(parents).expand(batch, -1), plan.depth, draws.q_BMV, plan.branching
-    )
+    q_BMV = draws.q_BMV if plan.sampled else None
+    return Draft(torch.cat(tokens, dim=1), torch.cat(parents).expand(batch, -1), plan.depth, q_BMV, plan.branching)
