@@ -56,15 +56,7 @@ Tensor draw(const Tensor& scores, const Tensor& temperatures, const Tensor& seed
     for (int64_t r = 0; r < rows; ++r)
       highest[team.index * rows + r] =
           copy_row(from + r * vocabulary + begin, count, shares(r).q + begin);
-    team.barrier();
-    for (int64_t r = 0; r < rows; ++r) {
-      float most = -kInfinity;
-      for (int64_t t = 0; t < team.size; ++t) most = std::max(most, highest[t * rows + r]);
-      shares(r).weigh(first, last, most);
-    }
-    team.barrier();
-    for (int64_t r = 0; r < rows; ++r) shares(r).share(first, last);
-    team.barrier();
+    settle(team, rows, vocabulary, highest.data(), shares);
     const auto [own, end] = team.share(rows);
     for (int64_t r = own; r < end; ++r) {
       const int64_t b = r / frontier, index = slot + r % frontier * children;

@@ -87,4 +87,20 @@ struct Shares {
   }
 };
 
+// Turns the scores of rows into shares, shares(r) being those of row r, by a team that has just written them: highest holds
+// the largest score of every row in each thread's part (threads, rows). The team meets at the end.
+template <class Rows>
+void settle(const Team& team, int64_t rows, int64_t vocabulary, const float* highest, const Rows& shares) {
+  team.barrier();
+  const auto [first, last] = team.share(stretches_of(vocabulary));
+  for (int64_t r = 0; r < rows; ++r) {
+    float most = -kInfinity;
+    for (int64_t t = 0; t < team.size; ++t) most = std::max(most, highest[t * rows + r]);
+    shares(r).weigh(first, last, most);
+  }
+  team.barrier();
+  for (int64_t r = 0; r < rows; ++r) shares(r).share(first, last);
+  team.barrier();
+}
+
 }  // namespace draftsmith

@@ -209,16 +209,7 @@ class Growth {
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                mine[r] = std::max(mine[r], kernels().round_row(values, count, shares(r).q + n));
              }, room, ahead);
-    team.barrier();
-    const auto [first, last] = team.share(stretches);
-    for (int64_t r = 0; r < batch_; ++r) {
-      float most = -std::numeric_limits<float>::infinity();
-      for (int64_t t = 0; t < team.size; ++t) most = std::max(most, highest_[t * batch_ + r]);
-      shares(r).weigh(first, last, most);
-    }
-    team.barrier();
-    for (int64_t r = 0; r < batch_; ++r) shares(r).share(first, last);
-    team.barrier();
+    settle(team, batch_, scored_, highest_.data(), shares);
     const auto [own, end] = team.share(batch_);
     for (int64_t r = own; r < end; ++r) {
       const Race noise(seeds_.const_data_ptr<int64_t>()[r], positions_.const_data_ptr<int64_t>()[r] + depth,

@@ -107,16 +107,7 @@ std::tuple<Tensor, Tensor> Decoder::draw(const Tensor& roots, const Tensor& cach
              [&](int64_t r, int64_t n, int64_t count, const float* scores) {
                mine[r] = std::max(mine[r], kernels().round_row(scores, count, shares(r).q + n));
              }, room, layers_.front().query.begin(team));
-    team.barrier();
-    const auto [first, last] = team.share(stretches);
-    for (int64_t r = 0; r < batch; ++r) {
-      float most = kNothing.score;
-      for (int64_t t = 0; t < team.size; ++t) most = std::max(most, highest[t * batch + r]);
-      shares(r).weigh(first, last, most);
-    }
-    team.barrier();
-    for (int64_t r = 0; r < batch; ++r) shares(r).share(first, last);
-    team.barrier();
+    settle(team, batch, vocabulary, highest.data(), shares);
     const auto [own, end] = team.share(batch);
     for (int64_t r = own; r < end; ++r) {
       int64_t& token = to[r * depth + level];

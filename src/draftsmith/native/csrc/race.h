@@ -1,8 +1,8 @@
 // The token that arrives first where each is as fast as it weighs: race in verify/noise.py.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "kernels.h"
 #include "noise.h"
@@ -13,7 +13,7 @@ namespace draftsmith {
 // Nobody arrives later than so many times the mean time until the first arrival, but for one race in 10^10.
 constexpr double kLate = 25;
 
-// When each token arrives, times what it weighs.
+// When each token would arrive if it weighed one.
 class Race {
  public:
   Race(int64_t seed, int64_t position, Stream stream)
