@@ -28,18 +28,18 @@ from draftsmith.verify.noise import race
 from tests.helpers.block_mutants import block_rule
 from tests.helpers.toy import Accept, World, p_value_of_texts, world
 
-DRAWS = 30_000
+DRAWS, DRAWS_OF_A_FAULT = 20_000, 5_000
 BLOCK = Plan((1, 1), sampled=True, acceptance="block")
 TREE = Plan((2, 1), sampled=True)
 
 
-def p_value(make_policy: MakePolicy) -> float:
+def p_value(make_policy: MakePolicy, count: int = DRAWS) -> float:
     target, params = small_target(), SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
     exact = enumerate_distribution(read_plainly(target), target, PROMPT, params, 3)
     draws = draw_under_policy(
-        target, TableDrafter(target), PROMPT, params, DRAWS, batch=1000, seed=3, make_policy=make_policy
+        target, TableDrafter(target), PROMPT, params, count, batch=1000, seed=3, make_policy=make_policy
     )
-    assert len(draws.texts) == DRAWS and draws.accepted_per_step > 0.1
+    assert len(draws.texts) == count and draws.accepted_per_step > 0.1
     counts_C, impossible = exact.count(draws.texts)
     return fit(counts_C, impossible, exact.p_C).p_value
 
@@ -71,7 +71,7 @@ def test_a_policy_that_uses_what_was_known_leaves_the_distribution_as_it_is():
 
 
 def test_a_policy_that_peeks_is_caught():
-    assert p_value(Peeking) < ALPHA
+    assert p_value(Peeking, DRAWS_OF_A_FAULT) < ALPHA
 
 
 def first_a_block(drafter: StagewiseDrafter, context: Context, plan: Plan, as_others: bool = False) -> Draft:

@@ -29,8 +29,11 @@ link() {  # to, from
 # The driver is no kernel; what it allocates is watched all the same.
 compile "$here/driver.cpp" driver
 for file in "$source/dispatch.cpp" "$source"/kernels_*.cpp; do
+  name=$(basename "$file" .cpp)
+  # The largest blocks of registers of all: to optimise them takes longer than to run them as they are.
+  if [ "$name" = kernels_avx512bf16 ]; then slow=-O0; else slow=-O1; fi
   # shellcheck disable=SC2086
-  compile "$file" "$(basename "$file" .cpp)" $sanitizers
+  compile "$file" "$name" $sanitizers $slow
 done
 # shellcheck disable=SC2086
 compile "$source/kernels_amx.cpp" emulated $sanitizers -DDRAFTSMITH_EMULATED_TILES

@@ -91,7 +91,7 @@ class Peeking(Policy):
 
 
 def test_a_policy_that_peeks_is_caught_behind_the_server():
-    proof = proof_of(tiny_target(), small_draws=40_000, batches=(16,), make_engine=Watched)
+    proof = proof_of(tiny_target(), small_draws=24_000, batches=(16,), make_engine=Watched)
     assert proof.verdict == "defect" and not proof.greedy.defects
     assert all(cell.refused for cell in proof.sampling.cells if cell.where == "small alphabet")
 

@@ -81,7 +81,9 @@ def arrivals(tokens: Tensor, seeds: Tensor, positions: Tensor, stream: Stream) -
     arrivals need not look at the other 21 bits of those that are late by the first.
     """
     tokens = tokens.to(torch.int32)
-    first, second = (_words(tokens, _hash(seeds, positions, stream, index)) for index in (1, 2))
+    indices = torch.arange(1, 3, device=tokens.device)
+    keys = _hash(seeds.unsqueeze(-1), positions.unsqueeze(-1), stream, indices)
+    first, second = _words(tokens.unsqueeze(-2), keys).unbind(-2)
     v = ((first << 21) | (second >> 11)).to(torch.float64).add_(0.5).mul_(-(2.0**-53))
     return v.log1p_().neg_()
 
