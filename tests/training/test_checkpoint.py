@@ -179,8 +179,9 @@ def test_unwritable_place_is_named(tmp_path: Path):
         storage.write_folder(tmp_path / "file" / "x", lambda _: None)
 
 
-def test_training_killed_again_and_again_ends_with_the_same_weights(tmp_path: Path):
-    """Fifty kills at random file calls and random moments, each resumed, against one run that nobody disturbed."""
+@pytest.mark.parametrize("times", [20, pytest.param(50, marks=pytest.mark.slow)])
+def test_training_killed_again_and_again_ends_with_the_same_weights(times: int, tmp_path: Path):
+    """Kills at random file calls and random moments, each resumed, against one run that nobody disturbed."""
     data = toy.write_data(tmp_path)
     toy.run(tmp_path / "calm", data)
     rng, folder, kills, finished = random.Random(7), tmp_path / "killed", 0, False
@@ -189,13 +190,13 @@ def test_training_killed_again_and_again_ends_with_the_same_weights(tmp_path: Pa
         by_call = kills % 2 == 0
         killed = toy.dies(
             lambda resume=resume: toy.run(folder, data, resume=resume),
-            at_call=rng.randint(1, 250) if by_call and kills < 50 else None,
-            after_s=rng.uniform(0.05, 0.6) if not by_call and kills < 50 else None,
+            at_call=rng.randint(1, 250) if by_call and kills < times else None,
+            after_s=rng.uniform(0.05, 0.6) if not by_call and kills < times else None,
         )
         kills += killed
-        finished = not killed and kills >= 50
+        finished = not killed and kills >= times
         if not killed and not finished:
-            # Done before fifty kills: the finished run must survive them too.
+            # Done before so many kills: the finished run must survive them too.
             assert toy.outcome(folder) == toy.outcome(tmp_path / "calm")
             shutil.rmtree(folder)
     assert toy.outcome(folder) == toy.outcome(tmp_path / "calm")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-PRIOR = 6.0
+PRIOR = 3.0
 """Guesses, and steps: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
 FIRST_WAIT, LONGEST_WAIT = 8, 384
 """Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
