@@ -106,6 +106,16 @@ def test_shared_noise_guesses_what_the_target_would_draw(
         assert torch.equal(tokens_B1.flatten(), target.next_B)
 
 
+@pytest.mark.parametrize(("seed", "token"), [(4_400_933, 1_188), (7_352_519, 36_177)])
+def test_a_guess_that_comes_late_in_its_race_is_found_all_the_same(seed: int, token: int, instructions: str) -> None:
+    """Later than 25 times the mean, as `test_sampling` has it of the target's own draw."""
+    context = context_of(2, temperature=1.0)
+    context.seeds_B[1], context.lengths_B[1] = seed, 0
+    scores_RV = torch.full((2, 40_000), -torch.inf)
+    scores_RV[:, token] = 3.0
+    assert Draws(context, Plan((1,))).draw(scores_RV, 0, 1, 0).tolist() == [[token], [token]]
+
+
 def test_what_cannot_be_drawn_is_not() -> None:
     """Minus infinity has no share; where no score is finite, or one is infinite, nothing has, and any token comes."""
     scores_RV = torch.full((4, 600), -torch.inf)

@@ -182,18 +182,22 @@ class Contest:
             ]
         return plain * min(statistics.median(self.taken[one][rows]) for one in alike)
 
-    def full_seconds(self, copying: Sampler, guesses: int, rows: int) -> float:
-        """Return what a step takes in which all rows make so many guesses."""
-        found = self._full.get((guesses, rows))
-        if found is None:
-            self.on_progress(f"{_in_rows(rows)}, {guesses} guesses in each")
-            plan, times = Plan((1,) * guesses), []
-            copying.seconds(plan, rows)  # warms up
-            for _ in range(FEWEST_TURNS):
-                plain = copying.seconds(NO_DRAFT, rows)
-                times.append(copying.seconds(plan, rows) / plain)
-            found = self._full[guesses, rows] = statistics.median(times)
-        return self.seconds(NO_DRAFT, rows) * found
+    def time_full(self, copying: Sampler, guesses: int, rows: int) -> None:
+        """Time steps in which all rows make so many guesses, unless that was done."""
+        if (guesses, rows) in self._full:
+            return
+        self.on_progress(f"{_in_rows(rows)}, {guesses} guesses in each")
+        plan, times = Plan((1,) * guesses), []
+        copying.seconds(plan, rows)  # warms up
+        for _ in range(FEWEST_TURNS):
+            plain = copying.seconds(NO_DRAFT, rows)
+            times.append(copying.seconds(plan, rows) / plain)
+        self._full[guesses, rows] = statistics.median(times)
+
+    def full_seconds(self, guesses: int, rows: int) -> float:
+        """Return what a step takes in which all rows make so many guesses: no more than with more guesses."""
+        times = [took for (more, count), took in self._full.items() if more >= guesses and count == rows]
+        return self.seconds(NO_DRAFT, rows) * min(times)
 
     def run(self, plans: Sequence[Plan]) -> Profile:
         """Time them and return what came of it."""
@@ -218,6 +222,10 @@ class Contest:
         for rows in self.rows[1:]:
             for plan in kept:
                 self.time(plan, rows)
+        if self.copying is not None:
+            for plan in kept[1:]:
+                for rows in self.rows:
+                    self.time_full(self.copying, self.sampler.brought[plan].guesses, rows)
         return Profile(self.rows, tuple(
             Arm(
                 plan, self.sampler.survival(plan), tuple(self.seconds(plan, rows) for rows in self.rows),
@@ -231,7 +239,7 @@ class Contest:
         if self.copying is None or not plan.depth:
             return None, ()
         brought = self.sampler.brought[plan]
-        return brought.found, tuple(self.full_seconds(self.copying, brought.guesses, rows) for rows in self.rows)
+        return brought.found, tuple(self.full_seconds(brought.guesses, rows) for rows in self.rows)
 
     @property
     def is_steady(self) -> bool:
