@@ -334,6 +334,7 @@ class Completion:
     `accepted_lengths[i]` says how many of the tokens of step i were drafted, so that a reader can colour them; the
     prefill's token is not a step, and a text cut inside an accepted path counts its last token as the target's own,
     so that tokens add up to 1 + the sum of (1 + accepted).
+    `is_unfit` says of an error that nothing could go on as the request's constraint wants it.
     `prompt_logprobs` are those of the prompt's tokens from the second on: nothing predicts the first.
     """
 
@@ -346,6 +347,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     error: str | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    is_unfit: bool = False
 
 
 def require_finished(completions: list[Completion]) -> list[Completion]:

@@ -28,6 +28,14 @@ CASES: dict[str, tuple[str, Any, int]] = {
     "100,000 prompts": (COMPLETION, {"prompt": ["x"] * 10**5}, 400),
     "100,000 prompts of ids": (COMPLETION, {"prompt": [[1]] * 10**5}, 400),
     "prompts times copies": (COMPLETION, {"prompt": ["x"] * 100, "n": 100}, 400),
+    "stops, a million of another kind": (COMPLETION, {"prompt": "x", "stop": [0] * 10**6}, 400),
+    "ids of stops, 500,000 of another kind": (COMPLETION, {"prompt": "x", "stop_token_ids": ["a"] * 500_000}, 400),
+    "messages, a million of another kind": (CHAT, {"messages": [0] * 10**6}, 400),
+    "biases, 200,000 of another kind": (
+        COMPLETION, {"prompt": "x", "logit_bias": {str(token): "a" for token in range(200_000)}}, 400
+    ),
+    "biases that are no numbers": (COMPLETION, {"prompt": "x", "logit_bias": {"1": "a"}}, 400),
+    "half a character by itself": ("/tokenize", {"prompt": "\ud800", "add_special_tokens": False}, 400),
     "max_tokens, negative": (COMPLETION, {"prompt": "x", "max_tokens": -1}, 400),
     "max_tokens, none": (COMPLETION, {"prompt": "x", "max_tokens": 0}, 400),
     "max_tokens, 10^12": (COMPLETION, {"prompt": "x", "max_tokens": 10**12}, 400),
@@ -192,7 +200,7 @@ def test_request_ids_may_repeat():
                     COMPLETION, json={"prompt": prompt, "temperature": 0, "max_tokens": 20},
                     headers={"x-request-id": identity},
                 )
-                assert response.headers["x-request-id"] == identity
+                assert response.headers["x-request-id"] == response.headers["request-id"] == identity
                 return str(response.json()["choices"][0]["text"])
 
             asked = [("one", "a"), ("zzz", "a"), ("né", "a-0"), ("12 + 3", "a-0-0")]

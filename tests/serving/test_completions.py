@@ -214,9 +214,10 @@ def test_a_request_may_draft_as_it_likes(speculation: Any, plans: set[str]):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("smooth", [False, True])
-def test_who_guessed_which_token_is_explained(stream: bool, smooth: bool):
+@pytest.mark.parametrize("echo", [False, True])
+def test_who_guessed_which_token_is_explained(stream: bool, smooth: bool, echo: bool):
     body = {"prompt": "zzz", "temperature": 0, "max_tokens": 24, "explain": True, "stream": stream, "smooth": smooth}
-    response = post(PATH, body)
+    response = post(PATH, body | {"echo": echo})
     if stream:
         events = events_of(response)
         pieces, text = [event["draftsmith"] for event in events if "draftsmith" in event], text_of(events)
@@ -228,7 +229,7 @@ def test_who_guessed_which_token_is_explained(stream: bool, smooth: bool):
     own = plainly("zzz", max_tokens=24)
     tokens = [token for piece in pieces for token in piece["tokens"]]
     assert [token["id"] for token in tokens] == own.tokens
-    assert "".join(token["text"] for token in tokens) == text == own.text
+    assert text == "zzz" * echo + own.text and "".join(token["text"] for token in tokens) == own.text
     guessed = [token for token in tokens if token["source"] == "oracle"]
     assert all(token["depth"] in (1, 2, 3) for token in guessed)
     assert all(token["depth"] == 0 for token in tokens if token["source"] == "target")
@@ -254,7 +255,8 @@ def test_smoothed_text_comes_token_by_token():
 def test_null_stands_for_what_is_left_out():
     nothing = dict.fromkeys(
         ("logprobs", "top_p", "top_k", "min_p", "stop", "seed", "n", "user", "stream_options", "logit_bias", "suffix",
-         "best_of", "echo", "stream", "presence_penalty", "response_format", "prediction", "speculation", "timeout")
+         "best_of", "echo", "stream", "presence_penalty", "response_format", "prediction", "speculation", "timeout",
+         "ignore_eos", "smooth", "explain")
     )
     assert ask(**nothing)["choices"] == ask()["choices"]
 

@@ -25,6 +25,10 @@ from draftsmith.types import Completion, DraftsmithError, SamplingParams
 
 log = logging.getLogger(__name__)
 
+
+class ClosedError(DraftsmithError):
+    """Nothing is decoded any more: whoever owns the engine has closed it."""
+
 Inbox = asyncio.Queue[Chunk | BaseException]
 
 
@@ -184,7 +188,7 @@ class AsyncEngine:
         if self._failure is not None:
             raise DraftsmithError(f"the engine has stopped: {self._failure}") from self._failure
         if self._stopping:
-            raise DraftsmithError("the engine is closed; open another one.")
+            raise ClosedError("the engine is closed; open another one.")
         if self._thread is None:
             raise DraftsmithError("the engine is not running; use it inside `async with AsyncEngine(engine)`.")
 
@@ -234,7 +238,7 @@ class AsyncEngine:
             # Nothing is taken out of the core: after a failed step it may not even be able to.
             self._tell_all(error, loop)
             return
-        self._tell_all(DraftsmithError("the engine was closed before this text was finished."), loop)
+        self._tell_all(ClosedError("the engine was closed before this text was finished."), loop)
         for call in set(self._listeners.values()):
             self._leave(call)
 

@@ -263,7 +263,9 @@ class EngineCore:
                     line, raw_TV = reread(self.stepper, rows, result.before, b, self._penalties)
                 one = self._take(request, line, raw_TV, result.depth)
                 accepted = max(0, len(one.tokens) - 1)
-                one.made = Made(drafter, rows.choice.plan, max(0, line[1]), accepted, why=request.why)
+                refused = 0 if request.guide is None else request.guide.refused
+                drafted = max(0, line[1] - refused)
+                one.made = Made(drafter, rows.choice.plan, drafted, accepted, why=request.why)
                 if request.shows_drafts and one.made.drafted:
                     one.made.tree = result.tree(b, one.made.accepted)
                 progress.append(one)

@@ -22,6 +22,8 @@ log = logging.getLogger("draftsmith.serving")
 
 OPEN = frozenset({"/health", "/ready"})
 """Routes that need no key: those that say how the server does. Pages need none either."""
+REQUEST_IDS = (b"x-request-id", b"request-id")
+"""The id of a request as OpenAI's and as Anthropic's clients read it."""
 _ID = re.compile(r"[\w.:@/+=-]{1,128}")
 
 
@@ -57,7 +59,8 @@ class Access:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", identity.encode())]}
+                named = [(name, identity.encode()) for name in REQUEST_IDS]
+                message = {**message, "headers": [*message.get("headers", ()), *named]}
             await send(message)
 
         problem: ApiError | None = None

@@ -21,7 +21,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
 from draftsmith.serving.access import Access
 from draftsmith.serving.answers import error_answer, json_answer
-from draftsmith.serving.body import Fields, read_fields
+from draftsmith.serving.body import Fields, Several, read_fields
 from draftsmith.serving.chat import chat
 from draftsmith.serving.completions import completions
 from draftsmith.serving.description import description
@@ -43,8 +43,8 @@ class TokenizeFields(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool = True
+    messages: Several[Message] | None = None
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -52,7 +52,7 @@ class DetokenizeFields(Fields):
     """The body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Several[int]
 
 
 async def tokenize(request: Request, service: Service, key: str) -> Response:
@@ -64,7 +64,7 @@ async def tokenize(request: Request, service: Service, key: str) -> Response:
     if fields.messages is not None:
         tokens = await service.prompts.of_chat(fields.messages)
     else:
-        tokens = await service.prompts.of_text(fields.prompt or "", fields.add_special_tokens)
+        tokens = await service.prompts.of_text(fields.prompt or "", fields.add_special_tokens is not False)
     told: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_length, "tokens": tokens}
     if fields.return_token_strs:
         told["token_strs"] = [service.texts.text(token) for token in tokens]

@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from draftsmith.serving.errors import ApiError, bad
@@ -22,6 +22,19 @@ class Fields(BaseModel):
 
 
 M = TypeVar("M", bound=Fields)
+T = TypeVar("T")
+
+
+class _First(FailFast):
+    """pydantic's own cannot stand beside others in a union, for want of a hash."""
+
+    __hash__ = object.__hash__
+
+
+Several = Annotated[list[T], _First()]
+"""A list whose first mistake is its last: a body of some megabytes can hold a million of them."""
+Flag = Annotated[bool, BeforeValidator(lambda given: given is not None and given)]
+"""Off where it is null, as where it is left out."""
 
 
 async def read_fields(request: Request, kind: type[M], settings: Settings) -> M:

@@ -41,7 +41,7 @@ async def chat(request: Request, service: Service, key: str) -> Response:
     if fields.modalities is not None and fields.modalities != ["text"]:
         raise bad("modalities other than text are not served.", "modalities")
     top = check_logprobs(fields.top_logprobs, "top_logprobs", settings)
-    if top is not None and not fields.logprobs:
+    if top and not fields.logprobs:
         raise bad("top_logprobs needs logprobs; set that to true.", "top_logprobs")
     drafting = drafting_of(fields.speculation, service.drafters, settings)
     check_copies(given_whole(fields.n, 1), settings)

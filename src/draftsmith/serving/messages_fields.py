@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from draftsmith.serving.body import Fields
+from draftsmith.serving.body import Fields, Flag, Several
 from draftsmith.serving.errors import bad
 from draftsmith.serving.openai_fields import ChatFields, Function, Message, Speculation, TextPart, Tool
 from draftsmith.serving.prompts import given_text, plain_text
@@ -18,7 +18,7 @@ class Block(Fields):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[TextPart] | None = None
+    content: str | Several[TextPart] | None = None
     is_error: bool | None = None
 
 
@@ -26,7 +26,7 @@ class Turn(Fields):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Several[Block]
 
 
 class ToolDefinition(Fields):
@@ -50,9 +50,9 @@ class CountFields(Fields):
     """The body of `/v1/messages/count_tokens`."""
 
     model: str
-    messages: list[Turn]
-    system: str | list[TextPart] | None = None
-    tools: list[ToolDefinition] | None = None
+    messages: Several[Turn]
+    system: str | Several[TextPart] | None = None
+    tools: Several[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
 
 
@@ -60,7 +60,7 @@ class MessageFields(CountFields):
     """The body of `/v1/messages`."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Several[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -68,7 +68,7 @@ class MessageFields(CountFields):
     metadata: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     speculation: Speculation | None = None
-    smooth: bool = False
+    smooth: Flag = False
 
 
 def as_chat(fields: CountFields) -> ChatFields:

@@ -25,6 +25,7 @@ L = TypeVar("L", bound=tuple[str, ...])
 
 ENGINE = "0"
 REASONS = ("stop", "length", "abort", "error", "deadline")
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 HTTP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -144,6 +145,7 @@ class HttpMetrics(Collector):
 
     def note(self, handler: str, method: str, status: int, began: float) -> None:
         """Count a request that began at a time of `time.monotonic`."""
+        method = method if method in METHODS else "other"  # clients make up as many as they like
         self._counts[handler, method, f"{status // 100}xx"] += 1
         self._seconds.setdefault((handler, method), Histogram(HTTP_SECONDS)).add(time.monotonic() - began)
 

@@ -173,9 +173,12 @@ class Answer(ABC):
                 counts[delta.choice] = counts.get(delta.choice, 0) + self.count(delta.tokens)
                 if delta.completion is not None:
                     ends.append(delta)
-                for choice in self.pieces(delta, begins):
+                pieces = self.pieces(delta, begins)
+                # With the last that says something: the first may be the prompt, where that is asked for.
+                speaking = [at for at, choice in enumerate(pieces) if choice["finish_reason"] is None]
+                for at, choice in enumerate(pieces):
                     more: dict[str, Any] = {"usage": self.frame.usage(counts)} if running else {}
-                    if delta.explained is not None and choice["finish_reason"] is None:
+                    if delta.explained is not None and at in speaking[-1:]:
                         more["draftsmith"] = delta.explained
                     yield data(self.frame.chunk([choice], **more)) if more else self.frame.event(choice)
         if options is not None and options.include_usage:

@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from draftsmith.serving.body import Fields
+from draftsmith.serving.body import Fields, Flag, Several
 from draftsmith.serving.settings import Detail
 
 
 class StreamOptions(Fields):
     """What a stream tells of tokens."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
 
 
 class Speculation(Fields):
@@ -46,7 +46,7 @@ class StructuredOutputs(Fields):
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Several[str] | None = None
     grammar: str | None = None
 
 
@@ -61,7 +61,7 @@ class Prediction(Fields):
     """A text that the answer is likely to repeat."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | Several[TextPart]
 
 
 class Function(Fields):
@@ -92,10 +92,11 @@ class Generation(Fields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
+    logit_bias: dict[str, Any] | None = None
+    """Numbers by token id; checked where they are used."""
+    stop: str | Several[str] | None = None
+    stop_token_ids: Several[int] | None = None
+    ignore_eos: Flag = False
     min_tokens: int | None = None
     seed: int | None = None
     n: int | None = None
@@ -109,8 +110,8 @@ class Generation(Fields):
     prediction: Prediction | None = None
     spec_decode_metrics: Detail | None = None
     speculation: Speculation | None = None
-    smooth: bool = False
-    explain: bool = False
+    smooth: Flag = False
+    explain: Flag = False
     # Not offered, and too weighty to be left out in silence.
     prompt_embeds: Any = None
     use_beam_search: bool | None = None
@@ -131,20 +132,20 @@ class Message(Fields):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Several[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Several[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
 class ChatFields(Generation):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: Several[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Several[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template: Any = None
@@ -152,4 +153,4 @@ class ChatFields(Generation):
     functions: Any = None
     function_call: Any = None
     audio: Any = None
-    modalities: list[str] | None = None
+    modalities: Several[str] | None = None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from draftsmith.engine.requests.prompts import tokens_of
+from draftsmith.engine.requests.prompts import check_text, tokens_of
 from draftsmith.serving.errors import bad
 from draftsmith.serving.openai_fields import Message, TextPart
 from draftsmith.serving.settings import Settings
@@ -88,6 +88,10 @@ class Prompts:
             raise bad(f"{self.target.name} has no tokenizer.")
         self._check_size(text)
         if not special:
+            try:
+                check_text(text, 0)
+            except DraftsmithError as error:
+                raise bad(str(error), "prompt") from error
             return await self._in_thread(lambda: body_ids(tokenizer, text))
         return await self._in_thread(lambda: self._tokens(text, 0) if text else [])
 

@@ -1,7 +1,9 @@
 """From the fields of a request to the rules that the engine samples by; what it may not ask for is refused here."""
 
+import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from draftsmith.serving.constraints import Form
 from draftsmith.serving.errors import ApiError, bad
@@ -80,7 +82,7 @@ def from_engine(error: DraftsmithError) -> ApiError:
     return bad(str(error), word[0] if word is not None and word[0] in FIELDS else None)
 
 
-def _bias(bias: dict[str, float] | None, settings: Settings) -> dict[int, float]:
+def _bias(bias: dict[str, Any] | None, settings: Settings) -> dict[int, float]:
     if not bias:
         return {}
     if len(bias) > settings.max_bias:
@@ -88,7 +90,11 @@ def _bias(bias: dict[str, float] | None, settings: Settings) -> dict[int, float]
     wrong = next((token for token in bias if not re.fullmatch(r"[0-9]{1,9}", token)), None)
     if wrong is not None:
         raise bad(f"logit_bias names {wrong[:40]!r}, which is no token id.", "logit_bias")
-    return {int(token): value for token, value in bias.items()}
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in bias.values()):
+        raise bad("logit_bias has a value that is no number.", "logit_bias")
+    if not all(math.isfinite(value) for value in bias.values()):
+        raise bad("logit_bias has a value that is not finite.", "logit_bias")
+    return {int(token): float(value) for token, value in bias.items()}
 
 
 def _stops(stop: str | list[str] | None, settings: Settings) -> Sequence[str]:

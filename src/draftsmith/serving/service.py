@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.engine import AsyncEngine, Chunk, Engine
+from draftsmith.engine import AsyncEngine, Chunk, ClosedError, Engine
 from draftsmith.serving.errors import ApiError, bad, broken
 from draftsmith.serving.health import NO_TASK, Health
 from draftsmith.serving.meter import Meter
@@ -167,9 +167,10 @@ class Service:
             told["failed"] = error.status
             raise
         except DraftsmithError as error:
-            told["failed"] = 400
-            if self.engine.failure is not None or "engine is closed" in str(error):
+            if self.engine.failure is not None or isinstance(error, ClosedError):
+                told["failed"] = 503
                 raise ApiError(503, "the engine has stopped; the server has to be started again.") from error
+            told["failed"] = 400
             raise from_engine(error) from error
         finally:
             self.inside -= call.texts
@@ -205,7 +206,7 @@ def check_end(chunk: Chunk, params: SamplingParams) -> None:
         raise ApiError(503, "the request was taken out before its end.")
     if reason == "error":
         assert chunk.completion is not None
-        if params.constraint is not None:
+        if chunk.completion.is_unfit:
             raise ApiError(400, str(chunk.completion.error), code="constraint")
         raise broken()
 

@@ -79,6 +79,12 @@ def _tokenizer(target: Target, number: int, kind: str) -> PreTrainedTokenizerBas
 
 
 def _read_text(text: str, number: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    check_text(text, number)
+    return text_ids(tokenizer, text)
+
+
+def check_text(text: str, number: int) -> None:
+    """Raise DraftsmithError for half a character in prompt `number`: tokenizers fail on it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -86,7 +92,6 @@ def _read_text(text: str, number: int, tokenizer: PreTrainedTokenizerBase) -> li
             f"prompt {number} has {text[error.start]!r} at character {error.start}, which is half of a character or a "
             "byte that was not UTF-8; fix the text."
         ) from error
-    return text_ids(tokenizer, text)
 
 
 def _read_messages(

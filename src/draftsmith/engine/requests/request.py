@@ -73,6 +73,8 @@ class Request:
     statistics: Statistics = field(default_factory=Statistics)
     finish_reason: str | None = None
     error: str | None = None
+    is_unfit: bool = False
+    """Whether the error is that nothing could go on as its constraint wants it."""
     accepted: list[int] = field(default_factory=list)
     """Of every step, how many guesses stayed."""
     drafted: int = 0
@@ -157,6 +159,7 @@ class Request:
                 break
         guide.look_ahead()
         if guide.error is not None:
+            self.is_unfit = True
             self.fail(f"after {len(self.tokens)} tokens of row {self.index}, {guide.error}")
         elif guide.is_over:
             self.finish("stop")
@@ -221,5 +224,6 @@ class Request:
             accepted_lengths=accepted,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             error=self.error,
+            is_unfit=self.is_unfit,
             prompt_logprobs=self.prompt_logprobs if self.params.prompt_logprobs is not None else None,
         )
