@@ -160,6 +160,8 @@ def test_who_finds_no_room_is_told_to_come_again():
             late = await client.post(COMPLETION, json=body)
             assert late.status_code == 429 and late.headers["retry-after"] == "1"
             assert late.json()["error"]["type"] == "rate_limit_error"
+            unread = await client.post(COMPLETION, json=body | {"prompt": "x" * 100_000})
+            assert unread.status_code == 429, "that its prompt is too long is not found out before"
             for response in await asyncio.gather(*first):
                 assert response.json()["choices"][0]["text"] == plainly(**body).text
             assert service.inside == 0

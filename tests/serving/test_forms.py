@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from draftsmith.serving.tools import ListOfCalls, MarkedCalls
+from draftsmith.serving.tools import ListOfCalls, MarkedCalls, ToolCall
 from tests.serving.test_messages_tools import SAID, reciter
 from tests.serving.toy import NAME, PROMPTS, events_of, make_service, plainly, post, running, target, tokens_of
 
@@ -252,6 +252,17 @@ def test_an_answer_that_is_cut_off_behind_a_call_says_so(stream: bool):
 
     found = asyncio.run(main())
     assert [call["name"] for call in found["calls"]] == ["weather"] and found["reason"] == "length"
+
+
+def test_calls_beyond_those_that_are_allowed_are_left_out():
+    """`parallel_tool_calls: false`, however the answer is cut."""
+    whole = 'a <tool_call>{"name": "b"}</tool_call> c <tool_call>{"name": "d"}</tool_call>'
+    for size in (1, 7, len(whole)):
+        reader = MarkedCalls(most=1)
+        cuts = [whole[at : at + size] for at in range(0, len(whole), size)]
+        parts = [part for cut in cuts for part in reader.feed(cut)] + reader.end()
+        assert [part.name for part in parts if isinstance(part, ToolCall)] == ["b"]
+        assert "".join(part for part in parts if isinstance(part, str)) == "a  c "
 
 
 @pytest.mark.parametrize(("whole", "text"), [(' \n<tool_call>{"name": "a"}</tool_call>\n', ""), (" \n ", " \n ")])

@@ -20,13 +20,13 @@ class Form:
     Args:
         constraint: on its text.
         prediction: a text that it is likely to repeat.
-        calls: the kind of what reads calls of tools from it; None where it is text and no more.
+        calls: makes what reads calls of tools from it; None where it is text and no more.
         tools: what the chat template is given of them.
     """
 
     constraint: Constraint | None = None
     prediction: str | None = None
-    calls: type[CallReader] | None = None
+    calls: Callable[[], CallReader] | None = None
     tools: tuple[dict[str, Any], ...] = ()
 
 
@@ -56,11 +56,11 @@ def form_of(fields: Generation, template: str = "") -> Form:
     if constraint is not None:
         raise bad('an answer cannot be both a form and calls of tools; leave one out, or set tool_choice to "none".')
     chosen = fields.tools if isinstance(fields.tool_choice, str | None) else [named_tool(fields)]
-    reader = reader_of(template, must=fields.tool_choice not in (None, "auto"))
-    if fields.tool_choice in (None, "auto"):
-        return Form(None, prediction, reader, told)
     # Whoever names a tool wants it called, and not again and again.
     most = 1 if isinstance(fields.tool_choice, dict) or fields.parallel_tool_calls is False else None
+    reader = reader_of(template, fields.tool_choice not in (None, "auto"), most)
+    if fields.tool_choice in (None, "auto"):
+        return Form(None, prediction, reader, told)
     return Form(_made(lambda: Constraint.of_schema(calls_schema(chosen, most)), "tools"), prediction, reader, told)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -74,7 +74,9 @@ async def _read(fields: CountFields, service: Service) -> tuple[Form, list[int]]
 class _Answer:
     """The answer to one request, in one piece or as a stream of Anthropic's events."""
 
-    def __init__(self, service: Service, call: Call, stops: Sequence[str], calls: type[CallReader] | None) -> None:
+    def __init__(
+        self, service: Service, call: Call, stops: Sequence[str], calls: Callable[[], CallReader] | None
+    ) -> None:
         self.service, self.call, self.stops = service, call, stops
         self.id = f"msg_{uuid.uuid4().hex}"
         self._reader = None if calls is None else calls()

@@ -97,12 +97,21 @@ class Service:
         """Whether requests are let in."""
         return not self.draining and self.engine.failure is None
 
-    def check_accepts(self) -> None:
-        """Raise ApiError where nobody is let in any more."""
+    def check_accepts(self, texts: int = 1) -> None:
+        """Raise ApiError where nobody is let in any more, or where so many texts find no room now.
+
+        Asked before a prompt is read as well: whoever is sent away is told so without waiting for the tokenizer.
+        """
         if self.engine.failure is not None:
             raise ApiError(503, "the engine has stopped; the server has to be started again.")
         if self.draining:
             raise ApiError(503, "the server is about to end; ask another one.", retry_after=WAIT_S)
+        # A request by itself may be larger than the queue is long.
+        if self.inside and self.inside + texts > self.most:
+            raise ApiError(
+                429, f"the server is full: {self.inside} texts are in; try again soon.", code="queue_full",
+                retry_after=WAIT_S,
+            )
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served."""
@@ -144,13 +153,7 @@ class Service:
             ApiError: 429 where there is no room, 400 for what the engine refuses, 504 when time is up, 500 or 503 for
                 what went wrong. Whoever stops listening takes the request out.
         """
-        self.check_accepts()
-        # A request by itself may be larger than the queue is long.
-        if self.inside and self.inside + call.texts > self.most:
-            raise ApiError(
-                429, f"the server is full: {self.inside} texts are in; try again soon.", code="queue_full",
-                retry_after=WAIT_S,
-            )
+        self.check_accepts(call.texts)
         self.inside += call.texts
         self._empty.clear()
         begun, told = time.monotonic(), call.told

@@ -7,8 +7,9 @@ Where the model decides, it writes calls as it learnt to; read are those between
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from draftsmith.serving.errors import bad
@@ -78,9 +79,14 @@ class ListOfCalls(CallReader):
 
 
 class MarkedCalls(CallReader):
-    """An answer that may have calls between marks, and text around them; white space alone beside a call is no text."""
+    """An answer that may have calls between marks, and text around them; white space alone beside a call is no text.
 
-    def __init__(self) -> None:
+    Args:
+        most: calls that are told; further ones are left out. None tells all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._left = most
         self._held, self._inside, self._called = "", False, False
         self._space: str | None = ""
         """White space since the last call; None once there was text behind that."""
@@ -96,7 +102,10 @@ class MarkedCalls(CallReader):
             self._held = behind
             call = _read(before) if self._inside else None
             if call is not None:
-                parts.append(call)
+                if self._left is None or self._left > 0:
+                    parts.append(call)
+                if self._left:
+                    self._left -= 1
                 self._called, self._space = True, ""
             elif self._inside:
                 parts += self._said(OPEN + before + CLOSE)
@@ -152,8 +161,11 @@ def call_of(value: Any) -> ToolCall | None:
     return ToolCall(value["name"], told)
 
 
-def reader_of(template: str, must: bool) -> type[CallReader]:
-    """Return what reads the calls of an answer; ApiError where the model writes them in a way that is not read here."""
+def reader_of(template: str, must: bool, most: int | None) -> Callable[[], CallReader]:
+    """Return what makes readers of the calls of an answer, of so many at most where these are not a list anyway.
+
+    ApiError where the model writes them in a way that is not read here.
+    """
     if must:
         return ListOfCalls
     if OPEN not in template:
@@ -161,7 +173,7 @@ def reader_of(template: str, must: bool) -> type[CallReader]:
             f"the model's chat template does not write calls between {OPEN} and {CLOSE}; let tool_choice ask for a "
             'call, or be "none".', "tool_choice",
         )
-    return MarkedCalls
+    return partial(MarkedCalls, most)
 
 
 def named_tool(fields: ChatFields) -> Tool:
