@@ -69,6 +69,40 @@ def test_a_drafter_that_fails_costs_no_text():
     asyncio.run(main())
 
 
+class Hangs(OracleDrafter):
+    """Does not come back from a draft until it is let go."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.reached, self.free = threading.Event(), threading.Event()
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        self.reached.set()
+        assert self.free.wait(20)
+        return super().propose(context, plan)
+
+
+def test_an_engine_that_hangs_in_a_step_is_not_healthy():
+    async def main() -> None:
+        drafter = oracle(kind=Hangs)
+        assert isinstance(drafter, Hangs)
+        async with running(make_service(drafter=drafter, stall_seconds=0.2)) as client:
+            assert (await client.get("/health")).status_code == 200, "it is idle"
+            asked = asyncio.create_task(client.post(PATH, json=body("one")))
+            await asyncio.to_thread(drafter.reached.wait, 20)
+            await until_health(client, 503)
+            drafter.free.set()
+            assert (await asked).json()["choices"][0]["text"] == plainly("one", max_tokens=24).text
+            await until_health(client, 200)
+
+    async def until_health(client: httpx.AsyncClient, status: int) -> None:
+        async with asyncio.timeout(20):
+            while (await client.get("/health")).status_code != status:
+                await asyncio.sleep(0.02)
+
+    asyncio.run(main())
+
+
 class Fails:
     """Makes the forward of a target raise as often as it is told to."""
 

@@ -80,6 +80,7 @@ class AsyncEngine:
         self._calls: set[_Call] = set()
         self._stopping = False
         self._failure: BaseException | None = None
+        self._step_began: float | None = None  # None between steps
         # By the id of a request; of the thread that steps alone.
         self._listeners: dict[int, _Call] = {}
 
@@ -108,6 +109,12 @@ class AsyncEngine:
     def failure(self) -> BaseException | None:
         """Why it has stopped for good, if it has."""
         return self._failure
+
+    @property
+    def step_s(self) -> float:
+        """For how many seconds the step that runs now has been running; 0 where none runs."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, plan: Plan | None = None, priority: int = 0,
@@ -260,6 +267,7 @@ class AsyncEngine:
 
     def _step(self) -> list[Progress]:
         """Advance everybody. If that fails, tell who was in, and go on as long as failures are spared."""
+        self._step_began = time.monotonic()
         try:
             progress = self.engine.core.step()
         except Exception as error:
@@ -273,6 +281,8 @@ class AsyncEngine:
                 self._note([Progress(request, [], True) for request in call.requests if request.error is not None])
                 call.tell(error)
             return []
+        finally:
+            self._step_began = None
         if self._failures and any(one.finished for one in progress):
             self._failures = 0
         return progress

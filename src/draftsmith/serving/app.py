@@ -97,8 +97,8 @@ async def models(request: Request, service: Service, key: str) -> Response:
 
 
 async def health(request: Request, service: Service, key: str) -> Response:
-    """Answer whether this process does its work; 503 once its engine has stopped for good."""
-    return Response(status_code=503 if service.engine.failure is not None else 200)
+    """Answer whether this process does its work; 503 once its engine has stopped for good, or hangs in a step."""
+    return Response(status_code=200 if service.works else 503)
 
 
 async def ready(request: Request, service: Service, key: str) -> Response:

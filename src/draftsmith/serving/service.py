@@ -97,6 +97,11 @@ class Service:
         """Whether requests are let in."""
         return not self.draining and self.engine.failure is None
 
+    @property
+    def works(self) -> bool:
+        """Whether the engine has not stopped, and its step does not take so long that it hangs."""
+        return self.engine.failure is None and self.engine.step_s <= self.settings.stall_seconds
+
     def check_accepts(self, texts: int = 1) -> None:
         """Raise ApiError where nobody is let in any more, or where so many texts find no room now.
 

@@ -21,6 +21,8 @@ class Settings:
         request_timeout: most seconds that a request may take, waiting included.
         drain_seconds: how long what runs may go on after the server was asked to end.
         body_seconds, head_seconds: how long the body and the head of a request may take to come.
+        stall_seconds: after so long in one step the engine counts as one that hangs; a step that reads a piece of a
+            prompt may take seconds.
         max_body_bytes: largest body of a request.
         max_headers: most header fields of a request.
         max_texts: most texts of one request, prompts times copies.
@@ -41,6 +43,7 @@ class Settings:
     drain_seconds: float = 30.0
     body_seconds: float = 20.0
     head_seconds: float = 20.0
+    stall_seconds: float = 120.0
     max_body_bytes: int = 4 << 20
     max_headers: int = 128
     max_texts: int = 128
@@ -61,7 +64,9 @@ class Settings:
         for name in ("max_waiting", "drain_seconds"):
             if getattr(self, name) < 0:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; give 0 or more.")
-        for name in ("request_timeout", "body_seconds", "head_seconds", "max_body_bytes", "grammar_seconds"):
+        for name in (
+            "request_timeout", "body_seconds", "head_seconds", "stall_seconds", "max_body_bytes", "grammar_seconds",
+        ):
             if getattr(self, name) <= 0:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; give a number above 0.")
 
