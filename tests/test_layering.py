@@ -16,7 +16,7 @@ LAYERS = (
     ("targets", "verify", "grammar_process"),
     ("drafters",),
     ("engine",),
-    ("serving", "evaluation", "tuning", "training", "export"),
+    ("serving", "evaluation", "training"),
     ("workflows",),
     ("cli",),
     ("__main__",),

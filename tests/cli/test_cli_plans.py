@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftsmith.cli.plans import check_drafter, parse_plan
+from draftsmith.cli.plans import check_drafter, read_drafts
 from draftsmith.drafters.base import Drafter
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Context, Draft, DraftsmithError
@@ -31,7 +31,7 @@ CONFIDENT = Plan((4, 4), beam=4, nodes=8)
 def test_options_become_a_plan(
     shape: str | None, candidates: int | None, default: Plan, rules: Plan, expected: Plan | None
 ) -> None:
-    assert parse_plan(shape, candidates, default, rules) == expected
+    assert read_drafts(shape, candidates, rules).plan(default) == expected
 
 
 class OneGuess(Drafter):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.cli.plans import check_prunable, parse_plan, read_shape
+from draftsmith.cli.plans import check_prunable, read_drafts, read_shape
 from draftsmith.drafters.attention.eagle import Eagle
 from draftsmith.drafters.attention.eagle_config import EagleConfig
 from draftsmith.drafters.base import Drafter
@@ -19,7 +19,7 @@ from draftsmith.drafters.static_tree import static_tree
 from draftsmith.drafters.tree_choices import EAGLE_TREE, MEDUSA_TREE, plan_of, pruned
 from draftsmith.engine import Engine
 from draftsmith.evaluation.grid import plan_for
-from draftsmith.plan import Plan
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import ROOT, Context, DraftsmithError, SamplingParams
 from tests.drafters.test_grow import RandomDrafter, V, context_of
 from tests.engine.test_plans import (
@@ -242,13 +242,14 @@ def test_the_command_line_reads_trees(tmp_path: Path):
     assert read_shape("4,2,1") == Plan((4, 2, 1)) and read_shape("eagle") == Plan(choices=EAGLE_TREE)
     file = tmp_path / "tree.json"
     file.write_text(json.dumps(CHOICES))
-    assert parse_plan(str(file), None, Plan((1,)), Plan(acceptance="typical")) == Plan(
+    assert read_drafts(str(file), None, Plan(acceptance="typical")).plan(Plan((1,))) == Plan(
         choices=CHOICES, acceptance="typical"
     )
     own = Plan(choices=MEDUSA_TREE)
-    assert parse_plan(None, None, own, Plan(nodes=9)) == Plan((10, 10, 10, 2), beam=10, nodes=9)
-    assert parse_plan(None, None, own, Plan(sampled=True)) == Plan((1, 1, 1, 1), sampled=True)
-    assert parse_plan(None, None, own, Plan(acceptance="typical")) == Plan(choices=MEDUSA_TREE, acceptance="typical")
+    assert read_drafts(None, None, Plan(nodes=9)).plan(own) == Plan((10, 10, 10, 2), beam=10, nodes=9)
+    assert read_drafts(None, None, Plan(sampled=True)).plan(own) == Plan((1, 1, 1, 1), sampled=True)
+    typical = Plan(acceptance="typical")
+    assert read_drafts(None, None, typical).plan(own) == Plan(choices=MEDUSA_TREE, acceptance="typical")
     assert plan_for(own, 4) == Plan((10, 10, 10, 2), paths=4, beam=10)
     assert plan_for(own, 16) == Plan((10, 10, 10, 2), paths=16, beam=16)
 
@@ -274,8 +275,8 @@ def test_words_that_are_no_tree_are_refused(tmp_path: Path):
     with pytest.raises(DraftsmithError, match=r"nowhere\.json cannot be read as JSON"):
         read_shape(str(tmp_path / "nowhere.json"))
     with pytest.raises(DraftsmithError, match="--candidates keeps the likeliest paths .* --plan medusa names every"):
-        parse_plan("medusa", 2, Plan((1,)))
+        read_drafts("medusa", 2, NO_DRAFT).plan(Plan((1,)))
     with pytest.raises(DraftsmithError, match="choices name every node"):
-        parse_plan("medusa", None, Plan((1,)), Plan(nodes=4))
+        read_drafts("medusa", None, Plan(nodes=4)).plan(Plan((1,)))
     check_prunable(Plan((4, 2)), "4,2")
     assert VOCABULARY > 10

@@ -27,7 +27,7 @@ from draftsmith.evaluation.measuring.losslessness import (
     tie_or_fault,
 )
 from draftsmith.evaluation.measuring.peers import transformers_peer
-from draftsmith.evaluation.measuring.speedup import measure_speedup
+from draftsmith.evaluation.measuring.speedup import measure_speedups
 from draftsmith.evaluation.prompts import Prompt, cut, distinct, embedded_prompts, load_prompts
 from draftsmith.evaluation.reporting.result_files import ensure_writable, markdown_table, write_json
 from draftsmith.files import JsonLines, replace_text, replacing
@@ -255,7 +255,7 @@ def test_impossible_grids_are_refused(wrong: dict[str, object]):
 
 
 def test_a_race_counts_both_sides_and_finds_the_texts_identical(engine: Engine):
-    outcome = measure_speedup(engine, token_prompts(3, shortest=8), NEW_TOKENS)
+    outcome = measure_speedups(engine, {"own": (engine, None)}, token_prompts(3, shortest=8), NEW_TOKENS)["own"]
     assert outcome.drafted_speed.value / outcome.plain_speed.value == pytest.approx(outcome.speedup.value)
     summary = outcome.summary()
     assert summary["new_tokens_plain"] == summary["new_tokens_drafted"] == 3 * NEW_TOKENS

@@ -86,7 +86,7 @@ def test_greedy_rows_are_one_hot_at_the_lowest_best_token() -> None:
     logits = torch.tensor([[[1.0, 5.0, 5.0, 0.0]], [[1.0, 5.0, 5.0, 0.0]]])
     greedy = SamplingParams(top_k=2, top_p=0.1, min_p=0.9)
     alone = SamplingBatch.build([greedy, greedy], 4, "cpu")
-    assert alone.all_greedy and not alone.needs_filter
+    assert alone.all_greedy
     assert probabilities(logits, alone).tolist() == [[[0, 1, 0, 0]]] * 2
     mixed = SamplingBatch.build([greedy, SamplingParams(temperature=1.0)], 4, "cpu")
     p_BMV = probabilities(logits, mixed)
@@ -96,10 +96,10 @@ def test_greedy_rows_are_one_hot_at_the_lowest_best_token() -> None:
 
 def test_flags_say_what_a_batch_needs() -> None:
     plain = SamplingBatch.build([SamplingParams()], V, "cpu")
-    assert plain.all_greedy and not (plain.needs_history or plain.needs_shaping or plain.needs_filter)
+    assert plain.all_greedy and not (plain.needs_history or plain.needs_shaping)
     both = SamplingBatch.build([SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, frequency_penalty=1)], V,
                                "cpu")
-    assert not both.all_greedy and both.needs_history and both.needs_shaping and both.needs_filter
+    assert not both.all_greedy and both.needs_history and both.needs_shaping
     biased = SamplingBatch.build([SamplingParams(logit_bias={3: 1.0})], V, "cpu")
     assert biased.needs_shaping and not biased.needs_history
 

@@ -119,13 +119,8 @@ def read_shape(shape: str) -> Plan | None:
     return Plan(numbers(shape, "--plan"))
 
 
-def parse_plan(shape: str | None, candidates: int | None, default: Plan, rules: Plan = NO_DRAFT) -> Plan | None:
-    """Build a plan from --plan, --candidates K and the rules, see `Drafts.plan`; None leaves the drafter's own."""
-    return read_drafts(shape, candidates, rules).plan(default)
-
-
 def read_drafts(shape: str | None, candidates: int | None, rules: Plan) -> Drafts:
-    """Read --plan, and put it beside --candidates and the rules."""
+    """Read --plan, and put it beside --candidates and the rules; its `plan` tells what they make of a drafter's own."""
     given = read_shape(shape) if shape is not None else None
     if given is not None and candidates is not None:
         check_prunable(given, shape)

@@ -50,11 +50,6 @@ class SamplingBatch:
         """Whether any request changes logits before they become probabilities."""
         return self.needs_history or self.bias is not None
 
-    @property
-    def needs_filter(self) -> bool:
-        """Whether any sampled request drops tokens."""
-        return self.largest_top_k > 0 or self.has_top_p or self.has_min_p
-
     @staticmethod
     def build(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> "SamplingBatch":
         """Turn the parameters of a batch into tensors; a bias outside the vocabulary raises DraftsmithError."""

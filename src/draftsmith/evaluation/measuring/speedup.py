@@ -76,18 +76,6 @@ Way = tuple[Engine, Plan | None]
 """How texts are decoded; without a plan by the engine's own."""
 
 
-def measure_speedup(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    plan: Plan | None = None,
-    warmups: int = 1,
-    seed: int = 0,
-) -> SpeedupResult:
-    """Decode every prompt plainly and with drafts, by one engine; see `measure_speedups`."""
-    return measure_speedups(engine, {"drafted": (engine, plan)}, prompts, new_tokens, warmups, seed)["drafted"]
-
-
 def measure_speedups(
     plain: Engine,
     ways: Mapping[str, Way],
