@@ -27,6 +27,24 @@ def test_an_answer_is_what_the_target_says_behind_its_template():
     assert told["usage"]["prompt_tokens"] == len(WRITTEN)
 
 
+def test_an_answer_may_go_on_with_the_last_message():
+    messages = [*ASKED, {"role": "assistant", "content": "The answer is ("}]
+    for given, written in (
+        ({"continue_final_message": True}, "u:hi;a:The answer is ("),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "u:hi;a:The answer is ("),
+        ({"continue_final_message": None, "add_generation_prompt": True}, "u:hi;a:The answer is (;a:"),
+        ({}, "u:hi;a:The answer is (;a:"),
+    ):
+        told = ask(messages=messages, **given)["choices"][0]["message"]["content"]
+        assert told == plainly(written, max_tokens=12).text, given
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_an_answer_begins_or_goes_on_but_not_both(both: bool):
+    response = post(PATH, {"messages": ASKED, "add_generation_prompt": both, "continue_final_message": both})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "continue_final_message"
+
+
 @pytest.mark.parametrize(
     ("messages", "written"),
     [

@@ -33,6 +33,16 @@ def test_an_answer_in_one_piece():
     assert (told["usage"]["input_tokens"], told["usage"]["output_tokens"]) == (len(WRITTEN), 16)
 
 
+def test_what_the_assistant_began_goes_on():
+    begun = [*BODY["messages"], {"role": "assistant", "content": "The answer is ("}]
+    body, own = {**BODY, "messages": begun}, plainly(f"{WRITTEN}The answer is (")
+    assert post(PATH, body).json()["content"] == [{"type": "text", "text": own.text}]
+    events = events_of(post(PATH, {**body, "stream": True}).text)
+    assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == own.text
+    counted = {name: body[name] for name in ("model", "messages", "system")}
+    assert post(f"{PATH}/count_tokens", counted).json() == {"input_tokens": len(own.prompt_tokens)}
+
+
 def test_a_stream_has_all_events_in_order():
     events = events_of(post(PATH, {**BODY, "stream": True}).text)
     kinds = [event["type"] for event in events]

@@ -45,7 +45,14 @@ async def chat(request: Request, service: Service, key: str) -> Response:
         raise bad("top_logprobs needs logprobs; set that to true.", "top_logprobs")
     drafting = drafting_of(fields.speculation, service.drafters, settings)
     check_copies(given_whole(fields.n, 1), settings)
-    prompt = await service.prompts.of_chat(fields.messages, fields.chat_template_kwargs, form.tools)
+    if fields.add_generation_prompt is fields.continue_final_message:
+        raise bad(
+            "an answer either begins a message of its own or goes on with the last one; set one of "
+            "add_generation_prompt and continue_final_message.", "continue_final_message",
+        )
+    prompt = await service.prompts.of_chat(
+        fields.messages, fields.chat_template_kwargs, form.tools, fields.continue_final_message
+    )
     service.check_room(prompt, 1, "messages")
     asked = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     # Where nobody says, an answer may be as long as the context allows.

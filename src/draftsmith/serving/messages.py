@@ -68,7 +68,7 @@ async def _read(fields: CountFields, service: Service) -> tuple[Form, list[int]]
     """Return what the answer has to be, and the tokens of the conversation."""
     chat = as_chat(fields)
     form = form_of(chat, service.prompts.template)
-    return form, await service.prompts.of_chat(chat.messages, None, form.tools)
+    return form, await service.prompts.of_chat(chat.messages, None, form.tools, chat.continue_final_message)
 
 
 class _Answer:

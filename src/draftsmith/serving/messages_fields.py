@@ -84,9 +84,12 @@ def as_chat(fields: CountFields) -> ChatFields:
     for number, turn in enumerate(fields.messages):
         messages += _messages_of(turn, f"message {number}", names)
     choice = fields.tool_choice
+    last = messages[-1] if messages else None
     return ChatFields(
         messages=messages, tools=[_tool(one) for one in fields.tools or ()] or None, tool_choice=_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        # What the assistant is said to have begun, the answer goes on with.
+        continue_final_message=last is not None and last.role == "assistant" and not last.tool_calls,
     )
 
 

@@ -148,6 +148,9 @@ class ChatFields(Generation):
     tools: Several[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Flag = False
+    """vLLM's two: whether the answer begins a message of its own, or goes on with the last one."""
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     functions: Any = None

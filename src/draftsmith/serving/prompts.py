@@ -59,9 +59,13 @@ class Prompts:
 
     async def of_chat(
         self, messages: Sequence[Message], extra: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] = (), goes_on: bool = False,
     ) -> list[int]:
-        """Return the tokens of a conversation, written by the target's own template, which may show it tools."""
+        """Return the tokens of a conversation, written by the target's own template, which may show it tools.
+
+        Args:
+            goes_on: whether the answer continues the last message.
+        """
         tokenizer = self.target.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise bad(
@@ -77,7 +81,7 @@ class Prompts:
 
         def read() -> list[int]:
             with templates_within(self._settings.template_seconds):
-                return self._tokens(Conversation(plain, more), 0)
+                return self._tokens(Conversation(plain, more, goes_on), 0)
 
         return await self._in_thread(read)
 

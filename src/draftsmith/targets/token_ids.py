@@ -29,10 +29,14 @@ _MARKS_WHAT_IT_WRITES = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, each with its "role" and "content", and what else the template is given: tools, documents and so on."""
+    """Messages, each with its "role" and "content", and what else the template is given: tools, documents and so on.
+
+    `goes_on` says that the last message is not over: what comes next continues it.
+    """
 
     messages: Sequence[Message]
     more: Mapping[str, Any] = field(default_factory=dict)
+    goes_on: bool = False
 
 
 def body_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
@@ -78,11 +82,12 @@ def continuation_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[in
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> list[int]:
-    """Return a conversation as the template writes it, up to where the assistant's next words begin.
+    """Return a conversation as the template writes it, up to where the assistant's next words stand.
 
     Any exception may come out of it: a template is a program of somebody else's.
     """
-    return body_ids(tokenizer, _render(tokenizer, conversation, conversation.messages, True))
+    messages, goes_on = conversation.messages, conversation.goes_on
+    return body_ids(tokenizer, _render(tokenizer, conversation, messages, not goes_on, goes_on))
 
 
 def conversation_ids(
@@ -118,10 +123,12 @@ def conversation_ids(
 
 
 def _render(
-    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, messages: Sequence[Message], prompt: bool
+    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, messages: Sequence[Message], prompt: bool,
+    goes_on: bool = False,
 ) -> str:
     text = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], add_generation_prompt=prompt, tokenize=False, **conversation.more
+        [dict(message) for message in messages], add_generation_prompt=prompt, continue_final_message=goes_on,
+        tokenize=False, **conversation.more,
     )
     assert isinstance(text, str)
     return text
