@@ -12,6 +12,11 @@ from typing import Any
 
 from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
 
+
+class TooHardError(DraftsmithError):
+    """A constraint takes more time or memory to compile than it may."""
+
+
 DEEPEST = 64
 """Levels of a schema, and brackets inside each other in a pattern or a grammar."""
 MOST_REPEATS = 10_000

@@ -138,6 +138,10 @@ def test_what_strangers_send_is_compiled_elsewhere_within_limits():
         with pytest.raises(DraftsmithError, match="takes more than 0.005 seconds to compile"):
             engine.generate([[5, 6]], replace(GREEDY, constraint=Constraint("regex", "(.{0,9000}a)")))
         assert process.poll() is not None
+        # It is remembered: nothing is begun for whoever asks again.
+        with pytest.raises(DraftsmithError, match="takes more than 0.005 seconds to compile"):
+            engine.generate([[5, 6]], replace(GREEDY, constraint=Constraint("regex", "(.{0,9000}a)")))
+        assert engine.grammars._guarded._process is None  # type: ignore[union-attr]
     finally:
         engine.grammars.close()
 

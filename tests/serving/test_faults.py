@@ -4,9 +4,11 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,6 +30,7 @@ from tests.serving.toy import (
     oracle,
     plainly,
     running,
+    server_of,
     target,
     text_of,
     until,
@@ -101,6 +104,14 @@ def test_an_engine_that_hangs_in_a_step_is_not_healthy():
                 await asyncio.sleep(0.02)
 
     asyncio.run(main())
+
+
+class Slow(OracleDrafter):
+    """Takes its time over every draft."""
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        time.sleep(0.05)
+        return super().propose(context, plan)
 
 
 class Fails:
@@ -224,6 +235,109 @@ def test_draining_lets_what_runs_come_to_its_end():
             for prompt, response in zip(prompts, await asyncio.gather(*asked), strict=True):
                 assert text_of(events_of(response)) == own[prompt]
             assert await service.drained(0)
+
+    asyncio.run(main())
+
+
+def test_who_is_still_in_when_the_time_to_drain_is_up_is_told_so():
+    """Answers that have begun end with an error, others with a status; the server ends by itself, in good order."""
+    service, bound = make_service(drafter=oracle(kind=Slow), drain_seconds=0.2), listen("127.0.0.1", 0)
+    address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    told: dict[str, Any] = {}
+
+    def plain() -> None:
+        told["plain"] = httpx.post(f"{address}{PATH}", json=body("Once upon", max_tokens=100))
+
+    def ask() -> None:
+        other = threading.Thread(target=plain)
+        other.start()
+        with httpx.stream("POST", f"{address}{PATH}", json=body("one", stream=True, max_tokens=100)) as stream:
+            pieces = stream.iter_text()
+            first = next(pieces)
+            until(lambda: service.inside == 2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            told["streamed"] = first + "".join(pieces)
+        other.join()
+
+    asking = threading.Thread(target=ask)
+    run(service, bound, asking.start)
+    asking.join(10)
+    assert told["plain"].status_code == 503
+    assert told["plain"].json()["error"]["message"] == "the server ended before this text did; ask another one."
+    *_, last, done, _ = told["streamed"].split("\n\n")
+    assert "the server ended before this text did" in last and done == "data: [DONE]"
+
+
+def test_who_does_not_read_is_cut_off():
+    """Its text is taken out, and its connection does not wait for it to read."""
+    service, bound = make_service(max_batch=16, send_seconds=0.3), listen("127.0.0.1", 0)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those of its connections are as small
+    asked = json.dumps(body("one", stream=True, max_tokens=100, n=16, logprobs=20)).encode()
+    with server_of(service, bound) as server, socket.create_connection(bound.getsockname()) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(asked), asked)
+        )
+        until(lambda: service.inside == 16)
+        until(lambda: service.inside == 0 and not server.server_state.connections)
+        until(lambda: not service.meter.core.has_work)
+        assert service.meter.finished["abort"] == 16 or service.meter.finished["length"] == 16
+
+
+class SlowTokenizer(PreTrainedTokenizerFast):
+    """Takes its time over one word."""
+
+    def __call__(self, text: Any = None, *others: Any, **options: Any) -> Any:
+        if "slowly" in str(text):
+            time.sleep(0.4)
+        return super().__call__(text, *others, **options)
+
+
+def test_time_and_room_are_counted_from_the_moment_a_request_comes():
+    tokenizer = SlowTokenizer(tokenizer_object=target().tokenizer.backend_tokenizer)  # type: ignore[union-attr]
+
+    async def main() -> None:
+        service = make_service(
+            of=Target(model(), tokenizer, name="slow"), drafts=False, max_batch=2, max_waiting=1
+        )
+        async with running(service) as client:
+            slow = [asyncio.create_task(client.post(PATH, json=body("slowly", timeout=0.2))) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            late = await client.post(PATH, json=body("one"))
+            assert late.status_code == 429 and late.headers["retry-after"] == "1"
+            assert "prompts wait for the tokenizer" in late.json()["error"]["message"]
+            for response in await asyncio.gather(*slow):
+                assert response.status_code == 504 and response.json()["error"]["code"] == "timeout"
+            fine = await client.post(PATH, json=body("one"))
+            assert fine.json()["choices"][0]["text"] == plainly("one", max_tokens=24).text
+
+    asyncio.run(main())
+
+
+def test_a_form_that_is_too_hard_is_refused_once_and_holds_up_nobody():
+    texts = {f"k{number}": {"type": "string", "minLength": 1, "maxLength": 300} for number in range(200)}
+    hard = {"structured_outputs": {"json": {"type": "object", "properties": texts}}}
+
+    async def main() -> None:
+        service = make_service()
+        service.engine.engine.grammars.guard(0.5)
+        try:
+            async with running(service) as client:
+                easy = body("one", structured_outputs={"regex": "[ab]{3}"})
+                assert (await client.post(PATH, json=easy)).status_code == 200  # the process has begun
+                began = time.monotonic()
+                refused = asyncio.create_task(client.post(PATH, json=body("one", n=2, **hard) | {"prompt": PROMPTS}))
+                await asyncio.sleep(0)
+                for fields in (body("one"), easy):
+                    assert (await client.post(PATH, json=fields)).status_code == 200
+                assert not refused.done()
+                response = await refused
+                assert response.status_code == 400 and "takes more than 0.5 seconds" in response.text
+                assert time.monotonic() - began < 2 * 0.5, "it was compiled for one of its eight prompts"
+                assert (await client.post(PATH, json=body("one", **hard))).status_code == 400
+        finally:
+            service.engine.engine.grammars.close()
 
     asyncio.run(main())
 

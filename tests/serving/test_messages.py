@@ -90,6 +90,7 @@ def test_errors_have_anthropics_form(change: dict[str, Any], status: int, kind: 
     assert response.status_code == status
     told = response.json()
     assert told["type"] == "error" and told["error"]["type"] == kind and told["error"]["message"]
+    assert told["request_id"] == response.headers["request-id"]
 
 
 def test_a_key_may_come_as_anthropic_sends_it():

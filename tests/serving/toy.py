@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -121,9 +122,17 @@ def text_of(events: list[Any], index: int = 0) -> str:
 def listening(service: Service) -> Iterator[str]:
     """Run a service behind a real socket, in a thread of its own; give its address."""
     bound = listen("127.0.0.1", 0)
+    with server_of(service, bound):
+        host, port = bound.getsockname()
+        yield f"http://{host}:{port}"
+
+
+@contextmanager
+def server_of(service: Service, bound: socket.socket) -> Iterator[Server]:
+    """Run a service at a socket, which is closed at the end, in a thread of its own."""
     ready = threading.Event()
     config = uvicorn.Config(
-        application(service), log_config=None, access_log=False, http=patient_for(service.settings.head_seconds),
+        application(service), log_config=None, access_log=False, http=patient_for(service.settings),
         ws="none", lifespan="on", timeout_graceful_shutdown=1,
     )
     server = Server(config, service, ready.set)
@@ -131,8 +140,7 @@ def listening(service: Service) -> Iterator[str]:
     thread.start()
     try:
         assert ready.wait(20)
-        host, port = bound.getsockname()
-        yield f"http://{host}:{port}"
+        yield server
     finally:
         server.should_exit = True
         thread.join(20)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -21,7 +22,7 @@ from draftsmith.engine.requests.admission import Prompt
 from draftsmith.engine.requests.request import Request
 from draftsmith.plan import Plan
 from draftsmith.targets import Namespace
-from draftsmith.types import Completion, DraftsmithError, SamplingParams
+from draftsmith.types import Completion, Constraint, DraftsmithError, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class AsyncEngine:
         self._on_step = on_step
         self._room = asyncio.Semaphore(max_waiting)
         self._admitting = threading.Lock()
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-grammars")
         self._thread: threading.Thread | None = None
         # `_work` guards these four.
         self._work = threading.Condition()
@@ -104,6 +106,7 @@ class AsyncEngine:
             self._work.notify()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
 
     @property
     def failure(self) -> BaseException | None:
@@ -149,11 +152,11 @@ class AsyncEngine:
         """
         self._check_running()
         deadline = None if timeout is None else time.monotonic() + timeout
+        if params is not None and params.constraint is not None:
+            await self.compile(params.constraint)
+
         # Tokenizers take long enough over a long prompt to keep the loop from others.
         def admitted() -> list[Request]:
-            # First, because a hard grammar takes a while, and nobody else's prompt shall wait for it.
-            if params is not None and params.constraint is not None:
-                self.engine.grammars.compiled(params.constraint)
             # Fast tokenizers must not be called by two threads at once where truncation or padding is set.
             with self._admitting:
                 return self.engine.admit_call(
@@ -181,6 +184,15 @@ class AsyncEngine:
         finally:
             self._part(call, unfinished=left > 0)
             self._room.release()
+
+    async def compile(self, constraint: Constraint) -> None:
+        """Make a constraint ready, so that requests with it need not wait for that; see `Grammars.compiled`.
+
+        One at a time, in a thread of its own: a hard one takes a while, and nobody else's prompt shall wait for it.
+        """
+        if not self.engine.grammars.is_ready(constraint):
+            compiles = partial(self.engine.grammars.compiled, constraint)
+            await asyncio.get_running_loop().run_in_executor(self._compiling, compiles)
 
     async def _find_room(self, deadline: float | None) -> bool:
         """Take a place among `max_waiting`; return whether there was one before the deadline."""

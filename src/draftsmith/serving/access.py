@@ -51,7 +51,7 @@ class Access:
             return
         began, path = time.monotonic(), str(scope["path"])
         identity = _id_of(scope)
-        state: dict[str, Any] = {"request_id": identity, "key": ""}
+        state: dict[str, Any] = {"request_id": identity, "key": "", "began": began}
         scope["state"] = {**scope.get("state", {}), **state}
         status = 0
 
@@ -76,7 +76,7 @@ class Access:
             log.error("request %s failed", identity, exc_info=error)
             problem = broken()
         if problem is not None and not status:
-            await error_answer(problem, path)(scope, receive, noted)
+            await error_answer(problem, scope)(scope, receive, noted)
         self._http.note(path if path in self._routes else "other", scope["method"], status or CLOSED, began)
         write_line(scope, status or CLOSED, began)
 

@@ -16,8 +16,6 @@ from draftsmith.serving.errors import ApiError, broken
 
 log = logging.getLogger(__name__)
 ANTHROPIC = "/v1/messages"
-SEND_S = 60.0
-"""So long a client may take to make room for the next event."""
 T = TypeVar("T")
 Told = Callable[[ApiError], str]
 
@@ -35,9 +33,10 @@ def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None
     return Response(dumps(value), status, headers, media_type="application/json")
 
 
-def error_answer(error: ApiError, path: str) -> Response:
-    """Return an error in the form that the clients of a route read."""
-    told = error.anthropic() if path.startswith(ANTHROPIC) else error.openai()
+def error_answer(error: ApiError, scope: Scope) -> Response:
+    """Return an error in the form that the clients of a request's route read."""
+    is_anthropic = scope["path"].startswith(ANTHROPIC)
+    told = error.anthropic(scope["state"]["request_id"]) if is_anthropic else error.openai()
     headers = error.headers()
     if error.status in (408, 413):
         headers["connection"] = "close"  # what is left of the body is not read
@@ -88,42 +87,24 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first, self._events, self._failure = first, events, failure
-        self._since: float | None = None
-        """When the event began to go out that is going out."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client leaves."""
         writing = asyncio.create_task(self._write(send))
         left = asyncio.create_task(_gone(receive))
-        stuck = asyncio.create_task(self._stuck())
         try:
-            await asyncio.wait((writing, left, stuck), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((writing, left), return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
         finally:
-            for one in (writing, left, stuck):
+            for one in (writing, left):
                 one.cancel()
-            await asyncio.gather(writing, left, stuck, return_exceptions=True)
+            await asyncio.gather(writing, left, return_exceptions=True)
             await self._events.aclose()
 
-    async def _stuck(self) -> None:
-        """Return once an event has waited too long for room: whoever does not read holds a place that others wait for.
-
-        One watch for a whole stream, because a timer for every event costs as much as making it.
-        """
-        now = asyncio.get_running_loop().time
-        wait = SEND_S
-        while wait > 0:
-            await asyncio.sleep(wait)
-            wait = SEND_S if self._since is None else self._since + SEND_S - now()
-
     async def _write(self, send: Send) -> None:
-        now = asyncio.get_running_loop().time
-
         async def write(event: str, more: bool = True) -> None:
-            self._since = now()
             await send({"type": "http.response.body", "body": event.encode("utf-8", "replace"), "more_body": more})
-            self._since = None
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         with suppress(OSError):  # the client left

@@ -61,10 +61,11 @@ async def tokenize(request: Request, service: Service, key: str) -> Response:
     service.check_model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "give either prompt or messages.", param="prompt")
-    if fields.messages is not None:
-        tokens = await service.prompts.of_chat(fields.messages)
-    else:
-        tokens = await service.prompts.of_text(fields.prompt or "", fields.add_special_tokens is not False)
+    async with service.within(service.deadline(request.scope["state"]["began"])):
+        if fields.messages is not None:
+            tokens = await service.prompts.of_chat(fields.messages)
+        else:
+            tokens = await service.prompts.of_text(fields.prompt or "", fields.add_special_tokens is not False)
     told: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_length, "tokens": tokens}
     if fields.return_token_strs:
         told["token_strs"] = [service.texts.text(token) for token in tokens]
@@ -75,7 +76,8 @@ async def detokenize(request: Request, service: Service, key: str) -> Response:
     """Answer with the text of tokens."""
     fields = await read_fields(request, DetokenizeFields, service.settings)
     service.check_model(fields.model)
-    return json_answer({"prompt": await service.prompts.texts(fields.tokens, service.texts.whole)})
+    async with service.within(service.deadline(request.scope["state"]["began"])):
+        return json_answer({"prompt": await service.prompts.texts(fields.tokens, service.texts.whole)})
 
 
 async def models(request: Request, service: Service, key: str) -> Response:
@@ -161,10 +163,10 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
             try:
                 return await endpoint(request, service, state["key"])
             except ApiError as error:
-                return error_answer(error, request.scope["path"])
+                return error_answer(error, request.scope)
             except Exception as error:  # the boundary of a request: whatever it is, others go on
                 log.error("request %s failed", state["request_id"], exc_info=error)
-                return error_answer(broken(), request.scope["path"])
+                return error_answer(broken(), request.scope)
 
         app.add_api_route(
             path, answer, methods=[method], name=endpoint.__name__, response_model=None,
@@ -188,8 +190,8 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
 
     async def as_told(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path = request.scope["path"]
-        told = error_answer(ApiError(error.status_code, f"{error.detail}: {request.method} {path[:200]}."), path)
+        path = request.scope["path"][:200]
+        told = error_answer(ApiError(error.status_code, f"{error.detail}: {request.method} {path}."), request.scope)
         told.headers.update(error.headers or {})  # of 405: what is allowed instead
         return told
 

@@ -50,9 +50,11 @@ async def chat(request: Request, service: Service, key: str) -> Response:
             "an answer either begins a message of its own or goes on with the last one; set one of "
             "add_generation_prompt and continue_final_message.", "continue_final_message",
         )
-    prompt = await service.prompts.of_chat(
-        fields.messages, fields.chat_template_kwargs, form.tools, fields.continue_final_message
-    )
+    deadline = service.deadline(request.scope["state"]["began"], fields.timeout)
+    async with service.within(deadline):
+        prompt = await service.prompts.of_chat(
+            fields.messages, fields.chat_template_kwargs, form.tools, fields.continue_final_message
+        )
     service.check_room(prompt, 1, "messages")
     asked = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     # Where nobody says, an answer may be as long as the context allows.
@@ -60,7 +62,7 @@ async def chat(request: Request, service: Service, key: str) -> Response:
     params = sampling_params(fields, settings, form, most, (top or 0) if fields.logprobs else None)
     service.check_room(prompt, params.max_tokens, "messages")
     call = Call(
-        [prompt], params, drafting, key, service.deadline(fields.timeout), fields.smooth, fields.explain,
+        [prompt], params, drafting, key, deadline, fields.smooth, fields.explain,
         request.scope["state"].setdefault("told", {}), task_of(fields.metadata),
     )
     frame = Frame.of(service, call, fields, "chatcmpl", f"{KIND}.chunk" if fields.stream else KIND)

@@ -50,12 +50,14 @@ async def completions(request: Request, service: Service, key: str) -> Response:
         fields, settings, form, max(1, asked), None if asked == 0 else logprobs, logprobs if echo else None
     )
     drafting = drafting_of(fields.speculation, service.drafters, settings)
-    prompts, texts = await service.prompts.of_texts(fields.prompt)
+    deadline = service.deadline(request.scope["state"]["began"], fields.timeout)
+    async with service.within(deadline):
+        prompts, texts = await service.prompts.of_texts(fields.prompt)
     check_copies(len(prompts) * copies, settings)
     for prompt in prompts:
         service.check_room(prompt, params.max_tokens, "prompt")
     call = Call(
-        prompts, params, drafting, key, service.deadline(fields.timeout), fields.smooth, fields.explain,
+        prompts, params, drafting, key, deadline, fields.smooth, fields.explain,
         request.scope["state"].setdefault("told", {}), task_of(fields.metadata),
     )
     frame = Frame.of(service, call, fields, "cmpl", KIND)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+WAIT_S = 1
+"""What a client is told to wait for when there is no room."""
+
 
 @dataclass
 class ApiError(Exception):
@@ -32,10 +35,10 @@ class ApiError(Exception):
         kind = self.kind or OPENAI_TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def anthropic(self) -> dict[str, Any]:
+    def anthropic(self, request_id: str) -> dict[str, Any]:
         """Return it as Anthropic's API writes errors."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 
     def headers(self) -> dict[str, str]:
         """Return the header fields that go with it."""
@@ -56,6 +59,16 @@ ANTHROPIC_TYPES = {
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return what a mistake of the client's is answered with."""
     return ApiError(400, message, param=param, code=code)
+
+
+def full(what: str) -> ApiError:
+    """Return what whoever finds no room is answered with."""
+    return ApiError(429, f"the server is full: {what}; try again soon.", code="queue_full", retry_after=WAIT_S)
+
+
+def late() -> ApiError:
+    """Return what is answered when the time of a request is up."""
+    return ApiError(504, "the time for this request is up.", code="timeout")
 
 
 def broken() -> ApiError:

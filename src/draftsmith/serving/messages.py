@@ -4,6 +4,7 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -29,7 +30,7 @@ async def count_tokens(request: Request, service: Service, key: str) -> Response
     """Answer how many tokens a conversation has, with the tools that its template shows."""
     fields = await read_fields(request, CountFields, service.settings)
     service.check_model(fields.model)
-    _, prompt = await _read(fields, service)
+    _, prompt = await _read(fields, service, service.deadline(request.scope["state"]["began"]))
     return json_answer({"input_tokens": len(prompt)})
 
 
@@ -50,25 +51,27 @@ async def messages(request: Request, service: Service, key: str) -> Response:
     )
     check_general(general, settings)
     drafting = drafting_of(fields.speculation, service.drafters, settings)
-    form, prompt = await _read(fields, service)
+    deadline = service.deadline(request.scope["state"]["began"])
+    form, prompt = await _read(fields, service, deadline)
     params = sampling_params(general, settings, form, fields.max_tokens, None)
     service.check_room(prompt, params.max_tokens, "max_tokens")
     told = request.scope["state"].setdefault("told", {})
     call = Call(
-        [prompt], params, drafting, key, service.deadline(None), fields.smooth, told=told,
+        [prompt], params, drafting, key, deadline, fields.smooth, told=told,
         task=task_of(fields.metadata),
     )
     answer = _Answer(service, call, params.stop, form.calls)
     if fields.stream:
-        return await streamed(request, answer.events(), _failure)
+        return await streamed(request, answer.events(), partial(_failure, request.scope["state"]["request_id"]))
     return json_answer(await unless_gone(request, answer.whole()))
 
 
-async def _read(fields: CountFields, service: Service) -> tuple[Form, list[int]]:
+async def _read(fields: CountFields, service: Service, deadline: float) -> tuple[Form, list[int]]:
     """Return what the answer has to be, and the tokens of the conversation."""
     chat = as_chat(fields)
     form = form_of(chat, service.prompts.template)
-    return form, await service.prompts.of_chat(chat.messages, None, form.tools, chat.continue_final_message)
+    async with service.within(deadline):
+        return form, await service.prompts.of_chat(chat.messages, None, form.tools, chat.continue_final_message)
 
 
 class _Answer:
@@ -206,5 +209,5 @@ def _event(kind: str, **more: Any) -> str:
     return f"event: {kind}\ndata: {dumps({'type': kind, **more})}\n\n"
 
 
-def _failure(error: ApiError) -> str:
-    return f"event: error\ndata: {dumps(error.anthropic())}\n\n"
+def _failure(request_id: str, error: ApiError) -> str:
+    return f"event: error\ndata: {dumps(error.anthropic(request_id))}\n\n"

@@ -92,11 +92,13 @@ class Meter:
 
     def note(self, progress: Sequence[Progress]) -> None:
         """Count what a step brought."""
-        now, tokens = time.monotonic(), 0
+        now, tokens, whole = time.monotonic(), 0, 0
         for one in progress:
             request, count = one.request, len(one.tokens)
-            tokens += count
             if count:
+                # A prompt counts whole in the step that brings the first token behind it, as with vLLM.
+                whole += count + (0 if request.id in self._times else len(request.prompt))
+                tokens += count
                 self._note_tokens(request, count, now)
             if one.made is not None:
                 self._note_draft(one.made)
@@ -105,7 +107,7 @@ class Meter:
         if tokens:
             self.steps += 1
             self.new_tokens += tokens
-            self.iteration.add(tokens)
+            self.iteration.add(whole)
 
     def _note_tokens(self, request: Request, count: int, now: float) -> None:
         times = self._times.get(request.id)

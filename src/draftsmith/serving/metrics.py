@@ -94,7 +94,9 @@ class EngineMetrics(Collector):
             "request_decode_time_seconds": ("From the first token to the last.", meter.decode),
             "request_prompt_tokens": ("Tokens of a prompt.", meter.prompts),
             "request_generation_tokens": ("Tokens of a text.", meter.texts),
-            "iteration_tokens_total": ("Tokens that a step of the engine brought.", meter.iteration),
+            "iteration_tokens_total": (
+                "Tokens of a step of the engine: written, and of prompts that it finished reading.", meter.iteration
+            ),
         }
         for name, (what, histogram) in values.items():
             family = HistogramMetricFamily(f"vllm:{name}", what, labels=["model_name", "engine"])

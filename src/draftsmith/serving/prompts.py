@@ -12,7 +12,7 @@ from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftsmith.engine.requests.prompts import check_text, tokens_of
-from draftsmith.serving.errors import bad
+from draftsmith.serving.errors import bad, full
 from draftsmith.serving.openai_fields import Message, TextPart
 from draftsmith.serving.settings import Settings
 from draftsmith.serving.time_limit import templates_within
@@ -36,10 +36,12 @@ class Prompts:
     Args:
         target: whose tokenizer and template they are.
         max_length: the most tokens that a text and its continuation may have.
+        most: requests that may wait for theirs; who comes then is told to come again.
     """
 
-    def __init__(self, target: Target, max_length: int, settings: Settings) -> None:
+    def __init__(self, target: Target, max_length: int, settings: Settings, most: int) -> None:
         self.target, self.max_length, self._settings = target, max_length, settings
+        self._most, self._inside = most, 0
         # One at a time: fast tokenizers must not be called by two threads at once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-tokenizer")
 
@@ -155,7 +157,13 @@ class Prompts:
         return dict(extra)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        if self._inside >= self._most:
+            raise full(f"{self._inside} prompts wait for the tokenizer")
+        self._inside += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self._inside -= 1
 
 
 def split_prompts(given: Any) -> list[Any]:

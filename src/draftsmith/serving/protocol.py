@@ -1,9 +1,11 @@
-"""HTTP/1.1 as uvicorn speaks it, with an end to its patience: a head that does not come is not waited for for ever."""
+"""HTTP/1.1 as uvicorn speaks it, with an end to its patience: for heads that do not come, and who does not read."""
 
 import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from draftsmith.serving.settings import Settings
 
 _TOLD = b'{"error":{"message":"the head came too slowly","type":"timeout_error","param":null,"code":null}}'
 LATE = (
@@ -12,11 +14,15 @@ LATE = (
 )
 
 
-def patient_for(seconds: float) -> type[H11Protocol]:
-    """Return a protocol that gives up on a connection whose next request has not come whole after so many seconds."""
+def patient_for(settings: Settings) -> type[H11Protocol]:
+    """Return a protocol that gives up on connections where a head, or room for an answer, does not come.
+
+    Whoever does not read holds a place that others wait for.
+    """
 
     class Patient(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
+        _full: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -33,17 +39,38 @@ def patient_for(seconds: float) -> type[H11Protocol]:
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_waiting()
 
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            # Closing would wait for what is still to be sent.
+            self._full = self.loop.call_later(settings.send_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._stop_aborting()
+            super().resume_writing()
+
+        def timeout_keep_alive_handler(self) -> None:
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()
+            else:
+                super().timeout_keep_alive_handler()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_waiting()
+            self._stop_aborting()
             super().connection_lost(exc)
 
         def _wait(self) -> None:
-            self._timer = self.loop.call_later(seconds, self._give_up)
+            self._timer = self.loop.call_later(settings.head_seconds, self._give_up)
 
         def _stop_waiting(self) -> None:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
+
+        def _stop_aborting(self) -> None:
+            if self._full is not None:
+                self._full.cancel()
+                self._full = None
 
         def _give_up(self) -> None:
             self._timer = None

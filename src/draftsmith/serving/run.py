@@ -61,6 +61,7 @@ class Server(uvicorn.Server):
         log.info("draining", extra={"fields": {"texts": self._service.inside, "seconds": seconds}})
         if not await self._service.drained(seconds):
             log.warning("not all texts came to their end", extra={"fields": {"texts": self._service.inside}})
+            await self._service.cut_short(LAST_S)
         self.should_exit = True
 
     async def _watch_engine(self) -> None:
@@ -97,7 +98,7 @@ def run(service: Service, bound: socket.socket, on_ready: Callable[[], None] = l
     """
     config = uvicorn.Config(
         application(service), log_config=None, access_log=False, server_header=False,
-        http=patient_for(service.settings.head_seconds), ws="none", lifespan="on", timeout_graceful_shutdown=GRACE_S,
+        http=patient_for(service.settings), ws="none", lifespan="on", timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=KEEP_S,
     )
     Server(config, service, on_ready).run(sockets=[bound])

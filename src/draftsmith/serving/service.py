@@ -3,14 +3,14 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import AsyncEngine, Chunk, ClosedError, Engine
-from draftsmith.serving.errors import ApiError, bad, broken
+from draftsmith.serving.errors import WAIT_S, ApiError, bad, broken, full, late
 from draftsmith.serving.health import NO_TASK, Health
 from draftsmith.serving.meter import Meter
 from draftsmith.serving.prompts import Prompts
@@ -23,8 +23,6 @@ from draftsmith.types import DraftsmithError, SamplingParams
 
 SPARE_FAILURES = 3
 """Steps that may fail without a text finished in between; then the engine has stopped, and so has the server."""
-WAIT_S = 1
-"""What a client is told to wait for when there is no room."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Call:
         prompts: their tokens; each is continued `params.n` times.
         drafting: its own plan and drafter, if any.
         key: the API key it came with; what prompts have in common is read once among requests of one key alone.
-        timeout: seconds after which it is given up.
+        deadline: when it is given up, by `time.monotonic`.
         smooth: whether a piece of several tokens is spread over the time of a step.
         explain: whether answers tell who guessed which token.
         told: what the log says of it, filled in as it goes on.
@@ -46,7 +44,7 @@ class Call:
     params: SamplingParams
     drafting: Drafting
     key: str
-    timeout: float
+    deadline: float
     smooth: bool = False
     explain: bool = False
     told: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +82,7 @@ class Service:
         self.engine = AsyncEngine(
             engine, self.most + settings.max_texts, spare_failures=SPARE_FAILURES, on_step=self.meter.note
         )
-        self.prompts = Prompts(engine.target, engine.max_length, settings)
+        self.prompts = Prompts(engine.target, engine.max_length, settings, self.most)
         self.texts = TokenTexts(engine.target.tokenizer)
         self.inside = 0
         """Texts of all requests that are in."""
@@ -113,10 +111,7 @@ class Service:
             raise ApiError(503, "the server is about to end; ask another one.", retry_after=WAIT_S)
         # A request by itself may be larger than the queue is long.
         if self.inside and self.inside + texts > self.most:
-            raise ApiError(
-                429, f"the server is full: {self.inside} texts are in; try again soon.", code="queue_full",
-                retry_after=WAIT_S,
-            )
+            raise full(f"{self.inside} texts are in")
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served."""
@@ -136,10 +131,19 @@ class Service:
                 "context_length_exceeded",
             )
 
-    def deadline(self, asked: float | None) -> float:
-        """Return the seconds that a request may take."""
+    def deadline(self, began: float, asked: float | None = None) -> float:
+        """Return when a request that began then is given up; `asked` is how many seconds it allows itself."""
         limit = self.settings.request_timeout
-        return limit if asked is None else min(asked, limit)
+        return began + (limit if asked is None else min(asked, limit))
+
+    @asynccontextmanager
+    async def within(self, deadline: float) -> AsyncIterator[None]:
+        """Give up what happens inside once the time of its request is up: ApiError 504."""
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                yield
+        except TimeoutError:
+            raise late() from None
 
     async def drained(self, seconds: float) -> bool:
         """Let nobody in any more, and wait until all have ended; return whether they did in time."""
@@ -150,6 +154,12 @@ class Service:
         except TimeoutError:
             return False
         return True
+
+    async def cut_short(self, seconds: float) -> None:
+        """End the engine, and wait until whoever is in has been told; a step that hangs is not waited for longer."""
+        closing = asyncio.ensure_future(self.engine.close())
+        await asyncio.wait([closing], timeout=seconds)
+        await self.drained(seconds)
 
     async def run(self, call: Call) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of all texts of a request as they come.
@@ -164,6 +174,10 @@ class Service:
         begun, told = time.monotonic(), call.told
         told["prompt_tokens"], told["completion_tokens"] = sum(map(len, call.prompts)), 0
         try:
+            if call.params.constraint is not None:
+                # Once for all its texts, and for no longer than they may take.
+                async with self.within(call.deadline):
+                    await self.engine.compile(call.params.constraint)
             streams = [self._stream(call, number) for number in range(len(call.prompts))]
             async with aclosing(merged(streams)) as pieces:
                 async for piece in pieces:
@@ -177,6 +191,8 @@ class Service:
         except DraftsmithError as error:
             if self.engine.failure is not None or isinstance(error, ClosedError):
                 told["failed"] = 503
+                if self.draining and self.engine.failure is None:
+                    raise ApiError(503, "the server ended before this text did; ask another one.") from error
                 raise ApiError(503, "the engine has stopped; the server has to be started again.") from error
             told["failed"] = 400
             raise from_engine(error) from error
@@ -188,8 +204,11 @@ class Service:
     async def _stream(self, call: Call, number: int) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of one prompt's texts."""
         prompt, params = call.prompts[number], call.params
+        left = call.deadline - time.monotonic()
+        if left <= 0:
+            raise late()
         chunks = self.engine.stream(
-            prompt, params, call.drafting.plan, timeout=call.timeout, drafter=call.drafting.drafter,
+            prompt, params, call.drafting.plan, timeout=left, drafter=call.drafting.drafter,
             namespace=namespace_of(call.key), shows_drafts=call.explain,
         )
         watches = [self.health.watch(call.task) for _ in range(params.n)]
@@ -209,7 +228,7 @@ def check_end(chunk: Chunk, params: SamplingParams) -> None:
     """Raise ApiError for a text that did not come to its end."""
     reason = None if chunk.completion is None else chunk.completion.finish_reason
     if reason == "deadline":
-        raise ApiError(504, "the time for this request is up.", code="timeout")
+        raise late()
     if reason == "abort":
         raise ApiError(503, "the request was taken out before its end.")
     if reason == "error":

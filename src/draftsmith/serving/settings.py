@@ -21,6 +21,7 @@ class Settings:
         request_timeout: most seconds that a request may take, waiting included.
         drain_seconds: how long what runs may go on after the server was asked to end.
         body_seconds, head_seconds: how long the body and the head of a request may take to come.
+        send_seconds: how long a client may take to make room for more of its answer; then its connection is cut.
         stall_seconds: after so long in one step the engine counts as one that hangs; a step that reads a piece of a
             prompt may take seconds.
         max_body_bytes: largest body of a request.
@@ -43,6 +44,7 @@ class Settings:
     drain_seconds: float = 30.0
     body_seconds: float = 20.0
     head_seconds: float = 20.0
+    send_seconds: float = 60.0
     stall_seconds: float = 120.0
     max_body_bytes: int = 4 << 20
     max_headers: int = 128
@@ -53,7 +55,7 @@ class Settings:
     max_logprobs: int = 20
     max_branching: int = 16
     template_seconds: float = 2.0
-    grammar_seconds: float = 5.0
+    grammar_seconds: float = 2.0
     metrics: Detail = "none"
 
     def __post_init__(self) -> None:
@@ -65,7 +67,8 @@ class Settings:
             if getattr(self, name) < 0:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; give 0 or more.")
         for name in (
-            "request_timeout", "body_seconds", "head_seconds", "stall_seconds", "max_body_bytes", "grammar_seconds",
+            "request_timeout", "body_seconds", "head_seconds", "send_seconds", "stall_seconds", "max_body_bytes",
+            "grammar_seconds",
         ):
             if getattr(self, name) <= 0:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; give a number above 0.")

@@ -179,7 +179,8 @@ class _Server:
 
 
 def _call(prompts: Sequence[Sequence[int]], params: SamplingParams, number: int) -> Call:
-    return Call([list(prompt) for prompt in prompts], params, Drafting(), KEYS[number % len(KEYS)], timeout=3600.0)
+    key, deadline = KEYS[number % len(KEYS)], time.monotonic() + 3600
+    return Call([list(prompt) for prompt in prompts], params, Drafting(), key, deadline)
 
 
 # ---- greedy

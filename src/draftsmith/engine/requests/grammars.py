@@ -7,11 +7,12 @@ compiled (its length, its depth, how far it counts) and after (the memory that i
 
 import re
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from draftsmith.constraints import NAMES, check_constraint
+from draftsmith.constraints import NAMES, TooHardError, check_constraint
 from draftsmith.engine.requests.guide import SLOW, Guide
 from draftsmith.grammar_process import compile_with
 from draftsmith.targets import Target
@@ -30,6 +31,8 @@ MOST_BYTES = 256 * 2**20
 """Memory that they may take together."""
 LARGEST = 64 * 2**20
 """Memory that one of them may take."""
+REMEMBERED = 60.0
+"""Seconds for which it is remembered that a constraint takes too much: who asks again is told so at once."""
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """What xgrammar puts before its messages: when, and where in its own code."""
 
@@ -42,6 +45,14 @@ class _Here:
     compiler: "GrammarCompiler"
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a constraint was refused, and until when (`time.monotonic`) that holds."""
+
+    why: str
+    until: float
+
+
 class Grammars:
     """Compiles and keeps the grammars of one target; safe for threads.
 
@@ -52,6 +63,7 @@ class Grammars:
         self._target = target
         self._kept: OrderedDict[Constraint, CompiledGrammar] = OrderedDict()
         self._bytes = 0
+        self._refused: OrderedDict[Constraint, _Refusal] = OrderedDict()
         self._keeping = threading.Lock()
         self._compiling = threading.Lock()
         self._here: _Here | None = None
@@ -89,9 +101,17 @@ class Grammars:
         with self._compiling:
             found = self._find(constraint)
             if found is None:
-                found = self._compile(checked)
+                try:
+                    found = self._compile(checked)
+                except TooHardError as error:
+                    self._refuse(constraint, str(error))
+                    raise
                 self._keep(constraint, found)
         return found
+
+    def is_ready(self, constraint: Constraint) -> bool:
+        """Say whether `compiled` has its answer already."""
+        return self._find(constraint) is not None
 
     def guard(self, seconds: float) -> None:
         """Compile in a process of its own from here on, and refuse what takes longer or too much memory.
@@ -119,7 +139,11 @@ class Grammars:
             found = self._kept.get(constraint)
             if found is not None:
                 self._kept.move_to_end(constraint)
-            return found
+                return found
+            refused = self._refused.get(constraint)
+            if refused is not None and time.monotonic() < refused.until:
+                raise TooHardError(refused.why)
+        return None
 
     def _keep(self, constraint: Constraint, grammar: "CompiledGrammar") -> None:
         with self._keeping:
@@ -128,6 +152,13 @@ class Grammars:
             while len(self._kept) > MOST_GRAMMARS or (self._bytes > MOST_BYTES and len(self._kept) > 1):
                 _, oldest = self._kept.popitem(last=False)
                 self._bytes -= oldest.memory_size_bytes
+
+    def _refuse(self, constraint: Constraint, why: str) -> None:
+        with self._keeping:
+            self._refused[constraint] = _Refusal(why, time.monotonic() + REMEMBERED)
+            self._refused.move_to_end(constraint)
+            if len(self._refused) > MOST_GRAMMARS:
+                self._refused.popitem(last=False)
 
     def _compile(self, constraint: Constraint) -> "CompiledGrammar":
         here, name = self._ready(), NAMES[constraint.kind]
@@ -142,7 +173,7 @@ class Grammars:
             said = _PLACE.sub("", first_line(error))
             raise DraftsmithError(f"{name} cannot be compiled ({said}); fix it.") from error
         if grammar.memory_size_bytes > LARGEST:
-            raise DraftsmithError(
+            raise TooHardError(
                 f"{name} takes {grammar.memory_size_bytes / 2**20:.0f} MiB; the most is {LARGEST / 2**20:.0f}. "
                 "Make it simpler."
             )

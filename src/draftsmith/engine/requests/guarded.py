@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from draftsmith import grammar_process
-from draftsmith.constraints import NAMES
+from draftsmith.constraints import NAMES, TooHardError
 from draftsmith.types import Constraint, DraftsmithError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class GuardedCompiler:
         """Return the grammar of a constraint that was checked.
 
         Raises:
-            DraftsmithError: it takes more time or memory than it may.
+            TooHardError: it takes more time or memory than it may.
             ValueError: it is no grammar, with what xgrammar says.
         """
         from xgrammar import CompiledGrammar
@@ -47,16 +47,16 @@ class GuardedCompiler:
         try:
             connection.send_bytes(json.dumps([constraint.kind, constraint.text]).encode())
             if not connection.poll(self._seconds):
-                raise DraftsmithError(
+                raise TooHardError(
                     f"{NAMES[constraint.kind]} takes more than {self._seconds:g} seconds to compile; make it simpler."
                 )
             answer = json.loads(connection.recv_bytes())
         except (EOFError, OSError) as error:
             self.close()
-            raise DraftsmithError(
+            raise TooHardError(
                 f"{NAMES[constraint.kind]} takes more memory to compile than there is for it; make it simpler."
             ) from error
-        except DraftsmithError:
+        except TooHardError:
             self.close()
             raise
         if "error" in answer:
