@@ -13,6 +13,8 @@ AcceptanceRule = Literal["exact", "block", "typical"]
 class Plan:
     """The shape of the next draft, and the rule that verifies it (docs/verification.md).
 
+    One child a node is a chain however it is bounded, and settles as a plain one: (1, 1, 1) with two nodes is (1, 1).
+
     Args:
         branching: children of every node, depth by depth; () drafts nothing. With `choices` it follows from them: one
             more than the highest rank of each depth.
@@ -72,6 +74,8 @@ class Plan:
             raise DraftsmithError(f"epsilon is {self.epsilon}; it must be above 0 and below 1.")
         if not 0 < self.delta <= 1:
             raise DraftsmithError(f"delta is {self.delta}; it must be above 0 and at most 1.")
+        if self.is_chain:
+            self._settle_chain()
 
     def _settle_choices(self) -> None:
         """Check the choices, sort them, and let the branching follow from them."""
@@ -101,6 +105,13 @@ class Plan:
         object.__setattr__(self, "choices", choices)
         object.__setattr__(self, "branching", branching)
 
+    def _settle_chain(self) -> None:
+        """Write a chain in the one way in which equal chains are equal."""
+        object.__setattr__(self, "branching", self.branching[: self.nodes])
+        object.__setattr__(self, "choices", ())
+        for name in ("paths", "nodes", "beam"):
+            object.__setattr__(self, name, None)
+
     def shortened(self, depth: int) -> "Plan":
         """Return the plan without what lies deeper."""
         if not self.choices:
@@ -117,6 +128,11 @@ class Plan:
     def depth(self) -> int:
         """The longest chain of guesses, and so the most tokens a step can accept."""
         return len(self.branching)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether its guesses, one or more, stand in a row."""
+        return bool(self.branching) and max(self.branching) == 1
 
     @property
     def lossless(self) -> bool:

@@ -64,6 +64,8 @@ def test_a_plan_of_choices_knows_its_size():
     assert PLAN.shortened(1) == Plan(choices=((0,), (1,), (4,)))
     assert PLAN.shortened(0) == Plan() and Plan((3, 2), paths=2).shortened(1) == Plan((3,), paths=2)
     assert PLAN.ranked() == Plan((5, 3, 1), beam=5)
+    assert Plan(choices=((0,), (0, 0))) == Plan((1, 1)) == Plan((1, 1, 1), nodes=2, paths=3, beam=1)
+    assert Plan((1, 1)).is_chain and not any(plan.is_chain for plan in (Plan(), Plan((2, 1), nodes=2), PLAN))
 
 
 @pytest.mark.parametrize(
@@ -117,15 +119,15 @@ def test_defaults_are_the_published_trees_as_far_as_they_can_be_made():
 @pytest.mark.parametrize("choices", [CHOICES, EAGLE_TREE[:20], ((0,), (0, 0), (0, 0, 0)), ((3,),)], ids=len)
 def test_every_node_is_the_guess_of_its_ranks(choices: tuple):
     """Against the drafter's own numbers, node by node."""
-    drafter, context, plan = RandomDrafter(), context_of(7), Plan(choices=choices)
+    drafter, context, plan, nodes = RandomDrafter(), context_of(7), Plan(choices=choices), sorted(choices)
     draft = drafter.propose(context, plan)
     assert draft.tokens_BN.shape == (7, len(choices)) and draft.depth == plan.depth and draft.q_BMV is None
     roots = context.root()[0].tolist()
     for row in range(7):
         texts: dict[tuple[int, ...], list[int]] = {(): [roots[row]]}
         for node, parent in enumerate(draft.parents_BN[row].tolist()):
-            path = plan.choices[node]
-            assert (plan.choices[parent] if parent != ROOT else ()) == path[:-1]
+            path = nodes[node]
+            assert (nodes[parent] if parent != ROOT else ()) == path[:-1]
             values = drafter.after(row, texts[path[:-1]])
             guess = sorted(range(V), key=values.__getitem__, reverse=True)[path[-1]]
             assert draft.tokens_BN[row, node] == guess

@@ -21,20 +21,28 @@ from draftsmith.plan import Plan
 from draftsmith.targets import KVCache, Nodes, Target
 from draftsmith.types import Context, Draft
 from draftsmith.verify import Acceptance, Stream, probabilities
-from tests.helpers.mutants import CHAIN, best_as_sample, chain_rule, drawn_in_bf16, one_token_too_many
+from tests.helpers.mutants import (
+    CHAIN,
+    best_as_sample,
+    chain_rule,
+    drawn_in_bf16,
+    one_noise_for_all_depths,
+    one_token_too_many,
+)
 from tests.helpers.toy import Accept
 
 
 class BrokenRule(Stepper):
-    """Verifies sampled chains by another rule."""
+    """Verifies chains by another rule: sampled ones, or those whose guesses are given."""
 
-    def __init__(self, *parts: object, rule: Accept) -> None:
+    def __init__(self, *parts: object, rule: Accept, of_sampled: bool = True) -> None:
         super().__init__(*parts)  # type: ignore[arg-type]
-        self.rule = rule
+        self.rule, self.of_sampled = rule, of_sampled
 
     def choose(self, rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
         draft = layout.draft
-        if draft.q_BMV is None or not draft.is_chain or rows.sampling.needs_shaping:
+        others = (draft.q_BMV is not None) != self.of_sampled
+        if others or not draft.depth or not draft.is_chain or rows.sampling.needs_shaping:
             return super().choose(rows, context, logits_BMV, layout)
         p_BMV = probabilities(logits_BMV, rows.sampling)
         return self.rule(p_BMV, draft, context.seeds_B, context.lengths_B)
@@ -59,8 +67,7 @@ class BrokenDraft(TableDrafter):
         self.other, self.chains_only = propose, chains_only
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        is_chain = all(children == 1 for children in plan.branching)
-        if plan.sampled and is_chain == self.chains_only:
+        if plan.sampled and plan.is_chain == self.chains_only:
             return self.other(self, context, plan)
         return super().propose(context, plan)
 
@@ -143,6 +150,10 @@ PLANTED = {
         plan=Plan((2, 1), sampled=True),
     ),
     "off-by-one acceptance": Planted("sampling", make_stepper=partial(BrokenRule, rule=one_token_too_many)),
+    "one noise for all depths": Planted(
+        "sampling", make_stepper=partial(BrokenRule, rule=one_noise_for_all_depths, of_sampled=False),
+        plan=Plan((1, 1)),
+    ),
     "forgotten penalty": Planted("sampling", make_stepper=ForgetsPenalties),
     "stale cache entry": Planted("greedy", wrap=StaleEntry),
     "wrong position": Planted("greedy", wrap=WrongPosition),

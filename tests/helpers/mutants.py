@@ -117,6 +117,15 @@ def one_token_too_many(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B
     return Acceptance(path_BD, (right.counts_B + 1).clamp(max=draft.depth), right.next_B)
 
 
+def one_noise_for_all_depths(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor) -> Acceptance:
+    """Draw the tokens behind a chain of given guesses by the noise of the first of them."""
+    drawn_BM = race(p_BMV, seeds_B.unsqueeze(1), positions_B.unsqueeze(1), Stream.TARGET)
+    stays_BD = (drawn_BM[:, : draft.depth] == draft.tokens_BN).cumprod(1)
+    counts_B = stays_BD.sum(1)
+    path_BD = torch.arange(1, draft.depth + 1).expand(len(seeds_B), -1)
+    return Acceptance(path_BD, counts_B, drawn_BM.gather(1, counts_B.unsqueeze(1)).squeeze(1))
+
+
 def with_replacement(p_BMV: Tensor, draft: Draft, seeds_B: Tensor, positions_B: Tensor) -> Acceptance:
     """Verify siblings drawn without replacement as if each had been drawn from the whole q."""
     assert draft.q_BMV is not None

@@ -28,8 +28,7 @@ def shares_noise(plan: Plan, context: Context) -> bool:
     with those tokens and must not be tested against q, so `typical` plans have none. For chains of sampled rows; a
     compiled drafter does not ask whether rows are sampled, and takes its likeliest tokens.
     """
-    is_chain = bool(plan.branching) and max(plan.branching) == 1 and not plan.choices
-    if not is_chain or plan.sampled or plan.acceptance == "typical" or torch.compiler.is_compiling():
+    if not plan.is_chain or plan.sampled or plan.acceptance == "typical" or torch.compiler.is_compiling():
         return False
     return bool((context.temperature_B > 0).any())
 

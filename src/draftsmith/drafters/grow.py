@@ -39,9 +39,9 @@ def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     if plan.sampled:
         return _sampled(drafter, context, plan)
     if drafter.can_sample and shares_noise(plan, context):
-        return _sampled(drafter, context, Plan((1,) * plan.max_nodes))
-    if all(children == 1 for children in plan.branching):
-        return _chain(drafter, context, plan.max_nodes)
+        return _sampled(drafter, context, plan)
+    if plan.is_chain:
+        return _chain(drafter, context, plan.depth)
     return _static(drafter, context, plan) if plan.choices else _ranked(drafter, context, plan)
 
 

@@ -163,7 +163,7 @@ def shape_in_words(plan: Plan) -> str:
     """Return "chain of 3", "tree of 8", "chain of 8 behind matches of 8 tokens" or "none"."""
     if not plan.depth:
         return "none"
-    shape = f"{'chain' if plan.max_nodes == plan.depth else 'tree'} of {plan.max_nodes}"
+    shape = f"{'chain' if plan.is_chain else 'tree'} of {plan.max_nodes}"
     return f"{shape} behind matches of {plan.match} tokens" if plan.match else shape
 
 

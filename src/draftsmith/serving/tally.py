@@ -99,10 +99,9 @@ def plan_in_words(plan: Plan) -> str:
     """Return "none", "chain 3" or "4,2,1", as requests write a plan, and its bounds behind it, such as "match 8"."""
     if not plan.depth:
         return "none"
-    chain = plan.max_nodes == plan.depth
-    shape = f"chain {plan.depth}" if chain else ",".join(map(str, plan.branching))
+    shape = f"chain {plan.depth}" if plan.is_chain else ",".join(map(str, plan.branching))
     bounds = (("paths", plan.paths), ("nodes", plan.nodes), ("beam", plan.beam))
-    told = [f"{name} {value}" for name, value in bounds if value is not None and not chain]
+    told = [f"{name} {value}" for name, value in bounds if value is not None and not plan.is_chain]
     drawn = ["sampled"] if plan.sampled else []
     looked_up = [f"match {plan.match}"] if plan.match else []
     return " ".join([shape, *told, *drawn, *looked_up])

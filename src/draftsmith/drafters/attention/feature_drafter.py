@@ -169,8 +169,7 @@ class FeatureDrafter(TrainableDrafter):
 
     def _knows(self, plan: Plan) -> bool:
         """Whether the native operator makes drafts of this plan: it makes chains."""
-        chain = not plan.sampled and plan.max_nodes == plan.depth and max(plan.branching, default=0) == 1
-        return self._native is not None and chain and plan.depth <= self.max_depth
+        return self._native is not None and plan.is_chain and not plan.sampled and plan.depth <= self.max_depth
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain or tree, chains natively where the layer is."""

@@ -147,7 +147,7 @@ class MLPSpeculator(RowwiseDrafter):
     def default_plan(self) -> Plan:
         """Return the tree that config.json asks for."""
         branching = self.config.default_branching or self.config.branching
-        return Plan(branching, paths=None if math.prod(branching) == 1 else self.config.n_candidates)
+        return Plan(branching, paths=self.config.n_candidates)
 
     @property
     def max_depth(self) -> int:

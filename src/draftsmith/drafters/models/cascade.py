@@ -93,8 +93,7 @@ class Cascade(Drafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain in two levels; those of sampled rows, sampled plans and trees are the copy's alone."""
-        chain = not plan.sampled and all(children == 1 for children in plan.branching)
-        if not chain or not plan.depth or shares_noise(plan, context):
+        if not plan.is_chain or plan.sampled or shares_noise(plan, context):
             if self.reads_prompt:
                 self.inner.begin(context)
             return self.copy.propose(context, plan)

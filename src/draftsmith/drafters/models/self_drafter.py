@@ -48,12 +48,11 @@ class SelfDrafter(ModelDrafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain by one native operator where there is one, and any other shape as all models do."""
-        chain = all(children == 1 for children in plan.branching)
-        if not chain or not 0 < plan.depth <= self.max_depth:
+        if not plan.is_chain or plan.depth > self.max_depth:
             return super().propose(context, plan)
         assert self._reader is not None, "a drafter is attached to a cache before it drafts"
         held_B = (context.lengths_B - 1).masked_fill(context.rows_B == SCRATCH, 0)
-        where = (self._reader.cache, context.root()[0], held_B, context.slots_B, plan.max_nodes)
+        where = (self._reader.cache, context.root()[0], held_B, context.slots_B, plan.depth)
         if plan.sampled or shares_noise(plan, context):
             noise = Noise(temperature_of(context, plan), context.seeds_B, context.lengths_B, stream_of(plan))
             drawn = self.model.backend.draw(*where, noise)

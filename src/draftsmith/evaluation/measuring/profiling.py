@@ -113,10 +113,10 @@ class Sampler:
         How many stay where some are made is told by all chains that are as deep.
         """
         alike = [plan]
-        if is_chain(plan):
+        if plan.is_chain:
             alike = [
                 one for one in self.brought
-                if is_chain(one) and one.sampled == plan.sampled and one.match == plan.match
+                if one.is_chain and one.sampled == plan.sampled and one.match == plan.match
             ]
         found = []
         for depth in range(plan.depth):
@@ -124,11 +124,6 @@ class Sampler:
             kept = sum(one.stayed[depth] for one in deep) / max(1, sum(one.guessing for one in deep))
             found.append(self.brought[plan].found * kept)
         return tuple(found)
-
-
-def is_chain(plan: Plan) -> bool:
-    """Whether every node has one child."""
-    return bool(plan.branching) and plan.max_nodes == plan.depth
 
 
 class Contest:
@@ -175,10 +170,10 @@ class Contest:
         if plan == NO_DRAFT:
             return plain
         alike = [plan]
-        if is_chain(plan):
+        if plan.is_chain:
             alike += [
                 one for one in self.taken
-                if is_chain(one) and one.depth > plan.depth and one.match == plan.match and rows in self.taken[one]
+                if one.is_chain and one.depth > plan.depth and one.match == plan.match and rows in self.taken[one]
             ]
         return plain * min(statistics.median(self.taken[one][rows]) for one in alike)
 

@@ -17,7 +17,7 @@ from draftsmith.types import DraftsmithError, SamplingParams
 
 PLANS = (
     NO_DRAFT, Plan((1,), sampled=True), Plan((2, 1)), Plan((1, 1), sampled=True), Plan((2, 1), sampled=True),
-    Plan((1, 1), sampled=True, acceptance="block"),
+    Plan((1, 1), sampled=True, acceptance="block"), Plan((1, 1)),
 )
 NAME = "another plan at every step"
 

@@ -7,6 +7,7 @@ from draftsmith.types import DraftsmithError
 
 SMALL_PLANS = (
     Plan((2, 1)),
+    Plan((1, 1)),
     Plan((1, 1), sampled=True),
     Plan((1, 1), sampled=True, acceptance="block"),
     Plan((2, 1), sampled=True),
