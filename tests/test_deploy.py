@@ -4,6 +4,7 @@ import configparser
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,15 @@ def test_the_unit_is_one_that_systemd_can_read():
     parser.read(DEPLOY / "draftsmith.service")
     assert parser.sections() == ["Unit", "Service", "Install"]
     assert unit()["DynamicUser"] == unit()["NoNewPrivileges"] == ["yes"] and unit()["ProtectSystem"] == ["strict"]
+
+
+def test_the_image_has_all_that_the_server_needs():
+    pyproject = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+    needed = {re.split(r"[<>=]", one)[0] for one in pyproject["project"]["optional-dependencies"]["serve"]}
+    locked = (DEPLOY.parent / "requirements-serve.lock").read_text()
+    apart = {name for name in needed if re.search(rf"^{name}==", locked, flags=re.M)}
+    (listed,) = re.findall(r"requirements\.lock /source \\\n +(.+)$", (DEPLOY / "Dockerfile").read_text(), flags=re.M)
+    assert set(listed.split()) == needed - apart and apart
 
 
 def test_the_image_runs_as_nobody_special_and_has_no_compiler():

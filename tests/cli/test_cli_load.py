@@ -181,6 +181,7 @@ def test_two_results_are_held_against_each_other(tmp_path: Path):
         ]
         (tmp_path / f"{name}.json").write_text(json.dumps({"levels": levels}))
     words = ("--compare", tmp_path / "a.json", tmp_path / "b.json", "--plots", tmp_path / "plots")
+    refused(load("http://127.0.0.1:1", *words, "--csv", tmp_path / "c.csv"), "--compare writes pictures alone")
     done = load("http://127.0.0.1:1", *words)
     assert done.exit_code == 0, done.output
     assert done.stdout.count("1.50×") == 4, "throughput and time a token of both levels"

@@ -11,7 +11,7 @@ from draftsmith.engine.guarded import Guarded
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Context, Draft, DraftsmithError, SamplingParams
 from tests.helpers.oracle import OracleDrafter, oracle_for
-from tests.helpers.tiny import greedy_reference, prompts, tiny_model, tiny_target
+from tests.helpers.tiny import VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 
 TREE, CHAIN = Plan((2, 1, 1)), Plan((1, 1))
 
@@ -137,6 +137,21 @@ def test_prompts_are_shared_within_a_namespace():
     assert asyncio.run(main()) == [0, 64, 0, 0, 64]
 
 
+class Wild(OracleDrafter):
+    """Guesses what is no token at every other step, and hangs guesses on one that is not there at every third."""
+
+    calls = 0
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        self.calls += 1
+        draft = super().propose(context, plan)
+        if self.calls % 2:
+            draft.tokens_BN[:, -1] = (VOCABULARY, -1)[self.calls % 4 // 2]
+        elif self.calls % 3 == 0:
+            draft.parents_BN[:, -1] = draft.parents_BN.shape[1]
+        return draft
+
+
 class Failing(OracleDrafter):
     """Raises as often as it is told to."""
 
@@ -179,10 +194,19 @@ def test_failures_that_are_spared_stop_nobody_else():
     asyncio.run(main())
 
 
+def test_guesses_that_are_no_tokens_cost_themselves_and_nothing_else():
+    asked = prompts(3)
+    guarded = Guarded(oracle_for(tiny_model(), asked, kind=Wild), "wild", VOCABULARY)
+    engine = Engine(tiny_target(), guarded, plan=TREE)
+    for prompt, found in zip(asked, engine.generate(asked, SamplingParams(max_tokens=20)), strict=True):
+        assert found.tokens == greedy_reference(tiny_model(), prompt, 20) and found.error is None
+    assert guarded.failures >= 3
+
+
 def test_a_guarded_drafter_costs_its_guesses_and_nothing_else():
     asked = prompts(3)
     inner = oracle_for(tiny_model(), asked, kind=Failing)
-    guarded = Guarded(inner, "shaky")
+    guarded = Guarded(inner, "shaky", VOCABULARY)
     engine = Engine(tiny_target(), guarded, plan=TREE)
     inner.left = 4
     params = SamplingParams(max_tokens=20)

@@ -4,16 +4,19 @@ import asyncio
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 
 import pytest
 
 from draftsmith.constraints import check_schema
 from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
-from draftsmith.engine import AsyncEngine, Engine
+from draftsmith.engine import AsyncEngine, ClosedError, Engine
+from draftsmith.engine.requests import guide
 from draftsmith.engine.requests.grammars import MOST_GRAMMARS, Grammars
 from draftsmith.types import Completion, Constraint, DraftsmithError, SamplingParams
 from tests.helpers.constrained import CONSTRAINTS, target_of_letters, target_with
+from tests.helpers.oracle import OracleDrafter
 
 GREEDY = SamplingParams(max_tokens=100)
 
@@ -138,12 +141,59 @@ def test_what_strangers_send_is_compiled_elsewhere_within_limits():
         with pytest.raises(DraftsmithError, match="takes more than 0.005 seconds to compile"):
             engine.generate([[5, 6]], replace(GREEDY, constraint=Constraint("regex", "(.{0,9000}a)")))
         assert process.poll() is not None
-        # It is remembered: nothing is begun for whoever asks again.
+        # It is remembered, and the process that has begun meanwhile has nothing to do with whoever asks again.
+        engine.grammars._guarded._seconds = 20.0  # type: ignore[union-attr]
         with pytest.raises(DraftsmithError, match="takes more than 0.005 seconds to compile"):
             engine.generate([[5, 6]], replace(GREEDY, constraint=Constraint("regex", "(.{0,9000}a)")))
-        assert engine.grammars._guarded._process is None  # type: ignore[union-attr]
+        found = engine.generate([[5, 6]], replace(GREEDY, constraint=Constraint("regex", "[0-9]{4}")))[0]
+        assert re.fullmatch("[0-9]{4}", found.text)
     finally:
         engine.grammars.close()
+
+
+HARD = Constraint.of_schema({
+    "type": "object",
+    "properties": {f"k{number}": {"type": "string", "minLength": 1, "maxLength": 300} for number in range(200)},
+})
+
+
+def test_the_time_of_a_call_and_the_end_of_the_engine_hold_for_constraints_too():
+    """Of two that wait while one is compiled: one has no time left, the other is told that the engine was closed."""
+    engine = Engine(target_with("byte-level"))
+    engine.grammars.guard(3.0)
+
+    async def main() -> tuple[list[Completion], float, BaseException]:
+        async with AsyncEngine(engine) as served:
+            hard = asyncio.create_task(served.generate([5, 6], replace(GREEDY, constraint=HARD)))
+            await asyncio.sleep(0)
+            begun = time.monotonic()
+            two = replace(GREEDY, n=2, constraint=Constraint("regex", "[a-c]"))
+            late = await served.generate([5, 6], two, timeout=0.3)
+            took = time.monotonic() - begun
+            other = replace(GREEDY, constraint=Constraint("regex", "[a-d]"))
+            waits = asyncio.create_task(served.generate([5, 6], other))
+            await asyncio.sleep(0.05)
+        _, told = await asyncio.gather(hard, waits, return_exceptions=True)
+        assert isinstance(told, BaseException)
+        return late, took, told
+
+    try:
+        late, took, told = asyncio.run(main())
+    finally:
+        engine.grammars.close()
+    assert [one.finish_reason for one in late] == ["deadline"] * 2 and took < 2
+    assert isinstance(told, ClosedError)
+
+
+def test_guesses_that_take_too_long_to_look_at_go_and_the_text_stays(monkeypatch: pytest.MonkeyPatch):
+    target, params = target_with("byte-level"), replace(GREEDY, constraint=CONSTRAINTS["json_schema"][0])
+    plain = Engine(target).generate([[5, 6]], params)[0]
+    known = [plain.prompt_tokens + plain.tokens]
+    engine = Engine(target, OracleDrafter(known, vocabulary=target.vocab_size))
+    assert engine.generate([[5, 6]], params)[0].statistics.accepted > 0
+    monkeypatch.setattr(guide, "MOST_SECONDS_OF_GUESSES", -1.0)
+    found = engine.generate([[5, 6]], params)[0]
+    assert found.tokens == plain.tokens and found.error is None and found.statistics.drafted == 0
 
 
 def test_lengths_of_strings_let_no_control_characters_through():

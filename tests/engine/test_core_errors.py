@@ -47,6 +47,51 @@ def test_a_step_that_breaks_off_ends_what_runs_and_nothing_else():
     assert engine.core.blocks.held_tokens == 0
 
 
+class Shallow(OracleDrafter):
+    """Makes two guesses in a row and no more."""
+
+    max_depth = 2  # type: ignore[assignment]
+
+
+def test_a_plan_deeper_than_its_drafter_is_refused_before_it_harms_anybody():
+    questions = prompts(2)
+    drafter = oracle_for(tiny_model(), questions, kind=Shallow)
+    with pytest.raises(DraftsmithError, match="3 tokens ahead, but the drafter .* reaches 2"):
+        Engine(tiny_target(), drafter, plan=CHAIN)
+    engine = Engine(tiny_target(), drafter, plan=Plan((1, 1)))
+    stream = engine.stream([questions[0]], SamplingParams(max_tokens=20))
+    tokens = list(next(stream).tokens)
+    with pytest.raises(DraftsmithError, match="reaches 2"):
+        engine.generate([questions[1]], SamplingParams(max_tokens=4), CHAIN)
+    assert tokens + [t for chunk in stream for t in chunk.tokens] == greedy_reference(tiny_model(), questions[0], 20)
+
+
+class Clings(OracleDrafter):
+    """Cannot forget a row, once."""
+
+    clings = True
+
+    def reset_rows(self, rows: list[int]) -> None:
+        if self.clings:
+            self.clings = False
+            raise RuntimeError("no")
+        super().reset_rows(rows)
+
+
+def test_a_drafter_that_cannot_forget_a_row_keeps_no_row_alive():
+    questions = prompts(2)
+    engine = Engine(tiny_target(), oracle_for(tiny_model(), questions, kind=Clings), plan=CHAIN, max_batch=2)
+    leaves, stays = (engine.admit_call([question], SamplingParams(max_tokens=30))[0] for question in questions)
+    for request in (leaves, stays):
+        engine.core.add(request)
+    engine.core.step()
+    with pytest.raises(RuntimeError, match="no"):
+        engine.core.abort(leaves.id)
+    run_out(engine)
+    assert stays.completion().tokens == greedy_reference(tiny_model(), questions[1], 30)
+    assert not engine.core.has_work and engine.core.blocks.held_tokens == 0
+
+
 def test_who_steps_or_aborts_by_hand_takes_nothing_from_a_stream():
     question = prompts(1)[0]
     answer = greedy_reference(tiny_model(), question, 20)

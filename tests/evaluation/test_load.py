@@ -1,7 +1,9 @@
 """The parts of a load measurement: what is counted of an answer, when requests are due, what they hold."""
 
 import asyncio
+import json
 from collections import Counter
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from draftsmith.evaluation.load.drive import Level
 from draftsmith.evaluation.load.events import Events
 from draftsmith.evaluation.load.metrics import detailed, summarise
 from draftsmith.evaluation.load.records import Record
-from draftsmith.evaluation.load.results import as_csv, read_levels
+from draftsmith.evaluation.load.results import as_csv, differences, read_result
 from draftsmith.evaluation.load.settings import Arrivals, LoadSettings, Server, Workload, read_goodput
 from draftsmith.evaluation.load.speculation import acceptance, read_counters
 from draftsmith.evaluation.load.workload import Windows, body_of, gather_requests, read_texts
@@ -47,6 +49,18 @@ def test_a_role_or_an_empty_delta_is_not_the_first_token():
     one.take({"choices": [{"delta": {"reasoning_content": "hm"}}]}, 4.0)
     one.take({"choices": [{"delta": {"tool_calls": [{"function": {"arguments": "{"}}]}}]}, 4.5)
     assert one.ttft == 2.0 and one.gaps == [2.0, 0.5] and "".join(one.text) == "Hihm{"
+
+
+def test_an_answer_without_text_has_no_time_of_its_first_token_and_keeps_no_limit_of_it():
+    silent = Record(0.0)
+    silent.take({"choices": [{"text": "", "finish_reason": "length"}]}, 4.0)
+    silent.take({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 8}}, 4.0)
+    silent.close(True)
+    assert silent.ok and silent.ttft is silent.tpot is None and silent.e2el == 4.0
+    level = level_of(silent, record(0.0, [(1.0, "a")], tokens=2))
+    found = summarise(level, LoadSettings(SERVER, goodput={"tpot": 9000.0}))
+    assert found["without_text"] == 1 and found["completed"] == 2 and found["goodput_share"] == 0.5
+    assert found["mean_ttft_ms"] == 1000.0 and found["mean_tpot_ms"] == 2000.0
 
 
 @pytest.mark.parametrize(
@@ -145,11 +159,13 @@ def test_arrivals_are_planned_by_the_seed():
     assert times[0] == 0.0 and times == sorted(times) == planned_times(poisson, 4000, seed=3)
     assert times != planned_times(poisson, 4000, seed=4)
     gaps = np.diff(times)
-    assert gaps.mean() == pytest.approx(1 / 50, rel=0.08) and gaps.std() == pytest.approx(1 / 50, rel=0.12)
+    assert gaps.mean() == pytest.approx(1 / 50, rel=1e-9) and gaps.std() == pytest.approx(1 / 50, rel=0.12)
     even = np.diff(planned_times(Arrivals(rate=50.0, burstiness=1e6), 100, seed=3))
     assert even == pytest.approx(1 / 50, rel=0.02)
     bursts = np.diff(planned_times(Arrivals(rate=50.0, burstiness=0.1), 4000, seed=3))
     assert bursts.std() > 2 * gaps.std()
+    assert np.diff(planned_times(Arrivals(rate=50.0, burstiness=inf), 9, seed=3)) == pytest.approx(1 / 50)
+    assert planned_times(poisson, 1, seed=3) == [0.0]
     assert planned_times(Arrivals(), 3, seed=0) == [0.0, 0.0, 0.0]
 
 
@@ -229,6 +245,7 @@ def test_what_is_sent():
     }
     chat = body_of(request, Workload(), "chat", "m")
     assert chat["messages"] == [{"role": "user", "content": request.prompt}]
+    assert body_of(request, Workload(), "chat", "m", is_ours=True) == chat | {"spec_decode_metrics": "summary"}
     assert chat["max_completion_tokens"] == 9 and "prompt" not in chat and "ignore_eos" not in chat
 
 
@@ -251,6 +268,17 @@ def test_a_result_without_levels_is_no_result(tmp_path: Path):
     file = tmp_path / "a.json"
     file.write_text('{"levels": [{"output_throughput": 1.0}]}')
     with pytest.raises(DraftsmithError, match="holds no level with"):
-        read_levels(file)
+        read_result(file)
     file.write_text('{"output_throughput": 1.0, "median_tpot_ms": 2.0}')
-    assert read_levels(file)[0]["median_tpot_ms"] == 2.0, "another benchmark's file is a level by itself"
+    assert read_result(file).levels[0]["median_tpot_ms"] == 2.0, "another benchmark's file is a level by itself"
+
+
+def test_what_two_results_do_not_have_in_common_is_told(tmp_path: Path):
+    levels, files = [{"output_throughput": 1.0, "median_tpot_ms": 2.0}], []
+    for name, rate, whole in (("a", 2.0, True), ("b", 8.0, False)):
+        files.append(tmp_path / name)
+        settings = {"base_url": name, "request_rate": rate, "seed": 0}
+        files[-1].write_text(json.dumps({"levels": levels, "settings": settings, "complete": whole}))
+    one, other = map(read_result, files)
+    assert differences(one, other) == ["B was interrupted.", "request_rate is 2.0 in A and 8.0 in B."]
+    assert differences(one, one) == []

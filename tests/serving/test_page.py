@@ -255,7 +255,13 @@ def test_a_conversation_goes_on_from_what_was_said(browser: Browser, show: Show)
         browser.evaluate(f"document.getElementById('prompt').value = '{said}'")
         write(browser)
     assert [message["content"] for message in server.seen[-1].body["messages"]] == ["How are you?", "Fine.", "And now?"]
-    assert text_of(browser, "turns") == "youHow are you?modelFine.youAnd now?modelFine."
+    assert text_of(browser, "turns") == "youHow are you?modelFine.youAnd now?" and text_of(browser, "text") == "Fine."
+    assert browser.evaluate("document.getElementById('prompt').value") == ""
+    browser.evaluate("document.getElementById('forget').click()")
+    browser.evaluate("document.getElementById('prompt').value = 'Anew'")
+    write(browser)
+    assert [message["content"] for message in server.seen[-1].body["messages"]] == ["Anew"]
+    assert text_of(browser, "turns") == "youAnew"
 
 
 def test_a_key_is_sent_and_kept_nowhere(browser: Browser, show: Show):
@@ -277,6 +283,7 @@ def test_a_key_is_sent_and_kept_nowhere(browser: Browser, show: Show):
         (json_reply({"error": {"message": "max_tokens is too large"}}, 400), "answered 400: max_tokens is too large"),
         (Reply(events({"choices": [{"text": "a"}]}, {"error": {"message": "no memory"}})), "gave up: no memory"),
         (Reply(b"data: {broken\n\n"), "no chunk of an answer"),
+        (Reply(events({"choices": [{"text": "a"}]})), "The answer broke off before its end."),
     ],
 )
 def test_what_goes_wrong_is_one_sentence(browser: Browser, show: Show, reply: Reply, said: str):
@@ -285,6 +292,21 @@ def test_what_goes_wrong_is_one_sentence(browser: Browser, show: Show, reply: Re
     told = text_of(browser, "trouble")
     assert told and said in told
     assert browser.evaluate("document.querySelector('#trouble').getAttribute('role')") == "alert"
+
+
+def test_who_wrote_a_token_is_told_to_a_click_and_to_arrow_keys(browser: Browser, show: Show):
+    show()
+    write(browser)
+    browser.evaluate("document.querySelectorAll('#text span')[2].click()")
+    assert text_of(browser, "who") == "“is”: drafted by ngram, depth 2."
+    browser.evaluate("document.getElementById('text').focus()")
+    browser.press("ArrowLeft", 37)
+    assert text_of(browser, "who") == "“that”: drafted by mlp, depth 1."
+    browser.press("Home", 36)
+    browser.press("ArrowLeft", 37)
+    assert text_of(browser, "who") == "“It is known”: the model's own."
+    write(browser, "race")
+    assert "drafted by mlp" in browser.evaluate("document.getElementById('legend').innerText"), "seen in a race too"
 
 
 def test_it_is_used_by_keyboard_alone(browser: Browser, show: Show):

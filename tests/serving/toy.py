@@ -64,7 +64,7 @@ def make_service(
     policy: Policy | None = None, of: Target | None = None, **settings: Any,
 ) -> Service:
     """Return a service of its own, not running yet."""
-    known: dict[str, Drafter] = {"oracle": Guarded(drafter or oracle(), "oracle")} if drafts else {}
+    known: dict[str, Drafter] = {"oracle": Guarded(drafter or oracle(), "oracle", TOKENIZER_SIZE)} if drafts else {}
     chosen = policy if policy is not None or not drafts else Fixed(TREE)
     engine = Engine(of or target(), known or None, policy=chosen, max_batch=max_batch, max_length=max_length)
     return Service(engine, Settings(**{"names": (NAME,), "root": "somewhere/toy", **settings}), known)

@@ -143,6 +143,8 @@ def load(
     Example: `draftsmith load --sweep 1,2,4,8 --num-prompts 32 --ignore-eos --json load.json --plots plots`
     """
     if compare is not None:
+        if json_path is not None or csv is not None or save_result or save_detailed:
+            raise DraftsmithError("--compare writes pictures alone; leave out --json, --csv and --save-result.")
         compare_results(compare, plots)
         return
     if sweep is not None and max_concurrency is not None:
@@ -197,7 +199,7 @@ def measure(
             write_text(csv, as_csv(found.levels))
         if folder is not None:
             level = found.levels[-1] | (found.details[-1] if raw else {})
-            name, content = common_file(level, found.settings, found.date)
+            name, content = common_file(level, found.settings, found.date, number_of(found.levels))
             write_json(folder / name, content)
 
     console, notes = Console(), Console(stderr=True)
@@ -214,13 +216,20 @@ def measure(
                 write_plots(plots, found.levels, settings)
 
 
+def number_of(levels: Sequence[dict[str, Any]]) -> int:
+    """Return how many levels before the last one had as many clients."""
+    clients = [level["max_concurrency"] for level in levels]
+    return clients[:-1].count(clients[-1])
+
+
 def read_extra_body(text: str | None) -> dict[str, Any]:
     """Read a JSON object; DraftsmithError for anything else."""
     if text is None:
         return {}
     try:
         found = json.loads(text)
-    except ValueError:
+        json.dumps(found, allow_nan=False)
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise DraftsmithError(f"--extra-body is {text!r}; give a JSON object, such as '{{\"top_p\": 0.9}}'.")
@@ -270,12 +279,15 @@ def write_plots(folder: Path, levels: Sequence[dict[str, Any]], settings: LoadSe
 def compare_results(files: tuple[Path, Path], plots: Path | None) -> None:
     """Print two results beside each other, level for level, and draw both curves."""
     from draftsmith.cli.load_tables import show_both
-    from draftsmith.evaluation.load.results import read_levels
+    from draftsmith.evaluation.load.results import differences, read_result
 
-    first, second = (read_levels(path) for path in files)
+    saved = [read_result(path) for path in files]
+    first, second = (one.levels for one in saved)
     check_outputs(folder=plots)
     names = (files[0].stem, files[1].stem) if files[0].stem != files[1].stem else (str(files[0]), str(files[1]))
     show_both(Console(), names, first, second)
+    for line in differences(*saved):
+        Console(stderr=True).print(f"Note: {line}", style="yellow", highlight=False, markup=False)
     if plots is not None:
         from draftsmith.evaluation.load.plots import latency_against_throughput
         from draftsmith.evaluation.reporting.result_files import write_figure

@@ -11,6 +11,7 @@ from draftsmith.evaluation.load.settings import LoadSettings
 from draftsmith.evaluation.load.speculation import FORMULA
 
 ACCEPTANCE = "spec_decode_acceptance_length"
+OF_REQUESTS = "spec_decode_mean_request_acceptance_length"
 Numbers = Mapping[str, Any]
 
 
@@ -93,6 +94,7 @@ def acceptance_lines(levels: Sequence[Numbers]) -> list[str]:
         lines.append(
             f"Drafts with {level_name(level['max_concurrency'])}: acceptance length {level[ACCEPTANCE]:.2f}, rate "
             f"{level['spec_decode_acceptance_rate']:.1f} %" + (f", by position {deep}" if deep else "")
+            + (f"; mean length of a request {level[OF_REQUESTS]:.2f}" if OF_REQUESTS in level else "")
         )
     return [*lines, f"({FORMULA}; of all that the server answered meanwhile)"] if lines else []
 
@@ -103,12 +105,12 @@ def show_both(console: Console, names: tuple[str, str], first: Sequence[Numbers]
     table = Table()
     for name in ("clients", "A tokens/s", "B tokens/s", "B / A", "A TPOT ms", "B TPOT ms", "A / B"):
         table.add_column(name, justify="right")
-    others = {clients_of(level): level for level in second}
-    shared = [level for level in first if clients_of(level) in others]
-    for a in shared:
-        b = others[clients_of(a)]
+    others = named(second)
+    shared = [(name, level) for name, level in named(first).items() if name in others]
+    for name, a in shared:
+        b = others[name]
         table.add_row(
-            clients_of(a), *compared(a, b, "output_throughput", 1), *compared(b, a, "median_tpot_ms", 2, swap=True)
+            name, *compared(a, b, "output_throughput", 1), *compared(b, a, "median_tpot_ms", 2, swap=True)
         )
     if shared:
         console.print(table)
@@ -122,6 +124,16 @@ def compared(low: Numbers, high: Numbers, key: str, digits: int, swap: bool = Fa
     ratio = f"{high[key] / low[key]:.2f}×" if low[key] else "–"
     both = [number(low[key], digits), number(high[key], digits)]
     return [*(reversed(both) if swap else both), ratio]
+
+
+def named(levels: Sequence[Numbers]) -> dict[str, Numbers]:
+    """Return levels by their clients; of several with as many, the second is "4 (2)"."""
+    found: dict[str, Numbers] = {}
+    for level in levels:
+        name = clients_of(level)
+        again = sum(clients_of(one) == name for one in found.values())
+        found[f"{name} ({again + 1})" if again else name] = level
+    return found
 
 
 def clients_of(level: Numbers) -> str:

@@ -60,6 +60,11 @@ class Drafter(ABC):
     def default_plan(self) -> Plan:
         """Return the plan to use when nobody chose one."""
 
+    @property
+    def max_depth(self) -> int | None:
+        """The deepest draft it can make; None of one that makes less of a deeper plan, and does not mind."""
+        return None
+
     def parameter_count(self) -> int:
         """Return how many weights it has beside the target's."""
         return 0

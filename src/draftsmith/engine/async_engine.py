@@ -17,12 +17,12 @@ from functools import partial
 from types import TracebackType
 
 from draftsmith.engine.core import Progress
-from draftsmith.engine.engine import Chunk, Engine, chunk_of
+from draftsmith.engine.engine import Chunk, Engine, check_timeout, chunk_of
 from draftsmith.engine.requests.admission import Prompt
 from draftsmith.engine.requests.request import Request
 from draftsmith.plan import Plan
 from draftsmith.targets import Namespace
-from draftsmith.types import Completion, Constraint, DraftsmithError, SamplingParams
+from draftsmith.types import Completion, Constraint, DraftsmithError, SamplingParams, Statistics
 
 log = logging.getLogger(__name__)
 
@@ -144,17 +144,15 @@ class AsyncEngine:
             plan, drafter: shape of its drafts and who makes them; None leaves it to the engine's policy.
             namespace, shows_drafts: see `Engine.admit_call`.
             priority: among the calls that are in, the larger, the sooner its turn comes; see `max_waiting`.
-            timeout: seconds from this call, also while it waits for room, after which it ends with what it has,
-                `finish_reason` being "deadline"; None for none.
+            timeout: seconds from this call, also while its constraint is compiled, its prompt made into tokens, and it
+                waits for room, after which it ends with what it has, `finish_reason` being "deadline"; None for none.
 
         Raises:
             DraftsmithError: for a request that the engine refuses, and when the engine is not running.
         """
         self._check_running()
+        check_timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
-        if params is not None and params.constraint is not None:
-            await self.compile(params.constraint)
-
         # Tokenizers take long enough over a long prompt to keep the loop from others.
         def admitted() -> list[Request]:
             # Fast tokenizers must not be called by two threads at once where truncation or padding is set.
@@ -164,7 +162,15 @@ class AsyncEngine:
                     drafter=drafter, namespace=namespace, shows_drafts=shows_drafts,
                 )
 
-        requests = await asyncio.to_thread(admitted)
+        try:
+            async with asyncio.timeout(timeout):
+                if params is not None and params.constraint is not None:
+                    await self.compile(params.constraint)
+                requests = await asyncio.to_thread(admitted)
+        except TimeoutError:
+            for index in range(1 if params is None else params.n):
+                yield Chunk(index, [], "", Completion([], [], "", "deadline", Statistics(), []))
+            return
         for request in requests:
             request.deadline = deadline
         if not await self._find_room(deadline):
@@ -190,9 +196,19 @@ class AsyncEngine:
 
         One at a time, in a thread of its own: a hard one takes a while, and nobody else's prompt shall wait for it.
         """
-        if not self.engine.grammars.is_ready(constraint):
-            compiles = partial(self.engine.grammars.compiled, constraint)
-            await asyncio.get_running_loop().run_in_executor(self._compiling, compiles)
+        if self.engine.grammars.is_ready(constraint):
+            return
+        try:
+            compiling = self._compiling.submit(self.engine.grammars.compiled, constraint)
+        except RuntimeError:
+            raise ClosedError("the engine is closed; open another one.") from None
+        try:
+            await asyncio.wrap_future(compiling)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if compiling.cancelled() and task is not None and not task.cancelling():  # by `close`, not by the caller
+                raise ClosedError("the engine was closed before this text was begun.") from None
+            raise
 
     async def _find_room(self, deadline: float | None) -> bool:
         """Take a place among `max_waiting`; return whether there was one before the deadline."""

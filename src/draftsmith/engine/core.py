@@ -108,11 +108,11 @@ class EngineCore:
         if PREDICTED in self.drafters:
             raise DraftsmithError(f"a drafter is named {PREDICTED!r}, which stands for predictions; name it otherwise.")
         for choice in policy.choices:
-            self.check_plan(choice.plan)
             if choice.drafter is not None and choice.drafter not in self.drafters:
                 raise DraftsmithError(
                     f"the policy names the drafter {choice.drafter!r}, but there is {', '.join(self.drafters)}."
                 )
+            self.check_plan(choice.plan, choice.drafter)
 
     # ---- what callers use
 
@@ -148,6 +148,7 @@ class EngineCore:
         """End a request now, wherever it is; one that has ended, or was never there, is left alone."""
         request = self._requests.get(id)
         if request is not None:
+            self._inboxes.pop(id, None)
             request.finish("abort")
             self._let_go(request)
 
@@ -193,15 +194,21 @@ class EngineCore:
                 f"a request of {len(request.prompt)} tokens that asks for {request.params.max_tokens} more can never "
                 f"fit into {most}; shorten its prompt, lower max_tokens, or give the engine more room."
             )
-        if request.plan is not None:
-            self.check_plan(request.plan)
         if request.drafter is not None and request.drafter not in self.drafters:
             raise DraftsmithError(f"there is no drafter {request.drafter!r}; there is {', '.join(self.drafters)}.")
+        if request.plan is not None:
+            self.check_plan(request.plan, request.drafter)
         if request.drafter is not None and request.plan is None:
             raise DraftsmithError(f"a request names the drafter {request.drafter!r} without a plan; give it one.")
 
-    def check_plan(self, plan: Plan) -> None:
-        """Raise DraftsmithError for a plan that there is no room for."""
+    def check_plan(self, plan: Plan, drafter: str | None = None) -> None:
+        """Raise DraftsmithError for a plan that finds no room, or that a drafter, the first if None, cannot make."""
+        name = next(iter(self.drafters)) if drafter is None else drafter
+        deepest = self.drafters[name].max_depth
+        if deepest is not None and plan.depth > deepest:
+            raise DraftsmithError(
+                f"the plan drafts {plan.depth} tokens ahead, but the drafter {name} reaches {deepest}; shorten it."
+            )
         if plan.max_nodes >= DRAFT_ROOM:
             raise DraftsmithError(
                 f"the plan drafts {plan.max_nodes} nodes, but there is room for {DRAFT_ROOM - 1}; "
@@ -324,11 +331,17 @@ class EngineCore:
         if request.began:
             self._add_up(request)
         self._groups.leave(request)
-        if request.prediction is not None:
-            self.stepper.predictions.reset_rows([request.id])
-        if request.slot >= 0 and not request.never_drafts:
-            for drafter in self.drafters.values():
-                drafter.reset_rows([request.id])
+        try:
+            if request.prediction is not None:
+                self.stepper.predictions.reset_rows([request.id])
+            if request.slot >= 0 and not request.never_drafts:
+                for drafter in self.drafters.values():
+                    drafter.reset_rows([request.id])
+        finally:  # a row that nobody knows must not be decoded
+            self._free(request)
+
+    def _free(self, request: Request) -> None:
+        """Give back a request's place in the cache, keeping what others may begin with."""
         stored: list[int] | None = None
         if request.error is not None:
             pass  # nobody else shall begin with what could not be read

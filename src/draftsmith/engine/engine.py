@@ -52,6 +52,12 @@ class Chunk:
     prompt_logprobs: list[TokenLogprob] | None = None
 
 
+def check_timeout(seconds: float | None) -> None:
+    """Raise DraftsmithError for a time that no call can have."""
+    if seconds is not None and not seconds > 0:
+        raise DraftsmithError(f"timeout is {seconds}; give seconds above 0, or leave it out.")
+
+
 class Engine:
     """Decodes with a drafter, or plainly; the text is the target's own either way, unless a plan asks for less.
 
@@ -267,8 +273,7 @@ class Engine:
             namespace: what prompts have in common is read once among calls of one namespace.
             shows_drafts: let `Chunk.made` show the guesses of every step.
         """
-        if timeout is not None and not timeout > 0:
-            raise DraftsmithError(f"timeout is {timeout}; give seconds above 0, or leave it out.")
+        check_timeout(timeout)
         requests = admit(prompts, params, self.target, self.max_length, self.grammars)
         for request in requests:
             request.plan, request.drafter, request.priority = plan, drafter, priority

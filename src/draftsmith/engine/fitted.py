@@ -120,8 +120,12 @@ class Fitted(Policy):
             self._unasked = 0
             return [self._choices[self._of_all(rows, costs, slower, count)]] * len(rows)
         self._asked, self._unasked = None, 0
-        self._pace.pause()
         known = [self._look_at(history) for history in rows]
+        if count == 1:
+            self._taken = known[0].arm
+            costs = costs.slowed(self._pace.slower(load, rows, 1, self._taken, self._measured_s(rows, costs)))
+        else:
+            self._pace.pause()
         expected, worth = self._expected, dict[Stand, tuple[list[float], list[float]]]()
         price = expected.price(costs, [row.stand for row in known])
         found, reasons = [], []
@@ -357,6 +361,7 @@ class Fitted(Policy):
         found = self._hopeless.get((count, patience))
         if found is None:
             hoped = self._costs_of(count).grown(self._most_growths)
-            gains = [(1 + own[-1]) * hoped[0] / took for own, took in zip(self._kept[1:], hoped[1:], strict=True)]
+            most = [1 + choice.plan.depth for choice in self._choices]
+            gains = [tokens * hoped[0] / took for tokens, took in zip(most[1:], hoped[1:], strict=True)]
             found = self._hopeless[count, patience] = max(gains) <= patience
         return found

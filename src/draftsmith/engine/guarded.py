@@ -8,7 +8,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter
 from draftsmith.plan import Plan
 from draftsmith.targets import KVCache
-from draftsmith.types import Context, Draft
+from draftsmith.types import UNUSED, Context, Draft
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +22,12 @@ class Guarded(Drafter):
     Args:
         inner: who guesses.
         name: what to call it in the log.
+        vocab_size: of the target; a guess that is none of its tokens would end everybody's step. On a GPU nobody looks,
+            because that waits for the device.
     """
 
-    def __init__(self, inner: Drafter, name: str) -> None:
-        self.inner, self.name = inner, name
+    def __init__(self, inner: Drafter, name: str, vocab_size: int) -> None:
+        self.inner, self.name, self._vocab_size = inner, name, vocab_size
         self.failures = 0
         """How often it failed."""
         self.taps, self.reads_prompt, self.borrows_layers = inner.taps, inner.reads_prompt, inner.borrows_layers
@@ -36,7 +38,7 @@ class Guarded(Drafter):
         """Return the other's draft if it is one for this plan, and an empty one otherwise."""
         try:
             draft = self.inner.propose(context, plan)
-            _check(draft, len(context.rows_B), plan)
+            _check(draft, len(context.rows_B), plan, self._vocab_size)
         except Exception as error:  # whatever it is, the text does not need it
             self._note(error)
             none_BN = context.tokens_BT.new_empty((len(context.rows_B), 0))
@@ -45,6 +47,10 @@ class Guarded(Drafter):
 
     def default_plan(self) -> Plan:
         return self.inner.default_plan()
+
+    @property
+    def max_depth(self) -> int | None:
+        return self.inner.max_depth
 
     def parameter_count(self) -> int:
         return self.inner.parameter_count()
@@ -79,8 +85,15 @@ class Guarded(Drafter):
             log.error("the drafter %s failed for the %d. time: %s", self.name, self.failures, error, exc_info=error)
 
 
-def _check(draft: Draft, rows: int, plan: Plan) -> None:
+def _check(draft: Draft, rows: int, plan: Plan, vocab_size: int) -> None:
     shape = tuple(draft.tokens_BN.shape)
     fits = len(shape) == 2 and shape[0] == rows and shape[1] <= plan.max_nodes and draft.depth <= plan.depth
     if not fits or tuple(draft.parents_BN.shape) != shape:
         raise ValueError(f"a draft of shape {shape}, {draft.depth} deep, for {rows} rows and {plan}")
+    if draft.tokens_BN.numel() and draft.tokens_BN.device.type == "cpu":
+        lowest, highest = map(int, draft.tokens_BN.aminmax())
+        if lowest < 0 or highest >= vocab_size:
+            raise ValueError(f"guesses from {lowest} to {highest}, but tokens go from 0 to {vocab_size - 1}")
+        before, last = map(int, draft.parents_BN.aminmax())
+        if before < UNUSED or last >= shape[1]:
+            raise ValueError(f"parents from {before} to {last} in a draft of {shape[1]} nodes")

@@ -31,7 +31,7 @@ class RowHistory:
         sampled: whether its temperature is above 0.
         prompt_tokens: length of its prompt.
         accepted: of every step so far in which the policy's choice was drafted, how many guesses stayed.
-        drafted: of the same steps, how many guesses were verified.
+        drafted: of the same steps, how many guesses were verified; of a row with a constraint, whether any was.
     """
 
     sampled: bool

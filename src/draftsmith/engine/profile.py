@@ -80,6 +80,13 @@ class Costs:
         more = self.more[at]
         return max(self.plain, self.seconds[at] + (growth - 1) * more) if more else self.seconds[at]
 
+    def slowed(self, times: Sequence[float]) -> "Costs":
+        """Return what they take where every plan takes so many times as long."""
+        return Costs(
+            [took * slower for took, slower in zip(self.seconds, times, strict=True)],
+            [took * slower for took, slower in zip(self.more, times, strict=True)],
+        )
+
     def grown(self, growths: Sequence[float]) -> list[float]:
         """Return the seconds of plans that make guesses so many times as often."""
         return [

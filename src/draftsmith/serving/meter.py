@@ -40,10 +40,10 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
 
-    def add(self, value: float, times: int = 1) -> None:
-        """Count a value so many times."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
 
 class DrafterMeter:
@@ -117,8 +117,8 @@ class Meter:
             self.prompt_tokens += len(request.prompt)
             self.cached_tokens += request.shared
         else:
-            # A step brings several tokens at once; each counts as a share of its time.
-            self.between.add((now - times[1]) / count, count)
+            # Tokens of one step come together, and count once, as with vLLM.
+            self.between.add(now - times[1])
             self._times[request.id] = (times[0], now)
 
     def _note_draft(self, made: Made) -> None:

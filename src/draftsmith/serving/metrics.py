@@ -85,7 +85,7 @@ class EngineMetrics(Collector):
         values = {
             "time_to_first_token_seconds": ("From a request to its first token.", meter.first_token),
             "inter_token_latency_seconds": (
-                "Between tokens; those of one step share its time.", meter.between
+                "Between steps that brought tokens, each of which may bring several.", meter.between
             ),
             "request_time_per_output_token_seconds": ("Mean time between tokens of a text.", meter.per_token),
             "e2e_request_latency_seconds": ("From a request to its end.", meter.whole),

@@ -4,9 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.registry import published_trees
-from draftsmith.engine.guarded import Guarded
 from draftsmith.engine.limits import DRAFT_ROOM
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.serving.errors import bad
@@ -44,16 +43,10 @@ def drafting_of(asked: Speculation | None, drafters: Mapping[str, Drafter], sett
         raise bad(f"there is no drafter {asked.drafter or 'at all'!r} here; there is {known}.", FIELD)
     drafter = drafters[name]
     plan = drafter.default_plan() if asked.plan is None else read_plan(asked.plan, settings)
-    deepest = max_depth(drafter)
-    if plan.depth > deepest:
+    deepest = drafter.max_depth
+    if deepest is not None and plan.depth > deepest:
         raise bad(f"the plan {asked.plan!r} is {plan.depth} deep, but {name} reaches {deepest}.", FIELD)
     return Drafting(plan, name)
-
-
-def max_depth(drafter: Drafter) -> int:
-    """Return the deepest draft that somebody can make, as far as that is known."""
-    inner = drafter.inner if isinstance(drafter, Guarded) else drafter
-    return inner.max_depth if isinstance(inner, StagewiseDrafter) else DRAFT_ROOM
 
 
 def read_plan(words: str, settings: Settings) -> Plan:

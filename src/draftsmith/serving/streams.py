@@ -56,13 +56,16 @@ class Followed(Generic[T]):
                     self._came.put_nowait(piece)
         except Exception as raised:
             error = raised
+        except BaseException as raised:  # whoever waits here shall not wait for ever
+            self._came.put_nowait(_End(raised))
+            raise
         self._came.put_nowait(_End(error))
 
 
 class _End:
     """What comes behind the last piece of a stream: nothing, or what it failed on."""
 
-    def __init__(self, error: Exception | None) -> None:
+    def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 

@@ -1,6 +1,7 @@
 """A server under load, level after level: `draftsmith load`, from Python."""
 
 import asyncio
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,8 @@ class LoadResult:
 
 
 Progress = Callable[[str, int, int], None]
+LATE = 0.1
+"""Waiting for a client is told of from this share of the time to the first token on."""
 
 
 def measure_load(
@@ -120,7 +123,9 @@ async def _run_level(
             f"{level.name}: {repeated} of {len(made)} prompts had been sent before, and a server that remembers "
             "prompts reads those faster; give more texts for other times to the first token."
         )
-    bodies = [body_of(request, settings.workload, settings.server.endpoint, model) for request in made]
+    bodies = [
+        body_of(request, settings.workload, settings.server.endpoint, model, client.is_ours) for request in made
+    ]
     times = planned_times(settings.arrivals, len(bodies), settings.workload.seed)
     await drive(
         level, bodies, times, client.send,
@@ -137,7 +142,9 @@ async def _warm_up(
     counts = [count for count in settings.clients if count is not None]
     level = Level(max(counts) if len(counts) == len(settings.clients) else None)
     made = requests.make(settings.warmups)
-    bodies = [body_of(request, settings.workload, settings.server.endpoint, model) for request in made]
+    bodies = [
+        body_of(request, settings.workload, settings.server.endpoint, model, client.is_ours) for request in made
+    ]
     await drive(
         level, bodies, [0.0] * len(bodies), client.send,
         lambda record: on_progress("warming up", len(level.records), len(bodies)),
@@ -164,6 +171,22 @@ def _note(result: LoadResult, level: Level) -> None:
         most = next(iter(found["failures"]))
         result.notes.append(
             f"{level.name}: {found['failed']} of {len(level.records)} requests failed, most because {most}."
+        )
+    if found["without_text"]:
+        result.notes.append(
+            f"{level.name}: {found['without_text']} answers had no text in any chunk, so nobody knows when their first "
+            "token came; they have no TTFT and no TPOT."
+        )
+    if found["sent_again"]:
+        result.notes.append(
+            f"{level.name}: {found['sent_again']} requests were sent again, because the server had closed a connection "
+            "that was kept."
+        )
+    late, known = found["p99_client_wait_ms"] or 0.0, [record.ttft for record in level.records if record.ttft]
+    if known and late > LATE * 1000 * statistics.median(known):
+        result.notes.append(
+            f"{level.name}: requests waited for a free client, {late:.0f} ms at the 99th percentile, and no time here "
+            "and no goodput counts that; allow more clients to see what users would."
         )
     if not level.complete:
         result.notes.append(

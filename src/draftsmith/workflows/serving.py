@@ -110,7 +110,7 @@ def make_engine(
     names = named(given)
     found = {name: open_drafter(drafter, loaded, console) for name, drafter in names.items()}
     policy = policy_of(loaded, found, names, rules, sizes, console)
-    guarded: dict[str, Drafter] = {name: Guarded(drafter, name) for name, drafter in found.items()}
+    guarded: dict[str, Drafter] = {name: Guarded(drafter, name, loaded.vocab_size) for name, drafter in found.items()}
     return Engine(loaded, guarded, policy=policy, max_batch=sizes.max_batch, max_length=sizes.max_length), guarded
 
 

@@ -86,6 +86,11 @@ class Cascade(Drafter):
             if drafter.reads_prompt:
                 drafter.follow(context)
 
+    @property
+    def max_depth(self) -> int:
+        """As deep as the copy."""
+        return self.copy.max_depth
+
     def reset_rows(self, rows: list[int]) -> None:
         """Forget rows that ended."""
         for drafter in (self.copy, *self.inner.drafters):
@@ -97,9 +102,9 @@ class Cascade(Drafter):
             if self.reads_prompt:
                 self.inner.begin(context)
             return self.copy.propose(context, plan)
-        if plan.depth > self.copy.max_depth:
+        if plan.depth > self.max_depth:
             raise DraftsmithError(
-                f"the plan drafts {plan.depth} tokens ahead, but a {NAME} reaches {self.copy.max_depth}; shorten it."
+                f"the plan drafts {plan.depth} tokens ahead, but a {NAME} reaches {self.max_depth}; shorten it."
             )
         trees = []
         for chosen in self._chains(context, plan.max_nodes):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from draftsmith import grammar_process
@@ -32,6 +33,8 @@ class GuardedCompiler:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._is_ready = False
+        # Another process comes up beside what is answered meanwhile.
+        self._starting: Thread | None = None
         self._start()
 
     def compile(self, constraint: Constraint) -> "CompiledGrammar":
@@ -52,12 +55,12 @@ class GuardedCompiler:
                 )
             answer = json.loads(connection.recv_bytes())
         except (EOFError, OSError) as error:
-            self.close()
+            self._restart()
             raise TooHardError(
                 f"{NAMES[constraint.kind]} takes more memory to compile than there is for it; make it simpler."
             ) from error
         except TooHardError:
-            self.close()
+            self._restart()
             raise
         if "error" in answer:
             raise ValueError(answer["error"])
@@ -65,6 +68,8 @@ class GuardedCompiler:
 
     def _ready(self) -> Connection:
         """Return the connection to a process that waits for a grammar; another one where the last has ended."""
+        if self._starting is not None:
+            self._starting.join()
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
@@ -80,8 +85,17 @@ class GuardedCompiler:
                 raise DraftsmithError("the process that compiles constraints could not begin; try again.")
         return connection
 
+    def _restart(self) -> None:
+        """End the process, and begin another one for whoever comes next."""
+        self.close()
+        self._starting = Thread(target=self._start, daemon=True)
+        self._starting.start()
+
     def close(self) -> None:
         """End the process."""
+        if self._starting is not None:
+            self._starting.join()
+            self._starting = None
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:

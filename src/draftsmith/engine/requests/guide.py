@@ -19,6 +19,8 @@ EVERY = -1
 """A word of a mask that allows all of its tokens."""
 MOST_SECONDS = 1.0
 """That a step may take to find out what a grammar allows; an ambiguous one can get slower with every token."""
+MOST_SECONDS_OF_GUESSES = 0.25
+"""That a step may take to look at guesses where those that are left then can go; they would not be worth it."""
 
 SLOW = f"its constraint takes more than {MOST_SECONDS:g} seconds for a token; make it simpler."
 DEAD_END = "none of the target's tokens can follow under its constraint; change the constraint."
@@ -54,11 +56,15 @@ class Guide:
         """W."""
         return self._next_1W.shape[1]
 
-    def look(self, tokens: Sequence[int], parents: Sequence[int], bits_MW: Tensor) -> list[bool]:
+    def look(self, tokens: Sequence[int], parents: Sequence[int], bits_MW: Tensor, removes: bool) -> list[bool]:
         """Fill in what may follow the root (row 0) and every guess (row n + 1); return which guesses are allowed.
 
         Rows of guesses that are forbidden, or behind which the text is over, allow everything: nobody gets there, and
         what is chosen there is never taken.
+
+        Args:
+            removes: whether guesses that are not allowed go. Then those that there is no time for are not allowed; else
+                the text ends with an error.
         """
         bits_MW.fill_(EVERY)
         bits_MW[0] = self._next_1W[0]
@@ -69,7 +75,8 @@ class Guide:
         allowed = [False] * len(tokens)
         if not below[0]:
             return allowed
-        words_MW, until = bits_MW.numpy(), time.monotonic() + MOST_SECONDS
+        words_MW = bits_MW.numpy()
+        until = time.monotonic() + (MOST_SECONDS_OF_GUESSES if removes else MOST_SECONDS)
 
         def go(row: int) -> None:
             for node in below[row]:
@@ -77,7 +84,8 @@ class Guide:
                 if not int(words_MW[row, token >> 5]) >> (token & 31) & 1:
                     continue
                 if time.monotonic() > until:
-                    self._give_up()
+                    if not removes:
+                        self._give_up()
                     return
                 allowed[node] = self._matcher.accept_token(token)
                 if not allowed[node]:

@@ -179,7 +179,8 @@ class Request:
             self.prediction.guessed = 0
         else:
             self.history.accepted.append(taken - 1)
-            self.history.drafted.append(drafted)
+            # How many guesses a constraint left tells which it forbids, and so what the noise of tokens to come says.
+            self.history.drafted.append(drafted if self.guide is None else min(1, drafted))
         if depth > self.deepest:
             self.deepest = depth
 

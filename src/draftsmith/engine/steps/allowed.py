@@ -43,10 +43,11 @@ def constrain(
     tree = torch.stack([draft.tokens_BN[rows_R], draft.parents_BN[rows_R]]).tolist() if nodes else None
     bits_RMW = torch.empty((len(constrained.rows), nodes + 1, constrained.guides[0].words), dtype=torch.int32)
     changed: list[list[int]] = []
+    drawn = draft.q_BMV is not None
     for r, guide in enumerate(constrained.guides):
         tokens, parents = (tree[0][r], tree[1][r]) if tree is not None else ([], [])
-        allowed = guide.look(tokens, parents, bits_RMW[r])
-        left, guide.refused = without_forbidden(parents, allowed, keeps_drawn=draft.q_BMV is not None)
+        allowed = guide.look(tokens, parents, bits_RMW[r], removes and not drawn)
+        left, guide.refused = without_forbidden(parents, allowed, keeps_drawn=drawn)
         changed.append(left)
     allowed_R = Allowed(rows_R, bits_RMW.to(device))
     if not removes or tree is None or changed == tree[1]:

@@ -10,8 +10,9 @@ from draftsmith.evaluation.load.settings import Arrivals
 def planned_times(arrivals: Arrivals, count: int, seed: int) -> list[float]:
     """Return when each of `count` requests is due, in seconds from the start, in order; the first is due at 0.
 
-    Gaps are drawn from a gamma distribution of shape `burstiness` whose mean is 1 / rate. The rate of a ramp is that
-    of the request that ends the gap.
+    Gaps are drawn from a gamma distribution of shape `burstiness` whose mean is 1 / rate, and stretched so that
+    together they are as long as the rate says; an infinite shape makes them equal. The rate of a ramp is that of the
+    request that ends the gap, and nothing is stretched there.
     """
     if not arrivals.open:
         return [0.0] * count
@@ -19,9 +20,12 @@ def planned_times(arrivals: Arrivals, count: int, seed: int) -> list[float]:
     gaps = [0.0]
     for index in range(1, count):
         rate = rate_of(arrivals, index / max(1, count - 1))
-        scale = 0.0 if isinf(rate) else 1.0 / (rate * arrivals.burstiness)
-        gaps.append(float(draws.gamma(arrivals.burstiness, scale)))
-    return [float(time) for time in np.cumsum(gaps[:count])]
+        shape = arrivals.burstiness
+        gaps.append(1.0 / rate if isinf(shape) else float(draws.gamma(shape, 1.0 / (rate * shape))))
+    times = np.cumsum(gaps[:count])
+    if arrivals.ramp is None and times[-1] > 0:
+        times *= (count - 1) / arrivals.rate / times[-1]
+    return [float(time) for time in times]
 
 
 def rate_of(arrivals: Arrivals, progress: float) -> float:

@@ -1,9 +1,10 @@
 """The connection to the server: its models, its tokens, its counters, and one streamed request."""
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +24,10 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_SECONDS = 30.0
 NOT_OFFERED = (404, 405, 501)
 SHORTEST_CHARACTERS = 32
+END_SECONDS = 0.5
+"""So long a server may take to end an answer after its last event; the connection is used again only then."""
+OURS = "draftsmith"
+"""Who owns the models of our own server, which tells the drafts of a request where it is asked to."""
 
 
 class Client:
@@ -30,6 +35,7 @@ class Client:
 
     def __init__(self, server: Server) -> None:
         self.server = server
+        self.is_ours = False
         self._fits: int | None = None
         headers = {"Accept-Encoding": "identity"}
         if server.api_key:
@@ -63,8 +69,10 @@ class Client:
         if response.status_code in NOT_OFFERED and wanted is not None:
             return wanted
         try:
-            names = [str(entry["id"]) for entry in response.json()["data"]] if response.status_code == 200 else []
-        except (ValueError, KeyError, TypeError):
+            entries = response.json()["data"] if response.status_code == 200 else []
+            names = [str(entry["id"]) for entry in entries]
+            self.is_ours = any(entry.get("owned_by") == OURS for entry in entries)
+        except (ValueError, KeyError, TypeError, AttributeError):
             names = []
         if wanted is None:
             if len(names) == 1:
@@ -85,14 +93,18 @@ class Client:
         """
         while True:
             text = text[: self._fits]
-            body = {"model": model, "prompt": text, "add_special_tokens": False}
+            # llama.cpp's server has names of its own.
+            body = {
+                "model": model, "prompt": text, "add_special_tokens": False, "content": text, "add_special": False,
+            }
             response = await self._ask("POST", "/tokenize", body)
             if response.status_code != 400 or len(text) <= SHORTEST_CHARACTERS:
                 break
             self._fits = len(text) // 2
         try:
-            if response.status_code == 200:
-                return [int(token) for token in response.json()["tokens"]]
+            found = [int(token) for token in response.json()["tokens"]] if response.status_code == 200 else []
+            if found or not text:
+                return found
         except (ValueError, KeyError, TypeError):
             pass
         raise DraftsmithError(
@@ -109,28 +121,53 @@ class Client:
         return read_counters(response.text) if response.status_code == 200 else None
 
     async def send(self, body: Mapping[str, Any]) -> Record:
-        """Send one request and return what came back; what went wrong stands in the record, as a sentence."""
+        """Send one request and return what came back; what went wrong stands in the record, as a sentence.
+
+        A server may close a connection that is kept just as it is used again, which says nothing about the server: then
+        it is sent once more, by a new one.
+        """
         record = Record(sent=time.perf_counter())
-        finished = False
+        if not await self._sent(body, record):
+            record = Record(sent=time.perf_counter(), again=True)
+            await self._sent(body, record)
+        return record
+
+    async def _sent(self, body: Mapping[str, Any], record: Record) -> bool:
+        """Fill the record; return False where a connection that was kept broke before any of the answer had come."""
+        is_new = answered = finished = False
+
+        async def note(event: str, info: Mapping[str, Any]) -> None:
+            nonlocal is_new
+            is_new = is_new or event == "connection.connect_tcp.started"
+
         try:
-            async with self._http.stream("POST", PATHS[self.server.endpoint], json=dict(body)) as response:
+            path = PATHS[self.server.endpoint]
+            async with self._http.stream("POST", path, json=dict(body), extensions={"trace": note}) as response:
+                answered = True
                 if response.status_code != 200:
                     await response.aread()
                     record.error = self._refused(response)
-                    return record
-                async for events in timed_events(response):
-                    now, whole = events
-                    for event in whole:
+                    return True
+                pieces = timed_events(response)
+                async for now, events in pieces:
+                    for event in events:
                         if event == b"[DONE]":
                             finished = True
-                        else:
+                        elif not finished:
                             record.take(json.loads(event), now)
+                    if finished:
+                        break
+                if finished:
+                    await let_end(pieces)
         except httpx2.HTTPError as error:
+            broke = isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError | httpx2.WriteError)
+            if broke and not is_new and not answered and not record.again:
+                return False
             record.error = record.error or self._unreachable(error)
-        except (ValueError, AttributeError, TypeError):
+        except (ValueError, AttributeError, TypeError, ArithmeticError, RecursionError):
             record.error = record.error or "the server sent something that is no chunk of an answer"
         record.close(finished)
-        return record
+        return True
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> httpx2.Response:
         try:
@@ -168,6 +205,14 @@ async def timed_events(response: httpx2.Response) -> AsyncIterator[tuple[float, 
     async for piece in response.aiter_bytes():
         yield time.perf_counter(), events.feed(piece)
     yield time.perf_counter(), events.end()
+
+
+async def let_end(pieces: AsyncIterator[tuple[float, list[bytes]]]) -> None:
+    """Read what is behind the last event; the answer is there, so that what goes wrong now is nobody's loss."""
+    with suppress(httpx2.HTTPError, TimeoutError):
+        async with asyncio.timeout(END_SECONDS):
+            async for _ in pieces:
+                pass
 
 
 def first_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ def summarise(
 
     TTFT is the time to the first chunk with text, E2EL that to the end of the answer, TPOT = (E2EL - TTFT) / (n - 1) of
     each request, and ITL the gaps between chunks with text, each of which may carry several tokens. Tokens are those
-    of the server's usage chunks. Times of failed requests count nowhere.
+    of the server's usage chunks. Times of failed requests count nowhere; an answer without text has no TTFT and TPOT.
     """
     done = [record for record in level.records if record.ok]
     failed = [record for record in level.records if not record.ok]
@@ -33,6 +33,8 @@ def summarise(
         "duration": seconds,
         "completed": len(done),
         "failed": len(failed),
+        "without_text": sum(record.first is None for record in done),
+        "sent_again": sum(record.again for record in level.records),
         "unfinished": level.unfinished + level.unsent,
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
@@ -67,7 +69,8 @@ def detailed(level: Level) -> dict[str, Any]:
         "input_lens": [record.input_tokens or 0 for record in ordered],
         "output_lens": [record.output_tokens or 0 for record in ordered],
         "start_times": [record.sent - level.began for record in ordered],
-        "ttfts": [record.ttft if record.ok else 0.0 for record in ordered],
+        "client_waits": list(level.waits),
+        "ttfts": [(record.ttft or 0.0) if record.ok else 0.0 for record in ordered],
         "itls": [record.gaps for record in ordered],
         "latencies": [record.e2el if record.ok else 0.0 for record in ordered],
         "generated_texts": ["".join(record.text) for record in ordered],
@@ -78,7 +81,7 @@ def detailed(level: Level) -> dict[str, Any]:
 def metric_values(done: Sequence[Record]) -> dict[str, list[float]]:
     """Return all values of every metric, in seconds."""
     return {
-        "ttft": [record.ttft for record in done],
+        "ttft": [record.ttft for record in done if record.ttft is not None],
         "tpot": [record.tpot for record in done if record.tpot is not None],
         "itl": [gap for record in done for gap in record.gaps],
         "e2el": [record.e2el for record in done],
@@ -101,7 +104,12 @@ def statistics_of(name: str, values: Sequence[float], percentiles: Sequence[floa
 
 
 def is_good(record: Record, limits: Mapping[str, float]) -> bool:
-    """Whether a request kept every limit; of its gaps the mean has to, and one token has no pace to keep."""
+    """Whether a request kept every limit; of its gaps the mean has to, and one token has no pace to keep.
+
+    Where no text came, nobody knows when the first token did.
+    """
+    if record.first is None and not limits.keys().isdisjoint(("ttft", "tpot")):
+        return False
     mean_gap = sum(record.gaps) / len(record.gaps) if record.gaps else None
     taken = {"ttft": record.ttft, "tpot": record.tpot, "itl": mean_gap, "e2el": record.e2el}
     for name, most in limits.items():

@@ -17,6 +17,7 @@ class Record:
         input_tokens, output_tokens: as the usage chunk says; None until it came. Chunks are never counted as tokens.
         finish_reason: None until a chunk gives one.
         acceptance_length: of this request, where the server tells it in the usage chunk.
+        again: whether it was sent a second time, because the server had closed a connection that was kept.
     """
 
     sent: float
@@ -30,6 +31,7 @@ class Record:
     finish_reason: str | None = None
     acceptance_length: float | None = None
     error: str = ""
+    again: bool = False
 
     @property
     def ok(self) -> bool:
@@ -37,9 +39,9 @@ class Record:
         return not self.error
 
     @property
-    def ttft(self) -> float:
-        """Seconds to the first chunk with text; of an empty text, to its end."""
-        return (self.first if self.first is not None else self.done) - self.sent
+    def ttft(self) -> float | None:
+        """Seconds to the first chunk with text; None where no chunk had any."""
+        return None if self.first is None else self.first - self.sent
 
     @property
     def done(self) -> float:
@@ -53,9 +55,9 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first, (E2E - TTFT) / (n - 1); None of fewer than two tokens."""
-        tokens = self.output_tokens or 0
-        return (self.e2el - self.ttft) / (tokens - 1) if tokens > 1 else None
+        """Seconds a token after the first, (E2E - TTFT) / (n - 1); None of fewer than two tokens or without TTFT."""
+        tokens, ttft = self.output_tokens or 0, self.ttft
+        return (self.e2el - ttft) / (tokens - 1) if tokens > 1 and ttft is not None else None
 
     def take(self, chunk: Any, now: float) -> None:
         """Take in one chunk that arrived at `now`; ValueError for something that is no chunk."""

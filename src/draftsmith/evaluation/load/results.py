@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,21 @@ def rate_json(rate: float) -> float | str:
     return "inf" if math.isinf(rate) else rate
 
 
-def common_file(level: Mapping[str, Any], settings: Mapping[str, Any], date: str) -> tuple[str, dict[str, Any]]:
-    """Return name and content of the file that serving benchmarks write for one level."""
+def common_file(
+    level: Mapping[str, Any], settings: Mapping[str, Any], date: str, number: int = 0
+) -> tuple[str, dict[str, Any]]:
+    """Return name and content of the file that serving benchmarks write for one level.
+
+    Args:
+        number: of levels before it with as many clients.
+    """
     model = re.sub(r"[^\w.-]+", "-", settings["model"].rsplit("/", 1)[-1])
     clients = level["max_concurrency"]
     stamp = date.replace("-", "").replace(":", "").replace("T", "-").removesuffix("Z")
     parts = [
         settings["endpoint"], f"{settings['request_rate']}qps",
         *([f"concurrency{clients}"] if clients is not None else []), model, stamp,
+        *([str(number + 1)] if number else []),
     ]
     content = {
         "date": stamp,
@@ -79,8 +87,17 @@ def as_csv(levels: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def read_levels(path: Path) -> list[dict[str, Any]]:
-    """Return the levels of a result, of `draftsmith load --json` or of another serving benchmark's file.
+@dataclass(frozen=True)
+class Saved:
+    """A result as it was read: `settings` is empty where another benchmark wrote it."""
+
+    levels: list[dict[str, Any]]
+    settings: dict[str, Any]
+    complete: bool
+
+
+def read_result(path: Path) -> Saved:
+    """Read a result, of `draftsmith load --json` or of another serving benchmark's file.
 
     Raises:
         DraftsmithError: it cannot be read, or has no throughput and no time a token.
@@ -96,7 +113,19 @@ def read_levels(path: Path) -> list[dict[str, Any]]:
         raise DraftsmithError(
             f"{path} holds no level with {' and '.join(NEEDED)}; give a result that --json wrote, measured with tpot."
         )
-    return [dict(level) for level in levels]
+    settings = found.get("settings")
+    given = dict(settings) if isinstance(settings, dict) else {}
+    return Saved([dict(level) for level in levels], given, found.get("complete") is not False)
+
+
+def differences(first: Saved, second: Saved) -> list[str]:
+    """Say which result is not whole, and in which settings both differ, the server's address apart."""
+    told = [f"{name} was interrupted." for name, one in (("A", first), ("B", second)) if not one.complete]
+    for name, a in first.settings.items():
+        b = second.settings.get(name, a)
+        if name != "base_url" and a != b:
+            told.append(f"{name} is {a!r} in A and {b!r} in B.")
+    return told
 
 
 def _is_level(level: Any) -> bool:

@@ -67,7 +67,8 @@ class Arrivals:
 
     Args:
         rate: requests a second on average; inf sends each as soon as the number of clients allows.
-        burstiness: shape of the gamma distribution of gaps: 1 is a Poisson process, less is burstier, more is evener.
+        burstiness: shape of the gamma distribution of gaps: 1 is a Poisson process, less is burstier, more is evener;
+            inf makes them all alike.
         ramp: lets the rate rise from `ramp_start` to `ramp_end` over the requests, instead of `rate`.
     """
 
@@ -81,8 +82,6 @@ class Arrivals:
         for name, value in (("--request-rate", self.rate), ("--burstiness", self.burstiness)):
             if not value > 0:
                 raise DraftsmithError(f"{name} is {value:g}; give a number above 0.")
-        if not isfinite(self.burstiness):
-            raise DraftsmithError("--burstiness is infinite; give a number, such as 1.")
         if self.ramp is None:
             if self.ramp_start is not None or self.ramp_end is not None:
                 raise DraftsmithError("a ramp needs --ramp-up-strategy; choose linear or exponential.")

@@ -147,8 +147,14 @@ async def random_ids(workload: Workload, texts: Sequence[Prompt], tokenize: Toke
     return sorted(seen)
 
 
-def body_of(request: LoadRequest, workload: Workload, endpoint: Endpoint, model: str) -> dict[str, Any]:
-    """Return what is sent for a request; a server that follows it streams, and counts its tokens in the end."""
+def body_of(
+    request: LoadRequest, workload: Workload, endpoint: Endpoint, model: str, is_ours: bool = False
+) -> dict[str, Any]:
+    """Return what is sent for a request; a server that follows it streams, and counts its tokens in the end.
+
+    Args:
+        is_ours: whether the server is our own, which is asked for the statistics of the request's drafts, too.
+    """
     body: dict[str, Any] = {
         "model": model,
         "temperature": workload.temperature,
@@ -160,6 +166,8 @@ def body_of(request: LoadRequest, workload: Workload, endpoint: Endpoint, model:
         body |= {"messages": said, "max_completion_tokens": request.output_len}
     else:
         body |= {"prompt": request.prompt, "max_tokens": request.output_len}
+    if is_ours:
+        body["spec_decode_metrics"] = "summary"
     if workload.ignore_eos:
         body["ignore_eos"] = True
     return body | dict(workload.extra_body)

@@ -30,6 +30,9 @@ FEWEST_TEXTS = 24
 """For few rows as well: acceptance differs from text to text."""
 SLOW_STEP_S, FEW_TOKENS, FEW_PLANS = 0.02, 10, 4
 """Where a plain step takes longer, fewer tokens are decoded, and fewer plans are timed with more than one row."""
+UNSEEN = 0.5
+"""A guess stays this often as long as nobody has seen it, which weighs as much as one that was seen. Nothing that was
+not seen counts as impossible: it could never be learnt otherwise, and texts differ."""
 HOPELESS, MISSES = 0.85, 2
 """Larger drafts are not tried after so many in a row had less than this share of the best speed so far."""
 TASKS = 3
@@ -66,8 +69,8 @@ class Brought:
 
     @property
     def found(self) -> float:
-        """The share of steps that made guesses."""
-        return self.guessing / max(1, self.steps)
+        """The share of steps that made guesses, and a little where none did; see `UNSEEN`."""
+        return self.guessing / self.steps if self.guessing else UNSEEN / (1 + self.steps)
 
     @property
     def guesses(self) -> int:
@@ -83,6 +86,7 @@ class Sampler:
     Args:
         engine: with room for all plans.
         prompts: texts that begin again when all were used.
+        new_tokens: so many are decoded, and those of the last step besides.
     """
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> None:
@@ -96,8 +100,10 @@ class Sampler:
         at = self._taken.get((plan, rows), 0 if plan == NO_DRAFT else len(self.brought) * TASKS * rows)
         self._taken[plan, rows] = at + rows
         some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
-        requests = self.engine.admit_call(some, SamplingParams(max_tokens=self.new_tokens, ignore_eos=True), plan)
-        took = step_seconds(self.engine, requests)
+        room = self.engine.max_length - max(map(len, some))
+        params = SamplingParams(max_tokens=min(room, self.new_tokens + plan.depth), ignore_eos=True)
+        requests = self.engine.admit_call(some, params, plan)
+        took = step_seconds(self.engine, requests, self.new_tokens)
         brought = self.brought.setdefault(plan, Brought([0] * plan.depth))
         for one in requests:
             brought.steps += len(one.accepted)
@@ -110,7 +116,7 @@ class Sampler:
     def survival(self, plan: Plan) -> tuple[float, ...]:
         """Return the shares of steps that accepted at least 1, 2, … guesses.
 
-        How many stay where some are made is told by all chains that are as deep.
+        How often a guess stays whose predecessor did is told by all chains that are as deep.
         """
         alike = [plan]
         if plan.is_chain:
@@ -118,12 +124,14 @@ class Sampler:
                 one for one in self.brought
                 if one.is_chain and one.sampled == plan.sampled and one.match == plan.match
             ]
-        found = []
+        shares, share = [], self.brought[plan].found
         for depth in range(plan.depth):
             deep = [self.brought[one] for one in alike if one.depth > depth]
-            kept = sum(one.stayed[depth] for one in deep) / max(1, sum(one.guessing for one in deep))
-            found.append(self.brought[plan].found * kept)
-        return tuple(found)
+            stayed = sum(one.stayed[depth] for one in deep)
+            before = sum(one.stayed[depth - 1] if depth else one.guessing for one in deep)
+            share *= stayed / before if stayed else UNSEEN / (1 + before)
+            shares.append(share)
+        return tuple(shares)
 
 
 class Contest:
@@ -210,10 +218,10 @@ class Contest:
         kept = [
             plan for plan in self.taken if plan == NO_DRAFT or plan.match or self.speed(plan) >= HOPELESS * plain
         ]
-        if self.seconds(NO_DRAFT, self.rows[0]) > SLOW_STEP_S:
+        if len(self.rows) > 1 and self.seconds(NO_DRAFT, self.rows[0]) > SLOW_STEP_S:
             # Every plan takes seconds with many rows, where those that are best for one are about as good as any.
             best_few = sorted(kept, key=lambda plan: (plan != NO_DRAFT, -self.speed(plan)))[: 1 + FEW_PLANS]
-            kept = [plan for plan in kept if plan in best_few]
+            kept = [plan for plan in kept if plan in best_few or plan.match]
         for rows in self.rows[1:]:
             for plan in kept:
                 self.time(plan, rows)
@@ -263,13 +271,14 @@ def measure_profile(
     default, most = drafter.default_plan(), rows[-1]
     longest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else default.depth
     plans = candidates(default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.matches)
-    length = min(PROMPT_TOKENS + NEW_TOKENS, target.max_length)
+    largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
+    deepest = max(plan.depth for plan in [NO_DRAFT, *plans])
+    length = min(PROMPT_TOKENS + NEW_TOKENS, max(2, target.max_length - deepest))
     new_tokens = min(NEW_TOKENS, length - 1)
     prompts = texts_for(target, length - new_tokens, max(FEWEST_TEXTS, 3 * most))
-    largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
     longest_prompt = max(map(len, prompts))
     # All prompts of a call are read in one step, so that all texts begin in the same one.
-    reach, piece = longest_prompt + new_tokens, most * longest_prompt
+    reach, piece = min(target.max_length, longest_prompt + new_tokens + deepest), most * longest_prompt
 
     def sampler_of(one: Drafter, tokens: int) -> Sampler:
         engine = Engine(target, one, plan=largest, max_batch=most, max_length=reach, piece_tokens=piece)

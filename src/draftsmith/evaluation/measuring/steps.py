@@ -8,8 +8,11 @@ from draftsmith.engine.requests.request import Request
 from draftsmith.types import DraftsmithError
 
 
-def step_seconds(engine: Engine, requests: Sequence[Request]) -> float:
-    """Decode until the first of these has ended; return what a step took while all of them were there."""
+def step_seconds(engine: Engine, requests: Sequence[Request], tokens: int) -> float:
+    """Decode until the first of these has so many tokens; return what a step took while all of them were there.
+
+    Where requests ask for as many more as a step may bring, no step is cut short by their end.
+    """
     core = engine.core
     for request in requests:
         core.add(request)
@@ -18,7 +21,7 @@ def step_seconds(engine: Engine, requests: Sequence[Request]) -> float:
             core.step()
             raise_failures(requests)
         steps, begun = 0, time.perf_counter()
-        while all(request.finish_reason is None for request in requests):
+        while all(request.finish_reason is None and len(request.tokens) < tokens for request in requests):
             core.step()
             steps += 1
         took = time.perf_counter() - begun

@@ -1,11 +1,11 @@
 // The page: what was asked for, one text or a race of two, and what is said about them.
 
 import { modelName, write } from "./stream.js";
-import { Paced, Text, beginSteps, element, looks, number, showFigures } from "./view.js";
+import { Paced, Text, beginSteps, element, looks, number, showFigures, tellAuthors } from "./view.js";
 
 const COMPARED = ["tokens a second", "tokens", "tokens a step"];
 const byId = (id) => document.getElementById(id);
-const state = { model: null, running: null, messages: [] };
+const state = { model: null, running: null, messages: [], answered: null };
 
 /** Read the form; throws one sentence for what cannot be asked. */
 function asked() {
@@ -77,11 +77,11 @@ async function run(job) {
     return;
   }
   state.running = new AbortController();
-  for (const id of ["write", "race"]) byId(id).disabled = true;
+  for (const id of ["write", "race", "forget"]) byId(id).disabled = true;
   byId("stop").disabled = false;
   looks.clear();
   try {
-    if (state.model === null) what.model = await learnModel();
+    if (state.model === null) what.model = await learnModel(state.running.signal);
     await job(what);
   } catch (error) {
     if (error.name === "AbortError") say("Stopped. What had arrived stays.");
@@ -92,7 +92,7 @@ async function run(job) {
     }
   } finally {
     state.running = null;
-    for (const id of ["write", "race"]) byId(id).disabled = false;
+    for (const id of ["write", "race", "forget"]) byId(id).disabled = false;
     byId("stop").disabled = true;
   }
 }
@@ -100,6 +100,7 @@ async function run(job) {
 async function writeOne(what) {
   byId("race-result").hidden = true;
   byId("answer").hidden = false;
+  fileAnswer();
   say("Writing …");
   const result = await show(what, byId("text"), byId("figures"), beginSteps(true));
   if (what.mode === "chat") remember(what, result);
@@ -110,13 +111,22 @@ async function writeOne(what) {
 /** Keep a finished turn, so that the next one goes on from it. */
 function remember(what, result) {
   state.messages = [...what.messages, { role: "assistant", content: result.text }];
-  const said = element("li");
-  said.append(element("b", "you"), what.prompt);
-  const answered = element("li");
-  answered.append(element("b", "model"), result.text);
-  byId("turns").append(said, answered);
-  byId("prompt").value = "";
+  state.answered = result.text;
+  addTurn("you", what.prompt);
+  if (byId("prompt").value === what.prompt) byId("prompt").value = ""; // not what was typed meanwhile
   byId("forget").hidden = false;
+}
+
+function addTurn(who, text) {
+  const turn = element("li");
+  turn.append(element("b", who), text);
+  byId("turns").append(turn);
+}
+
+/** Move the answer that is shown to the turns before, to make room for the next one. */
+function fileAnswer() {
+  if (state.answered !== null) addTurn("model", state.answered);
+  state.answered = null;
 }
 
 async function race(what) {
@@ -167,8 +177,8 @@ export function verdict(plain, drafted, what) {
   return `${speed} The texts differ from character ${at + 1} on.${why}`;
 }
 
-async function learnModel() {
-  const name = await modelName(byId("key").value);
+async function learnModel(signal) {
+  const name = await modelName(byId("key").value, signal);
   state.model = name;
   byId("model").textContent = name === null ? "model: the server names none" : `model: ${name}`;
   return name;
@@ -176,6 +186,7 @@ async function learnModel() {
 
 function forget() {
   state.messages = [];
+  state.answered = null;
   byId("turns").replaceChildren();
   byId("forget").hidden = true;
   byId("prompt").focus();
@@ -197,4 +208,5 @@ byId("prompt").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") state.running?.abort();
 });
+for (const id of ["text", "plain-text", "drafted-text"]) tellAuthors(byId(id), byId("who"));
 learnModel().catch(() => { byId("model").textContent = "model: asked for when you write"; });

@@ -1,6 +1,6 @@
 // Asks the server for a text and hands on what it streams. Only ever speaks to the server that this page came from.
 
-/** Read server-sent events from a response and call `take` with the data of each, until [DONE]. */
+/** Read server-sent events from a response and call `take` with the data of each; say whether [DONE] came. */
 export async function readEvents(body, take) {
   const reader = body.getReader();
   const decoder = new TextDecoder();
@@ -17,13 +17,14 @@ export async function readEvents(body, take) {
       } else if (line === "" && data.length) {
         const whole = data.join("\n");
         data = [];
-        if (whole === "[DONE]") return;
+        if (whole === "[DONE]") return true;
         take(parsed(whole));
       }
     }
     if (done) {
-      if (data.length && data.join("\n") !== "[DONE]") take(parsed(data.join("\n")));
-      return;
+      const whole = data.join("\n");
+      if (data.length && whole !== "[DONE]") take(parsed(whole));
+      return whole === "[DONE]";
     }
   }
 }
@@ -60,8 +61,8 @@ function headersFor(key) {
 }
 
 /** The name of the first model that the server has. */
-export async function modelName(key) {
-  const response = await fetch("v1/models", { headers: headersFor(key), redirect: "error" });
+export async function modelName(key, signal) {
+  const response = await fetch("v1/models", { headers: headersFor(key), redirect: "error", signal });
   if (!response.ok) throw await refusal(response);
   const found = await response.json();
   return found?.data?.[0]?.id ?? null;
@@ -90,7 +91,7 @@ export async function write(asked, signal, on) {
   if (!response.ok) throw await refusal(response);
 
   const found = { text: "", counted: null, seen: 0, first: null, last: null, atFirst: 0, reason: null, said: null };
-  await readEvents(response.body, (chunk) => {
+  const ended = await readEvents(response.body, (chunk) => {
     if (chunk?.error) throw new Error(`The server gave up: ${sentenceOf(chunk.error)}`);
     const now = performance.now();
     const choice = chunk?.choices?.[0];
@@ -112,6 +113,7 @@ export async function write(asked, signal, on) {
     on({ text, tokens, step: told.step ?? null, rate: found.said, seen: found.seen });
   });
 
+  if (!ended && found.reason === null) throw new Error("The answer broke off before its end.");
   const tokens = found.counted ?? (found.seen || null);
   const between = (found.last ?? 0) - (found.first ?? 0);
   const after = tokens === null ? 0 : tokens - found.atFirst;

@@ -130,6 +130,32 @@ export class Text {
   }
 }
 
+const MOVES = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -Infinity, End: Infinity };
+
+/** Say in `line` who wrote a token of `place`: the one that was clicked, or that the arrow keys have come to. */
+export function tellAuthors(place, line) {
+  let told = null;
+  const tell = (token) => {
+    told?.classList.remove("told");
+    told = token;
+    told.classList.add("told");
+    told.scrollIntoView({ block: "nearest" });
+    line.textContent = `“${told.textContent.trim() || "white space"}”: ${told.title}.`;
+  };
+  place.addEventListener("click", (event) => {
+    const token = event.target.closest("span");
+    if (token) tell(token);
+  });
+  place.addEventListener("keydown", (event) => {
+    const tokens = [...place.querySelectorAll("span")];
+    const move = MOVES[event.key];
+    if (move === undefined || !tokens.length || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    const at = tokens.indexOf(told);
+    tell(tokens[Math.min(tokens.length - 1, Math.max(0, at < 0 ? 0 : at + move))]);
+  });
+}
+
 const planName = (plan) => (plan === null || plan === undefined ? "not told" : typeof plan === "string" ? plan : JSON.stringify(plan));
 
 /** What the steps of a text tell: the tree of each, acceptance by depth, which plans were chosen and why. */
