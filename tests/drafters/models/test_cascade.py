@@ -92,6 +92,19 @@ def test_the_chain_is_the_one_that_the_copy_drafts_alone(architecture: str, inne
         assert drafter.agreed > 10
 
 
+def test_greedy_rows_draft_in_two_levels_beside_sampled_ones():
+    """Sampled rows have the copy's own draws, and everybody has the text that they have by themselves."""
+    target = bf16_target("llama")
+    params = [
+        SamplingParams(max_tokens=20, temperature=0.8 if number % 2 else 0.0, seed=number) for number in range(6)
+    ]
+    plain = [c.tokens for c in Engine(target, max_batch=1).generate(prompts(6), params)]
+    drafter = cascade(target, "ngram:min_length=1")
+    found = Engine(target, drafter, max_batch=4).generate(prompts(6), params)
+    assert [c.tokens for c in found] == plain and drafter.passes > 0
+    assert all(c.statistics.accepted > 0 for c in found[1::2])
+
+
 @pytest.mark.parametrize("inner", [str(assets.demo_drafter()), f"ngram+{assets.demo_drafter()}"])
 def test_good_guesses_for_the_copy_save_it_passes(inner: str):
     """Of a target with a trained speculator, where the copy agrees with many guesses."""

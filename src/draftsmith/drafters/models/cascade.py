@@ -9,7 +9,7 @@ the chain. Behind its end come a few guesses that the copy has not read: each co
 Shapes: B rows, R of them that go on, M tokens of a pass, F feature width, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.draws import shares_noise
 from draftsmith.drafters.lookup.python_drafter import DraftTree, to_draft
 from draftsmith.drafters.models.cascade_config import NAME, CascadeConfig
-from draftsmith.drafters.models.inner import Inner, all_inside
+from draftsmith.drafters.models.inner import Inner, all_inside, some
 from draftsmith.drafters.models.path_reader import SCRATCH
 from draftsmith.drafters.models.quantised_self import QuantisedSelf, make_quantised
 from draftsmith.drafters.registry import load_drafter
@@ -98,7 +98,10 @@ class Cascade(Drafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain in two levels; those of sampled rows, sampled plans and trees are the copy's alone."""
-        if not plan.is_chain or plan.sampled or shares_noise(plan, context):
+        drawn: list[int] = []
+        if shares_noise(plan, context):
+            drawn = [b for b, temperature in enumerate(context.temperature_B.tolist()) if temperature > 0]
+        if not plan.is_chain or plan.sampled or len(drawn) == len(context.rows_B):
             if self.reads_prompt:
                 self.inner.begin(context)
             return self.copy.propose(context, plan)
@@ -106,20 +109,24 @@ class Cascade(Drafter):
             raise DraftsmithError(
                 f"the plan drafts {plan.depth} tokens ahead, but a {NAME} reaches {self.max_depth}; shorten it."
             )
-        trees = []
-        for chosen in self._chains(context, plan.max_nodes):
-            tree = DraftTree(plan.branching, plan.max_nodes)
+        found, trees = self._chains(context, plan.depth, frozenset(drawn)), []
+        if drawn:
+            own = some(context, torch.tensor(drawn, device=context.rows_B.device))
+            for b, tokens in zip(drawn, self.copy.propose(own, plan).tokens_BN.tolist(), strict=True):
+                found[b] = tokens
+        for chosen in found:
+            tree = DraftTree(plan.branching, plan.depth)
             tree.add_path(ROOT, chosen)
             trees.append(tree)
         return to_draft(trees, context, plan)
 
-    def _chains(self, context: Context, length: int) -> list[list[int]]:
-        """Return the chain of every row, of up to `length` tokens; all but the tail are the copy's own."""
+    def _chains(self, context: Context, length: int, without: Collection[int]) -> list[list[int]]:
+        """Return the chain of every row but these, of up to `length` tokens; all but the tail are the copy's own."""
         enough = length - min(self.tail, length // SHORT)
         root_B, states_RF = context.root()
         newest, held = root_B.tolist(), (context.lengths_B - 1).tolist()
         chains: list[list[int]] = [[] for _ in newest]
-        going = [b for b, row in enumerate(context.rows_B.tolist()) if row != SCRATCH]
+        going = [b for b, row in enumerate(context.rows_B.tolist()) if row != SCRATCH and b not in without]
         if len(going) < len(newest):
             states_RF = states_RF[torch.tensor(going, device=states_RF.device)]
         self.inner.begin(context)
