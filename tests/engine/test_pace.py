@@ -1,10 +1,12 @@
 """What steps take now: each is told by a clock that the test turns, so nothing depends on the machine."""
 
-from draftsmith.engine.pace import FIRST_RATE, MOST_SLOWER, STALE, Pace
+from draftsmith.engine.pace import FIRST_RATE, MOST_SLOWER, SETTLES, STALE, Pace
 from draftsmith.engine.policy import Load, RowHistory
 
 SECONDS = [1.0, 2.0, 3.0]
 """That every plan was measured to take, for each row."""
+WHOSE = [-1, 0, 0]
+"""Nobody's, and two of one drafter."""
 
 
 class Rows:
@@ -12,19 +14,20 @@ class Rows:
 
     def __init__(self, clocked: bool = True) -> None:
         self.time = 0.0
-        self.pace = Pace(len(SECONDS), (lambda: self.time) if clocked else None)
+        self.pace = Pace(WHOSE, (lambda: self.time) if clocked else None)
         self.histories = [RowHistory(False, 5) for _ in range(16)]
 
     def step(self, count: int, plan: int, took: float, reading: int = 0) -> list[float]:
         """Let a step of so many rows take so many times as long as measured; return what is asked behind it.
 
-        Before it comes one that takes far longer: the first with drafts, or without, tells nothing.
+        Before it come some that take far longer: the first of a drafter, or without one, tell nothing.
         """
         self.pace.pause()
-        for times in (9.0, took):
-            self.ask(count, plan, reading)
-            self.time += times * SECONDS[plan] * count
-        return self.ask(count, plan, reading)
+        self.ask(count, plan, reading)
+        for times, steps in ((9.0, SETTLES), (took, 1)):
+            self.time += times * steps * SECONDS[plan] * count
+            found = self.ask(count, plan, reading, steps)
+        return found
 
     def ask(self, count: int, plan: int, reading: int = 0, steps: int = 1) -> list[float]:
         load = Load(decoding=count, reading=reading, waiting=0, max_batch=16)
@@ -76,7 +79,7 @@ def test_crowds_of_about_one_size_learn_together_and_others_apart():
 
 
 def test_several_steps_at_once_tell_what_one_takes():
-    rows, pace = Rows(), Pace(len(SECONDS), None)
+    rows, pace = Rows(), Pace(WHOSE, None)
     assert pace.slower(Load(4, 0, 0, 16), rows.histories[:4], 4, 0, 1.0, 8) == [1.0] * 3
     for _ in range(100):
         rows.ask(4, 0, steps=8)

@@ -6,10 +6,9 @@ PRIOR = 3.0
 """Guesses, and steps: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
 FIRST_WAIT, LONGEST_WAIT = 8, 384
 """Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
-TRIAL, HOPELESS, MOST_ROWS = 8, 3, 3
+TRIAL, HOPELESS, MOST_ROWS = 8, 3, 2
 """Steps of a row that a trial lasts, and after which it ends if guesses were made and none has stayed; one guess tells
-next to nothing. Of rows that do the same each step counts for as many rows, but for three at most: what a step costs is
-not seen at the first one."""
+next to nothing. Of rows that do the same each step counts for two: what a step costs is not seen at the first ones."""
 QUARTERS, MOST_GROWTH = 4, 16
 """Growths, see `Arm.share`, are told apart in quarters, and none is above so much."""
 

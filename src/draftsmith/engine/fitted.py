@@ -32,9 +32,6 @@ USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
-STAYS = 0.97
-"""Lookups go on while they are so many times as fast as plain decoding: where they find nothing they cost little, and
-where a text begins to repeat itself they are there."""
 REMINDERS = 4
 """Where all rows do the same and have drafted for `LONGEST_WAIT` steps, so many without a draft follow, to see what
 those cost now."""
@@ -72,7 +69,7 @@ class Fitted(Policy):
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
         self._steps = [0] * len(self._arms)
         self._costs: dict[int, Costs] = {}
-        self._pace = Pace(len(self._arms), clock)
+        self._pace = Pace(self._whose, clock)
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Of all rows, greedy ones and sampled ones apart, of whose guesses fewer stay.
         self._common = {
@@ -303,8 +300,7 @@ class Fitted(Policy):
         best = max(range(1, len(values)), key=values.__getitem__)
         if row.arm and not beats(best, row.arm, PATIENCE):
             best = row.arm
-        waits = row.arm and self._arms[best].found is not None and self._whose[best] == self._whose[row.arm]
-        chosen = best if beats(best, 0, STAYS if waits else patience) else 0
+        chosen = best if beats(best, 0, patience) else 0
         drafting = self._whose[row.arm]
         on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(rows)
         if on_trial:

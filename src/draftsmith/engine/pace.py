@@ -9,6 +9,10 @@ RATE, FIRST_RATE = 0.05, 0.25
 MOST_SLOWER, MOST_FASTER = 1.5, 0.5
 """A step counts as at most and at least so many times as long as such steps take. What took longer was something else,
 such as a client that is slow to read."""
+SETTLES = 3
+"""After so many steps of one drafter, or of none, the next are timed. The first find the processor's caches full of
+other things, a lookup that has waited takes note of all tokens since, and rows are put together anew: that is what a
+change costs, and not what steps cost that go on. No more than these, since trials last one step longer."""
 STALE = 256
 """So often has to be learnt from others before what was learnt of a plan is old, and is learnt anew."""
 
@@ -21,22 +25,24 @@ class Pace:
     decoding, so that it is tried where all drafts are slow.
 
     Args:
-        plans: how many there are, the first of which drafts nothing.
+        whose: of which drafter every plan is; the first drafts nothing.
         clock: tells seconds; None takes what was measured for ever.
     """
 
-    def __init__(self, plans: int, clock: Callable[[], float] | None) -> None:
-        self._plans, self._clock = plans, clock
+    def __init__(self, whose: Sequence[int], clock: Callable[[], float] | None) -> None:
+        self._whose, self._plans, self._clock = tuple(whose), len(whose), clock
         self._slower: dict[int, list[float]] = {}
         self._taken: dict[int, list[int]] = {}
         self._lessons = 0  # how often something was learnt
         self._newest: dict[int, list[int]] = {}  # when a plan was learnt from last
         self._last: tuple[float, list[RowHistory]] | None = None
-        self._drafted: bool | None = None  # whether the step whose time was taken last had drafts
+        # Who drafted in the step whose time was taken last, and for how many steps in a row.
+        self._drafter: int | None = None
+        self._run = 0
 
     def pause(self) -> None:
         """Note that what follows belongs to no step that was asked about."""
-        self._last = self._drafted = None
+        self._last = self._drafter = None
 
     def slower(
         self, load: Load, rows: Sequence[RowHistory], count: int, plan: int, seconds: float, steps: int = 1
@@ -58,10 +64,10 @@ class Pace:
         now, last = self._clock(), self._last
         self._last = (now, list(rows)) if load.reading == 0 and len(rows) == load.decoding else None
         if last is not None and self._last is not None and last[1] == self._last[1]:
-            # The first step with drafts, and the first without, find the processor's caches full of other things.
-            if self._drafted == (plan > 0):
+            before = self._run if self._drafter == self._whose[plan] else 0
+            if before >= SETTLES:
                 self._learn(size, plan, (now - last[0]) / (steps * count * seconds))
-            self._drafted = plan > 0
+            self._drafter, self._run = self._whose[plan], before + steps
         return found
 
     def _learn(self, size: int, plan: int, ratio: float) -> None:
