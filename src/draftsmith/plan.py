@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def is_chain(self) -> bool:
-        """Whether its guesses, one or more, stand in a row."""
+        """Whether every node has one child, so that its guesses, one or more, stand in a row."""
         return bool(self.branching) and max(self.branching) == 1
 
     @property

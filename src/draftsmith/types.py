@@ -93,23 +93,13 @@ class Context:
     seeds_B: Tensor
     first_B: Tensor | None = None
     slots_B: Tensor | None = None
-    _any_sampled: bool | None = field(default=None, init=False, repr=False, compare=False)
-
-    @property
-    def any_sampled(self) -> bool:
-        """Whether a row has a temperature; looked up once for all steps of the same rows, since a GPU is waited for."""
-        if self._any_sampled is None:
-            self._any_sampled = bool((self.temperature_B > 0).any())
-        return self._any_sampled
 
     def after(self, tokens_BT: Tensor, features_BTF: Tensor, counts_B: Tensor, lengths_B: Tensor) -> Context:
         """Return the context of the same rows after a step that committed these tokens."""
-        following = Context(
+        return Context(
             tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B, self.first_B,
             self.slots_B,
         )
-        following._any_sampled = self._any_sampled
-        return following
 
     def part(self, begin: int, end: int) -> Context:
         """Return the rows `begin` to `end` - 1."""

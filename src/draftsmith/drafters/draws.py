@@ -30,7 +30,7 @@ def shares_noise(plan: Plan, context: Context) -> bool:
     """
     if not plan.is_chain or plan.sampled or plan.acceptance == "typical" or torch.compiler.is_compiling():
         return False
-    return context.any_sampled
+    return bool((context.temperature_B > 0).any())
 
 
 def shared_noise(plan: Plan, context: Context) -> list[Tensor]:

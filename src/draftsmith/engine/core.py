@@ -207,7 +207,7 @@ class EngineCore:
         deepest = self.drafters[name].max_depth
         if deepest is not None and plan.depth > deepest:
             raise DraftsmithError(
-                f"the plan drafts {plan.depth} tokens ahead, but the drafter {name} reaches {deepest}; shorten it."
+                f"the plan drafts {plan.depth} tokens ahead, but the drafter {name!r} reaches {deepest}; shorten it."
             )
         if plan.max_nodes >= DRAFT_ROOM:
             raise DraftsmithError(

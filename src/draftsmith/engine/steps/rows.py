@@ -137,8 +137,8 @@ def widened(tensor: Tensor, width: int) -> Tensor:
 
 
 def tensors_of(context: Context) -> dict[str, Tensor]:
-    """Return the tensors of a context, all of which the engine fills."""
-    return {field.name: getattr(context, field.name) for field in fields(Context) if field.init}
+    """Return the fields of a context, all of which the engine fills."""
+    return {field.name: getattr(context, field.name) for field in fields(Context)}
 
 
 class Penalties:
