@@ -30,7 +30,7 @@ class Pace:
     """
 
     def __init__(self, whose: Sequence[int], clock: Callable[[], float] | None) -> None:
-        self._whose, self._plans, self._clock = tuple(whose), len(whose), clock
+        self._whose, self._clock = tuple(whose), clock
         self._slower: dict[int, list[float]] = {}
         self._taken: dict[int, list[int]] = {}
         self._lessons = 0  # how often something was learnt
@@ -58,7 +58,7 @@ class Pace:
             steps: taken since.
         """
         size = count.bit_length()
-        found = self._slower.setdefault(size, [1.0] * self._plans)
+        found = self._slower.setdefault(size, [1.0] * len(self._whose))
         if self._clock is None:
             return found
         now, last = self._clock(), self._last
@@ -72,8 +72,8 @@ class Pace:
 
     def _learn(self, size: int, plan: int, ratio: float) -> None:
         """Take in how many times as long as measured a step of this plan took."""
-        found, taken = self._slower[size], self._taken.setdefault(size, [0] * self._plans)
-        newest = self._newest.setdefault(size, [0] * self._plans)
+        found, taken = self._slower[size], self._taken.setdefault(size, [0] * len(self._whose))
+        newest = self._newest.setdefault(size, [0] * len(self._whose))
         if self._lessons - newest[plan] > STALE:
             taken[plan] = min(taken[plan], 1)
         rate = max(RATE, FIRST_RATE / (1 + FIRST_RATE * taken[plan]))

@@ -101,7 +101,7 @@ def plan_in_words(plan: Plan) -> str:
         return "none"
     shape = f"chain {plan.depth}" if plan.is_chain else ",".join(map(str, plan.branching))
     bounds = (("paths", plan.paths), ("nodes", plan.nodes), ("beam", plan.beam))
-    told = [f"{name} {value}" for name, value in bounds if value is not None and not plan.is_chain]
+    told = [f"{name} {value}" for name, value in bounds if value is not None]
     drawn = ["sampled"] if plan.sampled else []
     looked_up = [f"match {plan.match}"] if plan.match else []
     return " ".join([shape, *told, *drawn, *looked_up])

@@ -272,7 +272,7 @@ def measure_profile(
     longest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else default.depth
     plans = candidates(default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.matches)
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
-    deepest = max(plan.depth for plan in [NO_DRAFT, *plans])
+    deepest = max((plan.depth for plan in plans), default=0)
     length = min(PROMPT_TOKENS + NEW_TOKENS, max(2, target.max_length - deepest))
     new_tokens = min(NEW_TOKENS, length - 1)
     prompts = texts_for(target, length - new_tokens, max(FEWEST_TEXTS, 3 * most))
