@@ -34,6 +34,8 @@ class Drafter(ABC):
     matches: tuple[int, ...] = ()
     """Lengths of matches that are worth asking for in a plan, of drafters that look guesses up and make none where they
     find nothing; () for all others."""
+    in_python: bool = False
+    """Whether it guesses row by row in Python, so that each row costs a step some time whatever the target."""
     borrows_layers: bool = False
     """Whether it runs layers of the target it was loaded for, and so decodes with that target alone.
 

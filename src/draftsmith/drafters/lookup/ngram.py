@@ -6,17 +6,28 @@ and never searches.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from draftsmith.drafters.lookup.ngram_config import Match, NgramConfig
-from draftsmith.drafters.lookup.python_drafter import SURE_MATCH, DraftTree, LookupDrafter
+from draftsmith.drafters.lookup.python_drafter import (
+    MOST_UNREAD,
+    SURE_MATCH,
+    DraftTree,
+    K,
+    LookupDrafter,
+    News,
+    PythonDrafter,
+    table_of,
+)
+from draftsmith.native import LIBRARY, NativeObject
 from draftsmith.plan import Plan
-from draftsmith.types import ROOT
+from draftsmith.types import ROOT, Context, Draft
 
 if TYPE_CHECKING:
-    from draftsmith.targets import Target
+    from draftsmith.targets import KVCache, Target
 
 NOWHERE = -1
 # Only so many of the latest places of an n-gram are looked at; common words of a long text have thousands.
@@ -93,17 +104,22 @@ class NgramIndex:
         return piece if len(piece) == count else (piece * (count // len(piece) + 1))[:count]
 
 
-class NgramDrafter(LookupDrafter[NgramIndex]):
+class NgramLookup(LookupDrafter[K]):
     """Drafts the continuation of an earlier occurrence of the newest tokens, and nothing when there is none."""
 
     matches = (SURE_MATCH,)
+    config: NgramConfig
+
+    def default_plan(self) -> Plan:
+        return Plan((self.config.branches,) + (1,) * (self.config.guesses - 1))
+
+
+class NgramDrafter(PythonDrafter[NgramIndex], NgramLookup[NgramIndex]):
+    """In Python, which says what is computed."""
 
     def __init__(self, config: NgramConfig) -> None:
         super().__init__()
         self.config = config
-
-    def default_plan(self) -> Plan:
-        return Plan((self.config.branches,) + (1,) * (self.config.guesses - 1))
 
     def new_row(self) -> NgramIndex:
         return NgramIndex(self.config.min_length, self.config.max_length)
@@ -119,6 +135,77 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
         return row.copy(found[0], min(count, self.config.guesses), ahead) if found else []
 
 
-def make_ngram(config: NgramConfig, target: "Target", draft_tokens: Tensor | None) -> NgramDrafter:
+class NativeNgramDrafter(NgramLookup[int]):
+    """By a native operator, which keeps the texts too: a look costs microseconds, however many rows there are.
+
+    Rows are known by their numbers.
+    """
+
+    def __init__(self, config: NgramConfig) -> None:
+        self.config = config
+        self._texts = self._no_texts()
+        self._unread: list[News] = []
+
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
+        # A core that was dropped halfway did not say that its rows ended, and others may have their numbers.
+        self._texts, self._unread = self._no_texts(), []
+
+    def reset_rows(self, rows: list[int]) -> None:
+        self._catch_up()
+        self._texts.by("forget_ngrams", rows)
+
+    def follow(self, context: Context) -> None:
+        # Read when somebody drafts again, which costs less than at every step.
+        self._unread.append((context.rows_B, context.counts_B, context.tokens_BT))
+        if len(self._unread) == MOST_UNREAD:
+            self._catch_up()
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        config = self.config
+        tokens_BN, parents_BN, depth = self._texts(
+            *self._news(context), min(config.branches, plan.branching[0]), config.match == "frequent", plan.match,
+            min(config.guesses, plan.depth), plan.max_nodes,
+        )
+        device = context.tokens_BT.device
+        return Draft(tokens_BN.to(device), parents_BN.to(device), depth, branching=plan.branching if depth else None)
+
+    def take_in(self, context: Context) -> list[int | None]:
+        self.follow(context)
+        self._catch_up()
+        return [number if number >= 0 else None for number in context.rows_B.tolist()]
+
+    def continue_row(self, row: int, ahead: Sequence[int], count: int) -> list[int]:
+        frequent, most = self.config.match == "frequent", min(count, self.config.guesses)
+        found: list[int] = self._texts.by("continue_ngrams", row, ahead, frequent, most)
+        return found
+
+    def _no_texts(self) -> NativeObject:
+        return NativeObject("make_ngrams", "draft_ngrams", self.config.min_length, self.config.max_length)
+
+    def _catch_up(self) -> None:
+        """Read what was followed."""
+        if self._unread:
+            self._texts.by("read_ngrams", *self._news())
+
+    def _news(self, context: Context | None = None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return the rows, counts and tokens of all that was not read, on the CPU, those of a context as the last."""
+        pieces, self._unread = [[news] for news in self._unread], []
+        if pieces and pieces[0][0][0].device.type != "cpu":  # in as many transfers as there were widths in a row
+            pieces = [list(alike) for _, alike in groupby((news for [news] in pieces), lambda news: news[2].shape[1])]
+        if context is not None:
+            pieces.append([(context.rows_B, context.counts_B, context.tokens_BT)])
+        rows, counts, tokens = zip(*(_on_the_cpu(piece) for piece in pieces), strict=True)
+        return list(rows), list(counts), list(tokens)
+
+
+def _on_the_cpu(piece: Sequence[News]) -> News:
+    """Return what was committed as one, in one transfer where it lies elsewhere."""
+    if len(piece) == 1 and piece[0][0].device.type == "cpu":
+        return piece[0]
+    table_BX = table_of(piece).cpu()
+    return table_BX[:, 0], table_BX[:, 1], table_BX[:, 2:]
+
+
+def make_ngram(config: NgramConfig, target: "Target", draft_tokens: Tensor | None) -> NgramLookup[Any]:
     """Make a drafter that is ready; it needs neither the target nor a list of tokens."""
-    return NgramDrafter(config)
+    return NativeNgramDrafter(config) if LIBRARY else NgramDrafter(config)

@@ -111,6 +111,7 @@ class PythonDrafter(Drafter, Generic[R]):
 
     taps = ()
     reads_prompt = True
+    in_python = True
 
     def __init__(self) -> None:
         self._rows: dict[int, R] = {}
@@ -179,13 +180,22 @@ class PythonDrafter(Drafter, Generic[R]):
         return row
 
 
-class LookupDrafter(PythonDrafter[R]):
+K = TypeVar("K")
+
+
+class LookupDrafter(Drafter, Generic[K]):
     """One that finds its guesses in texts, and so can guess behind tokens that a row may never have."""
 
+    taps = ()
+    reads_prompt = True
     follows_cheaply = True
 
     @abstractmethod
-    def continue_row(self, row: R, ahead: Sequence[int], count: int) -> list[int]:
+    def take_in(self, context: Context) -> Sequence[K | None]:
+        """Read what was committed, and return what `continue_row` knows every row by; None stands for padding."""
+
+    @abstractmethod
+    def continue_row(self, row: K, ahead: Sequence[int], count: int) -> list[int]:
         """Return up to `count` guesses, one after another, behind a row's text and the tokens `ahead` of it.
 
         Nothing of these is remembered. None where it knows nothing.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from draftsmith.drafters.lookup.python_drafter import SURE_MATCH, DraftTree, LookupDrafter
+from draftsmith.drafters.lookup.python_drafter import SURE_MATCH, DraftTree, LookupDrafter, PythonDrafter
 from draftsmith.drafters.lookup.suffix_config import SuffixConfig
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT
@@ -200,7 +200,7 @@ class Memory:
         self.trie.extend(text, 0, [self.trie.root])
 
 
-class SuffixDrafter(LookupDrafter[SuffixRow]):
+class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
     """Drafts a tree of the likeliest continuations of the longest match, and nothing when there is none."""
 
     def __init__(self, config: SuffixConfig) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
-from draftsmith.drafters.lookup.python_drafter import LookupDrafter, RowState
+from draftsmith.drafters.lookup.python_drafter import LookupDrafter
 from draftsmith.plan import Plan
 from draftsmith.types import Context, Draft, DraftsmithError
 
-S = TypeVar("S", bound=RowState)
+S = TypeVar("S")
 
 
 FEW, MANY = 2, 5
@@ -87,7 +87,7 @@ class ByText(Inner, Generic[S]):
     def __init__(self, drafter: LookupDrafter[S], most: int = MANY) -> None:
         super().__init__([drafter], most)
         self._lookup = drafter
-        self._rows: list[S | None] = []
+        self._rows: Sequence[S | None] = ()
 
     def begin(self, context: Context) -> None:
         """Let it read what was committed."""

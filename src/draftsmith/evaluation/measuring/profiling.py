@@ -14,7 +14,7 @@ from itertools import islice
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.engine import Engine
 from draftsmith.engine.profile import Arm, Profile, candidates
-from draftsmith.evaluation.measuring.copying import Copying
+from draftsmith.evaluation.measuring.copying import always_finding
 from draftsmith.evaluation.measuring.steps import step_seconds
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
 from draftsmith.plan import NO_DRAFT, Plan
@@ -285,7 +285,7 @@ def measure_profile(
         return Sampler(engine, prompts, tokens)
 
     sampler = sampler_of(drafter, new_tokens)
-    copying = sampler_of(Copying(default), min(FULL_TOKENS, new_tokens)) if drafter.matches else None
+    copying = sampler_of(always_finding(drafter, default), min(FULL_TOKENS, new_tokens)) if drafter.matches else None
     sampler.seconds(NO_DRAFT, 1)  # warms up
     if sampler.seconds(NO_DRAFT, 1) > SLOW_STEP_S:
         sampler.new_tokens = min(FEW_TOKENS, new_tokens)

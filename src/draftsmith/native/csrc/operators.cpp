@@ -17,6 +17,7 @@ extern "C" __attribute__((visibility("default"))) const char* draftsmith_registe
     define_heads(library);
     define_speculator(library);
     define_steps(library);
+    define_ngrams(library);
     define_sampling(library);
     define_refusals(library);
     define_block(library);

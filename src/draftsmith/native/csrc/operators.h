@@ -12,6 +12,7 @@ void define_features(Library& library);
 void define_heads(Library& library);
 void define_speculator(Library& library);
 void define_steps(Library& library);
+void define_ngrams(Library& library);
 void define_sampling(Library& library);
 void define_refusals(Library& library);
 void define_block(Library& library);
