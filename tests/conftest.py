@@ -12,6 +12,8 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("MATPLOTLIBRC", str(Path(__file__).parent / "helpers" / "matplotlibrc"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Commands that tests start run beside other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "DRAFTSMITH_CACHE" not in os.environ:
     # What drafts cost is measured anew, once for all tests of a process and the commands that they start.
     os.environ["DRAFTSMITH_CACHE"] = tempfile.mkdtemp(prefix="draftsmith-tests-")

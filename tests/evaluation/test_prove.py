@@ -32,6 +32,8 @@ HEALTHY = Planted("nowhere", plan=Plan((2, 1), sampled=True))
 
 
 def proof_of(fault: Planted, plan: Plan = PLAN) -> Proof:
+    """Prove a pair with a fault; of one that the greedy texts must show, few and short texts are drawn."""
+    few = fault.found_in == "greedy"
     target, toy = fault.wrap(tiny_target()), small_target(fault.alphabet)
     return prove(
         target,
@@ -40,8 +42,8 @@ def proof_of(fault: Planted, plan: Plan = PLAN) -> Proof:
         prompts(5, seed=4),
         SmallPair(toy, fault.make_drafter(toy), STAND_IN),
         Workload(
-            new_tokens=16, batch=4, draws=1_000, small_draws=fault.draws, small_plans=(fault.plan,),
-            joint_tokens=fault.tokens, rows=1_000,
+            new_tokens=16, batch=4, draws=1_000, small_draws=1_000 if few else fault.draws, small_plans=(fault.plan,),
+            joint_tokens=2 if few else fault.tokens, rows=1_000,
         ),
         sampling_prompts=prompts(2, shortest=4, longest=4),
         make_stepper=fault.make_stepper,
@@ -198,12 +200,12 @@ def test_the_command_proves_a_pair_and_writes_json(models: Path):
 def test_short_prompts_do_and_each_counts_once(models: Path):
     lines = [json.dumps({"text": text}) for text in ("a = 1", "a = 1", "b = 22", "c")]
     (models / "short.jsonl").write_text("\n".join(lines))
-    more = ("--data", str(models / "short.jsonl"), "--prompts", "9", "--draws", "1000")
+    more = ("--data", str(models / "short.jsonl"), "--draws", "1000", "--quick")
     code, output = run(models, *more, "--json", str(models / "short.json"))
     assert code == 0, output
     assert json.loads((models / "short.json").read_text())["greedy"]["prompts"] == 3
     said = " ".join(output.split())
-    assert "The texts give 3 different prompts, so it is these and not 9." in said and "…" not in output
+    assert "The texts give 3 different prompts, so it is these and not 8." in said and "…" not in output
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,13 @@ from draftsmith.types import SamplingParams
 from tests.helpers.tiny_tokenizers import CHAT
 from tests.helpers.token_toy import ENDING, KINDS, MARKING, MESSAGES, TEXTS, save, target_of, trained
 
+FEW = ("metaspace-first", "byte-level")
+"""One kind of tokenizer that puts a BOS before a text, and one that does not."""
 
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_acceptance_in_training_is_acceptance_in_serving(kind: str, tmp_path: Path):
     """Step by step, in float64: the engine on texts and messages, and the training forward on what stage 2 makes."""
     # So few texts are learnt by heart.

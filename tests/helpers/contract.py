@@ -16,7 +16,8 @@ from draftsmith.types import ROOT, UNUSED, Context, Draft, SamplingParams
 from tests.helpers.tiny import greedy_reference, prompts
 from tests.helpers.toy import chi_square_p_value
 
-NEW_TOKENS = 18
+NEW_TOKENS = 12
+"""Enough that rows of other lengths end, wait and join between, and that text leaves the windows of tiny targets."""
 FEW = 5
 """Tokens of a target all of whose short texts are drawn often."""
 
@@ -112,9 +113,9 @@ def check_drafter(
     drafter = CheckedDrafter(make_drafter(), target)
     engine = Engine(target, drafter, max_batch=8)
     plain = [c.tokens for c in engine.generate(questions, sampled, plan=NO_DRAFT)]
-    for plan in plans:
+    for number, plan in enumerate(plans):
         accepted = {}
-        for size in (1, 8, 3):
+        for size in (8, 3) if number else (1, 8, 3):  # one row alone is no other case by another plan
             found = engine.generate(questions[:size], greedy, plan=plan)
             assert [c.tokens for c in found] == answers[:size]
             accepted[size] = [c.accepted_lengths for c in found]

@@ -100,10 +100,12 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
     config = tiny_config(model_type, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        with torch.device("meta"):
-            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
-        if size > LARGEST:
-            raise ValueError(f"{size} weights are not tiny")
+        if (model_type, repr(changes)) not in _tiny:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
+            if size > LARGEST:
+                raise ValueError(f"{size} weights are not tiny")
+            _tiny.add((model_type, repr(changes)))
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -114,6 +116,10 @@ def tiny_model(model_type: str, **changes: Any) -> PreTrainedModel:
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the default one has no float64
     return model.to(torch.float32 if model_type in _NARROW else torch.float64).eval()
+
+
+_tiny: set[tuple[str, str]] = set()
+"""Model types, and changes of them, that were weighed without memory and found to be tiny."""
 
 
 @torch.no_grad()

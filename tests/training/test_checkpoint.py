@@ -39,11 +39,16 @@ def loaded_step(run: Path) -> int:
     return int(step)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["next-step", "same-step"])
-def test_save_killed_at_every_file_call(tmp_path: Path, again: bool):
+@pytest.mark.parametrize(
+    ("again", "stride"),
+    [(False, 1), (True, 4), pytest.param(True, 1, marks=pytest.mark.slow)],
+    ids=["next-step", "same-step", "same-step at every call"],
+)
+def test_save_killed_at_every_file_call(tmp_path: Path, again: bool, stride: int):
+    """A step that is there already is saved by the same calls, and killed at every fourth of them unless slowly."""
     call, killed, outcomes = 0, True, []
     while killed:
-        call += 1
+        call += stride
         run = tmp_path / str(call)
         save(run, 1)
         save(run, 2)
@@ -179,7 +184,7 @@ def test_unwritable_place_is_named(tmp_path: Path):
         storage.write_folder(tmp_path / "file" / "x", lambda _: None)
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [8, pytest.param(50, marks=pytest.mark.slow)])
 def test_training_killed_again_and_again_ends_with_the_same_weights(times: int, tmp_path: Path):
     """Kills at random file calls and random moments, each resumed, against one run that nobody disturbed."""
     data = toy.write_data(tmp_path)

@@ -98,7 +98,7 @@ PLANS = (
 )
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_contract(architecture: str):
     target = tiny_target(architecture)
     check_drafter(
@@ -233,7 +233,9 @@ def test_the_middle_layer_is_the_default():
 @pytest.mark.parametrize(
     ("options", "overrides"),
     [
-        ({"n_predict": 2}, ("distillation.weight=0.7", "optimizer.precision=bf16")),
+        pytest.param(
+            {"n_predict": 2}, ("distillation.weight=0.7", "optimizer.precision=bf16"), marks=pytest.mark.slow
+        ),
         ({"n_predict": 2, "draft_vocab_size": 60, "layer": 0}, ("stage1.positions_per_sequence=8",)),
     ],
     ids=["distilled", "limited"],

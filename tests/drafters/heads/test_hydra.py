@@ -40,7 +40,10 @@ def make(architecture: str = "llama", **options) -> HydraDrafter:
     return drafter.eval()
 
 
-@pytest.mark.parametrize(("architecture", "name"), [("llama", "draft vocabulary"), ("qwen3", "four layers")])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("llama", "draft vocabulary"), pytest.param("qwen3", "four layers", marks=pytest.mark.slow)],
+)
 def test_contract(architecture: str, name: str):
     drafter = make(architecture, default_branching=(2, 2), default_nodes=4, default_beam=2, **VARIANTS[name])
     check_drafter(lambda: drafter, tiny_target(architecture), tiny_model(architecture), PLANS)

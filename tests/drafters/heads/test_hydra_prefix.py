@@ -45,7 +45,10 @@ def make(architecture: str = "llama", **options) -> HydraPrefixDrafter:
     return drafter.eval()
 
 
-@pytest.mark.parametrize(("architecture", "name"), [("llama", "draft vocabulary"), ("qwen3", "four layers")])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [pytest.param("llama", "draft vocabulary", marks=pytest.mark.slow), ("qwen3", "four layers")],
+)
 def test_contract(architecture: str, name: str):
     drafter = make(architecture, **VARIANTS[name])
     check_drafter(lambda: drafter, tiny_target(architecture), tiny_model(architecture), PLANS)

@@ -55,7 +55,10 @@ def context(batch: int = 3) -> Context:
     )
 
 
-@pytest.mark.parametrize(("architecture", "name"), [("llama", "own heads"), ("gemma3", "tied draft vocabulary")])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [pytest.param("llama", "own heads", marks=pytest.mark.slow), ("gemma3", "tied draft vocabulary")],
+)
 def test_contract(architecture: str, name: str):
     drafter = make(architecture, default_branching=(2, 2), default_nodes=4, default_beam=2, **VARIANTS[name])
     check_drafter(lambda: drafter, tiny_target(architecture), tiny_model(architecture), PLANS)
@@ -126,7 +129,7 @@ def test_nodes_of_a_row_get_its_scores(name: str):
     torch.testing.assert_close(scores_Rk, wide_RV.topk(3).values)
 
 
-@pytest.mark.parametrize("name", ["own heads", "tied draft vocabulary"])
+@pytest.mark.parametrize("name", [pytest.param("own heads", marks=pytest.mark.slow), "tied draft vocabulary"])
 def test_propose_compiles_without_a_break(name: str):
     drafter, seen, plan = make(**VARIANTS[name]), context(), Plan((2, 2, 1), paths=3)
     compiled = torch.compile(lambda c: drafter.propose(c, plan).tokens_BN, fullgraph=True, backend="aot_eager")

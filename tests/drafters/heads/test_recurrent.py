@@ -135,7 +135,7 @@ PLANS = (
 )
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.slow), "gemma3"])
 def test_contract(architecture: str):
     target = tiny_target(architecture)
     check_drafter(
@@ -239,7 +239,9 @@ def test_a_whole_drafter_may_become_limited(tmp_path: Path):
     ("options", "overrides"),
     [
         ({"beam_length": 2}, ("distillation.weight=0.7", "optimizer.name=muon")),
-        ({"beam_length": 2, "rnn": False, "exit_dim": 24, "draft_vocab_size": 60}, ()),
+        pytest.param(
+            {"beam_length": 2, "rnn": False, "exit_dim": 24, "draft_vocab_size": 60}, (), marks=pytest.mark.slow
+        ),
     ],
     ids=["distilled", "limited"],
 )

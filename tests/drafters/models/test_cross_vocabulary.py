@@ -63,7 +63,7 @@ def speaker(tokenizer, architecture: str = "llama", seed: int = 0) -> Target:
     return Target(model, tokenizer, architecture)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "spaces"])
+@pytest.mark.parametrize("kind", [pytest.param("bytes", marks=pytest.mark.slow), "spaces"])
 def test_a_draft_model_with_another_tokenizer(kind: str):
     """The text of a random target is mostly no UTF-8: whatever the draft model makes of it, it stays."""
     target = speaker(tiny_tokenizer())

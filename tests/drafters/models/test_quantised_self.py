@@ -81,10 +81,6 @@ def test_a_copy_rounded_by_the_target_s_own_text_changes_no_text(architecture: s
         plain = [c.tokens for c in Engine(target, max_batch=3).generate(questions, params)]
         found = Engine(target, drafter, max_batch=3).generate(questions, params, plan)
         assert [c.tokens for c in found] == plain and sum(map(sum, (c.accepted_lengths for c in found))) > 0
-    check_joint_distribution(
-        few := Target(tiny_model("llama", vocabulary=FEW, dtype=torch.bfloat16)),
-        load_drafter("int4-self:calibrate=100", few),
-    )
 
 
 def layer_of_copy(target: Target, tokens: int) -> Int4Linear:
@@ -124,7 +120,9 @@ def test_a_calibration_that_cannot_be_is_refused(name: str, why: str):
         load_drafter(name, bf16_target("llama"))
 
 
-@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize(
+    "name", ["int8-self", "int4-self:calibrate=100", pytest.param("int4-self", marks=pytest.mark.slow)]
+)
 def test_sampled_drafts_of_a_copy_keep_the_distribution(name: str):
     target = Target(tiny_model("llama", vocabulary=FEW, dtype=torch.bfloat16))
     check_joint_distribution(target, load_drafter(name, target))
