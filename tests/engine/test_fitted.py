@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 
 from draftsmith.engine import Engine
-from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT
+from draftsmith.engine.evidence import FIRST_WAIT, HOPELESS, LONGEST_WAIT, TRIAL
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
+from draftsmith.engine.pace import SETTLES
 from draftsmith.engine.policy import Load, RowHistory
 from draftsmith.engine.profile import Arm, Profile, candidates
 from draftsmith.plan import NO_DRAFT, Plan
@@ -128,7 +129,8 @@ def test_a_trial_waits_for_a_guess_before_it_gives_up():
             drafting = 0
         history.drafted.append(0)  # nothing is found
         history.accepted.append(0)
-    assert not lengths or max(lengths[1:], default=8) >= 8, "not after the three steps in which guesses fail"
+    # Not after the three steps in which guesses fail.
+    assert max(lengths[1:]) >= TRIAL > HOPELESS and TRIAL > SETTLES
 
 
 def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
@@ -171,9 +173,9 @@ def test_what_fails_is_tried_again_after_growing_pauses_and_taken_up_when_it_wor
     depths = go(policy, history, 3000, 0)
     tries = [at for at, depth in enumerate(depths) if depth]
     pauses = [b - a - 1 for a, b in pairwise(tries) if b - a > 1]
-    assert pauses[0] == FIRST_WAIT and pauses[-1] == LONGEST_WAIT
+    assert pauses[0] == FIRST_WAIT and LONGEST_WAIT > pauses[-1] > 8 * FIRST_WAIT
     assert all(one <= following <= 2 * one for one, following in pairwise(pauses))
-    assert depths[-2000:].count(0) > 0.98 * 2000
+    assert 0 < 0.3 * sum(depths[-2000:]) < 0.025 * 2000, "what trials cost, a fiftieth of all steps"
     assert sum(depth > 0 for depth in go(policy, history, 4000, 4)[-100:]) == 100
 
 
@@ -270,7 +272,7 @@ def test_what_is_begun_is_not_given_up_for_a_guess_or_two():
     depths = []
     for stays in [1, 0, 0] * 3:
         depths += alike(policy, history, 1, stays)
-    assert depths[:8] == [1] * 8
+    assert depths[:TRIAL] == [1] * TRIAL
     assert alike(pair(1.2), some(1), 4, 0) == [1, 1, 1, 0], "none of three"
 
 
@@ -324,7 +326,7 @@ def test_what_steps_cost_now_is_learnt_while_it_runs():
             history.accepted.append(min(2, depth))
         return found
 
-    assert go_on(300)[-100:].count(0) > 80
+    assert go_on(600)[-100:].count(0) > 90
     slow = 1.0
     assert go_on(4000)[-100:].count(0) < 20
 

@@ -42,7 +42,11 @@ def test_it_says_what_it_expects_of_a_draft(made):
 @pytest.mark.parametrize("made", [profile, lambda **options: short(profile(**options))])
 def test_it_says_how_often_guesses_stay_and_what_would_pay(made):
     policy, history = Fitted(Known(made(cost=0.3))), RowHistory(False, 5)
-    go(policy, history, 5 * FIRST_WAIT // 2, 0)
+    go(policy, history, 4 * FIRST_WAIT, 0)
+    depths = go(policy, history, 8 * FIRST_WAIT, 0)
+    while depths[-2] == 0 or depths[-1] > 0:  # until a pause begins
+        depths += go(policy, history, 1, 0)
+        assert len(depths) < 2000
     why = reason(policy, history)
     needed = why.would_pay()
     assert why.label == "does_not_pay" and needed is not None and why.stays < needed

@@ -26,6 +26,9 @@ link() {  # to, from
 # shellcheck disable=SC2086
 "$compiler" $sanitizers -std=c++17 -g1 -I"$source" "$here/crew.cpp" "$source/crew.cpp" -o "$folder/crew"
 "$folder/crew"
+# shellcheck disable=SC2086
+"$compiler" $sanitizers -std=c++17 -g1 -I"$source" "$here/ngrams.cpp" -o "$folder/ngrams"
+"$folder/ngrams"
 # The driver is no kernel; what it allocates is watched all the same.
 compile "$here/driver.cpp" driver
 for file in "$source/dispatch.cpp" "$source"/kernels_*.cpp; do

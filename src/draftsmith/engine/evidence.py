@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-PRIOR = 3.0
+PRIOR = 6.0
 """Guesses, and steps: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
-FIRST_WAIT, LONGEST_WAIT = 8, 384
-"""Steps without a drafter before it is tried; they double as long as that does not lead to as many with it."""
-TRIAL, HOPELESS, MOST_ROWS = 8, 3, 2
-"""Steps of a row that a trial lasts, and after which it ends if guesses were made and none has stayed; one guess tells
-next to nothing. Of rows that do the same each step counts for two: what a step costs is not seen at the first ones."""
+FIRST_WAIT, LONGEST_WAIT = 4, 384
+"""Steps without a drafter before it is tried; they double as long as no trial leads to more."""
+TRIAL, HOPELESS = 4, 3
+"""Steps that a trial lasts, and after which it ends if guesses were made and none has stayed; one guess tells next to
+nothing, and what a step costs is not seen at the first ones."""
 QUARTERS, MOST_GROWTH = 4, 16
 """Growths, see `Arm.share`, are told apart in quarters, and none is above so much."""
 
@@ -59,11 +59,6 @@ class Evidence:
         """Begin to draft, for as long as a trial lasts at least."""
         self.trial, self.guessed, self.hit = TRIAL, False, False
 
-    @staticmethod
-    def steps_of_a_trial(rows: int) -> int:
-        """Return how many steps of so many rows a trial lasts."""
-        return -(-TRIAL // min(rows, MOST_ROWS))
-
     def doubt(self) -> None:
         """Begin a trial: what is known is of a while ago, and counts no more than what is known when a row begins."""
         if self.expected > PRIOR:
@@ -72,9 +67,9 @@ class Evidence:
             self.found, self.steps = self.found * PRIOR / self.steps, PRIOR
         self.guessed = self.hit = False
 
-    def goes_on(self, rows: int) -> bool:
-        """Count a step of a trial, of so many rows; return whether another one follows."""
-        self.trial = max(0, self.trial - min(rows, MOST_ROWS))
+    def goes_on(self) -> bool:
+        """Count a step of a trial; return whether another one follows."""
+        self.trial = max(0, self.trial - 1)
         if self.guessed and not self.hit and TRIAL - self.trial >= HOPELESS:
             self.trial = 0
         return self.trial > 0

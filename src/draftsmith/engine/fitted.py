@@ -26,8 +26,8 @@ PATIENCE = 1.03
 CROWD_PATIENCE = 1.05
 """So many times as fast before rows that do the same begin, or go on when others have joined them. Guesses bring some
 more than others: they no longer end together, and the last decode in steps that are hardly cheaper."""
-LOST = 0.005
-"""The share of all tokens that trials may cost in the long run, as far as the longest pause allows."""
+LOST = 0.02
+"""The share of all tokens that trials of a drafter may cost in the long run, what changes cost left aside."""
 USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
@@ -302,7 +302,7 @@ class Fitted(Policy):
             best = row.arm
         chosen = best if beats(best, 0, patience) else 0
         drafting = self._whose[row.arm]
-        on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(rows)
+        on_trial = drafting != NOBODY and row.evidence[drafting].goes_on()
         if on_trial:
             chosen = max(self._of[drafting], key=values.__getitem__)
         for number, own in enumerate(row.evidence):
@@ -310,17 +310,17 @@ class Fitted(Policy):
             own.since = own.since + 1 if taken == (self._whose[row.arm] == number) else 0
             if taken and own.since == 0:
                 own.begin()  # a few guesses that fail say little
-            elif taken and own.since >= FIRST_WAIT:
+            elif taken and own.since >= TRIAL:
                 own.wait = FIRST_WAIT
         # What drafts of several rows have to bring for a trial to lead to anything.
         extra = 0.0 if chosen or rows == 1 else (patience - 1) * (values[0] + price * spent[0])
-        tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, rows, extra)
+        tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, extra)
         row.trying = tried != chosen or (on_trial and row.trying)
         return tried
 
     def _tried(
         self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, hoped: Callable[[int], float],
-        rows: int, extra: float,
+        extra: float,
     ) -> int:
         """Return the plan of a drafter whose turn it is; none is tried that could not pay if all its guesses stayed."""
         for number, own in enumerate(row.evidence):
@@ -331,14 +331,16 @@ class Fitted(Policy):
             )
             # Asked again after as long a pause, not at every step until then.
             own.since = 0
-            if highest > values[chosen] + extra:
-                best = max(self._of[number], key=values.__getitem__)
-                # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
-                loss = own.steps_of_a_trial(rows) * (values[chosen] + extra - values[best])
-                longest = max(FIRST_WAIT, round(loss / LOST))
-                own.wait, own.trial = min(2 * own.wait, LONGEST_WAIT, longest), TRIAL
-                own.doubt()
-                return best
+            if highest <= values[chosen] + extra:
+                own.wait = max(own.wait, HELD + 1)  # that is asked again as seldom as plain steps are
+                continue
+            best = max(self._of[number], key=values.__getitem__)
+            # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
+            loss = TRIAL * (values[chosen] + extra - values[best])
+            longest = max(FIRST_WAIT, round(loss / LOST))
+            own.wait, own.trial = min(2 * own.wait, LONGEST_WAIT, longest), TRIAL
+            own.doubt()
+            return best
         return chosen
 
     def _reason(

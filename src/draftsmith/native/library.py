@@ -71,7 +71,7 @@ class NativeObject:
         return getattr(torch.ops.draftsmith, use).default(self._number, *arguments)
 
     def __deepcopy__(self, _: Any) -> "NativeObject":
-        """Share it: it never changes, and a copy of the number alone would outlive it."""
+        """Share it: a copy of the number alone would outlive it. Whoever keeps what changes makes a new one."""
         return self
 
     def __reduce__(self) -> Any:

@@ -1,5 +1,6 @@
 """Prompt lookup by native operators drafts what the definition in Python drafts, guess for guess."""
 
+from copy import deepcopy
 from random import Random
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from draftsmith.drafters.lookup.ngram import NativeNgramDrafter, NgramDrafter
 from draftsmith.drafters.lookup.ngram_config import NgramConfig
+from draftsmith.drafters.lookup.python_drafter import MOST_UNREAD
 from draftsmith.native import LIBRARY
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
@@ -95,9 +97,37 @@ def test_texts_grow_far_beyond_their_first_tables():
     random, known, native = Random(4), NgramDrafter(NgramConfig()), NativeNgramDrafter(NgramConfig())
     text = [random.randrange(9) for _ in range(5_000)]
     for begin in range(0, len(text), 500):
-        seen = context({0: text[begin : begin + 500]}, 500)
+        # What ends with a new token looks for shorter and shorter n-grams.
+        seen = context({0: [*text[begin : begin + 497], 100 + begin, 5, 6]}, 500)
         one, other = known.propose(seen, Plan((1,) * 8)), native.propose(seen, Plan((1,) * 8))
         assert torch.equal(one.tokens_BN, other.tokens_BN) and one.depth == 8
+
+
+def test_what_was_followed_for_long_is_read_in_pieces():
+    random, known, native = Random(5), NgramDrafter(NgramConfig()), NativeNgramDrafter(NgramConfig())
+    for step in range(3 * MOST_UNREAD):
+        seen = context({0: texts(random, 6), 1: texts(random, 6)}, 12 + step // 5 % 2)
+        known.follow(seen), native.follow(seen)
+    one, other = known.propose(seen, Plan((1,) * 8)), native.propose(seen, Plan((1,) * 8))
+    assert torch.equal(one.tokens_BN, other.tokens_BN) and one.depth == 8
+
+
+def test_a_copy_has_no_texts():
+    native = NativeNgramDrafter(NgramConfig(min_length=1))
+    native.follow(context({0: [4, 5, 4]}, 3))
+    copied = deepcopy(native)
+    assert copied.propose(context({0: [4]}, 1), Plan((1, 1))).tokens_BN.shape == (1, 0)
+    assert native.propose(context({0: [5]}, 1), Plan((1, 1))).tokens_BN.tolist() == [[4, 5]]
+
+
+def test_what_cannot_be_read_is_refused_whole():
+    native = NativeNgramDrafter(NgramConfig(min_length=1))
+    wrong = context({0: [4, 5], 1: [4, 5]}, 2)
+    wrong.counts_B = torch.tensor([2, 3])
+    with pytest.raises(IndexError, match="no 3 of 2 tokens"):
+        native.propose(wrong, Plan((1,)))
+    with pytest.raises(RuntimeError, match="behind a text"):
+        native.continue_row(0, [4], 2)
 
 
 def test_nothing_is_left_of_another_engine_s_rows():

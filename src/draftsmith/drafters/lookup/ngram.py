@@ -136,7 +136,7 @@ class NgramDrafter(PythonDrafter[NgramIndex], NgramLookup[NgramIndex]):
 
 
 class NativeNgramDrafter(NgramLookup[int]):
-    """By a native operator, which keeps the texts too: a look costs microseconds, however many rows there are.
+    """By a native operator for all rows, which keeps their texts too: a look costs a row microseconds.
 
     Rows are known by their numbers.
     """
@@ -145,6 +145,10 @@ class NativeNgramDrafter(NgramLookup[int]):
         self.config = config
         self._texts = self._no_texts()
         self._unread: list[News] = []
+
+    def __deepcopy__(self, _: Any) -> "NativeNgramDrafter":
+        """Return one with the same options and no texts; two that wrote into the same would spoil them."""
+        return NativeNgramDrafter(self.config)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         # A core that was dropped halfway did not say that its rows ended, and others may have their numbers.
@@ -162,12 +166,12 @@ class NativeNgramDrafter(NgramLookup[int]):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         config = self.config
-        tokens_BN, parents_BN, depth = self._texts(
+        found_2BN, depth = self._texts(
             *self._news(context), min(config.branches, plan.branching[0]), config.match == "frequent", plan.match,
             min(config.guesses, plan.depth), plan.max_nodes,
         )
-        device = context.tokens_BT.device
-        return Draft(tokens_BN.to(device), parents_BN.to(device), depth, branching=plan.branching if depth else None)
+        tokens_BN, parents_BN = found_2BN.to(context.tokens_BT.device).unbind(0)
+        return Draft(tokens_BN, parents_BN, depth, branching=plan.branching if depth else None)
 
     def take_in(self, context: Context) -> list[int | None]:
         self.follow(context)

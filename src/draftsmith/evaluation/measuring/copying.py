@@ -41,7 +41,7 @@ class Copying(PythonDrafter[Copied]):
 
 
 class CopyingAtOnce(Drafter):
-    """Guesses the same for all rows in one go: it takes what a native lookup takes that always finds."""
+    """Guesses the same for all rows in one go: it takes about what a native lookup takes that always finds."""
 
     taps = ()
 
