@@ -205,6 +205,12 @@ class Diagnosis:
         return said
 
 
+def _chosen_by(threads: int) -> str | None:
+    """Name the environment variable that chose so many threads; None where a --threads chose others since, too."""
+    name = chosen_by_user()
+    return name if name is not None and os.environ[name].split(",")[0].strip() == str(threads) else None
+
+
 def examine(root: Path = ROOT) -> Diagnosis:
     """Look what is here and measure, for about a second, with as many threads as decoding has.
 
@@ -223,7 +229,7 @@ def examine(root: Path = ROOT) -> Diagnosis:
         kernels_missing=native.why_missing(),
         auto_dtype="bf16" if resolve_dtype("auto", torch.device("cpu")) == torch.bfloat16 else "fp32",
         threads=torch.get_num_threads(),
-        chosen_by=chosen_by_user(),
+        chosen_by=_chosen_by(torch.get_num_threads()),
         machine_cores=os.cpu_count() or 1,
         available=available_processor(root),
         memory_gb=memory_gb("MemTotal", root),

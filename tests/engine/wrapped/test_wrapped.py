@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 import draftsmith
-from draftsmith.drafters.lookup.ngram import NgramDrafter
+from draftsmith.drafters.lookup.ngram import NgramLookup
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from tests.engine.wrapped.wrapped_toy import PAD, padded, pair, same
@@ -34,7 +34,7 @@ def test_greedy_batches_in_float32():
 
 def test_prompt_lookup_drafts_where_no_drafter_is_named():
     model, fast = tiny_model(), draftsmith.wrap(tiny_model())
-    assert isinstance(fast.drafter, NgramDrafter)
+    assert isinstance(fast.drafter, NgramLookup)
     question = prompts(1, shortest=6, longest=6)[0]
     text = question + greedy_reference(model, question, 30)
     # What comes next was in the prompt, behind the same tokens, though the model need not say it again.
