@@ -206,7 +206,7 @@ class Diagnosis:
 
 
 def _chosen_by(threads: int) -> str | None:
-    """Name the environment variable that chose so many threads; None where a --threads chose others since, too."""
+    """Name the environment variable that chose so many threads; None where --threads has chosen since."""
     name = chosen_by_user()
     return name if name is not None and os.environ[name].split(",")[0].strip() == str(threads) else None
 

@@ -193,21 +193,18 @@ class NativeNgramDrafter(NgramLookup[int]):
 
     def _news(self, context: Context | None = None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return the rows, counts and tokens of all that was not read, on the CPU, those of a context as the last."""
-        pieces, self._unread = [[news] for news in self._unread], []
-        if pieces and pieces[0][0][0].device.type != "cpu":  # in as many transfers as there were widths in a row
-            pieces = [list(alike) for _, alike in groupby((news for [news] in pieces), lambda news: news[2].shape[1])]
+        news, self._unread = on_the_cpu(self._unread), []
         if context is not None:
-            pieces.append([(context.rows_B, context.counts_B, context.tokens_BT)])
-        rows, counts, tokens = zip(*(_on_the_cpu(piece) for piece in pieces), strict=True)
-        return list(rows), list(counts), list(tokens)
+            news = [*news, *on_the_cpu([(context.rows_B, context.counts_B, context.tokens_BT)])]
+        return [rows for rows, _, _ in news], [counts for _, counts, _ in news], [tokens for _, _, tokens in news]
 
 
-def _on_the_cpu(piece: Sequence[News]) -> News:
-    """Return what was committed as one, in one transfer where it lies elsewhere."""
-    if len(piece) == 1 and piece[0][0].device.type == "cpu":
-        return piece[0]
-    table_BX = table_of(piece).cpu()
-    return table_BX[:, 0], table_BX[:, 1], table_BX[:, 2:]
+def on_the_cpu(news: Sequence[News]) -> Sequence[News]:
+    """Return what was committed where the CPU reads it: from elsewhere, with as many transfers as widths in a row."""
+    if not news or news[0][0].device.type == "cpu":
+        return news
+    tables = [table_of(list(alike)).cpu() for _, alike in groupby(news, lambda one: one[2].shape[1])]
+    return [(table_BX[:, 0], table_BX[:, 1], table_BX[:, 2:]) for table_BX in tables]
 
 
 def make_ngram(config: NgramConfig, target: "Target", draft_tokens: Tensor | None) -> NgramLookup[Any]:
