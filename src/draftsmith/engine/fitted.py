@@ -16,6 +16,7 @@ from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Arm, Costs
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
+from draftsmith.engine.step_costs import StepCosts
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
 
@@ -37,6 +38,8 @@ REMINDERS = 4
 those cost now."""
 HELD, HELD_DRAFTING = 7, 3
 """Steps without a draft, and with one, for which it need not be asked again, where all rows do the same."""
+ALIKE_TOKENS = 256
+"""Behind texts that are no more tokens apart drafts are hopeless alike."""
 NOBODY = -1
 
 
@@ -58,17 +61,17 @@ class Fitted(Policy):
         if not drafters:
             raise DraftsmithError("a fitted policy without drafters has nothing to choose; give at least one.")
         self.known = drafters
-        self._first = drafters[0].profile
+        first = drafters[0].profile
         owned = [(number, known, arm) for number, known in enumerate(drafters) for arm in known.useful()]
         self._whose = [NOBODY, *(number for number, _, _ in owned)]
-        self._arms = [self._first.arms[0], *(arm for _, _, arm in owned)]
-        self._profiles = [self._first, *(known.profile for _, known, _ in owned)]
+        self._arms = [first.arms[0], *(arm for _, _, arm in owned)]
         self._expected = Expected(self._arms, self._whose)
         self._kept, self._most_growths = self._expected.kept, self._expected.most_growths
         self._of = [[at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(drafters))]
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
         self._steps = [0] * len(self._arms)
-        self._costs: dict[int, Costs] = {}
+        self._costs = StepCosts(self._arms, [first, *(known.profile for _, known, _ in owned)])
+        self._tokens = 0.0  # of a row's text, on average over those that were looked at last
         self._pace = Pace(self._whose, clock)
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Of all rows, greedy ones and sampled ones apart, of whose guesses fewer stay.
@@ -82,7 +85,7 @@ class Fitted(Policy):
         self._drafting = 0  # steps since one without a draft
         self._unasked = 0  # steps since the last question that nobody asked about
         self._reasons: Sequence[Reason] = ()
-        self._hopeless: dict[tuple[int, float], bool] = {}
+        self._hopeless: dict[tuple[int, float, int], bool] = {}
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -102,7 +105,7 @@ class Fitted(Policy):
     def typical(self) -> Arm:
         """The plan for one row of a text like those that were measured."""
         speeds = [
-            (1 + arm.accepted()) / took for arm, took in zip(self._arms, self._costs_of(1).seconds, strict=True)
+            (1 + arm.accepted()) / took for arm, took in zip(self._arms, self._costs.of(1).seconds, strict=True)
         ]
         return self._arms[speeds.index(max(speeds))]
 
@@ -113,14 +116,12 @@ class Fitted(Policy):
             self._pace.pause()
             return self._choices[:1] * len(rows)
         count = max(load.decoding, len(rows))
-        costs = self._costs_of(count)
-        if GROUP_SHARE * count * costs.plain < GROUP_S:
-            took = self._measured_s(rows, costs)
-            slower = self._pace.slower(load, rows, count, self._taken, took, 1 + self._unasked)
-            self._unasked = 0
-            return [self._choices[self._of_all(rows, costs, slower, count)]] * len(rows)
+        if GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S:
+            return [self._choices[self._of_all(load, rows, count)]] * len(rows)
         self._asked, self._unasked = None, 0
         known = [self._look_at(history) for history in rows]
+        self._tokens = self._length(known)
+        costs = self._costs.of(count, self._tokens)
         if count == 1:
             self._taken = known[0].arm
             costs = costs.slowed(self._pace.slower(load, rows, 1, self._taken, self._measured_s(rows, costs)))
@@ -159,12 +160,16 @@ class Fitted(Policy):
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
         return self._reasons
 
-    def _of_all(self, rows: Sequence[RowHistory], costs: Costs, slower: Sequence[float], count: int) -> int:
+    def _of_all(self, load: Load, rows: Sequence[RowHistory], count: int) -> int:
         """Return one plan for all rows, by what it brings them on average."""
-        crowd = self._crowd
+        crowd, passed = self._crowd, 1 + self._unasked
+        took = self._measured_s(rows, self._costs.of(count, self._tokens))
+        slower = self._pace.slower(load, rows, count, self._taken, took, passed)
+        self._unasked = 0
         same = self._asked is not None and self._asked[:2] == (count, rows)
         if same and not crowd.arm and all(own.since + 1 < own.wait for own in crowd.evidence):
             # Nothing was drafted, so nothing was learnt; this is asked often, and has to cost next to nothing.
+            self._tokens += passed
             for own in crowd.evidence:
                 own.since += 1
             self._steps[0] += len(rows)
@@ -172,6 +177,8 @@ class Fitted(Policy):
             return 0
         joined = any(history not in self._rows for history in rows)
         known = [self._look_at(history) for history in rows]
+        self._tokens = self._length(known)
+        costs = self._costs.of(count, self._tokens)
         brings, growths = self._expected.average([row.stand for row in known])
         spent = [took * times for took, times in zip(costs.grown(growths), slower, strict=True)]
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
@@ -232,20 +239,10 @@ class Fitted(Policy):
         made = sum(drafted > 0 for row in rows for drafted in row.drafted[-steps:])
         return costs.of(self._taken, made / (steps * len(rows)) / usual)
 
-    def _costs_of(self, rows: int) -> Costs:
-        """Return what a row's plan adds to a step of so many rows, for every plan."""
-        found = self._costs.get(rows)
-        if found is None:
-            # Plain steps were timed beside each drafter, and took a little more or less beside one than another.
-            plain = self._first.seconds(self._arms[0], rows) / rows
-            each = [
-                profile.costs((profile.arms[0], arm), rows)
-                for arm, profile in zip(self._arms, self._profiles, strict=True)
-            ]
-            found = self._costs[rows] = Costs(
-                [plain * one.seconds[1] / one.plain for one in each], [plain * one.more[1] / one.plain for one in each]
-            )
-        return found
+    @staticmethod
+    def _length(rows: Sequence[RowEvidence]) -> float:
+        """Return how many tokens their texts have, on average."""
+        return sum(row.tokens for row in rows) / len(rows)
 
     def _look_at(self, history: RowHistory) -> RowEvidence:
         """Return what is known of a row, its last steps included."""
@@ -253,7 +250,8 @@ class Fitted(Policy):
         if row is None:
             common = self._common[history.sampled]
             evidence = [self._begin(number, one) for number, one in enumerate(common)]
-            row = self._rows[history] = RowEvidence(evidence, steps)
+            tokens = history.prompt_tokens + steps + sum(history.accepted)
+            row = self._rows[history] = RowEvidence(evidence, steps, tokens)
         elif steps > row.seen:
             kept, number = self._kept[row.arm][USUAL], self._whose[row.arm]
             if kept:
@@ -268,6 +266,7 @@ class Fitted(Policy):
                         if made or not usual:
                             one.guess(stayed, kept, decay)
                 own.odds = self._odds(row.arm, own.accepted / own.expected * kept)
+            row.tokens += steps - row.seen + sum(history.accepted[row.seen :])
             row.seen = steps
         return row
 
@@ -360,10 +359,11 @@ class Fitted(Policy):
 
     def _is_hopeless(self, count: int, patience: float) -> bool:
         """Return whether in a step of so many rows too little would be gained even if all guesses stayed."""
-        found = self._hopeless.get((count, patience))
+        case = (count, patience, int(self._tokens) // ALIKE_TOKENS)
+        found = self._hopeless.get(case)
         if found is None:
-            hoped = self._costs_of(count).grown(self._most_growths)
+            hoped = self._costs.of(count, self._tokens).grown(self._most_growths)
             most = [1 + choice.plan.depth for choice in self._choices]
             gains = [tokens * hoped[0] / took for tokens, took in zip(most[1:], hoped[1:], strict=True)]
-            found = self._hopeless[count, patience] = max(gains) <= patience
+            found = self._hopeless[case] = max(gains) <= patience
         return found

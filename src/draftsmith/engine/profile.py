@@ -87,6 +87,13 @@ class Costs:
             [took * slower for took, slower in zip(self.more, times, strict=True)],
         )
 
+    def plus(self, other: "Costs", times: float) -> "Costs":
+        """Return what they take with so many times another's costs besides."""
+        return Costs(
+            [took + times * extra for took, extra in zip(self.seconds, other.seconds, strict=True)],
+            [took + times * extra for took, extra in zip(self.more, other.more, strict=True)],
+        )
+
     def grown(self, growths: Sequence[float]) -> list[float]:
         """Return the seconds of plans that make guesses so many times as often."""
         return [
@@ -96,15 +103,36 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What every token of a row's text adds to a step, which reads all of it for every token and every guess.
+
+    Args:
+        behind: steps were timed behind texts of about so many tokens.
+        plain: seconds for each further token, without a draft.
+        guess: seconds for each further token and each guess.
+    """
+
+    behind: float = 0.0
+    plain: float = 0.0
+    guess: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= value < float("inf") for value in (self.behind, self.plain, self.guess)):
+            raise ValueError(f"{self} says that a longer text makes a step shorter, or endless")
+
+
+@dataclass(frozen=True)
 class Profile:
     """All plans that were measured; the first drafts nothing.
 
     Args:
         rows: the numbers of rows that steps were timed with, rising.
+        reading: what longer texts add to their seconds.
     """
 
     rows: tuple[int, ...]
     arms: tuple[Arm, ...]
+    reading: Reading = Reading()
 
     def seconds(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
         """Return the seconds of a step of so many rows, by straight lines between what was measured.
@@ -142,7 +170,9 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON."""
-        return {"rows": list(self.rows), "arms": [asdict(arm) for arm in self.arms]}
+        return {
+            "rows": list(self.rows), "arms": [asdict(arm) for arm in self.arms], "reading": asdict(self.reading),
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Profile":
@@ -160,7 +190,8 @@ class Profile:
             or any(len(arm.full) != len(rows) for arm in arms if arm.found is not None)
         ):
             raise ValueError("a profile begins with plain decoding, and every plan has as many times as there are rows")
-        return cls(rows, arms)
+        reading = Reading(**{name: float(seconds) for name, seconds in value["reading"].items()})
+        return cls(rows, arms, reading)
 
 
 def plan_from_json(value: Mapping[str, Any]) -> Plan:

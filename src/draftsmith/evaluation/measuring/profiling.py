@@ -8,13 +8,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.engine import Engine
 from draftsmith.engine.profile import Arm, Profile, candidates
 from draftsmith.evaluation.measuring.copying import always_finding
+from draftsmith.evaluation.measuring.reading import measure_reading
 from draftsmith.evaluation.measuring.steps import step_seconds
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
 from draftsmith.plan import NO_DRAFT, Plan
@@ -46,6 +47,8 @@ guesses stay."""
 NOISY = 1.4
 """Times the least: where a plain step usually takes longer, other programs disturbed it."""
 MOST_NODES = 64
+LONG_TOKENS, LONG_OF_SLOW = 1024, 512
+"""Of the text that shows what longer texts cost; fewer where a plain step takes longer than `SLOW_STEP_S`."""
 
 Taken = dict[Plan, dict[int, list[float]]]
 """By plan and by number of rows, of every time it was measured: seconds of a plain step, and how many times as long as
@@ -285,12 +288,18 @@ def measure_profile(
         return Sampler(engine, prompts, tokens)
 
     sampler = sampler_of(drafter, new_tokens)
-    copying = sampler_of(always_finding(drafter, default), min(FULL_TOKENS, new_tokens)) if drafter.matches else None
+    finding = always_finding(drafter, default) if drafter.matches else None
+    copying = None if finding is None else sampler_of(finding, min(FULL_TOKENS, new_tokens))
     sampler.seconds(NO_DRAFT, 1)  # warms up
     if sampler.seconds(NO_DRAFT, 1) > SLOW_STEP_S:
         sampler.new_tokens = min(FEW_TOKENS, new_tokens)
     contest, watch = Contest(sampler, rows, on_progress, copying), Watch()
-    return contest.run(plans), contest.is_steady and not watch.is_disturbed
+    found = contest.run(plans)
+    on_progress("a long text")
+    long = LONG_TOKENS if found.arms[0].seconds[0] <= SLOW_STEP_S else LONG_OF_SLOW
+    widest = max((arm.plan for arm in found.arms), key=lambda plan: plan.max_nodes)
+    reading = measure_reading(target, finding or drafter, widest, prompts, longest_prompt, long)
+    return replace(found, reading=reading), contest.is_steady and not watch.is_disturbed
 
 
 def texts_for(target: Target, tokens: int, count: int) -> list[list[int]]:
