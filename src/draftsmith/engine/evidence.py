@@ -79,12 +79,11 @@ class Evidence:
 class RowEvidence:
     """A row's evidence of every drafter, the steps of it that were looked at, and what it did last, 0 being nothing.
 
-    `tokens` are those of its text by then. `trying` says that it did so to see whether guesses stay now.
+    `trying` says that it did so to see whether guesses stay now.
     """
 
     evidence: list[Evidence]
     seen: int
-    tokens: int = 0
     arm: int = 0
     trying: bool = False
 

@@ -38,8 +38,6 @@ REMINDERS = 4
 those cost now."""
 HELD, HELD_DRAFTING = 7, 3
 """Steps without a draft, and with one, for which it need not be asked again, where all rows do the same."""
-ALIKE_TOKENS = 256
-"""Behind texts that are no more tokens apart drafts are hopeless alike."""
 NOBODY = -1
 
 
@@ -85,7 +83,7 @@ class Fitted(Policy):
         self._drafting = 0  # steps since one without a draft
         self._unasked = 0  # steps since the last question that nobody asked about
         self._reasons: Sequence[Reason] = ()
-        self._hopeless: dict[tuple[int, float, int], bool] = {}
+        self._hopeless: dict[tuple[int, float], bool] = {}
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -120,7 +118,7 @@ class Fitted(Policy):
             return [self._choices[self._of_all(load, rows, count)]] * len(rows)
         self._asked, self._unasked = None, 0
         known = [self._look_at(history) for history in rows]
-        self._tokens = self._length(known)
+        self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
         if count == 1:
             self._taken = known[0].arm
@@ -177,7 +175,7 @@ class Fitted(Policy):
             return 0
         joined = any(history not in self._rows for history in rows)
         known = [self._look_at(history) for history in rows]
-        self._tokens = self._length(known)
+        self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
         brings, growths = self._expected.average([row.stand for row in known])
         spent = [took * times for took, times in zip(costs.grown(growths), slower, strict=True)]
@@ -239,19 +237,13 @@ class Fitted(Policy):
         made = sum(drafted > 0 for row in rows for drafted in row.drafted[-steps:])
         return costs.of(self._taken, made / (steps * len(rows)) / usual)
 
-    @staticmethod
-    def _length(rows: Sequence[RowEvidence]) -> float:
-        """Return how many tokens their texts have, on average."""
-        return sum(row.tokens for row in rows) / len(rows)
-
     def _look_at(self, history: RowHistory) -> RowEvidence:
         """Return what is known of a row, its last steps included."""
         row, steps = self._rows.get(history), len(history.accepted)
         if row is None:
             common = self._common[history.sampled]
             evidence = [self._begin(number, one) for number, one in enumerate(common)]
-            tokens = history.prompt_tokens + steps + sum(history.accepted)
-            row = self._rows[history] = RowEvidence(evidence, steps, tokens)
+            row = self._rows[history] = RowEvidence(evidence, steps)
         elif steps > row.seen:
             kept, number = self._kept[row.arm][USUAL], self._whose[row.arm]
             if kept:
@@ -266,7 +258,6 @@ class Fitted(Policy):
                         if made or not usual:
                             one.guess(stayed, kept, decay)
                 own.odds = self._odds(row.arm, own.accepted / own.expected * kept)
-            row.tokens += steps - row.seen + sum(history.accepted[row.seen :])
             row.seen = steps
         return row
 
@@ -348,10 +339,13 @@ class Fitted(Policy):
     ) -> Weighed:
         """Return why a row does what it was just settled that it does."""
         at = row.arm or max(range(1, len(values)), key=values.__getitem__)
+        kind: Label = "does_not_pay"
         if row.arm:
-            kind: Label = "probing" if row.trying else "pays"
-        else:
-            kind = "batch_too_large" if self._is_hopeless(count, patience) else "does_not_pay"
+            kind = "probing" if row.trying else "pays"
+        elif self._is_hopeless(count, patience):
+            kind = "batch_too_large"
+        elif self._most_gain(self._costs.of(count, self._tokens)) <= patience:
+            kind = "text_too_long"
         whose = self._whose[at]
         own = row.evidence[whose]
         odds, growth = ODDS[own.odds], own.growth / QUARTERS
@@ -359,11 +353,18 @@ class Fitted(Policy):
 
     def _is_hopeless(self, count: int, patience: float) -> bool:
         """Return whether in a step of so many rows too little would be gained even if all guesses stayed."""
-        case = (count, patience, int(self._tokens) // ALIKE_TOKENS)
-        found = self._hopeless.get(case)
+        found = self._hopeless.get((count, patience))
         if found is None:
-            hoped = self._costs.of(count, self._tokens).grown(self._most_growths)
-            most = [1 + choice.plan.depth for choice in self._choices]
-            gains = [tokens * hoped[0] / took for tokens, took in zip(most[1:], hoped[1:], strict=True)]
-            found = self._hopeless[case] = max(gains) <= patience
+            found = self._hopeless[count, patience] = self._most_gain(self._costs.of(count)) <= patience
         return found
+
+    def _most_gain(self, costs: Costs) -> float:
+        """Return how many times as fast as plain decoding some plan would be if all guesses stayed."""
+        hoped = costs.grown(self._most_growths)
+        most = [1 + choice.plan.depth for choice in self._choices]
+        return max(tokens * hoped[0] / took for tokens, took in zip(most[1:], hoped[1:], strict=True))
+
+
+def length_of(rows: Sequence[RowHistory]) -> float:
+    """Return how many tokens their texts have, on average."""
+    return sum(row.prompt_tokens + row.written for row in rows) / len(rows)

@@ -30,12 +30,14 @@ class RowHistory:
     Args:
         sampled: whether its temperature is above 0.
         prompt_tokens: length of its prompt.
+        written: tokens behind it, those of the last step included.
         accepted: of every step so far in which the policy's choice was drafted, how many guesses stayed.
         drafted: of the same steps, how many guesses were verified; of a row with a constraint, whether any was.
     """
 
     sampled: bool
     prompt_tokens: int
+    written: int = field(default=0, kw_only=True)
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
 

@@ -17,6 +17,7 @@ class Arm:
         survival: the share of steps that accepted at least 1, 2, … guesses.
         seconds: of a step, all rows together, for each number of rows of the profile.
         found: of a lookup, the share of steps that made guesses; None stands for all.
+        made: how many guesses a step made that made some; None stands for as many as the plan allows.
         full: of a lookup, seconds of a step in which every row makes guesses.
     """
 
@@ -25,6 +26,7 @@ class Arm:
     seconds: tuple[float, ...]
     found: float | None = None
     full: tuple[float, ...] = ()
+    made: int | None = None
 
     def kept(self, odds: float = 1.0) -> float:
         """Return how many guesses are accepted, on average, by a step that made some.
@@ -40,6 +42,11 @@ class Arm:
             before = min(before, survived / self.found * factor if self.found else survived * factor)
             total += before
         return total
+
+    @property
+    def guesses(self) -> int:
+        """How many guesses a step makes that makes some."""
+        return self.plan.max_nodes if self.made is None else self.made
 
     def share(self, growth: float = 1.0) -> float:
         """Return the share of steps that make guesses, in a text where a lookup finds so many times as often."""
@@ -103,22 +110,24 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What every token of a row's text adds to a step, which reads all of it for every token and every guess.
+class LengthCost:
+    """What every further token of a row's text adds to a step, by a straight line.
 
     Args:
-        behind: steps were timed behind texts of about so many tokens.
-        plain: seconds for each further token, without a draft.
-        guess: seconds for each further token and each guess.
+        measured_at: steps were timed behind texts of about so many tokens.
+        plain: seconds for each token beyond these, without a draft.
+        guess: seconds for each token beyond these and for each guess, what the drafter reads of the text included; on
+            average over the guesses of one plan.
     """
 
-    behind: float = 0.0
+    measured_at: float = 0.0
     plain: float = 0.0
     guess: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(0 <= value < float("inf") for value in (self.behind, self.plain, self.guess)):
-            raise ValueError(f"{self} says that a longer text makes a step shorter, or endless")
+        for name, value in vars(self).items():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} is {value} in what longer texts cost, where only 0 or more has a meaning")
 
 
 @dataclass(frozen=True)
@@ -127,12 +136,12 @@ class Profile:
 
     Args:
         rows: the numbers of rows that steps were timed with, rising.
-        reading: what longer texts add to their seconds.
+        length_cost: what longer texts add to their seconds.
     """
 
     rows: tuple[int, ...]
     arms: tuple[Arm, ...]
-    reading: Reading = Reading()
+    length_cost: LengthCost = LengthCost()
 
     def seconds(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
         """Return the seconds of a step of so many rows, by straight lines between what was measured.
@@ -171,7 +180,8 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON."""
         return {
-            "rows": list(self.rows), "arms": [asdict(arm) for arm in self.arms], "reading": asdict(self.reading),
+            "rows": list(self.rows), "arms": [asdict(arm) for arm in self.arms],
+            "length_cost": asdict(self.length_cost),
         }
 
     @classmethod
@@ -181,6 +191,7 @@ class Profile:
             Arm(
                 plan_from_json(arm["plan"]), tuple(map(float, arm["survival"])), tuple(map(float, arm["seconds"])),
                 None if arm["found"] is None else float(arm["found"]), tuple(map(float, arm["full"])),
+                None if arm["made"] is None else int(arm["made"]),
             )
             for arm in value["arms"]
         )
@@ -190,8 +201,8 @@ class Profile:
             or any(len(arm.full) != len(rows) for arm in arms if arm.found is not None)
         ):
             raise ValueError("a profile begins with plain decoding, and every plan has as many times as there are rows")
-        reading = Reading(**{name: float(seconds) for name, seconds in value["reading"].items()})
-        return cls(rows, arms, reading)
+        costs = [float(value["length_cost"][name]) for name in ("measured_at", "plain", "guess")]
+        return cls(rows, arms, LengthCost(*costs))
 
 
 def plan_from_json(value: Mapping[str, Any]) -> Plan:

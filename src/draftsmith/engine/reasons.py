@@ -12,7 +12,9 @@ from typing import Literal, get_args
 from draftsmith.engine.profile import Arm
 from draftsmith.plan import Plan
 
-Label = Literal["pays", "does_not_pay", "probing", "batch_too_large", "never_pays", "fixed", "asked", "prediction"]
+Label = Literal[
+    "pays", "does_not_pay", "probing", "batch_too_large", "text_too_long", "never_pays", "fixed", "asked", "prediction"
+]
 LABELS: tuple[Label, ...] = get_args(Label)
 """All there are, so that counts by them are bounded."""
 FINEST = 1 / 256
@@ -73,7 +75,7 @@ class Weighed(Reason):
     """What plans were expected to bring, against the time that they take.
 
     Args:
-        kind: "pays", "does_not_pay", "probing" or "batch_too_large".
+        kind: "pays", "does_not_pay", "probing", "batch_too_large" or "text_too_long".
         arms: all plans that were weighed, plain decoding first.
         seconds: that each of them adds to a step of so many rows.
         at: which of them this is about: the one taken or, where none was, the best of those that were not.
@@ -128,6 +130,8 @@ class Weighed(Reason):
             return f"batch too large to draft: in a step {texts} not even guesses that all stay would pay"
         needed = self.would_pay()
         pays = "no share would pay" if needed is None else f"{needed:.2f} would pay"
+        if self.kind == "text_too_long":
+            return "text too long to draft: behind so many tokens not even guesses that all stay would pay"
         arm = self.arms[self.at]
         where = "" if arm.found is None else f"{arm.share(self.growth):.2f} of the steps find guesses, which "
         return f"no draft: {where or 'guesses of this text '}stay {self.stays:.2f} of the time, {pays}"

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 from draftsmith.engine.profile import Arm, Costs, Profile
 
+ALIKE_TOKENS = 16
+"""Lengths are told apart in steps of so many tokens."""
+
 
 class StepCosts:
     """The costs of several drafters' plans, each by its own profile.
@@ -16,20 +19,28 @@ class StepCosts:
     def __init__(self, arms: Sequence[Arm], profiles: Sequence[Profile]) -> None:
         self._arms, self._profiles = arms, profiles
         self._short: dict[int, Costs] = {}
-        # The whole text is read for every token and for every guess; a lookup makes guesses in some steps only.
-        guesses = [profile.reading.guess * arm.plan.max_nodes for arm, profile in zip(arms, profiles, strict=True)]
+        self._latest: tuple[tuple[int, float], Costs] | None = None
+        self._measured_at = profiles[0].length_cost.measured_at
+        # A target reads its text alike whoever drafts, but beside some drafters that may not have been measured.
+        plain = max(profile.length_cost.plain for profile in profiles)
+        each = [profile.length_cost.guess * arm.guesses for arm, profile in zip(arms, profiles, strict=True)]
+        # A lookup makes guesses in some steps only.
         self._per_token = Costs(
-            [profiles[0].reading.plain + more * arm.share() for more, arm in zip(guesses, arms, strict=True)],
-            [more * (arm.found or 0.0) for more, arm in zip(guesses, arms, strict=True)],
+            [plain + more * arm.share() for more, arm in zip(each, arms, strict=True)],
+            [more * (arm.found or 0.0) for more, arm in zip(each, arms, strict=True)],
         )
 
     def of(self, rows: int, tokens: float = 0.0) -> Costs:
         """Return what a row's plan adds to a step of so many rows, for every plan, behind texts of so many tokens."""
-        short, beyond = self._of_short_texts(rows), tokens - self._profiles[0].reading.behind
-        return short.plus(self._per_token, beyond) if beyond > 0 else short
+        beyond = (tokens - self._measured_at) // ALIKE_TOKENS * ALIKE_TOKENS
+        if beyond <= 0:
+            return self._of_short_texts(rows)
+        if self._latest is None or self._latest[0] != (rows, beyond):
+            self._latest = (rows, beyond), self._of_short_texts(rows).plus(self._per_token, beyond)
+        return self._latest[1]
 
     def _of_short_texts(self, rows: int) -> Costs:
-        """Return it behind texts as short as those that steps were timed with."""
+        """Return the costs behind texts as short as those that steps were timed with."""
         found = self._short.get(rows)
         if found is None:
             # Plain steps were timed beside each drafter, and took a little more or less beside one than another.

@@ -173,6 +173,7 @@ class Request:
             drafted -= self.guide.refused
         self.accepted.append(taken - 1)
         self.drafted += drafted
+        self.history.written = len(self.tokens)
         if self.prediction is not None and self.prediction.guessed:
             self.accepted_prediction += taken - 1
             self.rejected_prediction += drafted - (taken - 1)

@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -15,13 +16,13 @@ from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.engine import Engine
 from draftsmith.engine.profile import Arm, Profile, candidates
 from draftsmith.evaluation.measuring.copying import always_finding
-from draftsmith.evaluation.measuring.reading import measure_reading
+from draftsmith.evaluation.measuring.length_costs import measure_length_cost
 from draftsmith.evaluation.measuring.steps import step_seconds
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.processor import Watch
 from draftsmith.targets import Target
-from draftsmith.types import SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 
 ROWS = (1, 2, 4, 8, 16)
 PROMPT_TOKENS, NEW_TOKENS = 48, 20
@@ -47,8 +48,9 @@ guesses stay."""
 NOISY = 1.4
 """Times the least: where a plain step usually takes longer, other programs disturbed it."""
 MOST_NODES = 64
-LONG_TOKENS, LONG_OF_SLOW = 1024, 512
-"""Of the text that shows what longer texts cost; fewer where a plain step takes longer than `SLOW_STEP_S`."""
+LONG_TOKENS, LONG_ROUNDS, LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW = 1024, 3, 512, 1
+"""The text that shows what longer texts cost, and how often it is decoded; both less where a plain step takes longer
+than `SLOW_STEP_S`."""
 
 Taken = dict[Plan, dict[int, list[float]]]
 """By plan and by number of rows, of every time it was measured: seconds of a plain step, and how many times as long as
@@ -240,12 +242,13 @@ class Contest:
             for plan in kept
         ))
 
-    def _looked_up(self, plan: Plan) -> tuple[float | None, tuple[float, ...]]:
-        """Return the last two of `Arm`: guesses that are looked up are not made at every step."""
+    def _looked_up(self, plan: Plan) -> tuple[float | None, tuple[float, ...], int | None]:
+        """Return the last three of `Arm`: guesses that are looked up are not made at every step."""
         if self.copying is None or not plan.depth:
-            return None, ()
+            return None, (), None
         brought = self.sampler.brought[plan]
-        return brought.found, tuple(self.full_seconds(brought.guesses, rows) for rows in self.rows)
+        full = tuple(self.full_seconds(brought.guesses, rows) for rows in self.rows)
+        return brought.found, full, brought.guesses
 
     @property
     def is_steady(self) -> bool:
@@ -295,11 +298,17 @@ def measure_profile(
         sampler.new_tokens = min(FEW_TOKENS, new_tokens)
     contest, watch = Contest(sampler, rows, on_progress, copying), Watch()
     found = contest.run(plans)
-    on_progress("a long text")
-    long = LONG_TOKENS if found.arms[0].seconds[0] <= SLOW_STEP_S else LONG_OF_SLOW
-    widest = max((arm.plan for arm in found.arms), key=lambda plan: plan.max_nodes)
-    reading = measure_reading(target, finding or drafter, widest, prompts, longest_prompt, long)
-    return replace(found, reading=reading), contest.is_steady and not watch.is_disturbed
+    if len(found.arms) > 1:
+        on_progress("a long text")
+        best = max(found.arms[1:], key=lambda arm: found.speed(arm, rows[0]))
+        plan = best.plan if finding is None else Plan((1,) * best.guesses)
+        slow = found.arms[0].seconds[0] > SLOW_STEP_S
+        long, rounds = (LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW) if slow else (LONG_TOKENS, LONG_ROUNDS)
+        # A text that cannot be read is an error for whoever asks for it, and not for all others.
+        with suppress(DraftsmithError):
+            cost = measure_length_cost(target, finding or drafter, plan, prompts, longest_prompt, long, rounds)
+            found = replace(found, length_cost=cost)
+    return found, contest.is_steady and not watch.is_disturbed
 
 
 def texts_for(target: Target, tokens: int, count: int) -> list[list[int]]:
