@@ -304,7 +304,7 @@ def measure_profile(
         plan = best.plan if finding is None else Plan((1,) * best.guesses)
         slow = found.arms[0].seconds[0] > SLOW_STEP_S
         long, rounds = (LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW) if slow else (LONG_TOKENS, LONG_ROUNDS)
-        # A text that cannot be read is an error for whoever asks for it, and not for all others.
+        # Whoever asks for a text that cannot be read is told so then; short ones can be drafted for all the same.
         with suppress(DraftsmithError):
             cost = measure_length_cost(target, finding or drafter, plan, prompts, longest_prompt, long, rounds)
             found = replace(found, length_cost=cost)
