@@ -32,9 +32,11 @@ CHOICES = ["the house", "the houses", "a light went on", "caf\u00e9 \"1\"\n"]
 
 
 def fits_schema(text: str) -> bool:
+    """A random target also writes bytes that are no UTF-8; the grammar counts up to four of them as one character."""
     found = json.loads(text)
+    name = re.sub("\ufffd{1,4}", "?", found["name"])
     return (
-        set(found) <= {"name", "age", "tags"} and len(found["name"]) <= 4 and 0 <= found["age"] <= 120
+        set(found) <= {"name", "age", "tags"} and len(name) <= 4 and 0 <= found["age"] <= 120
         and all(tag in ("a", "the house", "é") for tag in found.get("tags", []))
     )
 
