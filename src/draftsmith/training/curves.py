@@ -18,8 +18,10 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
 
     training = [record for record in records if "loss" in record]
     scores = [(record["step"], record["evaluation"]) for record in records if "evaluation" in record]
-    figure = Figure(figsize=(14, 7), layout="constrained")
+    figure = Figure(figsize=(14, 7))
     FigureCanvasAgg(figure)
+    # Margins that are known in advance: to find them takes as long as to draw.
+    figure.subplots_adjust(left=0.05, right=0.985, bottom=0.075, top=0.95, wspace=0.2, hspace=0.32)
     axes = figure.subplot_mosaic([["loss", "heads", "hits"], ["tau", "tau", "rate"]])
     steps = [record["step"] for record in training]
 
