@@ -3,6 +3,7 @@
 Shapes: N outputs, K inputs, V tokens, F width.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ def _without_gradient(product: Tensor) -> Tensor:
     return product
 
 
-class _Packed(nn.Module):
+class _Packed(nn.Module, ABC):
     """What packed layers share: sizes, an fp32 bias, and the original layout in `state_dict`.
 
     Args:
@@ -55,17 +56,17 @@ class _Packed(nn.Module):
             self.register_buffer(name, value, persistent=False)
 
     @staticmethod
+    @abstractmethod
     def pack(weight_NK: Tensor) -> Sequence[Tensor]:
         """Return the parts of packed weights; of weights on the meta device, their sizes alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unpacked(self) -> Tensor:
         """Return the weights as bf16 (N, K)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def look_up(self, tokens: Tensor) -> Tensor:
         """Return the weights of outputs (…) as bf16 rows (…, K): the embedding that is tied to this layer."""
-        raise NotImplementedError
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return what native code reads: weights, scales and sums, the last two empty where the weights are all."""

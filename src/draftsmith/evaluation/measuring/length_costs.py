@@ -107,8 +107,10 @@ def measure_length_cost(
         return LengthCost(short)
     both, tokens = (stream[:short], stream), len(stream) - short
     plain = _more_plain_s(target, both, rounds, clock)
-    guesses = _more_of_guesses_s(target, drafter, plan, both, rounds, clock) if plan.depth else 0.0
-    return LengthCost(short, plain / tokens, guesses / tokens / max(1, plan.max_nodes))
+    if not plan.depth:
+        return LengthCost(short, plain / tokens)
+    guesses = _more_of_guesses_s(target, drafter, plan, both, rounds, clock)
+    return LengthCost(short, plain / tokens, guesses / tokens / plan.max_nodes)
 
 
 def _more_plain_s(target: Target, prompts: Sequence[list[int]], rounds: int, clock: Clock) -> float:
@@ -116,7 +118,7 @@ def _more_plain_s(target: Target, prompts: Sequence[list[int]], rounds: int, clo
     new_tokens = rounds * TURNS * STEPS + 1
     short, long = (Decoding(target, None, NO_DRAFT, new_tokens, len(prompt), clock) for prompt in prompts)
     with short.of(prompts[0]) as beside, long.of(prompts[1]) as behind:
-        return _clearly([-beside(False) + behind(False) for _ in range(rounds * TURNS)])
+        return _clearly([behind(False) - beside(False) for _ in range(rounds * TURNS)])
 
 
 def _more_of_guesses_s(
@@ -131,7 +133,9 @@ def _more_of_guesses_s(
     for _ in range(rounds):
         for prompt, more in zip(prompts, found, strict=True):
             with decoding.of(prompt) as turn:
-                more += [-turn(False) + turn(True) for _ in range(TURNS)]
+                for _ in range(TURNS):
+                    without, drafted = turn(False), turn(True)
+                    more.append(drafted - without)
     return _clearly([behind - beside for beside, behind in zip(*found, strict=True)])
 
 
