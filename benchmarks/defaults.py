@@ -157,7 +157,7 @@ def text_of(plan: Plan) -> str:
     if plan.choices:
         return f"static tree of {plan.max_nodes}"
     cut = "".join(f" {name} {value}" for name in ("paths", "nodes") if (value := getattr(plan, name)) is not None)
-    return ",".join(map(str, plan.branching)) + cut + (f" match {plan.match}" if plan.match else "")
+    return ",".join(map(str, plan.branching)) + cut + ("" if plan.factor is None else f" factor {plan.factor:g}")
 
 
 def ratio(one: Sequence[float], other: Sequence[float], seed: int) -> Interval:

@@ -30,8 +30,9 @@ class Plan:
             "typical" keeps what is likely enough, which changes what a sampling request gets: it is lossy.
         epsilon: of typical acceptance: a guess this probable always stays.
         delta: of typical acceptance: so does one of delta × exp(-entropy).
-        match: of drafts that are looked up: guess only where so many of the newest tokens stood before, one after
-            another; 0 guesses behind any match. Other drafters take no notice.
+        factor: of drafts that are looked up: at most so many guesses for every token of a match, since what follows a
+            longer match is likelier to come again (the idea of SuffixDecoding, arXiv:2411.04975, section 4); None
+            leaves it to the drafter. Other drafters take no notice.
     """
 
     branching: tuple[int, ...] = ()
@@ -43,7 +44,7 @@ class Plan:
     epsilon: float = 0.09
     delta: float = 0.3
     choices: tuple[tuple[int, ...], ...] = ()
-    match: int = 0
+    factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.choices:
@@ -59,8 +60,8 @@ class Plan:
                 "a sampled draft cannot be pruned by rank, because the survivors would no longer be samples; "
                 "leave out paths, nodes and beam, or sampled."
             )
-        if self.match < 0:
-            raise DraftsmithError(f"match is {self.match}; use 0 (behind any match) or a positive number.")
+        if self.factor is not None and not 0 < self.factor < float("inf"):
+            raise DraftsmithError(f"factor is {self.factor}; use a positive number, or leave it out.")
         if self.acceptance not in get_args(AcceptanceRule):
             raise DraftsmithError(
                 f"acceptance is {self.acceptance!r}; use one of {', '.join(get_args(AcceptanceRule))}."

@@ -140,7 +140,7 @@ def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
     for wrong in ({}, {**value, "arms": []}, {**value, "arms": value["arms"][1:]}, {**value, "rows": [1]},
                   {**value, "arms": [{**value["arms"][0], "found": "some"}]},
                   {**value, "arms": [value["arms"][0], {**value["arms"][1], "found": 0.5}]},
-                  {**value, "arms": [{**value["arms"][0], "plan": {**value["arms"][0]["plan"], "match": -1}}]}):
+                  {**value, "arms": [{**value["arms"][0], "plan": {**value["arms"][0]["plan"], "factor": -1}}]}):
         with pytest.raises((KeyError, TypeError, ValueError)):
             Profile.from_json(wrong)
 
@@ -156,9 +156,11 @@ def test_candidates_are_chains_and_trees_up_to_the_room():
     assert static in candidates(static, prunable=True, room=64, longest=2)
     small = candidates(Plan((8, 8)), prunable=True, room=10, longest=2)
     assert small and all(plan.max_nodes <= 10 for plan in small)
-    assert candidates(NO_DRAFT, prunable=True, room=64, longest=3, matches=(8,)) == []
-    lookup = candidates(Plan((1,) * 6), prunable=False, room=64, longest=6, matches=(8,))
-    assert lookup == [*chains, Plan((1,) * 4, match=8), Plan((1,) * 6, match=8)]
+    assert candidates(NO_DRAFT, prunable=True, room=64, longest=3, factors=(1.0,)) == []
+    lookup = candidates(Plan((1,) * 6), prunable=False, room=64, longest=6, factors=(1.0, 0.5))
+    assert lookup == [Plan((1,) * depth, factor=factor) for factor in (None, 1.0, 0.5) for depth in (4, 6)]
+    short = candidates(Plan((1,) * 3), prunable=False, room=2, longest=3, factors=(0.5,))
+    assert short == [Plan((1,) * depth, factor=factor) for factor in (None, 0.5) for depth in (1, 2)]
 
 
 def test_it_drafts_as_deep_as_pays_and_no_deeper_where_guesses_fail():

@@ -31,9 +31,9 @@ class Drafter(ABC):
     follows_cheaply: bool = False
     """Of those that read the prompt: whether a step for which somebody else drafts, or nobody, costs it next to
     nothing."""
-    matches: tuple[int, ...] = ()
-    """Lengths of matches that are worth asking for in a plan, of drafters that look guesses up and make none where they
-    find nothing; () for all others."""
+    factors: tuple[float, ...] = ()
+    """Of drafters that look guesses up and make none where they find nothing: the bounds by the length of a match that
+    are worth asking for in a plan, see `Plan.factor`; () for all others."""
     in_python: bool = False
     """Whether it guesses row by row in Python, so that each row costs a step some time whatever the target."""
     borrows_layers: bool = False

@@ -32,7 +32,7 @@ class Guarded(Drafter):
         """How often it failed."""
         self.taps, self.reads_prompt, self.borrows_layers = inner.taps, inner.reads_prompt, inner.borrows_layers
         self.can_sample, self.observes, self.follows_cheaply = inner.can_sample, inner.observes, inner.follows_cheaply
-        self.matches, self.in_python = inner.matches, inner.in_python
+        self.factors, self.in_python = inner.factors, inner.in_python
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Return the other's draft if it is one for this plan, and an empty one otherwise."""

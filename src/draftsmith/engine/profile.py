@@ -215,7 +215,7 @@ def plan_from_json(value: Mapping[str, Any]) -> Plan:
 
 
 def candidates(
-    default: Plan, prunable: bool, room: int, longest: int, matches: Sequence[int] = ()
+    default: Plan, prunable: bool, room: int, longest: int, factors: Sequence[float] = ()
 ) -> list[Plan]:
     """Return the plans worth measuring for a drafter, those of few nodes first.
 
@@ -224,10 +224,12 @@ def candidates(
         prunable: whether trees of its likeliest guesses can be made.
         room: the most nodes.
         longest: the deepest draft it can make.
-        matches: lengths that it can ask of what it looks up; such plans come last.
+        factors: bounds by the length of a match that a lookup can be given; such plans come last. They tell good
+            guesses from bad ones better than the length of a chain does, so there are few lengths then.
     """
     depth = min(default.depth, longest)
-    found = [Plan((1,) * deep) for deep in ladder(depth)]
+    depths = [SHORT_COPY, depth] if factors and depth > SHORT_COPY else ladder(depth)
+    found = [Plan((1,) * deep) for deep in depths]
     if prunable and depth:
         wide = default.ranked().branching if max(default.branching) > 1 else WIDE
         shape = tuple(wide[min(at, len(wide) - 1)] for at in range(depth))
@@ -235,9 +237,8 @@ def candidates(
         found += [Plan(shape, beam=max(shape), nodes=nodes) for nodes in TREES if depth < nodes < tree.max_nodes]
     found.append(default)
     fitting = [plan for plan in dict.fromkeys(found) if plan != NO_DRAFT and plan.max_nodes <= room]
-    copies = sorted({deep for deep in (min(SHORT_COPY, depth), depth) if 0 < deep <= room})
-    sure = [Plan((1,) * deep, match=length) for length in matches for deep in copies]
-    return sorted(fitting, key=lambda plan: (plan.max_nodes, plan.depth)) + sure
+    bounded = [Plan((1,) * deep, factor=factor) for factor in factors for deep in depths if deep <= room]
+    return sorted(fitting, key=lambda plan: (plan.max_nodes, plan.depth)) + bounded
 
 
 def ladder(depth: int) -> Sequence[int]:
@@ -246,7 +247,7 @@ def ladder(depth: int) -> Sequence[int]:
 
 
 SHORT_COPY = 4
-"""Guesses behind a long match, beside as many as the drafter's own plan has."""
+"""Guesses of a lookup, beside as many as its own plan has."""
 WIDE = (3, 2, 1)
 """Children of a node in trees for drafters whose own plan is a chain."""
 TREES = (4, 6, 8, 12, 16, 24, 32, 48)

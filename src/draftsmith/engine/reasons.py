@@ -164,11 +164,11 @@ def _first(arm: Arm, odds: float) -> float:
 
 
 def shape_in_words(plan: Plan) -> str:
-    """Return "chain of 3", "tree of 8", "chain of 8 behind matches of 8 tokens" or "none"."""
+    """Return "chain of 3", "tree of 8", "chain of 8, 0.5 for each token that matched" or "none"."""
     if not plan.depth:
         return "none"
     shape = f"{'chain' if plan.is_chain else 'tree'} of {plan.max_nodes}"
-    return f"{shape} behind matches of {plan.match} tokens" if plan.match else shape
+    return shape if plan.factor is None else f"{shape}, {plan.factor:g} for each token that matched"
 
 
 ASKED = Said("asked", "asked for by the request")

@@ -96,12 +96,12 @@ class Explainer:
 
 
 def plan_in_words(plan: Plan) -> str:
-    """Return "none", "chain 3" or "4,2,1", as requests write a plan, and its bounds behind it, such as "match 8"."""
+    """Return "none", "chain 3" or "4,2,1", as requests write a plan, and its bounds behind it, such as "factor 0.5"."""
     if not plan.depth:
         return "none"
     shape = f"chain {plan.depth}" if plan.is_chain else ",".join(map(str, plan.branching))
     bounds = (("paths", plan.paths), ("nodes", plan.nodes), ("beam", plan.beam))
     told = [f"{name} {value}" for name, value in bounds if value is not None]
     drawn = ["sampled"] if plan.sampled else []
-    looked_up = [f"match {plan.match}"] if plan.match else []
+    looked_up = [] if plan.factor is None else [f"factor {plan.factor:g}"]
     return " ".join([shape, *told, *drawn, *looked_up])

@@ -129,25 +129,25 @@ def test_a_copy_that_meets_its_own_end_goes_on():
 
 
 @pytest.mark.parametrize("make", [ngram, suffix])
-def test_a_plan_may_wait_for_a_long_match(make):
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 3, 4, 5, 6]
-    for match, expected in ((0, [7, 8]), (4, [7, 8]), (5, [])):
-        tokens = chain(propose(make(), {0: text}, Plan((1, 1), match=match)))
-        assert tokens == expected, match
-    again = [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, *range(1, 7)]
-    assert chain(propose(make(), {0: again}, Plan((1, 1), match=6))) == [7, 8]
-    assert chain(propose(make(), {0: again}, Plan((1, 1), match=7))) == []
+def test_a_plan_may_ask_for_guesses_by_the_length_of_the_match(make):
+    """Four tokens stood before."""
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 9, 3, 4, 5, 6]
+    for factor, guesses in {None: 4, 2.0: 4, 1.0: 4, 0.75: 3, 0.5: 2, 0.25: 1, 0.2: 0}.items():
+        found = chain(propose(make(), {0: text}, Plan((1,) * 4, factor=factor)))
+        assert found == [7, 8, 9, 1][:guesses], factor
+    longer = [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, *range(1, 7)]
+    assert chain(propose(make(), {0: longer}, Plan((1,) * 4, factor=0.5))) == [7, 8, 9]
 
 
-def test_a_long_match_counts_wherever_it_stands():
-    again = [1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6]
-    assert chain(propose(ngram(), {0: again}, Plan((1, 1)))) == [0, 1], "the latest place"
-    assert chain(propose(ngram(), {0: again}, Plan((1, 1), match=6))) == [7, 8], "the place behind six of them"
+def test_every_branch_is_bounded_by_its_own_match():
+    text = [5, 1, 2, 3, 7, 7, 4, 2, 3, 8, 8, 5, 1, 2, 3]
+    both = trees(propose(ngram(branches=2, min_length=1), {0: text}, Plan((2, 1, 1, 1), factor=0.75)))
+    assert both == [([7, 7, 4, 8], [ROOT, 0, 1, ROOT])], "a match of four, and one of two"
 
 
-def test_only_a_lookup_that_knows_matches_so_long_is_asked_for_them():
-    assert ngram().matches == suffix().matches == (8,)
-    assert suffix(max_length=6).matches == () == load_drafter("lookahead", tiny_target("llama")).matches
+def test_only_a_lookup_that_knows_the_length_of_a_match_is_asked_for_guesses_by_it():
+    assert ngram().factors == (1.0, 0.5) and suffix().factors == (0.5,) and suffix(factor=2).factors == (1.0,)
+    assert load_drafter("lookahead", tiny_target("llama")).factors == ()
 
 
 def test_without_a_match_nothing_is_drafted():

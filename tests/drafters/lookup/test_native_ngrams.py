@@ -28,7 +28,8 @@ CONFIGS = {
 }
 PLANS = [
     Plan((1,)), Plan((1,) * 3), Plan((1,) * 20), Plan((2, 1)), Plan((4,) + (1,) * 7), Plan((3, 3, 1), nodes=5),
-    Plan((1,) * 4, match=8), Plan((3, 1), match=2), Plan((1,) * 3, match=1),
+    Plan((1,) * 8, factor=1.0), Plan((1,) * 8, factor=0.5), Plan((3, 1), factor=0.7), Plan((1,) * 3, factor=0.1),
+    Plan((2,) + (1,) * 5, nodes=4, factor=0.3), Plan((1,) * 4, factor=1e300),
 ]
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from draftsmith.drafters.lookup.ngram_config import Match, NgramConfig
 from draftsmith.drafters.lookup.python_drafter import (
     MOST_UNREAD,
-    SURE_MATCH,
     DraftTree,
     K,
     LookupDrafter,
@@ -60,30 +59,26 @@ class NgramIndex:
                 earlier.append(latest.get(gram, NOWHERE))
                 latest[gram] = place
 
-    def places(self, match: Match, wanted: int, ahead: Sequence[int] = (), shortest: int = 0) -> list[int]:
+    def places(self, match: Match, wanted: int, ahead: Sequence[int] = ()) -> list[int]:
         """Return up to `wanted` places to continue from: of longer matches first, each with another token there.
 
         Args:
             ahead: tokens behind the text, which belong to the match but not to the index.
-            shortest: of the newest tokens, so many have to stand before a place; without any `ahead`.
         """
         self._index()
         text = self.text
         newest = [*text[-self._longest :], *ahead]
         found: dict[int, int] = {}
-        # Whatever follows so many tokens also follows the longest n-gram of them.
-        lengths = self._earlier[-1:] if shortest >= self._longest else self._earlier
-        for n, earlier in reversed(lengths):
+        for n, earlier in reversed(self._earlier):
             if n > len(newest):
                 continue
             times: dict[int, int] = {}
             first: dict[int, int] = {}
             place, left = self._latest.get(tuple(newest[-n:]), NOWHERE), MOST_PLACES
             while place != NOWHERE and left and (match == "frequent" or len(first) < wanted):
-                if shortest <= n or self._repeats(place, shortest):
-                    token = text[place]
-                    times[token] = times.get(token, 0) + 1
-                    first.setdefault(token, place)
+                token = text[place]
+                times[token] = times.get(token, 0) + 1
+                first.setdefault(token, place)
                 place, left = earlier[place], left - 1
             # Sorting keeps the more recent of equally frequent ones in front.
             order = sorted(first, key=lambda token: -times[token]) if match == "frequent" else first
@@ -93,9 +88,14 @@ class NgramIndex:
                 break
         return list(found.values())[:wanted]
 
-    def _repeats(self, place: int, tokens: int) -> bool:
-        """Return whether so many of the newest tokens stand before a place too."""
-        return tokens <= place and self.text[place - tokens : place] == self.text[-tokens:]
+    def worth(self, place: int, count: int, factor: float | None) -> int:
+        """Return how many of `count` guesses the match before a place is worth; see `Plan.factor`."""
+        if factor is None:
+            return count
+        text, matched = self.text, 0
+        while int(factor * matched) < count and matched < place and text[place - 1 - matched] == text[-1 - matched]:
+            matched += 1
+        return min(count, int(factor * matched))
 
     def copy(self, place: int, count: int, ahead: Sequence[int] = ()) -> list[int]:
         """Return `count` tokens from `place` on; behind the end of text and `ahead` the copy goes on with itself."""
@@ -107,7 +107,7 @@ class NgramIndex:
 class NgramLookup(LookupDrafter[K]):
     """Drafts the continuation of an earlier occurrence of the newest tokens, and nothing when there is none."""
 
-    matches = (SURE_MATCH,)
+    factors = (1.0, 0.5)
     config: NgramConfig
 
     def default_plan(self) -> Plan:
@@ -126,8 +126,8 @@ class NgramDrafter(PythonDrafter[NgramIndex], NgramLookup[NgramIndex]):
 
     def draft_row(self, row: NgramIndex, plan: Plan, room: int) -> DraftTree:
         config, tree = self.config, DraftTree(plan.branching, room)
-        for place in row.places(config.match, min(config.branches, plan.branching[0]), shortest=plan.match):
-            tree.add_path(ROOT, row.copy(place, min(config.guesses, plan.depth)))
+        for place in row.places(config.match, min(config.branches, plan.branching[0])):
+            tree.add_path(ROOT, row.copy(place, row.worth(place, min(config.guesses, plan.depth), plan.factor)))
         return tree
 
     def continue_row(self, row: NgramIndex, ahead: Sequence[int], count: int) -> list[int]:
@@ -167,8 +167,8 @@ class NativeNgramDrafter(NgramLookup[int]):
     def propose(self, context: Context, plan: Plan) -> Draft:
         config = self.config
         found_2BN, depth = self._texts(
-            *self._news(context), min(config.branches, plan.branching[0]), config.match == "frequent", plan.match,
-            min(config.guesses, plan.depth), plan.max_nodes,
+            *self._news(context), min(config.branches, plan.branching[0]), config.match == "frequent",
+            min(config.guesses, plan.depth), plan.max_nodes, plan.factor or 0.0,
         )
         tokens_BN, parents_BN = found_2BN.to(context.tokens_BT.device).unbind(0)
         return Draft(tokens_BN, parents_BN, depth, branching=plan.branching if depth else None)

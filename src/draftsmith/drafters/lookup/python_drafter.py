@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from draftsmith.targets import KVCache
 
 
-SURE_MATCH = 8
-"""A length of matches behind which guesses are expected to stay more often than behind shorter ones, in most texts."""
 MOST_UNREAD = 64
 """What was committed while nobody drafted is read together: of so many calls of `follow`, at most."""
 

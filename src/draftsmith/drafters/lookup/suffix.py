@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from draftsmith.drafters.lookup.python_drafter import SURE_MATCH, DraftTree, LookupDrafter, PythonDrafter
+from draftsmith.drafters.lookup.python_drafter import DraftTree, LookupDrafter, PythonDrafter
 from draftsmith.drafters.lookup.suffix_config import SuffixConfig
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT
@@ -206,7 +206,7 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
     def __init__(self, config: SuffixConfig) -> None:
         super().__init__()
         self.config = config
-        self.matches = (SURE_MATCH,) if config.max_length >= SURE_MATCH else ()
+        self.factors = (config.factor / 2,)
         # One deeper than a match can be, so that the longest match still has counts behind it.
         self._depth = config.max_length + 1
         self.memory = Memory(self._depth, config.memory_tokens)
@@ -231,7 +231,7 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
         sources = [row.matches()]
         if self.memory.tokens:
             sources.append(self._remembered(row))
-        return self._best(sources, plan.branching, min(room, self.config.nodes), plan.match)
+        return self._best(sources, plan.branching, min(room, self.config.nodes), plan.factor)
 
     def continue_row(self, row: SuffixRow, ahead: Sequence[int], count: int) -> list[int]:
         newest = [*row.text[-self.config.max_length :], *ahead][-self.config.max_length :]
@@ -242,18 +242,20 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
         return self._best(sources, (1,) * count, min(count, self.config.nodes)).tokens
 
     def _best(
-        self, sources: Sequence[Iterator[Match]], branching: tuple[int, ...], room: int, shortest: int = 0
+        self, sources: Sequence[Iterator[Match]], branching: tuple[int, ...], room: int, factor: float | None = None
     ) -> DraftTree:
         """Return the tree of up to `room` nodes behind one of the matches that has the largest sum of probabilities.
 
         Args:
-            shortest: of the matches that count.
+            factor: guesses for every token of a match, where that is less than the drafter's own.
         """
         best, most = DraftTree((), 0), 0.0
         for source in sources:
             for match in source:
                 limit = min(room, max(1, int(self.config.factor * match.length)))
-                if match.length < shortest or most >= limit:  # a shorter match is worth fewer guesses still
+                if factor is not None:
+                    limit = min(limit, int(factor * match.length))
+                if most >= limit:  # a shorter match is worth fewer guesses still
                     break
                 tree, score = self._grow(match, branching, limit)
                 if score > most:

@@ -127,7 +127,7 @@ class Sampler:
         if plan.is_chain:
             alike = [
                 one for one in self.brought
-                if one.is_chain and one.sampled == plan.sampled and one.match == plan.match
+                if one.is_chain and one.sampled == plan.sampled and one.factor == plan.factor
             ]
         shares, share = [], self.brought[plan].found
         for depth in range(plan.depth):
@@ -158,8 +158,8 @@ class Contest:
 
     def time(self, plan: Plan, rows: int) -> None:
         """Time a plan, and plain decoding beside it, until there is enough of both."""
-        waiting = " behind long matches" if plan.match else ""
-        self.on_progress(f"{_in_rows(rows)}, {plan.max_nodes} guesses{waiting}")
+        bound = "" if plan.factor is None else f", {plan.factor:g} for each token that matched"
+        self.on_progress(f"{_in_rows(rows)}, {plan.max_nodes} guesses{bound}")
         begun, longer = time.monotonic(), ALONE if len(self.rows) == 1 else 1
         fewest = FEWEST_TURNS if rows == 1 else FEWEST_OF_SEVERAL
         for turn in range(MOST_TURNS * longer):
@@ -186,7 +186,7 @@ class Contest:
         if plan.is_chain:
             alike += [
                 one for one in self.taken
-                if one.is_chain and one.depth > plan.depth and one.match == plan.match and rows in self.taken[one]
+                if one.is_chain and one.depth > plan.depth and one.factor == plan.factor and rows in self.taken[one]
             ]
         return plain * min(statistics.median(self.taken[one][rows]) for one in alike)
 
@@ -212,8 +212,8 @@ class Contest:
         self.time(NO_DRAFT, self.rows[0])
         misses, best = 0, 0.0
         for plan in plans:
-            # What waits for long matches seldom drafts, so it is no worse where others clearly lose.
-            if misses == MISSES and not plan.match:
+            # What is bounded by its matches drafts less, so it is no worse where others clearly lose.
+            if misses == MISSES and plan.factor is None:
                 continue
             self.time(plan, self.rows[0])
             best = max(best, self.speed(plan), self.speed(NO_DRAFT))
@@ -221,12 +221,12 @@ class Contest:
                 misses = misses + 1 if self.speed(plan) < HOPELESS * best else 0
         plain = self.speed(NO_DRAFT)
         kept = [
-            plan for plan in self.taken if plan == NO_DRAFT or plan.match or self.speed(plan) >= HOPELESS * plain
+            plan for plan in self.taken if plan == NO_DRAFT or plan.factor or self.speed(plan) >= HOPELESS * plain
         ]
         if len(self.rows) > 1 and self.seconds(NO_DRAFT, self.rows[0]) > SLOW_STEP_S:
             # Every plan takes seconds with many rows, where those that are best for one are about as good as any.
             best_few = sorted(kept, key=lambda plan: (plan != NO_DRAFT, -self.speed(plan)))[: 1 + FEW_PLANS]
-            kept = [plan for plan in kept if plan in best_few or plan.match]
+            kept = [plan for plan in kept if plan in best_few or plan.factor]
         for rows in self.rows[1:]:
             for plan in kept:
                 self.time(plan, rows)
@@ -276,7 +276,7 @@ def measure_profile(
     """
     default, most = drafter.default_plan(), rows[-1]
     longest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else default.depth
-    plans = candidates(default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.matches)
+    plans = candidates(default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.factors)
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
     deepest = max((plan.depth for plan in plans), default=0)
     length = min(PROMPT_TOKENS + NEW_TOKENS, max(2, target.max_length - deepest))
@@ -291,7 +291,7 @@ def measure_profile(
         return Sampler(engine, prompts, tokens)
 
     sampler = sampler_of(drafter, new_tokens)
-    finding = always_finding(drafter, default) if drafter.matches else None
+    finding = always_finding(drafter, default) if drafter.factors else None
     copying = None if finding is None else sampler_of(finding, min(FULL_TOKENS, new_tokens))
     sampler.seconds(NO_DRAFT, 1)  # warms up
     if sampler.seconds(NO_DRAFT, 1) > SLOW_STEP_S:

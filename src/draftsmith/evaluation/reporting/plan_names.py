@@ -21,6 +21,6 @@ def plan_name(plan: Plan) -> str:
         shape,
         *(f"{name} {value}" for name, value in limits if value is not None),
         *(["sampled"] if plan.sampled else []),
-        *([f"match {plan.match}"] if plan.match else []),
+        *([f"factor {plan.factor:g}"] if plan.factor is not None else []),
         *([plan.acceptance] if plan.acceptance != "exact" else []),
     ])

@@ -48,9 +48,10 @@ class Ngrams : public Object {
 
   // Returns tokens and parents (2, B, N), and how deep the deepest of them lies.
   std::tuple<Tensor, int64_t> draft(const Tensors& rows, const Tensors& counts, const Tensors& tokens, const Wish& wish,
-                                    int64_t guesses, int64_t room) {
+                                    int64_t guesses, int64_t room, double factor) {
     const std::lock_guard<std::mutex> alone(busy_);
     REQUIRE(!rows.empty() && guesses > 0 && room > 0, "draftsmith: a draft is of somebody, and has guesses");
+    REQUIRE(factor >= 0, "draftsmith: a match is worth ", factor, " guesses for each of its tokens");
     take_in(rows, counts, tokens);
     const Tensor rows_B = rows.back().contiguous();
     const int64_t batch = rows_B.numel();
@@ -62,10 +63,12 @@ class Ngrams : public Object {
       LookupRow& row = row_of(number);
       for (const int32_t place : row.places(wish, {})) {
         int64_t parent = kRoot;
-        for (const int64_t token : row.copy(place, std::min(guesses, room - static_cast<int64_t>(trees[b].size())), {})) {
+        const int64_t fitting = std::min(guesses, room - static_cast<int64_t>(trees[b].size()));
+        const std::vector<int64_t> path = row.copy(place, row.worth(place, fitting, factor), {});
+        for (const int64_t token : path) {
           above[b].push_back(parent), parent = trees[b].size(), trees[b].push_back(token);
         }
-        depth = std::max(depth, std::min<int64_t>(guesses, trees[b].size()));
+        depth = std::max<int64_t>(depth, path.size());
       }
       width = std::max<int64_t>(width, trees[b].size());
     }
@@ -83,7 +86,7 @@ class Ngrams : public Object {
     const std::lock_guard<std::mutex> alone(busy_);
     const auto row = rows_.find(number);
     REQUIRE(row != rows_.end() && count > 0, "draftsmith: guesses are asked for behind a text, at least one");
-    const std::vector<int32_t> found = row->second.places({1, frequent, 0}, ahead);
+    const std::vector<int32_t> found = row->second.places({1, frequent}, ahead);
     return found.empty() ? std::vector<int64_t>() : row->second.copy(found[0], count, ahead);
   }
 
@@ -116,9 +119,9 @@ void read_ngrams(int64_t number, const Tensors& rows, const Tensors& counts, con
 }
 
 std::tuple<Tensor, int64_t> draft_ngrams(int64_t number, const Tensors& rows, const Tensors& counts,
-                                                 const Tensors& tokens, int64_t places, bool frequent, int64_t shortest,
-                                                 int64_t guesses, int64_t room) {
-  return kept<Ngrams>(number)->draft(rows, counts, tokens, {places, frequent, shortest}, guesses, room);
+                                         const Tensors& tokens, int64_t places, bool frequent, int64_t guesses,
+                                         int64_t room, double factor) {
+  return kept<Ngrams>(number)->draft(rows, counts, tokens, {places, frequent}, guesses, room, factor);
 }
 
 std::vector<int64_t> continue_ngrams(int64_t number, int64_t row, const std::vector<int64_t>& ahead, bool frequent,
@@ -135,7 +138,7 @@ void define_ngrams(Library& library) {
   library.def<read_ngrams>("read_ngrams(int number, Tensor[] rows, Tensor[] counts, Tensor[] tokens) -> ()");
   library.def<draft_ngrams>(
       "draft_ngrams(int number, Tensor[] rows, Tensor[] counts, Tensor[] tokens, int places, bool frequent, "
-      "int shortest, int guesses, int room) -> (Tensor, int)");
+      "int guesses, int room, float factor) -> (Tensor, int)");
   library.def_without_tensors<continue_ngrams>(
       "continue_ngrams(int number, int row, int[] ahead, bool frequent, int count) -> int[]");
   library.def_without_tensors<forget_ngrams>("forget_ngrams(int number, int[] rows) -> ()");

@@ -82,9 +82,8 @@ class Grams {
 };
 
 struct Wish {
-  int64_t places;   // so many, each with another token there
-  bool frequent;    // of equally long matches, not the latest but what followed most often
-  int64_t shortest; // so many of the newest tokens have to stand before a place
+  int64_t places;  // so many, each with another token there
+  bool frequent;   // of equally long matches, not the latest but what followed most often
 };
 
 class LookupRow {
@@ -105,10 +104,8 @@ class LookupRow {
     std::vector<int64_t> newest(text_.end() - std::min(size, longest), text_.end());
     newest.insert(newest.end(), ahead.begin(), ahead.end());
     std::vector<int32_t> found;
-    // Whatever follows so many tokens also follows the longest n-gram of them.
-    const size_t lengths = wish.shortest >= longest ? 1 : grams_.size();
-    for (size_t i = 0; i < lengths; ++i) {
-      Grams& grams = grams_[grams_.size() - 1 - i];
+    for (size_t i = grams_.size(); i-- > 0;) {
+      Grams& grams = grams_[i];
       grams.index(text_);
       const int64_t n = grams.length();
       if (n > static_cast<int64_t>(newest.size())) continue;
@@ -120,7 +117,6 @@ class LookupRow {
       int32_t place = grams.latest(text_, newest.data() + newest.size() - n);
       for (int64_t left = kMostPlaces; place != kNowhere && left > 0; --left, place = grams.before(place)) {
         if (!wish.frequent && static_cast<int64_t>(firsts.size()) >= wish.places) break;
-        if (wish.shortest > n && !repeats(place, wish.shortest)) continue;
         const auto same = [&](const First& one) { return text_[one.place] == text_[place]; };
         const auto known = std::find_if(firsts.begin(), firsts.end(), same);
         if (known == firsts.end())
@@ -151,12 +147,17 @@ class LookupRow {
     return piece;
   }
 
- private:
-  // Whether so many of the newest tokens stand before a place too.
-  bool repeats(int32_t place, int64_t tokens) const {
-    return tokens <= place && std::equal(text_.end() - tokens, text_.end(), text_.begin() + place - tokens);
+  // How many of `count` guesses the match before a place is worth, at so many for each of its tokens; 0 sets no bound.
+  int64_t worth(int32_t place, int64_t count, double factor) const {
+    if (factor == 0) return count;
+    int64_t matched = 0;
+    const auto guesses = [&] { return static_cast<int64_t>(std::min<double>(count, factor * matched)); };
+    while (guesses() < count && matched < place && text_[place - 1 - matched] == text_[text_.size() - 1 - matched])
+      ++matched;
+    return guesses();
   }
 
+ private:
   std::vector<int64_t> text_;
   std::vector<Grams> grams_;
 };
