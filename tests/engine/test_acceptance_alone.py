@@ -17,8 +17,8 @@ from draftsmith.engine.known import Known
 from draftsmith.evaluation.proof.small_target import TableDrafter
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
-from tests.engine.test_fitted import CHAINS, profile
 from tests.helpers.oracle import oracle_for
+from tests.helpers.profiles import CHAINS, profile
 from tests.helpers.tiny import VOCABULARY, WIDTH, prompts, tiny_model, tiny_target
 
 TREE = Plan((2, 2, 1))

@@ -112,9 +112,12 @@ def test_sampling_parameters_are_checked_and_named(field: str, value):
         SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize("fields", [{"branching": (2, 0)}, {"branching": (2,), "paths": 0}, {"nodes": -1}, {"beam": 0}])
+@pytest.mark.parametrize("fields", [
+    {"branching": (2, 0)}, {"branching": (2,), "paths": 0}, {"nodes": -1}, {"beam": 0}, {"factor": 0.0},
+    {"factor": float("nan")}, {"factor": float("inf")},
+])
 def test_plans_are_checked(fields: dict):
-    with pytest.raises(DraftsmithError):
+    with pytest.raises(DraftsmithError, match=list(fields)[-1]):
         Plan(**fields)
 
 

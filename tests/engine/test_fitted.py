@@ -1,6 +1,5 @@
 """The policy that drafts what pays: by a profile of the machine, and by how often guesses stayed so far."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -12,91 +11,14 @@ from draftsmith.engine.evidence import FIRST_WAIT, HOPELESS, LONGEST_WAIT, TRIAL
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.pace import SETTLES
-from draftsmith.engine.policy import Load, RowHistory
-from draftsmith.engine.profile import Arm, Profile, candidates
+from draftsmith.engine.policy import RowHistory
+from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.reasons import Weighed
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
 from tests.helpers.oracle import OracleDrafter
+from tests.helpers.profiles import CHAINS, go, load, lookup, profile
 from tests.helpers.tiny import VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
-
-CHAINS = [Plan((1,) * depth) for depth in range(1, 5)]
-KEPT = (0.6, 0.4, 0.2, 0.1)
-
-
-def profile(cost: float = 0.1, survival: tuple[float, ...] = KEPT, rows: tuple[int, ...] = (1, 4)) -> Profile:
-    """Chains of one to four; a guess costs so many plain steps, and four rows pay twice that."""
-    def arm(plan: Plan) -> Arm:
-        seconds = tuple(1.0 + cost * plan.depth * (1 if count == 1 else 2) for count in rows)
-        return Arm(plan, survival[: plan.depth], seconds)
-
-    return Profile(rows, tuple(arm(plan) for plan in (NO_DRAFT, *CHAINS)))
-
-
-def load(rows: int) -> Load:
-    return Load(decoding=rows, reading=0, waiting=0, max_batch=8)
-
-
-def go(policy: Fitted, history: RowHistory, steps: int, stay: int) -> list[int]:
-    """Ask and answer: of every draft so many guesses stay; return how deep the drafts were."""
-    depths = []
-    for _ in range(steps):
-        (choice,) = policy.choose(load(1), [history])
-        depths.append(choice.plan.depth)
-        history.drafted.append(choice.plan.depth)
-        history.accepted.append(min(stay, choice.plan.depth))
-    return depths
-
-
-def test_steps_are_timed_by_straight_lines_between_what_was_measured():
-    found = profile(rows=(1, 4, 8))
-    arm = replace(found.arms[2], seconds=(1.0, 4.0, 6.0))
-    assert [found.seconds(arm, rows) for rows in (1, 2, 4, 6, 8, 12)] == [1, 2, 4, 5, 6, 8]
-    assert profile(rows=(1,)).seconds(found.arms[1], 7) == found.arms[1].seconds[0]
-
-
-def test_the_best_plan_is_that_of_the_most_tokens_a_second():
-    dear, cheap = profile(cost=0.3), profile(cost=0.01)
-    assert dear.best(1).plan.depth == 2, "2.0 tokens for 1.6, against 1.6 for 1.3 and 2.2 for 1.9"
-    assert cheap.best(1).plan.depth == 4
-    assert dear.best(4).plan.depth == 0 and cheap.best(4).plan.depth == 4
-    assert cheap.best(1, odds=0.1).plan.depth == 1 and dear.best(1, odds=0.1).plan == NO_DRAFT
-    assert dear.gain(dear.arms[2], 1) == pytest.approx(2.0 / 1.6)
-
-
-def test_deeper_guesses_suffer_more_and_none_stays_oftener_than_always():
-    arm = profile().arms[4]
-    assert arm.accepted(0.5) == pytest.approx(0.6 / 2 + 0.4 / 4 + 0.2 / 8 + 0.1 / 16)
-    assert arm.accepted(10.0) == 4
-    seldom = Arm(CHAINS[2], (0.1, 0.09, 0.08), (1.0,))
-    assert seldom.accepted(3.0) == pytest.approx(3 * 0.3), "no guess stays oftener than the one before it"
-
-
-def lookup(seconds: float, full: float = 5.0) -> Profile:
-    """Four guesses in a quarter of the steps, which take `full` and accept all of a fifth of these, or none.
-
-    Its steps take `seconds` on average.
-    """
-    arm = Arm(CHAINS[3], (0.2, 0.2, 0.2, 0.2), (seconds,), found=0.25, full=(full,))
-    return Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm))
-
-
-def test_what_a_lookup_brings_and_costs_goes_with_how_often_it_finds_guesses():
-    found = lookup(2.0)
-    plain, arm = found.arms
-    assert arm.accepted() == pytest.approx(0.8) and arm.kept() == pytest.approx(3.2)
-    assert arm.accepted(growth=2.0) == pytest.approx(1.6), "twice as often found, and as often right"
-    assert arm.accepted(odds=2.0, growth=1.0) == pytest.approx(1.0), "all that are made stay"
-    assert arm.accepted(odds=9.0) == arm.kept(2.0) == 4, "found at every step, all of them right"
-    assert found.seconds(arm, 1) == 2.0 and found.seconds(plain, 1, odds=3.0) == 1.0
-    assert found.seconds(arm, 1, odds=2.0) == pytest.approx(3.0), "found in half of the steps, a third of the way"
-    assert found.seconds(arm, 1, odds=100.0) == pytest.approx(5.0), "no oftener than always"
-    assert found.speed(arm, 1, odds=100.0) == pytest.approx(5 / 5.0)
-    assert 1.0 < found.seconds(arm, 1, odds=0.5) < 2.0
-    always = replace(arm, found=None)
-    assert always.share(0.5) == always.share(2.0) == always.most_growth == 1.0 and arm.most_growth == 4.0
-    cheap = replace(arm, full=(0.9,))
-    assert found.seconds(cheap, 1, odds=100.0) == 2.0, "what seemed to take less takes no less"
-    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_a_lookup_is_not_hoped_for_at_the_price_of_few_guesses():
@@ -133,34 +55,22 @@ def test_a_trial_waits_for_a_guess_before_it_gives_up():
     assert max(lengths[1:]) >= TRIAL > HOPELESS and TRIAL > SETTLES
 
 
-def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
-    found = Profile((1, 4), (*profile().arms, Arm(Plan(choices=((0,), (1,), (0, 0))), (0.5, 0.2), (1.0, 2.0))))
-    value = json.loads(json.dumps(found.to_json()))
-    assert Profile.from_json(value) == found
-    for wrong in ({}, {**value, "arms": []}, {**value, "arms": value["arms"][1:]}, {**value, "rows": [1]},
-                  {**value, "arms": [{**value["arms"][0], "found": "some"}]},
-                  {**value, "arms": [value["arms"][0], {**value["arms"][1], "found": 0.5}]},
-                  {**value, "arms": [{**value["arms"][0], "plan": {**value["arms"][0]["plan"], "factor": -1}}]}):
-        with pytest.raises((KeyError, TypeError, ValueError)):
-            Profile.from_json(wrong)
-
-
-def test_candidates_are_chains_and_trees_up_to_the_room():
-    chains = candidates(Plan((1,) * 6), prunable=False, room=64, longest=6)
-    assert [plan.branching for plan in chains] == [(1,) * depth for depth in range(1, 7)]
-    own = Plan((4, 2, 1), paths=4)
-    trees = candidates(own, prunable=True, room=64, longest=3)
-    assert own in trees and {4, 6, 8, 12} <= {plan.max_nodes for plan in trees}
-    assert all(plan.nodes is None or plan.beam for plan in trees), "no wide tree is grown whole and cut then"
-    static = Plan(choices=((0,), (1,), (0, 0)))
-    assert static in candidates(static, prunable=True, room=64, longest=2)
-    small = candidates(Plan((8, 8)), prunable=True, room=10, longest=2)
-    assert small and all(plan.max_nodes <= 10 for plan in small)
-    assert candidates(NO_DRAFT, prunable=True, room=64, longest=3, factors=(1.0,)) == []
-    lookup = candidates(Plan((1,) * 6), prunable=False, room=64, longest=6, factors=(1.0, 0.5))
-    assert lookup == [Plan((1,) * depth, factor=factor) for factor in (None, 1.0, 0.5) for depth in (4, 6)]
-    short = candidates(Plan((1,) * 3), prunable=False, room=2, longest=3, factors=(0.5,))
-    assert short == [Plan((1,) * depth, factor=factor) for factor in (None, 0.5) for depth in (1, 2)]
+@pytest.mark.parametrize(("drafted", "stayed", "constrained", "tokens", "cost"), [
+    (8, 8, False, 9.0, 3.0), (8, 4, False, 5.0, 3.0), (1, 1, False, 2.0, 1.1 + 1.9 / 15),
+    (1, 2, True, 3.0, 1.1 + 3 * 1.9 / 15),
+])
+def test_of_a_lookup_every_guess_counts(drafted: int, stayed: int, constrained: bool, tokens: float, cost: float):
+    """It made two in a quarter of the steps, where it was measured; of a constrained row only steps are told."""
+    arm = Arm(Plan((1,) * 8, factor=0.5), (0.2, 0.1), (1.1,), found=0.25, full=(3.0,), made=2.0)
+    policy = Fitted(Known(Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm)), hope=100.0))
+    history = RowHistory(False, 5, constrained=constrained)
+    for _ in range(300):
+        (choice,) = policy.choose(load(1), [history])
+        history.drafted.append(drafted if choice.plan.depth else 0)
+        history.accepted.append(stayed if choice.plan.depth else 0)
+    (why,) = policy.reasons(load(1), [history])
+    assert isinstance(why, Weighed) and why.label == "pays"
+    assert why.tokens == pytest.approx(tokens, rel=0.05) and why.cost == pytest.approx(cost, rel=0.05)
 
 
 def test_it_drafts_as_deep_as_pays_and_no_deeper_where_guesses_fail():

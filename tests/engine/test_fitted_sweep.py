@@ -14,7 +14,7 @@ from draftsmith.engine.known import Known
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Arm, Profile
 from draftsmith.plan import NO_DRAFT, Plan
-from tests.engine.test_fitted import load
+from tests.helpers.profiles import load
 
 DEPTHS, MEASURED = range(5), 0.6
 UP = [at / 10 for at in range(11)]

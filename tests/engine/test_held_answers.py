@@ -14,8 +14,8 @@ from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Profile
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
-from tests.engine.test_fitted import profile
 from tests.helpers.oracle import OracleDrafter
+from tests.helpers.profiles import profile
 from tests.helpers.tiny import VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 
 CHAIN = Plan((1, 1))

@@ -15,8 +15,8 @@ from draftsmith.engine.step_costs import StepCosts
 from draftsmith.evaluation.measuring.length_costs import measure_length_cost
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Context, Draft, SamplingParams
-from tests.engine.test_fitted import load, profile
 from tests.helpers.oracle import OracleDrafter
+from tests.helpers.profiles import load, profile
 from tests.helpers.tiny import CONTEXT, VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 
 CHAIN = Plan((1, 1))
@@ -52,7 +52,8 @@ def test_a_lookup_pays_where_it_makes_guesses():
     assert long.grown([1.0, 1.0]) == pytest.approx([0.002, 0.002 + 0.001 + 0.25 * 0.001])
     assert long.grown([1.0, 4.0]) == pytest.approx([0.002, 0.005 + 0.001 + 0.001]), "guesses in every step"
     few = replace(one, arms=(one.arms[0], replace(one.arms[1], made=1)))
-    assert costs(few).of(1, LONG).grown([1.0, 4.0])[1] == pytest.approx(0.005 + 0.001 + 0.0005), "it finds one of two"
+    assert costs(few).of(1, LONG).grown([1.0, 8.0])[1] == pytest.approx(0.005 + 0.001 + 0.001), "two at every step"
+    assert costs(few).of(1, LONG).grown([1.0, 4.5])[1] == pytest.approx(0.0035 + 0.001 + 4.5 / 8 * 0.001), "half way"
 
 
 def test_who_could_measure_no_long_text_is_told_by_another_drafter():

@@ -18,7 +18,7 @@ std::vector<int32_t> searched(const Text& text, const Text& ahead, int64_t short
   Text newest(text.end() - std::min(size, longest), text.end());
   newest.insert(newest.end(), ahead.begin(), ahead.end());
   std::vector<int32_t> found;
-  for (int64_t n = longest; n >= (wish.shortest >= longest ? longest : shortest); --n) {
+  for (int64_t n = longest; n >= shortest; --n) {
     if (n > static_cast<int64_t>(newest.size())) continue;
     std::vector<std::pair<int32_t, int64_t>> firsts;
     int64_t left = draftsmith::kMostPlaces;
@@ -26,9 +26,6 @@ std::vector<int32_t> searched(const Text& text, const Text& ahead, int64_t short
       if (!std::equal(newest.end() - n, newest.end(), text.begin() + place - n)) continue;
       if (!wish.frequent && static_cast<int64_t>(firsts.size()) >= wish.places) break;
       --left;
-      if (wish.shortest > n && (wish.shortest > place || !std::equal(text.end() - wish.shortest, text.end(),
-                                                                      text.begin() + place - wish.shortest)))
-        continue;
       bool known = false;
       for (auto& [first, times] : firsts)
         if (text[first] == text[place]) known = true, ++times;
@@ -65,10 +62,19 @@ int main() {
           text.insert(text.end(), piece.begin(), piece.end());
           Text ahead;
           for (int i = std::rand() % 3; i > 0; --i) ahead.push_back(std::rand() % alphabet);
-          const Wish wish{1 + std::rand() % 3, std::rand() % 2 == 0, ahead.empty() ? std::rand() % 9 : 0};
+          const Wish wish{1 + std::rand() % 3, std::rand() % 2 == 0};
           const std::vector<int32_t> found = row.places(wish, ahead);
           failures += found != searched(text, ahead, shortest, longest, wish);
           for (const int32_t place : found) {
+            Text behind = text;
+            behind.insert(behind.end(), ahead.begin(), ahead.end());
+            int64_t matched = 0;
+            while (matched < place && text[place - 1 - matched] == behind[behind.size() - 1 - matched]) ++matched;
+            for (const double factor : {0.3, 1.0, 2.5, 1e300}) {
+              const double most = matched > 0 ? factor * static_cast<double>(matched) : 0;
+              failures += row.worth(place, 8, factor, ahead) != (most < 8 ? static_cast<int64_t>(most) : 8);
+            }
+            failures += row.worth(place, 8, 0, ahead) != 8;
             const Text copied = row.copy(place, 9, ahead);
             Text grown = text;
             grown.insert(grown.end(), ahead.begin(), ahead.end());

@@ -41,6 +41,7 @@ def test_plans_that_are_none(words: str):
 def test_plans_with_bounds_say_so():
     assert plan_in_words(Plan((3, 2), nodes=4, beam=3)) == "3,2 nodes 4 beam 3"
     assert plan_in_words(Plan((2, 1), sampled=True)) == "2,1 sampled"
+    assert plan_in_words(Plan((1, 1), factor=0.5)) == "chain 2 factor 0.5"
 
 
 def delta(tokens: list[int], texts: list[str], text: str | None = None) -> Delta:

@@ -58,6 +58,8 @@ def test_a_fit_is_measured_and_its_text_is_the_targets_own(target: Target, cache
     for arm in policy.known[0].profile.arms[1:]:
         assert arm.found is not None and 0 < arm.found < 1 and len(arm.full) == 2, "it does not find guesses everywhere"
         assert max(arm.survival) <= arm.found + 1e-9, "none stays that was not made"
+        assert arm.guesses == arm.plan.max_nodes if arm.plan.factor is None else 1 <= arm.guesses < 8
+    assert {arm.plan.factor for arm in policy.known[0].profile.arms} >= {1.0, 0.5}, "whatever they bring"
     assert engine.plan == (NO_DRAFT if policy.is_fixed else policy.typical.plan)
     assert "measured in" in out.getvalue() and engine.max_length == 200
     params = SamplingParams(max_tokens=40, ignore_eos=True)

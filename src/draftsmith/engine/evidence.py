@@ -10,7 +10,7 @@ TRIAL, HOPELESS = 4, 3
 """Steps that a trial lasts, and after which it ends if guesses were made and none has stayed; one guess tells next to
 nothing, and what a step costs is not seen at the first ones."""
 QUARTERS, MOST_GROWTH = 4, 16
-"""Growths, see `Arm.share`, are told apart in quarters, and none is above so much."""
+"""Growths, see `Arm.times`, are told apart in quarters, and none is above so much."""
 
 
 Stand = tuple[tuple[int, int], ...]
@@ -22,8 +22,8 @@ class Evidence:
     """How a drafter's guesses do in a text: those that stayed and that were expected to, both fading.
 
     Args:
-        steps, found: of a lookup, steps that looked for guesses, and those that found some, each of which counts for
-            as many as find some once where that was measured; fading too.
+        steps, found: of a lookup, steps that looked for guesses, and how many times as many as a step usually makes
+            they made together; fading too.
         odds: which of `ODDS` follows.
         since: steps since it was taken up, or laid aside.
         wait: steps without it before it is tried.
@@ -44,7 +44,7 @@ class Evidence:
 
     @property
     def growth(self) -> int:
-        """How many times as often as measured guesses are found, in quarters."""
+        """How many times as many guesses as measured are made, in quarters."""
         return min(round(QUARTERS * self.found / self.steps), QUARTERS * MOST_GROWTH)
 
     def looked(self, found: float, decay: float) -> None:

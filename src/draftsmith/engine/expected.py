@@ -12,7 +12,7 @@ MOST_STANDS = 4096
 
 
 class Expected:
-    """The tokens that plans bring a row, and how often they make guesses in it; see `Arm.share`.
+    """The tokens that plans bring a row, and how many guesses they make in it; see `Arm.times`.
 
     Args:
         arms: all plans, the first of which drafts nothing.
@@ -24,6 +24,8 @@ class Expected:
         self.kept = [[arm.kept(odds) for odds in ODDS] for arm in arms]
         """Of every plan, the guesses that stay where some are made, at each of the odds."""
         self.most_growths = [arm.most_growth for arm in arms]
+        self.most = [1 + arm.accepted(ODDS[-1], arm.most_growth) for arm in arms]
+        """Of every plan, the tokens that a step brings at best."""
         self._stands: dict[Stand, tuple[list[float], list[float]]] = {}
 
     def of(self, stand: Stand) -> tuple[list[float], list[float]]:
@@ -36,7 +38,7 @@ class Expected:
             for at, (whose, most) in enumerate(zip(self._whose[1:], self.most_growths[1:], strict=True), start=1):
                 odds, quarters = stand[whose]
                 growth = min(most, quarters / QUARTERS) if self._arms[at].found else 1.0
-                brings.append(1 + self._arms[at].share(growth) * self.kept[at][odds])
+                brings.append(1 + self._arms[at].times(growth) * self.kept[at][odds])
                 growths.append(growth)
             found = self._stands[stand] = brings, growths
         return found

@@ -187,8 +187,8 @@ class Fitted(Policy):
             if self._of[number]:
                 # Of a text whose guesses stay so often, the best plan would bring what it brings these on average.
                 best = max(self._of[number], key=values.__getitem__)
-                share = self._arms[best].share(growths[best])
-                own.odds = self._odds(best, (brings[best] - 1) / share if share else 0.0)
+                times = self._arms[best].times(growths[best])
+                own.odds = self._odds(best, (brings[best] - 1) / times if times else 0.0)
                 own.found, own.steps = growths[best], 1.0
         begins = len(rows) > 1 and (joined or crowd.trying or not crowd.arm)
         patience = CROWD_PATIENCE if begins else PATIENCE
@@ -228,14 +228,14 @@ class Fitted(Policy):
     def _measured_s(self, rows: Sequence[RowHistory], costs: Costs) -> float:
         """Return the seconds that a row's share of the last steps, all alike, would have taken when it was measured.
 
-        Of a lookup, with guesses in as many rows as really had some.
+        Of a lookup, with as many guesses as it really made.
         """
-        usual = self._arms[self._taken].found
-        if not usual:
+        arm = self._arms[self._taken]
+        if not arm.found:
             return costs.seconds[self._taken]
         steps = 1 + self._unasked
-        made = sum(drafted > 0 for row in rows for drafted in row.drafted[-steps:])
-        return costs.of(self._taken, made / (steps * len(rows)) / usual)
+        made = sum(row.guesses(drafted, arm.guesses) for row in rows for drafted in row.drafted[-steps:])
+        return costs.of(self._taken, made / (steps * len(rows)) / arm.usual)
 
     def _look_at(self, history: RowHistory) -> RowEvidence:
         """Return what is known of a row, its last steps included."""
@@ -247,16 +247,16 @@ class Fitted(Policy):
         elif steps > row.seen:
             kept, number = self._kept[row.arm][USUAL], self._whose[row.arm]
             if kept:
-                own, usual = row.evidence[number], self._arms[row.arm].found
+                own, arm = row.evidence[number], self._arms[row.arm]
                 both = ((own, DECAY), (self._common[history.sampled][number], COMMON_DECAY))
                 for stayed, drafted in zip(history.accepted[row.seen :], history.drafted[row.seen :], strict=True):
-                    made = drafted > 0
-                    own.guessed, own.hit = own.guessed or made, own.hit or stayed > 0
+                    own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
+                    made = history.guesses(drafted, arm.guesses) if arm.found else arm.guesses
                     for one, decay in both:
-                        if usual:
-                            one.looked(made / usual, decay)
-                        if made or not usual:
-                            one.guess(stayed, kept, decay)
+                        if arm.found:
+                            one.looked(made / arm.usual, decay)
+                        if made:
+                            one.guess(stayed, kept * made / arm.guesses, decay)
                 own.odds = self._odds(row.arm, own.accepted / own.expected * kept)
             row.seen = steps
         return row
@@ -266,7 +266,8 @@ class Fitted(Policy):
         arms = self._of[number]
         stayed = (common.accepted + PRIOR) / (common.expected + PRIOR)
         growth = (common.found + PRIOR) / (common.steps + PRIOR)
-        odds = self._odds(arms[-1], stayed * self._kept[arms[-1]][USUAL]) if arms else USUAL
+        most = max(arms, key=lambda arm: self._arms[arm].guesses, default=0)
+        odds = self._odds(most, stayed * self._kept[most][USUAL]) if arms else USUAL
         return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR * growth)
 
     def _odds(self, arm: int, kept: float) -> int:
@@ -317,7 +318,7 @@ class Fitted(Policy):
             if own.since < own.wait or number == self._whose[chosen]:
                 continue
             highest = max(
-                (1 + self._kept[arm][-1] - price * hoped(arm) for arm in self._of[number]), default=values[chosen]
+                (self._expected.most[arm] - price * hoped(arm) for arm in self._of[number]), default=values[chosen]
             )
             # Asked again after as long a pause, not at every step until then.
             own.since = 0

@@ -33,6 +33,7 @@ class RowHistory:
         written: tokens behind it, those of the last step included.
         accepted: of every step so far in which the policy's choice was drafted, how many guesses stayed.
         drafted: of the same steps, how many guesses were verified; of a row with a constraint, whether any was.
+        constrained: whether it has a constraint.
     """
 
     sampled: bool
@@ -40,6 +41,11 @@ class RowHistory:
     written: int = field(default=0, kw_only=True)
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    constrained: bool = field(default=False, kw_only=True)
+
+    def guesses(self, drafted: int, usual: float) -> float:
+        """Return how many guesses an entry of `drafted` stands for: the usual number where it only tells of any."""
+        return usual * drafted if self.constrained else drafted
 
 
 @dataclass(frozen=True)

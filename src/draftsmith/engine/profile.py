@@ -17,8 +17,8 @@ class Arm:
         survival: the share of steps that accepted at least 1, 2, … guesses.
         seconds: of a step, all rows together, for each number of rows of the profile.
         found: of a lookup, the share of steps that made guesses; None stands for all.
-        made: how many guesses a step made that made some; None stands for as many as the plan allows.
-        full: of a lookup, seconds of a step in which every row makes guesses.
+        made: how many guesses a step made that made some, on average; None stands for as many as the plan allows.
+        full: of a lookup, seconds of a step in which every row makes as many guesses as the plan allows.
     """
 
     plan: Plan
@@ -26,7 +26,7 @@ class Arm:
     seconds: tuple[float, ...]
     found: float | None = None
     full: tuple[float, ...] = ()
-    made: int | None = None
+    made: float | None = None
 
     def kept(self, odds: float = 1.0) -> float:
         """Return how many guesses are accepted, on average, by a step that made some.
@@ -41,28 +41,36 @@ class Arm:
             # None stays whose predecessor did not.
             before = min(before, survived / self.found * factor if self.found else survived * factor)
             total += before
-        return total
+        return min(total, self.guesses)
 
     @property
-    def guesses(self) -> int:
+    def guesses(self) -> float:
         """How many guesses a step makes that makes some."""
         return self.plan.max_nodes if self.made is None else self.made
 
-    def share(self, growth: float = 1.0) -> float:
-        """Return the share of steps that make guesses, in a text where a lookup finds so many times as often."""
-        return 1.0 if self.found is None else min(1.0, self.found * growth)
+    @property
+    def usual(self) -> float:
+        """How many guesses a step makes, on average over all steps."""
+        return self.guesses if self.found is None else self.found * self.guesses
+
+    def times(self, growth: float) -> float:
+        """Return how many steps' guesses a step makes, where a lookup makes so many times as many as measured.
+
+        A step's guesses are those of one that makes some: where matches are long, a plan may make more than these.
+        """
+        return 1.0 if self.found is None else self.found * min(growth, self.most_growth)
 
     def accepted(self, odds: float = 1.0, growth: float | None = None) -> float:
-        """Return how many guesses a step accepts on average; see `kept` and `share`.
+        """Return how many guesses a step accepts on average; see `kept` and `times`.
 
-        Without a `growth`, a lookup finds as many times as often as guesses stay.
+        Without a `growth`, a lookup makes as many times as many guesses as of these stay.
         """
-        return self.share(odds if growth is None else growth) * self.kept(odds)
+        return self.times(odds if growth is None else growth) * self.kept(odds)
 
     @property
     def most_growth(self) -> float:
-        """How many times as often as measured it can make guesses."""
-        return 1 / self.found if self.found else 1.0
+        """How many times as many guesses as measured it can make."""
+        return self.plan.max_nodes / self.usual if self.found else 1.0
 
 
 @dataclass(frozen=True)
@@ -70,8 +78,8 @@ class Costs:
     """What plans, the first of which drafts nothing, take in a step with some number of rows.
 
     Args:
-        seconds: of every plan, which makes guesses as often as was measured.
-        more: for each time that a lookup makes guesses as often again.
+        seconds: of every plan, which makes as many guesses as was measured.
+        more: for each time that a lookup makes as many guesses again.
     """
 
     seconds: Sequence[float]
@@ -83,7 +91,7 @@ class Costs:
         return self.seconds[0]
 
     def of(self, at: int, growth: float) -> float:
-        """Return the seconds of a plan that makes guesses so many times as often."""
+        """Return the seconds of a plan that makes so many times as many guesses."""
         more = self.more[at]
         return max(self.plain, self.seconds[at] + (growth - 1) * more) if more else self.seconds[at]
 
@@ -102,7 +110,7 @@ class Costs:
         )
 
     def grown(self, growths: Sequence[float]) -> list[float]:
-        """Return the seconds of plans that make guesses so many times as often."""
+        """Return the seconds of plans that make so many times as many guesses."""
         return [
             max(self.plain, took + (growth - 1) * more) if more else took
             for growth, took, more in zip(growths, self.seconds, self.more, strict=True)
@@ -146,7 +154,7 @@ class Profile:
     def seconds(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
         """Return the seconds of a step of so many rows, by straight lines between what was measured.
 
-        What a lookup takes goes with how often it makes guesses, see `Arm.accepted`.
+        What a lookup takes goes with how many guesses it makes, see `Arm.accepted`.
         """
         return self.costs((self.arms[0], arm), rows).grown((1.0, min(odds, arm.most_growth)))[1]
 
@@ -191,7 +199,7 @@ class Profile:
             Arm(
                 plan_from_json(arm["plan"]), tuple(map(float, arm["survival"])), tuple(map(float, arm["seconds"])),
                 None if arm["found"] is None else float(arm["found"]), tuple(map(float, arm["full"])),
-                None if arm["made"] is None else int(arm["made"]),
+                None if arm["made"] is None else float(arm["made"]),
             )
             for arm in value["arms"]
         )
@@ -228,8 +236,8 @@ def candidates(
             guesses from bad ones better than the length of a chain does, so there are few lengths then.
     """
     depth = min(default.depth, longest)
-    depths = [SHORT_COPY, depth] if factors and depth > SHORT_COPY else ladder(depth)
-    found = [Plan((1,) * deep) for deep in depths]
+    copies = sorted({min(SHORT_COPY, depth, room), min(depth, room)}) if factors and depth else []
+    found = [Plan((1,) * deep) for deep in ([1, *copies] if factors and depth else ladder(depth))]
     if prunable and depth:
         wide = default.ranked().branching if max(default.branching) > 1 else WIDE
         shape = tuple(wide[min(at, len(wide) - 1)] for at in range(depth))
@@ -237,7 +245,7 @@ def candidates(
         found += [Plan(shape, beam=max(shape), nodes=nodes) for nodes in TREES if depth < nodes < tree.max_nodes]
     found.append(default)
     fitting = [plan for plan in dict.fromkeys(found) if plan != NO_DRAFT and plan.max_nodes <= room]
-    bounded = [Plan((1,) * deep, factor=factor) for factor in factors for deep in depths if deep <= room]
+    bounded = [Plan((1,) * deep, factor=factor) for factor in factors for deep in copies]
     return sorted(fitting, key=lambda plan: (plan.max_nodes, plan.depth)) + bounded
 
 

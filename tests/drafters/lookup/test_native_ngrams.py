@@ -22,6 +22,7 @@ CONFIGS = {
     "one length": NgramConfig(min_length=3, max_length=3),
     "single tokens": NgramConfig(min_length=1, max_length=1, guesses=3),
     "long": NgramConfig(min_length=2, max_length=10, guesses=12),
+    "bounded": NgramConfig(min_length=1, factor=0.6, guesses=6),
     "several branches": NgramConfig(min_length=1, branches=3, guesses=4),
     "frequent": NgramConfig(min_length=1, match="frequent"),
     "frequent branches": NgramConfig(min_length=1, max_length=6, match="frequent", branches=4, guesses=5),

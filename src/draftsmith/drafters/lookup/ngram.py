@@ -88,14 +88,18 @@ class NgramIndex:
                 break
         return list(found.values())[:wanted]
 
-    def worth(self, place: int, count: int, factor: float | None) -> int:
+    def worth(self, place: int, count: int, factor: float | None, ahead: Sequence[int] = ()) -> int:
         """Return how many of `count` guesses the match before a place is worth; see `Plan.factor`."""
         if factor is None:
             return count
-        text, matched = self.text, 0
-        while int(factor * matched) < count and matched < place and text[place - 1 - matched] == text[-1 - matched]:
+        text, newest, matched = self.text, len(ahead), 0
+
+        def token(back: int) -> int:
+            return ahead[newest - 1 - back] if back < newest else text[newest - 1 - back]
+
+        while factor * matched < count and matched < place and text[place - 1 - matched] == token(matched):
             matched += 1
-        return min(count, int(factor * matched))
+        return int(min(count, factor * matched))
 
     def copy(self, place: int, count: int, ahead: Sequence[int] = ()) -> list[int]:
         """Return `count` tokens from `place` on; behind the end of text and `ahead` the copy goes on with itself."""
@@ -107,11 +111,19 @@ class NgramIndex:
 class NgramLookup(LookupDrafter[K]):
     """Drafts the continuation of an earlier occurrence of the newest tokens, and nothing when there is none."""
 
-    factors = (1.0, 0.5)
     config: NgramConfig
 
     def default_plan(self) -> Plan:
         return Plan((self.config.branches,) + (1,) * (self.config.guesses - 1))
+
+    def factor(self, plan: Plan) -> float | None:
+        """Return the guesses for every token of a match: the plan's or its own, whichever are fewer."""
+        return min((factor for factor in (plan.factor, self.config.factor) if factor is not None), default=None)
+
+
+def factors_of(config: NgramConfig) -> tuple[float, ...]:
+    """Return the bounds by the length of a match that are worth asking for beside its own."""
+    return (1.0, 0.5) if config.factor is None else (config.factor / 2,)
 
 
 class NgramDrafter(PythonDrafter[NgramIndex], NgramLookup[NgramIndex]):
@@ -119,20 +131,20 @@ class NgramDrafter(PythonDrafter[NgramIndex], NgramLookup[NgramIndex]):
 
     def __init__(self, config: NgramConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.factors = config, factors_of(config)
 
     def new_row(self) -> NgramIndex:
         return NgramIndex(self.config.min_length, self.config.max_length)
 
     def draft_row(self, row: NgramIndex, plan: Plan, room: int) -> DraftTree:
-        config, tree = self.config, DraftTree(plan.branching, room)
+        config, factor, tree = self.config, self.factor(plan), DraftTree(plan.branching, room)
         for place in row.places(config.match, min(config.branches, plan.branching[0])):
-            tree.add_path(ROOT, row.copy(place, row.worth(place, min(config.guesses, plan.depth), plan.factor)))
+            tree.add_path(ROOT, row.copy(place, row.worth(place, min(config.guesses, plan.depth), factor)))
         return tree
 
     def continue_row(self, row: NgramIndex, ahead: Sequence[int], count: int) -> list[int]:
-        found = row.places(self.config.match, 1, ahead)
-        return row.copy(found[0], min(count, self.config.guesses), ahead) if found else []
+        found, most = row.places(self.config.match, 1, ahead), min(count, self.config.guesses)
+        return row.copy(found[0], row.worth(found[0], most, self.config.factor, ahead), ahead) if found else []
 
 
 class NativeNgramDrafter(NgramLookup[int]):
@@ -142,7 +154,7 @@ class NativeNgramDrafter(NgramLookup[int]):
     """
 
     def __init__(self, config: NgramConfig) -> None:
-        self.config = config
+        self.config, self.factors = config, factors_of(config)
         self._texts = self._no_texts()
         self._unread: list[News] = []
 
@@ -168,7 +180,7 @@ class NativeNgramDrafter(NgramLookup[int]):
         config = self.config
         found_2BN, depth = self._texts(
             *self._news(context), min(config.branches, plan.branching[0]), config.match == "frequent",
-            min(config.guesses, plan.depth), plan.max_nodes, plan.factor or 0.0,
+            min(config.guesses, plan.depth), plan.max_nodes, self.factor(plan) or 0.0,
         )
         tokens_BN, parents_BN = found_2BN.to(context.tokens_BT.device).unbind(0)
         return Draft(tokens_BN, parents_BN, depth, branching=plan.branching if depth else None)
@@ -180,7 +192,7 @@ class NativeNgramDrafter(NgramLookup[int]):
 
     def continue_row(self, row: int, ahead: Sequence[int], count: int) -> list[int]:
         frequent, most = self.config.match == "frequent", min(count, self.config.guesses)
-        found: list[int] = self._texts.by("continue_ngrams", row, ahead, frequent, most)
+        found: list[int] = self._texts.by("continue_ngrams", row, ahead, frequent, most, self.config.factor or 0.0)
         return found
 
     def _no_texts(self) -> NativeObject:

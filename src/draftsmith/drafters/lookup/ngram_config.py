@@ -1,7 +1,7 @@
 """What can be set of prompt lookup, and what the registry knows of it."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -20,6 +20,9 @@ class NgramConfig(Config):
     match: Match = Field(
         default="recent",
         description="recent goes on as at the latest match, frequent with the token that followed most often",
+    )
+    factor: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="guesses for every token of the match; by default there are as many behind any match"
     )
     branches: Count = Field(default=1, description="continuations to draft, which differ in their first token")
 

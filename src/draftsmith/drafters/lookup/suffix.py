@@ -254,7 +254,7 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
             for match in source:
                 limit = min(room, max(1, int(self.config.factor * match.length)))
                 if factor is not None:
-                    limit = min(limit, int(factor * match.length))
+                    limit = int(min(limit, factor * match.length))
                 if most >= limit:  # a shorter match is worth fewer guesses still
                     break
                 tree, score = self._grow(match, branching, limit)

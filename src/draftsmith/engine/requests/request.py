@@ -96,7 +96,9 @@ class Request:
     history: RowHistory = field(init=False)
 
     def __post_init__(self) -> None:
-        self.history = RowHistory(self.params.temperature > 0, len(self.prompt))
+        self.history = RowHistory(
+            self.params.temperature > 0, len(self.prompt), constrained=self.guide is not None
+        )
         self.statistics.prompt_tokens = len(self.prompt)
 
     @classmethod

@@ -15,6 +15,7 @@ from itertools import islice
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.engine import Engine
 from draftsmith.engine.profile import Arm, Profile, candidates
+from draftsmith.engine.reasons import shape_in_words
 from draftsmith.evaluation.measuring.copying import always_finding
 from draftsmith.evaluation.measuring.length_costs import measure_length_cost
 from draftsmith.evaluation.measuring.steps import step_seconds
@@ -78,9 +79,9 @@ class Brought:
         return self.guessing / self.steps if self.guessing else UNSEEN / (1 + self.steps)
 
     @property
-    def guesses(self) -> int:
+    def guesses(self) -> float:
         """How many guesses a step made that made some, on average."""
-        return max(1, round(self.drafted / max(1, self.guessing)))
+        return max(1.0, self.drafted / max(1, self.guessing))
 
 
 class Sampler:
@@ -158,8 +159,8 @@ class Contest:
 
     def time(self, plan: Plan, rows: int) -> None:
         """Time a plan, and plain decoding beside it, until there is enough of both."""
-        bound = "" if plan.factor is None else f", {plan.factor:g} for each token that matched"
-        self.on_progress(f"{_in_rows(rows)}, {plan.max_nodes} guesses{bound}")
+        guesses = f"{plan.max_nodes} guesses" if plan.factor is None else shape_in_words(plan)
+        self.on_progress(f"{_in_rows(rows)}, {guesses}")
         begun, longer = time.monotonic(), ALONE if len(self.rows) == 1 else 1
         fewest = FEWEST_TURNS if rows == 1 else FEWEST_OF_SEVERAL
         for turn in range(MOST_TURNS * longer):
@@ -212,7 +213,7 @@ class Contest:
         self.time(NO_DRAFT, self.rows[0])
         misses, best = 0, 0.0
         for plan in plans:
-            # What is bounded by its matches drafts less, so it is no worse where others clearly lose.
+            # Of what is bounded by its matches fewer guesses fail, so it may pay where others clearly lose.
             if misses == MISSES and plan.factor is None:
                 continue
             self.time(plan, self.rows[0])
@@ -220,20 +221,21 @@ class Contest:
             if misses < MISSES:
                 misses = misses + 1 if self.speed(plan) < HOPELESS * best else 0
         plain = self.speed(NO_DRAFT)
-        kept = [
-            plan for plan in self.taken if plan == NO_DRAFT or plan.factor or self.speed(plan) >= HOPELESS * plain
-        ]
+        # It may also pay with many rows where it does not with one; that is known of the longest of each.
+        bounded = [plan for plan in self.taken if plan.factor is not None]
+        always = {NO_DRAFT, *(plan for plan in bounded if plan.depth == max(one.depth for one in bounded))}
+        kept = [plan for plan in self.taken if plan in always or self.speed(plan) >= HOPELESS * plain]
         if len(self.rows) > 1 and self.seconds(NO_DRAFT, self.rows[0]) > SLOW_STEP_S:
             # Every plan takes seconds with many rows, where those that are best for one are about as good as any.
             best_few = sorted(kept, key=lambda plan: (plan != NO_DRAFT, -self.speed(plan)))[: 1 + FEW_PLANS]
-            kept = [plan for plan in kept if plan in best_few or plan.factor]
+            kept = [plan for plan in kept if plan in best_few or plan in always]
         for rows in self.rows[1:]:
             for plan in kept:
                 self.time(plan, rows)
         if self.copying is not None:
             for plan in kept[1:]:
                 for rows in self.rows:
-                    self.time_full(self.copying, self.sampler.brought[plan].guesses, rows)
+                    self.time_full(self.copying, plan.max_nodes, rows)
         return Profile(self.rows, tuple(
             Arm(
                 plan, self.sampler.survival(plan), tuple(self.seconds(plan, rows) for rows in self.rows),
@@ -242,12 +244,12 @@ class Contest:
             for plan in kept
         ))
 
-    def _looked_up(self, plan: Plan) -> tuple[float | None, tuple[float, ...], int | None]:
+    def _looked_up(self, plan: Plan) -> tuple[float | None, tuple[float, ...], float | None]:
         """Return the last three of `Arm`: guesses that are looked up are not made at every step."""
         if self.copying is None or not plan.depth:
             return None, (), None
         brought = self.sampler.brought[plan]
-        full = tuple(self.full_seconds(brought.guesses, rows) for rows in self.rows)
+        full = tuple(self.full_seconds(plan.max_nodes, rows) for rows in self.rows)
         return brought.found, full, brought.guesses
 
     @property
@@ -301,7 +303,7 @@ def measure_profile(
     if len(found.arms) > 1:
         on_progress("a long text")
         best = max(found.arms[1:], key=lambda arm: found.speed(arm, rows[0]))
-        plan = best.plan if finding is None else Plan((1,) * best.guesses)
+        plan = best.plan if finding is None else Plan((1,) * round(best.guesses))
         slow = found.arms[0].seconds[0] > SLOW_STEP_S
         long, rounds = (LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW) if slow else (LONG_TOKENS, LONG_ROUNDS)
         # Whoever asks for a text that cannot be read is told so then; short ones can be drafted for all the same.

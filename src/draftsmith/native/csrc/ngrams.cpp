@@ -64,7 +64,7 @@ class Ngrams : public Object {
       for (const int32_t place : row.places(wish, {})) {
         int64_t parent = kRoot;
         const int64_t fitting = std::min(guesses, room - static_cast<int64_t>(trees[b].size()));
-        const std::vector<int64_t> path = row.copy(place, row.worth(place, fitting, factor), {});
+        const std::vector<int64_t> path = row.copy(place, row.worth(place, fitting, factor, {}), {});
         for (const int64_t token : path) {
           above[b].push_back(parent), parent = trees[b].size(), trees[b].push_back(token);
         }
@@ -82,12 +82,14 @@ class Ngrams : public Object {
     return {found_2BN, depth};
   }
 
-  std::vector<int64_t> go_on(int64_t number, const std::vector<int64_t>& ahead, bool frequent, int64_t count) {
+  std::vector<int64_t> go_on(int64_t number, const std::vector<int64_t>& ahead, bool frequent, int64_t count,
+                             double factor) {
     const std::lock_guard<std::mutex> alone(busy_);
     const auto row = rows_.find(number);
     REQUIRE(row != rows_.end() && count > 0, "draftsmith: guesses are asked for behind a text, at least one");
     const std::vector<int32_t> found = row->second.places({1, frequent}, ahead);
-    return found.empty() ? std::vector<int64_t>() : row->second.copy(found[0], count, ahead);
+    if (found.empty()) return {};
+    return row->second.copy(found[0], row->second.worth(found[0], count, factor, ahead), ahead);
   }
 
   void leave(const std::vector<int64_t>& numbers) {
@@ -125,8 +127,8 @@ std::tuple<Tensor, int64_t> draft_ngrams(int64_t number, const Tensors& rows, co
 }
 
 std::vector<int64_t> continue_ngrams(int64_t number, int64_t row, const std::vector<int64_t>& ahead, bool frequent,
-                                     int64_t count) {
-  return kept<Ngrams>(number)->go_on(row, ahead, frequent, count);
+                                     int64_t count, double factor) {
+  return kept<Ngrams>(number)->go_on(row, ahead, frequent, count, factor);
 }
 
 void forget_ngrams(int64_t number, const std::vector<int64_t>& rows) { kept<Ngrams>(number)->leave(rows); }
@@ -140,7 +142,7 @@ void define_ngrams(Library& library) {
       "draft_ngrams(int number, Tensor[] rows, Tensor[] counts, Tensor[] tokens, int places, bool frequent, "
       "int guesses, int room, float factor) -> (Tensor, int)");
   library.def_without_tensors<continue_ngrams>(
-      "continue_ngrams(int number, int row, int[] ahead, bool frequent, int count) -> int[]");
+      "continue_ngrams(int number, int row, int[] ahead, bool frequent, int count, float factor) -> int[]");
   library.def_without_tensors<forget_ngrams>("forget_ngrams(int number, int[] rows) -> ()");
 }
 

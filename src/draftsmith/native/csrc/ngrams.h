@@ -148,13 +148,15 @@ class LookupRow {
   }
 
   // How many of `count` guesses the match before a place is worth, at so many for each of its tokens; 0 sets no bound.
-  int64_t worth(int32_t place, int64_t count, double factor) const {
+  int64_t worth(int32_t place, int64_t count, double factor, const std::vector<int64_t>& ahead) const {
     if (factor == 0) return count;
+    const int64_t size = text_.size(), newest = ahead.size();
+    const auto token = [&](int64_t back) {
+      return back < newest ? ahead[newest - 1 - back] : text_[size + newest - 1 - back];
+    };
     int64_t matched = 0;
-    const auto guesses = [&] { return static_cast<int64_t>(std::min<double>(count, factor * matched)); };
-    while (guesses() < count && matched < place && text_[place - 1 - matched] == text_[text_.size() - 1 - matched])
-      ++matched;
-    return guesses();
+    while (factor * matched < count && matched < place && text_[place - 1 - matched] == token(matched)) ++matched;
+    return static_cast<int64_t>(std::min<double>(count, factor * matched));
   }
 
  private:

@@ -1,0 +1,94 @@
+"""What a profile of the machine says: what steps cost, what plans bring, which of them are worth measuring."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from draftsmith.engine.profile import Arm, Profile, candidates
+from draftsmith.plan import NO_DRAFT, Plan
+from tests.helpers.profiles import CHAINS, lookup, profile
+
+
+def test_steps_are_timed_by_straight_lines_between_what_was_measured():
+    found = profile(rows=(1, 4, 8))
+    arm = replace(found.arms[2], seconds=(1.0, 4.0, 6.0))
+    assert [found.seconds(arm, rows) for rows in (1, 2, 4, 6, 8, 12)] == [1, 2, 4, 5, 6, 8]
+    assert profile(rows=(1,)).seconds(found.arms[1], 7) == found.arms[1].seconds[0]
+
+
+def test_the_best_plan_is_that_of_the_most_tokens_a_second():
+    dear, cheap = profile(cost=0.3), profile(cost=0.01)
+    assert dear.best(1).plan.depth == 2, "2.0 tokens for 1.6, against 1.6 for 1.3 and 2.2 for 1.9"
+    assert cheap.best(1).plan.depth == 4
+    assert dear.best(4).plan.depth == 0 and cheap.best(4).plan.depth == 4
+    assert cheap.best(1, odds=0.1).plan.depth == 1 and dear.best(1, odds=0.1).plan == NO_DRAFT
+    assert dear.gain(dear.arms[2], 1) == pytest.approx(2.0 / 1.6)
+
+
+def test_deeper_guesses_suffer_more_and_none_stays_oftener_than_always():
+    arm = profile().arms[4]
+    assert arm.accepted(0.5) == pytest.approx(0.6 / 2 + 0.4 / 4 + 0.2 / 8 + 0.1 / 16)
+    assert arm.accepted(10.0) == 4
+    seldom = Arm(CHAINS[2], (0.1, 0.09, 0.08), (1.0,))
+    assert seldom.accepted(3.0) == pytest.approx(3 * 0.3), "no guess stays oftener than the one before it"
+
+
+def test_what_a_lookup_brings_and_costs_goes_with_how_often_it_finds_guesses():
+    found = lookup(2.0)
+    plain, arm = found.arms
+    assert arm.accepted() == pytest.approx(0.8) and arm.kept() == pytest.approx(3.2)
+    assert arm.accepted(growth=2.0) == pytest.approx(1.6), "twice as often found, and as often right"
+    assert arm.accepted(odds=2.0, growth=1.0) == pytest.approx(1.0), "all that are made stay"
+    assert arm.accepted(odds=9.0) == arm.kept(2.0) == 4, "found at every step, all of them right"
+    assert found.seconds(arm, 1) == 2.0 and found.seconds(plain, 1, odds=3.0) == 1.0
+    assert found.seconds(arm, 1, odds=2.0) == pytest.approx(3.0), "found in half of the steps, a third of the way"
+    assert found.seconds(arm, 1, odds=100.0) == pytest.approx(5.0), "no oftener than always"
+    assert found.speed(arm, 1, odds=100.0) == pytest.approx(5 / 5.0)
+    assert 1.0 < found.seconds(arm, 1, odds=0.5) < 2.0
+    always = replace(arm, found=None)
+    assert always.times(0.5) == always.times(2.0) == always.most_growth == 1.0 and arm.most_growth == 4.0
+    bounded = replace(arm, made=2.0)
+    assert (bounded.usual, bounded.most_growth) == (0.5, 8.0), "it makes two of four guesses where it makes some"
+    assert bounded.kept() == bounded.kept(9.0) == 2.0, "no more than are made"
+    assert bounded.accepted(growth=100.0) == 4, "where it makes all four at every step"
+    cheap = replace(arm, full=(0.9,))
+    assert found.seconds(cheap, 1, odds=100.0) == 2.0, "what seemed to take less takes no less"
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
+    found = Profile((1, 4), (*profile().arms, Arm(Plan(choices=((0,), (1,), (0, 0))), (0.5, 0.2), (1.0, 2.0))))
+    value = json.loads(json.dumps(found.to_json()))
+    assert Profile.from_json(value) == found
+    drafting = value["arms"][1]["plan"]
+    bounded = {**value, "arms": [value["arms"][0], {**value["arms"][1], "plan": {**drafting, "factor": 0.5}}]}
+    assert Profile.from_json(bounded).arms[1].plan == Plan((1,), factor=0.5)
+    for wrong in ({}, {**value, "arms": []}, {**value, "arms": value["arms"][1:]}, {**value, "rows": [1]},
+                  {**value, "arms": [{**value["arms"][0], "found": "some"}]},
+                  {**value, "arms": [value["arms"][0], {**value["arms"][1], "found": 0.5}]},
+                  {**value, "arms": [{**value["arms"][0], "plan": {**value["arms"][0]["plan"], "match": 8}}]},
+                  {**value, "arms": [value["arms"][0], {**value["arms"][1], "plan": {**drafting, "factor": -1}}]}):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            Profile.from_json(wrong)
+
+
+def test_candidates_are_chains_and_trees_up_to_the_room():
+    chains = candidates(Plan((1,) * 6), prunable=False, room=64, longest=6)
+    assert [plan.branching for plan in chains] == [(1,) * depth for depth in range(1, 7)]
+    own = Plan((4, 2, 1), paths=4)
+    trees = candidates(own, prunable=True, room=64, longest=3)
+    assert own in trees and {4, 6, 8, 12} <= {plan.max_nodes for plan in trees}
+    assert all(plan.nodes is None or plan.beam for plan in trees), "no wide tree is grown whole and cut then"
+    static = Plan(choices=((0,), (1,), (0, 0)))
+    assert static in candidates(static, prunable=True, room=64, longest=2)
+    small = candidates(Plan((8, 8)), prunable=True, room=10, longest=2)
+    assert small and all(plan.max_nodes <= 10 for plan in small)
+    assert candidates(NO_DRAFT, prunable=True, room=64, longest=3, factors=(1.0,)) == []
+    lookup = candidates(Plan((1,) * 6), prunable=False, room=64, longest=6, factors=(1.0, 0.5))
+    bounded = [Plan((1,) * depth, factor=factor) for factor in (1.0, 0.5) for depth in (4, 6)]
+    assert lookup == [*(Plan((1,) * depth) for depth in (1, 4, 6)), *bounded]
+    short = candidates(Plan((1,) * 3), prunable=False, room=2, longest=3, factors=(0.5,))
+    assert short == [Plan((1,)), Plan((1, 1)), Plan((1, 1), factor=0.5)]
+    wide = candidates(Plan((1,) * 100), prunable=False, room=64, longest=100, factors=(0.5,))
+    assert [plan.depth for plan in wide] == [1, 4, 64, 4, 64]
