@@ -47,14 +47,29 @@ def test_what_a_lookup_brings_and_costs_goes_with_how_often_it_finds_guesses():
     assert found.speed(arm, 1, odds=100.0) == pytest.approx(5 / 5.0)
     assert 1.0 < found.seconds(arm, 1, odds=0.5) < 2.0
     always = replace(arm, found=None)
-    assert always.times(0.5) == always.times(2.0) == always.most_growth == 1.0 and arm.most_growth == 4.0
-    bounded = replace(arm, made=2.0)
-    assert (bounded.usual, bounded.most_growth) == (0.5, 8.0), "it makes two of four guesses where it makes some"
-    assert bounded.kept() == bounded.kept(9.0) == 2.0, "no more than are made"
-    assert bounded.accepted(growth=100.0) == 4, "where it makes all four at every step"
+    assert always.share(0.5) == always.share(2.0) == always.most_growth == 1.0 and arm.most_growth == 4.0
     cheap = replace(arm, full=(0.9,))
     assert found.seconds(cheap, 1, odds=100.0) == 2.0, "what seemed to take less takes no less"
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_what_matches_bound_may_make_more_guesses_than_measured():
+    """Two of four guesses in a quarter of the steps, and three of these four stay."""
+    found = lookup(2.0)
+    arm = replace(found.arms[1], plan=Plan((1,) * 4, factor=0.5), survival=(0.25, 0.125), made=2.0)
+    assert (arm.usual, arm.most_growth, arm.most_length) == (0.5, 4.0, 2.0)
+    assert arm.kept() == pytest.approx(1.5) and arm.kept(9.0) == 2.0, "no more than are made"
+    assert arm.accepted(growth=2.0) == pytest.approx(0.75)
+    assert arm.accepted(growth=2.0, length=2.0) == pytest.approx(1.5)
+    assert arm.accepted(9.0, 9.0, 9.0) == 4, "all four, at every step"
+    assert arm.made_times(2.0, 0.5) == 1.0 and arm.made_times(9.0, 9.0) == 8.0
+    loose = replace(arm, plan=Plan((1,) * 4))
+    assert loose.stretched(3.0) == loose.stretched(0.3) == loose.most_length == 1.0, "no match bounds it"
+    tree = replace(arm, plan=Plan((2, 2)), made=5.0, survival=(0.25, 0.25))
+    assert tree.accepted(9.0, 9.0, 9.0) == 2, "no more than its depth, whatever its nodes"
+    seconds = Profile((1,), (found.arms[0], arm)).costs((found.arms[0], arm), 1)
+    assert seconds.grown([1.0, 1.0])[1] == 2.0 and seconds.grown([1.0, 8.0])[1] == pytest.approx(5.0)
+    assert seconds.grown([1.0, 4.5])[1] == pytest.approx(3.5), "half way"
 
 
 def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
@@ -68,7 +83,10 @@ def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
                   {**value, "arms": [{**value["arms"][0], "found": "some"}]},
                   {**value, "arms": [value["arms"][0], {**value["arms"][1], "found": 0.5}]},
                   {**value, "arms": [{**value["arms"][0], "plan": {**value["arms"][0]["plan"], "match": 8}}]},
-                  {**value, "arms": [value["arms"][0], {**value["arms"][1], "plan": {**drafting, "factor": -1}}]}):
+                  *({**value, "arms": [value["arms"][0], {**value["arms"][1], **damage}]} for damage in (
+                      {"plan": {**drafting, "factor": -1}}, {"made": 0}, {"made": 2}, {"made": float("nan")},
+                      {"found": 0.0, "full": [1.0, 1.0]}, {"found": 2.0, "full": [1.0, 1.0]},
+                  ))):
         with pytest.raises((KeyError, TypeError, ValueError)):
             Profile.from_json(wrong)
 

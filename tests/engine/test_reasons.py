@@ -124,14 +124,15 @@ def test_no_reason_is_left_over_where_rows_begin_or_end_to_draft_alike():
 
 
 def test_no_share_pays_where_the_dearest_neighbours_need_the_time():
-    why = Weighed("does_not_pay", profile().arms, (1.0, 9.0, 9.0, 9.0, 9.0), 1, [1, 2, 3, 4], 0.5, 1.0, 1.0, 0.03, 2)
+    seconds = (1.0, 9.0, 9.0, 9.0, 9.0)
+    why = Weighed("does_not_pay", profile().arms, seconds, 1, [1, 2, 3, 4], 0.5, 1.0, 1.0, 1.0, 0.03, 2)
     assert why.would_pay() is None and why.sentence().endswith("no share would pay")
 
 
 @pytest.mark.parametrize(("plan", "words"), [
     (NO_DRAFT, "none"), (Plan((1, 1)), "chain of 2"), (Plan((2, 1)), "tree of 4"),
-    (Plan((1, 1), factor=0.5), "chain of up to 2, 0.5 guesses for each matched token"),
-    (Plan((2, 1), factor=1.0), "tree of up to 4, 1 guess for each matched token"),
+    (Plan((1, 1), factor=0.5), "chain of up to 2 with 0.5 guesses for each matched token"),
+    (Plan((2, 1), factor=1.0), "tree of up to 4 with 1 guess for each matched token"),
 ])
 def test_shapes_are_told_in_words(plan: Plan, words: str):
     assert shape_in_words(plan) == words

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,7 +27,7 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.trainable.drafter import RowwiseDrafter
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.types import Context
+from draftsmith.types import Context, Quantization
 from tests.helpers.tiny import ARCHITECTURES, CONTEXT, VOCABULARY, WIDTH, tiny_model
 
 # ---- numbers
@@ -199,3 +199,17 @@ def certain_rows(
         for ours, theirs in ((exact.tokens_BN, other.tokens_BN), (exact.parents_BN, other.parents_BN)):
             certain_B &= (ours == theirs).all(1)
     return exact.tokens_BN, exact.parents_BN, certain_B
+
+
+WHOLE: tuple[Quantization, ...] = ("int8", "int4")
+
+
+@cache
+def quantised(name: str, quantize: Quantization) -> Target:
+    return Target(model(name), name=name, quantize=quantize)
+
+
+def held(module: nn.Module) -> int:
+    """Count the bytes of all different memory behind parameters and buffers."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -10,11 +10,11 @@ TRIAL, HOPELESS = 4, 3
 """Steps that a trial lasts, and after which it ends if guesses were made and none has stayed; one guess tells next to
 nothing, and what a step costs is not seen at the first ones."""
 QUARTERS, MOST_GROWTH = 4, 16
-"""Growths, see `Arm.times`, are told apart in quarters, and none is above so much."""
+"""Growths and lengths, see `Arm.accepted`, are told apart in quarters, and none is above so much."""
 
 
-Stand = tuple[tuple[int, int], ...]
-"""For every drafter, which of the odds and which growth, in quarters."""
+Stand = tuple[tuple[int, int, int], ...]
+"""For every drafter, which of the odds, which growth and which length, the latter in quarters."""
 
 
 @dataclass(slots=True)
@@ -22,8 +22,10 @@ class Evidence:
     """How a drafter's guesses do in a text: those that stayed and that were expected to, both fading.
 
     Args:
-        steps, found: of a lookup, steps that looked for guesses, and how many times as many as a step usually makes
-            they made together; fading too.
+        steps, found: of a lookup, steps that looked for guesses, and those that found some, each of which counts for
+            as many as find some once where that was measured; fading too.
+        finds, length_of_finds: of plans that matches bound, steps that found some, and how many times as many guesses
+            as such a step usually makes they made together; fading too.
         odds: which of `ODDS` follows.
         since: steps since it was taken up, or laid aside.
         wait: steps without it before it is tried.
@@ -36,6 +38,8 @@ class Evidence:
     odds: int
     found: float = PRIOR
     steps: float = PRIOR
+    length_of_finds: float = PRIOR
+    finds: float = PRIOR
     since: int = 0
     wait: int = FIRST_WAIT
     trial: int = 0
@@ -44,12 +48,21 @@ class Evidence:
 
     @property
     def growth(self) -> int:
-        """How many times as many guesses as measured are made, in quarters."""
+        """How many times as often as measured guesses are found, in quarters."""
         return min(round(QUARTERS * self.found / self.steps), QUARTERS * MOST_GROWTH)
+
+    @property
+    def length(self) -> int:
+        """How many times as many as measured are made where some are, in quarters."""
+        return min(max(1, round(QUARTERS * self.length_of_finds / self.finds)), QUARTERS * MOST_GROWTH)
 
     def looked(self, found: float, decay: float) -> None:
         """Take in a step of a lookup, and what it counts for; what was before fades."""
         self.found, self.steps = decay * self.found + found, decay * self.steps + 1
+
+    def made(self, length: float, decay: float) -> None:
+        """Take in how many times as many guesses as usual a step made; what was before fades."""
+        self.length_of_finds, self.finds = decay * self.length_of_finds + length, decay * self.finds + 1
 
     def guess(self, stayed: int, expected: float, decay: float) -> None:
         """Take in guesses of which so many stayed and were expected to; what was before fades."""
@@ -65,6 +78,8 @@ class Evidence:
             self.accepted, self.expected = self.accepted * PRIOR / self.expected, PRIOR
         if self.steps > PRIOR:
             self.found, self.steps = self.found * PRIOR / self.steps, PRIOR
+        if self.finds > PRIOR:
+            self.length_of_finds, self.finds = self.length_of_finds * PRIOR / self.finds, PRIOR
         self.guessed = self.hit = False
 
     def goes_on(self) -> bool:
@@ -89,5 +104,5 @@ class RowEvidence:
 
     @property
     def stand(self) -> Stand:
-        """How often guesses of every drafter stay here, and how many it makes."""
-        return tuple((one.odds, one.growth) for one in self.evidence)
+        """How often guesses of every drafter stay here, how often it makes some, and how many."""
+        return tuple((one.odds, one.growth, one.length) for one in self.evidence)

@@ -12,7 +12,7 @@ MOST_STANDS = 4096
 
 
 class Expected:
-    """The tokens that plans bring a row, and how many guesses they make in it; see `Arm.times`.
+    """The tokens that plans bring a row, and how many guesses they make in it; see `Arm.accepted`.
 
     Args:
         arms: all plans, the first of which drafts nothing.
@@ -23,28 +23,29 @@ class Expected:
         self._arms, self._whose = arms, whose
         self.kept = [[arm.kept(odds) for odds in ODDS] for arm in arms]
         """Of every plan, the guesses that stay where some are made, at each of the odds."""
-        self.most_growths = [arm.most_growth for arm in arms]
-        self.most = [1 + arm.accepted(ODDS[-1], arm.most_growth) for arm in arms]
+        self.most_growths = [arm.made_times(arm.most_growth, arm.most_length) for arm in arms]
+        """Of every plan, how many times as many guesses as measured it can make."""
+        self.most = [1 + arm.accepted(ODDS[-1], arm.most_growth, arm.most_length) for arm in arms]
         """Of every plan, the tokens that a step brings at best."""
         self._stands: dict[Stand, tuple[list[float], list[float]]] = {}
 
     def of(self, stand: Stand) -> tuple[list[float], list[float]]:
-        """Return the tokens that every plan brings in such a text, and its growth there."""
+        """Return the tokens that every plan brings in such a text, and how many times as many guesses it makes."""
         found = self._stands.get(stand)
         if found is None:
             if len(self._stands) == MOST_STANDS:
                 self._stands.clear()
             brings, growths = [1.0], [1.0]
-            for at, (whose, most) in enumerate(zip(self._whose[1:], self.most_growths[1:], strict=True), start=1):
-                odds, quarters = stand[whose]
-                growth = min(most, quarters / QUARTERS) if self._arms[at].found else 1.0
-                brings.append(1 + self._arms[at].times(growth) * self.kept[at][odds])
-                growths.append(growth)
+            for arm, whose, kept in zip(self._arms[1:], self._whose[1:], self.kept[1:], strict=True):
+                odds, growth, length = stand[whose]
+                times = arm.stretched(length / QUARTERS)
+                brings.append(1 + arm.share(growth / QUARTERS) * min(arm.plan.depth, times * kept[odds]))
+                growths.append(arm.made_times(growth / QUARTERS, times))
             found = self._stands[stand] = brings, growths
         return found
 
     def average(self, stands: Sequence[Stand]) -> tuple[list[float], list[float]]:
-        """Return the tokens that every plan brings a row, and its growth, on average over these rows."""
+        """Return the same, on average over these rows."""
         (stand, most), *others = Counter(stands).items()
         brings, growths = self.of(stand)
         if others:

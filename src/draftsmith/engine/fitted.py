@@ -5,6 +5,7 @@ runs, from the steps that it has behind it and nothing else: what it answers doe
 drawn.
 """
 
+import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
@@ -74,7 +75,7 @@ class Fitted(Policy):
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Of all rows, greedy ones and sampled ones apart, of whose guesses fewer stay.
         self._common = {
-            sampled: [Evidence(0.0, 0.0, USUAL, 0.0, 0.0) for _ in drafters] for sampled in (False, True)
+            sampled: [Evidence(0.0, 0.0, USUAL, 0.0, 0.0, 0.0, 0.0) for _ in drafters] for sampled in (False, True)
         }
         # What rows do that do the same, how many decoded at the last question, which, and after how many steps.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
@@ -187,9 +188,11 @@ class Fitted(Policy):
             if self._of[number]:
                 # Of a text whose guesses stay so often, the best plan would bring what it brings these on average.
                 best = max(self._of[number], key=values.__getitem__)
-                times = self._arms[best].times(growths[best])
-                own.odds = self._odds(best, (brings[best] - 1) / times if times else 0.0)
-                own.found, own.steps = growths[best], 1.0
+                arm, others = self._arms[best], [row.evidence[number] for row in known]
+                own.found, own.steps = statistics.fmean(one.growth for one in others) / QUARTERS, 1.0
+                own.length_of_finds, own.finds = statistics.fmean(one.length for one in others) / QUARTERS, 1.0
+                made = arm.share(own.found) * arm.stretched(own.length_of_finds)
+                own.odds = self._odds(best, (brings[best] - 1) / made if made else 0.0)
         begins = len(rows) > 1 and (joined or crowd.trying or not crowd.arm)
         patience = CROWD_PATIENCE if begins else PATIENCE
         crowd.arm = self._settle(
@@ -248,15 +251,18 @@ class Fitted(Policy):
             kept, number = self._kept[row.arm][USUAL], self._whose[row.arm]
             if kept:
                 own, arm = row.evidence[number], self._arms[row.arm]
+                bounded = arm.plan.factor is not None and arm.found is not None
                 both = ((own, DECAY), (self._common[history.sampled][number], COMMON_DECAY))
                 for stayed, drafted in zip(history.accepted[row.seen :], history.drafted[row.seen :], strict=True):
                     own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
-                    made = history.guesses(drafted, arm.guesses) if arm.found else arm.guesses
+                    length = history.guesses(drafted, arm.guesses) / arm.guesses if bounded else 1.0
                     for one, decay in both:
                         if arm.found:
-                            one.looked(made / arm.usual, decay)
-                        if made:
-                            one.guess(stayed, kept * made / arm.guesses, decay)
+                            one.looked((drafted > 0) / arm.found, decay)
+                        if drafted > 0 or not arm.found:
+                            one.guess(stayed, kept * length, decay)
+                            if bounded:
+                                one.made(length, decay)
                 own.odds = self._odds(row.arm, own.accepted / own.expected * kept)
             row.seen = steps
         return row
@@ -266,9 +272,10 @@ class Fitted(Policy):
         arms = self._of[number]
         stayed = (common.accepted + PRIOR) / (common.expected + PRIOR)
         growth = (common.found + PRIOR) / (common.steps + PRIOR)
+        length = (common.length_of_finds + PRIOR) / (common.finds + PRIOR)
         most = max(arms, key=lambda arm: self._arms[arm].guesses, default=0)
         odds = self._odds(most, stayed * self._kept[most][USUAL]) if arms else USUAL
-        return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR * growth)
+        return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR * growth, length_of_finds=PRIOR * length)
 
     def _odds(self, arm: int, kept: float) -> int:
         """Return the odds at which a plan that makes guesses accepts so many."""
@@ -349,8 +356,8 @@ class Fitted(Policy):
             kind = "text_too_long"
         whose = self._whose[at]
         own = row.evidence[whose]
-        odds, growth = ODDS[own.odds], own.growth / QUARTERS
-        return Weighed(kind, self._arms, seconds, at, self._of[whose], odds, growth, price, patience - 1, count)
+        odds, growth, length = ODDS[own.odds], own.growth / QUARTERS, own.length / QUARTERS
+        return Weighed(kind, self._arms, seconds, at, self._of[whose], odds, growth, length, price, patience - 1, count)
 
     def _is_hopeless(self, count: int, patience: float) -> bool:
         """Return whether in a step of so many rows too little would be gained even if all guesses stayed."""

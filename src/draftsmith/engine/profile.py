@@ -53,24 +53,38 @@ class Arm:
         """How many guesses a step makes, on average over all steps."""
         return self.guesses if self.found is None else self.found * self.guesses
 
-    def times(self, growth: float) -> float:
-        """Return how many steps' guesses a step makes, where a lookup makes so many times as many as measured.
+    def share(self, growth: float = 1.0) -> float:
+        """Return the share of steps that make guesses, in a text where a lookup finds so many times as often."""
+        return 1.0 if self.found is None else min(1.0, self.found * growth)
 
-        A step's guesses are those of one that makes some: where matches are long, a plan may make more than these.
+    def accepted(self, odds: float = 1.0, growth: float | None = None, length: float = 1.0) -> float:
+        """Return how many guesses a step accepts on average.
+
+        Args:
+            odds: see `kept`.
+            growth: see `share`; without one, a lookup finds as many times as often as guesses stay.
+            length: a step that finds some makes so many times as many as measured, see `stretched`.
         """
-        return 1.0 if self.found is None else self.found * min(growth, self.most_growth)
+        kept = min(self.plan.depth, self.stretched(length) * self.kept(odds))
+        return self.share(odds if growth is None else growth) * kept
 
-    def accepted(self, odds: float = 1.0, growth: float | None = None) -> float:
-        """Return how many guesses a step accepts on average; see `kept` and `times`.
+    def stretched(self, length: float) -> float:
+        """Return how many times as many guesses a step makes that makes some; 1 where no match bounds them."""
+        return 1.0 if self.plan.factor is None else min(length, self.most_length)
 
-        Without a `growth`, a lookup makes as many times as many guesses as of these stay.
-        """
-        return self.times(odds if growth is None else growth) * self.kept(odds)
+    def made_times(self, growth: float, length: float) -> float:
+        """Return how many times as many guesses as measured it makes, over all steps; no more than it can."""
+        return min(growth, self.most_growth) * self.stretched(length)
 
     @property
     def most_growth(self) -> float:
-        """How many times as many guesses as measured it can make."""
-        return self.plan.max_nodes / self.usual if self.found else 1.0
+        """How many times as often as measured it can find guesses."""
+        return 1 / self.found if self.found else 1.0
+
+    @property
+    def most_length(self) -> float:
+        """How many times as many guesses as measured it can make in a step that makes some."""
+        return 1.0 if self.plan.factor is None else self.plan.max_nodes / self.guesses
 
 
 @dataclass(frozen=True)
@@ -162,7 +176,7 @@ class Profile:
         """Return what these of its plans take, the first of which drafts nothing; all rows together."""
         seconds, more = [self._between(arm.seconds, rows) for arm in arms], []
         for arm, took in zip(arms, seconds, strict=True):
-            most = arm.most_growth
+            most = arm.plan.max_nodes / arm.usual if arm.found else 1.0
             more.append(max(0.0, self._between(arm.full, rows) - took) / (most - 1) if most > 1 else 0.0)
         return Costs(seconds, more)
 
@@ -209,6 +223,11 @@ class Profile:
             or any(len(arm.full) != len(rows) for arm in arms if arm.found is not None)
         ):
             raise ValueError("a profile begins with plain decoding, and every plan has as many times as there are rows")
+        if any(
+            not (arm.found is None or 0 < arm.found <= 1) or not 0 < arm.guesses <= arm.plan.max_nodes
+            for arm in arms if arm.plan.depth
+        ):
+            raise ValueError("a lookup makes guesses in some steps, one or more, and no more than its plan allows")
         costs = [float(value["length_cost"][name]) for name in ("measured_at", "plain", "guess")]
         return cls(rows, arms, LengthCost(*costs))
 

@@ -81,7 +81,8 @@ class Weighed(Reason):
         at: which of them this is about: the one taken or, where none was, the best of those that were not.
         alike: those of the same drafter.
         odds: how many times as often as measured its guesses are expected to stay.
-        growth: how many times as many as measured it makes, if it is a lookup.
+        growth: how many times as often as measured it finds guesses, if it is a lookup.
+        length: how many times as many as measured it makes then, if matches bound these.
         price: tokens a second that all rows together could have.
         margin: tokens that a plan has to bring beyond what its time is worth.
         rows: how many decode.
@@ -94,6 +95,7 @@ class Weighed(Reason):
     alike: Sequence[int]
     odds: float
     growth: float
+    length: float
     price: float
     margin: float
     rows: int
@@ -106,7 +108,7 @@ class Weighed(Reason):
     @property
     def tokens(self) -> float:
         """How many tokens a step of the plan is expected to bring a row, the target's own included."""
-        return 1 + self.arms[self.at].accepted(self.odds, self.growth)
+        return 1 + self.arms[self.at].accepted(self.odds, self.growth, self.length)
 
     @property
     def cost(self) -> float:
@@ -133,16 +135,16 @@ class Weighed(Reason):
         if self.kind == "text_too_long":
             return "text too long to draft: behind so many tokens not even guesses that all stay would pay"
         arm = self.arms[self.at]
-        if arm.found is None:
-            return f"no draft: guesses of this text stay {self.stays:.2f} of the time, {pays}"
-        made = arm.times(self.growth) * arm.guesses
-        return f"no draft: a step finds {made:.2f} guesses, the first stays {self.stays:.2f} of the time, {pays}"
+        where = "" if arm.found is None else f"{arm.share(self.growth):.2f} of the steps find guesses, which "
+        return f"no draft: {where or 'guesses of this text '}stay {self.stays:.2f} of the time, {pays}"
 
     def would_pay(self) -> float | None:
         """Return how often the first guess has to stay for some plan of the drafter to pay; None if none ever would."""
         def paying(odds: float) -> Arm | None:
-            gains = [(self.arms[at].accepted(odds, self.growth) - self._worth(at), at) for at in self.alike]
-            most, at = max(gains, default=(-1.0, 0))
+            most, at = max(
+                ((self.arms[at].accepted(odds, self.growth, self.length) - self._worth(at), at) for at in self.alike),
+                default=(-1.0, 0),
+            )
             return self.arms[at] if most >= 0 else None
 
         low, high = 0.0, 1.0
@@ -166,14 +168,14 @@ def _first(arm: Arm, odds: float) -> float:
 
 
 def shape_in_words(plan: Plan) -> str:
-    """Return "chain of 3", "tree of 8", "chain of up to 8, 0.5 guesses for each matched token" or "none"."""
+    """Return "chain of 3", "tree of 8", "chain of up to 8 with 0.5 guesses for each matched token" or "none"."""
     if not plan.depth:
         return "none"
     kind = "chain" if plan.is_chain else "tree"
     if plan.factor is None:
         return f"{kind} of {plan.max_nodes}"
     guesses = "guess" if plan.factor == 1 else "guesses"
-    return f"{kind} of up to {plan.max_nodes}, {plan.factor:g} {guesses} for each matched token"
+    return f"{kind} of up to {plan.max_nodes} with {plan.factor:g} {guesses} for each matched token"
 
 
 ASKED = Said("asked", "asked for by the request")

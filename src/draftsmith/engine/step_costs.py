@@ -26,7 +26,7 @@ class StepCosts:
         each = [profile.length_cost.guess * arm.guesses for arm, profile in zip(arms, profiles, strict=True)]
         # A lookup makes guesses in some steps only.
         self._per_token = Costs(
-            [plain + more * arm.times(1.0) for more, arm in zip(each, arms, strict=True)],
+            [plain + more * arm.share() for more, arm in zip(each, arms, strict=True)],
             [more * (arm.found or 0.0) for more, arm in zip(each, arms, strict=True)],
         )
 

@@ -139,6 +139,21 @@ def test_a_plan_may_ask_for_guesses_by_the_length_of_the_match(make):
     assert chain(propose(make(), {0: longer}, Plan((1,) * 4, factor=0.5))) == [7, 8, 9]
 
 
+def test_a_factor_of_its_own_bounds_every_plan():
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 9, 3, 4, 5, 6]
+    for own, asked, guesses in ((0.5, None, 2), (0.5, 1.0, 2), (1.0, 0.5, 2), (0.5, 0.25, 1), (0.25, 9.0, 1)):
+        for drafter in (ngram(factor=own), suffix(factor=own)):
+            found = chain(propose(drafter, {0: text}, Plan((1,) * 4, factor=asked)))
+            assert found == [7, 8, 9, 1][:guesses], (own, asked)
+    assert ngram(factor=0.5).factors == (0.25,)
+
+
+@pytest.mark.parametrize("word", ["ngram:factor=0", "ngram:factor=inf", "suffix:factor=nan"])
+def test_a_factor_is_a_positive_number(word: str):
+    with pytest.raises(DraftsmithError, match="factor"):
+        load_drafter(word, tiny_target("llama"))
+
+
 def test_every_branch_is_bounded_by_its_own_match():
     text = [5, 1, 2, 3, 7, 7, 4, 2, 3, 8, 8, 5, 1, 2, 3]
     both = trees(propose(ngram(branches=2, min_length=1), {0: text}, Plan((2, 1, 1, 1), factor=0.75)))

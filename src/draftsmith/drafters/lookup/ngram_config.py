@@ -21,8 +21,8 @@ class NgramConfig(Config):
         default="recent",
         description="recent goes on as at the latest match, frequent with the token that followed most often",
     )
-    factor: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="guesses for every token of the match; by default there are as many behind any match"
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="at most so many guesses for every token of the match; no such limit by default"
     )
     branches: Count = Field(default=1, description="continuations to draft, which differ in their first token")
 

@@ -15,7 +15,9 @@ class SuffixConfig(Config):
     """
 
     max_length: Count = Field(default=24, description="the longest match that is told from longer ones")
-    factor: Annotated[float, Field(gt=0)] = Field(default=1.0, description="guesses for every token of the match")
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=1.0, description="guesses for every token of the match"
+    )
     min_probability: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.2, description="leave out guesses that followed in a smaller share of the matches"
     )

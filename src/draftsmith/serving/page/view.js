@@ -214,7 +214,7 @@ export class Steps {
     const step = this.all[at - before - 1];
     byId("tree-caption").textContent = drawTree(byId("tree"), step);
     // What was chosen stands before it already.
-    const why = step.why ? `: ${step.why.replace(/^(no draft|(chain|tree) of (up to )?\d+(, [\d.e+-]+ guess(es)? for each matched token)?): /, "")}` : "";
+    const why = step.why ? `: ${step.why.replace(/^(no draft|(chain|tree) of (up to )?\d+( with [\d.e+-]+ guess(es)? for each matched token)?): /, "")}` : "";
     const chosen = step.plan === "none" ? "not to draft" : `the plan ${planName(step.plan)}`;
     const known = step.plan !== null && step.plan !== undefined;
     byId("chose").textContent = known ? `The policy chose ${chosen}${why}.`.replace(/\.\.$/, ".") : "";
