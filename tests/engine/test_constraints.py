@@ -113,6 +113,15 @@ def test_compiled_steps_keep_to_constraints():
 # ---- guesses that a constraint forbids
 
 
+def test_a_policy_learns_of_a_constrained_row_only_whether_it_guessed():
+    target = target_with("byte-level")
+    engine = Engine(target, NgramDrafter(NgramConfig()), max_batch=2)
+    rules = [replace(GREEDY, constraint=Constraint("regex", "7{9}")), FREE[0]]
+    bound, free = engine.admit_call([[5, 6], [5, 6]], rules)
+    assert bound.history.constrained and not free.history.constrained
+    assert (bound.history.guesses(1, 2.5), free.history.guesses(3, 2.5)) == (2.5, 3)
+
+
 def test_forbidden_guesses_are_not_verified():
     target = target_with("byte-level")
     assert target.tokenizer is not None

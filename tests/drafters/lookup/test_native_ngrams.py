@@ -115,9 +115,10 @@ def test_what_was_followed_for_long_is_read_in_pieces():
 
 
 def test_a_copy_has_no_texts():
-    native = NativeNgramDrafter(NgramConfig(min_length=1))
+    native = NativeNgramDrafter(NgramConfig(min_length=1, factor=3.0))
     native.follow(context({0: [4, 5, 4]}, 3))
     copied = deepcopy(native)
+    assert (copied.config, copied.factors) == (native.config, (1.5,))
     assert copied.propose(context({0: [4]}, 1), Plan((1, 1))).tokens_BN.shape == (1, 0)
     assert native.propose(context({0: [5]}, 1), Plan((1, 1))).tokens_BN.tolist() == [[4, 5]]
 
