@@ -6,8 +6,10 @@ Every cell is a number of texts that are written at a time, a length of their pr
 turns in random order, all on one engine:
 
 - no speculation: requests that never draft;
-- the policy that `serve` and `generate` take, fitted to this machine;
-- fixed plans: chains of the speculator and of prompt lookup, the same for every row at every step;
+- the policy that `serve` and `generate` take, fitted to this machine, over their drafter `lookup-first`: prompt lookup,
+  and the speculator where that finds nothing;
+- fixed plans: chains of the speculator and of prompt lookup, and `lookup-first` by its own plan, the same for every row
+  at every step;
 - a table of depths by the number of rows, as vLLM's `num_speculative_tokens_per_batch_size` has it (`--table`);
 - a budget of guesses a step that the rows share in equal parts (`--budgets`; the best of them is told).
 
@@ -30,6 +32,7 @@ from common import arguments, as_json, finish, main, open_drafter, print_table, 
 from rich.console import Console
 
 from draftsmith import assets
+from draftsmith.drafters.lookup.lookup_first import LookupFirst
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Choice, Engine, Fixed, Load, Policy, RowHistory
 from draftsmith.engine.requests.request import Request
@@ -42,7 +45,7 @@ from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.workflows.fitting import fitted_engines
 
-SPECULATOR, LOOKUP = "speculator", "ngram"
+SPECULATOR, LOOKUP, BOTH = "speculator", "ngram", "lookup-first"
 NONE, POLICY, TABLE = "no speculation", "policy", "table by batch size"
 TOLD = (0.98, 0.95)
 """A cell whose speed is a smaller share of the best fixed plan's is named."""
@@ -106,12 +109,13 @@ class Run:
 
     Args:
         seconds, tokens: while all texts were written.
-        accepted, steps: guesses that stayed, and steps of a text.
+        drafted, accepted, steps: guesses that were verified and that stayed, and steps of a text.
         texts: what was written until then.
     """
 
     seconds: float
     tokens: int
+    drafted: int
     accepted: int
     steps: int
     texts: list[list[int]]
@@ -140,7 +144,7 @@ def write(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, plan: P
         if any(request.finish_reason is not None for request in requests):
             raise DraftsmithError("a text was over before the last had begun; ask for more --new-tokens.")
         before, steps = sum(len(request.tokens) for request in requests), sum(len(one.accepted) for one in requests)
-        stayed = sum(sum(one.accepted) for one in requests)
+        stayed, drafted = sum(sum(one.accepted) for one in requests), sum(one.drafted for one in requests)
         begun = time.perf_counter()
         while all(request.finish_reason is None for request in requests):
             core.step()
@@ -148,7 +152,7 @@ def write(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, plan: P
         _check(requests)
         return Run(
             seconds, sum(len(request.tokens) for request in requests) - before,
-            sum(sum(one.accepted) for one in requests) - stayed,
+            sum(one.drafted for one in requests) - drafted, sum(sum(one.accepted) for one in requests) - stayed,
             sum(len(one.accepted) for one in requests) - steps, [list(request.tokens) for request in requests],
         )
     finally:
@@ -264,13 +268,15 @@ def run() -> None:
     parser.add_argument("--warmups", type=int, default=1)
     args = start(parser)
     target = Target.from_pretrained(args.target or assets.demo_target(), dtype=args.dtype, device=args.device)
-    drafters = {SPECULATOR: open_drafter(args.drafter, target), LOOKUP: load_drafter("ngram", target)}
-    names = {SPECULATOR: str(args.drafter or assets.demo_drafter()), LOOKUP: "ngram"}
-    deepest = drafters[SPECULATOR].max_depth
+    speculator, lookup = open_drafter(args.drafter, target), load_drafter(LOOKUP, target)
+    both, deepest = LookupFirst(lookup, speculator), speculator.max_depth
+    drafters = {SPECULATOR: speculator, LOOKUP: lookup, BOTH: both}
+    names = {BOTH: f"{BOTH}:lookup={LOOKUP},then={args.drafter or assets.demo_drafter()}"}
     fixed: dict[str, Policy] = {
         f"{name}, chain of {depth}": Fixed(Plan((1,) * depth), name)
-        for name in drafters for depth in args.chains if name != SPECULATOR or depth <= deepest
+        for name in (SPECULATOR, LOOKUP) for depth in args.chains if name != SPECULATOR or depth <= deepest
     }
+    fixed[f"{BOTH}, its own plan"] = Fixed(both.default_plan(), BOTH)
     budgets: dict[str, Policy] = {f"budget of {guesses}": Budget(guesses, deepest) for guesses in args.budgets}
     rng, cells, rows, below = random.Random(args.seed), [], [], []
     for count in args.concurrency:
@@ -281,7 +287,7 @@ def run() -> None:
             length = tokens + args.new_tokens
             # Prompts that are read in pieces would let the first texts be over before the last begins.
             sizes = {"max_batch": count, "max_length": length, "piece_tokens": count * tokens}
-            bare = Engine(target, drafters, **sizes)
+            bare = Engine(target, {BOTH: both}, **sizes)
             fitted = fitted_engines(bare, (count,), names, Console(stderr=True))[count].core.policy
             policies = {POLICY: fitted, TABLE: ByRows(read_table(args.table)), **fixed, **budgets}
             switched = Switched(policies)

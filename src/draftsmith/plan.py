@@ -33,6 +33,10 @@ class Plan:
         factor: of drafts that are looked up: at most so many guesses for every token of a match, since what follows a
             longer match is likelier to come again (the idea of SuffixDecoding, arXiv:2411.04975, section 4); None
             leaves it to the drafter. Other drafters take no notice.
+        confidence: of drafters that know how likely their guesses are: leave out what is less likely than this, all
+            guesses before it taken into account, so that a draft ends where its drafter becomes unsure. What a sampled
+            row is drafted counts as likely as the likeliest token there, see `grow`. None keeps all. Drafters that look
+            guesses up take no notice.
     """
 
     branching: tuple[int, ...] = ()
@@ -45,6 +49,7 @@ class Plan:
     delta: float = 0.3
     choices: tuple[tuple[int, ...], ...] = ()
     factor: float | None = None
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.choices:
@@ -62,6 +67,16 @@ class Plan:
             )
         if self.factor is not None and not 0 < self.factor < float("inf"):
             raise DraftsmithError(f"factor is {self.factor}; use a positive number, or leave it out.")
+        if self.confidence is not None:
+            if not 0 < self.confidence < 1:
+                raise DraftsmithError(
+                    f"confidence is {self.confidence}; use a probability above 0 and below 1, or leave it out."
+                )
+            if self.sampled or (self.choices and not self.is_chain):
+                raise DraftsmithError(
+                    "confidence leaves unlikely guesses out of chains and of trees of the likeliest guesses; leave it "
+                    f"out, or {'sampled' if self.sampled else 'choices'}."
+                )
         if self.acceptance not in get_args(AcceptanceRule):
             raise DraftsmithError(
                 f"acceptance is {self.acceptance!r}; use one of {', '.join(get_args(AcceptanceRule))}."

@@ -112,12 +112,27 @@ class Context:
             None if self.slots_B is None else self.slots_B[begin:end],
         )
 
+    def some(self, index_R: Tensor) -> Context:
+        """Return these rows."""
+        return Context(
+            self.tokens_BT[index_R], self.features_BTF[index_R], self.counts_B[index_R], self.lengths_B[index_R],
+            self.rows_B[index_R], self.temperature_B[index_R], self.seeds_B[index_R],
+            None if self.first_B is None else self.first_B[index_R],
+            None if self.slots_B is None else self.slots_B[index_R],
+        )
+
     def root(self) -> tuple[Tensor, Tensor]:
         """Return the root's token (B) and the state that predicted it (B, F)."""
         last_B1 = (self.counts_B - 1).unsqueeze(1)
         root_B = self.tokens_BT.gather(1, last_B1).squeeze(1)
         index_B1F = last_B1.unsqueeze(2).expand(-1, -1, self.features_BTF.shape[2])
         return root_B, self.features_BTF.gather(1, index_B1F).squeeze(1)
+
+
+def empty_draft(context: Context) -> Draft:
+    """Return the draft without guesses: plain decoding."""
+    none_BN = context.tokens_BT.new_empty((context.tokens_BT.shape[0], 0))
+    return Draft(none_BN, none_BN, depth=0, branching=())
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def test_the_mlp_speculator(options: dict):
         torch.manual_seed(0)
         drafter = MLPSpeculator(config).eval()
     plans = [None, TREE, Plan((1, 1)), Plan((4, 3, 2), nodes=9, beam=3), Plan((2, 2), sampled=True)]
+    plans += [Plan((1, 1, 1), confidence=0.02), Plan((3, 2), nodes=5, confidence=0.02)]
     check_drafter(lambda: drafter, tiny_target(), tiny_model(), plans=plans)
 
 

@@ -32,12 +32,12 @@ def context_of(batch: int, temperature: float = 0.8) -> Context:
     )
 
 
-def levels_of(context: Context, plan: Plan, scores: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+def levels_of(context: Context, plan: Plan, scores: list[Tensor]) -> tuple[list[Tensor], Draws]:
     draws, start, frontier, tokens = Draws(context, plan), 0, 1, []
     for depth, (children, scores_RV) in enumerate(zip(plan.branching, scores, strict=True)):
         tokens.append(draws.draw(scores_RV, depth, children, start))
         start, frontier = start + frontier * children, frontier * children
-    return tokens, draws.q_BMV
+    return tokens, draws
 
 
 @pytest.mark.parametrize("acceptance", ["exact", "block"])
@@ -55,9 +55,11 @@ def test_guesses_are_what_q_and_the_noise_say(
     for children in branching:
         scores.append(3 * torch.randn((batch * frontier, vocabulary), generator=generator))
         frontier *= children
-    tokens, q_BMV = levels_of(context, plan, scores)
+    tokens, draws = levels_of(context, plan, scores)
+    q_BMV = draws.q_BMV
     threads(2)
-    again, q_again_BMV = levels_of(context, plan, scores)
+    again, draws = levels_of(context, plan, scores)
+    q_again_BMV = draws.q_BMV
     assert all(map(torch.equal, tokens, again)) and torch.equal(q_BMV, q_again_BMV)
     assert q_BMV.shape == (batch, 1 + plan.max_nodes - frontier, vocabulary) and q_BMV.dtype == torch.float32
     torch.testing.assert_close(q_BMV.double().sum(-1), torch.ones(q_BMV.shape[:2]).double(), rtol=0, atol=1e-6)
@@ -122,7 +124,8 @@ def test_what_cannot_be_drawn_is_not() -> None:
     scores_RV[0, [3, 599]] = 2.0
     scores_RV[1, 5], scores_RV[1, 400] = torch.inf, 1.0
     scores_RV[3, 7], scores_RV[3, 300] = 1.0, torch.nan
-    (tokens_B,), q_BMV = levels_of(context_of(4), Plan((1,), sampled=True), [scores_RV])
+    (tokens_B,), draws = levels_of(context_of(4), Plan((1,), sampled=True), [scores_RV])
+    q_BMV = draws.q_BMV
     assert q_BMV[0, 0].nonzero().flatten().tolist() == [3, 599] and q_BMV[0, 0, 3] == q_BMV[0, 0, 599] == 0.5
     assert tokens_B[0].item() in (3, 599)
     assert not q_BMV[1:3].any() and ((tokens_B >= 0) & (tokens_B < 600)).all()

@@ -245,7 +245,7 @@ def test_a_chain_that_is_cut_short_shares_noise_too() -> None:
 @pytest.mark.parametrize(
     "plan",
     [Plan((1, 1, 1)), Plan((6, 3, 2), paths=4), Plan((6, 3, 2)), Plan((4, 4, 4), beam=3, nodes=7),
-     Plan((3, 2), sampled=True)],
+     Plan((3, 2), sampled=True), Plan((1, 1, 1), confidence=0.1), Plan((4, 2), nodes=5, confidence=0.1)],
     ids=str,
 )
 def test_growing_compiles_once_without_breaks(plan: Plan) -> None:

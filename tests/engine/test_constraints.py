@@ -119,7 +119,8 @@ def test_a_policy_learns_of_a_constrained_row_only_whether_it_guessed():
     rules = [replace(GREEDY, constraint=Constraint("regex", "7{9}")), FREE[0]]
     bound, free = engine.admit_call([[5, 6], [5, 6]], rules)
     assert bound.history.constrained and not free.history.constrained
-    assert (bound.history.guesses(1, 2.5), free.history.guesses(3, 2.5)) == (2.5, 3)
+    plan = Plan((1, 1, 1))
+    assert (bound.history.guesses(1, plan, 2.5), free.history.guesses(3, plan, 2.5)) == (2.5, 3)
 
 
 def test_forbidden_guesses_are_not_verified():

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.engine import Engine
 from draftsmith.engine.evidence import FIRST_WAIT, HOPELESS, LONGEST_WAIT, TRIAL
-from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.fitted import EARLY_REMINDERS, REMINDERS, Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.pace import SETTLES
 from draftsmith.engine.policy import RowHistory
@@ -216,10 +216,10 @@ def test_several_rows_go_on_where_drafts_pay_at_all_until_others_join():
             time += drafted if found[-1] else plain
         return found
 
-    assert sum(go_on(rows, 100)) == 100
+    assert sum(go_on(rows, 100)) == 100 - EARLY_REMINDERS, "plain steps are timed once"
     drafted = 0.002 / 1.04
     depths = go_on(rows, 1200)
-    assert depths.count(0) == 3 * 4, "they are reminded of plain steps, and go on"
+    assert depths.count(0) == 3 * REMINDERS, "they are reminded of plain steps, and go on"
     assert sum(go_on([*rows, *some(2)], 20)) < 10
     assert sum(go_on(some(1), 100)) > 90 and sum(go_on(some(4), 20)) < 10, "whoever drafted last"
 
@@ -243,7 +243,7 @@ def test_what_steps_cost_now_is_learnt_while_it_runs():
             history.accepted.append(min(2, depth))
         return found
 
-    assert go_on(600)[-100:].count(0) > 90
+    assert go_on(600)[-100:].count(0) > 85
     slow = 1.0
     assert go_on(4000)[-100:].count(0) < 20
 

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Choice, Engine, Load, Policy, RowHistory
-from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.fitted import REMINDERS, Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.profile import Arm, LengthCost, Profile
 from draftsmith.engine.step_costs import StepCosts
@@ -139,9 +139,11 @@ def test_a_long_text_is_not_taken_for_a_slow_machine():
             time += 0.001 * (1 + 0.3 * found[-1]) + 1e-6 * (row.prompt_tokens + row.written)
         return found
 
+    go_on(RowHistory(False, 5), 200)  # all plans are timed once
     first = go_on(RowHistory(False, 5), 60)
     go_on(RowHistory(False, 9005), 200)
-    assert go_on(RowHistory(False, 5), 60)[20:] == first[20:]
+    again = go_on(RowHistory(False, 5), 60)
+    assert all(found[20:].count(3) >= 40 - REMINDERS for found in (first, again)), "reminders left aside"
 
 
 def test_what_a_prediction_brought_makes_a_text_longer():

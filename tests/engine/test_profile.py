@@ -72,6 +72,24 @@ def test_what_matches_bound_may_make_more_guesses_than_measured():
     assert seconds.grown([1.0, 4.5])[1] == pytest.approx(3.5), "half way"
 
 
+def test_what_a_drafter_is_sure_of_costs_by_its_number_and_brings_what_stays():
+    """Two of four guesses at a step on average, one of which stays; all four take as long as five plain steps."""
+    arm = Arm(Plan((1,) * 4, confidence=0.2), (0.6, 0.3, 0.1, 0.0), (2.0,), full=(5.0,), made=2.0)
+    found = Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm))
+    assert arm.varies and (arm.usual, arm.most_growth, arm.most_length) == (2.0, 1.0, 2.0)
+    assert arm.accepted() == pytest.approx(1.0)
+    assert arm.accepted(length=2.0) == arm.accepted(), "more guesses that are hardly likely enough bring no more"
+    assert arm.accepted(1.5) > 1.5 and arm.accepted(9.0) == pytest.approx(3.0), "those that were seen to stay once"
+    assert arm.made_times(1.0, 1.5) == 1.5 and arm.made_times(1.0, 9.0) == 2.0
+    costs = found.costs(found.arms, 1)
+    assert costs.grown([1.0, 2.0])[1] == pytest.approx(5.0) and costs.grown([1.0, 1.5])[1] == pytest.approx(3.5)
+    assert costs.grown([1.0, 0.5])[1] == 1.0 == costs.plain
+    value = json.loads(json.dumps(found.to_json()))
+    assert Profile.from_json(value) == found
+    with pytest.raises(ValueError, match="as many times as there are rows"):
+        Profile.from_json({**value, "arms": [value["arms"][0], {**value["arms"][1], "full": []}]})
+
+
 def test_a_profile_is_kept_as_json_and_refused_when_it_is_none():
     found = Profile((1, 4), (*profile().arms, Arm(Plan(choices=((0,), (1,), (0, 0))), (0.5, 0.2), (1.0, 2.0))))
     value = json.loads(json.dumps(found.to_json()))
@@ -108,5 +126,9 @@ def test_candidates_are_chains_and_trees_up_to_the_room():
     assert lookup == [*(Plan((1,) * depth) for depth in (1, 4, 6)), *bounded]
     short = candidates(Plan((1,) * 3), prunable=False, room=2, longest=3, factors=(0.5,))
     assert short == [Plan((1,)), Plan((1, 1)), Plan((1, 1), factor=0.5)]
+    sure = candidates(Plan((1,) * 3), prunable=False, room=64, longest=5, confidences=(0.1, 0.3))
+    assert sure[-2:] == [Plan((1,) * 5, confidence=least) for least in (0.1, 0.3)] and len(sure) == 5
+    both = candidates(Plan((1,) * 8), prunable=False, room=6, longest=8, factors=(1.0, 0.5), confidences=(0.1,))
+    assert both == [Plan((1,) * 6, factor=factor, confidence=0.1) for factor in (1.0, 0.5)]
     wide = candidates(Plan((1,) * 100), prunable=False, room=64, longest=100, factors=(0.5,))
     assert [plan.depth for plan in wide] == [1, 4, 64, 4, 64]

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,7 +28,7 @@ from draftsmith.drafters.grow import grow
 from draftsmith.drafters.trainable.drafter import RowwiseDrafter
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.types import Context, Quantization
+from draftsmith.types import UNUSED, Context, Draft, Quantization
 from tests.helpers.tiny import ARCHITECTURES, CONTEXT, VOCABULARY, WIDTH, tiny_model
 
 # ---- numbers
@@ -146,6 +147,7 @@ def assert_close(ours: Tensor, theirs: Tensor, bound: float = BOUND) -> None:
 PLANS = [
     Plan((1,)), Plan((1, 1, 1, 1)), Plan((4, 2, 1), paths=4), Plan((3, 2)), Plan((2, 2, 2), paths=1),
     Plan((3, 3, 2), paths=5, beam=4), Plan((4, 4, 3), paths=6, beam=2), Plan((20, 1), paths=3),
+    Plan((1, 1, 1), confidence=0.02), Plan((4, 2, 1), paths=4, confidence=0.03),
 ]
 
 
@@ -178,6 +180,12 @@ def sampled(context: Context, temperature: float = 0.8) -> Context:
     return replace(context, temperature_B=temperature_B)
 
 
+def guesses(draft: Draft, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Return tokens and parents in all slots of the plan: where rows become unsure, a draft may have fewer."""
+    missing = plan.max_nodes - draft.tokens_BN.shape[1]
+    return pad(draft.tokens_BN, (0, missing)), pad(draft.parents_BN, (0, missing), value=UNUSED)
+
+
 def certain_rows(
     made: RowwiseDrafter, context: Context, plan: Plan, moves: int = 8
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,18 +195,18 @@ def certain_rows(
     itself, twice the most that a rounding to bf16 does, as often as `moves` says.
     """
     wide = replace(context, features_BTF=context.features_BTF.double())
-    exact = grow(copy.deepcopy(made).double(), wide, plan)
-    narrow = grow(made, context, plan)
-    certain_B = (narrow.tokens_BN == exact.tokens_BN).all(1) & (narrow.parents_BN == exact.parents_BN).all(1)
+    tokens_BN, parents_BN = guesses(grow(copy.deepcopy(made).double(), wide, plan), plan)
+    others = [grow(made, context, plan)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(moves):
         moved = copy.deepcopy(made).double()
         for tensor in {id(t): t for t in (*moved.parameters(), *moved.buffers()) if t.is_floating_point()}.values():
             tensor *= 1 + 2**-7 * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        other = grow(moved, wide, plan)
-        for ours, theirs in ((exact.tokens_BN, other.tokens_BN), (exact.parents_BN, other.parents_BN)):
-            certain_B &= (ours == theirs).all(1)
-    return exact.tokens_BN, exact.parents_BN, certain_B
+        others.append(grow(moved, wide, plan))
+    certain_B = torch.ones(len(tokens_BN), dtype=torch.bool)
+    for ours_BN, theirs_BN in (guesses(other, plan) for other in others):
+        certain_B &= (ours_BN == tokens_BN).all(1) & (theirs_BN == parents_BN).all(1)
+    return tokens_BN, parents_BN, certain_B
 
 
 WHOLE: tuple[Quantization, ...] = ("int8", "int4")

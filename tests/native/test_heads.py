@@ -20,7 +20,7 @@ from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from tests.helpers.contract import check_draft
-from tests.helpers.native_toy import PLANS, certain_rows, context_for, contexts_for, sampled
+from tests.helpers.native_toy import PLANS, certain_rows, context_for, contexts_for, guesses, sampled
 from tests.helpers.tiny import VOCABULARY, WIDTH, packer, tiny_model
 
 Maker = Callable[[], RowwiseDrafter]
@@ -83,8 +83,8 @@ def test_native_guesses_are_those_of_the_written_out_heads(name: str, plan: Plan
         draft, sure_B = native.propose(context.part(begin, end), plan), certain_B[begin:end]
         check_draft(draft, plan, end - begin, VOCABULARY)
         assert (draft.depth, draft.branching) == (plan.depth, plan.branching)
-        assert torch.equal(draft.tokens_BN[sure_B], tokens_BN[begin:end][sure_B])
-        assert torch.equal(draft.parents_BN[sure_B], parents_BN[begin:end][sure_B])
+        for found_BN, expected_BN in zip(guesses(draft, plan), (tokens_BN, parents_BN), strict=True):
+            assert torch.equal(found_BN[sure_B], expected_BN[begin:end][sure_B])
     assert certain_B.sum() >= 3
 
 

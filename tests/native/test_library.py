@@ -138,7 +138,7 @@ def test_a_native_object_goes_with_its_owner():
         torch.empty(0, dtype=torch.long), 4,
     )
     number, ones = held._number, torch.ones(1, 1, dtype=torch.long)
-    asked = (ones, torch.ones(1, 1, 4).bfloat16(), ones[0], [1], 0, 0, 1, [])
+    asked = (ones, torch.ones(1, 1, 4).bfloat16(), ones[0], [1], 0, 0, 1, 0.0, [])
     assert held(*asked)[0].shape == (1, 1)
     with pytest.raises(RuntimeError, match="draftsmith: object .* is of another kind"):
         torch.ops.draftsmith.draft_by_stages(number, *asked)

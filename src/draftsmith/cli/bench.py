@@ -32,6 +32,7 @@ from draftsmith.cli.common import (
 from draftsmith.cli.plans import (
     AcceptanceOption,
     BeamOption,
+    ConfidenceOption,
     DeltaOption,
     EpsilonOption,
     NodesOption,
@@ -74,6 +75,7 @@ def bench(
     sampled: SampledOption = False,
     beam: BeamOption = None,
     nodes: NodesOption = None,
+    confidence: ConfidenceOption = None,
     acceptance: AcceptanceOption = "exact",
     epsilon: EpsilonOption = None,
     delta: DeltaOption = None,
@@ -95,7 +97,7 @@ def bench(
     Example: `draftsmith bench --task code --batch 1,4 --candidates 0,1,4,8 --trials 8 --json bench.json`
     """
     check_outputs(json_path, plots)
-    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
+    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature, confidence)
     from draftsmith.evaluation.grid import Grid, check_peer
     from draftsmith.workflows.given import check_models, check_prompts
 

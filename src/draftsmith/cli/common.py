@@ -24,7 +24,10 @@ TargetOption = Annotated[
 ]
 DrafterOption = Annotated[
     str | None,
-    typer.Option(help="Folder or hub name of a drafter; by default the embedded target's own.", rich_help_panel=MODELS),
+    typer.Option(
+        help="Folder or hub name of a drafter, or a word such as ngram; by default the embedded target's own.",
+        rich_help_panel=MODELS,
+    ),
 ]
 DtypeOption = Annotated[
     str, typer.Option(help="auto (bf16 where the hardware has it), bf16, fp16, fp32 or fp64.", rich_help_panel=MODELS)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from draftsmith import assets
 from draftsmith.cli.common import (
     OUTPUT,
     SPEED,
@@ -42,6 +41,7 @@ from draftsmith.cli.plans import (
     DRAFTS,
     AcceptanceOption,
     BeamOption,
+    ConfidenceOption,
     DeltaOption,
     EpsilonOption,
     NodesOption,
@@ -116,6 +116,7 @@ def generate(
     sampled: SampledOption = False,
     beam: BeamOption = None,
     nodes: NodesOption = None,
+    confidence: ConfidenceOption = None,
     acceptance: AcceptanceOption = "exact",
     epsilon: EpsilonOption = None,
     delta: DeltaOption = None,
@@ -149,7 +150,7 @@ def generate(
         raise DraftsmithError("--prediction is drafted, and --no-draft decodes plainly; leave one of them out.")
     text = read_prompt(prompt, prompt_file)
     asked = as_messages(text, system) if chat else text
-    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature)
+    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature, confidence)
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -169,8 +170,13 @@ def generate(
         constraint=read_constraint(json_schema, regex, grammar),
         prediction=None if prediction is None else read_text(prediction, "--prediction"),
     )
+    from draftsmith import assets
+    from draftsmith.drafters.registry import embedded
     from draftsmith.workflows.given import check_models
 
+    if drafter is None and target is None and not no_draft:
+        # A lookup leaves nothing to compile.
+        drafter = embedded() if compile in ("auto", "off") else str(assets.demo_drafter())
     check_models(target, () if no_draft else (drafter,), (dtype,), device=device)
     drafts = read_drafts(plan, candidates, rules)
     notes = Console(stderr=True)
@@ -201,7 +207,7 @@ def generate(
     if shape is None and plan is None and draft_rows is None:
         from draftsmith.workflows.fitting import fit_drafts
 
-        engine = fit_drafts(engine, drafter or assets.demo_drafter(), notes)
+        engine = fit_drafts(engine, drafter, notes)
     from draftsmith.native import seconds_short
 
     short_before = seconds_short()

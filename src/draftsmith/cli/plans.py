@@ -39,6 +39,13 @@ BeamOption = Annotated[
 NodesOption = Annotated[
     int | None, typer.Option(help="Verify at most this many nodes, the likeliest.", rich_help_panel=DRAFTS)
 ]
+ConfidenceOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Leave out guesses that the drafter finds less likely than this, those before them taken into account.",
+        rich_help_panel=DRAFTS,
+    ),
+]
 AcceptanceOption = Annotated[
     AcceptanceRule,
     typer.Option(
@@ -70,6 +77,7 @@ def read_rules(
     beam: int | None,
     nodes: int | None,
     temperature: float,
+    confidence: float | None = None,
 ) -> Plan:
     """Return a plan without branching that holds everything else the user asked for; DraftsmithError for what clashes.
 
@@ -89,6 +97,7 @@ def read_rules(
         nodes=nodes,
         beam=beam,
         sampled=sampled,
+        confidence=confidence,
         acceptance=acceptance,
         epsilon=NO_DRAFT.epsilon if epsilon is None else epsilon,
         delta=NO_DRAFT.delta if delta is None else delta,

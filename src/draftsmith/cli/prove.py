@@ -28,6 +28,7 @@ from draftsmith.cli.common import (
 from draftsmith.cli.plans import (
     AcceptanceOption,
     BeamOption,
+    ConfidenceOption,
     DeltaOption,
     EpsilonOption,
     NodesOption,
@@ -82,6 +83,7 @@ def prove(
     sampled: SampledOption = False,
     beam: BeamOption = None,
     nodes: NodesOption = None,
+    confidence: ConfidenceOption = None,
     acceptance: AcceptanceOption = "exact",
     epsilon: EpsilonOption = None,
     delta: DeltaOption = None,
@@ -109,7 +111,7 @@ def prove(
     Example: `draftsmith prove --dtype bf16 --plan 4,2,1 --json proof.json`
     """
     check_outputs(json_path)
-    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, ANY_TEMPERATURE)
+    rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, ANY_TEMPERATURE, confidence)
     drafts = read_drafts(plan, candidates, rules)
     from draftsmith.evaluation.proof.workload import Workload
     from draftsmith.workflows.given import check_models, check_prompts

@@ -2,13 +2,13 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from draftsmith.plan import Plan
-from draftsmith.types import Context, Draft, DraftsmithError
+from draftsmith.types import Context, Draft, DraftsmithError, empty_draft
 
 if TYPE_CHECKING:
     from draftsmith.targets import KVCache
@@ -34,6 +34,9 @@ class Drafter(ABC):
     factors: tuple[float, ...] = ()
     """Of drafters that look guesses up and make none where they find nothing: the bounds by the length of a match that
     are worth asking for in a plan, see `Plan.factor`; () for all others."""
+    confidences: tuple[float, ...] = ()
+    """Of drafters that know how likely their guesses are: the bounds by that which are worth asking for in a plan, see
+    `Plan.confidence`; () where it would cost too much to ask."""
     in_python: bool = False
     """Whether it guesses row by row in Python, so that each row costs a step some time whatever the target."""
     borrows_layers: bool = False
@@ -47,6 +50,14 @@ class Drafter(ABC):
     can_compile: bool = False
     """Whether `propose` is made of PyTorch's operations alone, so that a compiler can take it in whole, and gains by
     that: native operators leave it nothing to do."""
+
+    parts: tuple["Drafter", ...] = ()
+    """The drafters that it hands contexts on to, where it does nothing else and remembers nothing itself. Engines
+    attach them, let them follow and let them forget rows like all others, each once, whoever else hands on to them."""
+
+    def with_parts(self, parts: Sequence["Drafter"]) -> "Drafter":
+        """Return the same with others in the place of its parts, in their order."""
+        raise DraftsmithError(f"a {type(self).__name__} has no parts that others could stand for.")
 
     owner: "weakref.ref[object] | None" = None
     """Who it remembers rows of; whoever attaches it says so."""
@@ -109,6 +120,11 @@ class Drafter(ABC):
         return
 
 
+def workers(drafters: Iterable[Drafter]) -> list[Drafter]:
+    """Return those that do the work, each once: the drafters themselves, or their parts."""
+    return list(dict.fromkeys(one for drafter in drafters for one in drafter.parts or (drafter,)))
+
+
 class NoDrafter(Drafter):
     """Drafts nothing: the plain baseline, through the same engine."""
 
@@ -116,9 +132,7 @@ class NoDrafter(Drafter):
     can_sample = True
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        batch = context.tokens_BT.shape[0]
-        empty_BN = context.tokens_BT.new_empty((batch, 0))
-        return Draft(tokens_BN=empty_BN, parents_BN=empty_BN, depth=0)
+        return empty_draft(context)
 
     def default_plan(self) -> Plan:
         return Plan()

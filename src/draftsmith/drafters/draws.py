@@ -58,6 +58,26 @@ def stream_of(plan: Plan) -> Stream:
     return Stream.BLOCK_DRAFT if plan.acceptance == "block" else Stream.DRAFT
 
 
+def draw_like_target(scores_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, positions_R: Tensor) -> Tensor:
+    """Draw a token (R) for each of some places with the noise by which the target will draw there.
+
+    Args:
+        scores_RV: fp32.
+        temperature_R: 0 takes the likeliest token.
+        positions_R: how many tokens stand before each.
+    """
+    is_drawn_R = temperature_R > 0
+    heat_R = torch.where(is_drawn_R, temperature_R, _NO_NOISE_TEMPERATURE).float()
+    if LIBRARY and scores_RV.device.type == "cpu" and not torch.compiler.is_compiling():
+        memory_R1V = torch.empty_like(scores_RV).unsqueeze(1)
+        tokens_R1: Tensor = torch.ops.draftsmith.draw(
+            scores_RV, heat_R, seeds_R, positions_R, Stream.TARGET, 1, 0, memory_R1V, 0
+        )
+        return tokens_R1.flatten()
+    q_RV = (scores_RV / heat_R.unsqueeze(1)).softmax(-1).to(torch.float64)
+    return torch.where(is_drawn_R, race(q_RV, seeds_R, positions_R, Stream.TARGET), q_RV.argmax(-1))
+
+
 class Draws:
     """Draws the guesses of a plan level by level, and keeps what they were drawn from.
 
@@ -68,9 +88,7 @@ class Draws:
     def __init__(self, context: Context, plan: Plan) -> None:
         self._context, self._stream = context, stream_of(plan)
         self._temperature_B = temperature_of(context, plan)
-        # By the target's own noise nobody asks what guesses were drawn from, so every level has the same memory.
-        self._keeps = self._stream != Stream.TARGET
-        self._inner = 1 + plan.max_nodes - math.prod(plan.branching) if self._keeps else 1
+        self._inner = 1 + plan.max_nodes - math.prod(plan.branching)
         self._levels: list[Tensor] = []
         self._native_BMV: Tensor | None = None
 
@@ -83,12 +101,15 @@ class Draws:
         """Draw the children of a level's nodes (B, F × children), whose slots begin at `start`."""
         context, batch = self._context, len(self._context.seeds_B)
         positions_B = context.lengths_B + depth
+        if self._stream == Stream.TARGET:
+            # A chain; nobody asks what its guesses were drawn from.
+            return draw_like_target(scores_RV, context.temperature_B, context.seeds_B, positions_B).unsqueeze(1)
         if LIBRARY and scores_RV.device.type == "cpu" and not torch.compiler.is_compiling():
             if self._native_BMV is None:
                 self._native_BMV = scores_RV.new_empty((batch, self._inner, scores_RV.shape[1]))
             frontier = len(scores_RV) // batch
             # The row of a node is its slot and one, and the level begins as many slots further up as it has nodes.
-            line = start - frontier + 1 if self._keeps else 0
+            line = start - frontier + 1
             tokens_RC: Tensor = torch.ops.draftsmith.draw(
                 scores_RV, self._temperature_B, context.seeds_B, positions_B, self._stream, children, start,
                 self._native_BMV, line,
@@ -96,9 +117,6 @@ class Draws:
             return tokens_RC.view(batch, -1)
         q_BFV = (scores_RV.view(batch, -1, scores_RV.shape[1]) / self._temperature_B[:, None, None]).softmax(-1)
         q_BFV = q_BFV.to(torch.float64)
-        if not self._keeps:
-            raced_BF = race(q_BFV, context.seeds_B.unsqueeze(1), positions_B.unsqueeze(1), self._stream)
-            return torch.where(context.temperature_B.unsqueeze(1) > 0, raced_BF, q_BFV.argmax(-1))
         q_BFV = q_BFV / q_BFV.sum(-1, keepdim=True)
         self._levels.append(q_BFV)
         frontier = q_BFV.shape[1]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from draftsmith.drafters.trainable.model import TrainableModel
     from draftsmith.targets import Target
 
-SEPARATOR = re.compile(r",(?![^\[]*\])")
-"""A comma between options, not one in a list."""
+OPTION = re.compile(r'(?:"(?:\\.|[^"\\])*"|\[(?:"(?:\\.|[^"\\])*"|[^\]"])*\]|[^,])+')
+"""What stands between commas that are in no list and not in quotes."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def read_spec(text: str) -> tuple[str, dict[str, Any]]:
     """
     name, _, rest = text.partition(":")
     values: dict[str, Any] = {}
-    for part in filter(None, SEPARATOR.split(rest)):
+    for part in OPTION.findall(rest):
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise DraftsmithError(f"drafter {text!r} has {part!r} where key=value is needed, as in ngram:max_length=4.")

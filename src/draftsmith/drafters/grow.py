@@ -1,9 +1,10 @@
-"""Turns the steps of a stagewise drafter into chains and trees.
+"""Turns the steps of a stagewise drafter into chains and trees, which may end where it becomes unsure.
 
 Shapes: B rows, F frontier nodes a row, R = B × F, W = F × branching nodes of a level, K paths, D depth, N node slots of
 the plan, M = N + 1, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,16 +17,21 @@ from draftsmith.drafters.base import StagewiseDrafter
 from draftsmith.drafters.draws import Draws, shares_noise
 from draftsmith.drafters.static_tree import static_tree
 from draftsmith.plan import Plan
-from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
+from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, empty_draft
 
 
 def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     """Draft in the shape of the plan; nodes come in the order of the paths' rank, each path from the root down.
 
     So nodes 0, 1, … are the best path, and keeping it moves nothing in the cache. The tensors have `plan.max_nodes`
-    columns whatever the rows hold. Ranking is that of the combined speculator (arXiv 2404.19124, section 3) with
-    `paths`, and of EAGLE-2 (arXiv 2406.16858, section 4) with `beam` and `nodes`; `choices` are a tree of fixed ranks.
-    A sampled draft comes level by level instead, siblings in the order of their drawing.
+    columns whatever the rows hold; chains with a `plan.confidence` may have fewer. Ranking is that of the combined
+    speculator (arXiv 2404.19124, section 3) with `paths`, and of EAGLE-2 (arXiv 2406.16858, section 4) with `beam` and
+    `nodes`; `choices` are a tree of fixed ranks. A sampled draft comes level by level instead, siblings in the order of
+    their drawing.
+
+    Guesses whose probability, times that of all before them, is below `plan.confidence` are left out. Where they are
+    drawn, the likeliest token of a place counts in the stead of the one drawn: whether there is a guess must not say
+    which it is.
     A plan deeper than the drafter, or wider than its vocabulary, raises DraftsmithError.
     """
     if plan.depth > drafter.max_depth:
@@ -34,25 +40,57 @@ def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
             "shorten it."
         )
     if plan.depth == 0:
-        empty_BN = context.tokens_BT.new_empty((context.tokens_BT.shape[0], 0))
-        return Draft(empty_BN, empty_BN, depth=0, branching=())
+        return empty_draft(context)
     if plan.sampled:
         return _sampled(drafter, context, plan)
     if drafter.can_sample and shares_noise(plan, context):
         return _sampled(drafter, context, plan)
     if plan.is_chain:
-        return _chain(drafter, context, plan.depth)
+        return _chain(drafter, context, plan)
     return _static(drafter, context, plan) if plan.choices else _ranked(drafter, context, plan)
 
 
-def _chain(drafter: StagewiseDrafter, context: Context, depth: int) -> Draft:
+def _chain(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     tokens_B, state = drafter.begin(context)
-    guesses = []
-    for level in range(depth):
-        _, tokens_B1, state = drafter.top_k(level, state, tokens_B, 1, scores=False)
+    sure = Sureness(plan)
+    guesses: list[Tensor] = []
+    for level in range(plan.depth):
+        best_B1, tokens_B1, state = drafter.top_k(level, state, tokens_B, 1, scores=plan.confidence is not None)
+        if best_B1 is not None and not sure.extends(best_B1.squeeze(1)):
+            break
         tokens_B = tokens_B1.squeeze(1)
         guesses.append(tokens_B)
-    return as_chain(torch.stack(guesses, dim=1))
+    return sure.bounded(as_chain(torch.stack(guesses, dim=1))) if guesses else empty_draft(context)
+
+
+class Sureness:
+    """How sure a drafter is of the chains (B, depth) that it makes guess by guess; without a bound nobody asks."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._least = math.log(plan.confidence or 1.0)
+        self._scores_B: Tensor | None = None
+        self._stay: list[Tensor] = []
+
+    def extends(self, scores_B: Tensor) -> bool:
+        """Take in the log-probabilities of the next guesses; return whether any is likely enough.
+
+        Another device is not asked, and compiled code has one shape: they get them all.
+        """
+        scores_B = scores_B.float().clamp(max=0)
+        self._scores_B = scores_B if self._scores_B is None else self._scores_B + scores_B
+        stay_B = self._scores_B >= self._least
+        if stay_B.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(stay_B.any()):
+            return False
+        self._stay.append(stay_B)
+        return True
+
+    def bounded(self, draft: Draft) -> Draft:
+        """Return a chain without the guesses that are not likely enough."""
+        if not self._stay:
+            return draft
+        left_BN = ~torch.stack(self._stay, dim=1)
+        tokens_BN, parents_BN = draft.tokens_BN.masked_fill(left_BN, 0), draft.parents_BN.masked_fill(left_BN, UNUSED)
+        return replace(draft, tokens_BN=tokens_BN, parents_BN=parents_BN)
 
 
 def as_chain(tokens_BN: Tensor, q_BMV: Tensor | None = None) -> Draft:
@@ -84,17 +122,18 @@ def _ranked(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     tokens_BDW = torch.stack([pad(level.tokens_BW, (0, width - level.tokens_BW.shape[1])) for level in levels], dim=1)
     paths_BKD = torch.cat(paths, dim=1) if len(paths) > 1 else paths[0]
     path_tokens_BKD = tokens_BDW.gather(2, paths_BKD.clamp(min=0).transpose(1, 2)).transpose(1, 2)
-    if paths_BKD.shape[1] == 1 and plan.max_nodes <= plan.depth:
+    if paths_BKD.shape[1] == 1 and plan.max_nodes <= plan.depth and plan.confidence is None:
         return as_chain(path_tokens_BKD[:, 0, : plan.max_nodes])
     slots = replace(plan, nodes=None).max_nodes
     tokens_BN, parents_BN, slots_BKD = _merge(paths_BKD, path_tokens_BKD, slots)
-    if plan.nodes is not None and plan.nodes < slots:
+    if plan.max_nodes < slots or plan.confidence is not None:
         scores_BDW = torch.stack(
             [pad(level.scores_BW, (0, width - level.scores_BW.shape[1])) for level in levels], dim=1
         )
         path_scores_BKD = scores_BDW.gather(2, paths_BKD.clamp(min=0).transpose(1, 2)).transpose(1, 2)
         scores_BN = _place(path_scores_BKD, slots_BKD, slots, float("-inf"))
-        tokens_BN, parents_BN = _prune(tokens_BN, parents_BN, scores_BN, plan.nodes)
+        least = -math.inf if plan.confidence is None else math.log(plan.confidence)
+        tokens_BN, parents_BN = _prune(tokens_BN, parents_BN, scores_BN, plan.max_nodes, least)
     return Draft(tokens_BN, parents_BN, depth=min(plan.depth, plan.max_nodes), branching=plan.branching)
 
 
@@ -208,10 +247,17 @@ def _place(values_BKD: Tensor, slots_BKD: Tensor, slots: int, empty: float) -> T
     return target_BN.scatter(1, slots_BKD.reshape(batch, -1), values_BKD.reshape(batch, -1))[:, :slots]
 
 
-def _prune(tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """Keep the `nodes` best, in their order. A parent comes before its child and is never worse, so it stays."""
+def _prune(
+    tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int, least: float
+) -> tuple[Tensor, Tensor]:
+    """Keep the `nodes` best of those that are good enough, in their order.
+
+    A parent comes before its child and is never worse, so it stays.
+    """
     best_BN = scores_BN.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
     kept_BN = torch.zeros_like(tokens_BN).scatter(1, best_BN, 1)
+    if least > -math.inf:
+        kept_BN = kept_BN * (scores_BN >= least)
     numbers_BN = kept_BN.cumsum(1) - 1
     # ROOT and UNUSED stay as they are; a node's number shifts by the nodes dropped before it.
     moved_BN = torch.where(parents_BN >= 0, numbers_BN.gather(1, parents_BN.clamp(min=0)), parents_BN)
@@ -227,9 +273,11 @@ def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     """
     tokens_R, state = drafter.begin(context)
     draws = Draws(context, plan)
-    tokens, parents, frontier, start = [], [], 1, 0
+    sure, tokens, parents, frontier, start = Sureness(plan), [], [], 1, 0
     for depth, children in enumerate(plan.branching):
         log_q_RV, state = drafter.step(depth, state, tokens_R)
+        if plan.confidence is not None and not sure.extends(log_q_RV.max(dim=-1).values):
+            break
         tokens_BW = draws.draw(log_q_RV.float(), depth, children, start)
         tokens.append(tokens_BW)
         # The frontier is the level above, whose nodes end just before this one's.
@@ -239,5 +287,10 @@ def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
         if depth + 1 < plan.depth and children > 1:
             state = _map_state(state, partial(torch.repeat_interleave, repeats=children, dim=0))
     batch = context.tokens_BT.shape[0]
+    if not tokens:
+        return empty_draft(context)
     q_BMV = draws.q_BMV if plan.sampled else None
-    return Draft(torch.cat(tokens, dim=1), torch.cat(parents).expand(batch, -1), plan.depth, q_BMV, plan.branching)
+    return sure.bounded(Draft(
+        torch.cat(tokens, dim=1), torch.cat(parents).expand(batch, -1), len(tokens), q_BMV,
+        plan.branching[: len(tokens)],
+    ))

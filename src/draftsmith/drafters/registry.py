@@ -8,6 +8,7 @@ family computes with is imported when a drafter is made or loaded; families of o
 as they please, when none of ours is meant.
 """
 
+import json
 import logging
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -16,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftsmith import assets
 from draftsmith.drafters.attention.eagle_config import EAGLE, EAGLE3
 from draftsmith.drafters.config import Config
 from draftsmith.drafters.family import Family, read_spec
@@ -25,6 +27,7 @@ from draftsmith.drafters.heads.medusa_config import FAMILY as MEDUSA
 from draftsmith.drafters.heads.mlp_config import FAMILY as MLP
 from draftsmith.drafters.heads.recurrent_config import FAMILY as RECURRENT
 from draftsmith.drafters.lookup.lookahead_config import FAMILY as LOOKAHEAD
+from draftsmith.drafters.lookup.lookup_first_config import FAMILY as LOOKUP_FIRST
 from draftsmith.drafters.lookup.ngram_config import FAMILY as NGRAM
 from draftsmith.drafters.lookup.suffix_config import FAMILY as SUFFIX
 from draftsmith.drafters.models.cascade_config import FAMILY as CASCADE
@@ -61,9 +64,14 @@ HUB_FILES = [
 
 
 BUILT_IN: tuple[Family, ...] = (
-    MLP, MEDUSA, HYDRA, EAGLE, EAGLE3, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, EARLY_EXIT, SKIP_LAYERS,
-    INT8_SELF, INT4_SELF, CASCADE,
+    MLP, MEDUSA, HYDRA, EAGLE, EAGLE3, RECURRENT, FIRP, SMALL_LM, NGRAM, SUFFIX, LOOKAHEAD, LOOKUP_FIRST, EARLY_EXIT,
+    SKIP_LAYERS, INT8_SELF, INT4_SELF, CASCADE,
 )
+
+
+def embedded() -> str:
+    """Return what drafts for the embedded target where nobody chose: its speculator, behind a lookup."""
+    return f"{LOOKUP_FIRST.name}:then={json.dumps(str(assets.demo_drafter()), ensure_ascii=False)}"
 
 
 DEFAULT_FAMILY = MLP.name

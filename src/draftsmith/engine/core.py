@@ -16,7 +16,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.base import Drafter, NoDrafter
+from draftsmith.drafters.base import Drafter, NoDrafter, workers
 from draftsmith.engine.limits import DRAFT_ROOM, Limits
 from draftsmith.engine.made import Made
 from draftsmith.engine.policy import Choice, Policy
@@ -32,7 +32,7 @@ from draftsmith.engine.steps.prefill import PromptReader
 from draftsmith.engine.steps.reread import reread
 from draftsmith.engine.steps.rows import Penalties
 from draftsmith.engine.steps.step import PREDICTED, Stepper, lists_of, union_of_taps
-from draftsmith.plan import Plan
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import BLOCK, Blocks, Target
 from draftsmith.types import CompileLevel, DraftsmithError
 
@@ -72,17 +72,19 @@ class EngineCore:
     ) -> None:
         self.target, self.policy, self.limits = target, policy, limits
         self.drafters = dict(drafters) if drafters else {"none": NoDrafter()}
+        self._workers = workers(self.drafters.values())
         self.runner = runner_for(target, compile)
         slots = self.runner.slots(limits.max_batch)
         # Drafters that work on the target's own cache write as much as they like there.
-        room = DRAFT_ROOM if any(drafter.borrows_layers for drafter in self.drafters.values()) else 1
+        room = DRAFT_ROOM if any(drafter.borrows_layers for drafter in self._workers) else 1
         capacity = limits.max_length + DRAFT_ROOM + room
         blocks = -(-limits.max_tokens // BLOCK) + slots * ((DRAFT_ROOM + room) // BLOCK + 2)
-        remembers = any(drafter.reads_prompt for drafter in self.drafters.values())
-        taps = union_of_taps(list(self.drafters.values()))
+        tells = any(drafter.reads_prompt for drafter in self._workers)
+        keeps = any(drafter.reads_prompt and drafter.taps for drafter in self._workers)
+        taps = union_of_taps(self._workers)
         self.cache = target.new_cache(
             slots, capacity, blocks=blocks,
-            features=target.feature_size(taps) if remembers and limits.share else 0,
+            features=target.feature_size(taps) if keeps and limits.share else 0,
         )
         self.blocks = Blocks(self.cache)
         # Rows of padding write where nobody reads.
@@ -95,7 +97,7 @@ class EngineCore:
         self._groups = Groups(policy, self.runner, spare_slots, self._penalties, target.vocab_size)
         self.scheduler = Scheduler(
             self.blocks, limits.max_batch, limits.max_tokens, limits.piece, limits.largest_piece,
-            room, limits.share, remembers,
+            room, limits.share, tells,
         )
         self._ids = count()
         self._requests: dict[int, Request] = {}
@@ -268,7 +270,7 @@ class EngineCore:
                 line, raw_TV = table[b], None if raw_BTV is None else raw_BTV[b]
                 if line[1] == NOT_FINITE and result.depth:
                     line, raw_TV = reread(self.stepper, rows, result.before, b, self._penalties)
-                one = self._take(request, line, raw_TV, result.depth)
+                one = self._take(request, line, raw_TV, result.depth, rows.choice.plan)
                 accepted = max(0, len(one.tokens) - 1)
                 refused = 0 if request.guide is None else request.guide.refused
                 drafted = max(0, line[1] - refused)
@@ -287,7 +289,9 @@ class EngineCore:
 
     # ---- finish
 
-    def _take(self, request: Request, line: list[int], raw_TV: Tensor | None, depth: int | None = None) -> Progress:
+    def _take(
+        self, request: Request, line: list[int], raw_TV: Tensor | None, depth: int | None = None, plan: Plan = NO_DRAFT
+    ) -> Progress:
         """Hand a line of a step's table to its request; `depth` is None for the first token, which no step made."""
         count, drafted = line[0], line[1]
         if drafted == NOT_FINITE:
@@ -309,7 +313,7 @@ class EngineCore:
         if taken < count:
             tokens = tokens[:taken]
         if depth is not None and taken:
-            request.record(taken, drafted, depth)
+            request.record(taken, drafted, depth, plan)
         if raw_TV is not None and request.params.logprobs is not None:
             request.logprobs += logprobs_of(raw_TV[:taken], tokens, request.params.logprobs)
         if raw_TV is not None and request.keeps_logits:
@@ -335,7 +339,7 @@ class EngineCore:
             if request.prediction is not None:
                 self.stepper.predictions.reset_rows([request.id])
             if request.slot >= 0 and not request.never_drafts:
-                for drafter in self.drafters.values():
+                for drafter in self._workers:
                     drafter.reset_rows([request.id])
         finally:  # a row that nobody knows must not be decoded
             self._free(request)
@@ -375,7 +379,7 @@ class EngineCore:
     def _attach(self, choices: Sequence[Choice]) -> None:
         """Tell drafters where rows will be, now that none of them is theirs; they may have served another core."""
         first = next(iter(self.drafters))
-        remember = [one for one in self.drafters.values() if one.reads_prompt or one.borrows_layers or one.observes]
+        remember = [one for one in self._workers if one.reads_prompt or one.borrows_layers or one.observes]
         for drafter in remember:
             owner = drafter.owner() if drafter.owner is not None else None
             if isinstance(owner, EngineCore) and owner is not self and owner.has_work:
@@ -383,10 +387,14 @@ class EngineCore:
                     "this drafter is drafting for another engine, and it remembers that one's rows; finish or close "
                     "what runs there, or load the drafter once more."
                 )
-        for name, drafter in self.drafters.items():
-            plans = [choice.plan for choice in choices if (choice.drafter or first) == name]
+        for drafter in self._workers:
+            plans = [
+                choice.plan for choice in choices if drafter in workers([self.drafters[choice.drafter or first]])
+            ]
             # A request that comes while rows run may name any drafter.
             plans = plans or [drafter.default_plan(), *(choice.plan for choice in self.policy.choices)]
+            if drafter.max_depth is not None:
+                plans = [plan.shortened(drafter.max_depth) for plan in plans]
             drafter.attach(self.cache, max(plans, key=lambda plan: plan.max_nodes))
         for drafter in remember:
             drafter.owner = weakref.ref(self)

@@ -24,8 +24,9 @@ class Evidence:
     Args:
         steps, found: of a lookup, steps that looked for guesses, and those that found some, each of which counts for
             as many as find some once where that was measured; fading too.
-        finds, length_of_finds: of plans that matches bound, steps that found some, and how many times as many guesses
-            as such a step usually makes they made together; fading too.
+        finds, length_of_finds: of plans that more than their length bounds, steps that found some (of a drafter that
+            knows how likely its guesses are, all), and how many times as many guesses as such a step usually makes they
+            made together; fading too.
         odds: which of `ODDS` follows.
         since: steps since it was taken up, or laid aside.
         wait: steps without it before it is tried.
@@ -53,7 +54,7 @@ class Evidence:
 
     @property
     def length(self) -> int:
-        """How many times as many as measured are made where some are, in quarters."""
+        """How many times as many as measured are made where some are (or might be, see above), in quarters."""
         return min(max(1, round(QUARTERS * self.length_of_finds / self.finds)), QUARTERS * MOST_GROWTH)
 
     def looked(self, found: float, decay: float) -> None:
@@ -67,6 +68,11 @@ class Evidence:
     def guess(self, stayed: int, expected: float, decay: float) -> None:
         """Take in guesses of which so many stayed and were expected to; what was before fades."""
         self.accepted, self.expected = decay * self.accepted + stayed, decay * self.expected + expected
+
+    @property
+    def untold(self) -> int:
+        """Steps of a trial that tell nothing yet, before the one that may end it."""
+        return max(0, HOPELESS - 1 - (TRIAL - self.trial))
 
     def begin(self) -> None:
         """Begin to draft, for as long as a trial lasts at least."""
@@ -82,9 +88,9 @@ class Evidence:
             self.length_of_finds, self.finds = self.length_of_finds * PRIOR / self.finds, PRIOR
         self.guessed = self.hit = False
 
-    def goes_on(self) -> bool:
-        """Count a step of a trial; return whether another one follows."""
-        self.trial = max(0, self.trial - 1)
+    def goes_on(self, steps: int = 1) -> bool:
+        """Count steps of a trial; return whether another one follows."""
+        self.trial = max(0, self.trial - steps)
         if self.guessed and not self.hit and TRIAL - self.trial >= HOPELESS:
             self.trial = 0
         return self.trial > 0

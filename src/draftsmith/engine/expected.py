@@ -40,12 +40,14 @@ class Expected:
                 odds, growth, length = stand[whose]
                 times = arm.stretched(length / QUARTERS)
                 brings.append(1 + arm.share(growth / QUARTERS) * min(arm.plan.depth, times * kept[odds]))
-                growths.append(arm.made_times(growth / QUARTERS, times))
+                growths.append(arm.made_times(growth / QUARTERS, length / QUARTERS))
             found = self._stands[stand] = brings, growths
         return found
 
     def average(self, stands: Sequence[Stand]) -> tuple[list[float], list[float]]:
         """Return the same, on average over these rows."""
+        if len(stands) == 1:
+            return self.of(stands[0])
         (stand, most), *others = Counter(stands).items()
         brings, growths = self.of(stand)
         if others:

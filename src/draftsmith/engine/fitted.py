@@ -5,7 +5,6 @@ runs, from the steps that it has behind it and nothing else: what it answers doe
 drawn.
 """
 
-import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
@@ -34,10 +33,12 @@ USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
-REMINDERS = 4
+REMINDERS, EARLY_WAIT, EARLY_REMINDERS = 6, 24, 8
 """Where all rows do the same and have drafted for `LONGEST_WAIT` steps, so many without a draft follow, to see what
-those cost now."""
-HELD, HELD_DRAFTING = 7, 3
+those cost now; sooner, and more of them, where that was never seen with so many rows. Then those of the drafter's
+other plans follow that would be at least `NEARLY` as fast, each once: its costs may not be those that were measured."""
+NEARLY = 0.9
+HELD, HELD_DRAFTING = 7, 7
 """Steps without a draft, and with one, for which it need not be asked again, where all rows do the same."""
 NOBODY = -1
 
@@ -82,6 +83,8 @@ class Fitted(Policy):
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
         self._taken = 0  # which plan all rows took last, the steps included that remind of plain ones
         self._drafting = 0  # steps since one without a draft
+        # After how many of them another plan follows, to see what it costs: which, and for how many steps more.
+        self._until, self._other, self._left = LONGEST_WAIT, 0, 0
         self._unasked = 0  # steps since the last question that nobody asked about
         self._reasons: Sequence[Reason] = ()
         self._hopeless: dict[tuple[int, float], bool] = {}
@@ -151,8 +154,8 @@ class Fitted(Policy):
         left, drafting = HELD, self._whose[crowd.arm]
         if crowd.arm:
             if crowd.evidence[drafting].trial:
-                return 0
-            left = min(HELD_DRAFTING, LONGEST_WAIT - self._drafting)
+                return crowd.evidence[drafting].untold
+            left = min(HELD_DRAFTING, self._until - self._drafting)
         others = (own for number, own in enumerate(crowd.evidence) if number != drafting)
         return max(0, min([left, *(own.wait - own.since - 1 for own in others)]))
 
@@ -189,21 +192,17 @@ class Fitted(Policy):
                 # Of a text whose guesses stay so often, the best plan would bring what it brings these on average.
                 best = max(self._of[number], key=values.__getitem__)
                 arm, others = self._arms[best], [row.evidence[number] for row in known]
-                own.found, own.steps = statistics.fmean(one.growth for one in others) / QUARTERS, 1.0
-                own.length_of_finds, own.finds = statistics.fmean(one.length for one in others) / QUARTERS, 1.0
-                made = arm.share(own.found) * arm.stretched(own.length_of_finds)
+                own.found, own.steps = sum([one.growth for one in others]), QUARTERS * len(others)
+                own.length_of_finds, own.finds = sum([one.length for one in others]), QUARTERS * len(others)
+                made = arm.share(own.found / own.steps) * arm.stretched(own.length_of_finds / own.finds)
                 own.odds = self._odds(best, (brings[best] - 1) / made if made else 0.0)
         begins = len(rows) > 1 and (joined or crowd.trying or not crowd.arm)
         patience = CROWD_PATIENCE if begins else PATIENCE
         crowd.arm = self._settle(
             crowd, values, price, spent, lambda arm: costs.of(arm, self._most_growths[arm]) * slower[arm], len(rows),
-            patience,
+            patience, passed,
         )
-        self._drafting = self._drafting + 1 if crowd.arm else 0
-        reminded = self._drafting > LONGEST_WAIT
-        if self._drafting == LONGEST_WAIT + REMINDERS:
-            self._drafting = 0
-        self._taken = 0 if reminded else crowd.arm
+        self._taken = self._remind(count, values, price, spent)
         self._reasons = [self._reason(crowd, values, price, spent, count, patience)] * len(rows)
         begun = [number for number, own in enumerate(crowd.evidence) if own.trial == TRIAL and crowd.trying]
         for row in known:
@@ -213,6 +212,37 @@ class Fitted(Policy):
         self._steps[self._taken] += len(rows)
         self._asked = (count, list(rows), len(rows[0].accepted))
         return self._taken
+
+    def _remind(self, count: int, values: Sequence[float], price: float, spent: Sequence[float]) -> int:
+        """Return what all rows do now: as was settled, or another plan, to see what it costs."""
+        crowd = self._crowd
+        # A trial goes first, as it counts its steps; and nothing is tried where it cannot be timed.
+        if not crowd.arm or crowd.evidence[self._whose[crowd.arm]].trial or not self._pace.is_timing:
+            self._left = 0
+        elif not self._left:
+            self._until, steps, other = self._next_reminder(count, values, price, spent)
+            if self._drafting >= self._until:
+                self._left, self._other, self._drafting = steps, other, 0
+        if self._left:
+            self._left -= 1
+            return self._other
+        self._drafting = self._drafting + 1 if crowd.arm else 0
+        return crowd.arm
+
+    def _next_reminder(
+        self, count: int, values: Sequence[float], price: float, spent: Sequence[float]
+    ) -> tuple[int, int, int]:
+        """Return after how many steps of drafting how many follow of which plan, to see what it costs."""
+        pace, arm = self._pace, self._crowd.arm
+        if not pace.has_seen(count, 0):
+            return EARLY_WAIT, EARLY_REMINDERS, 0
+        # By as much as it brings less after paying for its time it is slower.
+        unseen = [
+            one for one in self._of[self._whose[arm]]
+            if one != arm and not pace.has_seen(count, one)
+            and values[one] - values[arm] > (NEARLY - 1) * price * spent[one]
+        ]
+        return (EARLY_WAIT, REMINDERS, max(unseen, key=values.__getitem__)) if unseen else (LONGEST_WAIT, REMINDERS, 0)
 
     def _count_unasked(self) -> None:
         """Count the steps, all alike, that were taken since the last question and that nobody asked about."""
@@ -231,13 +261,13 @@ class Fitted(Policy):
     def _measured_s(self, rows: Sequence[RowHistory], costs: Costs) -> float:
         """Return the seconds that a row's share of the last steps, all alike, would have taken when it was measured.
 
-        Of a lookup, with as many guesses as it really made.
+        With as many guesses as were really made, where that differs from step to step.
         """
         arm = self._arms[self._taken]
-        if not arm.found:
+        if not arm.full:
             return costs.seconds[self._taken]
         steps = 1 + self._unasked
-        made = sum(row.guesses(drafted, arm.guesses) for row in rows for drafted in row.drafted[-steps:])
+        made = sum(row.guesses(drafted, arm.plan, arm.guesses) for row in rows for drafted in row.drafted[-steps:])
         return costs.of(self._taken, made / (steps * len(rows)) / arm.usual)
 
     def _look_at(self, history: RowHistory) -> RowEvidence:
@@ -251,16 +281,16 @@ class Fitted(Policy):
             kept, number = self._kept[row.arm][USUAL], self._whose[row.arm]
             if kept:
                 own, arm = row.evidence[number], self._arms[row.arm]
-                bounded = arm.plan.factor is not None and arm.found is not None
+                bounded = arm.varies or (arm.plan.factor is not None and arm.found is not None)
                 both = ((own, DECAY), (self._common[history.sampled][number], COMMON_DECAY))
                 for stayed, drafted in zip(history.accepted[row.seen :], history.drafted[row.seen :], strict=True):
                     own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
-                    length = history.guesses(drafted, arm.guesses) / arm.guesses if bounded else 1.0
+                    length = history.guesses(drafted, arm.plan, arm.guesses) / arm.guesses if bounded else 1.0
                     for one, decay in both:
                         if arm.found:
                             one.looked((drafted > 0) / arm.found, decay)
                         if drafted > 0 or not arm.found:
-                            one.guess(stayed, kept * length, decay)
+                            one.guess(stayed, kept if arm.varies else kept * length, decay)
                             if bounded:
                                 one.made(length, decay)
                 own.odds = self._odds(row.arm, own.accepted / own.expected * kept)
@@ -283,7 +313,7 @@ class Fitted(Policy):
 
     def _settle(
         self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float],
-        hoped: Callable[[int], float], rows: int = 1, patience: float = PATIENCE,
+        hoped: Callable[[int], float], rows: int = 1, patience: float = PATIENCE, passed: int = 1,
     ) -> int:
         """Return the plan of a row, or of so many rows that do the same; none is changed for a little.
 
@@ -291,6 +321,7 @@ class Fitted(Policy):
             spent: seconds that every plan takes here.
             hoped: tells those that one would take if all guesses stayed that may.
             patience: how many times as fast as plain decoding a plan has to be.
+            passed: steps since the last time.
         """
         def beats(one: int, other: int, times: float) -> bool:
             return values[one] - values[other] > (times - 1) * (values[other] + price * spent[other])
@@ -300,7 +331,7 @@ class Fitted(Policy):
             best = row.arm
         chosen = best if beats(best, 0, patience) else 0
         drafting = self._whose[row.arm]
-        on_trial = drafting != NOBODY and row.evidence[drafting].goes_on()
+        on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(passed)
         if on_trial:
             chosen = max(self._of[drafting], key=values.__getitem__)
         for number, own in enumerate(row.evidence):

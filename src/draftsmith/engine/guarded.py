@@ -8,7 +8,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter
 from draftsmith.plan import Plan
 from draftsmith.targets import KVCache
-from draftsmith.types import UNUSED, Context, Draft
+from draftsmith.types import UNUSED, Context, Draft, empty_draft
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +27,26 @@ class Guarded(Drafter):
     """
 
     def __init__(self, inner: Drafter, name: str, vocab_size: int) -> None:
-        self.inner, self.name, self._vocab_size = inner, name, vocab_size
-        self.failures = 0
-        """How often it failed."""
+        # The engine works with the parts of a drafter by themselves, and they may fail there.
+        self._guarded = [Guarded(part, name, vocab_size) for part in inner.parts]
+        self.inner = inner.with_parts(self._guarded) if self._guarded else inner
+        self.name, self._vocab_size, self.parts = name, vocab_size, tuple(self._guarded)
+        self._failures = 0
         self.taps, self.reads_prompt, self.borrows_layers = inner.taps, inner.reads_prompt, inner.borrows_layers
         self.can_sample, self.observes, self.follows_cheaply = inner.can_sample, inner.observes, inner.follows_cheaply
-        self.factors, self.in_python = inner.factors, inner.in_python
+        self.factors, self.confidences, self.in_python = inner.factors, inner.confidences, inner.in_python
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it guards the same drafter, which an engine then works with once."""
+        return isinstance(other, Guarded) and self.inner is other.inner
+
+    def __hash__(self) -> int:
+        return id(self.inner)
+
+    @property
+    def failures(self) -> int:
+        """How often it failed, or one of its parts."""
+        return self._failures + sum(part.failures for part in self._guarded)
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Return the other's draft if it is one for this plan, and an empty one otherwise."""
@@ -41,8 +55,7 @@ class Guarded(Drafter):
             _check(draft, len(context.rows_B), plan, self._vocab_size)
         except Exception as error:  # whatever it is, the text does not need it
             self._note(error)
-            none_BN = context.tokens_BT.new_empty((len(context.rows_B), 0))
-            return Draft(none_BN, none_BN, depth=0)
+            return empty_draft(context)
         return draft
 
     def default_plan(self) -> Plan:
@@ -80,9 +93,9 @@ class Guarded(Drafter):
             self._note(error)
 
     def _note(self, error: Exception) -> None:
-        self.failures += 1
-        if self.failures & (self.failures - 1) == 0:  # 1, 2, 4, 8 …: a broken one fails at every step
-            log.error("the drafter %s failed for the %d. time: %s", self.name, self.failures, error, exc_info=error)
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:  # 1, 2, 4, 8 …: a broken one fails at every step
+            log.error("the drafter %s failed for the %d. time: %s", self.name, self._failures, error, exc_info=error)
 
 
 def _check(draft: Draft, rows: int, plan: Plan, vocab_size: int) -> None:

@@ -4,8 +4,11 @@ from collections.abc import Callable, Sequence
 
 from draftsmith.engine.policy import Load, RowHistory
 
-RATE, FIRST_RATE = 0.05, 0.25
+RATE, FIRST_RATE = 0.05, 0.5
 """How much one step counts for how long such steps take now: the first of a plan most, later ones less and less."""
+SHARED = 0.5
+"""So much of what is learnt of a plan, as a power, is taken to hold for all others: a machine that is busy, or was
+measured at a better time, seldom spares a single plan."""
 MOST_SLOWER, MOST_FASTER = 1.5, 0.5
 """A step counts as at most and at least so many times as long as such steps take. What took longer was something else,
 such as a client that is slow to read."""
@@ -13,16 +16,17 @@ SETTLES = 3
 """After so many steps of one drafter, or of none, the next are timed. The first find the processor's caches full of
 other things, a lookup that has waited takes note of all tokens since, and rows are put together anew: that is what a
 change costs, and not what steps cost that go on. No more than these, since trials last one step longer."""
-STALE = 256
-"""So often has to be learnt from others before what was learnt of a plan is old, and is learnt anew."""
+STALE, FORGOTTEN = 64, 1024
+"""So often has to be learnt from others before what was learnt of a plan is old, and is learnt anew, and before it is
+forgotten: it may be as if it had never been taken, and what was too slow to be tried is tried again."""
 
 
 class Pace:
     """Times the steps between two questions of a policy whose rows all do the same.
 
     Numbers of rows are taken together by powers of two. A plan that was never taken with so many rows counts as slowed
-    as the last one that was: a machine that is busy, or was measured wrongly, seldom spares a single plan. Not so plain
-    decoding, so that it is tried where all drafts are slow.
+    as the last one that was. Plain decoding counts as less slowed until it is timed, so that it is tried where all
+    drafts are slow.
 
     Args:
         whose: of which drafter every plan is; the first drafts nothing.
@@ -39,6 +43,15 @@ class Pace:
         # Who drafted in the step whose time was taken last, and for how many steps in a row.
         self._drafter: int | None = None
         self._run = 0
+
+    @property
+    def is_timing(self) -> bool:
+        """Whether what follows the last question can be timed: there is a clock, and nothing else in the steps."""
+        return self._last is not None
+
+    def has_seen(self, count: int, plan: int) -> bool:
+        """Whether a step of a plan was ever timed with about so many rows."""
+        return self._taken.get(count.bit_length(), (0,) * len(self._whose))[plan] > 0
 
     def pause(self) -> None:
         """Note that what follows belongs to no step that was asked about."""
@@ -75,12 +88,17 @@ class Pace:
         found, taken = self._slower[size], self._taken.setdefault(size, [0] * len(self._whose))
         newest = self._newest.setdefault(size, [0] * len(self._whose))
         if self._lessons - newest[plan] > STALE:
-            taken[plan] = min(taken[plan], 1)
+            taken[plan] = 0
         rate = max(RATE, FIRST_RATE / (1 + FIRST_RATE * taken[plan]))
         taken[plan] += 1
         self._lessons += 1
         newest[plan] = self._lessons
-        found[plan] += rate * (min(max(ratio, MOST_FASTER * found[plan]), MOST_SLOWER * found[plan]) - found[plan])
-        for other, times in enumerate(taken):
-            if other and not times:
-                found[other] = found[plan]
+        before = found[plan]
+        found[plan] += rate * (min(max(ratio, MOST_FASTER * before), MOST_SLOWER * before) - before)
+        shared = (found[plan] / before) ** SHARED
+        for other in range(len(taken)):
+            if other == plan:
+                continue
+            if self._lessons - newest[other] > FORGOTTEN:
+                taken[other] = 0
+            found[other] = found[plan] if other and not taken[other] else found[other] * shared

@@ -32,7 +32,7 @@ class RowHistory:
         prompt_tokens: length of its prompt.
         written: tokens behind it, those of the last step included.
         accepted: of every step so far in which the policy's choice was drafted, how many guesses stayed.
-        drafted: of the same steps, how many guesses were verified; of a row with a constraint, whether any was.
+        drafted: of the same steps, how many guesses were verified, or whether any was, see `tells_any`.
         constrained: whether it has a constraint.
     """
 
@@ -43,9 +43,28 @@ class RowHistory:
     drafted: list[int] = field(default_factory=list)
     constrained: bool = field(default=False, kw_only=True)
 
-    def guesses(self, drafted: int, usual: float) -> float:
-        """Return how many guesses an entry of `drafted` stands for: the usual number where it only tells of any."""
-        return usual * drafted if self.constrained else drafted
+    def tells_any(self, plan: Plan) -> bool:
+        """Whether `drafted` only tells whether a draft of this plan had guesses.
+
+        How many a constraint left tells which it forbids, and how many a confidence left of a sampled row's draft tells
+        what was drawn for the first of them: both go by the noise of tokens to come.
+        """
+        return self.constrained or (self.sampled and plan.confidence is not None)
+
+    def note(self, accepted: int, drafted: int, plan: Plan) -> None:
+        """Write down a step."""
+        self.accepted.append(accepted)
+        self.drafted.append(min(1, drafted) if self.tells_any(plan) else drafted)
+
+    def guesses(self, drafted: int, plan: Plan, usual: float) -> float:
+        """Return how many guesses an entry of `drafted` stands for: the usual number where it only tells of any.
+
+        Args:
+            usual: of a plan with a confidence, on average over all steps; of others, over those that made some.
+        """
+        if not self.tells_any(plan):
+            return drafted
+        return usual if plan.confidence is not None else usual * drafted
 
 
 @dataclass(frozen=True)

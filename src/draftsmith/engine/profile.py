@@ -17,8 +17,9 @@ class Arm:
         survival: the share of steps that accepted at least 1, 2, … guesses.
         seconds: of a step, all rows together, for each number of rows of the profile.
         found: of a lookup, the share of steps that made guesses; None stands for all.
-        made: how many guesses a step made that made some, on average; None stands for as many as the plan allows.
-        full: of a lookup, seconds of a step in which every row makes as many guesses as the plan allows.
+        made: how many guesses a step made that made some, on average; of a plan with a confidence, on average over all
+            steps. None stands for as many as the plan allows.
+        full: of both, seconds of a step in which every row makes as many guesses as the plan allows.
     """
 
     plan: Plan
@@ -41,7 +42,12 @@ class Arm:
             # None stays whose predecessor did not.
             before = min(before, survived / self.found * factor if self.found else survived * factor)
             total += before
-        return min(total, self.guesses)
+        return total if self.varies else min(total, self.guesses)
+
+    @property
+    def varies(self) -> bool:
+        """Whether every step makes as many guesses as its drafter is sure of, more in one text than in another."""
+        return self.plan.confidence is not None and self.found is None
 
     @property
     def guesses(self) -> float:
@@ -69,12 +75,15 @@ class Arm:
         return self.share(odds if growth is None else growth) * kept
 
     def stretched(self, length: float) -> float:
-        """Return how many times as many guesses a step makes that makes some; 1 where no match bounds them."""
-        return 1.0 if self.plan.factor is None else min(length, self.most_length)
+        """Return how many times as many guesses are accepted where some are made; 1 where no match bounds them.
+
+        Of an arm that varies, guesses that its drafter is hardly sure of may be more, and no more of them stay.
+        """
+        return 1.0 if self.varies or self.plan.factor is None else min(length, self.most_length)
 
     def made_times(self, growth: float, length: float) -> float:
         """Return how many times as many guesses as measured it makes, over all steps; no more than it can."""
-        return min(growth, self.most_growth) * self.stretched(length)
+        return min(growth, self.most_growth) * min(length, self.most_length)
 
     @property
     def most_growth(self) -> float:
@@ -84,7 +93,7 @@ class Arm:
     @property
     def most_length(self) -> float:
         """How many times as many guesses as measured it can make in a step that makes some."""
-        return 1.0 if self.plan.factor is None else self.plan.max_nodes / self.guesses
+        return self.plan.max_nodes / self.guesses if self.varies or self.plan.factor is not None else 1.0
 
 
 @dataclass(frozen=True)
@@ -93,11 +102,13 @@ class Costs:
 
     Args:
         seconds: of every plan, which makes as many guesses as was measured.
-        more: for each time that a lookup makes as many guesses again.
+        more: for each time that it makes as many guesses again, where that differs from text to text.
+        least: that every plan takes however few guesses it makes; nothing stands for those without a draft.
     """
 
     seconds: Sequence[float]
     more: Sequence[float]
+    least: Sequence[float] = ()
 
     @property
     def plain(self) -> float:
@@ -106,14 +117,15 @@ class Costs:
 
     def of(self, at: int, growth: float) -> float:
         """Return the seconds of a plan that makes so many times as many guesses."""
-        more = self.more[at]
-        return max(self.plain, self.seconds[at] + (growth - 1) * more) if more else self.seconds[at]
+        more, least = self.more[at], self.least[at] if self.least else self.plain
+        return max(least, self.seconds[at] + (growth - 1) * more) if more else self.seconds[at]
 
     def slowed(self, times: Sequence[float]) -> "Costs":
         """Return what they take where every plan takes so many times as long."""
         return Costs(
             [took * slower for took, slower in zip(self.seconds, times, strict=True)],
             [took * slower for took, slower in zip(self.more, times, strict=True)],
+            [self.plain * slower for slower in times],
         )
 
     def plus(self, other: "Costs", times: float) -> "Costs":
@@ -125,9 +137,10 @@ class Costs:
 
     def grown(self, growths: Sequence[float]) -> list[float]:
         """Return the seconds of plans that make so many times as many guesses."""
+        least = self.least or [self.plain] * len(self.seconds)
         return [
-            max(self.plain, took + (growth - 1) * more) if more else took
-            for growth, took, more in zip(growths, self.seconds, self.more, strict=True)
+            max(fewest, took + (growth - 1) * more) if more else took
+            for growth, took, more, fewest in zip(growths, self.seconds, self.more, least, strict=True)
         ]
 
 
@@ -170,13 +183,14 @@ class Profile:
 
         What a lookup takes goes with how many guesses it makes, see `Arm.accepted`.
         """
-        return self.costs((self.arms[0], arm), rows).grown((1.0, min(odds, arm.most_growth)))[1]
+        times = arm.made_times(odds, odds if arm.varies else 1.0)
+        return self.costs((self.arms[0], arm), rows).grown((1.0, times))[1]
 
     def costs(self, arms: Sequence[Arm], rows: int) -> Costs:
         """Return what these of its plans take, the first of which drafts nothing; all rows together."""
         seconds, more = [self._between(arm.seconds, rows) for arm in arms], []
         for arm, took in zip(arms, seconds, strict=True):
-            most = arm.plan.max_nodes / arm.usual if arm.found else 1.0
+            most = arm.plan.max_nodes / arm.usual if arm.full else 1.0
             more.append(max(0.0, self._between(arm.full, rows) - took) / (most - 1) if most > 1 else 0.0)
         return Costs(seconds, more)
 
@@ -220,7 +234,7 @@ class Profile:
         rows = tuple(map(int, value["rows"]))
         if (
             not arms or arms[0].plan != NO_DRAFT or any(len(arm.seconds) != len(rows) for arm in arms)
-            or any(len(arm.full) != len(rows) for arm in arms if arm.found is not None)
+            or any(len(arm.full) != len(rows) for arm in arms if arm.found is not None or arm.varies)
         ):
             raise ValueError("a profile begins with plain decoding, and every plan has as many times as there are rows")
         if any(
@@ -242,7 +256,8 @@ def plan_from_json(value: Mapping[str, Any]) -> Plan:
 
 
 def candidates(
-    default: Plan, prunable: bool, room: int, longest: int, factors: Sequence[float] = ()
+    default: Plan, prunable: bool, room: int, longest: int, factors: Sequence[float] = (),
+    confidences: Sequence[float] = (),
 ) -> list[Plan]:
     """Return the plans worth measuring for a drafter, those of few nodes first.
 
@@ -253,8 +268,13 @@ def candidates(
         longest: the deepest draft it can make.
         factors: bounds by the length of a match that a lookup can be given; such plans come last. They tell good
             guesses from bad ones better than the length of a chain does, so there are few lengths then.
+        confidences: bounds by how likely its guesses are that a drafter can be given; such plans come last too. Where
+            there are bounds of both kinds, every plan has both.
     """
     depth = min(default.depth, longest)
+    if factors and confidences:
+        chain = (1,) * min(depth, room)
+        return [Plan(chain, factor=factor, confidence=least) for factor in factors for least in confidences if chain]
     copies = sorted({min(SHORT_COPY, depth, room), min(depth, room)}) if factors and depth else []
     found = [Plan((1,) * deep) for deep in ([1, *copies] if factors and depth else ladder(depth))]
     if prunable and depth:
@@ -265,6 +285,8 @@ def candidates(
     found.append(default)
     fitting = [plan for plan in dict.fromkeys(found) if plan != NO_DRAFT and plan.max_nodes <= room]
     bounded = [Plan((1,) * deep, factor=factor) for factor in factors for deep in copies]
+    deepest = min(longest, room)
+    bounded += [Plan((1,) * deepest, confidence=confidence) for confidence in confidences if depth]
     return sorted(fitting, key=lambda plan: (plan.max_nodes, plan.depth)) + bounded
 
 

@@ -82,7 +82,7 @@ class Weighed(Reason):
         alike: those of the same drafter.
         odds: how many times as often as measured its guesses are expected to stay.
         growth: how many times as often as measured it finds guesses, if it is a lookup.
-        length: how many times as many as measured it makes then, if matches bound these.
+        length: how many times as many as measured it makes then, if more than their length bounds these.
         price: tokens a second that all rows together could have.
         margin: tokens that a plan has to bring beyond what its time is worth.
         rows: how many decode.
@@ -168,14 +168,16 @@ def _first(arm: Arm, odds: float) -> float:
 
 
 def shape_in_words(plan: Plan) -> str:
-    """Return "chain of 3", "tree of 8", "chain of up to 8 with 0.5 guesses for each matched token" or "none"."""
+    """Return "chain of 3", "tree of 8", "chain of up to 8 with guesses at least 10 % likely" or "none"."""
     if not plan.depth:
         return "none"
     kind = "chain" if plan.is_chain else "tree"
-    if plan.factor is None:
-        return f"{kind} of {plan.max_nodes}"
-    guesses = "guess" if plan.factor == 1 else "guesses"
-    return f"{kind} of up to {plan.max_nodes} with {plan.factor:g} {guesses} for each matched token"
+    bounds = []
+    if plan.factor is not None:
+        bounds.append(f"{plan.factor:g} {'guess' if plan.factor == 1 else 'guesses'} for each matched token")
+    if plan.confidence is not None:
+        bounds.append(f"guesses at least {100 * plan.confidence:g} % likely")
+    return f"{kind} of up to {plan.max_nodes} with {' and '.join(bounds)}" if bounds else f"{kind} of {plan.max_nodes}"
 
 
 ASKED = Said("asked", "asked for by the request")

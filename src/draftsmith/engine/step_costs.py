@@ -24,10 +24,10 @@ class StepCosts:
         # A target reads its text alike whoever drafts, but beside some drafters that may not have been measured.
         plain = max(profile.length_cost.plain for profile in profiles)
         each = [profile.length_cost.guess * arm.guesses for arm, profile in zip(arms, profiles, strict=True)]
-        # A lookup makes guesses in some steps only.
+        # A lookup makes guesses in some steps only, and what makes more of them where more stay costs more there.
         self._per_token = Costs(
             [plain + more * arm.share() for more, arm in zip(each, arms, strict=True)],
-            [more * (arm.found or 0.0) for more, arm in zip(each, arms, strict=True)],
+            [more * arm.share() if arm.full else 0.0 for more, arm in zip(each, arms, strict=True)],
         )
 
     def of(self, rows: int, tokens: float = 0.0) -> Costs:

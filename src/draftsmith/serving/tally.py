@@ -100,8 +100,7 @@ def plan_in_words(plan: Plan) -> str:
     if not plan.depth:
         return "none"
     shape = f"chain {plan.depth}" if plan.is_chain else ",".join(map(str, plan.branching))
-    bounds = (("paths", plan.paths), ("nodes", plan.nodes), ("beam", plan.beam))
-    told = [f"{name} {value}" for name, value in bounds if value is not None]
     drawn = ["sampled"] if plan.sampled else []
-    looked_up = [] if plan.factor is None else [f"factor {plan.factor:g}"]
-    return " ".join([shape, *told, *drawn, *looked_up])
+    names = ("paths", "nodes", "beam"), ("factor", "confidence")
+    before, behind = ([f"{name} {getattr(plan, name):g}" for name in some if getattr(plan, name)] for some in names)
+    return " ".join([shape, *before, *drawn, *behind])

@@ -1,9 +1,10 @@
-"""The demo's race: the speculator trained live, the shipped one, a 4-bit copy, a cascade; each with its best chain.
+"""The demo's race: the speculator trained live, alone and behind a lookup, the shipped one, a 4-bit copy, a cascade.
 
 It is run on the target and, where that is the embedded one, on the same model made as large as models that are read
 from memory, see `draftsmith.evaluation.padding`.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,9 @@ from draftsmith.targets import Target
 from draftsmith.types import CompileLevel, DraftsmithError
 
 LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "4-bit cascade"
+BEHIND = "live, behind a lookup"
 LENGTHS = {LIVE: (1, 2, 3, 4), SHIPPED: (1, 2, 3, 4), COPY: (3, 4, 5, 6), CASCADE: (4, 6, 7, 9)}
-"""The chains that are tried of each."""
+"""The chains that are tried of each; whoever is not here has its own plan."""
 TRIALS, TRIAL_TOKENS = 4, 48
 ROOM_GB = 4.0
 """The larger target, its packed weights and their copy take less."""
@@ -76,7 +78,7 @@ def race(
         engine = Engine(target, drafter, max_batch=1, max_length=longest, share_prefixes=False, compile=level)
         plan = engine.plan
         # Compiled, every length would cost a compilation.
-        if level == "off":
+        if level == "off" and name in LENGTHS:
             say(f"{target.name}: which chain is best for {name}")
             deepest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else max(LENGTHS[name])
             lengths = [length for length in LENGTHS[name] if length <= deepest] or [deepest]
@@ -90,7 +92,7 @@ def race(
 
 
 def drafters_for(target: Target, live: Path, shipped: Path | None, tell: Say) -> dict[str, Drafter]:
-    """Load what takes part: the speculators in these folders and, where native kernels read the target, its copies.
+    """Load what takes part: the speculators in these folders, and where native kernels read the target all others.
 
     For the cascade's copy a lookup guesses, and where that knows nothing the speculator that was trained live. A copy
     for which there is no room, or that cannot be made of this target, is left out.
@@ -100,10 +102,14 @@ def drafters_for(target: Target, live: Path, shipped: Path | None, tell: Say) ->
     """
     folders = {LIVE: live} if shipped is None else {LIVE: live, SHIPPED: shipped}
     found = {name: load_drafter(folder, target) for name, folder in folders.items()}
-    copies = {COPY: f"int4-self:guesses={max(LENGTHS[COPY])}", CASCADE: f"cascade:inner=[ngram,{live}]"}
-    for name, words in copies.items() if target.backend.native else ():
+    quoted = json.dumps(str(live), ensure_ascii=False)
+    words = {
+        BEHIND: f"lookup-first:then={quoted}", COPY: f"int4-self:guesses={max(LENGTHS[COPY])}",
+        CASCADE: f"cascade:inner=[ngram,{quoted}]",
+    }
+    for name, word in words.items() if target.backend.native else ():
         try:
-            found[name] = load_drafter(words, target)
+            found[name] = load_drafter(word, target)
         except DraftsmithError as error:
             tell(f"The {name} is left out: {error}")
     return found

@@ -28,7 +28,8 @@ class Drafts:
         """Return the plan; None leaves the drafter's own, `default`.
 
         Without a shape the drafter's own tree is taken; sampled, one chain as deep; with a beam or a number of nodes,
-        all its paths, of a static tree those that a beam finds within its widths.
+        all its paths. Of a static tree these and a confidence take what a beam finds within its widths, a confidence
+        as many nodes as it has.
         """
         from draftsmith.evaluation.grid import plan_for
 
@@ -48,11 +49,14 @@ class Drafts:
         bounded = rules.beam is not None or rules.nodes is not None
         if bounded:
             default = default.ranked()
+        elif rules.confidence is not None and default.choices:
+            default = replace(default.ranked(), nodes=default.max_nodes)
         return replace(
             default,
             paths=None if bounded else default.paths,
             nodes=default.nodes if rules.nodes is None else rules.nodes,
             beam=default.beam if rules.beam is None else rules.beam,
+            confidence=default.confidence if rules.confidence is None else rules.confidence,
             acceptance=rules.acceptance,
             epsilon=rules.epsilon,
             delta=rules.delta,

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.base import Drafter, workers
+from draftsmith.drafters.family import read_spec
 from draftsmith.engine import Engine, reasons
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
@@ -34,7 +35,7 @@ MEMORY_HOPE = 0.85
 """One with a model's memory reads every text, also where it does not draft, so it has to gain clearly."""
 DISTURBED_FOR_S = 3600.0
 """So long it is made do with what was measured while other programs disturbed it."""
-FORMAT = 17
+FORMAT = 18
 """Raised when what is measured changes, or how it is written: then everything is measured once more."""
 
 
@@ -117,7 +118,8 @@ def fitted_engines(
     for rows in batches:
         known = [
             Known(found[name].profile, name, MEMORY_HOPE, rows)
-            if one.reads_prompt and not one.follows_cheaply else Known(found[name].profile, name, READY_HOPE)
+            if any(part.reads_prompt and not part.follows_cheaply for part in workers([one]))
+            else Known(found[name].profile, name, READY_HOPE)
             for name, one in drafting.items()
         ]
         for own in known:
@@ -174,12 +176,19 @@ def place(target: Target, drafter: Drafter, name: str) -> Path:
 
 
 def stamp(name: str) -> list[float]:
-    """Return what changes when the weights in a folder do."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return []
-    files = [path.stat() for path in sorted(folder.glob("*.safetensors"))]
+    """Return what changes when the weights in a folder do, or in one that a word names in its options."""
+    folders = folders_in(name)
+    files = [path.stat() for folder in folders for path in sorted(folder.glob("*.safetensors"))]
     return [value for file in files for value in (file.st_size, file.st_mtime)]
+
+
+def folders_in(name: str) -> list[Path]:
+    """Return the folder of this name, or those that a word names in its options."""
+    if Path(name).is_dir():
+        return [Path(name)]
+    given = read_spec(name)[1].values() if ":" in name else ()
+    words = [word for value in given for word in (value if isinstance(value, list) else [value])]
+    return [folder for word in words if isinstance(word, str) for folder in folders_in(word)]
 
 
 def read(path: Path) -> Fit | None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from draftsmith import assets
+from draftsmith.drafters.family import read_spec
 from draftsmith.types import Quantization
 
 if TYPE_CHECKING:
@@ -64,9 +65,13 @@ def dtype_name(target: "Target") -> str:
 
 
 def name_of(drafter: "Drafter | str | Path | None", default: str | None = None) -> str | None:
-    """Return what results call a drafter: the last part of its folder or name."""
+    """Return what results call a drafter: the last part of its folder or name, behind the word that it belongs to."""
     if drafter is None:
         return default
+    if isinstance(drafter, str) and "/" in drafter.partition(":")[2] and "/" not in drafter.partition(":")[0]:
+        word, options = read_spec(drafter)
+        named = [part for value in options.values() for part in (value if isinstance(value, list) else [value])]
+        return f"{word}:{','.join(Path(str(part)).name for part in named)}"
     return Path(drafter).name if isinstance(drafter, str | Path) else type(drafter).__name__
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from draftsmith import assets
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.registry import embedded
 from draftsmith.engine import Engine, Fixed, OffAbove, Policy
 from draftsmith.engine.guarded import Guarded
 from draftsmith.plan import Plan
@@ -103,7 +104,7 @@ def make_engine(
     loaded = load_target(target, loading or Loading(), console)
     given: list[str | Path] = list(drafters)
     if draft and not given and target is None:
-        given = [str(assets.demo_drafter())]
+        given = [embedded()]
     if not given:
         console.print(f"[dim]{loaded.name} is decoded without a drafter.[/dim]", highlight=False)
         return Engine(loaded, max_batch=sizes.max_batch, max_length=sizes.max_length), {}

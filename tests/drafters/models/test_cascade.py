@@ -92,17 +92,36 @@ def test_the_chain_is_the_one_that_the_copy_drafts_alone(architecture: str, inne
         assert drafter.agreed > 10
 
 
-def test_greedy_rows_draft_in_two_levels_beside_sampled_ones():
-    """Sampled rows have the copy's own draws, and everybody has the text that they have by themselves."""
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("inner", INNERS)
+def test_sampled_rows_draft_in_two_levels_by_the_target_s_noise(inner: str, every: int):
+    """Alone and beside greedy rows: the copy's own draws, and the text that everybody has by itself."""
     target = bf16_target("llama")
     params = [
-        SamplingParams(max_tokens=20, temperature=0.8 if number % 2 else 0.0, seed=number) for number in range(6)
+        SamplingParams(max_tokens=20, temperature=0.8 if number % every == 0 else 0.0, seed=number)
+        for number in range(6)
     ]
     plain = [c.tokens for c in Engine(target, max_batch=1).generate(prompts(6), params)]
-    drafter = cascade(target, "ngram:min_length=1")
-    found = Engine(target, drafter, max_batch=4).generate(prompts(6), params)
-    assert [c.tokens for c in found] == plain and drafter.passes > 0
-    assert all(c.statistics.accepted > 0 for c in found[1::2])
+    for batch, tail in ((1, 0), (4, 0), (4, 1)):
+        drafter = cascade(target, inner, tail=tail)
+        found = Engine(target, drafter, max_batch=batch).generate(prompts(6), params)
+        assert [c.tokens for c in found] == plain and drafter.passes > 0 and drafter.agreed > 10
+        assert all(c.statistics.accepted > 0 for c in found)
+
+
+@pytest.mark.parametrize("inner", [str(assets.demo_drafter()), f"ngram+{assets.demo_drafter()}"])
+def test_good_guesses_save_passes_for_sampled_rows_too(inner: str):
+    target = demo_target()
+    texts = ["def add(a, b):\n    return a + b\n\ndef sub(a, b):\n", "Once upon a time", "1, 2, 3, 1, 2, 3, 1, 2,"]
+    params = [SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.7, seed=seed) for seed in range(3)]
+    plain = [c.tokens for c in Engine(target, max_batch=1).generate(texts, params)]
+    words = inner.split("+")
+    drafter = Compared(
+        QuantisedSelf(target, "int4", 8), all_inside({word: load_drafter(word, target) for word in words}), 8, 0
+    )
+    found = Engine(target, drafter, max_batch=1).generate(texts, params)
+    assert [c.tokens for c in found] == plain
+    assert drafter.passes < 0.8 * 8 * drafter.agreed
 
 
 @pytest.mark.parametrize("inner", [str(assets.demo_drafter()), f"ngram+{assets.demo_drafter()}"])

@@ -210,6 +210,7 @@ def test_a_saved_drafter_loads_for_its_target_and_for_no_other(tmp_path: Path):
 
 def test_lists_are_read_in_a_word():
     assert read_spec("x:a=[1,2],b=3,c=[]") == ("x", {"a": [1, 2], "b": 3, "c": []})
+    assert read_spec('x:a="/one, two #3: four",b=ngram') == ("x", {"a": "/one, two #3: four", "b": "ngram"})
     drafter = load_drafter("skip-layers:skip_attention=[0,1],skip_mlp=[1],guesses=2", tiny_target())
     assert isinstance(drafter, SkipLayers) and drafter.model.skipped == skipped((0, 1), (1,))
 

@@ -183,7 +183,7 @@ class FeatureDrafter(TrainableDrafter):
         tokens_BN, parents_BN = self._native(
             context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, memory.settle(context),
             context.slots_B, memory.keys_RCGW, memory.values_RCGW, plan.depth,
-            shared_noise(plan, context),
+            plan.confidence or 0.0, shared_noise(plan, context),
         )
         return tokens_BN, parents_BN
 

@@ -183,7 +183,7 @@ class NativeNgramDrafter(NgramLookup[int]):
             min(config.guesses, plan.depth), plan.max_nodes, self.factor(plan) or 0.0,
         )
         tokens_BN, parents_BN = found_2BN.to(context.tokens_BT.device).unbind(0)
-        return Draft(tokens_BN, parents_BN, depth, branching=plan.branching if depth else None)
+        return Draft(tokens_BN, parents_BN, depth, branching=plan.branching if depth else ())
 
     def take_in(self, context: Context) -> list[int | None]:
         self.follow(context)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.plan import Plan
-from draftsmith.types import UNUSED, Context, Draft
+from draftsmith.types import UNUSED, Context, Draft, empty_draft
 
 if TYPE_CHECKING:
     from draftsmith.targets import KVCache
@@ -85,8 +85,7 @@ def to_draft(trees: Sequence[DraftTree], context: Context, plan: Plan) -> Draft:
     width = max(len(tree.tokens) for tree in trees)
     device = context.tokens_BT.device
     if width == 0:
-        none_BN = torch.empty((len(trees), 0), dtype=torch.int64, device=device)
-        return Draft(tokens_BN=none_BN, parents_BN=none_BN, depth=0)
+        return empty_draft(context)
     gaps = [width - len(tree.tokens) for tree in trees]
     tokens = [tree.tokens + [0] * gap for tree, gap in zip(trees, gaps, strict=True)]
     parents = [tree.parents + [UNUSED] * gap for tree, gap in zip(trees, gaps, strict=True)]

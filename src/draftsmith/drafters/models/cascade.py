@@ -9,17 +9,18 @@ the chain. Behind its end come a few guesses that the copy has not read: each co
 Shapes: B rows, R of them that go on, M tokens of a pass, F feature width, V vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.draws import shares_noise
+from draftsmith.drafters.draws import draw_like_target, shares_noise
 from draftsmith.drafters.lookup.python_drafter import DraftTree, to_draft
 from draftsmith.drafters.models.cascade_config import NAME, CascadeConfig
-from draftsmith.drafters.models.inner import Inner, all_inside, some
+from draftsmith.drafters.models.inner import Inner, all_inside
 from draftsmith.drafters.models.path_reader import SCRATCH
 from draftsmith.drafters.models.quantised_self import QuantisedSelf, make_quantised
 from draftsmith.drafters.registry import load_drafter
@@ -97,11 +98,8 @@ class Cascade(Drafter):
             drafter.reset_rows(rows)
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        """Draft a chain in two levels; those of sampled rows, sampled plans and trees are the copy's alone."""
-        drawn: list[int] = []
-        if shares_noise(plan, context):
-            drawn = [b for b, temperature in enumerate(context.temperature_B.tolist()) if temperature > 0]
-        if not plan.is_chain or plan.sampled or len(drawn) == len(context.rows_B):
+        """Draft a chain in two levels; of sampled plans, trees, and plans with a confidence by the copy alone."""
+        if not plan.is_chain or plan.sampled or plan.confidence is not None:
             if self.reads_prompt:
                 self.inner.begin(context)
             return self.copy.propose(context, plan)
@@ -109,24 +107,24 @@ class Cascade(Drafter):
             raise DraftsmithError(
                 f"the plan drafts {plan.depth} tokens ahead, but a {NAME} reaches {self.max_depth}; shorten it."
             )
-        found, trees = self._chains(context, plan.depth, frozenset(drawn)), []
-        if drawn:
-            own = some(context, torch.tensor(drawn, device=context.rows_B.device))
-            for b, tokens in zip(drawn, self.copy.propose(own, plan).tokens_BN.tolist(), strict=True):
-                found[b] = tokens
-        for chosen in found:
+        if not shares_noise(plan, context):
+            context = replace(context, temperature_B=torch.zeros_like(context.temperature_B))
+        if context.slots_B is None:
+            context = replace(context, slots_B=torch.arange(len(context.rows_B), device=context.rows_B.device))
+        trees = []
+        for chosen in self._chains(context, plan.depth):
             tree = DraftTree(plan.branching, plan.depth)
             tree.add_path(ROOT, chosen)
             trees.append(tree)
         return to_draft(trees, context, plan)
 
-    def _chains(self, context: Context, length: int, without: Collection[int]) -> list[list[int]]:
-        """Return the chain of every row but these, of up to `length` tokens; all but the tail are the copy's own."""
+    def _chains(self, context: Context, length: int) -> list[list[int]]:
+        """Return the chain of every row, of up to `length` tokens; all but the tail are the copy's own."""
         enough = length - min(self.tail, length // SHORT)
         root_B, states_RF = context.root()
         newest, held = root_B.tolist(), (context.lengths_B - 1).tolist()
         chains: list[list[int]] = [[] for _ in newest]
-        going = [b for b, row in enumerate(context.rows_B.tolist()) if row != SCRATCH and b not in without]
+        going = [b for b, row in enumerate(context.rows_B.tolist()) if row != SCRATCH]
         if len(going) < len(newest):
             states_RF = states_RF[torch.tensor(going, device=states_RF.device)]
         self.inner.begin(context)
@@ -145,7 +143,10 @@ class Cascade(Drafter):
                     chains[b] += ahead[:want]
             if not reading:
                 break
-            choices, states_RMF = self._read(context, reading, pieces, [held[b] + len(chains[b]) for b in reading])
+            own = context
+            if len(reading) < len(chains):
+                own = context.some(torch.tensor(reading, device=states_RF.device))
+            choices, states_RMF = self._read(own, pieces, [held[b] + len(chains[b]) for b in reading])
             going, lines, columns = [], [], []
             for line, (b, piece, chosen) in enumerate(zip(reading, pieces, choices, strict=True)):
                 stay = agreed(piece, chosen)
@@ -160,28 +161,35 @@ class Cascade(Drafter):
         return chains
 
     def _read(
-        self, context: Context, rows: Sequence[int], pieces: Sequence[Sequence[int]], held: Sequence[int]
+        self, context: Context, pieces: Sequence[Sequence[int]], held: Sequence[int]
     ) -> tuple[list[list[int]], Tensor]:
-        """Let the copy read a piece behind the first `held` tokens of some rows: its choices, and states (R, M, F)."""
+        """Let the copy read a piece behind the first `held` tokens of every row: its choices, and states (R, M, F)."""
         assert self._cache is not None, "a drafter is attached to a cache before it drafts"
         self.passes, self.tokens_read = self.passes + 1, self.tokens_read + sum(map(len, pieces))
         model, device, widest = self.copy.model, context.tokens_BT.device, max(map(len, pieces))
-        slots_R = context.slots_B
-        if len(rows) < len(context.rows_B):
-            index_R = torch.tensor(rows, device=device)
-            slots_R = index_R if slots_R is None else slots_R[index_R]
         counts_R = None
         if any(len(piece) < widest for piece in pieces):
             counts_R = torch.tensor([len(piece) for piece in pieces], device=device)
         tokens_RM = torch.tensor([[*piece, *[piece[0]] * (widest - len(piece))] for piece in pieces], device=device)
+        held_R = torch.tensor(held, device=device)
         nodes = Nodes(
-            tokens_RM, torch.tensor(held, device=device), slots_R, counts_B=counts_R,
+            tokens_RM, held_R, context.slots_B, counts_B=counts_R,
             columns_S=model.backend.columns(lambda: max(held) + widest),
         )
         logits_RMV, states_RMF = model.forward(self._cache, nodes, self.taps)
-        # On a CPU a maximum is found several times faster than an argmax.
-        choices: list[list[int]] = logits_RMV.max(dim=-1).indices.tolist()
-        return choices, states_RMF
+        return self._choices(context, logits_RMV, held_R).tolist(), states_RMF
+
+    def _choices(self, context: Context, logits_RMV: Tensor, held_R: Tensor) -> Tensor:
+        """Return the token (R, M) that the copy chooses behind every token it read, as it would have drafted it."""
+        if not bool((context.temperature_B > 0).any()):
+            # On a CPU a maximum is found several times faster than an argmax.
+            return logits_RMV.max(dim=-1).indices
+        rows, nodes, _ = logits_RMV.shape
+        positions_RM = held_R.unsqueeze(1) + torch.arange(1, nodes + 1, device=held_R.device)
+        return draw_like_target(
+            logits_RMV.float().flatten(0, 1), context.temperature_B.repeat_interleave(nodes),
+            context.seeds_B.repeat_interleave(nodes), positions_RM.flatten(),
+        ).view(rows, nodes)
 
 
 def agreed(piece: Sequence[int], chosen: Sequence[int]) -> int:

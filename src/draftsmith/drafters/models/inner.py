@@ -77,7 +77,7 @@ class ByState(Inner):
         if any(chains):
             context = behind(context, rows, chains, states_RF)
         elif len(rows) < len(context.rows_B):
-            context = some(context, torch.tensor(rows, device=states_RF.device))
+            context = context.some(torch.tensor(rows, device=states_RF.device))
         return chains_of(self._drafter.propose(context, plan))
 
 
@@ -138,21 +138,11 @@ def behind(context: Context, rows: Sequence[int], chains: Sequence[Sequence[int]
     """Return a context of these rows as if each had committed its chain, of at least one token."""
     device = context.tokens_BT.device
     if len(rows) < len(context.rows_B):
-        context = some(context, torch.tensor(rows, device=device))
+        context = context.some(torch.tensor(rows, device=device))
     ends = torch.tensor([[chain[-1], len(chain)] for chain in chains], device=device)
     return context.after(
         ends[:, :1].contiguous(), states_RF.unsqueeze(1), torch.ones_like(context.counts_B),
         context.lengths_B + ends[:, 1],
-    )
-
-
-def some(context: Context, index_R: Tensor) -> Context:
-    """Return these rows of a context."""
-    return Context(
-        context.tokens_BT[index_R], context.features_BTF[index_R], context.counts_B[index_R],
-        context.lengths_B[index_R], context.rows_B[index_R], context.temperature_B[index_R], context.seeds_B[index_R],
-        None if context.first_B is None else context.first_B[index_R],
-        None if context.slots_B is None else context.slots_B[index_R],
     )
 
 

@@ -20,7 +20,7 @@ from draftsmith.drafters.models.path_reader import ROOM, SCRATCH, PathReader
 from draftsmith.plan import Plan
 from draftsmith.targets import KVCache, Target
 from draftsmith.targets.copies import bytes_by_place
-from draftsmith.types import UNUSED, Context, Draft
+from draftsmith.types import UNUSED, Context, Draft, empty_draft
 
 
 class ModelDrafter(StagewiseDrafter):
@@ -240,11 +240,11 @@ class DraftModel(ModelDrafter):
 
     def _nothing(self, context: Context, plan: Plan) -> Draft:
         """Return a draft without nodes, which spares the target reading unused ones."""
-        none_BN = context.tokens_BT.new_empty((context.tokens_BT.shape[0], 0))
-        q_BMV = None
+        draft = empty_draft(context)
         if plan.sampled:
-            q_BMV = torch.zeros((len(none_BN), 1, self.vocab_size), dtype=torch.float64, device=none_BN.device)
-        return Draft(none_BN, none_BN, depth=0, q_BMV=q_BMV, branching=())
+            batch, device = context.tokens_BT.shape[0], context.tokens_BT.device
+            draft.q_BMV = torch.zeros((batch, 1, self.vocab_size), dtype=torch.float64, device=device)
+        return draft
 
 
 def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:

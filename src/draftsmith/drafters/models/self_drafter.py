@@ -48,7 +48,7 @@ class SelfDrafter(ModelDrafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain by one native operator where there is one, and any other shape as all models do."""
-        if not plan.is_chain or plan.depth > self.max_depth:
+        if not plan.is_chain or plan.confidence is not None or plan.depth > self.max_depth:
             return super().propose(context, plan)
         assert self._reader is not None, "a drafter is attached to a cache before it drafts"
         held_B = (context.lengths_B - 1).masked_fill(context.rows_B == SCRATCH, 0)

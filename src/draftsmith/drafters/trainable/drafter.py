@@ -38,6 +38,7 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
     """What can be set of it; the annotation of `config` says the same to a type checker."""
     model_type: str
     """What config.json calls the family."""
+    confidences = (0.05, 0.15, 0.35)
     _weighed: tuple[int, int] | None = None
     """How many weights it has, and their bytes; set when it is made ready to decode, after which it can neither be
     trained nor saved."""
@@ -232,7 +233,7 @@ class RowwiseDrafter(TrainableDrafter):
             return grow(self, context, plan)
         tokens_BN, parents_BN = self._native(
             context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, plan.branching,
-            plan.paths or 0, plan.beam or 0, plan.max_nodes, shared_noise(plan, context),
+            plan.paths or 0, plan.beam or 0, plan.max_nodes, plan.confidence or 0.0, shared_noise(plan, context),
         )
         return Draft(tokens_BN, parents_BN, plan.depth, branching=plan.branching)
 

@@ -169,8 +169,8 @@ class Request:
             self.finish("length")
         return taken
 
-    def record(self, taken: int, drafted: int, depth: int) -> None:
-        """Note a step: the tokens it committed, the guesses it verified, and the most it could have accepted."""
+    def record(self, taken: int, drafted: int, depth: int, plan: Plan) -> None:
+        """Note a step: the tokens it committed, the guesses it verified, the most it could have accepted, its plan."""
         if self.guide is not None:
             drafted -= self.guide.refused
         self.accepted.append(taken - 1)
@@ -181,9 +181,7 @@ class Request:
             self.rejected_prediction += drafted - (taken - 1)
             self.prediction.guessed = 0
         else:
-            self.history.accepted.append(taken - 1)
-            # How many guesses a constraint left tells which it forbids, and so what the noise of tokens to come says.
-            self.history.drafted.append(drafted if self.guide is None else min(1, drafted))
+            self.history.note(taken - 1, drafted, plan)
         if depth > self.deepest:
             self.deepest = depth
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.plan import Plan
-from draftsmith.types import UNUSED, Context, Draft
+from draftsmith.types import UNUSED, Context, Draft, empty_draft
 from draftsmith.verify import tree_tables
 
 
@@ -166,12 +166,6 @@ def padded(layout: Layout, width: int) -> Layout:
         layout.draft, tokens_BN=tokens_BM[:, 1:], parents_BN=pad(layout.draft.parents_BN, (0, missing), value=UNUSED)
     )
     return Layout(draft, tokens_BM, pad(layout.depths_BM, (0, missing), value=1), visible_BMM, layout.nodes_B)
-
-
-def empty_draft(context: Context) -> Draft:
-    """Return the draft without guesses: plain decoding."""
-    none_BN = context.tokens_BT.new_empty((context.tokens_BT.shape[0], 0))
-    return Draft(tokens_BN=none_BN, parents_BN=none_BN, depth=0)
 
 
 def roots_alone(context: Context) -> Layout:

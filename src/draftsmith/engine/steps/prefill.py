@@ -19,12 +19,12 @@ from draftsmith.engine.requests.request import Request
 from draftsmith.engine.requests.scheduler import Piece
 from draftsmith.engine.steps.allowed import constrain
 from draftsmith.engine.steps.commit import count_finite, guesses_or_flag
-from draftsmith.engine.steps.layout import empty_draft, lay_out
+from draftsmith.engine.steps.layout import lay_out
 from draftsmith.engine.steps.logprobs import logprobs_of
 from draftsmith.engine.steps.rows import Penalties, Rows, is_simple, make_rows
 from draftsmith.engine.steps.step import Stepper
 from draftsmith.plan import NO_DRAFT
-from draftsmith.types import Context
+from draftsmith.types import Context, empty_draft
 
 
 @dataclass
@@ -47,7 +47,7 @@ class PromptReader:
 
     def __init__(self, stepper: Stepper, penalties: Penalties) -> None:
         self._stepper, self._penalties = stepper, penalties
-        self._remembers = any(drafter.reads_prompt for drafter in stepper.drafters.values())
+        self._remembers = any(drafter.reads_prompt for drafter in stepper.workers)
 
     def read(self, pieces: Sequence[Piece]) -> list[FirstTokens]:
         """Read pieces of prompts, and tell drafters of those that are stored already."""

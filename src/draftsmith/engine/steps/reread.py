@@ -13,11 +13,11 @@ from torch import Tensor
 from draftsmith.engine.policy import Choice
 from draftsmith.engine.steps.allowed import constrain
 from draftsmith.engine.steps.commit import commit
-from draftsmith.engine.steps.layout import empty_draft, lay_out
+from draftsmith.engine.steps.layout import lay_out
 from draftsmith.engine.steps.rows import Penalties, Rows, make_rows, pick
 from draftsmith.engine.steps.step import Stepper
 from draftsmith.plan import NO_DRAFT
-from draftsmith.types import Context
+from draftsmith.types import Context, empty_draft
 from draftsmith.verify import accept_greedy
 
 

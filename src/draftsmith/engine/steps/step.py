@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.base import Drafter, workers
 from draftsmith.drafters.lookup.prediction import PredictionDrafter
 from draftsmith.engine.made import Tree
 from draftsmith.engine.steps.allowed import constrain
@@ -88,29 +88,33 @@ class Stepper:
         self.predictions = PredictionDrafter()
         """Drafts for rows that bring a prediction, while they keep to it."""
         self.drafters = {**drafters, PREDICTED: self.predictions}
-        self.taps = union_of_taps(list(drafters.values()))
+        self.workers = workers(self.drafters.values())
+        """Those that do the work of them."""
+        self._workers_of = {name: workers([drafter]) for name, drafter in self.drafters.items()}
+        self.taps = union_of_taps(workers(drafters.values()))
         # Who wants no states is spared the work of leaving out those of others.
         self._columns = {
-            name: columns_of(drafter.taps, self.taps, target) if drafter.taps else None
-            for name, drafter in self.drafters.items()
+            drafter: columns_of(drafter.taps, self.taps, target) if drafter.taps else None
+            for drafter in (*self.drafters.values(), *self.workers)
         }
         self._runner = runner
         self._draft = {name: runner.drafting(drafter) for name, drafter in self.drafters.items()}
         self._lone_roots: dict[int, Layout] = {}
         self._choose = target.backend.choose(choose, choose_natively)
 
-    def context_for(self, name: str, context: Context) -> Context:
+    def context_for(self, drafter: Drafter, context: Context) -> Context:
         """Return a context with the tapped states of one drafter."""
-        columns_F = self._columns[name]
+        columns_F = self._columns[drafter]
         if columns_F is None:
             return context
         return replace(context, features_BTF=context.features_BTF[:, :, columns_F])
 
     def follow(self, context: Context, besides: str | None) -> None:
         """Show what was committed to every drafter with a memory but one."""
-        for name, drafter in self.drafters.items():
-            if name != besides and drafter.reads_prompt:
-                drafter.follow(self.context_for(name, context))
+        told = () if besides is None else self._workers_of[besides]
+        for drafter in self.workers:
+            if drafter.reads_prompt and drafter not in told:
+                drafter.follow(self.context_for(drafter, context))
 
     def step(self, groups: Sequence[Rows], clock: Clock) -> list[StepResult]:
         """Advance every row by one to its plan's depth + 1 tokens, and leave the groups ready for the next step."""
@@ -150,7 +154,7 @@ class Stepper:
             self.follow(context, name if rows.depth else None)
         if not rows.depth and context.tokens_BT.shape[1] == 1:
             return self._roots(context)
-        layout = self._draft[name](self.context_for(name, context), plan)
+        layout = self._draft[name](self.context_for(self.drafters[name], context), plan)
         draft = layout.draft
         if draft.tokens_BN.shape[1] > rows.max_nodes or draft.depth > rows.depth:
             raise RuntimeError(
@@ -183,7 +187,7 @@ class Stepper:
             nodes = layout.tokens_BM.shape[1]
             # On a CPU a maximum is found several times faster than an argmax.
             choice_BM = logits_BMV[:, :nodes].max(dim=-1).indices
-            drafter.observe(self.context_for(name, rows.context), layout.draft, choice_BM)
+            drafter.observe(self.context_for(drafter, rows.context), layout.draft, choice_BM)
             clock.start("rest")
 
     def _commit(

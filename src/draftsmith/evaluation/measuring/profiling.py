@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.engine import Engine
@@ -83,6 +83,11 @@ class Brought:
         """How many guesses a step made that made some, on average."""
         return max(1.0, self.drafted / max(1, self.guessing))
 
+    @property
+    def usual(self) -> float:
+        """How many guesses a step made, on average over all; see `UNSEEN`."""
+        return self.drafted / self.steps if self.drafted else UNSEEN / (1 + self.steps)
+
 
 class Sampler:
     """Decodes a little with one plan after the other; every call goes on to other prompts.
@@ -128,7 +133,7 @@ class Sampler:
         if plan.is_chain:
             alike = [
                 one for one in self.brought
-                if one.is_chain and one.sampled == plan.sampled and one.factor == plan.factor
+                if one.is_chain and one.sampled == plan.sampled and _bounds(one) == _bounds(plan)
             ]
         shares, share = [], self.brought[plan].found
         for depth in range(plan.depth):
@@ -159,7 +164,7 @@ class Contest:
 
     def time(self, plan: Plan, rows: int) -> None:
         """Time a plan, and plain decoding beside it, until there is enough of both."""
-        guesses = f"{plan.max_nodes} guesses" if plan.factor is None else shape_in_words(plan)
+        guesses = shape_in_words(plan) if any(_bounds(plan)) else f"{plan.max_nodes} guesses"
         self.on_progress(f"{_in_rows(rows)}, {guesses}")
         begun, longer = time.monotonic(), ALONE if len(self.rows) == 1 else 1
         fewest = FEWEST_TURNS if rows == 1 else FEWEST_OF_SEVERAL
@@ -179,16 +184,14 @@ class Contest:
         self.taken.setdefault(plan, {}).setdefault(rows, []).append(took)
 
     def seconds(self, plan: Plan, rows: int) -> float:
-        """Return what a step takes when nobody disturbs it: a chain no more than longer chains take."""
+        """Return what a step takes when nobody disturbs it: a chain no more than longer or unbounded ones."""
         plain = min(self.taken[NO_DRAFT][rows])
         if plan == NO_DRAFT:
             return plain
         alike = [plan]
         if plan.is_chain:
-            alike += [
-                one for one in self.taken
-                if one.is_chain and one.depth > plan.depth and one.factor == plan.factor and rows in self.taken[one]
-            ]
+            longer = [one for one in self.taken if one.is_chain and one.depth >= plan.depth and rows in self.taken[one]]
+            alike += [one for one in longer if _bounds(one) in (_bounds(plan), (None, None))]
         return plain * min(statistics.median(self.taken[one][rows]) for one in alike)
 
     def time_full(self, copying: Sampler, guesses: int, rows: int) -> None:
@@ -213,8 +216,8 @@ class Contest:
         self.time(NO_DRAFT, self.rows[0])
         misses, best = 0, 0.0
         for plan in plans:
-            # Of what is bounded by its matches fewer guesses fail, so it may pay where others clearly lose.
-            if misses == MISSES and plan.factor is None:
+            # Of what is not bounded by its length alone fewer guesses fail, so it may pay where others clearly lose.
+            if misses == MISSES and not any(_bounds(plan)):
                 continue
             self.time(plan, self.rows[0])
             best = max(best, self.speed(plan), self.speed(NO_DRAFT))
@@ -222,33 +225,45 @@ class Contest:
                 misses = misses + 1 if self.speed(plan) < HOPELESS * best else 0
         plain = self.speed(NO_DRAFT)
         # It may also pay with many rows where it does not with one; that is known of the longest of each.
-        bounded = [plan for plan in self.taken if plan.factor is not None]
+        bounded = [plan for plan in self.taken if any(_bounds(plan))]
         always = {NO_DRAFT, *(plan for plan in bounded if plan.depth == max(one.depth for one in bounded))}
         kept = [plan for plan in self.taken if plan in always or self.speed(plan) >= HOPELESS * plain]
         if len(self.rows) > 1 and self.seconds(NO_DRAFT, self.rows[0]) > SLOW_STEP_S:
             # Every plan takes seconds with many rows, where those that are best for one are about as good as any.
             best_few = sorted(kept, key=lambda plan: (plan != NO_DRAFT, -self.speed(plan)))[: 1 + FEW_PLANS]
+            always = {plan for plan in always if plan.confidence is None}
             kept = [plan for plan in kept if plan in best_few or plan in always]
         for rows in self.rows[1:]:
             for plan in kept:
                 self.time(plan, rows)
-        if self.copying is not None:
-            for plan in kept[1:]:
-                for rows in self.rows:
-                    self.time_full(self.copying, plan.max_nodes, rows)
+        for plan, rows in product(kept[1:], self.rows):
+            whole = Plan((1,) * plan.depth)
+            if plan.confidence is not None and rows not in self.taken.get(whole, {}):
+                self.time(whole, rows)
+            elif self.copying is not None:
+                self.time_full(self.copying, plan.max_nodes, rows)
         return Profile(self.rows, tuple(
             Arm(
                 plan, self.sampler.survival(plan), tuple(self.seconds(plan, rows) for rows in self.rows),
-                *self._looked_up(plan),
+                *self._made(plan),
             )
             for plan in kept
         ))
 
-    def _looked_up(self, plan: Plan) -> tuple[float | None, tuple[float, ...], float | None]:
-        """Return the last three of `Arm`: guesses that are looked up are not made at every step."""
+    def _made(self, plan: Plan) -> tuple[float | None, tuple[float, ...], float | None]:
+        """Return the last three of `Arm`: what is looked up, or bounded by a confidence, is not made at every step."""
+        brought = self.sampler.brought[plan]
+        if plan.confidence is not None:
+            whole = Plan((1,) * plan.depth)
+            # Some drafters guess less than they may where nothing bounds them either. What a guess costs is told by all
+            # that the whole makes, since those of both plans, made of other texts, may be nearly as many.
+            more = (plan.max_nodes - brought.usual) / self.sampler.brought[whole].usual
+            return None, tuple(
+                self.seconds(plan, rows) + more * max(0.0, self.seconds(whole, rows) - self.seconds(NO_DRAFT, rows))
+                for rows in self.rows
+            ), brought.usual
         if self.copying is None or not plan.depth:
             return None, (), None
-        brought = self.sampler.brought[plan]
         full = tuple(self.full_seconds(plan.max_nodes, rows) for rows in self.rows)
         return brought.found, full, brought.guesses
 
@@ -256,6 +271,11 @@ class Contest:
     def is_steady(self) -> bool:
         """Whether a plain step took about as long whenever it was timed."""
         return all(statistics.median(some) < NOISY * min(some) for some in self.taken[NO_DRAFT].values())
+
+
+def _bounds(plan: Plan) -> tuple[float | None, float | None]:
+    """Return what bounds a plan's guesses beside its shape."""
+    return plan.factor, plan.confidence
 
 
 def _in_rows(rows: int) -> str:
@@ -278,7 +298,9 @@ def measure_profile(
     """
     default, most = drafter.default_plan(), rows[-1]
     longest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else default.depth
-    plans = candidates(default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.factors)
+    plans = candidates(
+        default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.factors, drafter.confidences
+    )
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
     deepest = max((plan.depth for plan in plans), default=0)
     length = min(PROMPT_TOKENS + NEW_TOKENS, max(2, target.max_length - deepest))
@@ -294,8 +316,9 @@ def measure_profile(
 
     sampler = sampler_of(drafter, new_tokens)
     finding = always_finding(drafter, default) if drafter.factors else None
-    copying = None if finding is None else sampler_of(finding, min(FULL_TOKENS, new_tokens))
-    sampler.seconds(NO_DRAFT, 1)  # warms up
+    copying = None if finding is None or drafter.confidences else sampler_of(finding, min(FULL_TOKENS, new_tokens))
+    for plan in (largest, NO_DRAFT):
+        sampler.seconds(plan, 1)  # warms up
     if sampler.seconds(NO_DRAFT, 1) > SLOW_STEP_S:
         sampler.new_tokens = min(FEW_TOKENS, new_tokens)
     contest, watch = Contest(sampler, rows, on_progress, copying), Watch()
@@ -303,12 +326,17 @@ def measure_profile(
     if len(found.arms) > 1:
         on_progress("a long text")
         best = max(found.arms[1:], key=lambda arm: found.speed(arm, rows[0]))
-        plan = best.plan if finding is None else Plan((1,) * round(best.guesses))
+        plan = replace(best.plan, confidence=None) if finding is None else Plan((1,) * max(1, round(best.guesses)))
         slow = found.arms[0].seconds[0] > SLOW_STEP_S
         long, rounds = (LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW) if slow else (LONG_TOKENS, LONG_ROUNDS)
         # Whoever asks for a text that cannot be read is told so then; short ones can be drafted for all the same.
         with suppress(DraftsmithError):
-            cost = measure_length_cost(target, finding or drafter, plan, prompts, longest_prompt, long, rounds)
+            # Who may have a memory of the text to read decides what a guess of two drafters costs behind a long one.
+            last = drafter.parts[-1] if drafter.parts else drafter
+            guesser = finding if finding is not None and last.factors else last
+            if guesser.max_depth is not None:
+                plan = plan.shortened(guesser.max_depth)
+            cost = measure_length_cost(target, guesser, plan, prompts, longest_prompt, long, rounds)
             found = replace(found, length_cost=cost)
     return found, contest.is_steady and not watch.is_disturbed
 

@@ -22,5 +22,6 @@ def plan_name(plan: Plan) -> str:
         *(f"{name} {value}" for name, value in limits if value is not None),
         *(["sampled"] if plan.sampled else []),
         *([f"factor {plan.factor:g}"] if plan.factor is not None else []),
+        *([f"confidence {plan.confidence:g}"] if plan.confidence is not None else []),
         *([plan.acceptance] if plan.acceptance != "exact" else []),
     ])

@@ -60,15 +60,17 @@ class FeatureLayer : public Object {
   }
 
   // Stores the entries of a context behind the first starts[b] of every row, slot slots[b] (or b) of keys and values
-  // (slots, capacity, G, D), and returns chains of `depth` guesses: tokens and parents (B, depth). What is read of the guesses
-  // lies behind the committed entries, where the next call overwrites it.
+  // (slots, capacity, G, D), and returns chains of `depth` guesses: tokens and parents (B, depth), -2 in the place of those
+  // that are less likely than `confidence`, see `Growth::begin`. What is read of the guesses lies behind the committed entries, where the next call overwrites it.
   std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
                                              const Tensor& counts, const Tensor& starts,
                                              const std::optional<Tensor>& slots, const Tensor& keys,
-                                             const Tensor& values, int64_t depth, const Tensors& noise) {
+                                             const Tensor& values, int64_t depth, double confidence,
+                                             const Tensors& noise) {
     const std::lock_guard<std::mutex> alone(busy_);
     const int64_t threads = get_num_threads();
-    growth_.begin(tokens, features, counts, taps_, std::vector<int64_t>(depth, 1), 0, depth, threads);
+    growth_.begin(tokens, features, counts, taps_, std::vector<int64_t>(depth, 1), 0, depth, confidence,
+                  threads);
     growth_.share_noise(noise, threads);
     lay_out(tokens, features, counts, starts, slots, keys, values, depth);
     reserve(threads);
@@ -86,6 +88,7 @@ class FeatureLayer : public Object {
                      (normed_ ? project_ : entry_).begin(team));
         if (team.index == 0) growth_.choose(d, team.size);
         team.barrier();
+        if (growth_.is_over()) break;
       }
     });
     return growth_.place(0, depth);
@@ -305,8 +308,10 @@ int64_t make_feature_layer(const Tensors& weights, const Tensors& scales, const 
 std::tuple<Tensor, Tensor> draft_by_features(int64_t layer, const Tensor& tokens, const Tensor& features,
                                              const Tensor& counts, const Tensor& starts,
                                              const std::optional<Tensor>& slots, const Tensor& keys,
-                                             const Tensor& values, int64_t depth, const Tensors& noise) {
-  return kept<FeatureLayer>(layer)->propose(tokens, features, counts, starts, slots, keys, values, depth, noise);
+                                             const Tensor& values, int64_t depth, double confidence,
+                                             const Tensors& noise) {
+  return kept<FeatureLayer>(layer)->propose(tokens, features, counts, starts, slots, keys, values, depth, confidence,
+                                             noise);
 }
 
 }  // namespace
@@ -317,7 +322,8 @@ void define_features(Library& library) {
       " Tensor embedding, Tensor ids, Tensor frequencies, int[] sizes, float[] factors, bool keeps_normal) -> int");
   library.def<draft_by_features>(
       "draft_by_features(int layer, Tensor tokens, Tensor features, Tensor counts, Tensor starts, Tensor? slots,"
-      " Tensor(a!) keys, Tensor(b!) values, int depth, Tensor[] noise) -> (Tensor, Tensor)");
+      " Tensor(a!) keys, Tensor(b!) values, int depth, float confidence,"
+      " Tensor[] noise) -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

@@ -54,11 +54,15 @@ class Growth {
   }
 
   // Begins at the roots of a context: tokens (B, T), the states of width `features` that predicted them, counts (B).
+  // Guesses less likely than `confidence` are left out, those before them taken into account; 0 keeps all.
   void begin(const Tensor& context, const Tensor& features, const Tensor& counts, int64_t width,
-             const std::vector<int64_t>& branching, int64_t beam, int64_t stages, int64_t threads) {
+             const std::vector<int64_t>& branching, int64_t beam, int64_t stages, double confidence, int64_t threads) {
     check(context, features, counts, width, branching, stages);
-    branching_ = branching, batch_ = context.size(0);
-    ranked_ = std::any_of(branching_.begin(), branching_.end(), [](int64_t children) { return children > 1; });
+    branching_ = branching, batch_ = context.size(0), grown_ = 0;
+    branches_ = std::any_of(branching_.begin(), branching_.end(), [](int64_t children) { return children > 1; });
+    REQUIRE(confidence >= 0 && confidence < 1, "draftsmith: a confidence is 0 or more and below 1, not ", confidence);
+    bounded_ = confidence > 0, weighs_ = branches_ || bounded_;
+    least_ = static_cast<float>(std::log(confidence));
     expanded_.clear(), levels_.resize(depth()), widest_ = batch_;
     int64_t frontier = 1, most = 1;
     for (int64_t d = 0; d < depth(); ++d) {
@@ -86,7 +90,7 @@ class Growth {
   void share_noise(const Tensors& noise, int64_t threads) {
     has_noise_ = !noise.empty();
     if (!has_noise_) return;
-    REQUIRE(noise.size() == 3 && !ranked_ && noise[0].scalar_type() == kFloat && noise[1].scalar_type() == kLong &&
+    REQUIRE(noise.size() == 3 && !branches_ && noise[0].scalar_type() == kFloat && noise[1].scalar_type() == kLong &&
                 noise[2].scalar_type() == kLong,
             "draftsmith: noise is fp32 temperatures, int64 seeds and int64 positions, and is shared by chains alone");
     for (const Tensor& one : noise)
@@ -103,6 +107,9 @@ class Growth {
 
   int64_t batch() const { return batch_; }
   int64_t depth() const { return static_cast<int64_t>(branching_.size()); }
+  // Whether nothing further down would stay. Threads ask behind the barrier that follows `choose`, which writes it anew
+  // only behind another one.
+  bool is_over() const { return over_; }
   // The most nodes that any depth expands, of all rows together.
   int64_t widest() const { return widest_; }
   // The nodes that a depth expands: each has read a token, and has a parent among the `sources` that came before.
@@ -121,7 +128,7 @@ class Growth {
     float* sums = sums_.data() + team.index * rows * 2;
     std::fill_n(best, rows * children, Best{-std::numeric_limits<float>::infinity(), 0});
     for (int64_t r = 0; r < rows; ++r) sums[2 * r] = -std::numeric_limits<float>::infinity(), sums[2 * r + 1] = 0;
-    if (has_noise_) return race(team, depth, head, states, stride, room, ahead, best);
+    if (has_noise_) return race(team, depth, head, states, stride, room, ahead, best, sums);
     multiply(team, head, states, stride, rows,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                float rounded[kChunk];
@@ -129,12 +136,7 @@ class Growth {
                Best* mine = best + r * children;
                if (most > mine[children - 1].score)
                  for (int64_t i = 0; i < count; ++i) offer(mine, children, rounded[i], n + i);
-               if (!ranked_) return;
-               float* running = sums + 2 * r;
-               const float highest = std::max(running[0], most);
-               running[1] *= std::exp(running[0] - highest);
-               running[1] += kernels().sum_exponentials(rounded, count, highest);
-               running[0] = highest;
+               if (weighs_) add_up(rounded, count, most, sums + 2 * r);
              }, room, ahead);
     team.barrier();
   }
@@ -154,7 +156,7 @@ class Growth {
         }
         highest = std::max(highest, sums_[(t * rows + r) * 2]);
       }
-      for (int64_t t = 0; ranked_ && t < threads; ++t)
+      for (int64_t t = 0; weighs_ && t < threads; ++t)
         sum += sums_[(t * rows + r) * 2 + 1] * std::exp(sums_[(t * rows + r) * 2] - highest);
       for (int64_t c = 0; c < children; ++c) {
         const Best& one = best_[c];
@@ -162,10 +164,17 @@ class Growth {
         level.parents.push_back(depth == 0 ? -1 : chosen_[node]);
         const float above =
             depth == 0 ? 0 : levels_[depth - 1].scores[node / each * levels_[depth - 1].width + chosen_[node]];
-        level.scores.push_back(ranked_ ? above + std::min(0.0f, one.score - highest - std::log(sum)) : 0);
+        // How sure a draw is goes with the likeliest token there: what was drawn must not have a say in it.
+        const float score = has_noise_ ? highest : one.score;
+        level.scores.push_back(weighs_ ? above + std::min(0.0f, score - highest - std::log(sum)) : 0);
       }
     }
-    if (depth + 1 == this->depth()) return;
+    grown_ = depth + 1;
+    // Of a tree, which paths are kept goes by their ends.
+    over_ = grown_ == this->depth() ||
+            (!branches_ &&
+             std::none_of(level.scores.begin(), level.scores.end(), [&](float score) { return stays(score); }));
+    if (over_) return;
     const int64_t next = expanded_[depth + 1];
     for (int64_t b = 0; b < batch_; ++b) {
       std::iota(order_.begin(), order_.begin() + level.width, 0);
@@ -188,16 +197,28 @@ class Growth {
   // prefixes of the best paths are stored once, in the order in which the paths, best first, meet their nodes.
   std::tuple<Tensor, Tensor> place(int64_t paths, int64_t nodes) const {
     const Tensor tokens = full<int64_t>({batch_, nodes}, 0), parents = full<int64_t>({batch_, nodes}, -2);
-    for (int64_t b = 0; b < batch_ && depth() > 0; ++b)
+    for (int64_t b = 0; b < batch_ && grown_ > 0; ++b)
       place_row(b, paths, nodes, tokens.mutable_data_ptr<int64_t>() + b * nodes,
                 parents.mutable_data_ptr<int64_t>() + b * nodes);
     return {tokens, parents};
   }
 
  private:
+  // Whether a guess of this logarithmic probability is likely enough.
+  bool stays(float score) const { return !bounded_ || score >= least_; }
+
+  // Takes some scores of a node, the largest of which is `most`, into its largest so far and the sum of exponentials
+  // below that.
+  static void add_up(const float* scores, int64_t count, float most, float* running) {
+    const float highest = std::max(running[0], most);
+    running[1] *= std::exp(running[0] - highest);
+    running[1] += kernels().sum_exponentials(scores, count, highest);
+    running[0] = highest;
+  }
+
   // Finds whom the target's own noise lets arrive first by the shares that the scores give; the team meets at the end.
   void race(const Team& team, int64_t depth, const Linear& head, const bf16* states, int64_t stride, Quantised& room,
-            const void* ahead, Best* best) {
+            const void* ahead, Best* best, float* sums) {
     const int64_t stretches = stretches_of(scored_);
     const auto shares = [&](int64_t r) {
       return Shares{shares_.data() + r * scored_, scored_, temperatures_.const_data_ptr<float>()[r],
@@ -207,7 +228,9 @@ class Growth {
     std::fill_n(mine, batch_, -std::numeric_limits<float>::infinity());
     multiply(team, head, states, stride, batch_,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
-               mine[r] = std::max(mine[r], kernels().round_row(values, count, shares(r).q + n));
+               const float most = kernels().round_row(values, count, shares(r).q + n);
+               mine[r] = std::max(mine[r], most);
+               if (weighs_) add_up(shares(r).q + n, count, most, sums + 2 * r);
              }, room, ahead);
     settle(team, batch_, scored_, highest_.data(), shares);
     const auto [own, end] = team.share(batch_);
@@ -246,12 +269,12 @@ class Growth {
   }
 
   void place_row(int64_t b, int64_t paths, int64_t nodes, int64_t* tokens, int64_t* parents) const {
-    const int64_t depth = this->depth();
+    const int64_t depth = grown_;
     const Level& leaves = levels_[depth - 1];
     std::vector<int64_t> order(leaves.width);
     std::iota(order.begin(), order.end(), 0);
     const float* scores = leaves.scores.data() + b * leaves.width;
-    if (ranked_)
+    if (branches_)
       std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return scores[i] > scores[j]; });
     const int64_t kept = paths > 0 ? std::min(paths, leaves.width) : leaves.width;
     std::vector<std::vector<int64_t>> slots;
@@ -267,6 +290,7 @@ class Growth {
       int64_t parent = -1;
       for (int64_t d = 0; d < depth; ++d) {
         int64_t& slot = slots[d][path[d]];
+        if (!stays(levels_[d].scores[b * levels_[d].width + path[d]])) break;
         if (slot < 0) {
           if (used == nodes) return;
           slot = used++;
@@ -280,8 +304,13 @@ class Growth {
 
   Tensor ids_;
   int64_t scored_, limit_ = 0;
-  bool shared_, ranked_ = false;
-  // Of the draft that is being made.
+  bool shared_;
+  // Of the draft that is being made: whether nodes have several children, whether it matters how likely guesses are,
+  // whether those stay alone the logarithm of whose probability is no smaller than the least, and whether none would.
+  bool branches_ = false, weighs_ = false, bounded_ = false;
+  float least_ = 0;
+  bool over_ = false;
+  int64_t grown_ = 0;  // depths that have their guesses
   std::vector<int64_t> branching_, expanded_;  // children of a node, and nodes a row to expand, at every depth
   int64_t batch_ = 0, widest_ = 1, sources_ = 0;
   std::vector<Level> levels_;

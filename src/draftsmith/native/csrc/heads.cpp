@@ -90,11 +90,12 @@ class Heads : public Object {
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding.
   std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
                                              const Tensor& counts, const std::vector<int64_t>& branching,
-                                             int64_t paths, int64_t beam, int64_t nodes, const Tensors& noise) {
+                                             int64_t paths, int64_t beam, int64_t nodes, double confidence,
+                                             const Tensors& noise) {
     const std::lock_guard<std::mutex> alone(busy_);
     const int64_t threads = get_num_threads();
     growth_.begin(tokens, features, counts, features_, branching, beam,
-                  static_cast<int64_t>(heads_.size()), threads);
+                  static_cast<int64_t>(heads_.size()), confidence, threads);
     growth_.share_noise(noise, threads);
     // All memory comes before the threads: nothing in a team may throw. Rows are of even length, zero behind an odd
     // one: the kernels read two inputs at a time.
@@ -111,6 +112,7 @@ class Heads : public Object {
         guess(team, d);
         if (team.index == 0) growth_.choose(d, team.size);
         team.barrier();
+        if (growth_.is_over()) break;
       }
     });
     return growth_.place(paths, nodes);
@@ -257,8 +259,8 @@ int64_t make_heads(const Tensors& weights, const Tensors& scales, const Tensors&
 
 std::tuple<Tensor, Tensor> draft_by_heads(int64_t heads, const Tensor& tokens, const Tensor& features,
                                           const Tensor& counts, const std::vector<int64_t>& branching, int64_t paths,
-                                          int64_t beam, int64_t nodes, const Tensors& noise) {
-  return kept<Heads>(heads)->propose(tokens, features, counts, branching, paths, beam, nodes, noise);
+                                          int64_t beam, int64_t nodes, double confidence, const Tensors& noise) {
+  return kept<Heads>(heads)->propose(tokens, features, counts, branching, paths, beam, nodes, confidence, noise);
 }
 
 }  // namespace
@@ -269,7 +271,7 @@ void define_heads(Library& library) {
       " int reads, Tensor embedding, Tensor ids, int features) -> int");
   library.def<draft_by_heads>(
       "draft_by_heads(int heads, Tensor tokens, Tensor features, Tensor counts, int[] branching, int paths, int beam,"
-      " int nodes, Tensor[] noise) -> (Tensor, Tensor)");
+      " int nodes, float confidence, Tensor[] noise) -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

@@ -57,11 +57,12 @@ class Speculator : public Object {
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding.
   std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
                                              const Tensor& counts, const std::vector<int64_t>& branching,
-                                             int64_t paths, int64_t beam, int64_t nodes, const Tensors& noise) {
+                                             int64_t paths, int64_t beam, int64_t nodes, double confidence,
+                                             const Tensors& noise) {
     const std::lock_guard<std::mutex> alone(busy_);
     const int64_t threads = get_num_threads();
     growth_.begin(tokens, features, counts, features_, branching, beam,
-                  static_cast<int64_t>(stages_.size()), threads);
+                  static_cast<int64_t>(stages_.size()), confidence, threads);
     growth_.share_noise(noise, threads);
     // All memory comes before the threads: nothing in a team may throw.
     const int64_t widest = growth_.widest();
@@ -76,6 +77,7 @@ class Speculator : public Object {
         stage(team, d);
         if (team.index == 0) growth_.choose(d, team.size);
         team.barrier();
+        if (growth_.is_over()) break;
       }
     });
     return growth_.place(paths, nodes);
@@ -162,8 +164,9 @@ int64_t make_speculator(const Tensors& weights, const Tensors& weight_scales, co
 
 std::tuple<Tensor, Tensor> draft_by_stages(int64_t speculator, const Tensor& tokens, const Tensor& features,
                                            const Tensor& counts, const std::vector<int64_t>& branching, int64_t paths,
-                                           int64_t beam, int64_t nodes, const Tensors& noise) {
-  return kept<Speculator>(speculator)->propose(tokens, features, counts, branching, paths, beam, nodes, noise);
+                                           int64_t beam, int64_t nodes, double confidence, const Tensors& noise) {
+  return kept<Speculator>(speculator)->propose(tokens, features, counts, branching, paths, beam, nodes, confidence,
+                                           noise);
 }
 
 }  // namespace
@@ -174,7 +177,7 @@ void define_speculator(Library& library) {
       " Tensor[] shifts, Tensor draft_tokens, int features, int scored, float ratio, bool scale_input) -> int");
   library.def<draft_by_stages>(
       "draft_by_stages(int speculator, Tensor tokens, Tensor features, Tensor counts, int[] branching, int paths,"
-      " int beam, int nodes, Tensor[] noise) -> (Tensor, Tensor)");
+      " int beam, int nodes, float confidence, Tensor[] noise) -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

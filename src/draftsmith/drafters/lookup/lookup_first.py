@@ -1,0 +1,139 @@
+"""A lookup drafts where it finds something, and another drafter where it does not.
+
+Each row has the one or the other at every step: guesses that were looked up stay oftener than those of a small network
+where text repeats itself, and there are none where it does not.
+
+Shapes: B rows, N drafted nodes.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.lookup.lookup_first_config import NAME, LookupFirstConfig
+from draftsmith.plan import Plan
+from draftsmith.types import UNUSED, Context, Draft, DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.targets import KVCache, Target
+
+
+class LookupFirst(Drafter):
+    """Guesses by a lookup, and by another drafter in the rows in which that finds nothing.
+
+    Args:
+        lookup: a drafter that makes no guesses where it finds none, and looks at no states of the target.
+        then: who guesses elsewhere.
+
+    Raises:
+        DraftsmithError: the first always has guesses or wants states.
+    """
+
+    def __init__(self, lookup: Drafter, then: Drafter) -> None:
+        if not lookup.factors or lookup.taps:
+            raise DraftsmithError(
+                f"{NAME} begins with what finds its guesses in the text, or finds none: use ngram or suffix."
+            )
+        if then.parts or then.observes:
+            raise DraftsmithError(f"{NAME} cannot hand on to a {type(then).__name__}; use another drafter.")
+        self.lookup, self.then = lookup, then
+        self.parts, self.taps = (lookup, then), then.taps
+        self.factors, self.confidences = lookup.factors, then.confidences
+        # For whoever stands between this and an engine, which works with the parts themselves.
+        self.reads_prompt = lookup.reads_prompt or then.reads_prompt
+        self.can_sample, self.in_python = then.can_sample, lookup.in_python or then.in_python
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        """Let the lookup draft, and the other one where that made no guesses; the other one alone what is sampled."""
+        if plan.sampled:
+            self.lookup.follow(context)
+            return self.then.propose(context, self._of_other(plan))
+        looked_up = self.lookup.propose(context, plan)
+        found_B = has_guesses(looked_up, len(context.rows_B))
+        # Rows that only fill up a batch need no guesses.
+        left_R = (found_B.logical_not() & (context.rows_B >= 0)).nonzero().squeeze(1)
+        if len(left_R) == 0:
+            if self.then.reads_prompt:
+                self.then.follow(context)
+            return looked_up
+        own = self._of_other(plan)
+        if len(left_R) == len(found_B):
+            return self.then.propose(context, own)
+        if self.then.reads_prompt:
+            self.then.follow(context.some(found_B.nonzero().squeeze(1)))
+        guessed = self.then.propose(context.some(left_R), own)
+        nodes = max(looked_up.tokens_BN.shape[1], guessed.tokens_BN.shape[1])
+        return Draft(
+            widened(looked_up.tokens_BN, nodes, 0).index_copy(0, left_R, widened(guessed.tokens_BN, nodes, 0)),
+            widened(looked_up.parents_BN, nodes, UNUSED).index_copy(
+                0, left_R, widened(guessed.parents_BN, nodes, UNUSED)
+            ),
+            max(looked_up.depth, guessed.depth),
+            branching=(1,) * nodes if plan.is_chain else None,
+        )
+
+    def _of_other(self, plan: Plan) -> Plan:
+        """Return what the other drafter has to make of a plan that may be deeper than it reaches."""
+        deepest = self.then.max_depth
+        return plan if deepest is None else plan.shortened(deepest)
+
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
+        """Let both begin."""
+        self.lookup.attach(cache, plan)
+        self.then.attach(cache, self._of_other(plan))
+
+    def follow(self, context: Context) -> None:
+        """Let those follow that read the prompt."""
+        for part in self.parts:
+            if part.reads_prompt:
+                part.follow(context)
+
+    def reset_rows(self, rows: list[int]) -> None:
+        """Let both forget them."""
+        for part in self.parts:
+            part.reset_rows(rows)
+
+    def default_plan(self) -> Plan:
+        """Return a chain as deep as either drafts, as long as its guesses are likely."""
+        depth = max(self.lookup.default_plan().depth, self.then.default_plan().depth)
+        return Plan((1,) * depth, factor=self.factors[0], confidence=next(iter(self.confidences), None))
+
+    def with_parts(self, parts: Sequence[Drafter]) -> "LookupFirst":
+        """Return one of another lookup and another drafter behind it."""
+        lookup, then = parts
+        return LookupFirst(lookup, then)
+
+    def parameter_count(self) -> int:
+        """Count those of the other drafter."""
+        return self.then.parameter_count()
+
+    def memory_bytes(self) -> int:
+        """Return what the other drafter takes."""
+        return self.then.memory_bytes()
+
+    def note_for_user(self, texts: Sequence[str]) -> str | None:
+        """Return the other drafter's."""
+        return self.then.note_for_user(texts)
+
+
+def has_guesses(draft: Draft, rows: int) -> Tensor:
+    """Return which rows (B) have any; the first node is there if any is."""
+    if not draft.tokens_BN.shape[1]:
+        return torch.zeros(rows, dtype=torch.bool, device=draft.tokens_BN.device)
+    return draft.parents_BN[:, 0] != UNUSED
+
+
+def widened(nodes_BN: Tensor, nodes: int, unused: int) -> Tensor:
+    """Return what nodes have, with so many columns."""
+    return pad(nodes_BN, (0, nodes - nodes_BN.shape[1]), value=unused)
+
+
+def make_lookup_first(config: LookupFirstConfig, target: "Target", draft_tokens: Tensor | None) -> LookupFirst:
+    """Make a drafter that is ready."""
+    from draftsmith.drafters.registry import load_drafter
+
+    return LookupFirst(load_drafter(config.lookup, target), load_drafter(config.then, target))
