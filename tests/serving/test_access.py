@@ -205,7 +205,8 @@ def test_who_hangs_up_is_written_for_no_longer(stream: bool):
 
 def test_the_log_says_what_became_of_a_request_and_not_what_it_said(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "draftsmith.serving")
-    post(COMPLETION, {"prompt": "secret words", "max_tokens": 5, "user": "somebody"}, headers={"x-request-id": "r1"})
+    asked = {"prompt": "secret words", "max_tokens": 5, "temperature": 0, "user": "somebody"}
+    post(COMPLETION, asked, headers={"x-request-id": "r1"})
     (record,) = [record for record in caplog.records if record.getMessage() == "request"]
     told = record.fields  # type: ignore[attr-defined]
     assert told["request_id"] == "r1" and told["status"] == 200 and told["path"] == COMPLETION
