@@ -126,13 +126,15 @@ class Run:
         return self.seconds / self.tokens
 
 
-def write(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, plan: Plan | None) -> Run:
+def write(
+    engine: Engine, prompts: Sequence[list[int]], new_tokens: int, plan: Plan | None, temperature: float = 0.0
+) -> Run:
     """Write so many tokens after every prompt until the first text has all of them; time it while all are written.
 
     Raises:
         DraftsmithError: a text failed, or was over before the last had begun.
     """
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=1)
     requests = engine.admit_call(prompts, params, plan)
     core = engine.core
     for request in requests:

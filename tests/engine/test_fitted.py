@@ -12,7 +12,7 @@ from draftsmith.engine.fitted import EARLY_REMINDERS, REMINDERS, Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.pace import SETTLES
 from draftsmith.engine.policy import RowHistory
-from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.profile import Arm, Profile, Sampled
 from draftsmith.engine.reasons import Weighed
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
@@ -37,6 +37,15 @@ def test_what_is_found_and_wrong_costs_what_is_found():
         history.drafted.append(choice.plan.depth)
         history.accepted.append(int(step % 10 == 0) if choice.plan.depth else 0)
     assert drafted[-1000:].count(0) > 950
+
+
+def test_a_sampled_text_begins_by_what_was_measured_of_sampled_ones():
+    """The guesses of greedy texts pay, a tenth of them does not; what stays in the text at hand counts in either."""
+    found = replace(profile(), sampled=Sampled(stayed=0.1))
+    assert go(Fitted(Known(found)), RowHistory(False, 5), 4, 1)[0] > 0
+    assert go(Fitted(Known(found)), RowHistory(True, 5), FIRST_WAIT - 1, 1) == [0] * (FIRST_WAIT - 1)
+    assert go(Fitted(Known(found)), RowHistory(True, 5), 100, 4)[-1] == 4, "tried, and taken where all of them stay"
+    assert go(Fitted(Known(profile())), RowHistory(True, 5), 4, 1)[0] > 0, "nothing of that kind was measured"
 
 
 def test_a_trial_waits_for_a_guess_before_it_gives_up():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from draftsmith.engine.profile import Arm, Profile, candidates
+from draftsmith.engine.profile import Arm, Profile, Sampled, candidates
 from draftsmith.plan import NO_DRAFT, Plan
 from tests.helpers.profiles import CHAINS, lookup, profile
 
@@ -50,7 +50,14 @@ def test_what_a_lookup_brings_and_costs_goes_with_how_often_it_finds_guesses():
     assert always.share(0.5) == always.share(2.0) == always.most_growth == 1.0 and arm.most_growth == 4.0
     cheap = replace(arm, full=(0.9,))
     assert found.seconds(cheap, 1, odds=100.0) == 2.0, "what seemed to take less takes no less"
-    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+    told = replace(found, sampled=Sampled(0.5, 0.25, 2.0))
+    assert Profile.from_json(json.loads(json.dumps(told.to_json()))) == told != found
+
+
+@pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf")])
+def test_a_share_that_has_no_meaning_is_refused(wrong: float):
+    with pytest.raises(ValueError, match="found is .* for sampled texts"):
+        Sampled(found=wrong)
 
 
 def test_what_matches_bound_may_make_more_guesses_than_measured():
@@ -132,3 +139,7 @@ def test_candidates_are_chains_and_trees_up_to_the_room():
     assert both == [Plan((1,) * 6, factor=factor, confidence=0.1) for factor in (1.0, 0.5)]
     wide = candidates(Plan((1,) * 100), prunable=False, room=64, longest=100, factors=(0.5,))
     assert [plan.depth for plan in wide] == [1, 4, 64, 4, 64]
+    longer = candidates(Plan((1,) * 8), False, 64, 8, factors=(1.0,), longest_copy=16)
+    assert [(plan.depth, plan.factor) for plan in longer] == [(1, None), (4, None), (8, None), (4, 1.0), (16, 1.0)]
+    alone = candidates(Plan((1,) * 8), False, 64, 8, factors=(1.0,), confidences=(0.1,), longest_copy=16)
+    assert [plan.depth for plan in alone] == [16]

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 from draftsmith.engine import Engine
+from draftsmith.engine.profile import Arm
 from draftsmith.evaluation.measuring.profiling import Sampler
 from draftsmith.plan import Plan
 from draftsmith.types import Context, Draft
@@ -45,3 +46,17 @@ def test_what_was_not_seen_is_seldom_and_not_impossible():
     wrong.seconds(CHAIN, 1)
     steps = wrong.brought[CHAIN].steps
     assert steps == TOKENS - 1 and wrong.survival(CHAIN)[:2] == (0.5 / (1 + steps), 0.25 / (1 + steps))
+
+
+def test_how_guesses_fare_in_sampled_texts_is_measured():
+    """The oracle knows the greedy texts and nothing of others."""
+    asked = prompts(4)
+    found = sampler(oracle_for(tiny_model(), asked, 40), asked)
+    found.seconds(CHAIN, 1)
+    always = Arm(CHAIN, found.survival(CHAIN), (1.0,))
+    assert always.kept() == 6.0
+    fare = found.sampled(always)
+    assert 0 < fare.stayed < 0.5 and (fare.found, fare.length) == (1.0, 1.0), "as many guesses at every step"
+    assert fare == found.sampled(always), "the same texts, drawn alike"
+    seldom = found.sampled(Arm(CHAIN, (0.001,) * 6, (1.0,)))
+    assert seldom.stayed > 1.0, "some stay, where next to none did"

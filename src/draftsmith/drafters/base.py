@@ -34,6 +34,8 @@ class Drafter(ABC):
     factors: tuple[float, ...] = ()
     """Of drafters that look guesses up and make none where they find nothing: the bounds by the length of a match that
     are worth asking for in a plan, see `Plan.factor`; () for all others."""
+    longest: int = 0
+    """Of drafters with `factors`, the most guesses that they make behind a long match, more than their own plan has."""
     confidences: tuple[float, ...] = ()
     """Of drafters that know how likely their guesses are: the bounds by that which are worth asking for in a plan, see
     `Plan.confidence`; () where it would cost too much to ask."""

@@ -2,10 +2,16 @@
 
 from dataclasses import dataclass
 
+from draftsmith.engine.policy import RowHistory
+from draftsmith.engine.profile import Arm
+
 PRIOR = 6.0
 """Guesses, and steps: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
 FIRST_WAIT, LONGEST_WAIT = 4, 384
-"""Steps without a drafter before it is tried; they double as long as no trial leads to more."""
+"""Steps without a drafter before it is tried; they grow as long as no trial leads to more."""
+LONGER, SAMPLED_LONGER = 2, 4
+"""So many times as long they are the next time. Greedy texts fall into loops; of a sampled one the first trials tell
+what comes."""
 TRIAL, HOPELESS = 4, 3
 """Steps that a trial lasts, and after which it ends if guesses were made and none has stayed; one guess tells next to
 nothing, and what a step costs is not seen at the first ones."""
@@ -69,6 +75,22 @@ class Evidence:
         """Take in guesses of which so many stayed and were expected to; what was before fades."""
         self.accepted, self.expected = decay * self.accepted + stayed, decay * self.expected + expected
 
+    def of_steps(self, history: RowHistory, seen: int, arm: Arm, kept: float, decay: float) -> None:
+        """Take in the steps of a text behind the first so many, in all of which a plan was drafted.
+
+        Args:
+            kept: how many guesses a step of the plan that makes some accepts, as measured.
+        """
+        bounded = arm.varies or (arm.plan.factor is not None and arm.found is not None)
+        for stayed, drafted in zip(history.accepted[seen:], history.drafted[seen:], strict=True):
+            length = history.guesses(drafted, arm.plan, arm.guesses) / arm.guesses if bounded else 1.0
+            if arm.found:
+                self.looked((drafted > 0) / arm.found, decay)
+            if drafted > 0 or not arm.found:
+                self.guess(stayed, kept if arm.varies else kept * length, decay)
+                if bounded:
+                    self.made(length, decay)
+
     @property
     def untold(self) -> int:
         """Steps of a trial that tell nothing yet, before the one that may end it."""
@@ -96,17 +118,28 @@ class Evidence:
         return self.trial > 0
 
 
+def no_evidence(odds: int) -> Evidence:
+    """Return what is known where nothing was seen; the measured odds stand for it."""
+    return Evidence(0.0, 0.0, odds, 0.0, 0.0, 0.0, 0.0)
+
+
 @dataclass(slots=True)
 class RowEvidence:
     """A row's evidence of every drafter, the steps of it that were looked at, and what it did last, 0 being nothing.
 
-    `trying` says that it did so to see whether guesses stay now.
+    `trying` says that it did so to see whether guesses stay now, `sampled` that its tokens are drawn.
     """
 
     evidence: list[Evidence]
     seen: int
     arm: int = 0
     trying: bool = False
+    sampled: bool = False
+
+    @property
+    def longer(self) -> int:
+        """How many times as long as the last pause the next one is after a trial that led to nothing."""
+        return SAMPLED_LONGER if self.sampled else LONGER
 
     @property
     def stand(self) -> Stand:

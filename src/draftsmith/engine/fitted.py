@@ -9,12 +9,22 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
-from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT, PRIOR, QUARTERS, TRIAL, Evidence, RowEvidence, Stand
+from draftsmith.engine.evidence import (
+    FIRST_WAIT,
+    LONGEST_WAIT,
+    PRIOR,
+    QUARTERS,
+    TRIAL,
+    Evidence,
+    RowEvidence,
+    Stand,
+    no_evidence,
+)
 from draftsmith.engine.expected import Expected, values_of
 from draftsmith.engine.known import ODDS, Known
 from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
-from draftsmith.engine.profile import Arm, Costs
+from draftsmith.engine.profile import Arm, Costs, Sampled
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
 from draftsmith.engine.step_costs import StepCosts
 from draftsmith.plan import NO_DRAFT
@@ -76,7 +86,7 @@ class Fitted(Policy):
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Of all rows, greedy ones and sampled ones apart, of whose guesses fewer stay.
         self._common = {
-            sampled: [Evidence(0.0, 0.0, USUAL, 0.0, 0.0, 0.0, 0.0) for _ in drafters] for sampled in (False, True)
+            sampled: [no_evidence(USUAL) for _ in drafters] for sampled in (False, True)
         }
         # What rows do that do the same, how many decoded at the last question, which, and after how many steps.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
@@ -185,6 +195,7 @@ class Fitted(Policy):
         spent = [took * times for took, times in zip(costs.grown(growths), slower, strict=True)]
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
         values = values_of(brings, price, spent)
+        crowd.sampled = all(row.sampled for row in known)
         for number, own in enumerate(crowd.evidence):
             own.hit = any(row.evidence[number].hit for row in known)
             own.guessed = any(row.evidence[number].guessed for row in known)
@@ -274,35 +285,27 @@ class Fitted(Policy):
         """Return what is known of a row, its last steps included."""
         row, steps = self._rows.get(history), len(history.accepted)
         if row is None:
-            common = self._common[history.sampled]
-            evidence = [self._begin(number, one) for number, one in enumerate(common)]
-            row = self._rows[history] = RowEvidence(evidence, steps)
+            evidence = [self._begin(number, history.sampled) for number in range(len(self.known))]
+            row = self._rows[history] = RowEvidence(evidence, steps, sampled=history.sampled)
         elif steps > row.seen:
             kept, number = self._kept[row.arm][USUAL], self._whose[row.arm]
             if kept:
                 own, arm = row.evidence[number], self._arms[row.arm]
-                bounded = arm.varies or (arm.plan.factor is not None and arm.found is not None)
-                both = ((own, DECAY), (self._common[history.sampled][number], COMMON_DECAY))
-                for stayed, drafted in zip(history.accepted[row.seen :], history.drafted[row.seen :], strict=True):
-                    own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
-                    length = history.guesses(drafted, arm.plan, arm.guesses) / arm.guesses if bounded else 1.0
-                    for one, decay in both:
-                        if arm.found:
-                            one.looked((drafted > 0) / arm.found, decay)
-                        if drafted > 0 or not arm.found:
-                            one.guess(stayed, kept if arm.varies else kept * length, decay)
-                            if bounded:
-                                one.made(length, decay)
+                own.guessed = own.guessed or any(history.drafted[row.seen :])
+                own.hit = own.hit or any(history.accepted[row.seen :])
+                own.of_steps(history, row.seen, arm, kept, DECAY)
+                self._common[history.sampled][number].of_steps(history, row.seen, arm, kept, COMMON_DECAY)
                 own.odds = self._odds(row.arm, own.accepted / own.expected * kept)
             row.seen = steps
         return row
 
-    def _begin(self, number: int, common: Evidence) -> Evidence:
-        """Return what stands for a drafter's evidence in a new text: that of other texts."""
-        arms = self._of[number]
-        stayed = (common.accepted + PRIOR) / (common.expected + PRIOR)
-        growth = (common.found + PRIOR) / (common.steps + PRIOR)
-        length = (common.length_of_finds + PRIOR) / (common.finds + PRIOR)
+    def _begin(self, number: int, sampled: bool) -> Evidence:
+        """Return what stands for a drafter's evidence in a new text: what was measured, and that of other texts."""
+        arms, common = self._of[number], self._common[sampled][number]
+        measured = self.known[number].profile.sampled if sampled else Sampled()
+        stayed = (common.accepted + PRIOR * measured.stayed) / (common.expected + PRIOR)
+        growth = (common.found + PRIOR * measured.found) / (common.steps + PRIOR)
+        length = (common.length_of_finds + PRIOR * measured.length) / (common.finds + PRIOR)
         most = max(arms, key=lambda arm: self._arms[arm].guesses, default=0)
         odds = self._odds(most, stayed * self._kept[most][USUAL]) if arms else USUAL
         return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR * growth, length_of_finds=PRIOR * length)
@@ -367,7 +370,7 @@ class Fitted(Policy):
             # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
             loss = TRIAL * (values[chosen] + extra - values[best])
             longest = max(FIRST_WAIT, round(loss / LOST))
-            own.wait, own.trial = min(2 * own.wait, LONGEST_WAIT, longest), TRIAL
+            own.wait, own.trial = min(row.longer * own.wait, LONGEST_WAIT, longest), TRIAL
             own.doubt()
             return best
         return chosen

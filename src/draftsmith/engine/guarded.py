@@ -34,7 +34,8 @@ class Guarded(Drafter):
         self._failures = 0
         self.taps, self.reads_prompt, self.borrows_layers = inner.taps, inner.reads_prompt, inner.borrows_layers
         self.can_sample, self.observes, self.follows_cheaply = inner.can_sample, inner.observes, inner.follows_cheaply
-        self.factors, self.confidences, self.in_python = inner.factors, inner.confidences, inner.in_python
+        self.factors, self.longest, self.confidences = inner.factors, inner.longest, inner.confidences
+        self.in_python = inner.in_python
 
     def __eq__(self, other: object) -> bool:
         """Whether it guards the same drafter, which an engine then works with once."""

@@ -166,17 +166,39 @@ class LengthCost:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """How guesses fare in sampled texts, in times of how they fare in greedy ones.
+
+    Args:
+        stayed: how many stay.
+        found: of a lookup, how often it finds some.
+        length: of plans that more than their length bounds, how many are made where some are.
+    """
+
+    stayed: float = 1.0
+    found: float = 1.0
+    length: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} is {value} for sampled texts, where only 0 or more has a meaning")
+
+
+@dataclass(frozen=True)
 class Profile:
-    """All plans that were measured; the first drafts nothing.
+    """All plans that were measured, on greedy texts; the first drafts nothing.
 
     Args:
         rows: the numbers of rows that steps were timed with, rising.
         length_cost: what longer texts add to their seconds.
+        sampled: how guesses fare where tokens are drawn.
     """
 
     rows: tuple[int, ...]
     arms: tuple[Arm, ...]
     length_cost: LengthCost = LengthCost()
+    sampled: Sampled = Sampled()
 
     def seconds(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
         """Return the seconds of a step of so many rows, by straight lines between what was measured.
@@ -217,7 +239,7 @@ class Profile:
         """Return it as plain JSON."""
         return {
             "rows": list(self.rows), "arms": [asdict(arm) for arm in self.arms],
-            "length_cost": asdict(self.length_cost),
+            "length_cost": asdict(self.length_cost), "sampled": asdict(self.sampled),
         }
 
     @classmethod
@@ -243,7 +265,8 @@ class Profile:
         ):
             raise ValueError("a lookup makes guesses in some steps, one or more, and no more than its plan allows")
         costs = [float(value["length_cost"][name]) for name in ("measured_at", "plain", "guess")]
-        return cls(rows, arms, LengthCost(*costs))
+        fares = [float(value["sampled"][name]) for name in ("stayed", "found", "length")]
+        return cls(rows, arms, LengthCost(*costs), Sampled(*fares))
 
 
 def plan_from_json(value: Mapping[str, Any]) -> Plan:
@@ -257,7 +280,7 @@ def plan_from_json(value: Mapping[str, Any]) -> Plan:
 
 def candidates(
     default: Plan, prunable: bool, room: int, longest: int, factors: Sequence[float] = (),
-    confidences: Sequence[float] = (),
+    confidences: Sequence[float] = (), longest_copy: int = 0,
 ) -> list[Plan]:
     """Return the plans worth measuring for a drafter, those of few nodes first.
 
@@ -270,13 +293,16 @@ def candidates(
             guesses from bad ones better than the length of a chain does, so there are few lengths then.
         confidences: bounds by how likely its guesses are that a drafter can be given; such plans come last too. Where
             there are bounds of both kinds, every plan has both.
+        longest_copy: the most guesses that a lookup makes where the length of a match bounds them, if they are more
+            than the default's.
     """
     depth = min(default.depth, longest)
+    whole = min(max(depth, longest_copy), room)
     if factors and confidences:
-        chain = (1,) * min(depth, room)
+        chain = (1,) * whole
         return [Plan(chain, factor=factor, confidence=least) for factor in factors for least in confidences if chain]
-    copies = sorted({min(SHORT_COPY, depth, room), min(depth, room)}) if factors and depth else []
-    found = [Plan((1,) * deep) for deep in ([1, *copies] if factors and depth else ladder(depth))]
+    copies = sorted({min(SHORT_COPY, depth, room), whole}) if factors and depth else []
+    found = [Plan((1,) * deep) for deep in ([1, copies[0], min(depth, room)] if copies else ladder(depth))]
     if prunable and depth:
         wide = default.ranked().branching if max(default.branching) > 1 else WIDE
         shape = tuple(wide[min(at, len(wide) - 1)] for at in range(depth))

@@ -7,9 +7,9 @@ Shapes: B rows, N drafted nodes.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -42,7 +42,7 @@ class LookupFirst(Drafter):
             raise DraftsmithError(f"{NAME} cannot hand on to a {type(then).__name__}; use another drafter.")
         self.lookup, self.then = lookup, then
         self.parts, self.taps = (lookup, then), then.taps
-        self.factors, self.confidences = lookup.factors, then.confidences
+        self.factors, self.longest, self.confidences = lookup.factors, lookup.longest, then.confidences
         # For whoever stands between this and an engine, which works with the parts themselves.
         self.reads_prompt = lookup.reads_prompt or then.reads_prompt
         self.can_sample, self.in_python = then.can_sample, lookup.in_python or then.in_python
@@ -52,15 +52,16 @@ class LookupFirst(Drafter):
         if plan.sampled:
             self.lookup.follow(context)
             return self.then.propose(context, self._of_other(plan))
-        looked_up = self.lookup.propose(context, plan)
-        found_B = has_guesses(looked_up, len(context.rows_B))
-        # Rows that only fill up a batch need no guesses.
+        looked_up, own = self.lookup.propose(context, plan), self._of_other(plan)
+        if not looked_up.tokens_BN.shape[1]:
+            return self.then.propose(context, own)
+        # The first node is there if any is. Rows that only fill up a batch need no guesses.
+        found_B = looked_up.parents_BN[:, 0] != UNUSED
         left_R = (found_B.logical_not() & (context.rows_B >= 0)).nonzero().squeeze(1)
         if len(left_R) == 0:
             if self.then.reads_prompt:
                 self.then.follow(context)
             return looked_up
-        own = self._of_other(plan)
         if len(left_R) == len(found_B):
             return self.then.propose(context, own)
         if self.then.reads_prompt:
@@ -79,7 +80,7 @@ class LookupFirst(Drafter):
     def _of_other(self, plan: Plan) -> Plan:
         """Return what the other drafter has to make of a plan that may be deeper than it reaches."""
         deepest = self.then.max_depth
-        return plan if deepest is None else plan.shortened(deepest)
+        return plan if deepest is None else shortened(plan, deepest)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Let both begin."""
@@ -99,7 +100,7 @@ class LookupFirst(Drafter):
 
     def default_plan(self) -> Plan:
         """Return a chain as deep as either drafts, as long as its guesses are likely."""
-        depth = max(self.lookup.default_plan().depth, self.then.default_plan().depth)
+        depth = max(self.longest, self.lookup.default_plan().depth, self.then.default_plan().depth)
         return Plan((1,) * depth, factor=self.factors[0], confidence=next(iter(self.confidences), None))
 
     def with_parts(self, parts: Sequence[Drafter]) -> "LookupFirst":
@@ -120,11 +121,10 @@ class LookupFirst(Drafter):
         return self.then.note_for_user(texts)
 
 
-def has_guesses(draft: Draft, rows: int) -> Tensor:
-    """Return which rows (B) have any; the first node is there if any is."""
-    if not draft.tokens_BN.shape[1]:
-        return torch.zeros(rows, dtype=torch.bool, device=draft.tokens_BN.device)
-    return draft.parents_BN[:, 0] != UNUSED
+@lru_cache(maxsize=64)
+def shortened(plan: Plan, depth: int) -> Plan:
+    """Return a plan without what lies deeper, made once: it is asked for at every step."""
+    return plan.shortened(depth)
 
 
 def widened(nodes_BN: Tensor, nodes: int, unused: int) -> Tensor:

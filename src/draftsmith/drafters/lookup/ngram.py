@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from draftsmith.targets import KVCache, Target
 
 NOWHERE = -1
+OWN = 8
+"""Guesses of its own plan, which nothing bounds by the length of a match: more would fail too often."""
 # Only so many of the latest places of an n-gram are looked at; common words of a long text have thousands.
 MOST_PLACES = 64
 
@@ -114,7 +116,7 @@ class NgramLookup(LookupDrafter[K]):
     config: NgramConfig
 
     def default_plan(self) -> Plan:
-        return Plan((self.config.branches,) + (1,) * (self.config.guesses - 1))
+        return Plan((self.config.branches,) + (1,) * (min(OWN, self.config.guesses) - 1))
 
     def factor(self, plan: Plan) -> float | None:
         """Return the guesses for every token of a match: the plan's or its own, whichever are fewer."""
@@ -131,7 +133,7 @@ class NgramDrafter(PythonDrafter[NgramIndex], NgramLookup[NgramIndex]):
 
     def __init__(self, config: NgramConfig) -> None:
         super().__init__()
-        self.config, self.factors = config, factors_of(config)
+        self.config, self.factors, self.longest = config, factors_of(config), config.guesses
 
     def new_row(self) -> NgramIndex:
         return NgramIndex(self.config.min_length, self.config.max_length)
@@ -154,7 +156,7 @@ class NativeNgramDrafter(NgramLookup[int]):
     """
 
     def __init__(self, config: NgramConfig) -> None:
-        self.config, self.factors = config, factors_of(config)
+        self.config, self.factors, self.longest = config, factors_of(config), config.guesses
         self._texts = self._no_texts()
         self._unread: list[News] = []
 

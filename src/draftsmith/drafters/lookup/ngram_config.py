@@ -16,7 +16,7 @@ class NgramConfig(Config):
 
     min_length: Count = Field(default=2, description="the fewest newest tokens that have to occur earlier")
     max_length: Count = Field(default=4, description="the most that are looked up; the longest match is tried first")
-    guesses: Count = Field(default=8, description="tokens to draft")
+    guesses: Count = Field(default=16, description="the most tokens to draft")
     match: Match = Field(
         default="recent",
         description="recent goes on as at the latest match, frequent with the token that followed most often",

@@ -11,6 +11,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine.steps.commit import commit_greedily_natively, commit_greedy
 from draftsmith.engine.steps.layout import Drafting, StaticDrafting, lay_out
 from draftsmith.engine.steps.runner import DraftRows, Runner
+from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.targets.packing import without_prepacking
 from draftsmith.types import CompileLevel, DraftsmithError
@@ -84,6 +85,10 @@ class Compiled(Runner):
     def bucket(self, rows: int, most: int) -> int:
         """Return a power of two, so that few shapes occur."""
         return min(1 << (rows - 1).bit_length(), most) if rows else 0
+
+    def width(self, plan: Plan) -> int:
+        """Return what a step of the plan leaves, so that one shape occurs."""
+        return plan.depth + 1
 
     def slots(self, max_batch: int) -> int:
         """Return a power of two, so that padding rows have somewhere to write."""

@@ -86,7 +86,11 @@ class Groups:
         unknown = next((choice for choice in set(asked) if choice not in self._allowed), None)
         if unknown is not None:
             raise DraftsmithError(f"the policy chose {unknown}, which is none of its choices; add it to them.")
-        self._changed, self._choices = False, choices
+        stay, self._changed, self._choices = not self._changed, False, choices
+        if stay and len(self.rows) == 1 and choices.count(choices[0]) == len(choices):
+            # The same rows draft otherwise, all of them: nothing has to be put together.
+            self.rows = [self.rows[0].under(choices[0], self._runner.width(choices[0].plan))]
+            return
         for rows in self.rows:
             for b, request in enumerate(rows.requests):
                 self._sources[request.id] = (rows.context, b)
@@ -120,5 +124,5 @@ class Groups:
             else:
                 parts.append((context, [b]))
         bucket = self._runner.bucket(len(requests), len(requests) + len(self._spare_slots))
-        context = gather(parts, choice.plan.depth + 1, bucket, self._spare_slots)
+        context = gather(parts, self._runner.width(choice.plan), bucket, self._spare_slots)
         return make_rows(requests, context, choice, self._vocab_size, self._penalties)

@@ -7,7 +7,7 @@ Shapes: B rows (padded to a bucket in compiled mode), T context tokens, F featur
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -72,6 +72,10 @@ class Rows:
         guides = {b: request.guide for b, request in enumerate(self.requests) if request.guide is not None}
         self.constrained = Constrained(list(guides), list(guides.values())) if guides else None
 
+    def under(self, choice: Choice, width: int) -> "Rows":
+        """Return the same rows drafting otherwise, their context at least so wide."""
+        return replace(self, choice=choice, context=join_contexts([self.context], width))
+
     @property
     def longest(self) -> int:
         """Most committed tokens of any row."""
@@ -126,6 +130,8 @@ def join_contexts(contexts: Sequence[Context], width: int = 0) -> Context:
     if len(contexts) == 1 and contexts[0].tokens_BT.shape[1] == width:
         return contexts[0]
     several = [tensors_of(context) for context in contexts]
+    if len(several) == 1:
+        return Context(**{name: widened(tensor, width) for name, tensor in several[0].items()})
     return Context(**{name: torch.cat([widened(each[name], width) for each in several]) for name in several[0]})
 
 

@@ -44,6 +44,10 @@ class Runner:
         """Return the rows to compute for so many requests, at most `most`."""
         return rows
 
+    def width(self, plan: Plan) -> int:
+        """Return how many tokens the context of a group that drafts by a plan has at least."""
+        return 1
+
     def slots(self, max_batch: int) -> int:
         """Return the slots that a cache needs for so many requests."""
         return max_batch

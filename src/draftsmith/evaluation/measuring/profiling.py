@@ -14,7 +14,9 @@ from itertools import islice, product
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.engine import Engine
-from draftsmith.engine.profile import Arm, Profile, candidates
+from draftsmith.engine.evidence import no_evidence
+from draftsmith.engine.known import ODDS
+from draftsmith.engine.profile import Arm, Profile, Sampled, candidates
 from draftsmith.engine.reasons import shape_in_words
 from draftsmith.evaluation.measuring.copying import always_finding
 from draftsmith.evaluation.measuring.length_costs import measure_length_cost
@@ -52,6 +54,9 @@ MOST_NODES = 64
 LONG_TOKENS, LONG_ROUNDS, LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW = 1024, 3, 512, 1
 """The text that shows what longer texts cost, and how often it is decoded; both less where a plain step takes longer
 than `SLOW_STEP_S`."""
+
+SAMPLED_TEXTS, TEMPERATURE = 16, 0.8
+"""At least so many texts show how guesses fare in sampled ones, which are drawn as those of a chat often are."""
 
 Taken = dict[Plan, dict[int, list[float]]]
 """By plan and by number of rows, of every time it was measured: seconds of a plain step, and how many times as long as
@@ -123,6 +128,22 @@ class Sampler:
             for depth in range(plan.depth):
                 brought.stayed[depth] += sum(count > depth for count in one.accepted)
         return took
+
+    def sampled(self, arm: Arm) -> Sampled:
+        """Return how the guesses of a measured plan fare in sampled texts."""
+        seen, rows = no_evidence(ODDS.index(1.0)), self.engine.max_batch
+        for at in range(0, SAMPLED_TEXTS, rows):
+            some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
+            params = SamplingParams(
+                max_tokens=min(self.engine.max_length - max(map(len, some)), self.new_tokens + arm.plan.depth),
+                ignore_eos=True, temperature=TEMPERATURE, seed=at,
+            )
+            requests = self.engine.admit_call(some, params, arm.plan)
+            step_seconds(self.engine, requests, self.new_tokens)
+            for one in requests:
+                seen.of_steps(one.history, 0, arm, arm.kept(), 1.0)
+        each = ((seen.accepted, seen.expected), (seen.found, seen.steps), (seen.length_of_finds, seen.finds))
+        return Sampled(*((got + UNSEEN) / (usual + UNSEEN) for got, usual in each))
 
     def survival(self, plan: Plan) -> tuple[float, ...]:
         """Return the shares of steps that accepted at least 1, 2, … guesses.
@@ -299,7 +320,8 @@ def measure_profile(
     default, most = drafter.default_plan(), rows[-1]
     longest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else default.depth
     plans = candidates(
-        default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.factors, drafter.confidences
+        default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.factors, drafter.confidences,
+        drafter.longest,
     )
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
     deepest = max((plan.depth for plan in plans), default=0)
@@ -324,8 +346,9 @@ def measure_profile(
     contest, watch = Contest(sampler, rows, on_progress, copying), Watch()
     found = contest.run(plans)
     if len(found.arms) > 1:
-        on_progress("a long text")
+        on_progress("sampled and long texts")
         best = max(found.arms[1:], key=lambda arm: found.speed(arm, rows[0]))
+        found = replace(found, sampled=sampler.sampled(best))
         plan = replace(best.plan, confidence=None) if finding is None else Plan((1,) * max(1, round(best.guesses)))
         slow = found.arms[0].seconds[0] > SLOW_STEP_S
         long, rounds = (LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW) if slow else (LONG_TOKENS, LONG_ROUNDS)
