@@ -38,10 +38,11 @@ from draftsmith.engine import Choice, Engine, Fixed, Load, Policy, RowHistory
 from draftsmith.engine.requests.request import Request
 from draftsmith.evaluation.measuring.interleaving import interleaved
 from draftsmith.evaluation.measuring.intervals import ratio_interval
-from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
+from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts, tokenizer_of
 from draftsmith.evaluation.reporting.result_files import write_json
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
+from draftsmith.targets.token_ids import text_ids
 from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.workflows.fitting import fitted_engines
 
@@ -169,18 +170,21 @@ def _check(requests: Sequence[Request]) -> None:
 
 
 def prompts_of(target: Target, task: str, tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Return held-out prompts; "mixed" takes code and prose in turns. Long ones are made of two texts of a task."""
+    """Return held-out prompts; "mixed" takes code and prose in turns. A text that is too short goes on with others."""
     if task == "mixed":
         both = [prompts_of(target, one, tokens, -(-count // 2), seed) for one in ("code", "prose")]
         return [prompt for pair in zip(*both, strict=True) for prompt in pair][:count]
     texts = embedded_prompts(task)
     random.Random(seed).shuffle(texts)
-    try:
-        return cut(target, texts, tokens, count)
-    except DraftsmithError:
-        following = [*texts[1:], *texts[:1]]
-        joined = [Prompt(task, "", f"{one.text}\n\n{other.text}") for one, other in zip(texts, following, strict=True)]
-        return cut(target, joined, tokens, count)
+    lengths, long = [len(text_ids(tokenizer_of(target), one.text)) for one in texts], []
+    for at, one in enumerate(texts):
+        parts, length = [one], lengths[at]
+        for other in range(at + 1, at + len(texts)):
+            if length < tokens:
+                parts.append(texts[other % len(texts)])
+                length += lengths[other % len(texts)]
+        long.append(one if len(parts) == 1 else Prompt(task, "", "\n\n".join(part.text for part in parts)))
+    return cut(target, long, tokens, count)
 
 
 def read_table(words: Sequence[str]) -> list[tuple[int, int, int]]:

@@ -43,7 +43,7 @@ USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
-REMINDERS, EARLY_WAIT, EARLY_REMINDERS = 6, 24, 8
+REMINDERS, EARLY_WAIT, EARLY_REMINDERS = 5, 24, 5
 """Where all rows do the same and have drafted for `LONGEST_WAIT` steps, so many without a draft follow, to see what
 those cost now; sooner, and more of them, where that was never seen with so many rows. Then those of the drafter's
 other plans follow that would be at least `NEARLY` as fast, each once: its costs may not be those that were measured."""
