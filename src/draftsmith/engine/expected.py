@@ -79,3 +79,10 @@ class Expected:
 def values_of(brings: Sequence[float], price: float, spent: Sequence[float]) -> list[float]:
     """Return the tokens that every plan brings, less what its time costs."""
     return [tokens - price * took for tokens, took in zip(brings, spent, strict=True)]
+
+
+def beats(
+    values: Sequence[float], price: float, spent: Sequence[float], one: int, other: int, times: float
+) -> bool:
+    """Return whether a plan is so many times as fast as another."""
+    return values[one] - values[other] > (times - 1) * (values[other] + price * spent[other])

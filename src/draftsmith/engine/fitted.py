@@ -20,7 +20,7 @@ from draftsmith.engine.evidence import (
     Stand,
     no_evidence,
 )
-from draftsmith.engine.expected import Expected, values_of
+from draftsmith.engine.expected import Expected, beats, values_of
 from draftsmith.engine.known import ODDS, Known
 from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
@@ -47,7 +47,8 @@ REMINDERS, EARLY_WAIT, EARLY_REMINDERS = 5, 24, 5
 """Where all rows do the same and have drafted for `LONGEST_WAIT` steps, so many without a draft follow, to see what
 those cost now; sooner, and more of them, where that was never seen with so many rows. Then those of the drafter's
 other plans follow that would be at least `NEARLY` as fast, each once: its costs may not be those that were measured."""
-NEARLY = 0.9
+NEARLY, CLEARLY = 0.9, 1.5
+"""What is so many times as fast as plain decoding is not doubted sooner: no measurement is as wrong as that."""
 HELD, HELD_DRAFTING = 7, 7
 """Steps without a draft, and with one, for which it need not be asked again, where all rows do the same."""
 NOBODY = -1
@@ -245,7 +246,8 @@ class Fitted(Policy):
     ) -> tuple[int, int, int]:
         """Return after how many steps of drafting how many follow of which plan, to see what it costs."""
         pace, arm = self._pace, self._crowd.arm
-        if not pace.has_seen(count, 0):
+        clear = beats(values, price, spent, arm, 0, CLEARLY)
+        if not pace.has_seen(count, 0) and not clear:
             return EARLY_WAIT, EARLY_REMINDERS, 0
         # By as much as it brings less after paying for its time it is slower.
         unseen = [
@@ -326,13 +328,10 @@ class Fitted(Policy):
             patience: how many times as fast as plain decoding a plan has to be.
             passed: steps since the last time.
         """
-        def beats(one: int, other: int, times: float) -> bool:
-            return values[one] - values[other] > (times - 1) * (values[other] + price * spent[other])
-
         best = max(range(1, len(values)), key=values.__getitem__)
-        if row.arm and not beats(best, row.arm, PATIENCE):
+        if row.arm and not beats(values, price, spent, best, row.arm, PATIENCE):
             best = row.arm
-        chosen = best if beats(best, 0, patience) else 0
+        chosen = best if beats(values, price, spent, best, 0, patience) else 0
         drafting = self._whose[row.arm]
         on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(passed)
         if on_trial:
