@@ -79,6 +79,25 @@ def test_what_matches_bound_may_make_more_guesses_than_measured():
     assert seconds.grown([1.0, 4.5])[1] == pytest.approx(3.5), "half way"
 
 
+def test_where_a_lookup_finds_more_all_bounds_of_the_drafter_behind_it_gain_alike():
+    sure, bold = (
+        Arm(Plan((1,) * 8, factor=1.0, confidence=least), kept, (1.5,), full=(3.0,), made=made)
+        for least, kept, made in ((0.4, (0.5, 0.3), 1.0), (0.1, (0.7, 0.5), 3.0))
+    )
+    assert sure.mixed and bold.mixed and not Arm(Plan((1,), confidence=0.5), (0.5,), (1.0,)).mixed
+    for odds in (1.0, 1.5, 1.7):
+        assert bold.kept(odds) - sure.kept(odds) == pytest.approx(0.4), "as much ahead as measured"
+    assert sure.kept(3.0) == bold.kept(3.0) == 8.0 and sure.kept(0.5) == pytest.approx(0.5 / 2 + 0.3 / 4)
+    for arm, made in ((sure, 4.0), (bold, 6.0)):
+        assert arm.length_of(made) == 4.0, "three more than usual"
+        assert arm.made_times(1.0, 4.0) * arm.guesses == pytest.approx(made)
+        assert arm.length_of(arm.guesses / 2) == arm.made_times(1.0, 0.5) == 0.5
+        assert arm.made_times(1.0, 99.0) * arm.guesses == pytest.approx(8.0), "no more than the plan allows"
+    found = Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), sure, bold))
+    assert found.seconds(bold, 1, odds=1.5) == pytest.approx(1.5 + 1.5 * 2 / 5), "two more stay, so two more are made"
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
 def test_what_a_drafter_is_sure_of_costs_by_its_number_and_brings_what_stays():
     """Two of four guesses at a step on average, one of which stays; all four take as long as five plain steps."""
     arm = Arm(Plan((1,) * 4, confidence=0.2), (0.6, 0.3, 0.1, 0.0), (2.0,), full=(5.0,), made=2.0)

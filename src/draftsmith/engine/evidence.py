@@ -83,7 +83,7 @@ class Evidence:
         """
         bounded = arm.varies or (arm.plan.factor is not None and arm.found is not None)
         for stayed, drafted in zip(history.accepted[seen:], history.drafted[seen:], strict=True):
-            length = history.guesses(drafted, arm.plan, arm.guesses) / arm.guesses if bounded else 1.0
+            length = arm.length_of(history.guesses(drafted, arm.plan, arm.guesses)) if bounded else 1.0
             if arm.found:
                 self.looked((drafted > 0) / arm.found, decay)
             if drafted > 0 or not arm.found:

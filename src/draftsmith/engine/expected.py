@@ -23,7 +23,7 @@ class Expected:
         self._arms, self._whose = arms, whose
         self.kept = [[arm.kept(odds) for odds in ODDS] for arm in arms]
         """Of every plan, the guesses that stay where some are made, at each of the odds."""
-        self.most_growths = [arm.made_times(arm.most_growth, arm.most_length) for arm in arms]
+        self.most_growths = [arm.most_growth * arm.most_length for arm in arms]
         """Of every plan, how many times as many guesses as measured it can make."""
         self.most = [1 + arm.accepted(ODDS[-1], arm.most_growth, arm.most_length) for arm in arms]
         """Of every plan, the tokens that a step brings at best."""

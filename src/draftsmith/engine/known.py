@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.profile import MOST_ODDS, Arm, Profile
 
-ODDS = tuple(at / 20 for at in range(61))
+ODDS = tuple(at / 20 for at in range(round(20 * MOST_ODDS) + 1))
 """How many times as often as measured a guess may stay; see `Arm.accepted`."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of rows for which plans are compared beforehand."""

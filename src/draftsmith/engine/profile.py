@@ -8,6 +8,9 @@ from typing import Any
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import DraftsmithError
 
+MOST_ODDS = 3.0
+"""Guesses count as staying at most so many times as often as measured."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -34,8 +37,11 @@ class Arm:
 
         Args:
             odds: how many times as often as measured a guess stays whose predecessors did; so the deeper guesses
-                suffer, or gain, most.
+                suffer, or gain, most. Above 1, the same number of guesses more stay of each arm that is `mixed`, all
+                of them at `MOST_ODDS`.
         """
+        if self.mixed and odds > 1:
+            return min(self.plan.depth, self.kept() + (odds - 1) / (MOST_ODDS - 1) * self.plan.depth)
         total, factor, before = 0.0, 1.0, 1.0
         for survived in self.survival:
             factor *= odds
@@ -48,6 +54,20 @@ class Arm:
     def varies(self) -> bool:
         """Whether every step makes as many guesses as its drafter is sure of, more in one text than in another."""
         return self.plan.confidence is not None and self.found is None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a lookup makes some of its guesses, and another drafter those that are bounded by how sure it is.
+
+        Where the lookup finds more in a text than usual, all bounds of the other drafter gain alike.
+        """
+        return self.varies and self.plan.factor is not None
+
+    def length_of(self, made: float) -> float:
+        """Return what so many guesses at a step that makes some are in `made_times`."""
+        if self.mixed and made > self.guesses:
+            return 1 + made - self.guesses
+        return made / self.guesses
 
     @property
     def guesses(self) -> float:
@@ -82,7 +102,13 @@ class Arm:
         return 1.0 if self.varies or self.plan.factor is None else min(length, self.most_length)
 
     def made_times(self, growth: float, length: float) -> float:
-        """Return how many times as many guesses as measured it makes, over all steps; no more than it can."""
+        """Return how many times as many guesses as measured it makes, over all steps; no more than it can.
+
+        Args:
+            length: how many times as many where some are made; of an arm that is `mixed`, above 1, how many more.
+        """
+        if self.mixed and length > 1:
+            length = 1 + (length - 1) / self.guesses
         return min(growth, self.most_growth) * min(length, self.most_length)
 
     @property
@@ -206,6 +232,8 @@ class Profile:
         What a lookup takes goes with how many guesses it makes, see `Arm.accepted`.
         """
         times = arm.made_times(odds, odds if arm.varies else 1.0)
+        if arm.mixed and odds > 1:
+            times = arm.made_times(1.0, 1 + arm.kept(odds) - arm.kept())
         return self.costs((self.arms[0], arm), rows).grown((1.0, times))[1]
 
     def costs(self, arms: Sequence[Arm], rows: int) -> Costs:
