@@ -57,6 +57,9 @@ class Drafter(ABC):
     """The drafters that it hands contexts on to, where it does nothing else and remembers nothing itself. Engines
     attach them, let them follow and let them forget rows like all others, each once, whoever else hands on to them."""
 
+    part_names: tuple[str, ...] = ()
+    """What tokens that they guessed are said to come from, see `Draft.parts_B`."""
+
     def with_parts(self, parts: Sequence["Drafter"]) -> "Drafter":
         """Return the same with others in the place of its parts, in their order."""
         raise DraftsmithError(f"a {type(self).__name__} has no parts that others could stand for.")

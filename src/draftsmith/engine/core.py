@@ -276,7 +276,8 @@ class EngineCore:
                 drafted = max(0, line[1] - refused)
                 one.made = Made(drafter, rows.choice.plan, drafted, accepted, why=request.why)
                 if request.shows_drafts and one.made.drafted:
-                    one.made.tree = result.tree(b, one.made.accepted)
+                    one.made.tree, part = result.tree(b, one.made.accepted), result.part(b)
+                    one.made.part = None if part is None else self.drafters[drafter].part_names[part]
                 progress.append(one)
         seconds["rest"] += time.perf_counter() - begun
         rows_now = len(progress)

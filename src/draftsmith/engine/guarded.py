@@ -31,7 +31,7 @@ class Guarded(Drafter):
         self._guarded = [Guarded(part, name, vocab_size) for part in inner.parts]
         self.inner = inner.with_parts(self._guarded) if self._guarded else inner
         self.name, self._vocab_size, self.parts = name, vocab_size, tuple(self._guarded)
-        self._failures = 0
+        self.part_names, self._failures = inner.part_names, 0
         self.taps, self.reads_prompt, self.borrows_layers = inner.taps, inner.reads_prompt, inner.borrows_layers
         self.can_sample, self.observes, self.follows_cheaply = inner.can_sample, inner.observes, inner.follows_cheaply
         self.factors, self.longest, self.confidences = inner.factors, inner.longest, inner.confidences

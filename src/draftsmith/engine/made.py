@@ -30,6 +30,7 @@ class Made:
         drafted: how many guesses were verified.
         tree: the guesses, for a request that `shows_drafts`.
         why: why these guesses and no others; None where the policy does not tell.
+        part: which part of the drafter guessed, for a request that `shows_drafts`; None where it has no parts.
     """
 
     drafter: str
@@ -38,3 +39,4 @@ class Made:
     accepted: int
     tree: Tree | None = None
     why: Reason | None = None
+    part: str | None = None

@@ -65,7 +65,7 @@ class Explainer:
         """Return what a page is shown of a piece, whose tokens wrote these texts."""
         made = chunk.made
         accepted = 0 if made is None else made.accepted
-        source = TARGET if made is None else made.drafter
+        source = TARGET if made is None else made.part or made.drafter
         tokens = [
             {"id": token, "text": text, "source": source, "depth": at + 1} if at < accepted
             else {"id": token, "text": text, "source": TARGET, "depth": 0}

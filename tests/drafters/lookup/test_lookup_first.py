@@ -225,3 +225,37 @@ def test_its_own_plan_is_bounded_by_both():
     drafter = LookupFirst(NgramDrafter(NgramConfig(guesses=4)), speculator())
     assert drafter.default_plan() == Plan((1,) * 4, factor=1.0, confidence=0.05)
     assert LookupFirst(NgramDrafter(NgramConfig(guesses=2)), speculator()).default_plan().depth == 3
+
+
+def test_who_guessed_is_told_of_every_row():
+    drafter = first_of(Counting())
+    rows: dict[int, Sequence[int]] = {4: [7, 8, 9, 7], 2: [1, 2, 3], 9: [5, 5]}
+    parts_B = drafter.propose(context_of(rows), PLAN).parts_B
+    assert isinstance(parts_B, torch.Tensor) and parts_B.tolist() == [0, 1, 0]
+    assert drafter.propose(context_of({4: [8], 9: [5]}), PLAN).parts_B == 0
+    assert drafter.propose(context_of({2: [30], 4: [40]}), PLAN).parts_B == 1
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_tokens_come_from_the_part_that_guessed_them(guarded: bool):
+    """The toy behind the lookup guesses numbers that follow each other, which the text seldom does."""
+    model, asked = tiny_model(), prompts(3)
+    names = ("words", "numbers")
+    drafter: Drafter = LookupFirst(NgramDrafter(NgramConfig(min_length=1)), Counting(), names)
+    engine = Engine(tiny_target(), Guarded(drafter, "both", VOCABULARY) if guarded else drafter, plan=PLAN, max_batch=3)
+    seen = set()
+    for shown in (True, False):
+        requests = engine.admit_call(asked, SamplingParams(max_tokens=24), shows_drafts=shown)
+        for request in requests:
+            engine.core.add(request)
+        while engine.core.has_work:
+            for one in engine.core.step():
+                if one.made is None or not one.made.drafted:
+                    continue
+                assert (one.made.part is not None) is shown
+                if shown and one.made.tree is not None:
+                    follows = one.made.tree.tokens[1] == (one.made.tree.tokens[0] + 1) % VOCABULARY
+                    assert one.made.part == "numbers" if follows else one.made.part == "words"
+                    seen.add(one.made.part)
+        assert [request.tokens for request in requests] == [greedy_reference(model, prompt, 24) for prompt in asked]
+    assert seen == set(names)

@@ -8,6 +8,7 @@ Shapes: B rows, N drafted nodes.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -22,18 +23,23 @@ if TYPE_CHECKING:
     from draftsmith.targets import KVCache, Target
 
 
+LOOKUP, THEN = 0, 1
+"""Numbers of its parts."""
+
+
 class LookupFirst(Drafter):
     """Guesses by a lookup, and by another drafter in the rows in which that finds nothing.
 
     Args:
         lookup: a drafter that makes no guesses where it finds none, and looks at no states of the target.
         then: who guesses elsewhere.
+        names: of both.
 
     Raises:
         DraftsmithError: the first always has guesses or wants states.
     """
 
-    def __init__(self, lookup: Drafter, then: Drafter) -> None:
+    def __init__(self, lookup: Drafter, then: Drafter, names: tuple[str, str] = ("lookup", "then")) -> None:
         if not lookup.factors or lookup.taps:
             raise DraftsmithError(
                 f"{NAME} begins with what finds its guesses in the text, or finds none: use ngram or suffix."
@@ -41,7 +47,7 @@ class LookupFirst(Drafter):
         if then.parts or then.observes:
             raise DraftsmithError(f"{NAME} cannot hand on to a {type(then).__name__}; use another drafter.")
         self.lookup, self.then = lookup, then
-        self.parts, self.taps = (lookup, then), then.taps
+        self.parts, self.part_names, self.taps = (lookup, then), names, then.taps
         self.factors, self.longest, self.confidences = lookup.factors, lookup.longest, then.confidences
         # For whoever stands between this and an engine, which works with the parts themselves.
         self.reads_prompt = lookup.reads_prompt or then.reads_prompt
@@ -49,12 +55,14 @@ class LookupFirst(Drafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Let the lookup draft, and the other one where that made no guesses; the other one alone what is sampled."""
+        own = self._of_other(plan)
         if plan.sampled:
             self.lookup.follow(context)
-            return self.then.propose(context, self._of_other(plan))
-        looked_up, own = self.lookup.propose(context, plan), self._of_other(plan)
+            return self._guessed(context, own)
+        looked_up = self.lookup.propose(context, plan)
+        looked_up.parts_B = LOOKUP
         if not looked_up.tokens_BN.shape[1]:
-            return self.then.propose(context, own)
+            return self._guessed(context, own)
         # The first node is there if any is. Rows that only fill up a batch need no guesses.
         found_B = looked_up.parents_BN[:, 0] != UNUSED
         left_R = (found_B.logical_not() & (context.rows_B >= 0)).nonzero().squeeze(1)
@@ -63,7 +71,7 @@ class LookupFirst(Drafter):
                 self.then.follow(context)
             return looked_up
         if len(left_R) == len(found_B):
-            return self.then.propose(context, own)
+            return self._guessed(context, own)
         if self.then.reads_prompt:
             self.then.follow(context.some(found_B.nonzero().squeeze(1)))
         guessed = self.then.propose(context.some(left_R), own)
@@ -75,7 +83,14 @@ class LookupFirst(Drafter):
             ),
             max(looked_up.depth, guessed.depth),
             branching=(1,) * nodes if plan.is_chain else None,
+            parts_B=found_B.logical_not().long(),
         )
+
+    def _guessed(self, context: Context, plan: Plan) -> Draft:
+        """Let the other drafter guess in all rows."""
+        draft = self.then.propose(context, plan)
+        draft.parts_B = THEN
+        return draft
 
     def _of_other(self, plan: Plan) -> Plan:
         """Return what the other drafter has to make of a plan that may be deeper than it reaches."""
@@ -106,7 +121,7 @@ class LookupFirst(Drafter):
     def with_parts(self, parts: Sequence[Drafter]) -> "LookupFirst":
         """Return one of another lookup and another drafter behind it."""
         lookup, then = parts
-        return LookupFirst(lookup, then)
+        return LookupFirst(lookup, then, self.part_names)
 
     def parameter_count(self) -> int:
         """Count those of the other drafter."""
@@ -119,6 +134,11 @@ class LookupFirst(Drafter):
     def note_for_user(self, texts: Sequence[str]) -> str | None:
         """Return the other drafter's."""
         return self.then.note_for_user(texts)
+
+
+def short_name(drafter: str) -> str:
+    """Return the last part of a drafter's folder, or the word that it is made from."""
+    return Path(drafter).name if Path(drafter).exists() else drafter.partition(":")[0]
 
 
 @lru_cache(maxsize=64)
@@ -136,4 +156,5 @@ def make_lookup_first(config: LookupFirstConfig, target: "Target", draft_tokens:
     """Make a drafter that is ready."""
     from draftsmith.drafters.registry import load_drafter
 
-    return LookupFirst(load_drafter(config.lookup, target), load_drafter(config.then, target))
+    names = (short_name(config.lookup), short_name(config.then))
+    return LookupFirst(load_drafter(config.lookup, target), load_drafter(config.then, target), names)

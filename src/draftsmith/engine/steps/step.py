@@ -74,6 +74,11 @@ class StepResult:
             [number[node - 1] for node in path_D[:accepted].tolist()],
         )
 
+    def part(self, row: int) -> int | None:
+        """Return which part of the drafter guessed in a row, see `Draft.parts_B`; this may ask the device."""
+        parts_B = self.draft.parts_B
+        return int(parts_B[row]) if isinstance(parts_B, Tensor) else parts_B
+
 
 class Stepper:
     """Owns nothing but references: runs the target and the drafters over the cache.

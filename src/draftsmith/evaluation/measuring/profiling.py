@@ -97,7 +97,7 @@ class Brought:
 class Sampler:
     """Decodes a little with one plan after the other; every call goes on to other prompts.
 
-    With one row every plan begins at other prompts, by whole turns of their tasks.
+    Every plan begins at other prompts, by whole turns of their tasks, unless it is bounded by a confidence.
 
     Args:
         engine: with room for all plans.
@@ -112,8 +112,10 @@ class Sampler:
 
     def seconds(self, plan: Plan, rows: int) -> float:
         """Return what a step takes now while so many rows decode, and note which guesses stayed."""
-        # What stays of all chains is told together, so they see more texts if each sees some of its own.
-        at = self._taken.get((plan, rows), 0 if plan == NO_DRAFT else len(self.brought) * TASKS * rows)
+        # What stays of all chains is told together, so they see more texts if each sees some of its own; plans that a
+        # confidence bounds are told apart best on the same ones.
+        first = 0 if plan == NO_DRAFT or plan.confidence is not None else len(self.brought) * TASKS * rows
+        at = self._taken.get((plan, rows), first)
         self._taken[plan, rows] = at + rows
         some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
         room = self.engine.max_length - max(map(len, some))
@@ -213,7 +215,24 @@ class Contest:
         if plan.is_chain:
             longer = [one for one in self.taken if one.is_chain and one.depth >= plan.depth and rows in self.taken[one]]
             alike += [one for one in longer if _bounds(one) in (_bounds(plan), (None, None))]
-        return plain * min(statistics.median(self.taken[one][rows]) for one in alike)
+        return plain * min(self._times(one, rows) for one in alike)
+
+    def _times(self, plan: Plan, rows: int) -> float:
+        """Return how many times as long as a plain one a step takes.
+
+        Plans that have both bounds differ in how many guesses they make and in nothing else, so a straight line through
+        all of them tells more than the few steps of each.
+        """
+        if None not in _bounds(plan):
+            both = [one for one in self.taken if None not in _bounds(one) and rows in self.taken[one]]
+            made = [self.sampler.brought[one].usual for one in both]
+            if len(set(made)) > 2:
+                slope, start = statistics.linear_regression(
+                    made, [statistics.median(self.taken[one][rows]) for one in both]
+                )
+                if slope > 0:
+                    return start + slope * self.sampler.brought[plan].usual
+        return statistics.median(self.taken[plan][rows])
 
     def time_full(self, copying: Sampler, guesses: int, rows: int) -> None:
         """Time steps in which all rows make so many guesses, unless that was done."""
