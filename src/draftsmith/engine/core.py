@@ -276,8 +276,9 @@ class EngineCore:
                 drafted = max(0, line[1] - refused)
                 one.made = Made(drafter, rows.choice.plan, drafted, accepted, why=request.why)
                 if request.shows_drafts and one.made.drafted:
-                    one.made.tree, part = result.tree(b, one.made.accepted), result.part(b)
-                    one.made.part = None if part is None else self.drafters[drafter].part_names[part]
+                    one.made.tree = result.tree(b, one.made.accepted)
+                    number = result.part(b)
+                    one.made.part = None if number is None else self.drafters[drafter].part_names[number]
                 progress.append(one)
         seconds["rest"] += time.perf_counter() - begun
         rows_now = len(progress)

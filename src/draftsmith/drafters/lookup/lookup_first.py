@@ -39,7 +39,7 @@ class LookupFirst(Drafter):
         DraftsmithError: the first always has guesses or wants states.
     """
 
-    def __init__(self, lookup: Drafter, then: Drafter, names: tuple[str, str] = ("lookup", "then")) -> None:
+    def __init__(self, lookup: Drafter, then: Drafter, names: tuple[str, ...] = ("lookup", "then")) -> None:
         if not lookup.factors or lookup.taps:
             raise DraftsmithError(
                 f"{NAME} begins with what finds its guesses in the text, or finds none: use ngram or suffix."
