@@ -185,7 +185,7 @@ def test_the_demo_tells_when_it_is_done_and_leaves_what_it_timed(
         assert result.trained[task].own_texts == 2 and result.trained[task].comparison.total == 2
     [speeds] = result.as_json()["speeds"]
     assert speeds["tasks"]["code"]["trained live"]["new_tokens_drafted"] == 16
-    copies = {"live, behind a lookup", "4-bit copy", "4-bit cascade"} if dtype == "bf16" and LIBRARY else set()
+    copies = {"lookup, then live", "4-bit copy", "4-bit cascade"} if dtype == "bf16" and LIBRARY else set()
     assert set(result.speeds[0].tasks["prose"]) == {"trained live"} | copies == set(result.speeds[0].plans)
     for found in result.speeds[0].tasks.values():
         assert all(one.comparison.identical == 2 for one in found.values())

@@ -25,7 +25,7 @@ from draftsmith.targets import Target
 from draftsmith.types import CompileLevel, DraftsmithError
 
 LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "4-bit cascade"
-BEHIND = "live, behind a lookup"
+BEHIND = "lookup, then live"
 LENGTHS = {LIVE: (1, 2, 3, 4), SHIPPED: (1, 2, 3, 4), COPY: (3, 4, 5, 6), CASCADE: (4, 6, 7, 9)}
 """The chains that are tried of each; whoever is not here has its own plan."""
 TRIALS, TRIAL_TOKENS = 4, 48
