@@ -23,6 +23,7 @@ from draftsmith.plan import NO_DRAFT
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.fitting import fitted_engines
+from draftsmith.workflows.models import name_of
 
 FIRST, LATER = "nothing seen", "all texts before seen"
 WARMUPS = 3
@@ -96,7 +97,7 @@ def run() -> None:
         ],
         rows,
     )
-    finish(args, {"cells": cells}, target=target.name, drafter=word, dtype=args.dtype)
+    finish(args, {"cells": cells}, target=target.name, drafter=name_of(word), dtype=args.dtype)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ CHAIN, TREE = Plan((1, 1, 1)), Plan((3, 2, 1))
 
 
 class AtRandom(Policy):
-    """Another draft for every row at every step."""
+    """Another draft for every row at every step, or for all rows together."""
 
-    def __init__(self, choices: Sequence[Choice], seed: int) -> None:
-        self._choices, self._random = tuple(choices), Random(seed)
+    def __init__(self, choices: Sequence[Choice], seed: int, together: bool = False) -> None:
+        self._choices, self._random, self._together = tuple(choices), Random(seed), together
         self.loads: list[Load] = []
 
     @property
@@ -38,6 +38,8 @@ class AtRandom(Policy):
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         self.loads.append(load)
         assert len(rows) <= load.decoding, "those that bring a plan of their own are not asked about"
+        if self._together:
+            return [self._random.choice(self._choices)] * len(rows)
         return [self._random.choice(self._choices) for _ in rows]
 
 
@@ -71,7 +73,7 @@ def test_texts_are_those_of_each_alone(kind: str, seed: int):
     oracle.inner.texts = [q + e for q, e in zip(questions, expected, strict=True)]  # type: ignore[attr-defined]
     drafters = {"oracle": oracle, "ngram": NgramDrafter(NgramConfig())}
     choices = [Choice(CHAIN), Choice(NO_DRAFT), Choice(TREE, "oracle"), Choice(Plan((1, 1)), "ngram")]
-    policy = AtRandom(choices, seed)
+    policy = AtRandom(choices, seed, together=seed % 2 == 0)
     engine = Engine(
         target, drafters, policy=policy, max_batch=random.choice([1, 2, 3, 5]), share_prefixes=bool(seed % 3),
         piece_tokens=random.choice([3, 16, 200]), max_tokens_in_flight=random.choice([2 * CONTEXT, 9 * CONTEXT]),

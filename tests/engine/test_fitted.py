@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.engine import Engine
 from draftsmith.engine.evidence import FIRST_WAIT, HOPELESS, LONGEST_WAIT, TRIAL
-from draftsmith.engine.fitted import EARLY_REMINDERS, REMINDERS, Fitted
+from draftsmith.engine.fitted import REMINDERS, Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.pace import SETTLES
 from draftsmith.engine.policy import RowHistory
@@ -46,6 +46,16 @@ def test_a_sampled_text_begins_by_what_was_measured_of_sampled_ones():
     assert go(Fitted(Known(found)), RowHistory(True, 5), FIRST_WAIT - 1, 1) == [0] * (FIRST_WAIT - 1)
     assert go(Fitted(Known(found)), RowHistory(True, 5), 100, 4)[-1] == 4, "tried, and taken where all of them stay"
     assert go(Fitted(Known(profile())), RowHistory(True, 5), 4, 1)[0] > 0, "nothing of that kind was measured"
+
+
+def test_a_sampled_text_in_which_nothing_stays_is_tried_less_often():
+    def pauses(sampled: bool) -> list[int]:
+        depths = go(Fitted(Known(profile(cost=0.55), hope=9.0)), RowHistory(sampled, 5), 400, 0)
+        begun = [at for at, (before, now) in enumerate(pairwise(depths)) if now and not before]
+        return [later - earlier for earlier, later in pairwise(begun)]
+
+    greedy, sampled = pauses(False), pauses(True)
+    assert 2 * greedy[1] < sampled[1] and sum(greedy[:3]) < 0.6 * sum(sampled[:3])
 
 
 def test_a_trial_waits_for_a_guess_before_it_gives_up():
@@ -225,7 +235,7 @@ def test_several_rows_go_on_where_drafts_pay_at_all_until_others_join():
             time += drafted if found[-1] else plain
         return found
 
-    assert sum(go_on(rows, 100)) == 100 - EARLY_REMINDERS, "plain steps are timed once"
+    assert sum(go_on(rows, 100)) == 100 - REMINDERS, "plain steps are timed once"
     drafted = 0.002 / 1.04
     depths = go_on(rows, 1200)
     assert depths.count(0) == 3 * REMINDERS, "they are reminded of plain steps, and go on"

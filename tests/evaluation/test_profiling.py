@@ -4,8 +4,8 @@ from itertools import pairwise
 
 from draftsmith.engine import Engine
 from draftsmith.engine.profile import Arm
-from draftsmith.evaluation.measuring.profiling import Sampler
-from draftsmith.plan import Plan
+from draftsmith.evaluation.measuring.profiling import Brought, Contest, Sampler
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Context, Draft
 from tests.helpers.oracle import OracleDrafter, oracle_for
 from tests.helpers.tiny import prompts, tiny_model, tiny_target
@@ -60,3 +60,18 @@ def test_how_guesses_fare_in_sampled_texts_is_measured():
     assert fare == found.sampled(always), "the same texts, drawn alike"
     seldom = found.sampled(Arm(CHAIN, (0.001,) * 6, (1.0,)))
     assert seldom.stayed > 1.0, "some stay, where next to none did"
+
+
+def test_plans_with_both_bounds_cost_what_a_line_by_the_number_of_their_guesses_says():
+    """One of four was timed while something else ran; the others say what it costs."""
+    contest = Contest(sampler(oracle_for(tiny_model(), [], 1), prompts(1)), (1,), lambda _: None)
+    contest.taken[NO_DRAFT] = {1: [2.0]}
+    plans = [Plan((1,) * 8, factor=1.0, confidence=least) for least in (0.4, 0.3, 0.2, 0.1)]
+    for made, (plan, times) in enumerate(zip(plans, (1.1, 1.2, 1.7, 1.4), strict=True), 1):
+        contest.taken[plan] = {1: [times]}
+        contest.sampler.brought[plan] = Brought([0] * 8, steps=10, guessing=10, drafted=10 * made)
+    found = [contest.seconds(plan, 1) for plan in plans]
+    assert all(abs(later - before - 2 * 0.14) < 1e-9 for before, later in pairwise(found)), "a straight line"
+    assert found[2] < 2 * 1.7, "not what was timed"
+    del contest.taken[plans[0]], contest.taken[plans[1]]
+    assert contest.seconds(plans[2], 1) == 2 * 1.7, "two points are no line to go by"

@@ -277,8 +277,8 @@ class EngineCore:
                 one.made = Made(drafter, rows.choice.plan, drafted, accepted, why=request.why)
                 if request.shows_drafts and one.made.drafted:
                     one.made.tree = result.tree(b, one.made.accepted)
-                    number = result.part(b)
-                    one.made.part = None if number is None else self.drafters[drafter].part_names[number]
+                    names, number = self.drafters[drafter].part_names, result.part(b)
+                    one.made.part = names[number] if number is not None and number < len(names) else None
                 progress.append(one)
         seconds["rest"] += time.perf_counter() - begun
         rows_now = len(progress)

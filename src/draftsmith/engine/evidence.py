@@ -32,7 +32,7 @@ class Evidence:
             as many as find some once where that was measured; fading too.
         finds, length_of_finds: of plans that more than their length bounds, steps that found some (of a drafter that
             knows how likely its guesses are, all), and how many times as many guesses as such a step usually makes they
-            made together; fading too.
+            made together, see `Arm.length_of`; fading too.
         odds: which of `ODDS` follows.
         since: steps since it was taken up, or laid aside.
         wait: steps without it before it is tried.
@@ -60,7 +60,7 @@ class Evidence:
 
     @property
     def length(self) -> int:
-        """How many times as many as measured are made where some are (or might be, see above), in quarters."""
+        """How many times as many as measured are made where some are, in quarters; see `Arm.length_of`."""
         return min(max(1, round(QUARTERS * self.length_of_finds / self.finds)), QUARTERS * MOST_GROWTH)
 
     def looked(self, found: float, decay: float) -> None:

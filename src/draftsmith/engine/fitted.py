@@ -43,12 +43,12 @@ USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
-REMINDERS, EARLY_WAIT, EARLY_REMINDERS = 5, 24, 5
+REMINDERS, EARLY_WAIT = 5, 24
 """Where all rows do the same and have drafted for `LONGEST_WAIT` steps, so many without a draft follow, to see what
-those cost now; sooner, and more of them, where that was never seen with so many rows. Then those of the drafter's
-other plans follow that would be at least `NEARLY` as fast, each once: its costs may not be those that were measured."""
+those cost now; sooner, where that was never seen with so many rows. Then those of the drafter's other plans follow
+that would be at least `NEARLY` as fast, each once: its costs may not be those that were measured."""
 NEARLY, CLEARLY = 0.9, 1.5
-"""What is so many times as fast as plain decoding is not doubted sooner: no measurement is as wrong as that."""
+"""What seems so many times as fast as plain decoding is not doubted sooner: few measurements are as wrong as that."""
 HELD, HELD_DRAFTING = 7, 7
 """Steps without a draft, and with one, for which it need not be asked again, where all rows do the same."""
 NOBODY = -1
@@ -248,7 +248,7 @@ class Fitted(Policy):
         pace, arm = self._pace, self._crowd.arm
         clear = beats(values, price, spent, arm, 0, CLEARLY)
         if not pace.has_seen(count, 0) and not clear:
-            return EARLY_WAIT, EARLY_REMINDERS, 0
+            return EARLY_WAIT, REMINDERS, 0
         # By as much as it brings less after paying for its time it is slower.
         unseen = [
             one for one in self._of[self._whose[arm]]

@@ -64,7 +64,10 @@ class Arm:
         return self.varies and self.plan.factor is not None
 
     def length_of(self, made: float) -> float:
-        """Return what so many guesses at a step that makes some are in `made_times`."""
+        """Return how many times as many as measured so many guesses are, at a step that makes some.
+
+        Of an arm that is `mixed` and makes more than measured: one, and how many more.
+        """
         if self.mixed and made > self.guesses:
             return 1 + made - self.guesses
         return made / self.guesses
@@ -186,9 +189,7 @@ class LengthCost:
     guess: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} is {value} in what longer texts cost, where only 0 or more has a meaning")
+        _require_sizes(vars(self), "in what longer texts cost")
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,8 @@ class Sampled:
     Args:
         stayed: how many stay.
         found: of a lookup, how often it finds some.
-        length: of plans that more than their length bounds, how many are made where some are.
+        length: of plans that the length of a match bounds, how many are made where some are; 1 of those with a
+            confidence, whose numbers say what was drawn, see `RowHistory.tells_any`.
     """
 
     stayed: float = 1.0
@@ -206,9 +208,14 @@ class Sampled:
     length: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} is {value} for sampled texts, where only 0 or more has a meaning")
+        _require_sizes(vars(self), "for sampled texts")
+
+
+def _require_sizes(values: Mapping[str, float], where: str) -> None:
+    """Raise ValueError for a value that is negative or no number."""
+    for name, value in values.items():
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} is {value} {where}, where only 0 or more has a meaning")
 
 
 @dataclass(frozen=True)

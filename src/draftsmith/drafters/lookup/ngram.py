@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NOWHERE = -1
 OWN = 8
-"""Guesses of its own plan, which nothing bounds by the length of a match: more would fail too often."""
+"""Guesses of its own plan where nothing bounds them by the length of a match: more would fail too often."""
 # Only so many of the latest places of an n-gram are looked at; common words of a long text have thousands.
 MOST_PLACES = 64
 
@@ -116,7 +116,8 @@ class NgramLookup(LookupDrafter[K]):
     config: NgramConfig
 
     def default_plan(self) -> Plan:
-        return Plan((self.config.branches,) + (1,) * (min(OWN, self.config.guesses) - 1))
+        depth = self.config.guesses if self.config.factor else min(OWN, self.config.guesses)
+        return Plan((self.config.branches,) + (1,) * (depth - 1))
 
     def factor(self, plan: Plan) -> float | None:
         """Return the guesses for every token of a match: the plan's or its own, whichever are fewer."""

@@ -136,10 +136,11 @@ class Sampler:
         seen, rows = no_evidence(ODDS.index(1.0)), self.engine.max_batch
         for at in range(0, SAMPLED_TEXTS, rows):
             some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
-            params = SamplingParams(
-                max_tokens=min(self.engine.max_length - max(map(len, some)), self.new_tokens + arm.plan.depth),
-                ignore_eos=True, temperature=TEMPERATURE, seed=at,
-            )
+            most = min(self.engine.max_length - max(map(len, some)), self.new_tokens + arm.plan.depth)
+            params = [
+                SamplingParams(max_tokens=most, ignore_eos=True, temperature=TEMPERATURE, seed=at + row)
+                for row in range(rows)
+            ]
             requests = self.engine.admit_call(some, params, arm.plan)
             step_seconds(self.engine, requests, self.new_tokens)
             for one in requests:
