@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 LOOKUP, THEN = 0, 1
-"""Numbers of its parts."""
+"""Numbers of its parts: so of a row it is also whether the lookup missed."""
 
 
 class LookupFirst(Drafter):
@@ -55,26 +55,25 @@ class LookupFirst(Drafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Let the lookup draft, and the other one where that made no guesses; the other one alone what is sampled."""
-        own = self._of_other(plan)
         if plan.sampled:
             self.lookup.follow(context)
-            return self._guessed(context, own)
+            return self._guessed(context, plan)
         looked_up = self.lookup.propose(context, plan)
         looked_up.parts_B = LOOKUP
         if not looked_up.tokens_BN.shape[1]:
-            return self._guessed(context, own)
+            return self._guessed(context, plan)
         # The first node is there if any is. Rows that only fill up a batch need no guesses.
-        found_B = looked_up.parents_BN[:, 0] != UNUSED
-        left_R = (found_B.logical_not() & (context.rows_B >= 0)).nonzero().squeeze(1)
+        missed_B = looked_up.parents_BN[:, 0] == UNUSED
+        left_R = (missed_B & (context.rows_B >= 0)).nonzero().squeeze(1)
         if len(left_R) == 0:
             if self.then.reads_prompt:
                 self.then.follow(context)
             return looked_up
-        if len(left_R) == len(found_B):
-            return self._guessed(context, own)
+        if len(left_R) == len(missed_B):
+            return self._guessed(context, plan)
         if self.then.reads_prompt:
-            self.then.follow(context.some(found_B.nonzero().squeeze(1)))
-        guessed = self.then.propose(context.some(left_R), own)
+            self.then.follow(context.some(missed_B.logical_not().nonzero().squeeze(1)))
+        guessed = self._guessed(context.some(left_R), plan)
         nodes = max(looked_up.tokens_BN.shape[1], guessed.tokens_BN.shape[1])
         return Draft(
             widened(looked_up.tokens_BN, nodes, 0).index_copy(0, left_R, widened(guessed.tokens_BN, nodes, 0)),
@@ -83,12 +82,12 @@ class LookupFirst(Drafter):
             ),
             max(looked_up.depth, guessed.depth),
             branching=(1,) * nodes if plan.is_chain else None,
-            parts_B=found_B.logical_not().long(),
+            parts_B=missed_B,
         )
 
     def _guessed(self, context: Context, plan: Plan) -> Draft:
-        """Let the other drafter guess in all rows."""
-        draft = self.then.propose(context, plan)
+        """Let the other drafter guess in all rows, as deep as it reaches."""
+        draft = self.then.propose(context, self._of_other(plan))
         draft.parts_B = THEN
         return draft
 
