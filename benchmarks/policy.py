@@ -8,8 +8,8 @@ turns in random order, all on one engine:
 - no speculation: requests that never draft;
 - the policy that `serve` and `generate` take, fitted to this machine, over their drafter `lookup-first`: prompt lookup,
   and the speculator where that finds nothing;
-- fixed plans: chains of the speculator and of prompt lookup, and `lookup-first` by its own plan, the same for every row
-  at every step;
+- fixed plans: chains of the speculator and of prompt lookup, and `lookup-first` by its own plan and by the same one
+  without the speculator, each the same for every row at every step;
 - a table of depths by the number of rows, as vLLM's `num_speculative_tokens_per_batch_size` has it (`--table`);
 - a budget of guesses a step that the rows share in equal parts (`--budgets`; the best of them is told).
 
@@ -25,7 +25,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common import arguments, as_json, finish, main, open_drafter, print_table, say, span, start
@@ -40,7 +40,7 @@ from draftsmith.evaluation.measuring.interleaving import interleaved
 from draftsmith.evaluation.measuring.intervals import ratio_interval
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts, tokenizer_of
 from draftsmith.evaluation.reporting.result_files import write_json
-from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
 from draftsmith.targets import Target
 from draftsmith.targets.token_ids import text_ids
 from draftsmith.types import DraftsmithError, SamplingParams
@@ -283,6 +283,7 @@ def run() -> None:
         for name in (SPECULATOR, LOOKUP) for depth in args.chains if name != SPECULATOR or depth <= deepest
     }
     fixed[f"{BOTH}, its own plan"] = Fixed(both.default_plan(), BOTH)
+    fixed[f"{BOTH}, lookup alone"] = Fixed(replace(both.default_plan(), confidence=NEVER_SURE), BOTH)
     budgets: dict[str, Policy] = {f"budget of {guesses}": Budget(guesses, deepest) for guesses in args.budgets}
     rng, cells, rows, below = random.Random(args.seed), [], [], []
     for count in args.concurrency:

@@ -35,8 +35,8 @@ class Plan:
             leaves it to the drafter. Other drafters take no notice.
         confidence: of drafters that know how likely their guesses are: leave out what is less likely than this, all
             guesses before it taken into account, so that a draft ends where its drafter becomes unsure. What a sampled
-            row is drafted counts as likely as the likeliest token there, see `grow`. None keeps all. Drafters that look
-            guesses up take no notice.
+            row is drafted counts as likely as the likeliest token there, see `grow`. None keeps all; `NEVER_SURE`
+            leaves out all. Drafters that look guesses up take no notice.
     """
 
     branching: tuple[int, ...] = ()
@@ -68,9 +68,9 @@ class Plan:
         if self.factor is not None and not 0 < self.factor < float("inf"):
             raise DraftsmithError(f"factor is {self.factor}; use a positive number, or leave it out.")
         if self.confidence is not None:
-            if not 0 < self.confidence < 1:
+            if not 0 < self.confidence <= 1:
                 raise DraftsmithError(
-                    f"confidence is {self.confidence}; use a probability above 0 and below 1, or leave it out."
+                    f"confidence is {self.confidence}; use a probability above 0 and no more than 1, or leave it out."
                 )
             if self.sampled or (self.choices and not self.is_chain):
                 raise DraftsmithError(
@@ -170,3 +170,5 @@ class Plan:
 
 
 NO_DRAFT = Plan()
+NEVER_SURE = 1.0
+"""As a plan's confidence: no guess is as likely as that, so only what is looked up is drafted."""

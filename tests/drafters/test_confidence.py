@@ -86,9 +86,9 @@ def test_whether_there_is_a_guess_does_not_say_which():
     assert len(counts) > 2
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, -0.5, 1.5, float("nan")])
+@pytest.mark.parametrize("value", [0.0, 1.01, -0.5, 1.5, float("nan")])
 def test_a_confidence_is_a_probability(value: float):
-    with pytest.raises(DraftsmithError, match="confidence is .*; use a probability above 0 and below 1"):
+    with pytest.raises(DraftsmithError, match="confidence is .*; use a probability above 0 and no more than 1"):
         Plan((1, 1), confidence=value)
 
 
@@ -110,3 +110,16 @@ def test_a_policy_does_not_learn_how_many_guesses_a_sampled_row_had():
         history.note(1, 3, plan)
         assert (history.accepted, history.drafted) == ([1], [entry])
         assert history.guesses(history.drafted[0], plan, 1.7) == stands_for
+
+
+def test_a_policy_learns_how_many_guesses_a_lookup_had_and_not_how_many_were_made_behind_it():
+    """What a lookup finds is known before the tokens to come are."""
+    both = Plan((1, 1, 1), factor=1.0, confidence=0.3)
+    for sampled, constrained, behind, entry, stands_for in (
+        (True, False, True, 1, 1.7), (True, False, False, 3, 3), (False, False, True, 3, 3),
+        (False, True, False, 1, 1.7), (False, True, True, 1, 1.7),
+    ):
+        history = RowHistory(sampled, 5, constrained=constrained)
+        history.note(1, 3, both, behind)
+        assert list(history.steps(0)) == [(1, entry, behind)]
+        assert history.guesses(entry, both, 1.7, behind) == stands_for

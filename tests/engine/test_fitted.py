@@ -7,17 +7,18 @@ from itertools import pairwise
 import pytest
 
 from draftsmith.engine import Engine
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.evidence import FIRST_WAIT, HOPELESS, LONGEST_WAIT, TRIAL
 from draftsmith.engine.fitted import REMINDERS, Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.pace import SETTLES
 from draftsmith.engine.policy import RowHistory
-from draftsmith.engine.profile import Arm, Profile, Sampled
+from draftsmith.engine.profile import Profile, Sampled
 from draftsmith.engine.reasons import Weighed
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
 from tests.helpers.oracle import OracleDrafter
-from tests.helpers.profiles import CHAINS, go, load, lookup, profile
+from tests.helpers.profiles import CHAINS, go, load, lookup, profile, tokens_found
 from tests.helpers.tiny import VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 
 
@@ -34,8 +35,7 @@ def test_what_is_found_and_wrong_costs_what_is_found():
     for step in range(2000):
         (choice,) = policy.choose(load(1), [history])
         drafted.append(choice.plan.depth)
-        history.drafted.append(choice.plan.depth)
-        history.accepted.append(int(step % 10 == 0) if choice.plan.depth else 0)
+        history.note(int(step % 10 == 0) if choice.plan.depth else 0, choice.plan.depth, NO_DRAFT)
     assert drafted[-1000:].count(0) > 950
 
 
@@ -68,8 +68,7 @@ def test_a_trial_waits_for_a_guess_before_it_gives_up():
         elif drafting:
             lengths.append(drafting)
             drafting = 0
-        history.drafted.append(0)  # nothing is found
-        history.accepted.append(0)
+        history.note(0, 0, NO_DRAFT)  # nothing is found
     # Not after the three steps in which guesses fail.
     assert max(lengths[1:]) >= TRIAL > HOPELESS and TRIAL > SETTLES
 
@@ -83,15 +82,15 @@ def test_of_a_lookup_every_guess_counts(drafted: int, stayed: int, constrained: 
 
     Steps take what they took then, for as many guesses, so nothing is learnt of a slower machine.
     """
-    arm = Arm(Plan((1,) * 8, factor=0.5), (0.2, 0.1), (1.1,), found=0.25, full=(3.0,), made=2.0)
+    found = tokens_found(0.25, 1.2)
+    arm = Arm(Plan((1,) * 8, factor=0.5), (0.8, 0.4), (1.1,), found=found, full=(3.0,), made=2.0)
     now = [0.0]
     policy = Fitted(Known(Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm)), hope=100.0), clock=lambda: now[0])
     history = RowHistory(False, 5, constrained=constrained)
     for _ in range(300):
         (choice,) = policy.choose(load(1), [history])
         now[0] += cost if choice.plan.depth else 1.0
-        history.drafted.append(drafted if choice.plan.depth else 0)
-        history.accepted.append(stayed if choice.plan.depth else 0)
+        history.note(stayed if choice.plan.depth else 0, drafted if choice.plan.depth else 0, NO_DRAFT)
     (why,) = policy.reasons(load(1), [history])
     assert isinstance(why, Weighed) and why.label == "pays"
     assert why.tokens == pytest.approx(tokens, rel=0.05) and why.cost == pytest.approx(cost, rel=0.05)
@@ -146,8 +145,7 @@ def test_in_a_crowd_those_draft_whose_guesses_stay():
         choices = policy.choose(load(4), rows)
         depths.append([choice.plan.depth for choice in choices])
         for history, deep, stay in zip(rows, depths[-1], stays, strict=True):
-            history.drafted.append(deep)
-            history.accepted.append(min(stay, deep))
+            history.note(min(stay, deep), deep, NO_DRAFT)
     for row, (least, most) in enumerate(((4, 4), (0, 0), (4, 4), (0, 2))):
         late = [depth[row] for depth in depths[-100:]]
         assert sum(least <= deep <= most for deep in late) >= 95, (row, late)
@@ -165,8 +163,7 @@ def test_where_steps_are_short_all_rows_do_the_same():
             assert len(set(depths)) == 1
             found.append(depths[0])
             for history, stay in zip(rows, stays, strict=True):
-                history.drafted.append(depths[0])
-                history.accepted.append(min(stay, depths[0]))
+                history.note(min(stay, depths[0]), depths[0], NO_DRAFT)
         return found
 
     assert go_on(rows, (4, 4, 4, 4), 100)[-1] == 4, "all guesses stay"
@@ -187,8 +184,7 @@ def alike(policy: Fitted, rows: Sequence[RowHistory], steps: int, stays: int = 1
         (choice, *_) = policy.choose(load(len(rows)), rows)
         found.append(choice.plan.depth)
         for row in rows:
-            row.drafted.append(choice.plan.depth)
-            row.accepted.append(min(stays, choice.plan.depth))
+            row.note(min(stays, choice.plan.depth), choice.plan.depth, NO_DRAFT)
     return found
 
 
@@ -258,11 +254,10 @@ def test_what_steps_cost_now_is_learnt_while_it_runs():
             depth = choice.plan.depth
             time += 0.001 * (1 + 0.2 * depth) * (slow if depth else 1.0)
             found.append(depth)
-            history.drafted.append(depth)
-            history.accepted.append(min(2, depth))
+            history.note(min(2, depth), depth, NO_DRAFT)
         return found
 
-    assert go_on(600)[-100:].count(0) > 85
+    assert go_on(1000)[-100:].count(0) > 85
     slow = 1.0
     assert go_on(4000)[-100:].count(0) < 20
 
@@ -278,15 +273,15 @@ def test_nobody_need_ask_about_drafts_that_go_on_and_nothing_is_lost_by_that():
         (choice, *_) = held.choose(load(2), some_steps)
         together = 1 + held.holds
         for row in some_steps:
-            row.drafted.extend([choice.plan.depth] * together)
-            row.accepted.extend([choice.plan.depth] * together)
+            for _ in range(together):
+                row.note(choice.plan.depth, choice.plan.depth, NO_DRAFT)
         steps, questions = steps + together, questions + 1
     held.choose(load(2), some_steps)
     assert questions < 0.3 * steps
     assert sum(held.steps) == 2 * (steps + 1) and held.steps[0] <= 2 * 8, "all steps are counted, few without a draft"
     for row in some_steps:
-        row.drafted.extend([1] * 24)
-        row.accepted.extend([0] * 24)
+        for _ in range(24):
+            row.note(0, 1, NO_DRAFT)
     assert held.choose(load(2), some_steps)[0].plan == NO_DRAFT, "guesses that failed, learnt together"
 
 
@@ -302,8 +297,7 @@ def test_what_the_first_step_with_a_draft_takes_says_nothing_of_the_others():
         time += arms[depth].seconds[0] * (10 if depth and not before else 1)
         before = depth
         depths.append(depth)
-        history.drafted.append(depth)
-        history.accepted.append(depth if step < 100 or step > 200 else 0)
+        history.note(depth if step < 100 or step > 200 else 0, depth, NO_DRAFT)
     assert 0 in depths[100:200] and sum(depths[-200:]) > 190
 
 
@@ -314,8 +308,7 @@ def test_where_not_even_guesses_that_all_stay_would_pay_none_is_tried():
     for _ in range(3 * FIRST_WAIT):
         assert [choice.plan.depth for choice in policy.choose(load(4), rows)] == [0] * 4
         for history in rows:
-            history.drafted.append(0)
-            history.accepted.append(0)
+            history.note(0, 0, NO_DRAFT)
 
 
 def test_a_row_with_a_plan_of_its_own_teaches_it_nothing():
@@ -337,8 +330,7 @@ def test_of_two_drafters_each_text_gets_the_one_whose_guesses_stay():
         for history, stay, names, choice in zip(rows, stays, taken, policy.choose(load(2), rows), strict=True):
             depth = choice.plan.depth
             names.append(choice.drafter if depth else None)
-            history.drafted.append(depth)
-            history.accepted.append(min(stay.get(str(choice.drafter), 0), depth))
+            history.note(min(stay.get(str(choice.drafter), 0), depth), depth, NO_DRAFT)
     for names, own, other in zip(taken, ("speculator", "lookup"), ("lookup", "speculator"), strict=True):
         assert names[-300:].count(own) >= 280 and names.count(other) >= 2, "the other is tried now and then"
 

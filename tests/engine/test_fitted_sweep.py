@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.evidence import LONGEST_WAIT
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import RowHistory
-from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.profile import Profile
 from draftsmith.plan import NO_DRAFT, Plan
 from tests.helpers.profiles import load
 
@@ -68,8 +69,7 @@ class World:
                 depth, stayed = choice.plan.depth, 0
                 while stayed < depth and self.rng.random() < share:
                     stayed += 1
-                history.drafted.append(depth)
-                history.accepted.append(stayed)
+                history.note(stayed, depth, NO_DRAFT)
                 tokens += expected(share, depth)
                 self.time += self.scale * cost(depth, self.rows) / self.rows
         return tokens, self.time - begun

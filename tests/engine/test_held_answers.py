@@ -79,8 +79,7 @@ def test_a_fitted_policy_counts_the_steps_that_nobody_asked_about():
         asked += 1
         for _ in range(1 + policy.holds):
             depths.append(choice.plan.depth)
-            row.drafted.append(choice.plan.depth)
-            row.accepted.append(0)
+            row.note(0, choice.plan.depth, NO_DRAFT)
     assert sum(policy.steps) == len(depths), "those that nobody asked about too, as soon as they are taken"
     pauses = "".join("d" if depth else "." for depth in depths).strip(".").replace("d", " ").split()
     assert len(pauses[0]) == FIRST_WAIT, "no trial comes late"
@@ -99,8 +98,7 @@ def test_short_texts_one_after_another_lose_no_steps():
             left -= steps
             for _ in range(steps):
                 depths.append(choice.plan.depth)
-                row.drafted.append(choice.plan.depth)
-                row.accepted.append(0)
+                row.note(0, choice.plan.depth, NO_DRAFT)
         policy.choose(Load(0, 0, 0, 1), [])  # a moment without rows
     pauses = "".join("d" if depth else "." for depth in depths).strip(".").replace("d", " ").split()
     assert max(map(len, pauses)) < LONGEST_WAIT + HELD + 8 and sum(policy.steps) == len(depths)

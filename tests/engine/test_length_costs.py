@@ -8,15 +8,16 @@ import pytest
 
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Choice, Engine, Load, Policy, RowHistory
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.fitted import REMINDERS, Fitted
 from draftsmith.engine.known import Known
-from draftsmith.engine.profile import Arm, LengthCost, Profile
+from draftsmith.engine.profile import LengthCost, Profile
 from draftsmith.engine.step_costs import StepCosts
 from draftsmith.evaluation.measuring.length_costs import measure_length_cost
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Context, Draft, SamplingParams
 from tests.helpers.oracle import OracleDrafter
-from tests.helpers.profiles import load, profile
+from tests.helpers.profiles import load, profile, tokens_found
 from tests.helpers.tiny import CONTEXT, VOCABULARY, greedy_reference, prompts, tiny_model, tiny_target
 
 CHAIN = Plan((1, 1))
@@ -25,8 +26,8 @@ CHAIN = Plan((1, 1))
 def pair(drafted: float, cost: LengthCost, found: float | None = None, plain: float = 0.001) -> Profile:
     """Two guesses that always stay, in steps of so many seconds instead of a millisecond; of a lookup in some steps."""
     full = () if found is None else (plain + (drafted - plain) / found,)
-    kept = (1.0 if found is None else found,) * 2
-    return Profile((1,), (Arm(NO_DRAFT, (), (plain,)), Arm(CHAIN, kept, (drafted,), found, full)), cost)
+    tokens = None if found is None else tokens_found(found, 2.0)
+    return Profile((1,), (Arm(NO_DRAFT, (), (plain,)), Arm(CHAIN, (1.0, 1.0), (drafted,), tokens, full)), cost)
 
 
 def costs(one: Profile) -> StepCosts:
@@ -48,12 +49,12 @@ def test_every_token_beyond_those_of_the_measured_texts_is_paid_for():
 def test_a_lookup_pays_where_it_makes_guesses():
     one = pair(0.002, COST, found=0.25)
     short, long = costs(one).of(1), costs(one).of(1, LONG)
-    assert short.grown([1.0, 4.0]) == pytest.approx([0.001, 0.005])
-    assert long.grown([1.0, 1.0]) == pytest.approx([0.002, 0.002 + 0.001 + 0.25 * 0.001])
-    assert long.grown([1.0, 4.0]) == pytest.approx([0.002, 0.005 + 0.001 + 0.001]), "guesses in every step"
-    few = replace(one, arms=(one.arms[0], replace(one.arms[1], made=1)))
-    assert costs(few).of(1, LONG).grown([1.0, 8.0])[1] == pytest.approx(0.005 + 0.001 + 0.001), "two at every step"
-    assert costs(few).of(1, LONG).grown([1.0, 4.5])[1] == pytest.approx(0.0035 + 0.001 + 4.5 / 8 * 0.001), "half way"
+    assert short.grown([(1.0, 1.0), (4.0, 1.0)]) == pytest.approx([0.001, 0.005])
+    assert long.grown([(1.0, 1.0), (1.0, 1.0)]) == pytest.approx([0.002, 0.002 + 0.001 + 0.25 * 0.001])
+    assert long.of(1, (4.0, 1.0)) == pytest.approx(0.005 + 0.001 + 0.001), "guesses in every step"
+    few = replace(one, arms=(one.arms[0], replace(one.arms[1], made=1, found=tokens_found(0.25, 1.0))))
+    assert costs(few).of(1, LONG).of(1, (8.0, 1.0)) == pytest.approx(0.005 + 0.001 + 0.001), "two at every step"
+    assert costs(few).of(1, LONG).of(1, (4.5, 1.0)) == pytest.approx(0.0035 + 0.001 + 4.5 / 8 * 0.001), "half way"
 
 
 def test_who_could_measure_no_long_text_is_told_by_another_drafter():
@@ -82,8 +83,7 @@ def decode(policy: Fitted, rows: Sequence[RowHistory], steps: int, stays: int = 
         choices = policy.choose(load(len(rows)), rows)
         depths.append(choices[0].plan.depth)
         for row, choice in zip(rows, choices, strict=True):
-            row.drafted.append(choice.plan.depth)
-            row.accepted.append(min(stays, choice.plan.depth))
+            row.note(min(stays, choice.plan.depth), choice.plan.depth, NO_DRAFT)
             row.written += 1 + row.accepted[-1]
     return depths
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from draftsmith.engine.profile import Arm, Profile, Sampled, candidates
-from draftsmith.plan import NO_DRAFT, Plan
-from tests.helpers.profiles import CHAINS, lookup, profile
+from draftsmith.engine.arm import Arm, Behind
+from draftsmith.engine.profile import Profile, Sampled, candidates
+from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
+from tests.helpers.profiles import CHAINS, lookup, profile, tokens_found
 
 
 def test_steps_are_timed_by_straight_lines_between_what_was_measured():
@@ -38,20 +39,32 @@ def test_what_a_lookup_brings_and_costs_goes_with_how_often_it_finds_guesses():
     found = lookup(2.0)
     plain, arm = found.arms
     assert arm.accepted() == pytest.approx(0.8) and arm.kept() == pytest.approx(3.2)
-    assert arm.accepted(growth=2.0) == pytest.approx(1.6), "twice as often found, and as often right"
-    assert arm.accepted(odds=2.0, growth=1.0) == pytest.approx(1.0), "all that are made stay"
+    oftener = tokens_found(0.5, 3.2) / tokens_found(0.25, 3.2)
+    assert arm.accepted(growth=oftener) == pytest.approx(1.6), "found in twice as many steps, and as often right"
+    farther = (0.25 * 4.2 / 5) / (0.25 * 4.2 / 5 + 0.75)
+    assert arm.accepted(odds=2.0, growth=1.0) == pytest.approx(4 * farther), "all stay, so fewer steps find them"
     assert arm.accepted(odds=9.0) == arm.kept(2.0) == 4, "found at every step, all of them right"
-    assert found.seconds(arm, 1) == 2.0 and found.seconds(plain, 1, odds=3.0) == 1.0
-    assert found.seconds(arm, 1, odds=2.0) == pytest.approx(3.0), "found in half of the steps, a third of the way"
+    assert found.seconds(arm, 1) == pytest.approx(2.0) and found.seconds(plain, 1, odds=3.0) == 1.0
+    assert found.costs(found.arms, 1).of(1, (2.0, 1.0)) == pytest.approx(3.0), "in half of the steps, third of the way"
     assert found.seconds(arm, 1, odds=100.0) == pytest.approx(5.0), "no oftener than always"
     assert found.speed(arm, 1, odds=100.0) == pytest.approx(5 / 5.0)
     assert 1.0 < found.seconds(arm, 1, odds=0.5) < 2.0
     always = replace(arm, found=None)
-    assert always.share(0.5) == always.share(2.0) == always.most_growth == 1.0 and arm.most_growth == 4.0
+    assert always.share(0.5) == always.share(2.0) == 1.0 and arm.share(2.0) == arm.share(1e9) == 1.0
     cheap = replace(arm, full=(0.9,))
     assert found.seconds(cheap, 1, odds=100.0) == 2.0, "what seemed to take less takes no less"
-    told = replace(found, sampled=Sampled(0.5, 0.25, 2.0))
+    told = replace(found, sampled=Sampled(0.5, 0.25, 2.0, 0.75))
     assert Profile.from_json(json.loads(json.dumps(told.to_json()))) == told != found
+
+
+def test_the_farther_a_plan_goes_where_nothing_is_found_the_more_of_its_steps_find_something():
+    """Half of the tokens of a text come from steps that find all four guesses right, whoever guesses elsewhere."""
+    alone = Arm(Plan((1,) * 4, factor=1.0, confidence=1.0), (1.0,) * 4, (1.0,), 0.5, (2.0,), 4.0)
+    helped = replace(alone, behind=Behind((1.0, 1.0, 1.0, 1.0), 4.0, (0.1,)))
+    assert alone.usual_share == pytest.approx(1 / 6), "five tokens by one step, five by five"
+    assert helped.usual_share == pytest.approx(1 / 2), "all steps bring five"
+    assert 1 + alone.accepted() == pytest.approx(10 / 6) and 1 + helped.accepted() == pytest.approx(5)
+    assert helped.accepted(behind=0.0) == pytest.approx(alone.accepted()), "where nothing stays that is guessed there"
 
 
 @pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf")])
@@ -63,53 +76,63 @@ def test_a_share_that_has_no_meaning_is_refused(wrong: float):
 def test_what_matches_bound_may_make_more_guesses_than_measured():
     """Two of four guesses in a quarter of the steps, and three of these four stay."""
     found = lookup(2.0)
-    arm = replace(found.arms[1], plan=Plan((1,) * 4, factor=0.5), survival=(0.25, 0.125), made=2.0)
-    assert (arm.usual, arm.most_growth, arm.most_length) == (0.5, 4.0, 2.0)
+    arm = Arm(Plan((1,) * 4, factor=0.5), (1.0, 0.5), (2.0,), tokens_found(0.25, 1.5), (5.0,), 2.0)
+    assert (arm.usual, arm.most_length) == (pytest.approx(0.5), 2.0)
     assert arm.kept() == pytest.approx(1.5) and arm.kept(9.0) == 2.0, "no more than are made"
-    assert arm.accepted(growth=2.0) == pytest.approx(0.75)
-    assert arm.accepted(growth=2.0, length=2.0) == pytest.approx(1.5)
+    oftener = tokens_found(0.5, 1.5) / tokens_found(0.25, 1.5)
+    assert arm.accepted(growth=oftener) == pytest.approx(0.75)
+    longer = tokens_found(0.5, 3.0) / tokens_found(0.25, 1.5)
+    assert arm.accepted(growth=longer, length=2.0) == pytest.approx(1.5)
     assert arm.accepted(9.0, 9.0, 9.0) == 4, "all four, at every step"
-    assert arm.made_times(2.0, 0.5) == 1.0 and arm.made_times(9.0, 9.0) == 8.0
+    assert arm.made_times(0.5, 0.5) == pytest.approx((1.0, 1.0))
+    assert arm.made_times(1.0, 9.0) == pytest.approx((8.0, 1.0))
     loose = replace(arm, plan=Plan((1,) * 4))
-    assert loose.stretched(3.0) == loose.stretched(0.3) == loose.most_length == 1.0, "no match bounds it"
-    tree = replace(arm, plan=Plan((2, 2)), made=5.0, survival=(0.25, 0.25))
+    assert loose.stretched(3.0, 1.5) == loose.stretched(0.3, 1.5) == 1.5, "no match bounds it"
+    assert loose.most_length == 1.0
+    tree = replace(arm, plan=Plan((2, 2)), made=5.0, survival=(1.0, 1.0))
     assert tree.accepted(9.0, 9.0, 9.0) == 2, "no more than its depth, whatever its nodes"
     seconds = Profile((1,), (found.arms[0], arm)).costs((found.arms[0], arm), 1)
-    assert seconds.grown([1.0, 1.0])[1] == 2.0 and seconds.grown([1.0, 8.0])[1] == pytest.approx(5.0)
-    assert seconds.grown([1.0, 4.5])[1] == pytest.approx(3.5), "half way"
+    assert seconds.of(1, (1.0, 1.0)) == 2.0 and seconds.of(1, (8.0, 1.0)) == pytest.approx(5.0)
+    assert seconds.of(1, (4.5, 1.0)) == pytest.approx(3.5), "half way"
 
 
-def test_where_a_lookup_finds_more_all_bounds_of_the_drafter_behind_it_gain_alike():
-    sure, bold = (
-        Arm(Plan((1,) * 8, factor=1.0, confidence=least), kept, (1.5,), full=(3.0,), made=made)
-        for least, kept, made in ((0.4, (0.5, 0.3), 1.0), (0.1, (0.7, 0.5), 3.0))
-    )
-    assert sure.mixed and bold.mixed and not Arm(Plan((1,), confidence=0.5), (0.5,), (1.0,)).mixed
-    for odds in (1.0, 1.5, 1.7):
-        assert bold.kept(odds) - sure.kept(odds) == pytest.approx(0.4), "as much ahead as measured"
-    assert sure.kept(3.0) == bold.kept(3.0) == 8.0 and sure.kept(0.5) == pytest.approx(0.5 / 2 + 0.3 / 4)
-    for arm, made in ((sure, 4.0), (bold, 6.0)):
-        assert arm.length_of(made) == 4.0, "three more than usual"
-        assert arm.made_times(1.0, 4.0) * arm.guesses == pytest.approx(made)
-        assert arm.length_of(arm.guesses / 2) == arm.made_times(1.0, 0.5) == 0.5
-        assert arm.made_times(1.0, 99.0) * arm.guesses == pytest.approx(8.0), "no more than the plan allows"
-    found = Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), sure, bold))
-    assert found.seconds(bold, 1, odds=1.5) == pytest.approx(1.5 + 1.5 * 2 / 5), "two more stay, so two more are made"
-    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+def test_what_is_guessed_behind_a_lookup_is_paid_for_where_it_finds_nothing():
+    """A lookup makes two guesses in a quarter of the steps; two more in each of the others, of which one stays."""
+    behind = Behind((0.6, 0.4), 2.0, (0.4,))
+    share = tokens_found(0.25, 1.5, 1.0)
+    arm = Arm(Plan((1,) * 4, factor=0.5, confidence=0.3), (1.0, 0.5), (2.0,), share, (5.0,), 2.0, behind)
+    assert not arm.varies and arm.kept_behind() == pytest.approx(1.0) and arm.kept_behind(0.0) == 0.0
+    assert (arm.usual, arm.usual_behind, arm.most_behind) == (pytest.approx(0.5), pytest.approx(1.5), 2.0)
+    assert arm.accepted() == pytest.approx(0.25 * 1.5 + 0.75 * 1.0)
+    assert arm.accepted(growth=0.0) == pytest.approx(1.0), "all is guessed behind it"
+    assert arm.accepted(growth=9.0, behind=0.0) == pytest.approx(1.5), "nothing is"
+    found = Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm))
+    costs = found.costs(found.arms, 1)
+    assert costs.of(1, (1.0, 1.0)) == pytest.approx(2.0), "as measured"
+    assert costs.of(1, arm.made_times(0.0, 1.0)) == pytest.approx(2.0 - 0.5 * (5.0 - 2.0 + 0.6) / 3.5 + 0.5 * 0.4)
+    assert costs.of(1, arm.made_times(1.0, 2.0)) == pytest.approx(5.0), "four are looked up, in each"
+    assert costs.slowed([1.0, 3.0]).of(1, (1.0, 1.0)) == pytest.approx(6.0)
+    value = json.loads(json.dumps(found.to_json()))
+    assert Profile.from_json(value) == found
+    kept = value["arms"][1]["behind"]
+    for damage in ({"each": []}, {"made": 0}, {"made": float("nan")}):
+        with pytest.raises(ValueError):
+            Profile.from_json({**value, "arms": [value["arms"][0], {**value["arms"][1], "behind": {**kept, **damage}}]})
 
 
 def test_what_a_drafter_is_sure_of_costs_by_its_number_and_brings_what_stays():
     """Two of four guesses at a step on average, one of which stays; all four take as long as five plain steps."""
     arm = Arm(Plan((1,) * 4, confidence=0.2), (0.6, 0.3, 0.1, 0.0), (2.0,), full=(5.0,), made=2.0)
     found = Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm))
-    assert arm.varies and (arm.usual, arm.most_growth, arm.most_length) == (2.0, 1.0, 2.0)
+    assert arm.varies and (arm.usual, arm.most_length) == (2.0, 2.0)
     assert arm.accepted() == pytest.approx(1.0)
     assert arm.accepted(length=2.0) == arm.accepted(), "more guesses that are hardly likely enough bring no more"
     assert arm.accepted(1.5) > 1.5 and arm.accepted(9.0) == pytest.approx(3.0), "those that were seen to stay once"
-    assert arm.made_times(1.0, 1.5) == 1.5 and arm.made_times(1.0, 9.0) == 2.0
+    assert arm.made_times(1.0, 1.5) == (1.5, 1.0) and arm.made_times(1.0, 9.0) == (2.0, 1.0)
     costs = found.costs(found.arms, 1)
-    assert costs.grown([1.0, 2.0])[1] == pytest.approx(5.0) and costs.grown([1.0, 1.5])[1] == pytest.approx(3.5)
-    assert costs.grown([1.0, 0.5])[1] == 1.0 == costs.plain
+    assert costs.of(1, (2.0, 1.0)) == pytest.approx(5.0) and costs.of(1, (1.5, 1.0)) == pytest.approx(3.5)
+    assert costs.of(1, (0.5, 1.0)) == 1.0 == costs.plain
+    assert found.seconds(arm, 1, odds=0.5) == 1.0 and found.seconds(arm, 1, odds=1.5) == pytest.approx(3.5)
     value = json.loads(json.dumps(found.to_json()))
     assert Profile.from_json(value) == found
     with pytest.raises(ValueError, match="as many times as there are rows"):
@@ -155,10 +178,12 @@ def test_candidates_are_chains_and_trees_up_to_the_room():
     sure = candidates(Plan((1,) * 3), prunable=False, room=64, longest=5, confidences=(0.1, 0.3))
     assert sure[-2:] == [Plan((1,) * 5, confidence=least) for least in (0.1, 0.3)] and len(sure) == 5
     both = candidates(Plan((1,) * 8), prunable=False, room=6, longest=8, factors=(1.0, 0.5), confidences=(0.1,))
-    assert both == [Plan((1,) * 6, factor=factor, confidence=0.1) for factor in (1.0, 0.5)]
+    assert both == [
+        Plan((1,) * 6, factor=factor, confidence=least) for factor in (1.0, 0.5) for least in (0.1, NEVER_SURE)
+    ], "the last of each without the drafter behind"
     wide = candidates(Plan((1,) * 100), prunable=False, room=64, longest=100, factors=(0.5,))
     assert [plan.depth for plan in wide] == [1, 4, 64, 4, 64]
     longer = candidates(Plan((1,) * 8), False, 64, 8, factors=(1.0,), longest_copy=16)
     assert [(plan.depth, plan.factor) for plan in longer] == [(1, None), (4, None), (8, None), (4, 1.0), (16, 1.0)]
     alone = candidates(Plan((1,) * 8), False, 64, 8, factors=(1.0,), confidences=(0.1,), longest_copy=16)
-    assert [plan.depth for plan in alone] == [16]
+    assert [plan.depth for plan in alone] == [16, 16]

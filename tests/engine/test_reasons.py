@@ -71,8 +71,7 @@ def test_it_says_that_it_probes():
         why = reason(policy, history)
         labels.append(why.label)
         depth = policy.choices[0].plan.depth if why.label == "does_not_pay" else why.arms[why.at].plan.depth
-        history.drafted.append(depth)
-        history.accepted.append(0)
+        history.note(0, depth, NO_DRAFT)
     assert labels.count("probing") >= 2 and labels[0] == "pays" and labels[-1] == "does_not_pay"
     assert "probing with a chain of" in next(
         why.sentence() for why in [reason(policy, history) for _ in range(LONGEST_WAIT)] if why.label == "probing"
@@ -125,7 +124,7 @@ def test_no_reason_is_left_over_where_rows_begin_or_end_to_draft_alike():
 
 def test_no_share_pays_where_the_dearest_neighbours_need_the_time():
     seconds = (1.0, 9.0, 9.0, 9.0, 9.0)
-    why = Weighed("does_not_pay", profile().arms, seconds, 1, [1, 2, 3, 4], 0.5, 1.0, 1.0, 1.0, 0.03, 2)
+    why = Weighed("does_not_pay", profile().arms, seconds, 1, [1, 2, 3, 4], 0.5, 1.0, 1.0, 1.0, 1.0, 0.03, 2)
     assert why.would_pay() is None and why.sentence().endswith("no share would pay")
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import RowHistory
-from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.profile import Profile
 from draftsmith.plan import NO_DRAFT, Plan
 from tests.helpers.profiles import load
 

@@ -11,9 +11,10 @@ import torch
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.drafters.heads.mlp_config import MLPConfig
 from draftsmith.engine import Engine
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
-from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.profile import Profile
 from draftsmith.evaluation.bench import run_grid
 from draftsmith.evaluation.grid import Grid, plan_for
 from draftsmith.evaluation.measuring.interleaving import interleaved

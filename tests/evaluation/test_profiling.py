@@ -3,14 +3,17 @@
 from itertools import pairwise
 
 from draftsmith.engine import Engine
-from draftsmith.engine.profile import Arm
-from draftsmith.evaluation.measuring.profiling import Brought, Contest, Sampler
-from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.types import Context, Draft
+from draftsmith.engine.arm import Arm
+from draftsmith.evaluation.measuring.profiling import Contest
+from draftsmith.evaluation.measuring.sampler import Brought, Sampler
+from draftsmith.evaluation.measuring.steps import step_seconds
+from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
+from draftsmith.types import Context, Draft, SamplingParams
 from tests.helpers.oracle import OracleDrafter, oracle_for
-from tests.helpers.tiny import prompts, tiny_model, tiny_target
+from tests.helpers.tiny import VOCABULARY, prompts, tiny_model, tiny_target
 
 CHAIN = Plan((1,) * 6)
+BOTH = Plan((1,) * 6, factor=1.0, confidence=0.1)
 TOKENS = 10
 
 
@@ -23,7 +26,7 @@ def test_the_step_in_which_a_text_ends_counts_whole():
     found = sampler(oracle_for(tiny_model(), asked, 40), asked)
     for rows in (1, 2):
         assert found.seconds(CHAIN, rows) > 0
-    assert found.survival(CHAIN) == (1.0,) * 6
+    assert found.arm(CHAIN).survival == (1.0,) * 6
     assert found.brought[CHAIN].steps == 3 * 2, "seven tokens each, behind that of the prompt"
 
 
@@ -39,13 +42,13 @@ def test_what_was_not_seen_is_seldom_and_not_impossible():
     asked = prompts(4)
     found = sampler(oracle_for(tiny_model(), asked, 40, Silent), asked)
     found.seconds(CHAIN, 1)
-    assert found.brought[CHAIN].found == 0.5 / (1 + found.brought[CHAIN].steps)
-    shares = found.survival(CHAIN)
+    shares = found.arm(CHAIN).survival
+    assert shares[0] < 0.5 / (1 + found.brought[CHAIN].steps)
     assert all(0 < deep < share for share, deep in pairwise(shares))
     wrong = sampler(oracle_for(tiny_model(), asked, 40, error_rate=1.0), asked)
     wrong.seconds(CHAIN, 1)
     steps = wrong.brought[CHAIN].steps
-    assert steps == TOKENS - 1 and wrong.survival(CHAIN)[:2] == (0.5 / (1 + steps), 0.25 / (1 + steps))
+    assert steps == TOKENS - 1 and wrong.arm(CHAIN).survival[:2] == (0.5 / (1 + steps), 0.25 / (1 + steps))
 
 
 def test_how_guesses_fare_in_sampled_texts_is_measured():
@@ -53,7 +56,7 @@ def test_how_guesses_fare_in_sampled_texts_is_measured():
     asked = prompts(4)
     found = sampler(oracle_for(tiny_model(), asked, 40), asked)
     found.seconds(CHAIN, 1)
-    always = Arm(CHAIN, found.survival(CHAIN), (1.0,))
+    always = Arm(CHAIN, found.arm(CHAIN).survival, (1.0,))
     assert always.kept() == 6.0
     fare = found.sampled(always)
     assert 0 < fare.stayed < 0.5 and (fare.found, fare.length) == (1.0, 1.0), "as many guesses at every step"
@@ -62,16 +65,54 @@ def test_how_guesses_fare_in_sampled_texts_is_measured():
     assert seldom.stayed > 1.0, "some stay, where next to none did"
 
 
-def test_plans_with_both_bounds_cost_what_a_line_by_the_number_of_their_guesses_says():
-    """One of four was timed while something else ran; the others say what it costs."""
+def test_plans_with_both_bounds_cost_what_a_line_by_the_guesses_behind_the_lookup_says():
+    """One of four was timed while something else ran; the others say what it costs, and the lookup alone does not."""
     contest = Contest(sampler(oracle_for(tiny_model(), [], 1), prompts(1)), (1,), lambda _: None)
     contest.taken[NO_DRAFT] = {1: [2.0]}
     plans = [Plan((1,) * 8, factor=1.0, confidence=least) for least in (0.4, 0.3, 0.2, 0.1)]
-    for made, (plan, times) in enumerate(zip(plans, (1.1, 1.2, 1.7, 1.4), strict=True), 1):
+    others = [Plan((1,) * 8, factor=0.5, confidence=0.1), Plan((1,) * 8, factor=1.0, confidence=NEVER_SURE)]
+    for made, (plan, times) in enumerate(zip([*plans, *others], (1.1, 1.2, 1.7, 1.4, 9.0, 1.05), strict=True), 1):
         contest.taken[plan] = {1: [times]}
-        contest.sampler.brought[plan] = Brought([0] * 8, steps=10, guessing=10, drafted=10 * made)
+        contest.sampler.brought[plan] = Brought([0] * 8, steps=10, guessing=10, drafted=99)
+        contest.sampler.behind[plan] = Brought([0] * 8, steps=5, guessing=5, drafted=10 * made)
     found = [contest.seconds(plan, 1) for plan in plans]
     assert all(abs(later - before - 2 * 0.14) < 1e-9 for before, later in pairwise(found)), "a straight line"
     assert found[2] < 2 * 1.7, "not what was timed"
+    assert [contest.seconds(plan, 1) for plan in others] == [18.0, 2.1], "on lines of their own"
     del contest.taken[plans[0]], contest.taken[plans[1]]
     assert contest.seconds(plans[2], 1) == 2 * 1.7, "two points are no line to go by"
+
+
+class Repeating(OracleDrafter):
+    """Finds what comes at every second step of a text; what is guessed at the others is wrong."""
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        draft = super().propose(context, plan)
+        missed_B = context.lengths_B % 2
+        draft.tokens_BN = (draft.tokens_BN + missed_B.unsqueeze(1)) % VOCABULARY
+        draft.parts_B = missed_B
+        return draft
+
+
+def test_what_is_looked_up_and_what_is_guessed_behind_it_are_told_apart():
+    asked = prompts(4)
+    engine = Engine(tiny_target(), oracle_for(tiny_model(), asked, 60, Repeating), plan=BOTH, max_batch=1)
+    found = Sampler(engine, asked, 31, looks_up=True)
+    found.seconds(BOTH, 1)
+    steps = [(accepted, behind) for accepted, _, behind in engine_steps(found)]
+    arm = found.arm(BOTH)
+    assert arm.behind is not None and arm.kept() == 6.0 and 0 < arm.kept_behind() < 0.2, "all stay, or none does"
+    looked_up = [accepted for accepted, behind in steps if not behind]
+    assert set(looked_up) == {6} and {accepted for accepted, behind in steps if behind} == {0}
+    tokens = sum(1 + accepted for accepted in looked_up)
+    assert arm.found == tokens / (tokens + len(steps) - len(looked_up))
+    assert abs(arm.usual_share - len(looked_up) / len(steps)) < 0.05
+    assert (arm.guesses, arm.behind.made) == (6.0, 6.0)
+
+
+def engine_steps(found: Sampler) -> list[tuple[int, int, bool]]:
+    """Decode the same text again; return what is known of its steps."""
+    params = SamplingParams(max_tokens=31 + BOTH.depth, ignore_eos=True)
+    [request] = found.engine.admit_call(found.prompts[:1], params, BOTH)
+    step_seconds(found.engine, [request], found.new_tokens)
+    return list(request.history.steps(0))

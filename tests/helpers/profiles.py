@@ -1,8 +1,9 @@
 """Made-up profiles of drafters, and a policy that is asked and answered by them."""
 
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.policy import Load, RowHistory
-from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.profile import Profile
 from draftsmith.plan import NO_DRAFT, Plan
 
 CHAINS = [Plan((1,) * depth) for depth in range(1, 5)]
@@ -18,12 +19,18 @@ def profile(cost: float = 0.1, survival: tuple[float, ...] = KEPT, rows: tuple[i
     return Profile(rows, tuple(arm(plan) for plan in (NO_DRAFT, *CHAINS)))
 
 
+def tokens_found(steps: float, kept: float, behind: float = 0.0) -> float:
+    """The share of tokens that come from this share of steps, which accept so many guesses, the others `behind`."""
+    found, missed = steps * (1 + kept), (1 - steps) * (1 + behind)
+    return found / (found + missed)
+
+
 def lookup(seconds: float, full: float = 5.0) -> Profile:
-    """Four guesses in a quarter of the steps, which take `full` and accept all of a fifth of these, or none.
+    """Four guesses in a quarter of the steps, which take `full` and accept all in four of five of these, or none.
 
     Its steps take `seconds` on average.
     """
-    arm = Arm(CHAINS[3], (0.2, 0.2, 0.2, 0.2), (seconds,), found=0.25, full=(full,))
+    arm = Arm(CHAINS[3], (0.8, 0.8, 0.8, 0.8), (seconds,), found=tokens_found(0.25, 3.2), full=(full,))
     return Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm))
 
 
@@ -37,6 +44,5 @@ def go(policy: Fitted, history: RowHistory, steps: int, stay: int) -> list[int]:
     for _ in range(steps):
         (choice,) = policy.choose(load(1), [history])
         depths.append(choice.plan.depth)
-        history.drafted.append(choice.plan.depth)
-        history.accepted.append(min(stay, choice.plan.depth))
+        history.note(min(stay, choice.plan.depth), choice.plan.depth, NO_DRAFT)
     return depths

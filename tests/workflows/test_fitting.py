@@ -12,9 +12,10 @@ from rich.console import Console
 from draftsmith import assets
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
-from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.profile import Profile
 from draftsmith.evaluation.measuring.profiling import up_to
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
@@ -57,7 +58,7 @@ def test_a_fit_is_measured_and_its_text_is_the_targets_own(target: Target, cache
     assert policy.known[0].profile.rows == (1, 2) and all(min(arm.seconds) > 0 for arm in policy.known[0].profile.arms)
     for arm in policy.known[0].profile.arms[1:]:
         assert arm.found is not None and 0 < arm.found < 1 and len(arm.full) == 2, "it does not find guesses everywhere"
-        assert max(arm.survival) <= arm.found + 1e-9, "none stays that was not made"
+        assert max(arm.survival) <= 1 and 0 < arm.usual_share < arm.found, "steps that find some go further"
         assert arm.guesses == arm.plan.max_nodes if arm.plan.factor is None else 1 <= arm.guesses < 8
     assert {arm.plan.factor for arm in policy.known[0].profile.arms} >= {1.0, 0.5}, "whatever they bring"
     assert engine.plan == (NO_DRAFT if policy.is_fixed else policy.typical.plan)

@@ -265,20 +265,20 @@ class EngineCore:
         progress = []
         for rows, result, table in zip(self._groups.rows, results, tables, strict=True):
             raw_BTV = result.raw_logits_BTV
-            drafter = rows.choice.drafter or self.stepper.first
+            drafter, parts = rows.choice.drafter or self.stepper.first, result.parts()
             for b, request in enumerate(rows.requests):
                 line, raw_TV = table[b], None if raw_BTV is None else raw_BTV[b]
                 if line[1] == NOT_FINITE and result.depth:
                     line, raw_TV = reread(self.stepper, rows, result.before, b, self._penalties)
-                one = self._take(request, line, raw_TV, result.depth, rows.choice.plan)
+                one = self._take(request, line, raw_TV, result.depth, rows.choice.plan, parts[b] if parts else 0)
                 accepted = max(0, len(one.tokens) - 1)
                 refused = 0 if request.guide is None else request.guide.refused
                 drafted = max(0, line[1] - refused)
                 one.made = Made(drafter, rows.choice.plan, drafted, accepted, why=request.why)
                 if request.shows_drafts and one.made.drafted:
                     one.made.tree = result.tree(b, one.made.accepted)
-                    names, number = self.drafters[drafter].part_names, result.part(b)
-                    one.made.part = names[number] if number is not None and number < len(names) else None
+                    names = self.drafters[drafter].part_names
+                    one.made.part = names[parts[b]] if parts and parts[b] < len(names) else None
                 progress.append(one)
         seconds["rest"] += time.perf_counter() - begun
         rows_now = len(progress)
@@ -292,7 +292,8 @@ class EngineCore:
     # ---- finish
 
     def _take(
-        self, request: Request, line: list[int], raw_TV: Tensor | None, depth: int | None = None, plan: Plan = NO_DRAFT
+        self, request: Request, line: list[int], raw_TV: Tensor | None, depth: int | None = None,
+        plan: Plan = NO_DRAFT, part: int = 0,
     ) -> Progress:
         """Hand a line of a step's table to its request; `depth` is None for the first token, which no step made."""
         count, drafted = line[0], line[1]
@@ -315,7 +316,7 @@ class EngineCore:
         if taken < count:
             tokens = tokens[:taken]
         if depth is not None and taken:
-            request.record(taken, drafted, depth, plan)
+            request.record(taken, drafted, depth, plan, part)
         if raw_TV is not None and request.params.logprobs is not None:
             request.logprobs += logprobs_of(raw_TV[:taken], tokens, request.params.logprobs)
         if raw_TV is not None and request.keeps_logits:

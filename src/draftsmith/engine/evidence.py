@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.policy import RowHistory
-from draftsmith.engine.profile import Arm
 
-PRIOR = 6.0
-"""Guesses, and steps: so much evidence stands for what was measured, or for what other rows met, when a row begins."""
+PRIOR, PRIOR_TOKENS = 6.0, 16.0
+"""Guesses, or steps, and tokens: so much evidence stands for what was measured, or for what other rows met, when a row
+begins."""
 FIRST_WAIT, LONGEST_WAIT = 4, 384
 """Steps without a drafter before it is tried; they grow as long as no trial leads to more."""
 LONGER, SAMPLED_LONGER = 2, 4
@@ -15,24 +16,24 @@ what comes."""
 TRIAL, HOPELESS = 4, 3
 """Steps that a trial lasts, and after which it ends if guesses were made and none has stayed; one guess tells next to
 nothing, and what a step costs is not seen at the first ones."""
-QUARTERS, MOST_GROWTH = 4, 16
-"""Growths and lengths, see `Arm.accepted`, are told apart in quarters, and none is above so much."""
+SIXTEENTHS, QUARTERS, MOST = 16, 4, 16
+"""How finely growths and lengths are told apart, see `Arm.accepted`; none is above so much."""
 
 
 Stand = tuple[tuple[int, int, int], ...]
-"""For every drafter, which of the odds, which growth and which length, the latter in quarters."""
+"""For every guesser, which of the odds, which growth in sixteenths and which length in quarters."""
 
 
 @dataclass(slots=True)
 class Evidence:
-    """How a drafter's guesses do in a text: those that stayed and that were expected to, both fading.
+    """How a guesser's guesses do in a text: those that stayed and that were expected to, both fading.
 
     Args:
-        steps, found: of a lookup, steps that looked for guesses, and those that found some, each of which counts for
-            as many as find some once where that was measured; fading too.
+        tokens, found: of a lookup, tokens of steps that looked for guesses, and of those that found some, each of which
+            counts for as many as hold one such where that was measured; fading too.
         finds, length_of_finds: of plans that more than their length bounds, steps that found some (of a drafter that
             knows how likely its guesses are, all), and how many times as many guesses as such a step usually makes they
-            made together, see `Arm.length_of`; fading too.
+            made together; fading too.
         odds: which of `ODDS` follows.
         since: steps since it was taken up, or laid aside.
         wait: steps without it before it is tried.
@@ -43,8 +44,8 @@ class Evidence:
     accepted: float
     expected: float
     odds: int
-    found: float = PRIOR
-    steps: float = PRIOR
+    found: float = PRIOR_TOKENS
+    tokens: float = PRIOR_TOKENS
     length_of_finds: float = PRIOR
     finds: float = PRIOR
     since: int = 0
@@ -55,17 +56,17 @@ class Evidence:
 
     @property
     def growth(self) -> int:
-        """How many times as often as measured guesses are found, in quarters."""
-        return min(round(QUARTERS * self.found / self.steps), QUARTERS * MOST_GROWTH)
+        """How many times as many tokens as measured come from steps that found guesses, in sixteenths."""
+        return min(round(SIXTEENTHS * self.found / self.tokens), SIXTEENTHS * MOST)
 
     @property
     def length(self) -> int:
-        """How many times as many as measured are made where some are, in quarters; see `Arm.length_of`."""
-        return min(max(1, round(QUARTERS * self.length_of_finds / self.finds)), QUARTERS * MOST_GROWTH)
+        """How many times as many as measured are made where some are, in quarters."""
+        return min(max(1, round(QUARTERS * self.length_of_finds / self.finds)), QUARTERS * MOST)
 
-    def looked(self, found: float, decay: float) -> None:
-        """Take in a step of a lookup, and what it counts for; what was before fades."""
-        self.found, self.steps = decay * self.found + found, decay * self.steps + 1
+    def looked(self, tokens: int, found: float, decay: float) -> None:
+        """Take in the tokens of a step of a lookup, and for how many they count; what was before fades."""
+        self.found, self.tokens = decay * self.found + found, decay * self.tokens + tokens
 
     def made(self, length: float, decay: float) -> None:
         """Take in how many times as many guesses as usual a step made; what was before fades."""
@@ -82,14 +83,28 @@ class Evidence:
             kept: how many guesses a step of the plan that makes some accepts, as measured.
         """
         bounded = arm.varies or (arm.plan.factor is not None and arm.found is not None)
-        for stayed, drafted in zip(history.accepted[seen:], history.drafted[seen:], strict=True):
-            length = arm.length_of(history.guesses(drafted, arm.plan, arm.guesses)) if bounded else 1.0
+        for stayed, drafted, behind in history.steps(seen):
+            found = drafted > 0 and not behind
             if arm.found:
-                self.looked((drafted > 0) / arm.found, decay)
-            if drafted > 0 or not arm.found:
+                self.looked(1 + stayed, (1 + stayed) * found / arm.found, decay)
+            if found or not arm.found:
+                length = history.guesses(drafted, arm.plan, arm.guesses) / arm.guesses if bounded else 1.0
                 self.guess(stayed, kept if arm.varies else kept * length, decay)
                 if bounded:
                     self.made(length, decay)
+
+    def of_steps_behind(self, history: RowHistory, seen: int, arm: Arm, kept: float, decay: float) -> None:
+        """Take in those of the same steps in which the lookup of a plan found nothing, so that another drafter guessed.
+
+        Args:
+            kept: how many guesses such a step accepts, as measured.
+        """
+        assert arm.behind is not None
+        usual = arm.behind.made
+        for stayed, drafted, behind in history.steps(seen):
+            if behind:
+                self.guess(stayed, kept, decay)
+                self.made(history.guesses(drafted, arm.plan, usual, True) / usual, decay)
 
     @property
     def untold(self) -> int:
@@ -104,8 +119,8 @@ class Evidence:
         """Begin a trial: what is known is of a while ago, and counts no more than what is known when a row begins."""
         if self.expected > PRIOR:
             self.accepted, self.expected = self.accepted * PRIOR / self.expected, PRIOR
-        if self.steps > PRIOR:
-            self.found, self.steps = self.found * PRIOR / self.steps, PRIOR
+        if self.tokens > PRIOR_TOKENS:
+            self.found, self.tokens = self.found * PRIOR_TOKENS / self.tokens, PRIOR_TOKENS
         if self.finds > PRIOR:
             self.length_of_finds, self.finds = self.length_of_finds * PRIOR / self.finds, PRIOR
         self.guessed = self.hit = False
@@ -125,7 +140,7 @@ def no_evidence(odds: int) -> Evidence:
 
 @dataclass(slots=True)
 class RowEvidence:
-    """A row's evidence of every drafter, the steps of it that were looked at, and what it did last, 0 being nothing.
+    """A row's evidence of every guesser, the steps of it that were looked at, and what it did last, 0 being nothing.
 
     `trying` says that it did so to see whether guesses stay now, `sampled` that its tokens are drawn.
     """
@@ -143,5 +158,5 @@ class RowEvidence:
 
     @property
     def stand(self) -> Stand:
-        """How often guesses of every drafter stay here, how often it makes some, and how many."""
+        """How often guesses of every guesser stay here, how often it makes some, and how many."""
         return tuple((one.odds, one.growth, one.length) for one in self.evidence)

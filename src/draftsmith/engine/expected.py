@@ -1,11 +1,13 @@
 """What every plan is expected to bring in a text, by what is known of the text."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
-from draftsmith.engine.evidence import QUARTERS, Stand
+from draftsmith.engine.arm import Arm, Times
+from draftsmith.engine.evidence import QUARTERS, SIXTEENTHS, Stand
 from draftsmith.engine.known import ODDS
-from draftsmith.engine.profile import Arm, Costs
+from draftsmith.engine.profile import Costs
 
 MOST_STANDS = 4096
 """So many texts' stands are remembered with what follows from them."""
@@ -16,48 +18,57 @@ class Expected:
 
     Args:
         arms: all plans, the first of which drafts nothing.
-        whose: of which drafter each of the others is.
+        whose: which guesser decides each of the others; of one behind a lookup, the lookup is the guesser before it.
     """
 
     def __init__(self, arms: Sequence[Arm], whose: Sequence[int]) -> None:
         self._arms, self._whose = arms, whose
         self.kept = [[arm.kept(odds) for odds in ODDS] for arm in arms]
         """Of every plan, the guesses that stay where some are made, at each of the odds."""
-        self.most_growths = [arm.most_growth * arm.most_length for arm in arms]
-        """Of every plan, how many times as many guesses as measured it can make."""
-        self.most = [1 + arm.accepted(ODDS[-1], arm.most_growth, arm.most_length) for arm in arms]
+        self.kept_behind = [[arm.kept_behind(odds) for odds in ODDS] for arm in arms]
+        """The same of guesses behind a lookup, where it finds none."""
+        best = [_at_best(arm) for arm in arms]
+        self.most = [tokens for tokens, _ in best]
         """Of every plan, the tokens that a step brings at best."""
-        self._stands: dict[Stand, tuple[list[float], list[float]]] = {}
+        self.most_times = [times for _, times in best]
+        """How many times as many guesses as measured it makes then."""
+        self._stands: dict[Stand, tuple[list[float], list[Times]]] = {}
 
-    def of(self, stand: Stand) -> tuple[list[float], list[float]]:
+    def of(self, stand: Stand) -> tuple[list[float], list[Times]]:
         """Return the tokens that every plan brings in such a text, and how many times as many guesses it makes."""
         found = self._stands.get(stand)
         if found is None:
             if len(self._stands) == MOST_STANDS:
                 self._stands.clear()
-            brings, growths = [1.0], [1.0]
-            for arm, whose, kept in zip(self._arms[1:], self._whose[1:], self.kept[1:], strict=True):
-                odds, growth, length = stand[whose]
-                times = arm.stretched(length / QUARTERS)
-                brings.append(1 + arm.share(growth / QUARTERS) * min(arm.plan.depth, times * kept[odds]))
-                growths.append(arm.made_times(growth / QUARTERS, length / QUARTERS))
-            found = self._stands[stand] = brings, growths
+            brings, times = [1.0], [(1.0, 1.0)]
+            for at, (arm, whose) in enumerate(zip(self._arms[1:], self._whose[1:], strict=True), 1):
+                behind_odds, _, behind = stand[whose]
+                odds, growth, length = stand[whose if arm.behind is None else whose - 1]
+                kept = arm.stretched(length / QUARTERS, self.kept[at][odds])
+                others = self.kept_behind[at][behind_odds]
+                share = arm.share(growth / SIXTEENTHS, kept, others)
+                brings.append(1 + share * kept + (1 - share) * others)
+                times.append(arm.made_times(share, length / QUARTERS, behind / QUARTERS))
+            found = self._stands[stand] = brings, times
         return found
 
-    def average(self, stands: Sequence[Stand]) -> tuple[list[float], list[float]]:
+    def average(self, stands: Sequence[Stand]) -> tuple[list[float], list[Times]]:
         """Return the same, on average over these rows."""
         if len(stands) == 1:
             return self.of(stands[0])
         (stand, most), *others = Counter(stands).items()
-        brings, growths = self.of(stand)
+        brings, times = self.of(stand)
         if others:
             share = most / len(stands)
-            brings, growths = [share * one for one in brings], [share * one for one in growths]
+            brings, times = [share * one for one in brings], [(share * one, share * two) for one, two in times]
         for stand, count in others:
-            share, (own, grown) = count / len(stands), self.of(stand)
+            share, (own, made) = count / len(stands), self.of(stand)
             brings = [total + share * one for total, one in zip(brings, own, strict=True)]
-            growths = [total + share * one for total, one in zip(growths, grown, strict=True)]
-        return brings, growths
+            times = [
+                (first + share * one, second + share * two)
+                for (first, second), (one, two) in zip(times, made, strict=True)
+            ]
+        return brings, times
 
     def price(self, costs: Costs, stands: Sequence[Stand]) -> float:
         """Return the most tokens a second that these rows can have, each with a plan of its own (Dinkelbach's way)."""
@@ -66,14 +77,23 @@ class Expected:
         while price > before:
             tokens = took = 0.0
             for stand, count in counts.items():
-                brings, growths = self.of(stand)
-                spent = costs.grown(growths)
+                brings, times = self.of(stand)
+                spent = costs.grown(times)
                 values = values_of(brings, price, spent)
                 arm = values.index(max(values))
                 tokens += count * brings[arm]
                 took += count * spent[arm]
             price, before = tokens / took, price
         return price
+
+
+def _at_best(arm: Arm) -> tuple[float, Times]:
+    """Return the tokens that a step brings if all guesses stay that may, and how many times as many it makes then."""
+    odds, length = ODDS[-1], arm.most_length
+    found = 1 + arm.accepted(odds, math.inf, length), arm.made_times(1.0, length)
+    if arm.behind is None:
+        return found
+    return max(found, (1 + arm.accepted(odds, 0.0), arm.made_times(0.0, 1.0, arm.most_behind)))
 
 
 def values_of(brings: Sequence[float], price: float, spent: Sequence[float]) -> list[float]:

@@ -9,11 +9,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.evidence import (
     FIRST_WAIT,
     LONGEST_WAIT,
     PRIOR,
+    PRIOR_TOKENS,
     QUARTERS,
+    SIXTEENTHS,
     TRIAL,
     Evidence,
     RowEvidence,
@@ -24,7 +27,7 @@ from draftsmith.engine.expected import Expected, beats, values_of
 from draftsmith.engine.known import ODDS, Known
 from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
-from draftsmith.engine.profile import Arm, Costs, Sampled
+from draftsmith.engine.profile import Costs, Sampled
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
 from draftsmith.engine.step_costs import StepCosts
 from draftsmith.plan import NO_DRAFT
@@ -37,17 +40,20 @@ PATIENCE = 1.03
 CROWD_PATIENCE = 1.05
 """So many times as fast before rows that do the same begin, or go on when others have joined them. Guesses bring some
 more than others: they no longer end together, and the last decode in steps that are hardly cheaper."""
-LOST = 0.02
-"""The share of all tokens that trials of a drafter may cost in the long run, what changes cost left aside."""
+CHANGE_S, EARNED_BACK = 0.0002, 16
+"""About what a change of plan takes, whatever the target, and in how many steps it has to be earned back."""
+LOST, SAMPLED_LOST = 0.02, 0.1
+"""The share of all tokens that trials of a drafter may cost in the long run; and of those written before the first one
+of a sampled text, which seldom turns to what is easily guessed."""
 USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
-REMINDERS, EARLY_WAIT = 5, 24
+REMINDERS, EARLY_WAIT = 5, 48
 """Where all rows do the same and have drafted for `LONGEST_WAIT` steps, so many without a draft follow, to see what
 those cost now; sooner, where that was never seen with so many rows. Then those of the drafter's other plans follow
 that would be at least `NEARLY` as fast, each once: its costs may not be those that were measured."""
-NEARLY, CLEARLY = 0.9, 1.5
+NEARLY, CLEARLY = 0.95, 1.5
 """What seems so many times as fast as plain decoding is not doubted sooner: few measurements are as wrong as that."""
 HELD, HELD_DRAFTING = 7, 7
 """Steps without a draft, and with one, for which it need not be asked again, where all rows do the same."""
@@ -73,12 +79,19 @@ class Fitted(Policy):
             raise DraftsmithError("a fitted policy without drafters has nothing to choose; give at least one.")
         self.known = drafters
         first = drafters[0].profile
-        owned = [(number, known, arm) for number, known in enumerate(drafters) for arm in known.useful()]
+        self._guessers = [guesser for known in drafters for guesser in known.guessers]
+        owned = [(number, one.known, arm) for number, one in enumerate(self._guessers) for arm in one.arms]
         self._whose = [NOBODY, *(number for number, _, _ in owned)]
         self._arms = [first.arms[0], *(arm for _, _, arm in owned)]
         self._expected = Expected(self._arms, self._whose)
-        self._kept, self._most_growths = self._expected.kept, self._expected.most_growths
-        self._of = [[at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(drafters))]
+        self._of = [
+            [at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(self._guessers))
+        ]
+        # Of whom a plan tells: who decides it, and the lookup before.
+        self._told: list[tuple[int, ...]] = [
+            () if whose == NOBODY else (whose - 1, whose) if self._guessers[whose].behind else (whose,)
+            for whose in self._whose
+        ]
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
         self._steps = [0] * len(self._arms)
         self._costs = StepCosts(self._arms, [first, *(known.profile for _, known, _ in owned)])
@@ -87,10 +100,10 @@ class Fitted(Policy):
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Of all rows, greedy ones and sampled ones apart, of whose guesses fewer stay.
         self._common = {
-            sampled: [no_evidence(USUAL) for _ in drafters] for sampled in (False, True)
+            sampled: [no_evidence(USUAL) for _ in self._guessers] for sampled in (False, True)
         }
         # What rows do that do the same, how many decoded at the last question, which, and after how many steps.
-        self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in drafters], 0)
+        self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in self._guessers], 0)
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
         self._taken = 0  # which plan all rows took last, the steps included that remind of plain ones
         self._drafting = 0  # steps since one without a draft
@@ -146,11 +159,11 @@ class Fitted(Policy):
         for row in known:
             stand = row.stand
             if stand not in worth:
-                brings, growths = expected.of(stand)
-                spent = costs.grown(growths)
+                brings, times = expected.of(stand)
+                spent = costs.grown(times)
                 worth[stand] = values_of(brings, price, spent), spent
             values, spent = worth[stand]
-            row.arm = self._settle(row, values, price, spent, lambda arm: costs.of(arm, self._most_growths[arm]))
+            row.arm = self._settle(row, values, price, spent, lambda arm: costs.of(arm, expected.most_times[arm]))
             self._steps[row.arm] += 1
             found.append(self._choices[row.arm])
             reasons.append(self._reason(row, values, price, spent, count))
@@ -162,12 +175,13 @@ class Fitted(Policy):
         crowd = self._crowd
         if self._asked is None or crowd.arm != self._taken:
             return 0
-        left, drafting = HELD, self._whose[crowd.arm]
+        left, told = HELD, self._told[crowd.arm]
         if crowd.arm:
-            if crowd.evidence[drafting].trial:
-                return crowd.evidence[drafting].untold
+            drafting = crowd.evidence[self._whose[crowd.arm]]
+            if drafting.trial:
+                return drafting.untold
             left = min(HELD_DRAFTING, self._until - self._drafting)
-        others = (own for number, own in enumerate(crowd.evidence) if number != drafting)
+        others = (own for number, own in enumerate(crowd.evidence) if number not in told)
         return max(0, min([left, *(own.wait - own.since - 1 for own in others)]))
 
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
@@ -192,27 +206,23 @@ class Fitted(Policy):
         known = [self._look_at(history) for history in rows]
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
-        brings, growths = self._expected.average([row.stand for row in known])
-        spent = [took * times for took, times in zip(costs.grown(growths), slower, strict=True)]
+        brings, times = self._expected.average([row.stand for row in known])
+        spent = [took * longer for took, longer in zip(costs.grown(times), slower, strict=True)]
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
         values = values_of(brings, price, spent)
         crowd.sampled = all(row.sampled for row in known)
         for number, own in enumerate(crowd.evidence):
-            own.hit = any(row.evidence[number].hit for row in known)
-            own.guessed = any(row.evidence[number].guessed for row in known)
-            if self._of[number]:
-                # Of a text whose guesses stay so often, the best plan would bring what it brings these on average.
-                best = max(self._of[number], key=values.__getitem__)
-                arm, others = self._arms[best], [row.evidence[number] for row in known]
-                own.found, own.steps = sum([one.growth for one in others]), QUARTERS * len(others)
-                own.length_of_finds, own.finds = sum([one.length for one in others]), QUARTERS * len(others)
-                made = arm.share(own.found / own.steps) * arm.stretched(own.length_of_finds / own.finds)
-                own.odds = self._odds(best, (brings[best] - 1) / made if made else 0.0)
+            others = [row.evidence[number] for row in known]
+            own.hit = any(one.hit for one in others)
+            own.guessed = any(one.guessed for one in others)
+            own.found, own.tokens = sum([one.growth for one in others]), SIXTEENTHS * len(others)
+            own.length_of_finds, own.finds = sum([one.length for one in others]), QUARTERS * len(others)
+            own.odds = round(sum([one.odds for one in others]) / len(others))
         begins = len(rows) > 1 and (joined or crowd.trying or not crowd.arm)
         patience = CROWD_PATIENCE if begins else PATIENCE
         crowd.arm = self._settle(
-            crowd, values, price, spent, lambda arm: costs.of(arm, self._most_growths[arm]) * slower[arm], len(rows),
-            patience, passed,
+            crowd, values, price, spent, lambda arm: costs.of(arm, self._expected.most_times[arm]) * slower[arm],
+            len(rows), patience, passed,
         )
         self._taken = self._remind(count, values, price, spent)
         self._reasons = [self._reason(crowd, values, price, spent, count, patience)] * len(rows)
@@ -279,42 +289,66 @@ class Fitted(Policy):
         arm = self._arms[self._taken]
         if not arm.full:
             return costs.seconds[self._taken]
-        steps = 1 + self._unasked
-        made = sum(row.guesses(drafted, arm.plan, arm.guesses) for row in rows for drafted in row.drafted[-steps:])
-        return costs.of(self._taken, made / (steps * len(rows)) / arm.usual)
+        steps, looked_up, others = 1 + self._unasked, 0.0, 0.0
+        usual = 0.0 if arm.behind is None else arm.behind.made
+        for row in rows:
+            for _, drafted, behind in row.steps(-steps):
+                if behind:
+                    others += row.guesses(drafted, arm.plan, usual, True)
+                else:
+                    looked_up += row.guesses(drafted, arm.plan, arm.guesses)
+        steps *= len(rows)
+        return costs.of(self._taken, (
+            looked_up / steps / arm.usual, others / steps / arm.usual_behind if arm.usual_behind else 1.0
+        ))
 
     def _look_at(self, history: RowHistory) -> RowEvidence:
         """Return what is known of a row, its last steps included."""
         row, steps = self._rows.get(history), len(history.accepted)
         if row is None:
-            evidence = [self._begin(number, history.sampled) for number in range(len(self.known))]
+            evidence = [self._begin(number, history.sampled) for number in range(len(self._guessers))]
             row = self._rows[history] = RowEvidence(evidence, steps, sampled=history.sampled)
         elif steps > row.seen:
-            kept, number = self._kept[row.arm][USUAL], self._whose[row.arm]
-            if kept:
-                own, arm = row.evidence[number], self._arms[row.arm]
-                own.guessed = own.guessed or any(history.drafted[row.seen :])
-                own.hit = own.hit or any(history.accepted[row.seen :])
-                own.of_steps(history, row.seen, arm, kept, DECAY)
-                self._common[history.sampled][number].of_steps(history, row.seen, arm, kept, COMMON_DECAY)
-                own.odds = self._odds(row.arm, own.accepted / own.expected * kept)
+            for number in self._told[row.arm]:
+                self._learn(number, row, history)
             row.seen = steps
         return row
 
-    def _begin(self, number: int, sampled: bool) -> Evidence:
-        """Return what stands for a drafter's evidence in a new text: what was measured, and that of other texts."""
-        arms, common = self._of[number], self._common[sampled][number]
-        measured = self.known[number].profile.sampled if sampled else Sampled()
-        stayed = (common.accepted + PRIOR * measured.stayed) / (common.expected + PRIOR)
-        growth = (common.found + PRIOR * measured.found) / (common.steps + PRIOR)
-        length = (common.length_of_finds + PRIOR * measured.length) / (common.finds + PRIOR)
-        most = max(arms, key=lambda arm: self._arms[arm].guesses, default=0)
-        odds = self._odds(most, stayed * self._kept[most][USUAL]) if arms else USUAL
-        return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR * growth, length_of_finds=PRIOR * length)
+    def _learn(self, number: int, row: RowEvidence, history: RowHistory) -> None:
+        """Take in how a guesser did in the last steps of a row."""
+        guesser, own, common = self._guessers[number], row.evidence[number], self._common[history.sampled][number]
+        table, arm = self._table(number, row.arm), self._arms[row.arm]
+        kept = table[USUAL]
+        if not kept:
+            return
+        for stayed, drafted, behind in history.steps(row.seen):
+            if behind == guesser.behind:
+                own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
+        if guesser.behind:
+            own.of_steps_behind(history, row.seen, arm, kept, DECAY)
+            common.of_steps_behind(history, row.seen, arm, kept, COMMON_DECAY)
+        else:
+            own.of_steps(history, row.seen, arm, kept, DECAY)
+            common.of_steps(history, row.seen, arm, kept, COMMON_DECAY)
+        own.odds = odds_of(table, own.accepted / own.expected * kept)
 
-    def _odds(self, arm: int, kept: float) -> int:
-        """Return the odds at which a plan that makes guesses accepts so many."""
-        return min(bisect_left(self._kept[arm], kept), len(ODDS) - 1)
+    def _table(self, number: int, arm: int) -> Sequence[float]:
+        """Return how many guesses of a guesser stay with a plan, at each of the odds."""
+        expected = self._expected
+        return expected.kept_behind[arm] if self._guessers[number].behind else expected.kept[arm]
+
+    def _begin(self, number: int, sampled: bool) -> Evidence:
+        """Return what stands for a guesser's evidence in a new text: what was measured, and that of other texts."""
+        guesser, common = self._guessers[number], self._common[sampled][number]
+        measured = guesser.known.profile.sampled if sampled else Sampled()
+        usually = measured.behind if guesser.behind else measured.stayed
+        stayed = (common.accepted + PRIOR * usually) / (common.expected + PRIOR)
+        growth = (common.found + PRIOR_TOKENS * measured.found) / (common.tokens + PRIOR_TOKENS)
+        length = (common.length_of_finds + PRIOR * measured.length) / (common.finds + PRIOR)
+        tables = [self._table(number, arm) for arm, told in enumerate(self._told) if number in told]
+        table = max(tables, key=lambda kept: kept[USUAL], default=())
+        odds = odds_of(table, stayed * table[USUAL]) if table else USUAL
+        return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR_TOKENS * growth, length_of_finds=PRIOR * length)
 
     def _settle(
         self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float],
@@ -329,33 +363,36 @@ class Fitted(Policy):
             passed: steps since the last time.
         """
         best = max(range(1, len(values)), key=values.__getitem__)
-        if row.arm and not beats(values, price, spent, best, row.arm, PATIENCE):
+        change = CHANGE_S / rows
+        earned = change / (EARNED_BACK * spent[row.arm])
+        if row.arm and not beats(values, price, spent, best, row.arm, PATIENCE + earned):
             best = row.arm
-        chosen = best if beats(values, price, spent, best, 0, patience) else 0
+        needed = patience if row.arm else patience + earned
+        chosen = best if beats(values, price, spent, best, 0, needed) else 0
         drafting = self._whose[row.arm]
         on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(passed)
         if on_trial:
             chosen = max(self._of[drafting], key=values.__getitem__)
         for number, own in enumerate(row.evidence):
-            taken = self._whose[chosen] == number
-            own.since = own.since + 1 if taken == (self._whose[row.arm] == number) else 0
-            if taken and own.since == 0:
+            taken = number in self._told[chosen]
+            own.since = own.since + 1 if taken == (number in self._told[row.arm]) else 0
+            if taken and own.since == 0 and number == self._whose[chosen]:
                 own.begin()  # a few guesses that fail say little
             elif taken and own.since >= TRIAL:
                 own.wait = FIRST_WAIT
         # What drafts of several rows have to bring for a trial to lead to anything.
         extra = 0.0 if chosen or rows == 1 else (patience - 1) * (values[0] + price * spent[0])
-        tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, extra)
+        tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, extra, change)
         row.trying = tried != chosen or (on_trial and row.trying)
         return tried
 
     def _tried(
         self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, hoped: Callable[[int], float],
-        extra: float,
+        extra: float, change: float,
     ) -> int:
         """Return the plan of a drafter whose turn it is; none is tried that could not pay if all its guesses stayed."""
         for number, own in enumerate(row.evidence):
-            if own.since < own.wait or number == self._whose[chosen]:
+            if own.since < own.wait or number in self._told[chosen]:
                 continue
             highest = max(
                 (self._expected.most[arm] - price * hoped(arm) for arm in self._of[number]), default=values[chosen]
@@ -367,8 +404,11 @@ class Fitted(Policy):
                 continue
             best = max(self._of[number], key=values.__getitem__)
             # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
-            loss = TRIAL * (values[chosen] + extra - values[best])
-            longest = max(FIRST_WAIT, round(loss / LOST))
+            loss = TRIAL * (values[chosen] + extra - values[best]) + 2 * price * change
+            longest, soonest = max(FIRST_WAIT, round(loss / LOST)), min(LONGEST_WAIT, round(loss / SAMPLED_LOST))
+            if row.sampled and own.wait < soonest:
+                own.since, own.wait = own.wait, soonest
+                continue
             own.wait, own.trial = min(row.longer * own.wait, LONGEST_WAIT, longest), TRIAL
             own.doubt()
             return best
@@ -389,8 +429,12 @@ class Fitted(Policy):
             kind = "text_too_long"
         whose = self._whose[at]
         own = row.evidence[whose]
-        odds, growth, length = ODDS[own.odds], own.growth / QUARTERS, own.length / QUARTERS
-        return Weighed(kind, self._arms, seconds, at, self._of[whose], odds, growth, length, price, patience - 1, count)
+        first = row.evidence[self._told[at][0]]
+        odds, growth, length = ODDS[first.odds], first.growth / SIXTEENTHS, first.length / QUARTERS
+        return Weighed(
+            kind, self._arms, seconds, at, self._of[whose], odds, growth, length, ODDS[own.odds], price, patience - 1,
+            count,
+        )
 
     def _is_hopeless(self, count: int, patience: float) -> bool:
         """Return whether in a step of so many rows too little would be gained even if all guesses stayed."""
@@ -401,9 +445,14 @@ class Fitted(Policy):
 
     def _most_gain(self, costs: Costs) -> float:
         """Return how many times as fast as plain decoding some plan would be if all guesses stayed."""
-        hoped = costs.grown(self._most_growths)
+        hoped = costs.grown(self._expected.most_times)
         most = [1 + choice.plan.depth for choice in self._choices]
         return max(tokens * hoped[0] / took for tokens, took in zip(most[1:], hoped[1:], strict=True))
+
+
+def odds_of(table: Sequence[float], kept: float) -> int:
+    """Return the odds at which so many guesses are accepted, of those that are at each of them."""
+    return min(bisect_left(table, kept), len(ODDS) - 1)
 
 
 def length_of(rows: Sequence[RowHistory]) -> float:

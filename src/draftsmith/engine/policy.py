@@ -7,7 +7,7 @@ looked at the noise of tokens to come, or at guesses already drawn, could favour
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from draftsmith.engine.reasons import FIXED, Crowded, Reason
@@ -33,6 +33,7 @@ class RowHistory:
         written: tokens behind it, those of the last step included.
         accepted: of every step so far in which the policy's choice was drafted, how many guesses stayed.
         drafted: of the same steps, how many guesses were verified, or whether any was, see `tells_any`.
+        behind: of the same steps, whether a drafter's other part guessed because its lookup found nothing.
         constrained: whether it has a constraint.
     """
 
@@ -41,30 +42,41 @@ class RowHistory:
     written: int = field(default=0, kw_only=True)
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    behind: list[bool] = field(default_factory=list)
     constrained: bool = field(default=False, kw_only=True)
 
-    def tells_any(self, plan: Plan) -> bool:
+    def tells_any(self, plan: Plan, behind: bool = False) -> bool:
         """Whether `drafted` only tells whether a draft of this plan had guesses.
 
         How many a constraint left tells which it forbids, and how many a confidence left of a sampled row's draft tells
-        what was drawn for the first of them: both go by the noise of tokens to come.
+        what was drawn for the first of them: both go by the noise of tokens to come. What a lookup finds does not.
         """
-        return self.constrained or (self.sampled and plan.confidence is not None)
+        return self.constrained or (self.sampled and _by_confidence(plan, behind))
 
-    def note(self, accepted: int, drafted: int, plan: Plan) -> None:
+    def note(self, accepted: int, drafted: int, plan: Plan, behind: bool = False) -> None:
         """Write down a step."""
         self.accepted.append(accepted)
-        self.drafted.append(min(1, drafted) if self.tells_any(plan) else drafted)
+        self.drafted.append(min(1, drafted) if self.tells_any(plan, behind) else drafted)
+        self.behind.append(behind)
 
-    def guesses(self, drafted: int, plan: Plan, usual: float) -> float:
+    def steps(self, seen: int) -> Iterator[tuple[int, int, bool]]:
+        """Give `accepted`, `drafted` and `behind` of every step after the first so many."""
+        return zip(self.accepted[seen:], self.drafted[seen:], self.behind[seen:], strict=True)
+
+    def guesses(self, drafted: int, plan: Plan, usual: float, behind: bool = False) -> float:
         """Return how many guesses an entry of `drafted` stands for: the usual number where it only tells of any.
 
         Args:
-            usual: of a plan with a confidence, on average over all steps; of others, over those that made some.
+            usual: of guesses that a confidence bounds, on average over all steps; of others, over those that made some.
         """
-        if not self.tells_any(plan):
+        if not self.tells_any(plan, behind):
             return drafted
-        return usual if plan.confidence is not None else usual * drafted
+        return usual if _by_confidence(plan, behind) else usual * drafted
+
+
+def _by_confidence(plan: Plan, behind: bool) -> bool:
+    """Return whether a confidence bounds guesses: of a plan that has both bounds, those `behind` a lookup."""
+    return plan.confidence is not None and (behind or plan.factor is None)
 
 
 @dataclass(frozen=True)

@@ -5,124 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.engine.arm import Arm, Behind, Times
+from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
 from draftsmith.types import DraftsmithError
-
-MOST_ODDS = 3.0
-"""Guesses count as staying at most so many times as often as measured."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One plan, measured.
-
-    Args:
-        survival: the share of steps that accepted at least 1, 2, … guesses.
-        seconds: of a step, all rows together, for each number of rows of the profile.
-        found: of a lookup, the share of steps that made guesses; None stands for all.
-        made: how many guesses a step made that made some, on average; of a plan with a confidence, on average over all
-            steps. None stands for as many as the plan allows.
-        full: of both, seconds of a step in which every row makes as many guesses as the plan allows.
-    """
-
-    plan: Plan
-    survival: tuple[float, ...]
-    seconds: tuple[float, ...]
-    found: float | None = None
-    full: tuple[float, ...] = ()
-    made: float | None = None
-
-    def kept(self, odds: float = 1.0) -> float:
-        """Return how many guesses are accepted, on average, by a step that made some.
-
-        Args:
-            odds: how many times as often as measured a guess stays whose predecessors did; so the deeper guesses
-                suffer, or gain, most. Above 1, the same number of guesses more stay of each arm that is `mixed`, all
-                of them at `MOST_ODDS`.
-        """
-        if self.mixed and odds > 1:
-            return min(self.plan.depth, self.kept() + (odds - 1) / (MOST_ODDS - 1) * self.plan.depth)
-        total, factor, before = 0.0, 1.0, 1.0
-        for survived in self.survival:
-            factor *= odds
-            # None stays whose predecessor did not.
-            before = min(before, survived / self.found * factor if self.found else survived * factor)
-            total += before
-        return total if self.varies else min(total, self.guesses)
-
-    @property
-    def varies(self) -> bool:
-        """Whether every step makes as many guesses as its drafter is sure of, more in one text than in another."""
-        return self.plan.confidence is not None and self.found is None
-
-    @property
-    def mixed(self) -> bool:
-        """Whether a lookup makes some of its guesses, and another drafter those that are bounded by how sure it is.
-
-        Where the lookup finds more in a text than usual, all bounds of the other drafter gain alike.
-        """
-        return self.varies and self.plan.factor is not None
-
-    def length_of(self, made: float) -> float:
-        """Return how many times as many as measured so many guesses are, at a step that makes some.
-
-        Of an arm that is `mixed` and makes more than measured: one, and how many more.
-        """
-        if self.mixed and made > self.guesses:
-            return 1 + made - self.guesses
-        return made / self.guesses
-
-    @property
-    def guesses(self) -> float:
-        """How many guesses a step makes that makes some."""
-        return self.plan.max_nodes if self.made is None else self.made
-
-    @property
-    def usual(self) -> float:
-        """How many guesses a step makes, on average over all steps."""
-        return self.guesses if self.found is None else self.found * self.guesses
-
-    def share(self, growth: float = 1.0) -> float:
-        """Return the share of steps that make guesses, in a text where a lookup finds so many times as often."""
-        return 1.0 if self.found is None else min(1.0, self.found * growth)
-
-    def accepted(self, odds: float = 1.0, growth: float | None = None, length: float = 1.0) -> float:
-        """Return how many guesses a step accepts on average.
-
-        Args:
-            odds: see `kept`.
-            growth: see `share`; without one, a lookup finds as many times as often as guesses stay.
-            length: a step that finds some makes so many times as many as measured, see `stretched`.
-        """
-        kept = min(self.plan.depth, self.stretched(length) * self.kept(odds))
-        return self.share(odds if growth is None else growth) * kept
-
-    def stretched(self, length: float) -> float:
-        """Return how many times as many guesses are accepted where some are made; 1 where no match bounds them.
-
-        Of an arm that varies, guesses that its drafter is hardly sure of may be more, and no more of them stay.
-        """
-        return 1.0 if self.varies or self.plan.factor is None else min(length, self.most_length)
-
-    def made_times(self, growth: float, length: float) -> float:
-        """Return how many times as many guesses as measured it makes, over all steps; no more than it can.
-
-        Args:
-            length: how many times as many where some are made; of an arm that is `mixed`, above 1, how many more.
-        """
-        if self.mixed and length > 1:
-            length = 1 + (length - 1) / self.guesses
-        return min(growth, self.most_growth) * min(length, self.most_length)
-
-    @property
-    def most_growth(self) -> float:
-        """How many times as often as measured it can find guesses."""
-        return 1 / self.found if self.found else 1.0
-
-    @property
-    def most_length(self) -> float:
-        """How many times as many guesses as measured it can make in a step that makes some."""
-        return self.plan.max_nodes / self.guesses if self.varies or self.plan.factor is not None else 1.0
 
 
 @dataclass(frozen=True)
@@ -132,11 +17,13 @@ class Costs:
     Args:
         seconds: of every plan, which makes as many guesses as was measured.
         more: for each time that it makes as many guesses again, where that differs from text to text.
+        behind: the same for those made behind a lookup that found none.
         least: that every plan takes however few guesses it makes; nothing stands for those without a draft.
     """
 
     seconds: Sequence[float]
     more: Sequence[float]
+    behind: Sequence[float]
     least: Sequence[float] = ()
 
     @property
@@ -144,33 +31,30 @@ class Costs:
         """Seconds without a draft."""
         return self.seconds[0]
 
-    def of(self, at: int, growth: float) -> float:
+    def of(self, at: int, times: Times) -> float:
         """Return the seconds of a plan that makes so many times as many guesses."""
-        more, least = self.more[at], self.least[at] if self.least else self.plain
-        return max(least, self.seconds[at] + (growth - 1) * more) if more else self.seconds[at]
+        more, behind = self.more[at], self.behind[at]
+        if not more and not behind:
+            return self.seconds[at]
+        least = self.least[at] if self.least else self.plain
+        return max(least, self.seconds[at] + (times[0] - 1) * more + (times[1] - 1) * behind)
 
     def slowed(self, times: Sequence[float]) -> "Costs":
         """Return what they take where every plan takes so many times as long."""
-        return Costs(
-            [took * slower for took, slower in zip(self.seconds, times, strict=True)],
-            [took * slower for took, slower in zip(self.more, times, strict=True)],
-            [self.plain * slower for slower in times],
+        seconds, more, behind = (
+            [took * slower for took, slower in zip(each, times, strict=True)]
+            for each in (self.seconds, self.more, self.behind)
         )
+        return Costs(seconds, more, behind, [self.plain * slower for slower in times])
 
     def plus(self, other: "Costs", times: float) -> "Costs":
         """Return what they take with so many times another's costs besides."""
-        return Costs(
-            [took + times * extra for took, extra in zip(self.seconds, other.seconds, strict=True)],
-            [took + times * extra for took, extra in zip(self.more, other.more, strict=True)],
-        )
+        pairs = (self.seconds, other.seconds), (self.more, other.more), (self.behind, other.behind)
+        return Costs(*([took + times * extra for took, extra in zip(*pair, strict=True)] for pair in pairs))
 
-    def grown(self, growths: Sequence[float]) -> list[float]:
+    def grown(self, growths: Sequence[Times]) -> list[float]:
         """Return the seconds of plans that make so many times as many guesses."""
-        least = self.least or [self.plain] * len(self.seconds)
-        return [
-            max(fewest, took + (growth - 1) * more) if more else took
-            for growth, took, more, fewest in zip(growths, self.seconds, self.more, least, strict=True)
-        ]
+        return [self.of(at, times) for at, times in enumerate(growths)]
 
 
 @dataclass(frozen=True)
@@ -201,11 +85,13 @@ class Sampled:
         found: of a lookup, how often it finds some.
         length: of plans that the length of a match bounds, how many are made where some are; 1 of those with a
             confidence, whose numbers say what was drawn, see `RowHistory.tells_any`.
+        behind: how many stay of those made behind a lookup that found none.
     """
 
     stayed: float = 1.0
     found: float = 1.0
     length: float = 1.0
+    behind: float = 1.0
 
     def __post_init__(self) -> None:
         _require_sizes(vars(self), "for sampled texts")
@@ -238,18 +124,18 @@ class Profile:
 
         What a lookup takes goes with how many guesses it makes, see `Arm.accepted`.
         """
-        times = arm.made_times(odds, odds if arm.varies else 1.0)
-        if arm.mixed and odds > 1:
-            times = arm.made_times(1.0, 1 + arm.kept(odds) - arm.kept())
-        return self.costs((self.arms[0], arm), rows).grown((1.0, times))[1]
+        return self.costs((self.arms[0], arm), rows).of(1, arm.times_at(odds))
 
     def costs(self, arms: Sequence[Arm], rows: int) -> Costs:
         """Return what these of its plans take, the first of which drafts nothing; all rows together."""
-        seconds, more = [self._between(arm.seconds, rows) for arm in arms], []
+        seconds, more, behind = [self._between(arm.seconds, rows) for arm in arms], [], []
         for arm, took in zip(arms, seconds, strict=True):
+            others = 0.0 if arm.behind is None else arm.usual_behind * self._between(arm.behind.each, rows)
             most = arm.plan.max_nodes / arm.usual if arm.full else 1.0
-            more.append(max(0.0, self._between(arm.full, rows) - took) / (most - 1) if most > 1 else 0.0)
-        return Costs(seconds, more)
+            # A step whose rows all find guesses makes none behind.
+            more.append(max(0.0, self._between(arm.full, rows) - took + others) / (most - 1) if most > 1 else 0.0)
+            behind.append(others)
+        return Costs(seconds, more, behind)
 
     def _between(self, seconds: Sequence[float], rows: int) -> float:
         if len(self.rows) == 1 or rows <= self.rows[0]:
@@ -284,7 +170,7 @@ class Profile:
             Arm(
                 plan_from_json(arm["plan"]), tuple(map(float, arm["survival"])), tuple(map(float, arm["seconds"])),
                 None if arm["found"] is None else float(arm["found"]), tuple(map(float, arm["full"])),
-                None if arm["made"] is None else float(arm["made"]),
+                None if arm["made"] is None else float(arm["made"]), _behind_from_json(arm["behind"]),
             )
             for arm in value["arms"]
         )
@@ -292,16 +178,25 @@ class Profile:
         if (
             not arms or arms[0].plan != NO_DRAFT or any(len(arm.seconds) != len(rows) for arm in arms)
             or any(len(arm.full) != len(rows) for arm in arms if arm.found is not None or arm.varies)
+            or any(len(arm.behind.each) != len(rows) for arm in arms if arm.behind is not None)
         ):
             raise ValueError("a profile begins with plain decoding, and every plan has as many times as there are rows")
         if any(
             not (arm.found is None or 0 < arm.found <= 1) or not 0 < arm.guesses <= arm.plan.max_nodes
+            or not (arm.behind is None or arm.behind.made > 0)
             for arm in arms if arm.plan.depth
         ):
             raise ValueError("a lookup makes guesses in some steps, one or more, and no more than its plan allows")
         costs = [float(value["length_cost"][name]) for name in ("measured_at", "plain", "guess")]
-        fares = [float(value["sampled"][name]) for name in ("stayed", "found", "length")]
+        fares = [float(value["sampled"][name]) for name in ("stayed", "found", "length", "behind")]
         return cls(rows, arms, LengthCost(*costs), Sampled(*fares))
+
+
+def _behind_from_json(value: Mapping[str, Any] | None) -> Behind | None:
+    """Undo `asdict`."""
+    if value is None:
+        return None
+    return Behind(tuple(map(float, value["survival"])), float(value["made"]), tuple(map(float, value["each"])))
 
 
 def plan_from_json(value: Mapping[str, Any]) -> Plan:
@@ -335,7 +230,8 @@ def candidates(
     whole = min(max(depth, longest_copy), room)
     if factors and confidences:
         chain = (1,) * whole
-        return [Plan(chain, factor=factor, confidence=least) for factor in factors for least in confidences if chain]
+        sure = (*confidences, NEVER_SURE)  # with the last one what is looked up is drafted alone
+        return [Plan(chain, factor=factor, confidence=least) for factor in factors for least in sure if chain]
     copies = sorted({min(SHORT_COPY, depth, room), whole}) if factors and depth else []
     found = [Plan((1,) * deep) for deep in ([1, copies[0], min(depth, room)] if copies else ladder(depth))]
     if prunable and depth:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from draftsmith.engine.profile import Arm
+from draftsmith.engine.arm import Arm
 from draftsmith.plan import Plan
 
 Label = Literal[
@@ -81,8 +81,9 @@ class Weighed(Reason):
         at: which of them this is about: the one taken or, where none was, the best of those that were not.
         alike: those of the same drafter.
         odds: how many times as often as measured its guesses are expected to stay.
-        growth: how many times as often as measured it finds guesses, if it is a lookup.
+        growth: how many times as many tokens as measured come from steps that find guesses, if it is a lookup.
         length: how many times as many as measured it makes then, if more than their length bounds these.
+        behind: how many times as often as measured guesses behind a lookup stay, if it is one with others behind it.
         price: tokens a second that all rows together could have.
         margin: tokens that a plan has to bring beyond what its time is worth.
         rows: how many decode.
@@ -96,6 +97,7 @@ class Weighed(Reason):
     odds: float
     growth: float
     length: float
+    behind: float
     price: float
     margin: float
     rows: int
@@ -108,7 +110,7 @@ class Weighed(Reason):
     @property
     def tokens(self) -> float:
         """How many tokens a step of the plan is expected to bring a row, the target's own included."""
-        return 1 + self.arms[self.at].accepted(self.odds, self.growth, self.length)
+        return 1 + self.arms[self.at].accepted(self.odds, self.growth, self.length, self.behind)
 
     @property
     def cost(self) -> float:
@@ -118,7 +120,7 @@ class Weighed(Reason):
     @property
     def stays(self) -> float:
         """How often the first guess is expected to stay, where one is made."""
-        return _first(self.arms[self.at], self.odds)
+        return self._first(self.arms[self.at], self.odds, self.behind)
 
     def sentence(self) -> str:
         """Return the numbers in words."""
@@ -135,7 +137,8 @@ class Weighed(Reason):
         if self.kind == "text_too_long":
             return "text too long to draft: behind so many tokens not even guesses that all stay would pay"
         arm = self.arms[self.at]
-        where = "" if arm.found is None else f"{arm.share(self.growth):.2f} of the steps find guesses, which "
+        seldom = arm.found is not None and arm.behind is None
+        where = f"{self._share(arm, self.odds, self.behind):.2f} of the steps find guesses, which " if seldom else ""
         return f"no draft: {where or 'guesses of this text '}stay {self.stays:.2f} of the time, {pays}"
 
     def would_pay(self) -> float | None:
@@ -156,15 +159,23 @@ class Weighed(Reason):
             middle = (low + high) / 2
             low, high = (low, middle) if paying(middle) is not None else (middle, high)
         arm = paying(high)
-        return None if arm is None else _first(arm, high)
+        return None if arm is None else self._first(arm, high, high)
+
+    def _first(self, arm: Arm, odds: float, behind: float) -> float:
+        """Return how often the first guess stays, whoever makes it."""
+        first = min(1.0, arm.survival[0] * odds) if arm.survival else 0.0
+        if arm.behind is None:
+            return first
+        share = self._share(arm, odds, behind)
+        return share * first + (1 - share) * min(1.0, arm.behind.survival[0] * behind)
+
+    def _share(self, arm: Arm, odds: float, behind: float) -> float:
+        """Return the share of steps that find guesses, if it is a lookup."""
+        return arm.share(self.growth, arm.stretched(self.length, arm.kept(odds)), arm.kept_behind(behind))
 
     def _worth(self, at: int) -> float:
         """Return the guesses that a plan has to bring for the time it takes beyond a plain step."""
         return self.price * (self.seconds[at] - self.seconds[0]) + self.margin
-
-
-def _first(arm: Arm, odds: float) -> float:
-    return min(1.0, arm.survival[0] / (arm.found or 1.0) * odds) if arm.survival else 0.0
 
 
 def shape_in_words(plan: Plan) -> str:

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from draftsmith.engine.profile import Arm, Costs, Profile
+from draftsmith.engine.arm import Arm
+from draftsmith.engine.profile import Costs, Profile
 
 ALIKE_TOKENS = 16
 """Lengths are told apart in steps of so many tokens."""
@@ -23,11 +24,12 @@ class StepCosts:
         self._measured_at = profiles[0].length_cost.measured_at
         # A target reads its text alike whoever drafts, but beside some drafters that may not have been measured.
         plain = max(profile.length_cost.plain for profile in profiles)
-        each = [profile.length_cost.guess * arm.guesses for arm, profile in zip(arms, profiles, strict=True)]
+        each = [profile.length_cost.guess for profile in profiles]
         # A lookup makes guesses in some steps only, and what makes more of them where more stay costs more there.
         self._per_token = Costs(
-            [plain + more * arm.share() for more, arm in zip(each, arms, strict=True)],
-            [more * arm.share() if arm.full else 0.0 for more, arm in zip(each, arms, strict=True)],
+            [plain + guess * (arm.usual + arm.usual_behind) for guess, arm in zip(each, arms, strict=True)],
+            [guess * arm.usual if arm.full else 0.0 for guess, arm in zip(each, arms, strict=True)],
+            [guess * arm.usual_behind for guess, arm in zip(each, arms, strict=True)],
         )
 
     def of(self, rows: int, tokens: float = 0.0) -> Costs:
@@ -49,7 +51,8 @@ class StepCosts:
                 profile.costs((profile.arms[0], arm), rows)
                 for arm, profile in zip(self._arms, self._profiles, strict=True)
             ]
-            found = self._short[rows] = Costs(
-                [plain * one.seconds[1] / one.plain for one in each], [plain * one.more[1] / one.plain for one in each]
-            )
+            found = self._short[rows] = Costs(*(
+                [plain * took[1] / one.plain for took, one in zip(some, each, strict=True)]
+                for some in zip(*((one.seconds, one.more, one.behind) for one in each), strict=True)
+            ))
         return found

@@ -35,7 +35,7 @@ MEMORY_HOPE = 0.85
 """One with a model's memory reads every text, also where it does not draft, so it has to gain clearly."""
 DISTURBED_FOR_S = 3600.0
 """So long it is made do with what was measured while other programs disturbed it."""
-FORMAT = 20
+FORMAT = 23
 """Raised when what is measured changes, or how it is written: then everything is measured once more."""
 
 

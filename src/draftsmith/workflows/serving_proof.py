@@ -17,9 +17,10 @@ import torch
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine, Policy
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
-from draftsmith.engine.profile import Arm, Profile
+from draftsmith.engine.profile import Profile
 from draftsmith.engine.requests.admission import SEED_STRIDE
 from draftsmith.evaluation.measuring.losslessness import Divergence, first_divergence, is_targets_own
 from draftsmith.evaluation.proof.changing_policy import NAME, PLANS, ChangingPolicy

@@ -1,6 +1,7 @@
 """A lookup where it finds something, and another drafter where it does not."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Choice, Engine, Load, Policy, RowHistory
 from draftsmith.engine.core import Progress
 from draftsmith.engine.guarded import Guarded
-from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
 from draftsmith.types import UNUSED, Context, Draft, DraftsmithError, SamplingParams
 from tests.drafters.lookup.lookup_toy import context_of, trees
 from tests.helpers.contract import check_drafter, check_forward_agreement
@@ -93,12 +94,13 @@ def speculator() -> MLPSpeculator:
 
 
 BOUNDED = Plan((1, 1, 1), factor=0.5, confidence=0.02)
+ALONE = replace(BOUNDED, confidence=NEVER_SURE)
 
 
 @pytest.mark.parametrize("lookup", ["ngram:min_length=1", "suffix"])
 def test_the_text_stays_the_targets(lookup: str):
     target = tiny_target()
-    plans = [None, BOUNDED, Plan((3, 2)), Plan((1, 1), sampled=True)]
+    plans = [None, BOUNDED, ALONE, Plan((3, 2)), Plan((1, 1), sampled=True)]
     check_drafter(lambda: LookupFirst(load_drafter(lookup, target), speculator()), target, tiny_model(), plans=plans)
 
 
@@ -107,7 +109,7 @@ def test_the_text_stays_the_targets_with_a_memory_behind_the_lookup():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         eagle = Eagle.new(EagleConfig(depth=3), target, None).double().eval()
-    plans = [Plan((1, 1, 1)), Plan((1, 1, 1), confidence=0.02)]
+    plans = [Plan((1, 1, 1)), Plan((1, 1, 1), confidence=0.02), ALONE]
     check_drafter(lambda: first_of(eagle), target, tiny_model("mistral"), plans=plans)
 
 
@@ -225,6 +227,30 @@ def test_its_own_plan_is_bounded_by_both():
     drafter = LookupFirst(NgramDrafter(NgramConfig(guesses=4)), speculator())
     assert drafter.default_plan() == Plan((1,) * 4, factor=1.0, confidence=0.05)
     assert LookupFirst(NgramDrafter(NgramConfig(guesses=2)), speculator()).default_plan().depth == 3
+
+
+@pytest.mark.parametrize("reads_prompt", [False, True])
+def test_where_no_guess_is_likely_enough_the_lookup_drafts_alone(reads_prompt: bool):
+    then = Counting(reads_prompt)
+    drafter = first_of(then)
+    draft = drafter.propose(context_of({4: [7, 8, 9, 7], 2: [1, 2, 3]}), replace(ALONE, factor=9.0))
+    assert [tokens for tokens, _ in trees(draft)] == [[8, 9, 7], []] and draft.parts_B == 0
+    assert then.asked == [] and then.told == ([[4, 2]] if reads_prompt else [])
+
+
+def test_a_policy_is_told_at_which_steps_the_other_part_guessed():
+    asked, engine = prompts(3), Engine(tiny_target(), first_of(Counting()), plan=PLAN, max_batch=3)
+    requests = engine.admit_call(asked, SamplingParams(max_tokens=24), shows_drafts=True)
+    for request in requests:
+        engine.core.add(request)
+    parts: dict[int, list[bool]] = {request.id: [] for request in requests}
+    while engine.core.has_work:
+        for one in engine.core.step():
+            if one.made is not None and one.made.drafted:
+                parts[one.request.id].append(one.made.part == "then")
+    for request in requests:
+        assert parts[request.id] == [behind for _, drafted, behind in request.history.steps(0) if drafted]
+    assert {behind for some in parts.values() for behind in some} == {False, True}
 
 
 def test_who_guessed_is_told_of_every_row():

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.lookup.lookup_first_config import NAME, LookupFirstConfig
-from draftsmith.plan import Plan
+from draftsmith.plan import NEVER_SURE, Plan
 from draftsmith.types import UNUSED, Context, Draft, DraftsmithError
 
 if TYPE_CHECKING:
@@ -54,12 +54,19 @@ class LookupFirst(Drafter):
         self.can_sample, self.in_python = then.can_sample, lookup.in_python or then.in_python
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        """Let the lookup draft, and the other one where that made no guesses; the other one alone what is sampled."""
+        """Let the lookup draft, and the other one where that made no guesses, unless no guess is likely enough.
+
+        What is sampled the other one drafts alone.
+        """
         if plan.sampled:
             self.lookup.follow(context)
             return self._guessed(context, plan)
         looked_up = self.lookup.propose(context, plan)
         looked_up.parts_B = LOOKUP
+        if plan.confidence == NEVER_SURE:
+            if self.then.reads_prompt:
+                self.then.follow(context)
+            return looked_up
         if not looked_up.tokens_BN.shape[1]:
             return self._guessed(context, plan)
         # The first node is there if any is. Rows that only fill up a batch need no guesses.

@@ -169,8 +169,12 @@ class Request:
             self.finish("length")
         return taken
 
-    def record(self, taken: int, drafted: int, depth: int, plan: Plan) -> None:
-        """Note a step: the tokens it committed, the guesses it verified, the most it could have accepted, its plan."""
+    def record(self, taken: int, drafted: int, depth: int, plan: Plan, part: int = 0) -> None:
+        """Note a step: the tokens it committed, the guesses it verified, the most it could have accepted, its plan.
+
+        Args:
+            part: which part of the drafter guessed, see `Draft.parts_B`.
+        """
         if self.guide is not None:
             drafted -= self.guide.refused
         self.accepted.append(taken - 1)
@@ -181,7 +185,7 @@ class Request:
             self.rejected_prediction += drafted - (taken - 1)
             self.prediction.guessed = 0
         else:
-            self.history.note(taken - 1, drafted, plan)
+            self.history.note(taken - 1, drafted, plan, part > 0)
         if depth > self.deepest:
             self.deepest = depth
 

@@ -74,10 +74,15 @@ class StepResult:
             [number[node - 1] for node in path_D[:accepted].tolist()],
         )
 
-    def part(self, row: int) -> int | None:
-        """Return which part of the drafter guessed in a row, see `Draft.parts_B`; this may ask the device."""
+    def parts(self) -> list[int] | None:
+        """Return which part of the drafter guessed in every row, see `Draft.parts_B`; None of one without parts.
+
+        This may ask the device.
+        """
         parts_B = self.draft.parts_B
-        return int(parts_B[row]) if isinstance(parts_B, Tensor) else parts_B
+        if isinstance(parts_B, int):
+            return [parts_B] * self.draft.tokens_BN.shape[0]
+        return None if parts_B is None else parts_B.tolist()
 
 
 class Stepper:

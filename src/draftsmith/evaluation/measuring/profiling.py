@@ -9,23 +9,22 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, product
 
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.engine import Engine
-from draftsmith.engine.evidence import no_evidence
-from draftsmith.engine.known import ODDS
-from draftsmith.engine.profile import Arm, Profile, Sampled, candidates
+from draftsmith.engine.arm import Arm
+from draftsmith.engine.profile import Profile, candidates
 from draftsmith.engine.reasons import shape_in_words
 from draftsmith.evaluation.measuring.copying import always_finding
 from draftsmith.evaluation.measuring.length_costs import measure_length_cost
-from draftsmith.evaluation.measuring.steps import step_seconds
+from draftsmith.evaluation.measuring.sampler import TASKS, UNSEEN, Sampler, bounds, has_both
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
-from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
 from draftsmith.processor import Watch
 from draftsmith.targets import Target
-from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.types import DraftsmithError
 
 ROWS = (1, 2, 4, 8, 16)
 PROMPT_TOKENS, NEW_TOKENS = 48, 20
@@ -35,13 +34,8 @@ FEWEST_TEXTS = 24
 """For few rows as well: acceptance differs from text to text."""
 SLOW_STEP_S, FEW_TOKENS, FEW_PLANS = 0.02, 10, 4
 """Where a plain step takes longer, fewer tokens are decoded, and fewer plans are timed with more than one row."""
-UNSEEN = 0.5
-"""A guess stays this often as long as nobody has seen it, which weighs as much as one that was seen. Nothing that was
-not seen counts as impossible: it could never be learnt otherwise, and texts differ."""
 HOPELESS, MISSES = 0.85, 2
 """Larger drafts are not tried after so many in a row had less than this share of the best speed so far."""
-TASKS = 3
-"""Of the embedded training texts, which take turns."""
 FEWEST_TURNS, FEWEST_OF_SEVERAL, MOST_TURNS, ENOUGH_S = TASKS, 2, 6, 0.2
 """How often a plan is timed, with one row and with several, which see several tasks at once; no oftener than the fewest
 where that takes so long."""
@@ -55,118 +49,9 @@ LONG_TOKENS, LONG_ROUNDS, LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW = 1024, 3, 51
 """The text that shows what longer texts cost, and how often it is decoded; both less where a plain step takes longer
 than `SLOW_STEP_S`."""
 
-SAMPLED_TEXTS, TEMPERATURE = 16, 0.8
-"""At least so many texts show how guesses fare in sampled ones, which are drawn as those of a chat often are."""
-
 Taken = dict[Plan, dict[int, list[float]]]
 """By plan and by number of rows, of every time it was measured: seconds of a plain step, and how many times as long as
 the plain ones beside it a step of any other plan took."""
-
-
-@dataclass
-class Brought:
-    """What a plan brought so far.
-
-    Args:
-        stayed: in how many steps the first guess stayed, the second, and so on.
-        steps, guessing: all of its steps, and those that made guesses.
-        drafted: guesses that were verified.
-    """
-
-    stayed: list[int]
-    steps: int = 0
-    guessing: int = 0
-    drafted: int = 0
-
-    @property
-    def found(self) -> float:
-        """The share of steps that made guesses, and a little where none did; see `UNSEEN`."""
-        return self.guessing / self.steps if self.guessing else UNSEEN / (1 + self.steps)
-
-    @property
-    def guesses(self) -> float:
-        """How many guesses a step made that made some, on average."""
-        return max(1.0, self.drafted / max(1, self.guessing))
-
-    @property
-    def usual(self) -> float:
-        """How many guesses a step made, on average over all; see `UNSEEN`."""
-        return self.drafted / self.steps if self.drafted else UNSEEN / (1 + self.steps)
-
-
-class Sampler:
-    """Decodes a little with one plan after the other; every call goes on to other prompts.
-
-    Every plan begins at other prompts, by whole turns of their tasks, unless it is bounded by a confidence.
-
-    Args:
-        engine: with room for all plans.
-        prompts: texts that begin again when all were used.
-        new_tokens: so many are decoded, and those of the last step besides.
-    """
-
-    def __init__(self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> None:
-        self.engine, self.prompts, self.new_tokens = engine, prompts, new_tokens
-        self.brought: dict[Plan, Brought] = {}
-        self._taken: dict[tuple[Plan, int], int] = {}
-
-    def seconds(self, plan: Plan, rows: int) -> float:
-        """Return what a step takes now while so many rows decode, and note which guesses stayed."""
-        # What stays of all chains is told together, so they see more texts if each sees some of its own; plans that a
-        # confidence bounds are told apart best on the same ones.
-        first = 0 if plan == NO_DRAFT or plan.confidence is not None else len(self.brought) * TASKS * rows
-        at = self._taken.get((plan, rows), first)
-        self._taken[plan, rows] = at + rows
-        some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
-        room = self.engine.max_length - max(map(len, some))
-        params = SamplingParams(max_tokens=min(room, self.new_tokens + plan.depth), ignore_eos=True)
-        requests = self.engine.admit_call(some, params, plan)
-        took = step_seconds(self.engine, requests, self.new_tokens)
-        brought = self.brought.setdefault(plan, Brought([0] * plan.depth))
-        for one in requests:
-            brought.steps += len(one.accepted)
-            brought.drafted += one.drafted
-            brought.guessing += sum(made > 0 for made in one.history.drafted)
-            for depth in range(plan.depth):
-                brought.stayed[depth] += sum(count > depth for count in one.accepted)
-        return took
-
-    def sampled(self, arm: Arm) -> Sampled:
-        """Return how the guesses of a measured plan fare in sampled texts."""
-        seen, rows = no_evidence(ODDS.index(1.0)), self.engine.max_batch
-        for at in range(0, SAMPLED_TEXTS, rows):
-            some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
-            most = min(self.engine.max_length - max(map(len, some)), self.new_tokens + arm.plan.depth)
-            params = [
-                SamplingParams(max_tokens=most, ignore_eos=True, temperature=TEMPERATURE, seed=at + row)
-                for row in range(rows)
-            ]
-            requests = self.engine.admit_call(some, params, arm.plan)
-            step_seconds(self.engine, requests, self.new_tokens)
-            for one in requests:
-                seen.of_steps(one.history, 0, arm, arm.kept(), 1.0)
-        each = ((seen.accepted, seen.expected), (seen.found, seen.steps), (seen.length_of_finds, seen.finds))
-        return Sampled(*((got + UNSEEN) / (usual + UNSEEN) for got, usual in each))
-
-    def survival(self, plan: Plan) -> tuple[float, ...]:
-        """Return the shares of steps that accepted at least 1, 2, … guesses.
-
-        How often a guess stays whose predecessor did is told by all chains that are as deep.
-        """
-        alike = [plan]
-        if plan.is_chain:
-            alike = [
-                one for one in self.brought
-                if one.is_chain and one.sampled == plan.sampled and _bounds(one) == _bounds(plan)
-            ]
-        shares, share = [], self.brought[plan].found
-        for depth in range(plan.depth):
-            deep = [self.brought[one] for one in alike if one.depth > depth]
-            stayed = sum(one.stayed[depth] for one in deep)
-            before = sum(one.stayed[depth - 1] if depth else one.guessing for one in deep)
-            share *= stayed / before if stayed else UNSEEN / (1 + before)
-            shares.append(share)
-        return tuple(shares)
 
 
 class Contest:
@@ -188,7 +73,7 @@ class Contest:
 
     def time(self, plan: Plan, rows: int) -> None:
         """Time a plan, and plain decoding beside it, until there is enough of both."""
-        guesses = shape_in_words(plan) if any(_bounds(plan)) else f"{plan.max_nodes} guesses"
+        guesses = shape_in_words(plan) if any(bounds(plan)) else f"{plan.max_nodes} guesses"
         self.on_progress(f"{_in_rows(rows)}, {guesses}")
         begun, longer = time.monotonic(), ALONE if len(self.rows) == 1 else 1
         fewest = FEWEST_TURNS if rows == 1 else FEWEST_OF_SEVERAL
@@ -202,7 +87,7 @@ class Contest:
 
     def speed(self, plan: Plan) -> float:
         """Return tokens a second of one row."""
-        return (1 + sum(self.sampler.survival(plan))) / self.seconds(plan, self.rows[0])
+        return (1 + self.sampler.arm(plan).accepted()) / self.seconds(plan, self.rows[0])
 
     def _note(self, plan: Plan, rows: int, took: float) -> None:
         self.taken.setdefault(plan, {}).setdefault(rows, []).append(took)
@@ -215,25 +100,33 @@ class Contest:
         alike = [plan]
         if plan.is_chain:
             longer = [one for one in self.taken if one.is_chain and one.depth >= plan.depth and rows in self.taken[one]]
-            alike += [one for one in longer if _bounds(one) in (_bounds(plan), (None, None))]
+            alike += [one for one in longer if bounds(one) in (bounds(plan), (None, None))]
         return plain * min(self._times(one, rows) for one in alike)
 
     def _times(self, plan: Plan, rows: int) -> float:
         """Return how many times as long as a plain one a step takes.
 
-        Plans that have both bounds differ in how many guesses they make and in nothing else, so a straight line through
-        all of them tells more than the few steps of each.
+        Plans whose lookups are bounded alike differ in how much is guessed behind them and in nothing else, so a
+        straight line through all of them tells more than the few steps of each.
         """
-        if None not in _bounds(plan):
-            both = [one for one in self.taken if None not in _bounds(one) and rows in self.taken[one]]
-            made = [self.sampler.brought[one].usual for one in both]
+        if has_both(plan) and plan.confidence != NEVER_SURE:
+            alike = [
+                one for one in self.taken
+                if has_both(one) and one.factor == plan.factor and one.confidence != NEVER_SURE
+                and rows in self.taken[one]
+            ]
+            made = [self._usual_behind(one) for one in alike]
             if len(set(made)) > 2:
                 slope, start = statistics.linear_regression(
-                    made, [statistics.median(self.taken[one][rows]) for one in both]
+                    made, [statistics.median(self.taken[one][rows]) for one in alike]
                 )
                 if slope > 0:
-                    return start + slope * self.sampler.brought[plan].usual
+                    return max(1.0, start + slope * self._usual_behind(plan))
         return statistics.median(self.taken[plan][rows])
+
+    def _usual_behind(self, plan: Plan) -> float:
+        """Return how many guesses a step made behind its lookup, on average over all."""
+        return self.sampler.behind[plan].drafted / self.sampler.brought[plan].steps
 
     def time_full(self, copying: Sampler, guesses: int, rows: int) -> None:
         """Time steps in which all rows make so many guesses, unless that was done."""
@@ -258,7 +151,7 @@ class Contest:
         misses, best = 0, 0.0
         for plan in plans:
             # Of what is not bounded by its length alone fewer guesses fail, so it may pay where others clearly lose.
-            if misses == MISSES and not any(_bounds(plan)):
+            if misses == MISSES and not any(bounds(plan)):
                 continue
             self.time(plan, self.rows[0])
             best = max(best, self.speed(plan), self.speed(NO_DRAFT))
@@ -266,7 +159,7 @@ class Contest:
                 misses = misses + 1 if self.speed(plan) < HOPELESS * best else 0
         plain = self.speed(NO_DRAFT)
         # It may also pay with many rows where it does not with one; that is known of the longest of each.
-        bounded = [plan for plan in self.taken if any(_bounds(plan))]
+        bounded = [plan for plan in self.taken if any(bounds(plan))]
         always = {NO_DRAFT, *(plan for plan in bounded if plan.depth == max(one.depth for one in bounded))}
         kept = [plan for plan in self.taken if plan in always or self.speed(plan) >= HOPELESS * plain]
         if len(self.rows) > 1 and self.seconds(NO_DRAFT, self.rows[0]) > SLOW_STEP_S:
@@ -279,44 +172,57 @@ class Contest:
                 self.time(plan, rows)
         for plan, rows in product(kept[1:], self.rows):
             whole = Plan((1,) * plan.depth)
-            if plan.confidence is not None and rows not in self.taken.get(whole, {}):
+            if plan.confidence not in (None, NEVER_SURE) and rows not in self.taken.get(whole, {}):
                 self.time(whole, rows)
-            elif self.copying is not None:
+            if self.copying is not None:
                 self.time_full(self.copying, plan.max_nodes, rows)
-        return Profile(self.rows, tuple(
-            Arm(
-                plan, self.sampler.survival(plan), tuple(self.seconds(plan, rows) for rows in self.rows),
-                *self._made(plan),
-            )
-            for plan in kept
-        ))
+        return Profile(self.rows, tuple(self._with_costs(plan) for plan in kept))
 
-    def _made(self, plan: Plan) -> tuple[float | None, tuple[float, ...], float | None]:
-        """Return the last three of `Arm`: what is looked up, or bounded by a confidence, is not made at every step."""
-        brought = self.sampler.brought[plan]
-        if plan.confidence is not None:
+    def _with_costs(self, plan: Plan) -> Arm:
+        """Return a plan, measured: what is looked up, or bounded by a confidence, is not made at every step."""
+        arm = self.sampler.arm(plan)
+        seconds, full = tuple(self.seconds(plan, rows) for rows in self.rows), tuple[float, ...]()
+        if arm.varies:
             whole = Plan((1,) * plan.depth)
             # Some drafters guess less than they may where nothing bounds them either. What a guess costs is told by all
             # that the whole makes, since those of both plans, made of other texts, may be nearly as many.
-            more = (plan.max_nodes - brought.usual) / self.sampler.brought[whole].usual
-            return None, tuple(
-                self.seconds(plan, rows) + more * max(0.0, self.seconds(whole, rows) - self.seconds(NO_DRAFT, rows))
-                for rows in self.rows
-            ), brought.usual
-        if self.copying is None or not plan.depth:
-            return None, (), None
-        full = tuple(self.full_seconds(plan.max_nodes, rows) for rows in self.rows)
-        return brought.found, full, brought.guesses
+            more = (plan.max_nodes - arm.usual) / self.sampler.brought[whole].usual
+            full = tuple(
+                took + more * max(0.0, self.seconds(whole, rows) - self.seconds(NO_DRAFT, rows))
+                for took, rows in zip(seconds, self.rows, strict=True)
+            )
+        elif arm.found is not None:
+            full = tuple(self.full_seconds(plan.max_nodes, rows) for rows in self.rows)
+        arm = replace(arm, seconds=seconds, full=full)
+        if arm.behind is None:
+            return arm
+        return replace(arm, behind=replace(arm.behind, each=tuple(
+            self._each_behind(arm, took, copied, rows)
+            for took, copied, rows in zip(seconds, full, self.rows, strict=True)
+        )))
+
+    def _each_behind(self, arm: Arm, took: float, copied: float, rows: int) -> float:
+        """Return the seconds of one more guess behind a lookup in every row.
+
+        A step takes so much for every guess that is looked up, and so much for every one behind. Both are told by steps
+        of the plan, of one that only copies and of the whole, which nothing bounds; the latter by the first two where
+        the whole was not timed or makes no more of them.
+
+        Args:
+            took, copied: seconds of the first two.
+        """
+        whole, room = Plan((1,) * arm.plan.depth), max(1.0, arm.plan.max_nodes - arm.usual)
+        if rows in self.taken.get(whole, {}):
+            share = (self.sampler.brought[whole].usual - arm.usual) / room
+            more = self._usual_behind(whole) - arm.usual_behind + share * arm.usual_behind
+            if more > UNSEEN:
+                return max(0.0, self.seconds(whole, rows) - took - share * (copied - took)) / more
+        return max(0.0, copied - took) / room
 
     @property
     def is_steady(self) -> bool:
         """Whether a plain step took about as long whenever it was timed."""
         return all(statistics.median(some) < NOISY * min(some) for some in self.taken[NO_DRAFT].values())
-
-
-def _bounds(plan: Plan) -> tuple[float | None, float | None]:
-    """Return what bounds a plan's guesses beside its shape."""
-    return plan.factor, plan.confidence
 
 
 def _in_rows(rows: int) -> str:
@@ -354,11 +260,11 @@ def measure_profile(
 
     def sampler_of(one: Drafter, tokens: int) -> Sampler:
         engine = Engine(target, one, plan=largest, max_batch=most, max_length=reach, piece_tokens=piece)
-        return Sampler(engine, prompts, tokens)
+        return Sampler(engine, prompts, tokens, bool(one.factors))
 
     sampler = sampler_of(drafter, new_tokens)
     finding = always_finding(drafter, default) if drafter.factors else None
-    copying = None if finding is None or drafter.confidences else sampler_of(finding, min(FULL_TOKENS, new_tokens))
+    copying = None if finding is None else sampler_of(finding, min(FULL_TOKENS, new_tokens))
     for plan in (largest, NO_DRAFT):
         sampler.seconds(plan, 1)  # warms up
     if sampler.seconds(NO_DRAFT, 1) > SLOW_STEP_S:
@@ -368,7 +274,9 @@ def measure_profile(
     if len(found.arms) > 1:
         on_progress("sampled and long texts")
         best = max(found.arms[1:], key=lambda arm: found.speed(arm, rows[0]))
-        found = replace(found, sampled=sampler.sampled(best))
+        # One that tells of all that guess.
+        telling = [arm for arm in found.arms[1:] if arm.behind is not None] or [best]
+        found = replace(found, sampled=sampler.sampled(max(telling, key=lambda arm: found.speed(arm, rows[0]))))
         plan = replace(best.plan, confidence=None) if finding is None else Plan((1,) * max(1, round(best.guesses)))
         slow = found.arms[0].seconds[0] > SLOW_STEP_S
         long, rounds = (LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW) if slow else (LONG_TOKENS, LONG_ROUNDS)

@@ -1,0 +1,83 @@
+"""A fitted policy over a lookup with another drafter behind it: each is known by its own guesses."""
+
+from dataclasses import replace
+
+from draftsmith.engine.arm import Arm, Behind
+from draftsmith.engine.evidence import FIRST_WAIT
+from draftsmith.engine.fitted import SAMPLED_LOST, Fitted
+from draftsmith.engine.known import Known
+from draftsmith.engine.policy import RowHistory
+from draftsmith.engine.profile import Profile, Sampled
+from draftsmith.engine.reasons import Weighed
+from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
+from tests.helpers.profiles import load, tokens_found
+
+BOTH = Plan((1,) * 4, factor=1.0, confidence=0.1)
+ALONE = replace(BOTH, confidence=NEVER_SURE)
+USUAL = Sampled()
+
+
+def profile(behind_costs: float = 0.2, sampled: Sampled = USUAL) -> Profile:
+    """Four guesses are found at every fifth step, of which three stay; elsewhere two may be guessed; one stays."""
+    kept, looked_up = (0.9, 0.8, 0.7, 0.6), 1.0 + 0.2 * 4 * 0.1
+    alone = Arm(ALONE, kept, (looked_up,), tokens_found(0.2, 3.0), (1.4,), 4.0)
+    took = looked_up + 0.8 * 2 * behind_costs
+    both = Arm(BOTH, kept, (took,), tokens_found(0.2, 3.0, 1.0), (1.4,), 4.0, Behind((0.6, 0.4), 2.0, (behind_costs,)))
+    return Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), alone, both), sampled=sampled)
+
+
+def policy(behind_costs: float = 0.2, sampled: Sampled = USUAL) -> Fitted:
+    return Fitted(Known(profile(behind_costs, sampled), hope=100.0))
+
+
+def go(asked: Fitted, history: RowHistory, steps: int, found: int, stay: int, stay_behind: int) -> list[Plan]:
+    """Ask and answer: every so many steps, 0 being none, something is found; return what was drafted."""
+    plans = []
+    for step in range(steps):
+        (choice,) = asked.choose(load(1), [history])
+        plans.append(choice.plan)
+        if choice.plan == NO_DRAFT:
+            history.note(0, 0, choice.plan)
+        elif found and step % found == 0:
+            history.note(stay, 4, choice.plan)
+        else:
+            history.note(stay_behind if choice.plan == BOTH else 0, 2 if choice.plan == BOTH else 0, choice.plan,
+                         choice.plan == BOTH)
+    return plans
+
+
+def test_the_lookup_goes_on_alone_where_what_is_guessed_behind_it_fails():
+    assert go(policy(), RowHistory(False, 5), 200, found=3, stay=4, stay_behind=0)[-100:].count(ALONE) > 85
+
+
+def test_what_is_guessed_behind_it_goes_on_where_it_stays_and_little_is_found():
+    plans = go(policy(), RowHistory(False, 5), 200, found=9, stay=1, stay_behind=2)
+    assert plans[-100:] == [BOTH] * 100
+
+
+def test_nothing_is_drafted_where_neither_helps():
+    assert go(policy(), RowHistory(False, 5), 400, found=2, stay=0, stay_behind=0)[-100:].count(NO_DRAFT) > 75
+
+
+def test_a_lookup_that_is_known_from_steps_of_both_needs_no_trial_of_its_own():
+    asked, history = policy(0.1), RowHistory(False, 5)
+    assert go(asked, history, 500, found=5, stay=4, stay_behind=2) == [BOTH] * 500
+    (why,) = asked.reasons(load(1), [history])
+    assert isinstance(why, Weighed) and why.label == "pays" and why.behind > 1.0
+    assert why.sentence().startswith("chain of up to 4 with 1 guess for each matched token and guesses at least 10 %")
+
+
+def test_what_one_text_tells_of_either_is_how_the_next_one_begins():
+    asked = policy()
+    go(asked, RowHistory(False, 5), 300, found=3, stay=4, stay_behind=0)
+    assert go(asked, RowHistory(False, 5), 1, 0, 0, 0) == [ALONE]
+
+
+def test_in_a_sampled_text_the_first_trial_costs_no_more_than_a_share_of_what_was_written():
+    asked = policy(0.2, Sampled(0.05, 0.05, 1.0, 0.05))
+    plans = go(asked, RowHistory(True, 5), 300, found=0, stay=0, stay_behind=0)
+    assert plans.index(BOTH) > 2 * FIRST_WAIT
+    lost = sum(0.4 if plan == BOTH else 0.08 for plan in plans if plan != NO_DRAFT)
+    assert 0 < lost < SAMPLED_LOST * len(plans)
+    greedy = go(policy(), RowHistory(False, 5), 300, found=0, stay=0, stay_behind=0)
+    assert sum(plan != NO_DRAFT for plan in greedy) > sum(plan != NO_DRAFT for plan in plans)
