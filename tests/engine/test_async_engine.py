@@ -57,12 +57,15 @@ def test_who_stops_listening_leaves_the_others_alone():
     async def main() -> tuple[list[int], bool]:
         own = engine(max_batch=2)
         async with AsyncEngine(own) as served:
+            begun = asyncio.Event()
+
             async def forever() -> None:
                 async for _ in served.stream(prompts(2)[1], SamplingParams(max_tokens=90)):
-                    pass
+                    begun.set()
+                    await asyncio.Event().wait()
 
             left = asyncio.create_task(forever())
-            await asyncio.sleep(0.05)
+            await begun.wait()
             left.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await left

@@ -132,6 +132,7 @@ def test_no_share_pays_where_the_dearest_neighbours_need_the_time():
     (NO_DRAFT, "none"), (Plan((1, 1)), "chain of 2"), (Plan((2, 1)), "tree of 4"),
     (Plan((1, 1), factor=0.5), "chain of up to 2 with 0.5 guesses for each matched token"),
     (Plan((2, 1), factor=1.0), "tree of up to 4 with 1 guess for each matched token"),
+    (Plan((1, 1), factor=1.0, confidence=1.0), "chain of up to 2 with 1 guess for each matched token and no others"),
 ])
 def test_shapes_are_told_in_words(plan: Plan, words: str):
     assert shape_in_words(plan) == words

@@ -22,7 +22,7 @@ class Expected:
     """
 
     def __init__(self, arms: Sequence[Arm], whose: Sequence[int]) -> None:
-        self._arms, self._whose = arms, whose
+        self.arms, self._whose = arms, whose
         self.kept = [[arm.kept(odds) for odds in ODDS] for arm in arms]
         """Of every plan, the guesses that stay where some are made, at each of the odds."""
         self.kept_behind = [[arm.kept_behind(odds) for odds in ODDS] for arm in arms]
@@ -41,7 +41,7 @@ class Expected:
             if len(self._stands) == MOST_STANDS:
                 self._stands.clear()
             brings, times = [1.0], [(1.0, 1.0)]
-            for at, (arm, whose) in enumerate(zip(self._arms[1:], self._whose[1:], strict=True), 1):
+            for at, (arm, whose) in enumerate(zip(self.arms[1:], self._whose[1:], strict=True), 1):
                 behind_odds, _, behind = stand[whose]
                 odds, growth, length = stand[whose if arm.behind is None else whose - 1]
                 kept = arm.stretched(length / QUARTERS, self.kept[at][odds])

@@ -5,36 +5,31 @@ runs, from the steps that it has behind it and nothing else: what it answers doe
 drawn.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 from draftsmith.engine.arm import Arm
 from draftsmith.engine.evidence import (
     FIRST_WAIT,
     LONGEST_WAIT,
     PRIOR,
-    PRIOR_TOKENS,
     QUARTERS,
     SIXTEENTHS,
     TRIAL,
     Evidence,
     RowEvidence,
     Stand,
-    no_evidence,
 )
 from draftsmith.engine.expected import Expected, beats, values_of
 from draftsmith.engine.known import ODDS, Known
+from draftsmith.engine.learnt import USUAL, Learnt
 from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
-from draftsmith.engine.profile import Costs, Sampled
+from draftsmith.engine.profile import Costs
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
 from draftsmith.engine.step_costs import StepCosts
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
 
-DECAY, COMMON_DECAY = 0.93, 0.999
-"""What a step counts after the next one: for its own row, and for rows that begin later."""
 PATIENCE = 1.03
 """Another plan has to be so many times as fast before it is taken, and any that drafts than plain decoding."""
 CROWD_PATIENCE = 1.05
@@ -45,7 +40,6 @@ CHANGE_S, EARNED_BACK = 0.0002, 16
 LOST, SAMPLED_LOST = 0.02, 0.1
 """The share of all tokens that trials of a drafter may cost in the long run; and of those written before the first one
 of a sampled text, which seldom turns to what is easily guessed."""
-USUAL = ODDS.index(1.0)
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
 than this share of a step, all rows do the same."""
@@ -87,21 +81,13 @@ class Fitted(Policy):
         self._of = [
             [at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(self._guessers))
         ]
-        # Of whom a plan tells: who decides it, and the lookup before.
-        self._told: list[tuple[int, ...]] = [
-            () if whose == NOBODY else (whose - 1, whose) if self._guessers[whose].behind else (whose,)
-            for whose in self._whose
-        ]
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
         self._steps = [0] * len(self._arms)
         self._costs = StepCosts(self._arms, [first, *(known.profile for _, known, _ in owned)])
         self._tokens = 0.0  # of a row's text, on average over those that were looked at last
         self._pace = Pace(self._whose, clock)
-        self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
-        # Of all rows, greedy ones and sampled ones apart, of whose guesses fewer stay.
-        self._common = {
-            sampled: [no_evidence(USUAL) for _ in self._guessers] for sampled in (False, True)
-        }
+        self._learnt = Learnt(self._guessers, self._whose, self._expected)
+        self._told = self._learnt.told
         # What rows do that do the same, how many decoded at the last question, which, and after how many steps.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in self._guessers], 0)
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
@@ -145,7 +131,7 @@ class Fitted(Policy):
         if GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S:
             return [self._choices[self._of_all(load, rows, count)]] * len(rows)
         self._asked, self._unasked = None, 0
-        known = [self._look_at(history) for history in rows]
+        known = [self._learnt.of(history) for history in rows]
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
         if count == 1:
@@ -202,8 +188,8 @@ class Fitted(Policy):
             self._steps[0] += len(rows)
             self._asked = (count, rows, len(rows[0].accepted))
             return 0
-        joined = any(history not in self._rows for history in rows)
-        known = [self._look_at(history) for history in rows]
+        joined = any(not self._learnt.knows(history) for history in rows)
+        known = [self._learnt.of(history) for history in rows]
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
         brings, times = self._expected.average([row.stand for row in known])
@@ -301,54 +287,6 @@ class Fitted(Policy):
         return costs.of(self._taken, (
             looked_up / steps / arm.usual, others / steps / arm.usual_behind if arm.usual_behind else 1.0
         ))
-
-    def _look_at(self, history: RowHistory) -> RowEvidence:
-        """Return what is known of a row, its last steps included."""
-        row, steps = self._rows.get(history), len(history.accepted)
-        if row is None:
-            evidence = [self._begin(number, history.sampled) for number in range(len(self._guessers))]
-            row = self._rows[history] = RowEvidence(evidence, steps, sampled=history.sampled)
-        elif steps > row.seen:
-            for number in self._told[row.arm]:
-                self._learn(number, row, history)
-            row.seen = steps
-        return row
-
-    def _learn(self, number: int, row: RowEvidence, history: RowHistory) -> None:
-        """Take in how a guesser did in the last steps of a row."""
-        guesser, own, common = self._guessers[number], row.evidence[number], self._common[history.sampled][number]
-        table, arm = self._table(number, row.arm), self._arms[row.arm]
-        kept = table[USUAL]
-        if not kept:
-            return
-        for stayed, drafted, behind in history.steps(row.seen):
-            if behind == guesser.behind:
-                own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
-        if guesser.behind:
-            own.of_steps_behind(history, row.seen, arm, kept, DECAY)
-            common.of_steps_behind(history, row.seen, arm, kept, COMMON_DECAY)
-        else:
-            own.of_steps(history, row.seen, arm, kept, DECAY)
-            common.of_steps(history, row.seen, arm, kept, COMMON_DECAY)
-        own.odds = odds_of(table, own.accepted / own.expected * kept)
-
-    def _table(self, number: int, arm: int) -> Sequence[float]:
-        """Return how many guesses of a guesser stay with a plan, at each of the odds."""
-        expected = self._expected
-        return expected.kept_behind[arm] if self._guessers[number].behind else expected.kept[arm]
-
-    def _begin(self, number: int, sampled: bool) -> Evidence:
-        """Return what stands for a guesser's evidence in a new text: what was measured, and that of other texts."""
-        guesser, common = self._guessers[number], self._common[sampled][number]
-        measured = guesser.known.profile.sampled if sampled else Sampled()
-        usually = measured.behind if guesser.behind else measured.stayed
-        stayed = (common.accepted + PRIOR * usually) / (common.expected + PRIOR)
-        growth = (common.found + PRIOR_TOKENS * measured.found) / (common.tokens + PRIOR_TOKENS)
-        length = (common.length_of_finds + PRIOR * measured.length) / (common.finds + PRIOR)
-        tables = [self._table(number, arm) for arm, told in enumerate(self._told) if number in told]
-        table = max(tables, key=lambda kept: kept[USUAL], default=())
-        odds = odds_of(table, stayed * table[USUAL]) if table else USUAL
-        return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR_TOKENS * growth, length_of_finds=PRIOR * length)
 
     def _settle(
         self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float],
@@ -448,11 +386,6 @@ class Fitted(Policy):
         hoped = costs.grown(self._expected.most_times)
         most = [1 + choice.plan.depth for choice in self._choices]
         return max(tokens * hoped[0] / took for tokens, took in zip(most[1:], hoped[1:], strict=True))
-
-
-def odds_of(table: Sequence[float], kept: float) -> int:
-    """Return the odds at which so many guesses are accepted, of those that are at each of them."""
-    return min(bisect_left(table, kept), len(ODDS) - 1)
 
 
 def length_of(rows: Sequence[RowHistory]) -> float:

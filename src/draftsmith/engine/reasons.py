@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from draftsmith.engine.arm import Arm
-from draftsmith.plan import Plan
+from draftsmith.plan import NEVER_SURE, Plan
 
 Label = Literal[
     "pays", "does_not_pay", "probing", "batch_too_large", "text_too_long", "never_pays", "fixed", "asked", "prediction"
@@ -179,14 +179,19 @@ class Weighed(Reason):
 
 
 def shape_in_words(plan: Plan) -> str:
-    """Return "chain of 3", "tree of 8", "chain of up to 8 with guesses at least 10 % likely" or "none"."""
+    """Return "chain of 3", "tree of 8", "chain of up to 8 with guesses at least 10 % likely" or "none".
+
+    A lookup with a drafter behind it that drafts alone has "1 guess for each matched token and no others".
+    """
     if not plan.depth:
         return "none"
     kind = "chain" if plan.is_chain else "tree"
     bounds = []
     if plan.factor is not None:
         bounds.append(f"{plan.factor:g} {'guess' if plan.factor == 1 else 'guesses'} for each matched token")
-    if plan.confidence is not None:
+    if plan.confidence == NEVER_SURE:
+        bounds.append("no others")
+    elif plan.confidence is not None:
         bounds.append(f"guesses at least {100 * plan.confidence:g} % likely")
     return f"{kind} of up to {plan.max_nodes} with {' and '.join(bounds)}" if bounds else f"{kind} of {plan.max_nodes}"
 
