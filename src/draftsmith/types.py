@@ -53,7 +53,8 @@ class Draft:
             to 1 within 1e-4. None when the guesses are deterministic, which makes q a point mass.
         branching: the most children a node of each depth can have; static, so that walks over siblings have a fixed
             length. None when unknown, which costs a sampled draft time.
-        parts_B: of a drafter with parts, which of them guessed in every row, by its number; one number stands for all.
+        parts_B: of a drafter with parts, which of them guessed in every row, by its number, 0 being a lookup that the
+            others stand behind; one number stands for all.
     """
 
     tokens_BN: Tensor

@@ -367,7 +367,7 @@ class Fitted(Policy):
             kind = "text_too_long"
         whose = self._whose[at]
         own = row.evidence[whose]
-        first = row.evidence[self._told[at][0]]
+        first = row.evidence[self._told[at][0]]  # the lookup, where somebody guesses behind one
         odds, growth, length = ODDS[first.odds], first.growth / SIXTEENTHS, first.length / QUARTERS
         return Weighed(
             kind, self._arms, seconds, at, self._of[whose], odds, growth, length, ODDS[own.odds], price, patience - 1,
