@@ -53,8 +53,8 @@ class Draft:
             to 1 within 1e-4. None when the guesses are deterministic, which makes q a point mass.
         branching: the most children a node of each depth can have; static, so that walks over siblings have a fixed
             length. None when unknown, which costs a sampled draft time.
-        parts_B: of a drafter with parts, which of them guessed in every row, by its number, 0 being a lookup that the
-            others stand behind; one number stands for all.
+        parts: of a drafter with parts, which of them guessed in every row, by its number, 0 being a lookup that the
+            others stand behind; one number stands for all. Never on a device, since a policy asks at every step.
     """
 
     tokens_BN: Tensor
@@ -62,7 +62,7 @@ class Draft:
     depth: int
     q_BMV: Tensor | None = None
     branching: tuple[int, ...] | None = None
-    parts_B: Tensor | int | None = None
+    parts: Sequence[int] | int | None = None
 
     @property
     def is_chain(self) -> bool:

@@ -90,7 +90,7 @@ class Repeating(OracleDrafter):
         draft = super().propose(context, plan)
         missed_B = context.lengths_B % 2
         draft.tokens_BN = (draft.tokens_BN + missed_B.unsqueeze(1)) % VOCABULARY
-        draft.parts_B = missed_B
+        draft.parts = missed_B.tolist()
         return draft
 
 

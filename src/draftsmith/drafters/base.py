@@ -58,7 +58,7 @@ class Drafter(ABC):
     attach them, let them follow and let them forget rows like all others, each once, whoever else hands on to them."""
 
     part_names: tuple[str, ...] = ()
-    """What tokens that they guessed are said to come from, see `Draft.parts_B`."""
+    """What tokens that they guessed are said to come from, see `Draft.parts`."""
 
     def with_parts(self, parts: Sequence["Drafter"]) -> "Drafter":
         """Return the same with others in the place of its parts, in their order."""

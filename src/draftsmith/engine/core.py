@@ -259,7 +259,7 @@ class EngineCore:
                     request.reserved = self.blocks.room(request.slot)
         clock = self._clock
         results = self.stepper.step(self._groups.rows, clock)
-        tables = lists_of(results)  # the one transfer from the device in a step, but for who guessed, see `parts`
+        tables = lists_of(results)  # what the target said, in one transfer from the device
         seconds = clock.stop()
         begun = time.perf_counter()
         progress = []

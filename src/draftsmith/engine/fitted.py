@@ -87,7 +87,6 @@ class Fitted(Policy):
         self._tokens = 0.0  # of a row's text, on average over those that were looked at last
         self._pace = Pace(self._whose, clock)
         self._learnt = Learnt(self._guessers, self._whose, self._expected)
-        self._told = self._learnt.told
         # What rows do that do the same, how many decoded at the last question, which, and after how many steps.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in self._guessers], 0)
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
@@ -161,7 +160,7 @@ class Fitted(Policy):
         crowd = self._crowd
         if self._asked is None or crowd.arm != self._taken:
             return 0
-        left, told = HELD, self._told[crowd.arm]
+        left, told = HELD, self._learnt.told[crowd.arm]
         if crowd.arm:
             drafting = crowd.evidence[self._whose[crowd.arm]]
             if drafting.trial:
@@ -312,8 +311,8 @@ class Fitted(Policy):
         if on_trial:
             chosen = max(self._of[drafting], key=values.__getitem__)
         for number, own in enumerate(row.evidence):
-            taken = number in self._told[chosen]
-            own.since = own.since + 1 if taken == (number in self._told[row.arm]) else 0
+            taken = number in self._learnt.told[chosen]
+            own.since = own.since + 1 if taken == (number in self._learnt.told[row.arm]) else 0
             if taken and own.since == 0 and number == self._whose[chosen]:
                 own.begin()  # a few guesses that fail say little
             elif taken and own.since >= TRIAL:
@@ -330,7 +329,7 @@ class Fitted(Policy):
     ) -> int:
         """Return the plan of a drafter whose turn it is; none is tried that could not pay if all its guesses stayed."""
         for number, own in enumerate(row.evidence):
-            if own.since < own.wait or number in self._told[chosen]:
+            if own.since < own.wait or number in self._learnt.told[chosen]:
                 continue
             highest = max(
                 (self._expected.most[arm] - price * hoped(arm) for arm in self._of[number]), default=values[chosen]
@@ -367,7 +366,7 @@ class Fitted(Policy):
             kind = "text_too_long"
         whose = self._whose[at]
         own = row.evidence[whose]
-        first = row.evidence[self._told[at][0]]  # the lookup, where somebody guesses behind one
+        first = row.evidence[self._learnt.told[at][0]]  # the lookup, where somebody guesses behind one
         odds, growth, length = ODDS[first.odds], first.growth / SIXTEENTHS, first.length / QUARTERS
         return Weighed(
             kind, self._arms, seconds, at, self._of[whose], odds, growth, length, ODDS[own.odds], price, patience - 1,

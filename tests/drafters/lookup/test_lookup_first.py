@@ -234,7 +234,7 @@ def test_where_no_guess_is_likely_enough_the_lookup_drafts_alone(reads_prompt: b
     then = Counting(reads_prompt)
     drafter = first_of(then)
     draft = drafter.propose(context_of({4: [7, 8, 9, 7], 2: [1, 2, 3]}), replace(ALONE, factor=9.0))
-    assert [tokens for tokens, _ in trees(draft)] == [[8, 9, 7], []] and draft.parts_B == 0
+    assert [tokens for tokens, _ in trees(draft)] == [[8, 9, 7], []] and draft.parts == 0
     assert then.asked == [] and then.told == ([[4, 2]] if reads_prompt else [])
 
 
@@ -256,10 +256,10 @@ def test_a_policy_is_told_at_which_steps_the_other_part_guessed():
 def test_who_guessed_is_told_of_every_row():
     drafter = first_of(Counting())
     rows: dict[int, Sequence[int]] = {4: [7, 8, 9, 7], 2: [1, 2, 3], 9: [5, 5]}
-    parts_B = drafter.propose(context_of(rows), PLAN).parts_B
-    assert isinstance(parts_B, torch.Tensor) and parts_B.tolist() == [0, 1, 0]
-    assert drafter.propose(context_of({4: [8], 9: [5]}), PLAN).parts_B == 0
-    assert drafter.propose(context_of({2: [30], 4: [40]}), PLAN).parts_B == 1
+    parts = drafter.propose(context_of(rows), PLAN).parts
+    assert parts == [0, 1, 0]
+    assert drafter.propose(context_of({4: [8], 9: [5]}), PLAN).parts == 0
+    assert drafter.propose(context_of({2: [30], 4: [40]}), PLAN).parts == 1
 
 
 @pytest.mark.parametrize("guarded", [False, True])

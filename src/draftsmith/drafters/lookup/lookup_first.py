@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -62,7 +63,7 @@ class LookupFirst(Drafter):
             self.lookup.follow(context)
             return self._guessed(context, plan)
         looked_up = self.lookup.propose(context, plan)
-        looked_up.parts_B = LOOKUP
+        looked_up.parts = LOOKUP
         if plan.confidence == NEVER_SURE:
             if self.then.reads_prompt:
                 self.then.follow(context)
@@ -71,15 +72,17 @@ class LookupFirst(Drafter):
             return self._guessed(context, plan)
         # The first node is there if any is. Rows that only fill up a batch need no guesses.
         missed_B = looked_up.parents_BN[:, 0] == UNUSED
-        left_R = (missed_B & (context.rows_B >= 0)).nonzero().squeeze(1)
-        if len(left_R) == 0:
+        parts = (missed_B & (context.rows_B >= 0)).long().tolist()  # the one question to the device
+        left, found = ([row for row, part in enumerate(parts) if part == number] for number in (THEN, LOOKUP))
+        if not left:
             if self.then.reads_prompt:
                 self.then.follow(context)
             return looked_up
-        if len(left_R) == len(missed_B):
+        if not found:
             return self._guessed(context, plan)
+        left_R, found_R = (torch.tensor(rows, device=missed_B.device) for rows in (left, found))
         if self.then.reads_prompt:
-            self.then.follow(context.some(missed_B.logical_not().nonzero().squeeze(1)))
+            self.then.follow(context.some(found_R))
         guessed = self._guessed(context.some(left_R), plan)
         nodes = max(looked_up.tokens_BN.shape[1], guessed.tokens_BN.shape[1])
         return Draft(
@@ -89,13 +92,13 @@ class LookupFirst(Drafter):
             ),
             max(looked_up.depth, guessed.depth),
             branching=(1,) * nodes if plan.is_chain else None,
-            parts_B=missed_B,
+            parts=parts,
         )
 
     def _guessed(self, context: Context, plan: Plan) -> Draft:
         """Let the other drafter guess in all rows, as deep as it reaches."""
         draft = self.then.propose(context, self._of_other(plan))
-        draft.parts_B = THEN
+        draft.parts = THEN
         return draft
 
     def _of_other(self, plan: Plan) -> Plan:

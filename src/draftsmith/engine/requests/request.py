@@ -173,7 +173,7 @@ class Request:
         """Note a step: the tokens it committed, the guesses it verified, the most it could have accepted, its plan.
 
         Args:
-            part: which part of the drafter guessed, see `Draft.parts_B`.
+            part: which part of the drafter guessed, see `Draft.parts`.
         """
         if self.guide is not None:
             drafted -= self.guide.refused

@@ -74,15 +74,10 @@ class StepResult:
             [number[node - 1] for node in path_D[:accepted].tolist()],
         )
 
-    def parts(self) -> list[int] | None:
-        """Return which part of the drafter guessed in every row, see `Draft.parts_B`; None of one without parts.
-
-        This may ask the device.
-        """
-        parts_B = self.draft.parts_B
-        if isinstance(parts_B, int):
-            return [parts_B] * self.draft.tokens_BN.shape[0]
-        return None if parts_B is None else parts_B.tolist()
+    def parts(self) -> Sequence[int] | None:
+        """Return which part of the drafter guessed in every row, see `Draft.parts`; None of one without parts."""
+        parts = self.draft.parts
+        return [parts] * self.draft.tokens_BN.shape[0] if isinstance(parts, int) else parts
 
 
 class Stepper:
