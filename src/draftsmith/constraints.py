@@ -45,6 +45,7 @@ _TELL_A_TYPE = frozenset({
     "properties", "additionalProperties", "unevaluatedProperties", "items", "prefixItems", "unevaluatedItems",
 })
 _OF_A_TYPE = _KNOWN - _NOTES - _ALONE.keys() - _TELL_A_TYPE - {"type"}
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _REPEATS = re.compile(r"\{\s*(\d{1,18})\s*(?:,\s*(\d{0,18})\s*)?\}")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 NAMES = {
@@ -78,6 +79,9 @@ def choices_in(text: str) -> list[str]:
         raise DraftsmithError("the list of choices is no JSON list of strings; fix it.") from error
     if not isinstance(found, list) or not found or not all(isinstance(one, str) and one for one in found):
         raise DraftsmithError("the list of choices has to be a JSON list of strings, none of them empty; fix it.")
+    half = next((one for one in found if _SURROGATES.search(one)), None)
+    if half is not None:
+        raise DraftsmithError(f"the choice {ascii(half)[:60]} has half of a surrogate pair, which is no text; fix it.")
     return found
 
 
@@ -107,7 +111,10 @@ def check_schema(text: str) -> str:
             most = found.pop("maxLength", "")
             found["pattern"] = f'^[^\\x00-\\x1f"\\\\]{{{found.pop("minLength", 0)},{most}}}$'
         places += [(f"{name}, {key}", below, depth + 1) for key, below in _below(found)]
-    return json.dumps(schema, ensure_ascii=False)
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise DraftsmithError(f"the JSON schema is not JSON ({error}); use numbers that are finite.") from error
 
 
 def check_pattern(pattern: str, name: str = "the regular expression") -> None:

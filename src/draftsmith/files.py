@@ -1,25 +1,69 @@
-"""Files that a kill or a full disk cannot spoil: replaced whole or not at all, or appended to and repaired if cut."""
+"""Files that a kill or a full disk cannot spoil: replaced whole or not at all, or appended to and repaired if cut.
+
+And locks, for what only one process at a time may write.
+"""
 
 import json
 import os
-import tempfile
+import secrets
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from draftsmith.types import DraftsmithError
+
+if sys.platform != "win32":
+    import fcntl
+
+
+@contextmanager
+def locked(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock file `path` meanwhile; False where another one does and `wait` is off. OSError if none can be made.
+
+    The kernel lets go of it when a process ends, however it does, so a file that is left is no lock. Where the system
+    or the file system knows no locks, everybody holds it.
+    """
+    descriptor = _take(path, wait)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+
+
+def _take(path: Path, wait: bool) -> int | None:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if sys.platform != "win32":
+                fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:  # a file system without locks
+            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)  # who held it has removed it, and the name may be another's by now
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """Return a hidden name beside `path` that nobody else has."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside `path`, and put it in place when all went well; OSError if that cannot be done."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = beside(path, path.suffix)
+    temporary.touch(exist_ok=False)  # with the rights that the user gives to new files, which mkstemp would not
     try:
         yield temporary
-        temporary.chmod(0o644)
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
         temporary.replace(path)
@@ -34,7 +78,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class JsonLines:
-    """A log of one JSON value a line. What a kill left of the last line is dropped when the file is opened.
+    """A log of one JSON value a line. What a kill left of the last line is not read, and cut off by who appends.
 
     Args:
         path: need not exist yet.
@@ -46,7 +90,7 @@ class JsonLines:
         self.path, self.fix, self.go_on = path, fix, go_on
 
     def read(self) -> list[Any]:
-        """Return every whole line's value, and cut off what is left of one that is not whole.
+        """Return every whole line's value; the file, which may be another's, stays as it is.
 
         Raises:
             DraftsmithError: a line in the middle is no JSON; it is named.
@@ -54,7 +98,6 @@ class JsonLines:
         if not self.path.exists():
             return []
         values: list[Any] = []
-        whole = 0
         with self.path.open("rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):
@@ -63,8 +106,6 @@ class JsonLines:
                     values.append(json.loads(line))
                 except ValueError as error:
                     raise self.damaged(len(values) + 1) from error
-                whole += len(line)
-        os.truncate(self.path, whole)
         return values
 
     def damaged(self, line: int) -> DraftsmithError:
@@ -74,8 +115,9 @@ class JsonLines:
     def append(self, value: Any, flush: bool = True) -> None:
         """Add a line, and wait until the disk has it unless `flush` is off; DraftsmithError if it cannot be written."""
         try:
-            with self.path.open("a", encoding="utf-8") as handle:
-                handle.write(json.dumps(value) + "\n")
+            with self.path.open("ab+") as handle:
+                _cut_half_line(handle)
+                handle.write((json.dumps(value) + "\n").encode())
                 if flush:
                     handle.flush()
                     os.fsync(handle.fileno())
@@ -92,3 +134,10 @@ class JsonLines:
     def unwritten(self, error: OSError) -> DraftsmithError:
         """Return the error that says why nothing could be written."""
         return DraftsmithError(f"cannot write {self.path} ({error.strerror}); free some space, then {self.go_on}.")
+
+
+def _cut_half_line(handle: BinaryIO) -> None:
+    handle.seek(max(0, handle.seek(0, os.SEEK_END) - 1))
+    if handle.read() not in (b"", b"\n"):
+        handle.seek(0)
+        handle.truncate(handle.read().rfind(b"\n") + 1)

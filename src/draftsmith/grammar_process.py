@@ -2,13 +2,19 @@
 
 How long a grammar takes to compile, and how much memory, cannot be told from its text. Whoever compiles for strangers
 does it in a process of its own: `python -m draftsmith.grammar_process FD` answers over a connection, and dies with it.
-Text goes over, no objects of Python.
+It makes a child for every constraint, which may be ended while the process itself, slow to begin, stays. Text goes
+over, no objects of Python.
 """
 
 import json
+import os
 import re
+import signal
 import sys
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, NoReturn
 
 from draftsmith.constraints import choices_in
 from draftsmith.types import Constraint
@@ -22,9 +28,11 @@ WHITESPACE = 24
 """The most characters of white space between two parts of JSON: a model may otherwise write nothing else for ever."""
 ANY_OBJECT = '{"type": "object"}'
 ROOM = 2 * 2**30
-"""Memory that a process of its own may take for what it compiles."""
+"""Memory that a child may take for what it compiles."""
 _LINE_END = re.compile(r"(?<!\\)[\r\n]")
 READY = b"ready"
+TIME, MEMORY = "time", "memory"
+"""What there was too little of: the "failed" of an answer."""
 
 
 def compile_with(compiler: "GrammarCompiler", constraint: Constraint) -> "CompiledGrammar":
@@ -52,20 +60,76 @@ def _escaped(text: str) -> str:
 
 
 def serve(connection: "Connection") -> None:
-    """Answer until the other side has gone: first the vocabulary comes, then constraints."""
+    """Answer until the other side has gone: first the vocabulary comes, then constraints, each with its seconds.
+
+    An answer has the "grammar", the "error" that xgrammar tells, or what "failed". Only this process writes to the
+    connection, so that ending a child never cuts a message in two.
+
+    Raises:
+        EOFError, BrokenPipeError: the other side has gone.
+    """
     from xgrammar import GrammarCompiler, TokenizerInfo
 
     tokens = TokenizerInfo.deserialize_json(connection.recv_bytes().decode())
     compiler = GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
-    _bound_memory()
     connection.send_bytes(READY)
     while True:
-        kind, text = json.loads(connection.recv_bytes())
+        kind, text, seconds = json.loads(connection.recv_bytes())
+        connection.send_bytes(_answer(connection, compiler, Constraint(kind, text), seconds))
+
+
+def _answer(connection: "Connection", compiler: "GrammarCompiler", constraint: Constraint, seconds: float) -> bytes:
+    """Return what a child of its own says of a constraint, or what it failed on; EOFError as of `serve`."""
+    until = time.monotonic() + seconds
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        _compile_and_exit((connection.fileno(), reading), writing, compiler, constraint)
+    os.close(writing)
+    said, is_over = bytearray(), False
+    try:
+        while not is_over and (ready := wait([reading, connection], max(0.0, until - time.monotonic()))):
+            # Nobody asks for more before there is an answer.
+            if connection in ready:
+                raise EOFError
+            piece = os.read(reading, 2**20)
+            said += piece
+            is_over = not piece
+    finally:
+        os.close(reading)
+        if not is_over:
+            # It is not waited for yet, so that its number is nobody else's.
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if not is_over:
+        return json.dumps({"failed": TIME}).encode()
+    return json.dumps({"failed": MEMORY}).encode() if status else bytes(said)
+
+
+def _compile_and_exit(
+    others: Sequence[int], writing: int, compiler: "GrammarCompiler", constraint: Constraint
+) -> NoReturn:
+    """Write an answer and end this process, with 0 where it is whole; the other descriptors are the parent's alone."""
+    status = 1
+    try:
+        for one in others:
+            os.close(one)
+        _bound_memory()
         try:
-            answer = {"grammar": compile_with(compiler, Constraint(kind, text)).serialize_json()}
+            answer = {"grammar": compile_with(compiler, constraint).serialize_json()}
+        except MemoryError:
+            raise
         except Exception as error:
-            answer = {"error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
-        connection.send_bytes(json.dumps(answer).encode())
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if said == "std::bad_alloc":
+                raise
+            answer = {"error": said}
+        with open(writing, "wb") as pipe:
+            pipe.write(json.dumps(answer).encode())
+        status = 0
+    finally:
+        # Whatever happened: what the parent would do at its end is not done here.
+        os._exit(status)
 
 
 def _bound_memory() -> None:

@@ -146,10 +146,13 @@ class Constraint:
         kind: "json_schema", "json_object" (any JSON object), "regex" (which the whole text matches), "grammar" (EBNF,
             from its rule `root` on) or "choice" (one of several strings).
         text: the schema as JSON, the pattern, the grammar, or the strings as a JSON list; of "json_object" nothing.
+        origin: what asked for it, such as a field of a request, for whoever tells that it was refused; constraints that
+            differ in it alone are equal.
     """
 
     kind: ConstraintKind
     text: str = ""
+    origin: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ConstraintKind):
@@ -169,8 +172,11 @@ class Constraint:
 
     @classmethod
     def of_schema(cls, schema: Mapping[str, Any]) -> Constraint:
-        """Return the constraint that a text is JSON and fits a JSON schema."""
-        return cls("json_schema", json.dumps(schema))
+        """Return the constraint that a text is JSON and fits a JSON schema; DraftsmithError for infinities and NaN."""
+        try:
+            return cls("json_schema", json.dumps(schema, allow_nan=False))
+        except ValueError as error:
+            raise DraftsmithError(f"the JSON schema is not JSON ({error}); use numbers that are finite.") from error
 
     @classmethod
     def of_choices(cls, strings: Sequence[str]) -> Constraint:

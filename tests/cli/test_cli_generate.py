@@ -137,3 +137,25 @@ def test_weights_that_lose_nothing_are_not_spoken_of(tmp_path: Path, caplog: pyt
 def test_advice_can_be_followed_on_the_command_line(target: Path):
     refused(run("x" * 200, "--target", target, *FEW), "shorten the prompt to at most 123 tokens")
     assert run("x" * 123, "--target", target, *FEW).exit_code == 0
+
+
+def test_a_prompt_file_that_cannot_be_read_says_why(target: Path, tmp_path: Path):
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    refused(run("--prompt-file", tmp_path / "latin"), "latin is not UTF-8 (byte 4 is 0xe9)", "convert it")
+    refused(run("--prompt-file", tmp_path), f"{tmp_path} is a folder", "give a file")
+    refused(run("--prompt-file", tmp_path / "absent"), "absent cannot be read", "check the path")
+
+
+def test_a_target_without_tokenizer_says_which_file_it_lacks(target: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(target, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*")))
+    for words in ((), ("--chat",)):
+        refused(run("Hi", "--target", folder, *words, *FEW), "bare has no tokenizer", "tokenizer.json", "from Python")
+
+
+def test_statistics_compare_with_plain_decoding_only_where_something_was_drafted(target: Path):
+    plain = run("Hi", "--target", target, "--no-draft", "--stats", *FEW)
+    drafted = run("Hi", "--target", target, "--drafter", "early-exit", "--plan", "1", "--stats", *FEW)
+    assert plain.exit_code == drafted.exit_code == 0
+    assert "0 / 0" in plain.stderr and "the same without prompts" in plain.stderr
+    assert "plain decoding now" not in plain.stderr and "so this is" not in plain.stderr
+    assert "0 / 0" not in drafted.stderr and "so this is" in drafted.stderr

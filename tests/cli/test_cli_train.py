@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from draftsmith.cli import app
+from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.keys import recipe_keys
 from tests.helpers.tiny import save_tiny_target
 from tests.helpers.tiny_tokenizers import tiny_tokenizer_of
@@ -125,6 +126,14 @@ def test_mistakes_are_answered_before_anything_is_written(
     given = ("--target", place / "model", "--data", place / "corpus.jsonl", "--out", tmp_path / "run")
     refused(run(*given, *words), *parts)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [(), ("--resume",)], ids=["begin", "resume"])
+def test_a_run_that_another_process_trains_is_left_alone(more: tuple[str, ...], place: Path, tmp_path: Path):
+    words = ("--target", place / "model", "--data", place / "corpus.jsonl", "--out", tmp_path / "run", *more)
+    with Checkpoints(tmp_path / "run", 2).held():
+        refused(run(*words), f"another process trains in {tmp_path / 'run'}; wait for its end, or choose another")
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_mistyped_paths_name_the_nearest_one(place: Path, tmp_path: Path):

@@ -60,6 +60,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "prove, numbers": (("prove", "--top-k", "1"), "top_k is 1"),
     "check, target": (("check", "--target", "./absent"), FOLDER),
     "check, drafter": (("check", "--drafter", "absent"), FOLDER),
+    "check, a word": (("check", "--drafter", "ngram"), "'ngram' is not trained, so there is nothing to check"),
     "check, dtype": (("check", "--serving-dtype", "bf61"), "'bf61' is unknown"),
     "compare, family": (("compare", "--family", "mpl"), "did you mean mlp?"),
     "compare, option": (("compare", "--family", "mlp:n_predct=3"), "did you mean mlp:n_predict?"),

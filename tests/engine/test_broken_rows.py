@@ -240,6 +240,16 @@ def test_who_needs_whole_texts_is_told():
         Engine(broken("llama", 0)).pace()
 
 
+@pytest.mark.parametrize(("dtype", "narrow"), [(torch.float64, False), (torch.float32, False), (torch.bfloat16, True)])
+def test_more_bits_are_advised_only_where_there_are_more(dtype: torch.dtype, narrow: bool):
+    model = tiny_model().to(dtype)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = torch.nan
+    (found,) = Engine(Target(model, native=False)).generate([[1, 5]], SamplingParams(max_tokens=2))
+    assert found.error is not None and "weights are damaged" in found.error and found.error.endswith(".")
+    assert ("fp32" in found.error) == narrow
+
+
 class Recorder(CheckedDrafter):
     """Keeps every guess for every row."""
 

@@ -2,18 +2,28 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
+from xgrammar import TokenizerInfo
 
-from draftsmith.constraints import check_schema
+from draftsmith import grammar_process
+from draftsmith.constraints import check_constraint, check_schema
 from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from draftsmith.engine import AsyncEngine, ClosedError, Engine
 from draftsmith.engine.requests import guide
 from draftsmith.engine.requests.grammars import MOST_GRAMMARS, Grammars
+from draftsmith.engine.requests.guarded import GuardedCompiler
 from draftsmith.types import Completion, Constraint, DraftsmithError, SamplingParams
 from tests.helpers.constrained import CONSTRAINTS, target_of_letters, target_with
 from tests.helpers.oracle import OracleDrafter
@@ -43,6 +53,8 @@ BAD: dict[str, tuple[Constraint, str]] = {
     "an unknown rule": (Constraint("grammar", "root ::= other"), "cannot be compiled"),
     "no list": (Constraint("choice", '{"a": 1}'), "JSON list of strings"),
     "nothing to choose": (Constraint.of_choices([]), "JSON list of strings"),
+    "half a character": (Constraint.of_choices(["a", "\ud800"]), "the choice '\\ud800' has half of a surrogate pair"),
+    "a number too large": (Constraint("json_schema", '{"type": "number", "maximum": 1e999}'), "use numbers that are"),
 }
 
 
@@ -71,6 +83,10 @@ def test_a_constraint_says_what_is_wrong_with_itself():
             Constraint(kind, text)  # type: ignore[arg-type]
     with pytest.raises(DraftsmithError, match="constraint is 'json'"):
         SamplingParams(constraint="json")  # type: ignore[arg-type]
+    for number in (float("inf"), float("nan")):
+        with pytest.raises(DraftsmithError, match="use numbers that are finite"):
+            Constraint.of_schema({"type": "number", "maximum": number})
+    assert Constraint("regex", "a", origin="x") == Constraint("regex", "a")
 
 
 def test_what_the_tokens_cannot_write_is_refused():
@@ -120,41 +136,149 @@ def test_a_bad_constraint_is_told_to_its_own_caller_alone():
 # ---- compiled in a process of its own
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is not a dead one that nobody has asked about."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def until(true: Callable[[], object], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not become so"
+        time.sleep(0.01)
+
+
+def child_of(pid: int) -> int:
+    """Return the child of a process that is about to have one."""
+    found: list[int] = []
+    until(lambda: found.extend(children_of(pid)) or found)  # type: ignore[func-returns-value]
+    return found[0]
+
+
+def in_the_middle(guarded: GuardedCompiler, act: Callable[[int, int], None]) -> str:
+    """Return how a slow form is refused when something is done to the process and its child meanwhile."""
+    process = guarded._process
+    assert process is not None
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(guarded.compile, check_constraint(SLOW))
+        act(process.pid, child_of(process.pid))
+        return str(compiling.exception(20))
+
+
+def texts(count: int, longest: int) -> Constraint:
+    one = {"type": "string", "minLength": 1, "maxLength": longest}
+    return Constraint.of_schema({"type": "object", "properties": {f"k{number}": one for number in range(count)}})
+
+
+HARD, SLOW = texts(200, 300), texts(300, 9000)
+NO_MEMORY = "the JSON schema takes more memory to compile than there is for it; make it simpler."
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_what_strangers_send_is_compiled_elsewhere_within_limits():
     target = target_with("byte-level")
     engine = Engine(target)
     expected = engine.generate([[5, 6]], replace(GREEDY, constraint=CONSTRAINTS["json_schema"][0]))[0]
     engine.grammars = Grammars(target)
     engine.grammars.guard(20.0)
+    guarded = engine.grammars._guarded
+    assert guarded is not None
+
+    def check(pattern: str) -> None:
+        found = engine.generate([[5, 6]], replace(GREEDY, constraint=Constraint("regex", pattern)))[0]
+        assert re.fullmatch(pattern, found.text)
+
     try:
         found = engine.generate([[5, 6]], replace(GREEDY, constraint=CONSTRAINTS["json_schema"][0]))[0]
         assert found.tokens == expected.tokens
         with pytest.raises(DraftsmithError, match="the regular expression cannot be compiled"):
             engine.generate([[5, 6]], replace(GREEDY, constraint=BAD["an open bracket"][0]))
-        process = engine.grammars._guarded._process  # type: ignore[union-attr]
-        assert process is not None
-        process.kill()  # as if it had run out of memory
-        process.wait()
-        found = engine.generate([[5, 6]], replace(GREEDY, constraint=Constraint("regex", "[0-9]{3}")))[0]
-        assert re.fullmatch("[0-9]{3}", found.text)
-        engine.grammars._guarded._seconds = 0.005  # type: ignore[union-attr]
-        with pytest.raises(DraftsmithError, match="takes more than 0.005 seconds to compile"):
-            engine.generate([[5, 6]], replace(GREEDY, constraint=Constraint("regex", "(.{0,9000}a)")))
-        assert process.poll() is not None
-        # It is remembered, and the process that has begun meanwhile has nothing to do with whoever asks again.
-        engine.grammars._guarded._seconds = 20.0  # type: ignore[union-attr]
-        with pytest.raises(DraftsmithError, match="takes more than 0.005 seconds to compile"):
-            engine.generate([[5, 6]], replace(GREEDY, constraint=Constraint("regex", "(.{0,9000}a)")))
-        found = engine.generate([[5, 6]], replace(GREEDY, constraint=Constraint("regex", "[0-9]{4}")))[0]
-        assert re.fullmatch("[0-9]{4}", found.text)
+        first = guarded._process
+        assert first is not None
+        descriptors = len(os.listdir(f"/proc/{first.pid}/fd")), len(os.listdir("/proc/self/fd"))
+        guarded._seconds = 0.3
+        for _ in range(2):  # the second time it is remembered
+            with pytest.raises(DraftsmithError, match="takes more than 0.3 seconds to compile"):
+                engine.generate([[5, 6]], replace(GREEDY, constraint=SLOW))
+        guarded._seconds = 20.0
+        check("[0-9]{3}")
+        # As if a child had run out of memory.
+        assert in_the_middle(guarded, lambda _, child: os.kill(child, signal.SIGKILL)) == NO_MEMORY
+        check("[0-9]{4}")
+        # The process has begun once, and nothing is left of its children.
+        assert guarded._process is first and first.poll() is None
+        assert children_of(first.pid) == []
+        assert descriptors == (len(os.listdir(f"/proc/{first.pid}/fd")), len(os.listdir("/proc/self/fd")))
+        # The process itself dies: with a form, and while it does nothing.
+        gone: list[int] = []
+
+        def end(process: int, child: int) -> None:
+            gone.extend([process, child])
+            os.kill(process, signal.SIGKILL)
+
+        assert in_the_middle(guarded, end) == NO_MEMORY
+        second = guarded._process
+        assert second is not None and second is not first
+        second.kill()
+        second.wait()
+        check("[0-9]{5}")
+        in_the_middle(guarded, lambda *both: (gone.extend(both), engine.grammars.close()))  # type: ignore[func-returns-value]
+        assert len(gone) == 4
+        until(lambda: not any(map(is_running, gone)))
+        assert guarded._process is None
     finally:
         engine.grammars.close()
 
 
-HARD = Constraint.of_schema({
-    "type": "object",
-    "properties": {f"k{number}": {"type": "string", "minLength": 1, "maxLength": 300} for number in range(200)},
-})
+SMALL = """
+import sys
+from multiprocessing.connection import Connection
+from draftsmith import grammar_process
+grammar_process.ROOM = 2**27
+try:
+    grammar_process.serve(Connection(int(sys.argv[1])))
+except EOFError:
+    sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded there alone")
+def test_a_form_with_too_little_memory_is_told_and_the_process_ends_with_its_server():
+    ours, theirs = Pipe()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SMALL, str(theirs.fileno())], pass_fds=(theirs.fileno(),),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    slow = ["json_schema", check_constraint(SLOW).text, 60.0]
+
+    def ask(pattern: str) -> dict[str, str]:
+        ours.send_bytes(json.dumps(["regex", pattern, 60.0]).encode())
+        answer: dict[str, str] = json.loads(ours.recv_bytes())
+        return answer
+
+    try:
+        tokens = TokenizerInfo([bytes([value]) for value in range(256)], vocab_size=256, stop_token_ids=[])
+        ours.send_bytes(tokens.serialize_json().encode())
+        assert ours.recv_bytes() == grammar_process.READY
+        assert ask("((([a-c]{1,998}){1,998}){1,998})") == {"failed": grammar_process.MEMORY}
+        assert ask("(a")["error"].endswith("The parenthesis is not closed.")
+        assert ask("[ab]{3}").keys() == {"grammar"}
+        ours.send_bytes(json.dumps(slow).encode())
+        child = child_of(process.pid)
+        ours.close()
+        assert process.wait(20) == 7 and not is_running(child)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_the_time_of_a_call_and_the_end_of_the_engine_hold_for_constraints_too():

@@ -106,3 +106,13 @@ def test_an_end_token_is_not_shown(target: Target):
     bias = {target.tokenizer.eos_token_id: 1000.0}
     completion = Engine(target).generate([PROMPT], SamplingParams(max_tokens=5, logit_bias=bias))[0]
     assert (completion.tokens, completion.text, completion.finish_reason) == ([256], "", "stop")
+
+
+def test_a_stop_string_that_only_the_last_token_completes_is_a_stop(target: Target):
+    """Half of a character is shown as a sign of its own, once no other half can come."""
+    half = target.tokenizer("é")["input_ids"][0]
+    only = SamplingParams(max_tokens=1, logit_bias={half: 1e4}, stop=("�",))
+    done = Engine(target).generate([PROMPT], only)[0]
+    assert (done.tokens, done.text, done.finish_reason) == ([half], "", "stop")
+    more = SamplingParams(max_tokens=1, logit_bias={half: 1e4}, stop=("x",))
+    assert Engine(target).generate([PROMPT], more)[0].finish_reason == "length"

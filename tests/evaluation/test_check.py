@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import draftsmith
 from draftsmith.cli import app
 from draftsmith.drafters.base import NoDrafter
 from draftsmith.drafters.heads.mlp import MLPSpeculator
@@ -26,7 +28,8 @@ from draftsmith.evaluation.measuring.measure import Measurement
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.types import Context, SamplingParams, TargetFacts
+from draftsmith.types import Context, DraftsmithError, SamplingParams, TargetFacts
+from draftsmith.workflows import given
 from draftsmith.workflows.bridge import EngineBridge
 from tests.helpers.tiny import TOKENIZER_SIZE, prompts, save_tiny_target, tiny_model, tiny_target, tiny_tokenizer
 
@@ -354,3 +357,21 @@ def test_the_drafter_is_named_as_in_all_commands_and_only_once(models: Path, tmp
     assert code == 2 and "give one of them" in output
     code, output = run("--target", models / "target", "--drafter", tmp_path / "absent")
     assert code == 2 and "absent does not exist" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [("ngram", "'ngram' is not trained"), ("ngram:max_length=4", "'ngram' is not"), ("mlp", "'mlp' is a family")],
+)
+def test_a_word_in_place_of_a_folder_is_no_folder_that_is_missing(word: str, part: str):
+    done = CliRunner().invoke(app, ["check", "--drafter", word])
+    sentence = " ".join(done.stderr.split())
+    assert done.exit_code == 2 and part in sentence and "give the folder of a trained drafter." in sentence
+    with pytest.raises(DraftsmithError, match=part):
+        draftsmith.check(word)
+
+
+def test_a_folder_called_as_a_family_is_a_folder(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(models / "drafter", tmp_path / "ngram")
+    given.require_trained(Path("ngram"))

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -29,15 +30,16 @@ from draftsmith.evaluation.measuring.losslessness import (
 )
 from draftsmith.evaluation.measuring.peers import transformers_peer
 from draftsmith.evaluation.measuring.speedup import measure_speedups
-from draftsmith.evaluation.prompts import Prompt, cut, distinct, embedded_prompts, load_prompts
+from draftsmith.evaluation.prompts import Prompt, cut, distinct, embedded_prompts, load_prompts, whole
 from draftsmith.evaluation.reporting.result_files import ensure_writable, markdown_table, write_json
 from draftsmith.files import JsonLines, replace_text, replacing
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.provenance import provenance, without_folders
 from draftsmith.targets import Target
+from draftsmith.targets.token_ids import Conversation
 from draftsmith.types import DraftsmithError, SamplingParams
 from tests.helpers.tiny import prompts as token_prompts
-from tests.helpers.tiny import save_tiny_target
+from tests.helpers.tiny import save_tiny_target, tiny_target, tiny_tokenizer
 
 NEW_TOKENS = 9
 
@@ -94,6 +96,29 @@ def test_short_texts_are_taken_whole_where_lengths_may_differ(target: Target):
     assert [len(piece) for piece in pieces] == [10, 4, 10, 10], "beginnings first, then windows, then over again"
     assert pieces[3] == pieces[0] and pieces[2] != pieces[1]
     assert distinct(pieces) == [pieces[0], pieces[1]], "the second window of x is as the first"
+
+
+def test_a_target_without_tokenizer_says_which_file_it_lacks():
+    with pytest.raises(DraftsmithError, match="tiny-llama has no tokenizer, .* put its tokenizer.json"):
+        cut(tiny_target(), [Prompt("a", "s", "abcd")], 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ("{% for x in messages %}", ["template of tiny-llama is broken", "correct it"]),
+        ("{{ nothing.at.all }}", ["template of tiny-llama is broken", "'nothing' is undefined", "correct it"]),
+        ("{{ raise_exception('no') }}", ["template of tiny-llama refuses a prompt (no)", "fix its messages"]),
+    ],
+)
+def test_a_broken_template_is_told_from_messages_that_it_refuses(template: str, parts: list[str]):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    target = copy(tiny_target())
+    target.tokenizer = tokenizer
+    with pytest.raises(DraftsmithError) as error:
+        whole(target, [Prompt("a", "s", "b", Conversation([{"role": "user", "content": "b"}]))])
+    assert all(part in str(error.value) for part in parts), str(error.value)
 
 
 def test_own_prompts_come_from_jsonl_or_text(tmp_path: Path):
@@ -368,7 +393,9 @@ def test_a_log_drops_what_a_kill_left_and_names_what_is_damaged(tmp_path: Path):
         log.append(value)
     with log.path.open("a") as handle:
         handle.write('{"a": 3')
-    assert log.read() == [1, {"a": [2]}] and log.path.read_text() == '1\n{"a": [2]}\n'
+    assert log.read() == [1, {"a": [2]}]
+    log.append(3)
+    assert log.read() == [1, {"a": [2]}, 3] and log.path.read_text() == '1\n{"a": [2]}\n3\n'
     log.rewrite([4])
     assert log.read() == [4]
     log.path.write_text("1\nx\n2\n")

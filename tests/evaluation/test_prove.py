@@ -219,3 +219,32 @@ def test_short_prompts_do_and_each_counts_once(models: Path):
 def test_what_cannot_be_proven_is_refused(models: Path, words: tuple[str, ...], sentence: str):
     code, output = run(models, *words)
     assert code == 2 and sentence in " ".join(output.split())
+
+
+@pytest.mark.parametrize(("context", "new_tokens"), [(16, 8), (8, 4)])
+def test_texts_are_as_long_as_a_short_context_allows(tmp_path: Path, context: int, new_tokens: int):
+    folder = short_of_context(tmp_path, context)
+    pair = ("--target", str(folder), "--drafter", "ngram", "--dtype", "fp32")
+    size = ("--prompts", "8", "--draws", "1000", "--rows", "1000", "--quick")
+    found = CliRunner().invoke(app, ["prove", *pair, *size, "--json", str(tmp_path / "proof.json")])
+    said = " ".join(found.output.split())
+    assert found.exit_code == 0, found.output
+    assert f"takes {context} tokens, so greedy texts have {new_tokens} new ones and not 48." in said
+    greedy = json.loads((tmp_path / "proof.json").read_text())["greedy"]
+    assert greedy["tokens"] == new_tokens * greedy["prompts"]
+
+
+def test_a_context_too_short_for_the_draws_says_what_to_set(tmp_path: Path):
+    words = ("--target", str(short_of_context(tmp_path, 8)), "--drafter", "ngram", "--joint-tokens", "5")
+    found = CliRunner().invoke(app, ["prove", *words])
+    said = " ".join(found.output.split())
+    assert found.exit_code == 2
+    assert "--joint-tokens is 5, but short takes 8 tokens, 4 of them for a prompt; lower it" in said
+
+
+def short_of_context(place: Path, context: int) -> Path:
+    """Save a target that reads so few tokens."""
+    folder = save_tiny_target(place / "short")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+    return folder

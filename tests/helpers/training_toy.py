@@ -105,6 +105,21 @@ def dies(task: Callable[[], object], at_call: int | None = None, after_s: float 
     return False
 
 
+def together(*tasks: Callable[[], object]) -> None:
+    """Run tasks in forked children at the same time; an exception in one fails the test."""
+    children = []
+    for task in tasks:
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                task()
+                os._exit(0)
+            finally:
+                traceback.print_exc()
+                os._exit(3)
+    assert {os.waitpid(child, 0)[1] for child in children} == {0}, "a child raised, see above"
+
+
 FILE_CALLS = frozenset(
     ("open", "write", "flush", "fsync", "close", "mkdir", "rename", "replace", "symlink", "unlink", "rmdir", "truncate")
 )

@@ -279,6 +279,31 @@ def test_routes_that_there_are_not_are_counted_together():
     assert "nowhere" not in text and 'http_requests_total{handler="other",method="GET",status="4xx"} 50.0' in text
 
 
+def test_plans_that_requests_bring_are_counted_together_from_some_number_on():
+    plans = [f"{first},{second}" for first in range(1, 12) for second in range(1, 9)]
+
+    async def main() -> None:
+        service = make_service()
+        async with running(service) as client:
+            for plan in plans:
+                body = {"prompt": "one", "temperature": 0, "max_tokens": 3, "speculation": {"plan": plan}}
+                assert (await client.post(COMPLETION, json=body)).status_code == 200
+            told = (await client.get("/metrics")).text
+        counted = [line for line in told.splitlines() if line.startswith("draftsmith_plan_steps_total{")]
+        assert len(plans) > 64 >= len(counted) - 1 and any('plan="other"' in line for line in counted)
+
+    asyncio.run(main())
+
+
+def test_a_path_with_a_slash_too_many_is_not_there_and_sends_nobody_elsewhere():
+    async def main() -> None:
+        async with running(make_service()) as client:
+            response = await client.post(f"{COMPLETION}/", json={"prompt": "x"}, headers={"host": "evil.example"})
+            assert response.status_code == 404 and "location" not in response.headers
+
+    asyncio.run(main())
+
+
 def test_health_and_readiness():
     service = make_service()
     assert get("/health").status_code == get("/ready").status_code == 200

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[str, Any, int]] = {
     "logit_bias, a word": (COMPLETION, {"prompt": "x", "logit_bias": {"abc": 1}}, 400),
     "logit_bias, a strange digit": (COMPLETION, {"prompt": "x", "logit_bias": {"\N{ARABIC-INDIC DIGIT ONE}": 1}}, 400),
     "logit_bias, 100,000": (COMPLETION, {"prompt": "x", "logit_bias": {str(i): 1 for i in range(10**5)}}, 400),
+    "logit_bias, 400 digits": (COMPLETION, '{"prompt": "x", "logit_bias": {"1": ' + "9" * 400 + "}}", 400),
     "logit_bias, NaN": (COMPLETION, '{"prompt": "x", "logit_bias": {"1": NaN}}', 400),
     "stop id, the width of the logits": (COMPLETION, {"prompt": "x", "stop_token_ids": [257]}, 400),
     "stop id, negative": (COMPLETION, {"prompt": "x", "stop_token_ids": [-1]}, 400),
@@ -117,6 +118,17 @@ CASES: dict[str, tuple[str, Any, int]] = {
     "a tool whose definitions are a list": (
         CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "x", "parameters": {"$defs": []}}}],
                "tool_choice": "required"}, 400,
+    ),
+    "80,000 tools": (
+        CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}] * 80_000,
+               "tool_choice": "required"}, 400,
+    ),
+    "400,000 earlier calls": (
+        CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": [{"a": {}}] * 400_000}]}, 400
+    ),
+    "130,000 empty messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 130_000}, 400),
+    "150,000 empty parts": (
+        CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 150_000}]}, 400
     ),
     "an earlier call of a megabyte": (
         CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": [

@@ -117,6 +117,9 @@ def test_tokens_can_be_asked_for_and_given_back():
     assert told["count"] == 3 and len(told["token_strs"]) == 3 and told["max_model_len"] == 128
     assert post("/detokenize", {"tokens": told["tokens"]}).json() == {"prompt": "né"}
     assert post("/tokenize", {"messages": ASKED}).json()["count"] == len(WRITTEN)
+    whole = post("/tokenize", {"messages": ASKED, "add_generation_prompt": False}).json()["count"]
+    assert whole == len(WRITTEN.removesuffix("a:")), "no answer is to follow"
+    assert post("/tokenize", {"messages": ASKED, "chat_template_kwargs": {"nobody": 1}}).status_code == 400
     assert post("/detokenize", {"tokens": [257]}).status_code == 400
     assert post("/tokenize", {}).status_code == 400
 

@@ -119,6 +119,20 @@ def test_log_probabilities_are_those_of_the_target():
         assert [value for piece in pieces for value in piece[name]] == told[name]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_places_in_the_text_where_characters_have_several_tokens(stream: bool):
+    prompt = "aé👩 z"
+    body = {"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 0, "stream": stream}
+    response = post(PATH, body)
+    if stream:
+        told = [event["choices"][0]["logprobs"] or {} for event in events_of(response)]
+        offsets = [at for one in told for at in one.get("text_offset", [])]
+    else:
+        offsets = response.json()["choices"][0]["logprobs"]["text_offset"]
+    # A token a byte.
+    assert offsets == [at for at, character in enumerate(prompt) for _ in character.encode()]
+
+
 @pytest.mark.parametrize("asked", [0, 1, 5])
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echoed_prompt_is_scored_as_harnesses_want_it(asked: int, stream: bool):
@@ -241,6 +255,14 @@ def test_who_guessed_which_token_is_explained(stream: bool, smooth: bool, echo: 
         assert len(tree["accepted"]) == step["accepted"]
         path = [-1, *tree["accepted"]]
         assert all(tree["parents"][node] == above for above, node in pairwise(path))
+
+
+def test_a_prediction_is_explained_too_and_harms_nobody():
+    own = plainly("zzz", max_tokens=24).text
+    told = ask(prompt="zzz", max_tokens=24, explain=True, prediction={"type": "content", "content": own})
+    assert told["choices"][0]["text"] == own
+    assert "prediction" in json.dumps(told), "who guessed is named"
+    assert ask(prompt="one")["choices"][0]["text"] == plainly("one").text
 
 
 def test_smoothed_text_comes_token_by_token():

@@ -11,7 +11,19 @@ import pytest
 
 from draftsmith.serving.tools import ListOfCalls, MarkedCalls, ToolCall
 from tests.serving.test_messages_tools import SAID, reciter
-from tests.serving.toy import NAME, PROMPTS, events_of, make_service, plainly, post, running, target, tokens_of
+from tests.serving.test_messages_tools import TEMPLATE as TEMPLATE_OF_CALLS
+from tests.serving.toy import (
+    NAME,
+    PROMPTS,
+    events_of,
+    make_service,
+    plainly,
+    post,
+    running,
+    target,
+    text_of,
+    tokens_of,
+)
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {
@@ -29,6 +41,13 @@ WEATHER = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+
 FORMS: dict[str, dict[str, Any]] = {
     "a schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
     "a schema, sampled": {
@@ -39,6 +58,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "a grammar": {"structured_outputs": {"grammar": 'root ::= "x" ("y" | "z") "!"'}},
     "a tool": {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False},
     "this tool": {"tools": [CLOCK, WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    "an allowed tool": {"tools": [CLOCK, WEATHER], **allowed("required", "weather"), "parallel_tool_calls": False},
     "a prediction": {"prediction": {"type": "content", "content": "something else"}},
 }
 
@@ -107,7 +127,7 @@ def test_every_form_is_kept_and_the_same_drafted_and_plain_alone_and_in_a_crowd(
             assert text in ("yes, of course", "not at all")
         if form == "a grammar":
             assert text in ("xy!", "xz!")
-        if form == "this tool":
+        if form in ("this tool", "an allowed tool"):
             (call,) = calls
             assert call["name"] == "weather" and json.loads(call["arguments"])["city"] in ("Rome", "Bonn")
         if "tool" in form and calls:
@@ -180,6 +200,75 @@ def test_what_nothing_can_be_held_to_is_refused_alone(name: str):
     assert response.status_code == 400 and words in response.json()["error"]["message"], response.text
 
 
+STRINGS = {"type": "function", "function": {"name": "say", "parameters": {"type": "string"}}}
+NO_SUCH = {"type": "object", "properties": {"a": {"type": "no such"}}}
+BLAMED: dict[str, tuple[dict[str, Any], str]] = {
+    "a schema": ({"response_format": {"type": "json_schema", "json_schema": {"schema": NO_SUCH}}}, "response_format"),
+    "a pattern": ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
+    "two at once": ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    "half a character": ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs"),
+    "a tool's schema": (
+        {"tools": [{"type": "function", "function": {"name": "x", "parameters": NO_SUCH}}], "tool_choice": "required"},
+        "tools",
+    ),
+    "a tool that takes a string": ({"tools": [STRINGS], "tool_choice": "required"}, "tools"),
+    "a tool that takes a string, asked for by nobody": ({"tools": [STRINGS]}, "tools"),
+    "no such tool among those allowed": ({"tools": [CLOCK], **allowed("auto", "clock", "x")}, "tool_choice"),
+    "no tool allowed": ({"tools": [CLOCK], **allowed("required")}, "tool_choice"),
+    "allowed in no known mode": ({"tools": [CLOCK], **allowed("none", "clock")}, "tool_choice"),
+    "allowed, but not which": ({"tools": [CLOCK], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+}
+
+
+def test_a_refusal_says_which_field_asked_for_it():
+    async def main() -> dict[str, httpx.Response]:
+        async with running(make_service(of=target(TEMPLATE_OF_CALLS))) as client:
+            asked = {"model": NAME, "messages": [{"role": "user", "content": "hm"}], "max_tokens": 8}
+            bodies = {name: json.dumps({**asked, **fields}) for name, (fields, _) in BLAMED.items()}
+            sent = {"content-type": "application/json"}
+            return {name: await client.post(CHAT, content=body, headers=sent) for name, body in bodies.items()}
+
+    told = asyncio.run(main())
+    assert {name: response.status_code for name, response in told.items()} == dict.fromkeys(BLAMED, 400)
+    found = {name: response.json()["error"]["param"] for name, response in told.items()}
+    assert found == {name: field for name, (_, field) in BLAMED.items()}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_tools_that_are_allowed_are_called(stream: bool):
+    # The template is shown "[weather][watch]", which is as long as what the reciter waits for.
+    watch = {"type": "function", "function": {"name": "watch"}}
+    fields = {"tools": [WEATHER, CLOCK, watch], "logit_bias": {}, "max_tokens": 150, "stream": stream}
+
+    async def main() -> dict[str, Any]:
+        async with running(reciter(SAID, drafts=True)) as client:
+            return await ask(client, "hi", {**fields, **allowed("auto", "watch", "weather")})
+
+    found = asyncio.run(main())
+    assert [call["name"] for call in found["calls"]] == ["weather"] and found["reason"] == "tool_calls"
+    assert '<tool_call>{"name": "clock"}</tool_call>' in found["content"]
+
+
+CALLED: dict[str, dict[str, Any]] = {
+    "required": {"tool_choice": "required"},
+    "by name": {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+}
+
+
+@pytest.mark.parametrize("choice", CALLED)
+def test_a_forced_call_that_is_cut_off_is_left_out(choice: str):
+    body = {
+        "model": NAME, "messages": [{"role": "user", "content": "hm"}], "max_tokens": 12, "temperature": 0,
+        "tools": [WEATHER], **CALLED[choice],
+    }
+    (found,) = post(CHAT, body).json()["choices"]
+    assert found["message"] == {"role": "assistant", "content": None, "refusal": None}
+    assert found["finish_reason"] == "length"
+    events = events_of(post(CHAT, {**body, "stream": True}))
+    assert text_of(events) == "" and not any("tool_calls" in event["choices"][0]["delta"] for event in events)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
 def test_tools_and_earlier_calls_reach_the_template():
     template = (
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}<tool_call>"
@@ -227,8 +316,9 @@ def test_each_call_of_a_list_is_told_when_it_is_whole(size: int):
             ("a", '{"x": "}]"}'), ("b", "{}"),
         ]
         assert reader.end() == []
-    reader = ListOfCalls()
-    assert reader.feed(whole[:20]) == [] and reader.end() == [whole[:20]]
+    for cut in (1, 20, len(whole) // 3):
+        reader = ListOfCalls()
+        assert reader.feed(whole[:cut]) == [] and reader.end() == []
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])

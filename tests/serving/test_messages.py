@@ -93,6 +93,12 @@ def test_errors_have_anthropics_form(change: dict[str, Any], status: int, kind: 
     assert told["request_id"] == response.headers["request-id"]
 
 
+def test_more_turns_than_there_can_be_tokens_are_refused_before_they_are_read():
+    many = {**BODY, "messages": [{"role": "user", "content": ""}] * 130_000}
+    response = post(PATH, many)
+    assert response.status_code == 400 and "maximum context length" in response.json()["error"]["message"]
+
+
 def test_a_key_may_come_as_anthropic_sends_it():
     for headers, status in (({"x-api-key": "k"}, 200), ({"x-api-key": "wrong"}, 401), ({}, 401)):
         response = post(PATH, BODY, make_service(keys=("k",)), headers=headers)

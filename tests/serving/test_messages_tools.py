@@ -142,6 +142,13 @@ def test_a_call_that_is_cut_off_is_text(stream: bool):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_off_is_left_out(stream: bool):
+    body = {**BODY, "tool_choice": {"type": "any"}, "max_tokens": 12, "stream": stream}
+    found = answer_of(reciter(LISTED, True), body)
+    assert found == {"content": [{"type": "text", "text": ""}], "reason": "max_tokens", "tokens": 12}
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_is_cut_off_behind_a_call_says_so(stream: bool):
     most = SAID.index("</tool_call>") + len("</tool_call>") + 4
     found = answer_of(reciter(SAID, True), {**BODY, "max_tokens": most, "stream": stream})
@@ -201,7 +208,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "the tool 'x' has a $defs that is no object",
     ),
     "a schema that says nothing": (
-        {"tools": [{"name": "x", "input_schema": {"type": "no such"}}], "tool_choice": {"type": "any"}}, "schema",
+        {"tools": [{"name": "x", "input_schema": {"properties": {"a": {"type": "no such"}}}}],
+         "tool_choice": {"type": "any"}}, "the JSON schema cannot be compiled",
+    ),
+    "arguments that are no object": (
+        {"tools": [{"name": "x", "input_schema": {"type": "string"}}]}, "'x' has parameters that are no object",
     ),
 }
 

@@ -218,10 +218,13 @@ def test_what_a_kill_left_undone_behind_the_last_save_is_done_by_who_goes_on(tmp
     for name in (LATEST, BEST):
         checkpoints.link(name, last - 2)
     shutil.copytree(checkpoints.at(last), checkpoints.at(1))
-    shutil.copytree(checkpoints.at(last), checkpoints.folder / ".step-dropped")
+    for step in (1, last):
+        shutil.copytree(checkpoints.at(last), checkpoints.folder / f".step-{step:08d}.0a1b2c3d.tmp")
+    (checkpoints.folder / f".step-{last:08d}.lock").touch()
     shutil.rmtree(run / "drafter")
     for name in [path.name for path in run.iterdir() if path.is_file()]:
         (run / f".{name}.ab12{Path(name).suffix}").touch()  # what a kill leaves of a file that is written aside
+    (run / ".lock").touch()
     toy.run(run, data, resume=True)
     assert toy.outcome(run) == toy.outcome(tmp_path / "calm")
     assert checkpoints.linked(LATEST) == last and checkpoints.linked(BEST) == best

@@ -57,11 +57,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "model", data
 
 
-def command(start: tuple[Path, Path] | None, out: Path, *more: str) -> list[str]:
+def command(start: tuple[Path, Path] | None, out: Path, *more: str, unlike: float = 0.0) -> list[str]:
     """The command that begins a run, or without `start` goes on with it."""
     begin = [] if start is None else [
         "--init", str(start[0]), "--data", str(start[1]), "--no-compile", "--save-minutes", "0",
         "--evaluate-every", "3", "--log-every", "1", "--length", str(LENGTH), "--batch", str(BATCH), "--part", "2",
+        "--unlike", str(unlike),
     ]
     return ["--out", str(out), *begin, *more]
 
@@ -77,8 +78,9 @@ def assert_same(first: Path, second: Path) -> None:
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     logs = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (first, second)]
-    assert [(each["step"], each.get("loss"), each.get("held_out")) for each in logs[0]] == [
-        (each["step"], each.get("loss"), each.get("held_out")) for each in logs[1]
+    names = ("step", "loss", "held_out", "looping")
+    assert [[each.get(name) for name in names] for each in logs[0]] == [
+        [each.get(name) for name in names] for each in logs[1]
     ]
 
 
@@ -105,6 +107,51 @@ def test_a_killed_run_goes_on_to_the_same_bits(recipe: ModuleType, start: tuple[
         recipe.main(command(None, whole, "--steps", str(last)))
     recipe.main(command(None, killed, "--steps", str(last)))
     assert_same(whole, killed)
+
+
+def test_with_the_loss_against_loops_it_also_goes_on_to_the_same_bits(
+    recipe: ModuleType, start: tuple[Path, Path], tmp_path: Path
+):
+    whole, cut, plain = tmp_path / "whole", tmp_path / "cut", tmp_path / "plain"
+    recipe.main(command(start, whole, "--steps", "3", unlike=0.5))
+    for last in ("1", "3"):
+        recipe.main(command(start if last == "1" else None, cut, "--steps", last, unlike=0.5))
+    assert_same(whole, cut)
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert all(record["looping"] > 0.5 for record in records if "loss" in record), "random weights repeat themselves"
+    recipe.main(command(start, plain, "--steps", "3"))
+    assert any(not torch.equal(weights(plain)[name], tensor) for name, tensor in weights(whole).items())
+
+
+def test_what_goes_on_in_a_loop_is_marked(recipe: ModuleType):
+    from demo_loops import going_on
+
+    once = list(range(30))
+    of_three = [*range(50, 60), *[1, 2, 3] * 5]
+    of_ten = [*range(50, 55), *list(range(10)) * 2, 0, 1, 99, *range(60, 62)]
+    tokens = torch.tensor([once, [*of_three, *range(70, 75)], of_ten])
+    marked = [[at for at, one in enumerate(row) if one] for row in going_on(tokens).tolist()]
+    assert marked[0] == []
+    assert marked[1] == list(range(10 + 3 + 8, 25)), "behind eight tokens that repeat those of a period before"
+    assert marked[2] == [25, 26], "behind a second time of ten tokens"
+
+
+def test_the_loss_against_loops_makes_marked_tokens_less_likely_and_leaves_others(recipe: ModuleType):
+    from demo_loops import unlikelihood
+
+    torch.manual_seed(0)
+    logits = torch.randn(2, 4, 6, requires_grad=True)
+    labels, marked = torch.randint(0, 6, (2, 4)), torch.tensor([[0, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
+    loss = unlikelihood(logits, labels, marked)
+    p = logits.softmax(-1).gather(2, labels.unsqueeze(2)).squeeze(2)
+    assert torch.allclose(loss, -torch.log(1 - p)[marked].mean(), atol=1e-5)
+    loss.backward()
+    assert logits.grad is not None
+    given = logits.grad.gather(2, labels.unsqueeze(2)).squeeze(2)
+    assert bool((given[marked] > 0).all()) and bool((logits.grad[~marked] == 0).all())
+    sure = torch.zeros(1, 1, 6).index_fill(2, torch.tensor([3]), 90.0).requires_grad_()
+    unlikelihood(sure, torch.tensor([[3]]), torch.tensor([[True]])).backward()
+    assert sure.grad is not None and sure.grad[0, 0, 3].item() == pytest.approx(1), "where p is 1 it still pulls"
 
 
 def test_it_cools_down_beside_the_flat_run_which_goes_on(recipe: ModuleType, start: tuple[Path, Path], tmp_path: Path):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import pytest
@@ -47,6 +47,19 @@ def test_a_healthy_pair_is_lossless_behind_the_server():
     assert all(cell.accepted_per_step > 0.02 and cell.draws >= 50 for cell in cells)
     ends = [(done, total) for _, done, total in told if done == total]
     assert len(ends) == 3, "every part is told to its end"
+
+
+def test_draws_behind_the_server_end_with_a_short_context():
+    target = copy(tiny_target())
+    target.max_length = 16
+    toy = small_target()
+    proof = prove_served(
+        target, TableDrafter(target), PLAN, prompts(6, shortest=3, longest=8, seed=4),
+        SmallPair(toy, TableDrafter(toy), STAND_IN),
+        Workload(new_tokens=8, draws=1_000, small_draws=1_000, joint_tokens=2),
+        sampling_prompts=prompts(2, shortest=8, longest=8), batches=(4,),
+    )
+    assert proof.verdict == "lossless", proof.sentence()
 
 
 def test_a_text_that_fails_is_told_in_words_that_are_true_without_a_server():

@@ -68,10 +68,12 @@ def check(
     check_outputs(json_path)
     if folder is not None and drafter is not None:
         raise DraftsmithError(f"there is {folder} and --drafter {drafter}; give one of them.")
-    from draftsmith.workflows.given import check_folder, check_models, check_prompts
+    from draftsmith.workflows.given import check_models, check_prompts, require_trained
 
     check_models(target, dtypes=(dtype, serving_dtype), device=device)
-    check_folder(drafter or folder)
+    given = drafter or folder
+    if given is not None:
+        require_trained(given)
     check_prompts(data, task)
     with importing():
         from draftsmith.evaluation.reporting.result_files import write_json
@@ -84,7 +86,7 @@ def check(
 
     set_threads(threads, notes)
     result = run(
-        drafter or folder, target, dtype=dtype, serving_dtype=serving_dtype, device=device,
+        given, target, dtype=dtype, serving_dtype=serving_dtype, device=device,
         trust_remote_code=trust_remote_code, prompts=data, task=task, prompt_count=prompts, new_tokens=new_tokens,
         console=notes, on_progress=say,
     )

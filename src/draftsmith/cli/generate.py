@@ -247,8 +247,13 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     elif prompt_file is not None:
         try:
             text = prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DraftsmithError(f"the prompt file {prompt_file} cannot be read as text; check the path.") from error
+        except IsADirectoryError as error:
+            raise DraftsmithError(f"the prompt file {prompt_file} is a folder; give a file in it.") from error
+        except OSError as error:
+            why = error.strerror or error
+            raise DraftsmithError(f"the prompt file {prompt_file} cannot be read ({why}); check the path.") from error
+        except UnicodeDecodeError as error:
+            raise _not_utf8(f"the prompt file {prompt_file}", error) from error
     else:
         text = read_standard_input()
     if not text:
@@ -262,11 +267,15 @@ def read_standard_input() -> str:
     try:
         text = given.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DraftsmithError(
-            f"standard input is not UTF-8 (byte {error.start + 1} is 0x{given[error.start]:02x}); convert it, "
-            "with iconv for example."
-        ) from error
+        raise _not_utf8("standard input", error) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _not_utf8(what: str, error: UnicodeDecodeError) -> DraftsmithError:
+    return DraftsmithError(
+        f"{what} is not UTF-8 (byte {error.start + 1} is 0x{error.object[error.start]:02x}); convert it, "
+        "with iconv for example."
+    )
 
 
 def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -276,8 +285,8 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def check_chat(target: "Target") -> None:
-    """Raise a DraftsmithError where the target has no chat template."""
-    if target.tokenizer is None or target.tokenizer.chat_template is None:
+    """Raise a DraftsmithError where the target has a tokenizer without a chat template."""
+    if target.tokenizer is not None and target.tokenizer.chat_template is None:
         raise DraftsmithError(
             f"--chat needs a chat template, and {target.name!r} has none; leave out --chat, or give a --target that "
             "was trained to chat."

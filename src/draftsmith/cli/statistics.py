@@ -67,7 +67,8 @@ def show_statistics(
     if total.decode_s and decoded > 0:
         speed = decoded / total.decode_s
         rows.append(("the same without prompts", f"{speed:.1f}"))
-        rows.append(("plain decoding now, without prompts", f"{plain:.1f} (so this is {speed / plain:.2f}×)"))
+        if total.drafted:  # else this was plain decoding itself
+            rows.append(("plain decoding now, without prompts", f"{plain:.1f} (so this is {speed / plain:.2f}×)"))
     for row in rows:
         table.add_row(*row)
     console.print(table)

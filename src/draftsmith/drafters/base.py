@@ -101,12 +101,16 @@ class Drafter(ABC):
         return
 
     def follow(self, context: Context) -> None:
-        """Take note of a piece of a prompt, or of what was committed before a step for which another drafts or nobody.
+        """Take note of what was committed before a step for which another drafts or nobody, or of pieces of prompts.
 
         Drafters with a memory of their own read it as they do for a draft.
         """
         if self.reads_prompt:
             self.propose(context, Plan((1,)))
+
+    def follow_prompts(self, context: Context) -> None:
+        """Do as `follow` with pieces of prompts, for whoever has to know where prompts end."""
+        self.follow(context)
 
     def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
         """See the target's likeliest token after the root (entry 0) and after every node n (entry n + 1) of a draft.

@@ -277,7 +277,7 @@ class EngineCore:
                 one.made = Made(drafter, rows.choice.plan, drafted, accepted, why=request.why)
                 if request.shows_drafts and one.made.drafted:
                     one.made.tree = result.tree(b, one.made.accepted)
-                    names = self.drafters[drafter].part_names
+                    names = self.stepper.drafters[drafter].part_names
                     one.made.part = names[parts[b]] if parts and parts[b] < len(names) else None
                 progress.append(one)
         seconds["rest"] += time.perf_counter() - begun
@@ -298,9 +298,11 @@ class EngineCore:
         """Hand a line of a step's table to its request; `depth` is None for the first token, which no step made."""
         count, drafted = line[0], line[1]
         if drafted == NOT_FINITE:
+            wide = self.target.dtype in (torch.float32, torch.float64)
+            fault = "so fetch them again" if wide else "or its dtype is too narrow, so try fp32"
             request.fail(
                 f"{self.target.name} gave no finite logits after {request.length} tokens of row {request.index}; "
-                "its weights are damaged or its dtype is too narrow, so try fp32."
+                f"its weights are damaged{',' if wide else ''} {fault}."
             )
             self._let_go(request)
             return Progress(request, [], True)

@@ -81,6 +81,9 @@ class Guarded(Drafter):
     def follow(self, context: Context) -> None:
         self._try(lambda: self.inner.follow(context))
 
+    def follow_prompts(self, context: Context) -> None:
+        self._try(lambda: self.inner.follow_prompts(context))
+
     def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
         self._try(lambda: self.inner.observe(context, draft, choice_BM))
 

@@ -112,18 +112,19 @@ def whole(target: "Target", prompts: Sequence[Prompt]) -> list[list[int]]:
         try:
             found.append(prompt_ids(tokenizer, prompt.conversation))
         except Exception as error:  # a template is a program of somebody else's
-            from draftsmith.targets.loading.tokens import first_line
+            from draftsmith.targets.loading.template import template_fault
 
-            raise DraftsmithError(
-                f"the chat template of {target.name} refuses a prompt ({first_line(error)}); fix its messages."
-            ) from error
+            raise template_fault(error, target.name, "a prompt") from error
     return found
 
 
 def tokenizer_of(target: "Target") -> "PreTrainedTokenizerBase":
     """Return the target's tokenizer; DraftsmithError where it has none."""
     if target.tokenizer is None:
-        raise DraftsmithError(f"{target.name} has no tokenizer, so text cannot be turned into tokens; give one.")
+        raise DraftsmithError(
+            f"{target.name} has no tokenizer, which makes tokens of texts; put its tokenizer.json into its folder, or "
+            "give another target."
+        )
     return target.tokenizer
 
 

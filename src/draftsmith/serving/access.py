@@ -22,6 +22,8 @@ log = logging.getLogger("draftsmith.serving")
 
 OPEN = frozenset({"/health", "/ready"})
 """Routes that need no key: those that say how the server does. Pages need none either."""
+MODEL, MODEL_PATHS = "/v1/models/{model}", "/v1/models/"
+"""Requests for one model count together, whatever it is called."""
 REQUEST_IDS = (b"x-request-id", b"request-id")
 """The id of a request as OpenAI's and as Anthropic's clients read it."""
 _ID = re.compile(r"[\w.:@/+=-]{1,128}")
@@ -77,7 +79,8 @@ class Access:
             problem = broken()
         if problem is not None and not status:
             await error_answer(problem, scope)(scope, receive, noted)
-        self._http.note(path if path in self._routes else "other", scope["method"], status or CLOSED, began)
+        route = MODEL if path.startswith(MODEL_PATHS) else path if path in self._routes else "other"
+        self._http.note(route, scope["method"], status or CLOSED, began)
         write_line(scope, status or CLOSED, began)
 
     def _check_key(self, scope: Scope) -> str:

@@ -21,7 +21,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
 from draftsmith.serving.access import Access
 from draftsmith.serving.answers import error_answer, json_answer
-from draftsmith.serving.body import Fields, Several, read_fields
+from draftsmith.serving.body import Fields, Flag, Several, read_fields
 from draftsmith.serving.chat import chat
 from draftsmith.serving.completions import completions
 from draftsmith.serving.description import description
@@ -29,8 +29,9 @@ from draftsmith.serving.errors import ApiError, broken
 from draftsmith.serving.messages import count_tokens, messages
 from draftsmith.serving.messages_fields import CountFields, MessageFields
 from draftsmith.serving.metrics import HttpMetrics, registry_of
-from draftsmith.serving.openai_fields import ChatFields, CompletionFields, Message
+from draftsmith.serving.openai_fields import ChatFields, CompletionFields, Message, Tool
 from draftsmith.serving.page import FOLDER, Page, page_paths
+from draftsmith.serving.sampling import check_tools
 from draftsmith.serving.service import Service
 from draftsmith.serving.settings import Settings
 
@@ -45,6 +46,10 @@ class TokenizeFields(Fields):
     prompt: str | None = None
     messages: Several[Message] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: Flag = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Several[Tool] | None = None
     return_token_strs: bool | None = None
 
 
@@ -63,7 +68,12 @@ async def tokenize(request: Request, service: Service, key: str) -> Response:
         raise ApiError(400, "give either prompt or messages.", param="prompt")
     async with service.within(service.deadline(request.scope["state"]["began"])):
         if fields.messages is not None:
-            tokens = await service.prompts.of_chat(fields.messages)
+            check_tools(fields.tools, service.settings)
+            tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
+            tokens = await service.prompts.of_chat(
+                fields.messages, fields.chat_template_kwargs, tools, fields.continue_final_message,
+                fields.add_generation_prompt is False and not fields.continue_final_message,
+            )
         else:
             tokens = await service.prompts.of_text(fields.prompt or "", fields.add_special_tokens is not False)
     told: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_length, "tokens": tokens}
@@ -153,7 +163,10 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
         async with service.engine:
             yield
 
-    app = FastAPI(title="Draftsmith", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Draftsmith", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        redirect_slashes=False,  # it would send clients wherever their Host header says
+    )
     app.state.started = int(time.time())
     heads: list[Route] = []
 

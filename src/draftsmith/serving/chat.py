@@ -13,7 +13,14 @@ from draftsmith.serving.health import task_of
 from draftsmith.serving.logprobs import chat_logprobs
 from draftsmith.serving.openai_answers import Answer, Frame, Whole, finish_reason
 from draftsmith.serving.openai_fields import ChatFields
-from draftsmith.serving.sampling import check_copies, check_general, check_logprobs, given_whole, sampling_params
+from draftsmith.serving.sampling import (
+    check_copies,
+    check_general,
+    check_logprobs,
+    check_tools,
+    given_whole,
+    sampling_params,
+)
 from draftsmith.serving.service import Call, Service
 from draftsmith.serving.speculation import drafting_of
 from draftsmith.serving.tools import ToolCall
@@ -34,6 +41,7 @@ async def chat(request: Request, service: Service, key: str) -> Response:
     service.check_accepts()
     service.check_model(fields.model)
     check_general(fields, settings)
+    check_tools(fields.tools, settings)
     form = form_of(fields, service.prompts.template)
     for name in REFUSED:
         if getattr(fields, name) is not None:
@@ -79,10 +87,12 @@ class _Answer(Answer):
         self.called = [0] * self.call.texts
 
     def choice(self, at: int, text: Whole) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
         said, calls = self._read(at, text.text, ends=True)
+        # An empty text is one; calls, and what was cut off before it became one, are not.
+        content = said if said or not text.text else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
-            message |= {"content": said or None, "tool_calls": [call.told() for call in calls]}
+            message["tool_calls"] = [call.told() for call in calls]
         return {
             "index": at, "message": message,
             "logprobs": chat_logprobs(self.service.texts, text.logprobs) if self.scored else None,

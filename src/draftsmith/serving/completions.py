@@ -36,7 +36,7 @@ async def completions(request: Request, service: Service, key: str) -> Response:
     check_general(fields, settings)
     form = form_of(fields)
     if fields.suffix:
-        raise bad("suffix is not served; leave it out.")
+        raise bad("suffix is not served; leave it out.", "suffix")
     copies = given_whole(fields.n, 1)
     if fields.best_of is not None and fields.best_of != copies:
         raise bad(f"best_of is {fields.best_of}, which is served only where it equals n.", "best_of")
@@ -76,7 +76,10 @@ class _Answer(Answer):
         super().__init__(frame, fields)
         self.asked, self.texts = asked, texts
         self.echo, self.scored = bool(fields.echo), fields.logprobs is not None
-        self.collectors = [CompletionLogprobs(frame.service.texts) for _ in range(frame.call.texts)]
+        self.collectors = [
+            CompletionLogprobs(frame.service.texts, () if self.echo else frame.call.prompts[at // frame.call.params.n])
+            for at in range(frame.call.texts if self.scored else 0)
+        ]
 
     def count(self, tokens: Sequence[int]) -> int:
         return len(tokens) if self.asked else 0

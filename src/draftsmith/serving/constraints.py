@@ -4,12 +4,13 @@ Everything else of the server hands a request over here and passes on what it ge
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.serving.errors import bad
 from draftsmith.serving.openai_fields import ChatFields, Generation, Prediction, ResponseFormat, StructuredOutputs
-from draftsmith.serving.tools import CallReader, calls_schema, named_tool, reader_of
+from draftsmith.serving.tool_schemas import arguments_schema, calls_schema
+from draftsmith.serving.tools import CallReader, choice_of, reader_of
 from draftsmith.types import Constraint, DraftsmithError
 
 
@@ -18,7 +19,7 @@ class Form:
     """What an answer has to be, and what it is expected to be.
 
     Args:
-        constraint: on its text.
+        constraint: on its text; its `origin` is the field that asked for it.
         prediction: a text that it is likely to repeat.
         calls: makes what reads calls of tools from it; None where it is text and no more.
         tools: what the chat template is given of them.
@@ -50,18 +51,20 @@ def form_of(fields: Generation, template: str = "") -> Form:
         if isinstance(fields, ChatFields) and fields.tool_choice not in (None, "none", "auto"):
             raise bad("tool_choice asks for a tool, but there are no tools; give some.", "tool_choice")
         return Form(constraint, prediction)
-    told = tuple(tool.model_dump(exclude_none=True) for tool in fields.tools)
     if fields.tool_choice == "none":
         return Form(constraint, prediction)
     if constraint is not None:
         raise bad('an answer cannot be both a form and calls of tools; leave one out, or set tool_choice to "none".')
-    chosen = fields.tools if isinstance(fields.tool_choice, str | None) else [named_tool(fields)]
-    # Whoever names a tool wants it called, and not again and again.
-    most = 1 if isinstance(fields.tool_choice, dict) or fields.parallel_tool_calls is False else None
-    reader = reader_of(template, fields.tool_choice not in (None, "auto"), most)
-    if fields.tool_choice in (None, "auto"):
+    choice = choice_of(fields)
+    for tool in fields.tools:
+        arguments_schema(tool)
+    reader = reader_of(template, choice)
+    shown = choice.tools if choice.is_narrow else fields.tools
+    told = tuple(tool.model_dump(exclude_none=True) for tool in shown)
+    if not choice.must:
         return Form(None, prediction, reader, told)
-    return Form(_made(lambda: Constraint.of_schema(calls_schema(chosen, most)), "tools"), prediction, reader, told)
+    schema = calls_schema(choice.tools, choice.most)
+    return Form(_made(lambda: Constraint.of_schema(schema), "tools"), prediction, reader, told)
 
 
 def _format(asked: ResponseFormat | None) -> Constraint | None:
@@ -79,7 +82,9 @@ def _structured(asked: StructuredOutputs | None) -> Constraint | None:
     if asked is None:
         return None
     if sum(value is not None for _, value in asked) != 1:
-        raise bad("structured_outputs takes one of json, regex, choice and grammar; give exactly one.")
+        raise bad(
+            "structured_outputs takes one of json, regex, choice and grammar; give exactly one.", "structured_outputs"
+        )
 
     def made() -> Constraint:
         if asked.choice is not None:
@@ -96,7 +101,7 @@ def _structured(asked: StructuredOutputs | None) -> Constraint | None:
 
 def _made(make: Callable[[], Constraint], field: str) -> Constraint:
     try:
-        return make()
+        return replace(make(), origin=field)
     except DraftsmithError as error:
         raise bad(str(error), field) from error
 

@@ -1,8 +1,10 @@
 """What goes wrong with a request, as its client is told: OpenAI's form and Anthropic's."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
+_DIGITS = re.compile(r"([0-9]{20})[0-9]{20,}")
 WAIT_S = 1
 """What a client is told to wait for when there is no room."""
 
@@ -57,8 +59,8 @@ ANTHROPIC_TYPES = {
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return what a mistake of the client's is answered with."""
-    return ApiError(400, message, param=param, code=code)
+    """Return what a mistake of the client's is answered with; a number of hundreds of digits is not told in full."""
+    return ApiError(400, _DIGITS.sub(r"\1…", message), param=param, code=code)
 
 
 def full(what: str) -> ApiError:

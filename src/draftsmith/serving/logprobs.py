@@ -15,10 +15,11 @@ class CompletionLogprobs:
 
     Args:
         texts: what tokens are called.
+        prompt: what stands before the text; none where the prompt is shown as its beginning.
     """
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
+    def __init__(self, texts: TokenTexts, prompt: Sequence[int] = ()) -> None:
+        self._texts, self._pieces = texts, texts.pieces(prompt)
         self._offset = 0
 
     def take(self, entries: Sequence[TokenLogprob], first: int | None = None) -> dict[str, Any]:
@@ -43,7 +44,8 @@ class CompletionLogprobs:
 
     def _enter(self, token: int, offsets: list[int]) -> str:
         offsets.append(self._offset)
-        self._offset += len(self._texts.shown(token))
+        # Tokens that are parts of one character begin where it does.
+        self._offset += len(self._pieces.read([token])[0])
         return self._texts.text(token)
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:

@@ -19,7 +19,7 @@ from draftsmith.serving.health import task_of
 from draftsmith.serving.messages_fields import CountFields, MessageFields, as_chat
 from draftsmith.serving.openai_answers import Whole
 from draftsmith.serving.openai_fields import Generation
-from draftsmith.serving.sampling import check_general, sampling_params
+from draftsmith.serving.sampling import check_general, check_tools, sampling_params
 from draftsmith.serving.service import Call, Service
 from draftsmith.serving.speculation import drafting_of
 from draftsmith.serving.tools import CallReader, Part, ToolCall
@@ -68,6 +68,8 @@ async def messages(request: Request, service: Service, key: str) -> Response:
 
 async def _read(fields: CountFields, service: Service, deadline: float) -> tuple[Form, list[int]]:
     """Return what the answer has to be, and the tokens of the conversation."""
+    check_tools(fields.tools, service.settings)
+    service.prompts.check_count(fields.messages)
     chat = as_chat(fields)
     form = form_of(chat, service.prompts.template)
     async with service.within(deadline):

@@ -28,6 +28,8 @@ COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 """Upper ends of what is counted together; those of vLLM, whose dashboards ask for them, and finer ones."""
 
 
+MOST_PLANS, OTHER_PLANS = 64, ("other", "other")
+"""Drafters with plans that are counted by themselves, and what all further ones are counted as."""
 UNTOLD = "untold"
 """Steps of a policy that does not say why."""
 
@@ -127,7 +129,9 @@ class Meter:
             words = self._words[id(made.plan)] = (made.plan, plan_in_words(made.plan))
             if len(self._words) > 256:
                 self._words.clear()
-        self.plans[made.drafter, words[1]] += 1
+        # Requests may bring plans of their own, as many as their clients like.
+        plan = (made.drafter, words[1])
+        self.plans[plan if plan in self.plans or len(self.plans) < MOST_PLANS else OTHER_PLANS] += 1
         self.reasons[UNTOLD if made.why is None else made.why.label] += 1
         if made.drafted:
             meter = self.drafters.get(made.drafter)

@@ -80,6 +80,26 @@ class Tool(Fields):
     function: Function
 
 
+class NamedFunction(Fields):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """A tool of the request, by its name."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Fields):
+    """The tools that may be called, and whether one of them has to be."""
+
+    mode: Literal["auto", "required"]
+    tools: Several[NamedTool]
+
+
 class Generation(Fields):
     """What completions and chats have in common."""
 
@@ -147,6 +167,7 @@ class ChatFields(Generation):
     top_logprobs: int | None = None
     tools: Several[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    """A word, one tool by its name, or `AllowedTools`; checked where it is used."""
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: Flag = False

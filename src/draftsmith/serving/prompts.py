@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftsmith.engine.requests.prompts import check_text, tokens_of
-from draftsmith.serving.errors import bad, full
+from draftsmith.serving.errors import ApiError, bad, full
 from draftsmith.serving.openai_fields import Message, TextPart
 from draftsmith.serving.settings import Settings
 from draftsmith.serving.time_limit import templates_within
@@ -21,6 +21,16 @@ from draftsmith.targets.token_ids import Conversation, body_ids
 from draftsmith.types import DraftsmithError
 
 T = TypeVar("T")
+
+
+class Spoken(Protocol):
+    """One message of a conversation, in whatever form."""
+
+    @property
+    def content(self) -> str | Sequence[Any] | None:
+        """Its text, or parts."""
+
+
 OURS = frozenset({
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
     "strftime_now",
@@ -61,12 +71,13 @@ class Prompts:
 
     async def of_chat(
         self, messages: Sequence[Message], extra: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (), goes_on: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (), goes_on: bool = False, whole: bool = False,
     ) -> list[int]:
         """Return the tokens of a conversation, written by the target's own template, which may show it tools.
 
         Args:
             goes_on: whether the answer continues the last message.
+            whole: whether no answer is to follow.
         """
         tokenizer = self.target.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
@@ -75,15 +86,18 @@ class Prompts:
             )
         if not messages:
             raise bad("messages is empty; give at least one.", "messages")
+        self.check_count(messages, sum(len(one.tool_calls or ()) for one in messages))
         plain = [as_plain(message, number) for number, message in enumerate(messages)]
+        for number, message in enumerate(plain):
+            self._check_text(message["content"], number, "messages")
         shown = [tools, *(message.tool_calls for message in messages)]
         told = "".join(json.dumps(one, ensure_ascii=False) for one in shown if one)
-        self._check_size("".join(str(message.get("content") or "") for message in plain) + told)
+        self._check_size("".join(str(message.get("content") or "") for message in plain) + told, "messages")
         more = self._checked(extra or {}) | ({"tools": list(tools)} if tools else {})
 
         def read() -> list[int]:
             with templates_within(self._settings.template_seconds):
-                return self._tokens(Conversation(plain, more, goes_on), 0)
+                return self._tokens(Conversation(plain, more, goes_on, whole), 0)
 
         return await self._in_thread(read)
 
@@ -94,10 +108,7 @@ class Prompts:
             raise bad(f"{self.target.name} has no tokenizer.")
         self._check_size(text)
         if not special:
-            try:
-                check_text(text, 0)
-            except DraftsmithError as error:
-                raise bad(str(error), "prompt") from error
+            self._check_text(text, 0, "prompt")
             return await self._in_thread(lambda: body_ids(tokenizer, text))
         return await self._in_thread(lambda: self._tokens(text, 0) if text else [])
 
@@ -114,14 +125,29 @@ class Prompts:
         except DraftsmithError as error:
             raise bad(str(error), "messages" if isinstance(prompt, Conversation) else "prompt") from error
 
-    def _check_size(self, text: Any) -> None:
+    def check_count(self, messages: Sequence[Spoken], calls: int = 0) -> None:
+        """Refuse more messages, parts and calls than there can be tokens, before any work is done on each of them."""
+        parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
+        if len(messages) + parts + calls > self.max_length:
+            raise self._too_long("messages")
+
+    def _check_text(self, text: str, number: int, param: str) -> None:
+        try:
+            check_text(text, number)
+        except DraftsmithError as error:
+            raise bad(str(error), param) from error
+
+    def _check_size(self, text: Any, param: str = "prompt") -> None:
         """Refuse what is certainly too long before a tokenizer spends seconds on it."""
         most = self.max_length * (self._longest_token if isinstance(text, str) else 1)
         if len(text) > most:
-            raise bad(
-                f"This model's maximum context length is {self.max_length} tokens, and a prompt is longer.", "prompt",
-                "context_length_exceeded",
-            )
+            raise self._too_long(param)
+
+    def _too_long(self, param: str) -> ApiError:
+        return bad(
+            f"This model's maximum context length is {self.max_length} tokens, and a prompt is longer.", param,
+            "context_length_exceeded",
+        )
 
     @cached_property
     def template(self) -> str:

@@ -11,6 +11,8 @@ from draftsmith.serving.openai_fields import Generation
 from draftsmith.serving.settings import Settings
 from draftsmith.types import DraftsmithError, SamplingParams
 
+COLDEST = 0.01
+"""Below this temperature the most probable token is taken, as vLLM does."""
 FIELDS = frozenset(Generation.model_fields) | {"logprobs"}
 
 
@@ -28,6 +30,12 @@ def check_general(fields: Generation, settings: Settings) -> None:
         raise bad("use_beam_search is not served; leave it out.", "use_beam_search")
     if fields.timeout is not None and not fields.timeout > 0:
         raise bad(f"timeout is {fields.timeout:g}; give seconds above 0.", "timeout")
+
+
+def check_tools(tools: Sequence[Any] | None, settings: Settings) -> None:
+    """Refuse more tools than one request may show."""
+    if tools is not None and len(tools) > settings.max_tools:
+        raise bad(f"tools has {len(tools)} entries; the most is {settings.max_tools}.", "tools")
 
 
 def check_copies(texts: int, settings: Settings) -> None:
@@ -56,9 +64,11 @@ def sampling_params(
         return default if value is None else value
 
     top_k = 0 if fields.top_k in (None, -1) else fields.top_k
+    temperature = given(fields.temperature, 1.0)
     try:
         return SamplingParams(
-            temperature=given(fields.temperature, 1.0), top_k=top_k or 0, top_p=given(fields.top_p, 1.0),
+            temperature=0.0 if 0 < temperature < COLDEST else temperature, top_k=top_k or 0,
+            top_p=given(fields.top_p, 1.0),
             min_p=given(fields.min_p, 0.0), repetition_penalty=given(fields.repetition_penalty, 1.0),
             presence_penalty=given(fields.presence_penalty, 0.0),
             frequency_penalty=given(fields.frequency_penalty, 0.0),
@@ -76,10 +86,14 @@ def given_whole(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def from_engine(error: DraftsmithError) -> ApiError:
-    """Return a refusal of the engine's as its client is told; its sentences begin with the field where one is wrong."""
+def from_engine(error: DraftsmithError, field: str | None = None) -> ApiError:
+    """Return a refusal of the engine's as its client is told.
+
+    Args:
+        field: that is to blame; None where the sentence begins with it, if there is one.
+    """
     word = re.match(r"\w+", str(error))
-    return bad(str(error), word[0] if word is not None and word[0] in FIELDS else None)
+    return bad(str(error), field or (word[0] if word is not None and word[0] in FIELDS else None))
 
 
 def _bias(bias: dict[str, Any] | None, settings: Settings) -> dict[int, float]:
@@ -92,9 +106,13 @@ def _bias(bias: dict[str, Any] | None, settings: Settings) -> dict[int, float]:
         raise bad(f"logit_bias names {wrong[:40]!r}, which is no token id.", "logit_bias")
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in bias.values()):
         raise bad("logit_bias has a value that is no number.", "logit_bias")
-    if not all(math.isfinite(value) for value in bias.values()):
+    try:
+        values = [float(value) for value in bias.values()]
+    except OverflowError:
+        values = [math.inf]
+    if not all(map(math.isfinite, values)):
         raise bad("logit_bias has a value that is not finite.", "logit_bias")
-    return {int(token): float(value) for token, value in bias.items()}
+    return {int(token): value for token, value in zip(bias, values, strict=True)}
 
 
 def _stops(stop: str | list[str] | None, settings: Settings) -> Sequence[str]:

@@ -19,7 +19,7 @@ from draftsmith.serving.settings import Settings
 from draftsmith.serving.speculation import Drafting
 from draftsmith.serving.streams import merged
 from draftsmith.serving.token_texts import TokenTexts
-from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.types import Constraint, DraftsmithError, SamplingParams
 
 SPARE_FAILURES = 3
 """Steps that may fail without a text finished in between; then the engine has stopped, and so has the server."""
@@ -172,12 +172,15 @@ class Service:
         self.inside += call.texts
         self._empty.clear()
         begun, told = time.monotonic(), call.told
+        compiling: Constraint | None = None
         told["prompt_tokens"], told["completion_tokens"] = sum(map(len, call.prompts)), 0
         try:
-            if call.params.constraint is not None:
+            compiling = call.params.constraint
+            if compiling is not None:
                 # Once for all its texts, and for no longer than they may take.
                 async with self.within(call.deadline):
-                    await self.engine.compile(call.params.constraint)
+                    await self.engine.compile(compiling)
+                compiling = None
             streams = [self._stream(call, number) for number in range(len(call.prompts))]
             async with aclosing(merged(streams)) as pieces:
                 async for piece in pieces:
@@ -195,7 +198,7 @@ class Service:
                     raise ApiError(503, "the server ended before this text did; ask another one.") from error
                 raise ApiError(503, "the engine has stopped; the server has to be started again.") from error
             told["failed"] = 400
-            raise from_engine(error) from error
+            raise from_engine(error, None if compiling is None else compiling.origin or None) from error
         finally:
             self.inside -= call.texts
             if not self.inside:

@@ -29,6 +29,7 @@ class Settings:
         max_texts: most texts of one request, prompts times copies.
         max_stops, max_stop_characters: most stop strings, and the longest.
         max_bias: most entries of `logit_bias`.
+        max_tools: most tools of one request.
         max_logprobs: most alternatives that log-probabilities are told of.
         max_branching: most guesses that a request's own plan may make after one token.
         template_seconds: how long the target's chat template may take.
@@ -52,6 +53,7 @@ class Settings:
     max_stops: int = 16
     max_stop_characters: int = 256
     max_bias: int = 1024
+    max_tools: int = 128
     max_logprobs: int = 20
     max_branching: int = 16
     template_seconds: float = 2.0

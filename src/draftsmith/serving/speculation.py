@@ -39,8 +39,9 @@ def drafting_of(asked: Speculation | None, drafters: Mapping[str, Drafter], sett
         return Drafting()
     name = asked.drafter if asked.drafter is not None else next(iter(drafters), None)
     if name is None or name not in drafters:
-        known = ", ".join(drafters) or "none"
-        raise bad(f"there is no drafter {asked.drafter or 'at all'!r} here; there is {known}.", FIELD)
+        if not drafters:
+            raise bad("nothing drafts here, so no request can ask for a draft; leave plan and drafter out.", FIELD)
+        raise bad(f"there is no drafter {asked.drafter!r} here; there is {', '.join(drafters)}.", FIELD)
     drafter = drafters[name]
     plan = drafter.default_plan() if asked.plan is None else read_plan(asked.plan, settings)
     deepest = drafter.max_depth

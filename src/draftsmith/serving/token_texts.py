@@ -39,11 +39,6 @@ class TokenTexts:
             found = self._texts[token] = self._read(token)
         return found
 
-    def shown(self, token: int) -> str:
-        """Return what a token adds to a text that leaves special tokens out."""
-        silent = self._reader is None or self._reader.kind(token) is TokenKind.SILENT
-        return "" if silent else self.text(token)
-
     def bytes_of(self, token: int) -> bytes:
         """Return what a token adds to a text in UTF-8."""
         found = self._bytes.get(token)

@@ -1,4 +1,4 @@
-"""Calls of tools: the schema that they are held to, and how they are read from the text of an answer as it comes.
+"""Calls of tools: which of them a request wants, and how they are read from the text of an answer as it comes.
 
 Where a request says that a tool has to be called, the answer is a JSON list of calls, whatever the model has learnt.
 Where the model decides, it writes calls as it learnt to; read are those between `<tool_call>` and `</tool_call>`.
@@ -7,17 +7,18 @@ Where the model decides, it writes calls as it learnt to; read are those between
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from pydantic import ValidationError
+
 from draftsmith.serving.errors import bad
-from draftsmith.serving.openai_fields import ChatFields, Tool
+from draftsmith.serving.openai_fields import AllowedTools, ChatFields, Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _DECODER = json.JSONDecoder()
-NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,14 @@ class CallReader(ABC):
 
     @abstractmethod
     def end(self) -> list[Part]:
-        """Return what is left when the answer has ended; what is no call, because it was cut off, is text."""
+        """Return what is left when the answer has ended."""
 
 
 class ListOfCalls(CallReader):
-    """An answer that is a JSON list of calls and no more: each is told when it is whole, one cut off is left out."""
+    """An answer that is a JSON list of calls and no more: each is told when it is whole, one cut off is left out.
+
+    A whole list that has no call that could be told, such as one with a number too large, is text.
+    """
 
     def __init__(self) -> None:
         self._left, self._told = "", False
@@ -75,18 +79,29 @@ class ListOfCalls(CallReader):
         return parts
 
     def end(self) -> list[Part]:
-        return [] if self._told or not self._left else [self._left]
+        if self._told:
+            return []
+        try:
+            json.loads(self._left)
+        except ValueError:
+            return []
+        except RecursionError:
+            pass
+        return [self._left]
 
 
 class MarkedCalls(CallReader):
     """An answer that may have calls between marks, and text around them; white space alone beside a call is no text.
 
+    What is no call, because it was cut off, is text.
+
     Args:
         most: calls that are told; further ones are left out. None tells all.
+        names: of tools that may be called; what looks like a call of another one is text. None lets all be called.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self._left = most
+    def __init__(self, most: int | None = None, names: frozenset[str] | None = None) -> None:
+        self._left, self._names = most, names
         self._held, self._inside, self._called = "", False, False
         self._space: str | None = ""
         """White space since the last call; None once there was text behind that."""
@@ -101,7 +116,7 @@ class MarkedCalls(CallReader):
                 break
             self._held = behind
             call = _read(before) if self._inside else None
-            if call is not None:
+            if call is not None and (self._names is None or call.name in self._names):
                 if self._left is None or self._left > 0:
                     parts.append(call)
                 if self._left:
@@ -161,49 +176,68 @@ def call_of(value: Any) -> ToolCall | None:
     return ToolCall(value["name"], told)
 
 
-def reader_of(template: str, must: bool, most: int | None) -> Callable[[], CallReader]:
-    """Return what makes readers of the calls of an answer, of so many at most where these are not a list anyway.
+@dataclass(frozen=True)
+class Choice:
+    """Which tools may be called.
 
-    ApiError where the model writes them in a way that is not read here.
+    Args:
+        tools: those.
+        must: whether one has to be called.
+        most: calls that are told; None tells all.
+        is_narrow: whether nothing is to be known of the other tools of the request.
     """
-    if must:
+
+    tools: Sequence[Tool]
+    must: bool
+    most: int | None
+    is_narrow: bool = False
+
+
+def reader_of(template: str, choice: Choice) -> Callable[[], CallReader]:
+    """Return what makes readers of the calls of an answer; ApiError where the model writes them in a way not read here.
+
+    Args:
+        template: tells how the model writes calls.
+        choice: of tools.
+    """
+    if choice.must:
         return ListOfCalls
     if OPEN not in template:
         raise bad(
             f"the model's chat template does not write calls between {OPEN} and {CLOSE}; let tool_choice ask for a "
             'call, or be "none".', "tool_choice",
         )
-    return partial(MarkedCalls, most)
+    names = frozenset(tool.function.name for tool in choice.tools) if choice.is_narrow else None
+    return partial(MarkedCalls, choice.most, names)
 
 
-def named_tool(fields: ChatFields) -> Tool:
-    """Return the tool that a request insists on; ApiError where it names none of its own."""
-    function = fields.tool_choice.get("function") if isinstance(fields.tool_choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    for tool in fields.tools or ():
-        if tool.function.name == name:
-            return tool
-    raise bad("tool_choice names no tool of the request; name one of its tools.", "tool_choice")
+def choice_of(fields: ChatFields) -> Choice:
+    """Return which of its tools a request wants to be called; ApiError where it names one that it does not have."""
+    tools, asked = fields.tools or (), fields.tool_choice
+    most = 1 if fields.parallel_tool_calls is False else None
+    if not isinstance(asked, dict):
+        return Choice(tools, asked == "required", most)
+    if asked.get("type") != "allowed_tools":
+        function = asked.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        # Whoever names a tool wants it called, and not again and again.
+        return Choice(_named(tools, {name} if isinstance(name, str) else {None})[:1], True, 1)
+    try:
+        allowed = AllowedTools.model_validate(asked.get("allowed_tools"))
+    except ValidationError as error:
+        raise bad(
+            'tool_choice is of the type "allowed_tools", which needs allowed_tools with a mode, "auto" or "required", '
+            "and a list of tools by their names; give both.", "tool_choice",
+        ) from error
+    if not allowed.tools:
+        raise bad('tool_choice allows no tool; name some, or let it be "none".', "tool_choice")
+    chosen = _named(tools, {one.function.name for one in allowed.tools})
+    return Choice(chosen, allowed.mode == "required", most, is_narrow=True)
 
 
-def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
-    """Return the schema of a list of calls, at least one and at most so many; ApiError for definitions that clash."""
-    shared: dict[str, Any] = {}
-    kinds = []
-    for tool in tools:
-        called, arguments = tool.function.name, dict(tool.function.parameters or NO_ARGUMENTS)
-        for place in ("$defs", "definitions"):
-            defined = arguments.pop(place, {})
-            if not isinstance(defined, dict):
-                raise bad(f"the tool {called[:40]!r} has a {place} that is no object; make it one.", "tools")
-            for name, value in defined.items():
-                # References count from the root, which is another one now.
-                if shared.setdefault(place, {}).setdefault(name, value) != value:
-                    raise bad(f"two tools define {name[:40]!r} differently under {place}; rename one.", "tools")
-        kinds.append({
-            "type": "object", "properties": {"name": {"const": called}, "arguments": arguments},
-            "required": ["name", "arguments"], "additionalProperties": False,
-        })
-    limit = {} if most is None else {"maxItems": most}
-    items = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
-    return {"type": "array", "items": items, "minItems": 1, **limit, **shared}
+def _named(tools: Sequence[Tool], names: Set[object]) -> list[Tool]:
+    """Return the tools of these names; ApiError for a name that none of them has."""
+    found = [tool for tool in tools if tool.function.name in names]
+    if names - {tool.function.name for tool in found}:
+        raise bad("tool_choice names no tool of the request; name one of its tools.", "tool_choice")
+    return found

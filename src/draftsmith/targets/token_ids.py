@@ -31,12 +31,13 @@ _MARKS_WHAT_IT_WRITES = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class Conversation:
     """Messages, each with its "role" and "content", and what else the template is given: tools, documents and so on.
 
-    `goes_on` says that the last message is not over: what comes next continues it.
+    `goes_on` says that the last message is not over: what comes next continues it; `whole`, that nothing comes next.
     """
 
     messages: Sequence[Message]
     more: Mapping[str, Any] = field(default_factory=dict)
     goes_on: bool = False
+    whole: bool = False
 
 
 def body_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
@@ -82,12 +83,13 @@ def continuation_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[in
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> list[int]:
-    """Return a conversation as the template writes it, up to where the assistant's next words stand.
+    """Return a conversation as the template writes it, up to where the assistant's next words stand, if any come.
 
     Any exception may come out of it: a template is a program of somebody else's.
     """
     messages, goes_on = conversation.messages, conversation.goes_on
-    return body_ids(tokenizer, _render(tokenizer, conversation, messages, not goes_on, goes_on))
+    begins = not (goes_on or conversation.whole)
+    return body_ids(tokenizer, _render(tokenizer, conversation, messages, begins, goes_on))
 
 
 def conversation_ids(

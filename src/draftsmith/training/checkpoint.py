@@ -5,14 +5,15 @@ drafter that can be loaded as it is, with optimizer.safetensors and progress.jso
 """
 
 import os
-import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.drafters.trainable import storage
+from draftsmith.files import locked
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 PREFIX = "step-"
 LATEST, BEST = "latest", "best"
+LOCK = ".lock"
 PROGRESS, OPTIMIZER = "progress.json", "optimizer.safetensors"
 
 
@@ -46,15 +48,41 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, whole or damaged, in order."""
-        if not self.folder.is_dir():
-            return []
-        for old in self.folder.glob(f".{PREFIX}*.old"):
-            storage.recover_folder(old.with_name(old.name.removeprefix(".").removesuffix(".old")))
-        names = [path.name.removeprefix(PREFIX) for path in self.folder.glob(f"{PREFIX}*") if path.is_dir()]
-        return sorted(int(name) for name in names if name.isdigit())
+        names = {path.name for path in self.folder.glob(f"{PREFIX}*") if path.is_dir()}
+        names |= {path.name[1:].removesuffix(".old") for path in self.folder.glob(f".{PREFIX}*.old")}
+        numbers = [name.removeprefix(PREFIX) for name in names]
+        return sorted(int(number) for number in numbers if number.isdigit())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make the run's folder, and keep other processes from training there meanwhile.
+
+        Raises:
+            DraftsmithError: one does already, or the folder cannot be written.
+        """
+        with ExitStack() as stack:
+            try:
+                self.run.mkdir(parents=True, exist_ok=True)
+                held = stack.enter_context(locked(self.run / LOCK, wait=False))
+            except OSError as error:
+                raise DraftsmithError(
+                    f"cannot write the run's folder {self.run} ({error.strerror}); choose another output.folder."
+                ) from error
+            if not held:
+                raise DraftsmithError(
+                    f"another process trains in {self.run}; wait for its end, or choose another output.folder (--out)."
+                )
+            yield
 
     def check_begin(self, resume: bool) -> None:
-        """Refuse to begin a run where there is one, and to go on with one where there is none."""
+        """Refuse to begin a run where there is one, to go on where there is none, and to be a second process."""
+        if (self.run / LOCK).exists():
+            with self.held():
+                pass
+        self.check_found(resume)
+
+    def check_found(self, resume: bool) -> None:
+        """Refuse the same by the checkpoints alone, for who holds the run."""
         steps = self.steps()
         if steps and not resume:
             raise DraftsmithError(
@@ -123,17 +151,13 @@ class Checkpoints:
 
         What is later than the latest is damaged, or the run would have gone on from it.
         """
-        for leftover in self.folder.glob(f".{PREFIX}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for name in {leftover.name.split(".")[1] for leftover in self.folder.glob(f".{PREFIX}*")}:
+            storage.clear_leftovers(self.folder / name)
         best, latest = self.linked(BEST), self.linked(LATEST)
         known = [step for step in self.steps() if latest is None or step <= latest]
         for step in known[: -self.keep]:
             if step != best:
-                # Renamed first, so that a kill in the middle leaves no half checkpoint under a good name.
-                dropped = self.folder / f".{PREFIX}dropped"
-                shutil.rmtree(dropped, ignore_errors=True)
-                os.rename(self.at(step), dropped)
-                shutil.rmtree(dropped, ignore_errors=True)
+                storage.remove_folder(self.at(step))
 
     def load(self) -> Checkpoint:
         """Return the last good checkpoint; a damaged one is named in a warning and passed over.
@@ -143,7 +167,7 @@ class Checkpoints:
         """
         steps, damage = self.steps(), ""
         for step in reversed(steps):
-            folder = self.at(step)
+            folder = storage.standing(self.at(step))
             try:
                 return self._read(folder)
             except DraftsmithError as error:

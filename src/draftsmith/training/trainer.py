@@ -96,10 +96,16 @@ class TrainingRun:
     def go(self, resume: bool, interrupted: threading.Event) -> TrainingResult:
         """Train from the start, or from the last good checkpoint."""
         self.checkpoints.check_begin(resume)
-        checkpoint = self.checkpoints.load() if resume else None
         self.folder.check_place(self.folder.path)
         self._build()
-        census = self.material.check() if checkpoint is None else None
+        census = None if resume else self.material.check()
+        with self.checkpoints.held():
+            self.checkpoints.check_found(resume)  # again, since another process may have trained until now
+            return self._go(self.checkpoints.load() if resume else None, census, interrupted)
+
+    def _go(
+        self, checkpoint: Checkpoint | None, census: dict[str, Any] | None, interrupted: threading.Event
+    ) -> TrainingResult:
         self.folder.open(checkpoint.progress["step"] if checkpoint else None)
         if census is not None:
             self.folder.note_data(CENSUS, census)

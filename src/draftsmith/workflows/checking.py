@@ -23,6 +23,7 @@ from draftsmith.evaluation.prompts import Prompt, cut
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
+from draftsmith.workflows.given import require_trained
 from draftsmith.workflows.models import Loading, load_target, quiet
 from draftsmith.workflows.sources import fitting_conversations, gather_prompts
 
@@ -89,7 +90,8 @@ def check(
     if prompt_count < 3 or new_tokens < 4:
         raise DraftsmithError(f"{prompt_count} prompts of {new_tokens} tokens are too few; use at least 3 of 4 tokens.")
     folder = Path(drafter) if drafter is not None else assets.demo_drafter()
-    storage.require_folder(folder)
+    require_trained(folder)
+    folder = storage.standing(folder)
     texts, shown = gather_prompts(prompts, task), console or quiet()
 
     def load(kind: str, native: bool) -> Target:

@@ -297,5 +297,6 @@ def compare(
 def fingerprint(folder: Path) -> str:
     """Return a digest of a drafter's folder, by which a comparison knows that it is the same drafter."""
     storage.require_folder(folder)
+    folder = storage.standing(folder)
     sealed = folder / storage.MANIFEST
     return storage.sha256(sealed if sealed.exists() else folder / "config.json")

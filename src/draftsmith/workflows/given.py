@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from draftsmith.drafters.registry import meant
+from draftsmith.drafters.registry import find, meant
 from draftsmith.drafters.trainable import storage
 from draftsmith.dtypes import check_device, check_dtype
 from draftsmith.targets.loading.place import check_place
 from draftsmith.training.data.record_files import files_of, missing_file
+from draftsmith.types import DraftsmithError
 from draftsmith.workflows.sources import gather_prompts
 
 
@@ -32,10 +33,18 @@ def check_models(
             meant(drafter)
 
 
-def check_folder(drafter: Path | None) -> None:
-    """Refuse the folder of a drafter that does not exist, with the nearest that does, whatever it may hold."""
-    if drafter is not None:
-        storage.require_folder(drafter)
+def require_trained(drafter: Path) -> None:
+    """Refuse what is no folder of a drafter, whatever it may hold.
+
+    Raises:
+        DraftsmithError: there is none, with the nearest that there is; or it is the word for a family.
+    """
+    word = str(drafter).partition(":")[0]
+    family = None if drafter.exists() else find(word)
+    if family is not None:
+        why = "is a family of drafters" if family.trainable else "is not trained, so there is nothing to check"
+        raise DraftsmithError(f"{word!r} {why}; give the folder of a trained drafter.")
+    storage.require_folder(drafter)
 
 
 def check_prompts(path: Path | None, task: str | None = None) -> None:

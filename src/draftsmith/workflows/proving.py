@@ -27,6 +27,8 @@ from draftsmith.workflows.sources import fitting_conversations, gather_prompts, 
 QUICK_SHARE = 10
 SHORTEST, LONGEST = 16, 64
 SAMPLING_PROMPT = 8
+PENALISED = 4
+"""Tokens of the prompt before the draws with penalties, however short the others are."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,17 @@ def prove(
     )
     check_drafter(engine.drafter, asked.rules)
     shape = asked.plan(engine.plan) or engine.plan
+    work = fitting(work, engine.target, console)
     windows = ragged(engine.target, texts, prompt_count, work.new_tokens, console)
     if len(windows) < prompt_count:
         console.print(
             f"[dim]The texts give {len(windows)} different prompts, so it is these and not {prompt_count}.[/dim]"
         )
+    start = min(SAMPLING_PROMPT, engine.target.max_length - work.joint_tokens)
     toy = small_target()
     named = drafter if isinstance(drafter, str | Path) else str(assets.demo_drafter()) if drafter is None else None
     guesser, words = small_drafter(toy, family_of(named) if named is not None else None)
-    pair, starts = SmallPair(toy, guesser, words), [window[:SAMPLING_PROMPT] for window in windows]
+    pair, starts = SmallPair(toy, guesser, words), [window[:start] for window in windows]
     if serving:
         # What serves is an extra of its own, which the other proof does not need.
         from draftsmith.workflows.serving_proof import prove_served
@@ -137,6 +141,28 @@ def prove(
         small_alphabet=words, data=name_of_source(prompts), quick=quick, serving=serving,
     )
     return ProveResult(where, proof, words)
+
+
+def fitting(work: Workload, target: Target, console: Console) -> Workload:
+    """Return work whose texts leave room for prompts in the target's context; the console is told where they shrink.
+
+    Raises:
+        DraftsmithError: there is no room to draw in.
+    """
+    context = target.max_length
+    if context < PENALISED + work.joint_tokens:
+        raise DraftsmithError(
+            f"--joint-tokens is {work.joint_tokens}, but {target.name} takes {context} tokens, {PENALISED} of them for "
+            "a prompt; lower it, or give a target with a longer context."
+        )
+    most = context - min(SHORTEST, context // 2)
+    if work.new_tokens <= most:
+        return work
+    console.print(
+        f"[dim]{target.name} takes {context} tokens, so greedy texts have {most} new ones and not "
+        f"{work.new_tokens}.[/dim]"
+    )
+    return replace(work, new_tokens=most)
 
 
 def ragged(

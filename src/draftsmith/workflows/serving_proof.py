@@ -253,10 +253,12 @@ def _draw(
 ) -> _Drawn:
     """Draw so many continuations of `params.max_tokens` tokens; which ones count is settled before any is drawn."""
     length, visits, planned, number = params.max_tokens, list[Visit](), 0, 0
+    room = service.engine.engine.max_length - len(prompt)
     while planned < count:
         copies, leaves = min(COPIES[number % len(COPIES)], count - planned), number % LEAVER == LEAVER - 1
         own = replace(
-            params, n=copies, max_tokens=length + (2 * max(LONGER) if leaves else LONGER[number % len(LONGER)]),
+            params, n=copies,
+            max_tokens=min(room, length + (2 * max(LONGER) if leaves else LONGER[number % len(LONGER)])),
             seed=(seed * 1_000_003 + (planned + (count if leaves else 0)) * SEED_STRIDE) % 2**63,
         )
         visits.append(Visit(_call([prompt], own, number), leaves))

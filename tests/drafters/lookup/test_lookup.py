@@ -15,6 +15,7 @@ from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from draftsmith.drafters.lookup.suffix import Memory, SuffixConfig, SuffixDrafter
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
+from draftsmith.engine.guarded import Guarded
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 from draftsmith.types import ROOT, Draft, DraftsmithError, SamplingParams
@@ -298,6 +299,19 @@ def test_the_second_time_everything_is_remembered():
     [second] = engine.generate([question], params)
     assert plain.tokens == first.tokens == second.tokens
     assert first.statistics.tokens_per_step < 2 and second.statistics.tokens_per_step > 5
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("piece", [100, 64, 7])
+def test_prompts_are_not_remembered_however_they_are_read(piece: int, guarded: bool):
+    [question] = prompts(1, shortest=90, longest=90)
+    own = suffix(remember=True, max_length=16)
+    drafter = Guarded(own, "suffix", VOCABULARY) if guarded else own
+    engine = Engine(tiny_target(), drafter, max_length=120, piece_tokens=piece)
+    for _ in range(2):  # the second one begins with what the first has left in the cache
+        engine.generate([question], SamplingParams(max_tokens=20))
+    # Of each the end of the prompt, by which it is found, and the output, but for its last step.
+    assert 2 * (16 + 8) < own.memory.tokens <= 2 * (16 + 19)
 
 
 @pytest.mark.parametrize("make", [ngram, suffix])

@@ -117,6 +117,12 @@ class LookupFirst(Drafter):
             if part.reads_prompt:
                 part.follow(context)
 
+    def follow_prompts(self, context: Context) -> None:
+        """The same with pieces of prompts."""
+        for part in self.parts:
+            if part.reads_prompt:
+                part.follow_prompts(context)
+
     def reset_rows(self, rows: list[int]) -> None:
         """Let both forget them."""
         for part in self.parts:

@@ -19,10 +19,10 @@ from torch import Tensor
 from draftsmith.drafters.lookup.python_drafter import DraftTree, LookupDrafter, PythonDrafter
 from draftsmith.drafters.lookup.suffix_config import SuffixConfig
 from draftsmith.plan import Plan
-from draftsmith.types import ROOT
+from draftsmith.types import ROOT, Context
 
 if TYPE_CHECKING:
-    from draftsmith.targets import Target
+    from draftsmith.targets import KVCache, Target
 
 # So many matches with different occurrences are weighed against each other, from the longest on, in either trie.
 MOST_MATCHES = 3
@@ -137,22 +137,20 @@ class SuffixTrie:
 
 
 class SuffixRow:
-    """A request: its text from the second token on, where its output begins, and the trie of both.
+    """A request: its text from the second token on, and the trie of it.
 
     `reach` bounds how long a match with earlier outputs can be: as long as the last one and what came since.
     """
 
     def __init__(self, depth: int) -> None:
         self.text: list[int] = []
-        self.output = self.reach = 0
+        self.reach = 0
         self._trie = SuffixTrie(depth)
         self._repeated = [self._trie.root]
         self._counted = 0
 
     def extend(self, tokens: list[int]) -> None:
-        """Add committed tokens, at first those of the prompt and one of the output; they are counted when asked for."""
-        if not self.text:
-            self.output = len(tokens) - 1
+        """Add committed tokens; they are counted when asked for."""
         self.text += tokens
         self.reach += len(tokens)
 
@@ -210,6 +208,8 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
         # One deeper than a match can be, so that the longest match still has counts behind it.
         self._depth = config.max_length + 1
         self.memory = Memory(self._depth, config.memory_tokens)
+        # Of every row, how many tokens it was told of its prompt: all but the first.
+        self._prompts: dict[int, int] = {}
 
     def default_plan(self) -> Plan:
         return Plan((self.config.branches,) * self.config.depth, nodes=self.config.nodes)
@@ -217,13 +217,23 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
     def new_row(self) -> SuffixRow:
         return SuffixRow(self._depth)
 
+    def attach(self, cache: "KVCache", plan: Plan) -> None:
+        super().attach(cache, plan)
+        self._prompts.clear()
+
+    def follow_prompts(self, context: Context) -> None:
+        super().follow_prompts(context)
+        if self.config.remember:
+            for number, count in zip(context.rows_B.tolist(), context.counts_B.tolist(), strict=True):
+                self._prompts[number] = self._prompts.get(number, 0) + count
+
     def reset_rows(self, rows: list[int]) -> None:
         self.catch_up()
         for number in rows:
-            if self.config.remember and number in self._rows:
-                row = self._rows[number]
+            prompt, row = self._prompts.pop(number, 0), self._rows.get(number)
+            if self.config.remember and row is not None:
                 # With the end of the prompt in front, so that the first guesses have something to match.
-                self.memory.add(row.text[max(0, row.output - self.config.max_length) :])
+                self.memory.add(row.text[max(0, prompt - self.config.max_length) :])
         super().reset_rows(rows)
 
     def draft_row(self, row: SuffixRow, plan: Plan, room: int) -> DraftTree:

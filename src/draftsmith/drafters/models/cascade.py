@@ -87,6 +87,12 @@ class Cascade(Drafter):
             if drafter.reads_prompt:
                 drafter.follow(context)
 
+    def follow_prompts(self, context: Context) -> None:
+        """The same with pieces of prompts."""
+        for drafter in self.inner.drafters:
+            if drafter.reads_prompt:
+                drafter.follow_prompts(context)
+
     @property
     def max_depth(self) -> int:
         """As deep as the copy."""

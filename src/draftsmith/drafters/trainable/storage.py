@@ -5,6 +5,7 @@ are never read.
 """
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from draftsmith.files import beside, locked
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 TENSOR_NAMES = "tensor_names"
+ASIDE = ".tmp"
+"""How the names of folders end that are not in place yet, or any more."""
 LONGEST_HEADER = 100_000_000
 """Bytes of a safetensors header, as the format limits it."""
 
@@ -67,26 +71,45 @@ def sha256(path: Path) -> str:
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write files into a temporary folder, seal it with a manifest, and put it in place of `folder`.
 
+    Whoever else writes it is waited for.
+
     Raises DraftsmithError when the disk is full or the place cannot be written; what stood there before still stands.
     """
-    aside = folder.with_name(f".{folder.name}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        recover_folder(folder)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        fill(aside)
-        write_json(aside / MANIFEST, {path.name: sha256(path) for path in sorted(aside.iterdir()) if path.is_file()})
-        sync_folder(aside)
-        replace_folder(aside, folder)
+        with locked(_lock(folder)):
+            _tidy(folder)
+            aside = beside(folder, ASIDE)
+            aside.mkdir()
+            try:
+                fill(aside)
+                sums = {path.name: sha256(path) for path in sorted(aside.iterdir()) if path.is_file()}
+                write_json(aside / MANIFEST, sums)
+                sync_folder(aside)
+            except BaseException:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
+            _replace(aside, folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DraftsmithError(f"no space is left on the disk for {folder}; free some and run again.") from error
         raise DraftsmithError(
             f"cannot write {folder} ({error.strerror or error}); choose a folder that can be written."
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)  # it is there only if something went wrong
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder; OSError if it cannot be renamed first, so that a kill leaves no half of it under its name."""
+    aside = beside(folder, ASIDE)
+    os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Finish or undo what killed writers of a folder left half done, unless somebody is writing it."""
+    with locked(_lock(folder), wait=False) as held:
+        if held:
+            _tidy(folder)
 
 
 def refuse_full(folder: Path) -> None:
@@ -99,26 +122,51 @@ def _set_aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
 
-def replace_folder(new: Path, folder: Path) -> None:
-    """Rename `new` to `folder`; a folder already there is kept until the new one has its name."""
-    old = _set_aside(folder)
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(folder, old)
-    os.rename(new, folder)
+def _lock(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def _tidy(folder: Path) -> None:
+    """Do what killed writers did not; only for who holds the lock."""
+    _recover(folder)
+    # The exact length of the name leaves alone what is written for a folder whose name goes on behind a dot.
+    names = f".{glob.escape(folder.name)}.{'[0-9a-f]' * 8}{ASIDE}"
+    for leftover in (_set_aside(folder), *folder.parent.glob(names)):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _replace(new: Path, folder: Path) -> None:
+    """Rename `new` to `folder`; a folder already there is kept until the new one has its name, or gets its own back."""
+    try:
+        if folder.exists():
+            os.rename(folder, _set_aside(folder))
+        os.rename(new, folder)
+    except OSError as error:
+        # What is whole is never deleted before the next save.
+        raise DraftsmithError(
+            f"cannot put {new} in place of {folder} ({error.strerror}); rename it yourself, or save again."
+        ) from error
+    finally:
+        _recover(folder)
     sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
-def recover_folder(folder: Path) -> None:
-    """Finish or undo a replacement that was killed between its two renames."""
+def _recover(folder: Path) -> None:
     old = _set_aside(folder)
     if old.exists() and not folder.exists():
         os.rename(old, folder)
 
 
+def standing(folder: Path) -> Path:
+    """Return where a folder can be read, also while it is replaced, or when that was killed between its two renames."""
+    old = _set_aside(folder)
+    return old if old.is_dir() and not folder.exists() else folder
+
+
 def verify_folder(folder: Path) -> None:
     """Compare every file with the manifest, where there is one; DraftsmithError names the first that differs."""
+    folder = standing(folder)
     manifest = folder / MANIFEST
     if not manifest.exists():
         return
@@ -149,6 +197,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Some published files can be told apart by nothing else. Weights that are missing or damaged have no names here; who
     reads them says so.
     """
+    folder = standing(folder)
     exported = folder / "drafter"
     if not (folder / "config.json").exists() and (exported / "config.json").exists():
         raise DraftsmithError(f"{folder} is the folder of a run; its drafter is in {exported}, so give that.")
@@ -183,6 +232,7 @@ def read_tensor_file(path: Path) -> "dict[str, Tensor]":
 
 def read_tensors(folder: Path, name: str = "model.safetensors") -> "dict[str, Tensor]":
     """Read the file `name`, or the shards that `name`.index.json lists; pickles are refused."""
+    folder = standing(folder)
     whole, index = folder / name, folder / f"{name}.index.json"
     if whole.exists():
         return read_tensor_file(whole)
@@ -204,8 +254,7 @@ def read_tensors(folder: Path, name: str = "model.safetensors") -> "dict[str, Te
 
 def require_folder(folder: Path) -> None:
     """Raise DraftsmithError, with the nearest name that exists, unless `folder` is one."""
-    recover_folder(folder)
-    if folder.is_dir():
+    if standing(folder).is_dir():
         return
     siblings = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
     near = get_close_matches(folder.name, siblings, n=1)

@@ -1,13 +1,14 @@
-"""Compiles the grammars of strangers in a process of its own, which is ended when one of them takes too long."""
+"""Compiles the grammars of strangers in a process of its own, which stays when one of them takes too much."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftsmith import grammar_process
 from draftsmith.constraints import NAMES, TooHardError
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 
 STARTING = 120.0
 """Seconds that the process may take to begin; it imports PyTorch."""
+PATIENCE = 10.0
+"""Seconds beyond those of a grammar after which a process that says nothing is taken to hang."""
 
 
 class GuardedCompiler:
-    """Holds a process, made at once and again after one had to be ended; for one caller at a time.
+    """Holds a process, made at once and again where one has died; for one caller at a time.
 
     Args:
         tokens: the target's.
@@ -32,10 +35,9 @@ class GuardedCompiler:
         self._tokens, self._seconds = tokens, seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._is_ready = False
-        # Another process comes up beside what is answered meanwhile.
-        self._starting: Thread | None = None
+        self._is_told = self._is_ready = self._is_closed = False
         self._start()
+        self._tell()
 
     def compile(self, constraint: Constraint) -> "CompiledGrammar":
         """Return the grammar of a constraint that was checked.
@@ -46,72 +48,84 @@ class GuardedCompiler:
         """
         from xgrammar import CompiledGrammar
 
-        connection = self._ready()
-        try:
-            connection.send_bytes(json.dumps([constraint.kind, constraint.text]).encode())
-            if not connection.poll(self._seconds):
-                raise TooHardError(
-                    f"{NAMES[constraint.kind]} takes more than {self._seconds:g} seconds to compile; make it simpler."
-                )
-            answer = json.loads(connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            self._restart()
-            raise TooHardError(
-                f"{NAMES[constraint.kind]} takes more memory to compile than there is for it; make it simpler."
-            ) from error
-        except TooHardError:
-            self._restart()
-            raise
+        answer, name = self._ask(constraint), NAMES[constraint.kind]
+        if answer.get("failed") == grammar_process.TIME:
+            raise TooHardError(f"{name} takes more than {self._seconds:g} seconds to compile; make it simpler.")
+        if "failed" in answer:
+            raise TooHardError(f"{name} takes more memory to compile than there is for it; make it simpler.")
         if "error" in answer:
             raise ValueError(answer["error"])
         return CompiledGrammar.deserialize_json(answer["grammar"], self._tokens)
 
+    def _ask(self, constraint: Constraint) -> dict[str, Any]:
+        """Return what the process says of a constraint; another one is begun where it dies or hangs over it."""
+        connection = self._ready()
+        try:
+            connection.send_bytes(json.dumps([constraint.kind, constraint.text, self._seconds]).encode())
+            if connection.poll(self._seconds + PATIENCE):
+                answer: dict[str, Any] = json.loads(connection.recv_bytes())
+                return answer
+            failed = grammar_process.TIME
+        except (EOFError, OSError):
+            failed = grammar_process.MEMORY
+        self._end()
+        if not self._is_closed:
+            self._start()
+        return {"failed": failed}
+
     def _ready(self) -> Connection:
         """Return the connection to a process that waits for a grammar; another one where the last has ended."""
-        if self._starting is not None:
-            self._starting.join()
+        if self._is_closed:
+            raise DraftsmithError("the process that compiles constraints was ended; begin another one.")
         if self._process is None or self._process.poll() is not None:
-            self.close()
+            self._end()
             self._start()
         connection = self._connection
         assert connection is not None
         if not self._is_ready:
             try:
+                self._tell()
                 self._is_ready = connection.poll(STARTING) and connection.recv_bytes() == grammar_process.READY
             except (EOFError, OSError):
                 self._is_ready = False
             if not self._is_ready:
-                self.close()
+                self._end()
                 raise DraftsmithError("the process that compiles constraints could not begin; try again.")
         return connection
 
-    def _restart(self) -> None:
-        """End the process, and begin another one for whoever comes next."""
-        self.close()
-        self._starting = Thread(target=self._start, daemon=True)
-        self._starting.start()
-
     def close(self) -> None:
-        """End the process."""
-        if self._starting is not None:
-            self._starting.join()
-            self._starting = None
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        """End the process for good, and what it compiles."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
+        process, connection = self._process, self._connection
         self._process = self._connection = None
-        self._is_ready = False
+        self._is_told = self._is_ready = False
+        if process is not None:
+            # Its child too. Without a child and waited for already, its number may be somebody else's.
+            if process.returncode is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if connection is not None:
+            connection.close()
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
         place = os.path.dirname(os.path.dirname(grammar_process.__file__))
         paths = [place, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", grammar_process.__name__, str(theirs.fileno())], pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        )
-        theirs.close()
-        self._connection.send_bytes(self._tokens.serialize_json().encode())
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", grammar_process.__name__, str(theirs.fileno())], pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                # A group of its own is ended in one go.
+                process_group=0,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            )
+
+    def _tell(self) -> None:
+        """Send the vocabulary, once; that waits until the process reads it."""
+        if not self._is_told and self._connection is not None:
+            self._connection.send_bytes(self._tokens.serialize_json().encode())
+            self._is_told = True

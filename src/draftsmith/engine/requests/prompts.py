@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.targets import Target
-from draftsmith.targets.loading.tokens import first_line
+from draftsmith.targets.loading.template import template_fault
 from draftsmith.targets.token_ids import Conversation, Message, prompt_ids, text_ids
 from draftsmith.types import DraftsmithError
 
@@ -74,7 +74,10 @@ def tokens_of(prompt: Prompt, number: int, target: Target) -> list[int]:
 
 def _tokenizer(target: Target, number: int, kind: str) -> PreTrainedTokenizerBase:
     if target.tokenizer is None:
-        raise DraftsmithError(f"prompt {number} is {kind}, but {target.name} has no tokenizer; give token ids.")
+        raise DraftsmithError(
+            f"prompt {number} is {kind}, but {target.name} has no tokenizer; put its tokenizer.json into its folder, "
+            "or give token ids from Python."
+        )
     return target.tokenizer
 
 
@@ -111,9 +114,7 @@ def _read_messages(
     try:
         return prompt_ids(tokenizer, conversation)
     except Exception as error:  # a template is a program of somebody else's
-        raise DraftsmithError(
-            f"the chat template of {name} refuses prompt {number} ({first_line(error)}); fix its messages."
-        ) from error
+        raise template_fault(error, name, f"prompt {number}") from error
 
 
 def _read_encoding(encoding: Mapping[str, Any], number: int) -> list[Any]:

@@ -196,6 +196,9 @@ class Request:
             self.text.finish()
         except Exception as error:  # a tokenizer is a program of somebody else's
             self.break_text(error)
+            return
+        if reason == "length" and self.text.stopped:  # what was held back completed a stop string
+            self.finish_reason = "stop"
 
     def fail(self, error: str) -> None:
         """End the request with a sentence that says why."""

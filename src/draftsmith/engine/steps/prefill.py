@@ -163,7 +163,7 @@ class PromptReader:
         lengths_B = torch.tensor([piece.begin + 1 for _, piece in telling], device=device) + counts_B
         index_B = torch.tensor([b for b, _ in telling], device=device)
         features_BTF = features_BMF[index_B, :longest]
-        self._stepper.follow(self._context(requests, tokens_BT, features_BTF, counts_B, lengths_B), None)
+        self._stepper.follow_prompts(self._context(requests, tokens_BT, features_BTF, counts_B, lengths_B))
 
     def _tell_stored(self, piece: Piece) -> None:
         """Hand over what the prompt has in common with others, which is not read again, from the states kept of it."""
@@ -174,7 +174,7 @@ class PromptReader:
         if cache.states_NEF is not None:
             features_1TF = cache.read_states(request.slot, begin, end).unsqueeze(0)
         counts_1 = torch.tensor([end - begin], device=target.device)
-        self._stepper.follow(self._context([request], tokens_1T, features_1TF, counts_1, counts_1 + begin + 1), None)
+        self._stepper.follow_prompts(self._context([request], tokens_1T, features_1TF, counts_1, counts_1 + begin + 1))
 
     def _begin(self, requests: list[Request], logits_B1V: Tensor, features_B1F: Tensor) -> FirstTokens:
         """Choose the first tokens of texts; their logits and states are those behind the prompts."""

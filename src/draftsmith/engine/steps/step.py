@@ -121,6 +121,12 @@ class Stepper:
             if drafter.reads_prompt and drafter not in told:
                 drafter.follow(self.context_for(drafter, context))
 
+    def follow_prompts(self, context: Context) -> None:
+        """Show pieces of prompts to every drafter with a memory."""
+        for drafter in self.workers:
+            if drafter.reads_prompt:
+                drafter.follow_prompts(self.context_for(drafter, context))
+
     def step(self, groups: Sequence[Rows], clock: Clock) -> list[StepResult]:
         """Advance every row by one to its plan's depth + 1 tokens, and leave the groups ready for the next step."""
         clock.start("drafter")

@@ -1,6 +1,8 @@
 """Reads models from disk or the hub, and says plainly what is wrong with them."""
 
+import logging
 import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,10 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from draftsmith.targets.loading.faults import config_fault, model_fault
 from draftsmith.targets.loading.place import check_place
-from draftsmith.targets.loading.support import refuse_unsupported
-from draftsmith.targets.loading.tokens import first_line
+from draftsmith.targets.loading.support import refuse_quantised, refuse_unsupported
+from draftsmith.targets.loading.tokens import check_generation_config
 from draftsmith.types import DraftsmithError
+
+log = logging.getLogger(__name__)
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
@@ -23,10 +28,11 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote
     check_place(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise DraftsmithError(f"the target {name!r} could not be read ({first_line(error)}); "
-                              "give the folder of a saved model or the name of one on the hub.") from error
+    except Exception as error:  # each model's config checks itself, and raises its own kinds
+        raise config_fault(error, name) from error
     refuse_unsupported(config, name)
+    refuse_quantised(config, name)
+    check_generation_config(name)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -34,18 +40,41 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with both sizes
         )
         model, info = loaded
         model.to(device)
     except Exception as error:  # the loaders raise a dozen kinds for damaged files
-        raise DraftsmithError(f"the weights of {name!r} could not be loaded ({first_line(error)}); "
-                              "fetch the files again, as safetensors.") from error
-    lost = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
+        raise model_fault(error, config, name, trust_remote_code) from error
+    _compare_tensors(info, name)
+    return cast(PreTrainedModel, model)
+
+
+def _compare_tensors(info: Mapping[str, Collection[Any]], name: str) -> None:
+    """Refuse tensors that the files lack or that have another shape there; tell of those that have no place."""
+    misfits = sorted(info["mismatched_keys"])
+    if misfits:
+        tensor, stored, wanted = misfits[0]
+        raise DraftsmithError(
+            f"config.json and weights of {name!r} do not belong together: {tensor} is {_shape(stored)} in the files, "
+            f"and {_shape(wanted)} by config.json ({len(misfits)} tensors differ); fetch both again from one place."
+        )
+    lost = sorted(map(str, info["missing_keys"]))
     if lost:
         raise DraftsmithError(
-            f"the weights of {name!r} lack or misfit {len(lost)} tensors, {lost[0]} first; fetch the files again."
+            f"the weights of {name!r} lack {len(lost)} tensors, {lost[0]} first; fetch the files again, config.json "
+            "too."
         )
-    return cast(PreTrainedModel, model)
+    unused = sorted(map(str, info["unexpected_keys"]))
+    if unused:
+        log.warning(
+            "the weights of %r have %d tensors that its config.json has no place for, %s first; they are left out.",
+            name, len(unused), unused[0],
+        )
+
+
+def _shape(sizes: Collection[int]) -> str:
+    return " x ".join(map(str, sizes))
 
 
 def precision_on_disk(name: str, dtype: torch.dtype, trust_remote_code: bool) -> str:

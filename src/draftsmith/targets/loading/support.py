@@ -47,6 +47,19 @@ def refuse_unsupported(config: Any, name: str) -> None:
         )
 
 
+def refuse_quantised(config: Any, name: str) -> None:
+    """Raise DraftsmithError for weights that were stored quantised, by whatever method."""
+    for part in (config, config.get_text_config(decoder=True)):
+        settings = getattr(part, "quantization_config", None)
+        if settings:
+            # Before methods had names there was only one.
+            kind = settings.get("quant_method", "bitsandbytes")
+            raise DraftsmithError(
+                f"{name} is quantised ({kind}), and quantised checkpoints are not supported; give the unquantised one, "
+                "with --quantize int4 or int8 (quantize=) if wanted."
+            )
+
+
 def refuse_attention(probe: ShapeProbe, layers: int, name: str) -> None:
     """Raise DraftsmithError if attention was asked for what it does not know, or not by every layer."""
     if probe.unknown:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -84,6 +85,8 @@ def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the loaders raise a dozen kinds for damaged files
+        if needs_own_code(error):
+            raise own_code(name) from error
         raise DraftsmithError(
             f"the tokenizer of {name!r} could not be loaded ({first_line(error)}); fetch its files again."
         ) from error
@@ -97,8 +100,44 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     return hashlib.sha256(json.dumps(pairs, ensure_ascii=True).encode()).hexdigest()
 
 
+def needs_own_code(error: Exception) -> bool:
+    """Whether transformers refused to run code that came with a model; it names its argument, and nothing else does."""
+    return isinstance(error, ValueError) and "pass the argument `trust_remote_code=True`" in str(error)
+
+
+def own_code(name: str) -> DraftsmithError:
+    """Return what to say of a model that loads only with code that came with it."""
+    return DraftsmithError(
+        f"{name!r} comes with code of its own, which is not run unasked; read it, and if you trust it, add "
+        "--trust-remote-code (trust_remote_code=True): the code then runs here, as you."
+    )
+
+
+def check_generation_config(name: str) -> None:
+    """Refuse a folder's generation_config.json that cannot be read: without it transformers takes other end tokens.
+
+    Raises:
+        DraftsmithError: it is no JSON object.
+    """
+    path = Path(name) / "generation_config.json"
+    if not path.is_file():
+        return
+    try:
+        fault = None if isinstance(json.loads(path.read_bytes()), dict) else "it holds no JSON object"
+    except (OSError, ValueError) as error:
+        fault = first_line(error)
+    if fault is not None:
+        raise DraftsmithError(
+            f"{path} cannot be read ({fault}), and it may say which tokens end a text; fetch it again, or remove it."
+        )
+
+
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the tokens that end a text, as the model's generation settings, its config or the tokenizer say."""
+    """Return the tokens that end a text, as the model's generation settings, its config or the tokenizer say.
+
+    Raises:
+        DraftsmithError: what they say are no token ids.
+    """
     generation = model.generation_config
     ids = generation.eos_token_id if generation is not None else None
     if ids is None:
@@ -107,7 +146,12 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
         ids = tokenizer.eos_token_id
     if ids is None:
         return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    found: list[Any] = [ids] if isinstance(ids, int | str) else list(ids)
+    if not all(isinstance(token, int) for token in found):
+        raise DraftsmithError(
+            f"the target has eos_token_id {ids!r}; give whole numbers in its generation_config.json or config.json."
+        )
+    return frozenset(found)
 
 
 def first_line(error: BaseException) -> str:

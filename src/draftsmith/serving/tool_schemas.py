@@ -1,0 +1,98 @@
+"""The schema that calls of tools are held to, made of the schemas of the tools."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from draftsmith.serving.errors import bad
+from draftsmith.serving.openai_fields import Tool
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""What holds schemas by names of the client's own."""
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""What holds values, which are no schemas whatever they look like."""
+
+
+def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
+    """Return the schema of a list of calls, at least one and at most so many; ApiError as of `arguments_schema`."""
+    defined: dict[str, Any] = {}
+    kinds = []
+    for number, tool in enumerate(tools):
+        arguments, key = arguments_schema(tool), f"tool{number}"
+        # References count from the root, which is another one now.
+        moved = _moved(arguments, f"#/$defs/{key}")
+        if moved != arguments:
+            defined[key], arguments = moved, {"$ref": f"#/$defs/{key}"}
+        kinds.append({
+            "type": "object", "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
+            "required": ["name", "arguments"], "additionalProperties": False,
+        })
+    limit = {} if most is None else {"maxItems": most}
+    items = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    return {"type": "array", "items": items, "minItems": 1, **limit, **({"$defs": defined} if defined else {})}
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of what a tool is called with, which is an object; ApiError for a tool that takes none."""
+    name, given = tool.function.name[:40], tool.function.parameters or NO_ARGUMENTS
+    for place in ("$defs", "definitions"):
+        if not isinstance(given.get(place, {}), dict):
+            raise bad(f"the tool {name!r} has a {place} that is no object; make it one.", "tools")
+    found = _of_objects(given, given, ())
+    if found is None:
+        raise bad(f'the tool {name!r} has parameters that are no object; give a schema of the type "object".', "tools")
+    return found
+
+
+def _of_objects(schema: Any, root: dict[str, Any], seen: tuple[str, ...]) -> Any:
+    """Return a schema without what is no object; None where nothing is left.
+
+    Args:
+        root: from which references count; they stay what they are.
+        seen: references that led here.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        return None
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        is_none = reference not in seen and _of_objects(_found(reference, root), root, (*seen, reference)) is None
+        return None if is_none else schema
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            fitting = [found for one in schema[key] if (found := _of_objects(one, root, seen)) is not None]
+            return {**schema, key: fitting} if fitting else None
+    if "const" in schema:
+        return schema if isinstance(schema["const"], dict) else None
+    if isinstance(schema.get("enum"), list):
+        objects = [one for one in schema["enum"] if isinstance(one, dict)]
+        return {**schema, "enum": objects} if objects else None
+    # Beside several schemas joined, a type could not be kept.
+    return schema if "allOf" in schema else {**schema, "type": "object"}
+
+
+def _found(reference: str, root: dict[str, Any]) -> Any:
+    """Return what a reference points at; anything at all where it leads nowhere, which is refused later."""
+    found: Any = root
+    for name in reference.split("/")[1:]:
+        found = found.get(name, True) if isinstance(found, dict) else True
+    return found
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """Return a schema whose references count from another root."""
+    if isinstance(schema, list):
+        return [_moved(one, root) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, below in schema.items():
+        if key == "$ref" and isinstance(below, str):
+            found[key] = root + below[1:] if below == "#" or below.startswith("#/") else below
+        elif key in _NAMED and isinstance(below, dict):
+            found[key] = {name: _moved(one, root) for name, one in below.items()}
+        else:
+            found[key] = below if key in _VALUES else _moved(below, root)
+    return found
