@@ -123,12 +123,12 @@ CASES: dict[str, tuple[str, Any, int]] = {
         CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}] * 80_000,
                "tool_choice": "required"}, 400,
     ),
-    "400,000 earlier calls": (
-        CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": [{"a": {}}] * 400_000}]}, 400
+    "300,000 earlier calls": (
+        CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": [{"a": {}}] * 300_000}]}, 400
     ),
-    "130,000 empty messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 130_000}, 400),
-    "150,000 empty parts": (
-        CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 150_000}]}, 400
+    "100,000 empty messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 100_000}, 400),
+    "120,000 empty parts": (
+        CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 120_000}]}, 400
     ),
     "an earlier call of a megabyte": (
         CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": [

@@ -56,7 +56,10 @@ class Reader:
     def of(cls, target: Target, learn: Learn) -> "Reader":
         """Return the reader for a target; DraftsmithError where it has no tokenizer."""
         if target.tokenizer is None:
-            raise DraftsmithError(f"the target {target.name!r} has no tokenizer, so it cannot read the data; give one.")
+            raise DraftsmithError(
+                f"the target {target.name!r} has no tokenizer, so it cannot read the data; put its tokenizer.json into "
+                "its folder."
+            )
         return cls(target.tokenizer, frozenset(target.eos_token_ids), target.name, learn)
 
     def text(self, piece: Piece) -> Window:
