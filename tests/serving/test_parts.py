@@ -104,7 +104,7 @@ def test_the_bytes_of_a_character_come_token_by_token():
     tokens = list(target().tokenizer("né€")["input_ids"])  # type: ignore[misc]
     assert b"".join(texts.bytes_of(token) for token in tokens) == "né€".encode()
     assert texts.pieces().read(tokens) == ["n", "", "é", "", "", "€"]
-    assert texts.text(256) == "<eos>" and texts.shown(256) == ""
+    assert texts.text(256) == "<eos>" and texts.pieces().read([256]) == [""]
 
 
 @pytest.mark.parametrize(
