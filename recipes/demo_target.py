@@ -308,7 +308,8 @@ def main(arguments: Sequence[str] | None = None, stopped: Callable[[], bool] | N
         return
     if storage.sha256(Path(settings["data"]) / storage.MANIFEST) != settings["data_hash"]:
         raise DraftsmithError(f"{settings['data']} has changed since {out} began; restore it, or begin another run.")
-    Trainer(out, settings, found).run(last, stopped or (lambda: False))
+    with checkpoints.held():
+        Trainer(out, settings, found).run(last, stopped or (lambda: False))
 
 
 def run_until_told() -> None:

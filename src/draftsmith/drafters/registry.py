@@ -234,5 +234,5 @@ def family_of(name: str | Path) -> Family | None:
         family = find(name.partition(":")[0])
         if family is not None:
             return family
-    folder = Path(name).expanduser()
+    folder = storage.standing(Path(name).expanduser())
     return recognised(storage.read_config(folder)) if (folder / "config.json").is_file() else None

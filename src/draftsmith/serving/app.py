@@ -72,7 +72,7 @@ async def tokenize(request: Request, service: Service, key: str) -> Response:
             tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
             tokens = await service.prompts.of_chat(
                 fields.messages, fields.chat_template_kwargs, tools, fields.continue_final_message,
-                fields.add_generation_prompt is False and not fields.continue_final_message,
+                fields.add_generation_prompt is False,
             )
         else:
             tokens = await service.prompts.of_text(fields.prompt or "", fields.add_special_tokens is not False)
