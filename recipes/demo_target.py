@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None, stopped: Callable[[], bool] | N
     args = parse(arguments)
     out, last, settings = args.out, args.steps, settings_of(args)
     if args.cool:
-        out = begin_cooling(args.out, settings, args.cool, args.unlike)
+        out = begin_cooling(args.out, settings, args.cool, args.unlike or settings["unlike"])
         settings = storage.read_json(out / SETTINGS)
         end = settings["begun"] + settings["cooling_steps"]
         last = end if args.steps is None else min(end, args.steps)
