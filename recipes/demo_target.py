@@ -3,17 +3,17 @@
     python recipes/demo_data.py --data DATA --tokenizer WARM_START --out runs/demo-data
     python recipes/demo_target.py --data runs/demo-data --init WARM_START --out runs/demo-target
     python recipes/demo_target.py --out runs/demo-target
-    python recipes/demo_target.py --out runs/demo-target --cool 4000000 --unlike 0.5
+    python recipes/demo_target.py --out runs/demo-target --cool 4000000 --leave-loops 0.5
 
 The second command begins, the third goes on, to the bit where the last checkpoint was (same machine, same number of
 threads), after a kill of any kind. Until it is ended (Ctrl-C, or SIGTERM, or --steps) it trains at a flat rate after
 a short warm-up. The last command takes the latest checkpoint aside and lets its rate fall to nothing over so many
 tokens; the result is runs/demo-target/cooled/latest, and the flat run can go on afterwards.
 
-Muon moves the matrices and AdamW the rest. `--unlike 0.5` adds so many times the loss that keeps the model from writing
-in loops (`demo_loops.py`), on texts that it writes itself every `--own-every` steps and after every checkpoint. Every
-checkpoint is a model folder in float32 with the optimizer beside it; metrics.jsonl has loss, speed and the held-out
-loss of each source. `--export FOLDER` writes the latest checkpoint of --out in bf16 instead.
+Muon moves the matrices and AdamW the rest. `--leave-loops 0.5` adds so many times the loss by which the model learns to
+leave loops as the warm start would (`demo_loops.py`), on texts that it writes itself every `--own-every` steps and
+after every checkpoint. Every checkpoint is a model folder in float32 with the optimizer beside it; metrics.jsonl has
+loss, speed and the held-out loss of each source. `--export FOLDER` writes the latest checkpoint of --out in bf16.
 Shapes: B batch, T positions.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from demo_attention import register
-from demo_loops import OwnTexts, unlikelihood
+from demo_loops import OwnTexts, leaving
 from demo_stream import Stream, held_out_windows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -89,9 +89,12 @@ class Trainer:
         if out.is_dir():
             self.metrics.rewrite([record for record in self.metrics.read() if record["step"] <= self.step])
         compiled = torch.compile if settings["compile"] else lambda function: function
-        self._loss, self._unlikelihood = compiled(self._eager_loss), compiled(self._eager_unlikelihood)
+        self._loss, self._leaving = compiled(self._eager_loss), compiled(self._eager_leaving)
         self._own, self._told = OwnTexts(self.stream, self._write_bf16, settings["seed"]), self.step
-        if settings["unlike"]:
+        if settings["leave_loops"]:
+            self._before = AutoModelForCausalLM.from_pretrained(
+                settings["init"], dtype=torch.float32, attn_implementation=register()
+            ).requires_grad_(False)
             self._own.refresh(self.step)
 
     def _eager_loss(self, embedded_BTD: Tensor, labels_BT: Tensor) -> Tensor:
@@ -99,15 +102,19 @@ class Trainer:
             logits_BTV = self.model(inputs_embeds=embedded_BTD, use_cache=False).logits
         return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
 
-    def _eager_unlikelihood(self, embedded_BTD: Tensor, labels_BT: Tensor, marked_BT: Tensor) -> Tensor:
+    def _eager_leaving(
+        self, embedded_BTD: Tensor, before_BTV: Tensor, labels_BT: Tensor, marked_BT: Tensor
+    ) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits_BTV = self.model(inputs_embeds=embedded_BTD, use_cache=False).logits
-        return unlikelihood(logits_BTV.float(), labels_BT, marked_BT)
+        return leaving(logits_BTV.float(), before_BTV.float(), labels_BT, marked_BT)
 
-    def unlikelihood(self, tokens_BT: Tensor, marked_BT: Tensor) -> Tensor:
-        """Return -log(1 - p) of the marked ones of (B, T) tokens, on average, in nats."""
+    def leaving(self, tokens_BT: Tensor, marked_BT: Tensor) -> Tensor:
+        """Return how badly the model leaves loops at the marked ones of (B, T) tokens, on average, in nats."""
         embedded_BTD = F.embedding(tokens_BT[:, :-1], self.model.get_input_embeddings().weight)
-        return self._unlikelihood(embedded_BTD, tokens_BT[:, 1:], marked_BT[:, 1:])
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            before_BTV = self._before(tokens_BT[:, :-1], use_cache=False).logits
+        return self._leaving(embedded_BTD, before_BTV, tokens_BT[:, 1:], marked_BT[:, 1:])
 
     def _write_bf16(self, folder: Path) -> None:
         write_model(self.model, self.tokenizer, folder, torch.bfloat16)
@@ -128,12 +135,12 @@ class Trainer:
             loss = self.loss(tokens_BT) / len(parts)
             loss.backward()
             total += loss.item()
-        if settings["unlike"]:
+        if settings["leave_loops"]:
             if self.step - self._told >= settings["own_every"]:
                 self._refresh()
             own = self._own.take(settings["part"])
             if own is not None:
-                (settings["unlike"] * self.unlikelihood(*own)).backward()
+                (settings["leave_loops"] * self.leaving(*own)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -168,7 +175,7 @@ class Trainer:
 
         self.checkpoints.save(self.step, fill, {}, optimizer_tensors(self.optimizers))
         # As whoever goes on from here does, so that both do the same.
-        if self.settings["unlike"]:
+        if self.settings["leave_loops"]:
             self._refresh()
 
     def _refresh(self) -> None:
@@ -191,7 +198,7 @@ class Trainer:
                 self.log({
                     "step": self.step, "tokens": self.step * tokens_a_step, "loss": round(sum(losses) / len(losses), 4),
                     "tokens_per_s": round(len(losses) * tokens_a_step / (now - shown)), "epochs": self.stream.epochs(),
-                    **({"looping": round(self._own.share, 3)} if settings["unlike"] else {}),
+                    **({"looping": round(self._own.share, 3)} if settings["leave_loops"] else {}),
                 })
                 shown, losses = now, []
             if self.step % settings["evaluate_every"] == 0:
@@ -230,8 +237,8 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     if not (args.init and args.data):
         raise DraftsmithError(f"{args.out} holds no run yet; give --init and --data to begin one.")
     names = (
-        "length", "batch", "part", "rate", "seed", "compile", "save_minutes", "evaluate_every", "log_every", "unlike",
-        "own_every",
+        "length", "batch", "part", "rate", "seed", "compile", "save_minutes", "evaluate_every", "log_every",
+        "leave_loops", "own_every",
     )
     settings = {name: getattr(args, name) for name in names}
     settings |= {"data": str(args.data.resolve()), "init": str(Path(args.init).resolve()), "shares": SHARES}
@@ -241,7 +248,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def begin_cooling(out: Path, settings: dict[str, Any], tokens: int, unlike: float) -> Path:
+def begin_cooling(out: Path, settings: dict[str, Any], tokens: int, leave_loops: float) -> Path:
     """Copy the latest checkpoint to a run of its own, OUT/cooled, whose rate falls, and return its folder.
 
     A cooling run that is there and was cut off goes on; one that is done makes room for the next.
@@ -263,7 +270,8 @@ def begin_cooling(out: Path, settings: dict[str, Any], tokens: int, unlike: floa
 
     cooled.mkdir(exist_ok=True)
     Checkpoints(cooled, KEPT_CHECKPOINTS).save(begun, fill, {}, latest.optimizer)
-    storage.write_json(cooled / SETTINGS, settings | {"begun": begun, "cooling_steps": steps, "unlike": unlike})
+    changed = {"begun": begun, "cooling_steps": steps, "leave_loops": leave_loops}
+    storage.write_json(cooled / SETTINGS, settings | changed)
     return cooled
 
 
@@ -280,7 +288,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--part", type=int, default=8, help="windows at once")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--rate", type=float, default=2e-3, help="the flat rate")
-    parser.add_argument("--unlike", type=float, default=0.0, help="weight of the loss against loops")
+    parser.add_argument("--leave-loops", type=float, default=0.0, help="weight of the loss that teaches to leave loops")
     parser.add_argument("--own-every", type=int, default=25, help="steps until the model writes texts anew")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--save-minutes", type=float, default=5.0)
@@ -295,7 +303,7 @@ def main(arguments: Sequence[str] | None = None, stopped: Callable[[], bool] | N
     args = parse(arguments)
     out, last, settings = args.out, args.steps, settings_of(args)
     if args.cool:
-        out = begin_cooling(args.out, settings, args.cool, args.unlike or settings["unlike"])
+        out = begin_cooling(args.out, settings, args.cool, args.leave_loops or settings["leave_loops"])
         settings = storage.read_json(out / SETTINGS)
         end = settings["begun"] + settings["cooling_steps"]
         last = end if args.steps is None else min(end, args.steps)

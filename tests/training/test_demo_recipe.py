@@ -57,12 +57,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "model", data
 
 
-def command(start: tuple[Path, Path] | None, out: Path, *more: str, unlike: float = 0.0) -> list[str]:
+def command(start: tuple[Path, Path] | None, out: Path, *more: str, leave_loops: float = 0.0) -> list[str]:
     """The command that begins a run, or without `start` goes on with it."""
     begin = [] if start is None else [
         "--init", str(start[0]), "--data", str(start[1]), "--no-compile", "--save-minutes", "0",
         "--evaluate-every", "3", "--log-every", "1", "--length", str(LENGTH), "--batch", str(BATCH), "--part", "2",
-        "--unlike", str(unlike),
+        "--leave-loops", str(leave_loops),
     ]
     return ["--out", str(out), *begin, *more]
 
@@ -113,9 +113,9 @@ def test_with_the_loss_against_loops_it_also_goes_on_to_the_same_bits(
     recipe: ModuleType, start: tuple[Path, Path], tmp_path: Path
 ):
     whole, cut, plain = tmp_path / "whole", tmp_path / "cut", tmp_path / "plain"
-    recipe.main(command(start, whole, "--steps", "3", unlike=0.5))
+    recipe.main(command(start, whole, "--steps", "3", leave_loops=0.5))
     for last in ("1", "3"):
-        recipe.main(command(start if last == "1" else None, cut, "--steps", last, unlike=0.5))
+        recipe.main(command(start if last == "1" else None, cut, "--steps", last, leave_loops=0.5))
     assert_same(whole, cut)
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert all(record["looping"] > 0.5 for record in records if "loss" in record), "random weights repeat themselves"
@@ -136,22 +136,36 @@ def test_what_goes_on_in_a_loop_is_marked(recipe: ModuleType):
     assert marked[2] == [25, 26], "behind a second time of ten tokens"
 
 
-def test_the_loss_against_loops_makes_marked_tokens_less_likely_and_leaves_others(recipe: ModuleType):
-    from demo_loops import unlikelihood
+def test_a_marked_token_gives_way_to_what_the_earlier_model_says_instead(recipe: ModuleType):
+    from demo_loops import leaving
 
     torch.manual_seed(0)
-    logits = torch.randn(2, 4, 6, requires_grad=True)
+    logits, before = torch.randn(2, 4, 6, requires_grad=True), torch.randn(2, 4, 6)
     labels, marked = torch.randint(0, 6, (2, 4)), torch.tensor([[0, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
-    loss = unlikelihood(logits, labels, marked)
-    p = logits.softmax(-1).gather(2, labels.unsqueeze(2)).squeeze(2)
-    assert torch.allclose(loss, -torch.log(1 - p)[marked].mean(), atol=1e-5)
+    loss = leaving(logits, before, labels, marked)
+    places = marked.nonzero().tolist()
+    weights, costs = [], []
+    for n, t in places:
+        others = before[n, t].softmax(-1).clone()
+        weights.append(1 - others[labels[n, t]])
+        others[labels[n, t]] = 0
+        costs.append(-(others / others.sum() * logits[n, t].log_softmax(-1)).sum())
+    expected = sum(w * c for w, c in zip(weights, costs, strict=True)) / sum(weights)
+    assert torch.allclose(loss, expected, atol=1e-5)
     loss.backward()
     assert logits.grad is not None
     given = logits.grad.gather(2, labels.unsqueeze(2)).squeeze(2)
     assert bool((given[marked] > 0).all()) and bool((logits.grad[~marked] == 0).all())
-    sure = torch.zeros(1, 1, 6).index_fill(2, torch.tensor([3]), 90.0).requires_grad_()
-    unlikelihood(sure, torch.tensor([[3]]), torch.tensor([[True]])).backward()
-    assert sure.grad is not None and sure.grad[0, 0, 3].item() == pytest.approx(1), "where p is 1 it still pulls"
+
+
+def test_where_the_earlier_model_knows_no_other_token_nothing_is_to_learn(recipe: ModuleType):
+    from demo_loops import leaving
+
+    sure = torch.zeros(1, 1, 6).index_fill(2, torch.tensor([3]), 90.0)
+    logits = sure.clone().requires_grad_()
+    loss = leaving(logits, sure, torch.tensor([[3]]), torch.tensor([[True]]))
+    loss.backward()
+    assert loss.item() == 0 and logits.grad is not None and bool((logits.grad == 0).all())
 
 
 def test_it_cools_down_beside_the_flat_run_which_goes_on(recipe: ModuleType, start: tuple[Path, Path], tmp_path: Path):

@@ -198,6 +198,9 @@ def test_a_saved_drafter_loads_for_its_target_and_for_no_other(tmp_path: Path):
         load_drafter(folder, Target(tiny_model("llama", vocabulary=40)))
     save_skip_layers(folder, skipped((0,)), 2, target)
     assert load_drafter(folder, target).default_plan() == Plan((1, 1)), "an older drafter may be replaced"
+    folder.rename(tmp_path / ".layers.old")
+    assert load_drafter(folder, target).default_plan() == Plan((1, 1)), "while that is done, or when it was killed"
+    (tmp_path / ".layers.old").rename(folder)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"guesses": 2', '"guesses": 3'))
     with pytest.raises(DraftsmithError, match="is damaged"):

@@ -14,7 +14,7 @@ class SuffixConfig(Config):
     With `remember`, speed tells of other requests, and a prompt that is decoded twice is no measurement.
     """
 
-    max_length: Count = Field(default=24, description="the longest match that is told from longer ones")
+    max_length: Count = Field(default=24, description="the longest match looked for; longer ones count as this long")
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=1.0, description="guesses for every token of the match"
     )

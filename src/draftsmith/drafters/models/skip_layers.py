@@ -59,7 +59,7 @@ def save_skip_layers(
 def load_skip_layers(folder: Path, target: "Target") -> SkipLayers:
     """Load a folder that `save_skip_layers` wrote; DraftsmithError for a damaged one, or for another target."""
     storage.verify_folder(folder)
-    origin = folder / "config.json"
+    origin = storage.standing(folder) / "config.json"
     values = storage.read_json(origin)
     record = values.get("draftsmith", {})
     check_target(folder, record.get("target", {}), target.facts())
