@@ -251,7 +251,8 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 def begin_cooling(out: Path, settings: dict[str, Any], tokens: int, leave_loops: float) -> Path:
     """Copy the latest checkpoint to a run of its own, OUT/cooled, whose rate falls, and return its folder.
 
-    A cooling run that is there and was cut off goes on; one that is done makes room for the next.
+    A cooling run that is there and was cut off goes on, with another weight of the loss against loops if one is given;
+    one that is done makes room for the next.
     """
     cooled = out / "cooled"
     latest = Checkpoints(out, KEPT_CHECKPOINTS).load()
@@ -261,6 +262,8 @@ def begin_cooling(out: Path, settings: dict[str, Any], tokens: int, leave_loops:
         old = storage.read_json(cooled / SETTINGS)
         end = old["begun"] + old["cooling_steps"]
         if Checkpoints(cooled, KEPT_CHECKPOINTS).load().progress["step"] < end:
+            if leave_loops:
+                storage.write_json(cooled / SETTINGS, old | {"leave_loops": leave_loops})
             return cooled
         cooled.rename(out / f"cooled-{end:08d}")
 
@@ -270,7 +273,7 @@ def begin_cooling(out: Path, settings: dict[str, Any], tokens: int, leave_loops:
 
     cooled.mkdir(exist_ok=True)
     Checkpoints(cooled, KEPT_CHECKPOINTS).save(begun, fill, {}, latest.optimizer)
-    changed = {"begun": begun, "cooling_steps": steps, "leave_loops": leave_loops}
+    changed = {"begun": begun, "cooling_steps": steps, "leave_loops": leave_loops or settings["leave_loops"]}
     storage.write_json(cooled / SETTINGS, settings | changed)
     return cooled
 
@@ -303,7 +306,7 @@ def main(arguments: Sequence[str] | None = None, stopped: Callable[[], bool] | N
     args = parse(arguments)
     out, last, settings = args.out, args.steps, settings_of(args)
     if args.cool:
-        out = begin_cooling(args.out, settings, args.cool, args.leave_loops or settings["leave_loops"])
+        out = begin_cooling(args.out, settings, args.cool, args.leave_loops)
         settings = storage.read_json(out / SETTINGS)
         end = settings["begun"] + settings["cooling_steps"]
         last = end if args.steps is None else min(end, args.steps)

@@ -173,7 +173,8 @@ def test_it_cools_down_beside_the_flat_run_which_goes_on(recipe: ModuleType, sta
     recipe.main(command(start, run, "--steps", "2"))
     flat = weights(run)
     recipe.main(command(None, run, "--cool", str(3 * LENGTH * BATCH), "--steps", "4"))  # cut off before its last step
-    recipe.main(command(None, run, "--cool", str(3 * LENGTH * BATCH)))
+    recipe.main(command(None, run, "--cool", str(3 * LENGTH * BATCH), "--leave-loops", "0.25"))
+    assert json.loads((cooled / "settings.json").read_text())["leave_loops"] == 0.25, "a run that goes on may change it"
     assert (cooled / "latest").resolve().name == "step-00000005"
     assert all(torch.equal(flat[name], tensor) for name, tensor in weights(run).items())
     assert [recipe.rate_at(step, 1.0, 2, 3) for step in (2, 3, 4)] == pytest.approx([1, 2 / 3, 1 / 3])
