@@ -1,10 +1,10 @@
 """The report's Tables 1 and 2: batch × candidates × prompt length, exactly N new tokens a trial.
 
 "Accelerating Production LLMs with Combined Token/Embedding Speculators" (arXiv:2404.19124), section 4. In every round
-each number of candidates, the baseline without speculation (0) and a peer, if asked for, runs once on the same prompts
-and in random order, so that a drifting clock meets all of them alike. Latency is the wall-clock of the whole call,
-prefill included, over N; the prefill is also reported by itself. The report decodes greedily; at a temperature above 0
-every setting samples with the same seeds. Shapes: B rows (batch), K candidates, T trials.
+each number of candidates, the baseline without speculation (0) and a peer, if asked for, runs once on the same prompts.
+Their order is random, so that a drift of the machine's speed affects all of them alike. Latency is the wall-clock of
+the whole call, prefill included, over N; the prefill is also reported by itself. The report decodes greedily; at a
+temperature above 0 every setting samples with the same seeds. Shapes: B rows (batch), K candidates, T trials.
 """
 
 import random
@@ -24,10 +24,10 @@ from draftsmith.types import SamplingParams
 
 PEER_NAME = "transformers"
 FITTED = "fitted"
-"""The setting in which a policy drafts what pays on the machine, as `draftsmith generate` does."""
+"""The setting in which a policy chooses the drafts that pay on this machine, as `draftsmith generate` does."""
 
 Peer = Callable[[Sequence[Sequence[int]], int], tuple[list[list[int]], float]]
-"""Decodes prompts greedily to exactly N new tokens each; returns the tokens and the seconds of it."""
+"""Decodes prompts greedily to exactly N new tokens each; returns the tokens and the seconds that took."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ def run_grid(
     """Measure every cell.
 
     Args:
-        on_progress: gets a label, the number of runs done since the last call, and that of all runs.
-        on_cells: gets all cells so far, whenever those of a batch size and prompt length are done, and after Ctrl-C
-            once more with the rounds that were whole.
-        fitted: for every batch size an engine of the same target that drafts what pays, as one more setting.
+        on_progress: gets a label, the number of runs done since the last call, and the number of all runs.
+        on_cells: gets all cells so far, whenever a batch size and prompt length is done; after Ctrl-C once more, with
+            the rounds that were complete.
+        fitted: one more setting: for every batch size an engine of the same target that chooses the drafts that pay.
     """
     rng = random.Random(grid.seed)
     plans = grid.plans(default)
@@ -81,7 +81,7 @@ def run_grid(
             except KeyboardInterrupt:
                 whole = min(map(len, runs.values()))
                 if whole and on_cells is not None:
-                    # Rounds that every setting took part in are kept, as a smaller number of trials.
+                    # Complete rounds, in which every setting ran, are kept as a smaller number of trials.
                     on_cells([*cells, *made({setting: several[:whole] for setting, several in runs.items()})])
                 raise
             if grid.temperature == 0:
@@ -125,7 +125,7 @@ def run_count(grid: Grid, plans: Collection[int], fitted: bool, peer: bool) -> i
 
 
 def prepare_grid(engine: Engine, default: Plan, grid: Grid) -> float:
-    """Compile every shape the grid meets, also those of batches that are part done; return the seconds it took."""
+    """Compile every shape the grid needs, also those of partly finished batches; return the seconds it took."""
     sizes, most = [1], max(grid.batches)
     while sizes[-1] < most:
         sizes.append(min(2 * sizes[-1], most))
@@ -140,10 +140,10 @@ def run_engine(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> TimedCall:
-    """Decode one batch, exactly `new_tokens` each; greedily, or each row with the seed after the one before it.
+    """Decode one batch, exactly `new_tokens` a row; at a temperature above 0, row i samples with the seed `seed` + i.
 
     Args:
-        plan: None leaves it to the engine.
+        plan: None leaves the choice to the engine.
     """
     params = [
         SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=seed + row)
@@ -206,8 +206,8 @@ def cell_of(
 def decoding_figures(measured: Sequence[Measurement], new_tokens: int) -> dict[str, Any]:
     """Return τ, acceptance by depth, time of a step and its shares over all trials.
 
-    A batch's seconds are shared by its rows, so their sum is the wall-clock; a batch takes as many steps as its
-    slowest row.
+    The seconds of a batch are divided among its rows, so their sum is the wall-clock; a batch takes as many steps as
+    its slowest row.
     """
     total = Measurement([c for result in measured for c in result.completions], sum(r.wall_s for r in measured))
     statistics = total.statistics
@@ -224,7 +224,7 @@ def decoding_figures(measured: Sequence[Measurement], new_tokens: int) -> dict[s
 
 
 def _check_baseline(engine: Engine, runs: Sequence[TimedCall]) -> None:
-    """A ratio to a baseline that decodes nonsense would mean nothing."""
+    """Raise RuntimeError where the baseline is not the target's own text: a ratio to nonsense would mean nothing."""
     texts = [c for run in runs if run.measurement is not None for c in run.measurement.completions]
     wrong = sum(not is_targets_own(engine.target, text) for text in texts)
     if wrong:

@@ -19,8 +19,8 @@ class Grid:
     Args:
         batches: rows decoded together.
         candidates: root-to-leaf paths verified in each step; 0 is the baseline. None measures `branching` or `choices`
-            whole; where these are not given either, the drafter's own plan, and, if that keeps the best paths of a
-            tree, those of `CANDIDATES` that the tree has.
+            whole. Without these, it measures the drafter's own plan and, if that plan keeps the best paths of a tree,
+            also those of `CANDIDATES` that the tree has.
         prompt_tokens: prompt lengths.
         new_tokens: N, generated exactly.
         trials: timed rounds of each (batch, prompt length).
@@ -28,7 +28,7 @@ class Grid:
         branching: of the tree before pruning to the candidates; None takes the drafter's own.
         choices: a static tree instead, see `Plan.choices`. It is measured whole, whatever `candidates` are.
         seed: of the order of runs, of sampling and of the bootstrap.
-        rules: a plan without branching; the drafts take everything else from it.
+        rules: a plan without branching, from which the drafts take everything but their shape.
         temperature: 0 is greedy.
     """
 
@@ -52,7 +52,7 @@ class Grid:
         for name, least in (("new_tokens", 2), ("trials", 1), ("warmups", 0)):
             if getattr(self, name) < least:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
-        SamplingParams(temperature=self.temperature)  # refuses what cannot be sampled at
+        SamplingParams(temperature=self.temperature)  # refuses an impossible temperature
         if self.choices:
             replace(self.rules, choices=self.choices)  # refuses rules that would choose nodes as well
 
@@ -78,7 +78,7 @@ class Grid:
         return self._defaults(default)
 
     def _defaults(self, default: Plan) -> dict[int, Plan]:
-        """Return what is measured of a drafter where nobody says what: its own plan, and fewer or more of its paths."""
+        """Return the plans to measure by default: the drafter's own, and the same with fewer or more paths."""
         found = {BASELINE: NO_DRAFT}
         if not default.branching:
             return found
@@ -96,9 +96,9 @@ def plan_for(
 ) -> Plan:
     """Return the plan that verifies K candidates: the drafter's tree (or `branching`) pruned to the best K paths.
 
-    A tree that has fewer leaves than K gets more children at the root, so that K candidates exist; of a static tree
-    the widths are taken, and a beam through them. Sampled guesses cannot be pruned: there the K candidates are K
-    chains as deep as the tree. All else comes from `rules`.
+    A tree that has fewer leaves than K gets more children at the root, so that K candidates exist. A static tree gives
+    only its widths, which are searched with a beam. Sampled guesses cannot be pruned: there the K candidates are K
+    chains as deep as the tree. Everything else comes from `rules`.
     """
     if candidates == BASELINE:
         return NO_DRAFT
@@ -109,7 +109,7 @@ def plan_for(
             "alone with --candidates 0."
         )
     if default.choices and branching is None and rules.beam is None:
-        # All paths of so wide a tree are too many to go through.
+        # A tree of these widths has too many paths to search them all.
         rules = replace(rules, beam=None if rules.sampled else max(candidates, *shape))
     if rules.sampled:
         return replace(rules, branching=(candidates, *(1,) * (len(shape) - 1)))
@@ -124,7 +124,7 @@ def path_count(choices: Sequence[tuple[int, ...]]) -> int:
 
 
 def check_peer(peer: str | None, temperature: float) -> None:
-    """Raise DraftsmithError for a peer that is unknown, or that cannot sample as we do."""
+    """Raise DraftsmithError for an unknown peer, and for a peer at a temperature above 0, as peers decode greedily."""
     if peer is not None and peer not in PEERS:
         raise DraftsmithError(f"--peer is {peer!r}; known is {', '.join(PEERS)}.")
     if peer is not None and temperature != 0:

@@ -1,18 +1,18 @@
-"""Makes a target cost what a larger one costs while it says what it says now.
+"""Makes a target cost as much as a larger one while its text stays the same.
 
-States, heads, feed-forwards and layers are padded, and what is padded meets zeros: so a small trained model becomes one
-whose weights have to be read from memory, with the text, and for every drafter the acceptance, of the small one.
+States, heads, feed-forwards and layers are padded so that the padding is multiplied by zeros. A small trained model
+becomes one whose weights have to be read from memory, with the small model's text and, for every drafter, acceptance.
 
-- A state is the small one with zeros behind it. RMS norms divide by the root of a mean over more values, so they give
+- A state is the small one followed by zeros. RMS norms divide by the root of a mean over more values, so they give
   sqrt(w) times as much where states are w times as wide; their weights are divided by that, and epsilon by w. Where w
   is a power of four both are exact.
-- Heads come in whole groups. The output projection does not look at those that are added, nor the down projection at
-  what the feed-forward has more.
-- Added layers, spread evenly, compute as any layer and add zero.
+- Heads are added in whole groups. The output projection ignores the added heads, and the down projection ignores the
+  added width of the feed-forward.
+- Added layers, spread evenly, compute like any layer and add zero.
 
-What does not matter is filled with copies of the model's own weights: they are ordinary numbers, and in int8 and int4
-they are quantised as the small model's are, because rows keep their largest values and, where widths are multiples of
-32, groups their members.
+Weights that do not matter are copies of the model's own, so they are ordinary numbers. In int8 and int4 the model's own
+weights are quantised as in the small model, because rows keep their largest values and, where widths are multiples of
+32, groups keep their members.
 
 Shapes: N outputs, K inputs, V vocabulary, F width of a state, w times as wide.
 """
@@ -42,9 +42,9 @@ class Padding:
     """How much larger a Llama becomes.
 
     Args:
-        times: w, of states and heads; 1, 4, 16 … keep every bit.
-        inner: width of the feed-forwards.
-        layers: how many there are.
+        times: w, how many times as wide states become and as many heads there are; 1, 4, 16 … keep every bit.
+        inner: width of the larger feed-forwards.
+        layers: number of layers of the larger model.
     """
 
     times: int
@@ -52,7 +52,7 @@ class Padding:
     layers: int
 
     def check(self, config: Mapping[str, Any], origin: Path) -> None:
-        """Raise DraftsmithError where the model of this config.json cannot be padded so."""
+        """Raise DraftsmithError where the model of this config.json cannot be padded to this size."""
         if config.get("model_type") != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
             raise DraftsmithError(f"{origin} is no Llama without biases; give the folder of one to pad.")
         if self.times < 1 or math.isqrt(self.times) ** 2 != self.times:
@@ -77,15 +77,16 @@ class Padding:
         }
 
     def source_of(self, layer: int, layers: int) -> tuple[int, bool]:
-        """Return which of the model's own `layers` a layer is made of, and whether it is that one or adds zero.
+        """Return which of the model's own `layers` a layer is made from, and whether it acts as that one or adds zero.
 
-        The i-th comes last of its share, so that the first quarter of one model says what that of the other does.
+        Of the layers made from the same one, the last acts as it, so that the first quarter of the larger model
+        computes the same as the first quarter of the small one.
         """
         number = layer * layers // self.layers
         return number, (layer + 1) * layers // self.layers > number
 
     def padded_layer(self, layer: Mapping[str, Tensor], counts: bool) -> dict[str, Tensor]:
-        """Return the weights of a layer, by their names in it; one that does not count adds zero."""
+        """Return the weights of a padded layer, by their names within it; without `counts` the layer adds zero."""
         times, wide = self.times, self.times * len(layer["input_layernorm.weight"])
         padded = {}
         for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
@@ -106,18 +107,18 @@ class Padding:
 
 
 HALF_BILLION = Padding(4, 4096, 19)
-"""Makes the embedded target one of 491 million weights, as wide and deep as models of that size are."""
+"""Makes the embedded target one of 491 million weights, with the width and depth usual for that size."""
 
 
 def repeated(weight_NK: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Return (outputs, inputs) of the same weights over and over, the matrix itself first."""
+    """Return (outputs, inputs) filled with copies of the matrix, the first of them at the top left."""
     rows, columns = weight_NK.shape
     copies = weight_NK.repeat(-(-outputs // rows), -(-inputs // columns))
     return copies[:outputs, :inputs].contiguous()
 
 
 def within_zeros(weight_NK: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Return (outputs, inputs) with the matrix first and zeros behind and below it."""
+    """Return (outputs, inputs) with the matrix at the top left and zeros to the right of it and below."""
     rows, columns = weight_NK.shape
     return torch.nn.functional.pad(weight_NK, (0, inputs - columns, 0, outputs - rows))
 
@@ -166,12 +167,12 @@ def padded_target(source: Path, padding: Padding, name: str) -> Target:
     weights = {key: weight for piece in _pieces(source, config, padding) for key, weight in piece.items()}
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(larger)  # what is computed rather than loaded
+    model.model.rotary_emb = type(model.model.rotary_emb)(larger)  # its tensors are computed, not loaded
     return Target(model, load_tokenizer(str(source), trust_remote_code=False), name)
 
 
 def _pieces(source: Path, config: Mapping[str, Any], padding: Padding) -> Iterator[dict[str, Tensor]]:
-    """Give the weights of every layer, then the others, so that no more than a layer is held twice."""
+    """Yield the padded weights layer by layer, then the others, so that at most one layer is held twice."""
     state = {name: weight.bfloat16() for name, weight in storage.read_tensors(source).items()}
     layers = config["num_hidden_layers"]
     for number in range(padding.layers):

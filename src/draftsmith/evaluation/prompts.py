@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with the kind of task it stands for ("code", "prose", "dialogue", …) and its source, "" where nobody said.
+    """A text with the kind of task it stands for ("code", "prose", "dialogue", …) and its source, "" if unknown.
 
-    Of a `conversation`, which waits for the assistant's next words, the text is what was said last.
+    With a `conversation`, which ends where the assistant has to answer, the text is that of its last message.
     """
 
     task: str
@@ -31,7 +31,7 @@ class Prompt:
 
 
 def embedded_prompts(task: str | None = None, split: str = "prompts") -> list[Prompt]:
-    """Return the embedded prompts, all or those of one task; DraftsmithError for a task that does not exist."""
+    """Return the embedded prompts, all of them or those of one task; DraftsmithError for an unknown task."""
     prompts = read_jsonl(assets.prompt_file(split))
     if task is None:
         return prompts
@@ -45,7 +45,7 @@ def embedded_prompts(task: str | None = None, split: str = "prompts") -> list[Pr
 def load_prompts(path: Path) -> list[Prompt]:
     """Read the user's prompts: JSONL with records as training reads them, or a text file as one document.
 
-    A record may also be a `prompt` alone. Of conversations and completions the end is left to the target.
+    A record may also hold only a `prompt`. The last answer of a conversation or completion is left to the target.
     """
     try:
         if path.suffix in (".jsonl", ".ndjson"):
@@ -84,9 +84,9 @@ def read_jsonl(path: Path) -> list[Prompt]:
 
 
 def _asked(record: Mapping[str, Any], where: str) -> str | Conversation:
-    """Return what a record asks the target to go on with, read as training reads it.
+    """Return what a record gives the target to continue, read as training reads it.
 
-    Of a conversation that is all up to the last turn of the assistant's, which is to be written anew.
+    A conversation that ends with a turn of the assistant's is given without that turn, which is to be written anew.
     """
     if not any(record.get(name) for name in ("text", "messages", "conversations", "completion")):
         record = {**record, "completion": ""}
@@ -101,7 +101,7 @@ def _asked(record: Mapping[str, Any], where: str) -> str | Conversation:
 
 
 def whole(target: "Target", prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the conversations among the prompts, up to where the assistant's next words begin; they are never cut."""
+    """Return the tokens of every conversation among the prompts, up to where the answer begins; none is cut."""
     found = []
     for prompt in prompts:
         if prompt.conversation is None:
@@ -111,7 +111,7 @@ def whole(target: "Target", prompts: Sequence[Prompt]) -> list[list[int]]:
             raise DraftsmithError(f"a prompt is a conversation, but {target.name} has no chat template; give texts.")
         try:
             found.append(prompt_ids(tokenizer, prompt.conversation))
-        except Exception as error:  # a template is a program of somebody else's
+        except Exception as error:  # a template is somebody else's program and may fail in any way
             from draftsmith.targets.loading.template import template_fault
 
             raise template_fault(error, target.name, "a prompt") from error
@@ -131,11 +131,11 @@ def tokenizer_of(target: "Target") -> "PreTrainedTokenizerBase":
 def cut(target: "Target", prompts: Sequence[Prompt], tokens: int, count: int, exact: bool = True) -> list[list[int]]:
     """Return `count` prompts of `tokens` tokens: the beginnings of all texts first, then later windows.
 
-    What the tokenizer puts before a text stands before every window. Of conversations it is the last tokens, so that
-    they end where the assistant begins. Windows repeat once all are used up.
+    Every window begins with what the tokenizer puts before a text. A conversation gives its last tokens, so that the
+    prompt ends where the assistant begins. Windows repeat once all are used up.
 
     Args:
-        exact: what is shorter is passed over; otherwise it is taken whole, and so are all conversations.
+        exact: shorter prompts are skipped; otherwise they are taken whole, and so are all conversations.
 
     Raises:
         DraftsmithError: no text is long enough.

@@ -1,1 +1,1 @@
-"""The HTTP server: what OpenAI's, Anthropic's and vLLM's clients speak, over one engine in one thread."""
+"""The HTTP server: speaks the APIs of OpenAI, Anthropic and vLLM, over one engine in one thread."""

@@ -1,4 +1,4 @@
-"""Around every request: an id, a key, a count and a line in the log, and the boundary that no exception passes."""
+"""What surrounds every request: an id, the check of its key, a count, a log line, and a catch for every exception."""
 
 import hmac
 import json
@@ -21,11 +21,11 @@ from draftsmith.serving.settings import Settings
 log = logging.getLogger("draftsmith.serving")
 
 OPEN = frozenset({"/health", "/ready"})
-"""Routes that need no key: those that say how the server does. Pages need none either."""
+"""Routes that need no key: those that report the server's health. Pages need none either."""
 MODEL, MODEL_PATHS = "/v1/models/{model}", "/v1/models/"
-"""Requests for one model count together, whatever it is called."""
+"""Requests for a single model are counted together, whatever its name."""
 REQUEST_IDS = (b"x-request-id", b"request-id")
-"""The id of a request as OpenAI's and as Anthropic's clients read it."""
+"""The headers in which OpenAI's and Anthropic's clients read the id of a request."""
 _ID = re.compile(r"[\w.:@/+=-]{1,128}")
 
 
@@ -33,7 +33,7 @@ class Access:
     """The outermost part of the application.
 
     Args:
-        app: what answers.
+        app: the application that answers.
         pages: paths of files that everybody may see.
         routes: paths whose requests are counted by name; all others are counted together.
     """
@@ -74,7 +74,7 @@ class Access:
             await self.app(scope, receive, noted)
         except ApiError as error:
             problem = error
-        except Exception as error:  # the boundary: whatever it is, others go on
+        except Exception as error:  # the boundary: whatever failed, other requests go on
             log.error("request %s failed", identity, exc_info=error)
             problem = broken()
         if problem is not None and not status:
@@ -84,11 +84,11 @@ class Access:
         write_line(scope, status or CLOSED, began)
 
     def _check_key(self, scope: Scope) -> str:
-        """Return the key of a request; ApiError where it has none of those that are let in."""
+        """Return the key of a request, "" where none is needed; ApiError where it is missing or wrong."""
         if not self._keys:
             return ""
         given = _key_of(scope)
-        # All of them, each in constant time: how long it takes tells nothing.
+        # Compare with all keys, each in constant time, so that the time taken reveals nothing.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not given or not any(matches):
             raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key")
@@ -106,7 +106,7 @@ def _key_of(scope: Scope) -> bytes:
 
 
 def _id_of(scope: Scope) -> str:
-    """Return the id that a request brings, if it can stand in a log and a header; otherwise one of our own."""
+    """Return the id that a request brings, if it is safe in a log and a header; otherwise a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             text = value.decode("latin-1")
@@ -116,7 +116,7 @@ def _id_of(scope: Scope) -> str:
 
 
 def write_line(scope: Scope, status: int, began: float) -> None:
-    """Write what became of a request to the log, without a word of what it said."""
+    """Write the outcome of a request to the log, without any of its content."""
     told: MutableMapping[str, Any] = {
         "request_id": scope["state"]["request_id"], "method": scope["method"], "path": scope["path"],
         "status": status, "seconds": round(time.monotonic() - began, 4), **scope["state"].get("told", {}),
@@ -125,7 +125,7 @@ def write_line(scope: Scope, status: int, began: float) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """A line of JSON for every event."""
+    """Formats every event as a line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""

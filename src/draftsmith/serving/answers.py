@@ -1,4 +1,4 @@
-"""How answers go out: JSON in one piece, or as a stream of events; and that nobody writes for a client that left."""
+"""Sends answers, as JSON in one piece or as a stream of events, and stops the work for clients that have left."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def dumps(value: Any) -> str:
-    """Return JSON in ASCII: some clients cut streams at characters that count as ends of lines elsewhere."""
+    """Return JSON in ASCII: some clients also split streams at non-ASCII characters that count as line ends."""
     return _ENCODER.encode(value)
 
 
@@ -34,12 +34,12 @@ def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None
 
 
 def error_answer(error: ApiError, scope: Scope) -> Response:
-    """Return an error in the form that the clients of a request's route read."""
+    """Return an error in the form of the request's route: Anthropic's or OpenAI's."""
     is_anthropic = scope["path"].startswith(ANTHROPIC)
     told = error.anthropic(scope["state"]["request_id"]) if is_anthropic else error.openai()
     headers = error.headers()
     if error.status in (408, 413):
-        headers["connection"] = "close"  # what is left of the body is not read
+        headers["connection"] = "close"  # the rest of the body is not read
     return json_answer(told, error.status, headers)
 
 
@@ -49,7 +49,7 @@ def data(value: Any) -> str:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Return what the work comes to; if the client leaves before, the work is cancelled.
+    """Return the result of the work; if the client leaves before, the work is cancelled.
 
     Raises:
         ApiError: the client left.
@@ -73,12 +73,12 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A stream of events, begun already: what went wrong before its first event was answered with a status.
+    """A stream of events whose first event is already there; an error before it was answered with an HTTP status.
 
     Args:
-        first: what the first event is.
-        events: those behind it; closed when the client leaves.
-        failure: writes what went wrong in the middle as the last events.
+        first: the first event.
+        events: the events after it; closed at the end, and when the client leaves.
+        failure: writes an error in the middle of the stream as its last events.
     """
 
     media_type = "text/event-stream"
@@ -123,10 +123,10 @@ class EventStream(Response):
 
 
 async def streamed(request: Request, events: AsyncGenerator[str, None], failure: Told) -> Response:
-    """Return a stream once its first event is there; until then what goes wrong has a status.
+    """Return a stream once its first event is there, so that an error before that is answered with an HTTP status.
 
     Raises:
-        ApiError: what the first event failed on.
+        ApiError: the first event failed, or the client left.
     """
     try:
         first = await unless_gone(request, anext(events))

@@ -154,7 +154,7 @@ def make_app(engine: Engine, settings: Settings, drafters: Mapping[str, Drafter]
 
 
 def application(service: Service, page: Path = FOLDER) -> ASGIApp:
-    """Return the application over a service, which begins and ends with it; the page is what a folder holds, if any."""
+    """Return the application over a service, whose engine starts and ends with it; `page` is the folder of its page."""
     http = HttpMetrics()
     registry = registry_of(service.meter, http, service.health)
 
@@ -177,7 +177,7 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
                 return await endpoint(request, service, state["key"])
             except ApiError as error:
                 return error_answer(error, request.scope)
-            except Exception as error:  # the boundary of a request: whatever it is, others go on
+            except Exception as error:  # the boundary of a request: whatever failed, other requests go on
                 log.error("request %s failed", state["request_id"], exc_info=error)
                 return error_answer(broken(), request.scope)
 
@@ -197,15 +197,15 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     app.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)
-    # Load balancers and load generators ask whether something is there without wanting to read it. Routes of GET come
-    # first, so that a wrong method is told of these.
+    # Load balancers and load generators use HEAD to ask whether something is there. GET routes come first, so that the
+    # answer to a wrong method names GET as allowed.
     app.router.routes += [*heads, Route("/metrics", metrics, methods=["HEAD"])]
 
     async def as_told(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = request.scope["path"][:200]
         told = error_answer(ApiError(error.status_code, f"{error.detail}: {request.method} {path}."), request.scope)
-        told.headers.update(error.headers or {})  # of 405: what is allowed instead
+        told.headers.update(error.headers or {})  # for 405: the allowed methods
         return told
 
     app.add_exception_handler(HTTPException, as_told)
@@ -213,7 +213,7 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
     app.openapi = lambda: description(app, fields)  # type: ignore[method-assign]
     pages = page_paths(page)
     if pages:
-        # A route for every file and no more, so that what is not there is refused as everywhere.
+        # One route for every file, so that any other path gets the same 404 as everywhere.
         files = Page(directory=page, html=True)
         app.router.routes += [Route(path, files, methods=["GET"]) for path in pages]
     return Access(app, service.settings, http, pages, [*BODIES, *QUESTIONS, "/metrics", "/"])

@@ -12,11 +12,11 @@ from draftsmith.serving.settings import Settings
 
 MOST_DEPTH = 128
 CLOSED = 499
-"""The status that the log has for a client that left; nobody reads it."""
+"""The status that the log and the metrics have for a client that left, which no longer reads it."""
 
 
 class Fields(BaseModel):
-    """A JSON object: kinds are not converted into each other, numbers are finite, fields that nobody knows are left."""
+    """A JSON object: types are not converted into each other, numbers are finite, and unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -26,23 +26,24 @@ T = TypeVar("T")
 
 
 class _First(FailFast):
-    """pydantic's own cannot stand beside others in a union, for want of a hash."""
+    """FailFast with a hash; pydantic's own has none, so it cannot be part of a union."""
 
     __hash__ = object.__hash__
 
 
 Several = Annotated[list[T], _First()]
-"""A list whose first mistake is its last: a body of some megabytes can hold a million of them."""
+"""A list that is checked only up to its first mistake: a body of some megabytes can hold a million of them."""
 Flag = Annotated[bool, BeforeValidator(lambda given: given is not None and given)]
-"""Off where it is null, as where it is left out."""
+"""A boolean for which null means false, as if it were left out."""
 
 
 async def read_fields(request: Request, kind: type[M], settings: Settings) -> M:
     """Return the checked body of a request.
 
     Raises:
-        ApiError: 400 for what is no such object, 408 for one that does not come, 413 for one that is too large, and 415
-            for what does not say that it is JSON: pages of other sites may send everything else without being asked.
+        ApiError: 400 for a body that does not fit `kind`, 408 for one that does not come in time, 413 for one that is
+            too large, 499 where the client left, and 415 for one that is not declared as JSON: browsers send some other
+            types for pages of other sites without asking the server first.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body has to be JSON; send it with the header content-type: application/json.")
@@ -74,7 +75,7 @@ async def read_bytes(request: Request, settings: Settings) -> bytes:
 
 
 def parse(body: bytes) -> Any:
-    """Return what a JSON text says; ApiError for anything else, and for what is nested too deeply."""
+    """Return the value of a JSON text; ApiError for anything else, and for a value that is nested too deeply."""
     try:
         value = json.loads(body, parse_constant=_refuse)
     except RecursionError:
@@ -110,8 +111,8 @@ def _too_large(settings: Settings) -> ApiError:
 
 
 def in_one_sentence(error: ValidationError) -> ApiError:
-    """Return the first mistake of a body."""
-    # Of alternatives, what went farthest into the value says most.
+    """Return one mistake of a body: the one deepest in it, the first of several."""
+    # Where a union has alternatives, the mistake that is deepest in the value says most.
     first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if _is_name(part))
     where = f"{place}: " if place else "the body: "
@@ -119,5 +120,5 @@ def in_one_sentence(error: ValidationError) -> ApiError:
 
 
 def _is_name(part: int | str) -> bool:
-    """Whether a part of a place is a field or a number, and not the name of one of several kinds."""
+    """Whether a part of a location is a field or an index, and not the name of an alternative of a union."""
     return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int", "float", "bool"))

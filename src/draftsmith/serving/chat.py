@@ -34,7 +34,7 @@ async def chat(request: Request, service: Service, key: str) -> Response:
     """Answer a request.
 
     Raises:
-        ApiError: what it is told instead.
+        ApiError: what the client gets instead.
     """
     settings = service.settings
     fields = await read_fields(request, ChatFields, settings)
@@ -65,7 +65,7 @@ async def chat(request: Request, service: Service, key: str) -> Response:
         )
     service.check_room(prompt, 1, "messages")
     asked = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
-    # Where nobody says, an answer may be as long as the context allows.
+    # Where the request sets no limit, an answer may be as long as the context allows.
     most = service.max_length - len(prompt) if asked is None else asked
     params = sampling_params(fields, settings, form, most, (top or 0) if fields.logprobs else None)
     service.check_room(prompt, params.max_tokens, "messages")
@@ -78,7 +78,7 @@ async def chat(request: Request, service: Service, key: str) -> Response:
 
 
 class _Answer(Answer):
-    """The answer to one request; streamed, the role comes with the first token, and an empty delta with the end."""
+    """The answer to one request; in a stream the role comes with the first token, and the end with an empty delta."""
 
     def __init__(self, frame: Frame, fields: ChatFields, form: Form) -> None:
         super().__init__(frame, fields)
@@ -88,7 +88,7 @@ class _Answer(Answer):
 
     def choice(self, at: int, text: Whole) -> dict[str, Any]:
         said, calls = self._read(at, text.text, ends=True)
-        # An empty text is one; calls, and what was cut off before it became one, are not.
+        # An empty answer has the content ""; an answer of calls alone, whole or cut off, has None.
         content = said if said or not text.text else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
@@ -118,7 +118,7 @@ class _Answer(Answer):
         return pieces
 
     def _read(self, choice: int, text: str, ends: bool) -> tuple[str, list[ToolCall]]:
-        """Return what of a piece of an answer is text, and the calls of tools that are whole with it."""
+        """Return the text in a piece of an answer, and the tool calls that the piece completes."""
         if not self.readers:
             return text, []
         reader = self.readers[choice]

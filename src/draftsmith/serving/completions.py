@@ -27,7 +27,7 @@ async def completions(request: Request, service: Service, key: str) -> Response:
     """Answer a request.
 
     Raises:
-        ApiError: what it is told instead.
+        ApiError: what the client gets instead.
     """
     settings = service.settings
     fields = await read_fields(request, CompletionFields, settings)
@@ -45,7 +45,7 @@ async def completions(request: Request, service: Service, key: str) -> Response:
     echo = bool(fields.echo)
     if asked < (0 if echo else 1):
         raise bad(f"max_tokens is {asked}; it must be at least 1, or 0 with echo.", "max_tokens")
-    # What is only scored still writes a token, which nobody is shown.
+    # A request that only scores its prompt still writes one token, which is not shown.
     params = sampling_params(
         fields, settings, form, max(1, asked), None if asked == 0 else logprobs, logprobs if echo else None
     )
@@ -69,7 +69,7 @@ class _Answer(Answer):
 
     Args:
         asked: tokens that the client wants to see; 0 only scores the prompt.
-        texts: of the prompts, None where tokens were given.
+        texts: the prompts' texts; None for a prompt that was given as tokens.
     """
 
     def __init__(self, frame: Frame, fields: CompletionFields, asked: int, texts: Sequence[str | None]) -> None:

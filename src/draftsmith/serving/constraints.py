@@ -1,6 +1,6 @@
-"""The one place that decides what form an answer must have and what it is predicted to be.
+"""The one place that decides which form an answer must have and which text it is predicted to repeat.
 
-Everything else of the server hands a request over here and passes on what it gets back.
+The rest of the server passes a request to `form_of` and hands on the `Form` that it gets back.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from draftsmith.types import Constraint, DraftsmithError
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer has to be, and what it is expected to be.
+    """The form that an answer must have, and the text that it is expected to repeat.
 
     Args:
-        constraint: on its text; its `origin` is the field that asked for it.
-        prediction: a text that it is likely to repeat.
-        calls: makes what reads calls of tools from it; None where it is text and no more.
-        tools: what the chat template is given of them.
+        constraint: on the answer's text; its `origin` is the field that asked for it.
+        prediction: a text that the answer is likely to repeat.
+        calls: makes the reader that finds tool calls in the answer; None where it is only text.
+        tools: the tool definitions that the chat template gets.
     """
 
     constraint: Constraint | None = None
@@ -32,13 +32,13 @@ class Form:
 
 
 def form_of(fields: Generation, template: str = "") -> Form:
-    """Return what a request asks for.
+    """Return the form that a request asks for.
 
     Args:
-        template: of the conversation, which tells how the model writes calls of tools.
+        template: the chat template, which shows how the model writes tool calls.
 
     Raises:
-        ApiError: 400 for what nothing can be held to, or two forms at once.
+        ApiError: 400 for a form that cannot be enforced, or for two forms at once.
     """
     prediction = _predicted(fields.prediction)
     asked = [

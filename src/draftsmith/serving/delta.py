@@ -1,4 +1,4 @@
-"""A piece of one text with all that was asked to be told of it."""
+"""A piece of one text with everything that the request wants to know about it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,11 @@ class Delta:
     Args:
         choice: which text.
         tokens: committed since the last piece; `text` is what became safe to show, which may be less or more.
-        texts: what each of the tokens wrote, for answers that are smoothed or explained.
+        texts: what each of the tokens wrote; filled only for answers that are smoothed or explained.
         logprobs: of the tokens, where they were asked for.
-        explained: what a page is shown of it.
+        explained: what the page shows about it, where that was asked for.
         prompt_logprobs: of the prompt, with the first piece, where they were asked for.
-        completion: with the last piece.
+        completion: the finished text; only with the last piece.
         tally: of the whole text so far.
     """
 

@@ -1,4 +1,4 @@
-"""What every endpoint makes its answer of: the pieces of texts with all that was asked to be told of them."""
+"""What every endpoint builds its answer from: pieces of texts, with everything the request wants to know about them."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,7 +11,7 @@ from draftsmith.serving.token_texts import Pieces, TokenTexts
 
 
 class _Choice:
-    """What has to be remembered of one text from piece to piece."""
+    """What is remembered about one text from piece to piece."""
 
     def __init__(self, pieces: Pieces | None, explainer: Explainer | None) -> None:
         self.tally = Tally()

@@ -1,4 +1,4 @@
-"""What `/openapi.json` says: routes, the fields of their bodies, the answers, and every status that there may be."""
+"""What `/openapi.json` says: routes, the fields of their bodies, the answers, and every possible status."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +36,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "/v1/models/{model}": ("id", "object", "created", "owned_by", "root", "max_model_len", "drafters"),
     "/version": ("version",),
 }
-"""What answers always have, by route; those that are streams have none of it."""
+"""The fields that an answer always has, by route; answers that are streams have none of them."""
 STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 OPENAI_ERROR: dict[str, Any] = {
     "type": "object", "required": ["error"],

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, as its client is told: OpenAI's form and Anthropic's."""
+"""The errors that clients get for their requests, in OpenAI's and in Anthropic's form."""
 
 import re
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from typing import Any
 
 _DIGITS = re.compile(r"([0-9]{20})[0-9]{20,}")
 WAIT_S = 1
-"""What a client is told to wait for when there is no room."""
+"""Seconds that a refused client is told to wait before it tries again."""
 
 
 @dataclass
 class ApiError(Exception):
-    """A request that is not served, or not to its end.
+    """The error of a request that is not served, or not to its end.
 
     Args:
-        status: of HTTP.
-        message: one sentence for whoever wrote the client.
+        status: the HTTP status.
+        message: one sentence for the client's programmer.
         kind: OpenAI's `type`; None takes the one that goes with the status.
         param: the field that is to blame, if one is.
-        code: a word for programs to tell it by.
-        retry_after: seconds after which it is worth another try.
+        code: a word by which programs recognise the error.
+        retry_after: seconds after which another try is worthwhile.
     """
 
     status: int
@@ -59,20 +59,20 @@ ANTHROPIC_TYPES = {
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return what a mistake of the client's is answered with; a number of hundreds of digits is not told in full."""
+    """Return the error for a client's mistake; its message shortens numbers of 40 digits and more."""
     return ApiError(400, _DIGITS.sub(r"\1…", message), param=param, code=code)
 
 
 def full(what: str) -> ApiError:
-    """Return what whoever finds no room is answered with."""
+    """Return the error for a request that finds no room."""
     return ApiError(429, f"the server is full: {what}; try again soon.", code="queue_full", retry_after=WAIT_S)
 
 
 def late() -> ApiError:
-    """Return what is answered when the time of a request is up."""
+    """Return the error for a request whose time is up."""
     return ApiError(504, "the time for this request is up.", code="timeout")
 
 
 def broken() -> ApiError:
-    """Return what a mistake of the server's is answered with; the log has what happened."""
+    """Return the error for a failure of the server; the log has the details."""
     return ApiError(500, "the server failed on this request; its log says more under the request's id.")

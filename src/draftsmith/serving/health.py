@@ -1,6 +1,6 @@
-"""How drafts do lately, by drafter and by what requests are for, and alarms where something is wrong.
+"""The recent acceptance of drafts, by drafter and by the task of the requests, and alarms where something is wrong.
 
-The event loop alone writes and reads here. What is kept is bounded, whatever requests say and however long they run.
+Only the event loop writes and reads here. What is kept is bounded, whatever requests say and however long they run.
 """
 
 import logging
@@ -18,28 +18,28 @@ from draftsmith.serving.repetition import Repetition, reach
 log = logging.getLogger("draftsmith.serving")
 
 BLOCK, RECENT = 128, 8
-"""Steps with guesses that are counted together, and how many such blocks are the recent ones."""
+"""Steps with guesses in one block, and how many finished blocks count as recent."""
 FADE = 31 / 32
-"""What everything before them counts after another block; so what is usual is that of some 4,000 steps."""
+"""The weight of older blocks shrinks by this with each new one; so "usual" stands for some 4,000 steps."""
 ENOUGH_RECENT, ENOUGH_USUAL, ENOUGH_TEXTS = 64, 512, 3
-"""Guesses of a depth, and different texts, without which no alarm is given."""
+"""An alarm needs at least this many recent guesses of a depth, earlier guesses of it, and different recent texts."""
 COLLAPSED, RECOVERED = 0.5, 0.75
-"""The share of what is usual below which an alarm is given, and above which it ends."""
+"""An alarm begins below the first and ends at the second of these fractions of the usual share."""
 MATTERS = 0.1
-"""What is usual has to be as much as this: nobody gains by guesses that hardly ever stay."""
+"""The least usual share for which an alarm is given: guesses that hardly ever stay gain nothing anyway."""
 SURE = 4.0
-"""Standard errors by which the two shares have to differ."""
+"""Standard errors by which the recent and the usual share have to differ."""
 DEPTHS = 8
-"""Depths that are followed."""
+"""Depths that are counted."""
 MOST, FORGOTTEN = 64, 10_000
-"""Pairs of drafter and task that are told apart; one makes room for another after so many steps of others."""
+"""The most pairs of drafter and task that are kept apart, and the steps after which an unused one may be replaced."""
 NO_TASK, OTHER = "none", "other"
 _NAME = re.compile(r"[\w.:/-]{1,64}")
 
 
 @dataclass(frozen=True)
 class Share:
-    """Of so many guesses of a depth how many stayed; those count whose predecessors stayed."""
+    """How many guesses of a depth there were, and how many stayed; only guesses whose predecessors stayed count."""
 
     guesses: float = 0.0
     stayed: float = 0.0
@@ -69,7 +69,7 @@ class Collapse:
 
 
 class Block:
-    """Steps counted together: by how many guesses could have stayed, and did; and of which texts they were."""
+    """Steps that are counted together, by how many guesses could have stayed and how many did, and their texts."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -88,13 +88,13 @@ class Block:
 
 
 class Acceptance:
-    """What became of the guesses of one drafter in texts of one task: lately, and before."""
+    """How many guesses of one drafter stayed in texts of one task: recently, and before."""
 
     def __init__(self, drafter: str, task: str) -> None:
         self.drafter, self.task = drafter, task
         self.steps = 0
         self.used = 0
-        """The number of the step, among those of all, that was its newest."""
+        """The number of its newest step, counted over all pairs."""
         self.alarm: Collapse | None = None
         self._block = Block()
         self._blocks: deque[Block] = deque()
@@ -143,7 +143,7 @@ class Acceptance:
         return None
 
     def told(self) -> dict[str, Any]:
-        """Return it as JSON; shares by depth, as far as guesses went."""
+        """Return it as JSON; shares are listed by depth, for depths that have guesses."""
         return {
             "drafter": self.drafter, "task": self.task, "steps": self.steps,
             "recent": [round(share.value, 4) for share in self.recent() if share.guesses],
@@ -152,7 +152,7 @@ class Acceptance:
 
 
 def has_collapsed(now: Share, before: Share) -> bool:
-    """Return whether so much fewer guesses stay than did before that chance hardly explains it."""
+    """Return whether far fewer guesses stay now than before, by more than chance explains."""
     if before.value < MATTERS:
         return False
     both = (now + before).value
@@ -167,12 +167,12 @@ class Health:
         self._found: OrderedDict[tuple[str, str], Acceptance] = OrderedDict()  # the one used longest ago is the first
         self._steps = self._texts = 0
         self.alarms: Counter[str] = Counter({"collapse": 0, "loop": 0})
-        """How many there were, by kind."""
+        """How many alarms there were, by kind."""
         self.looping = 0
-        """Texts that are written and repeat themselves."""
+        """Texts that are being written and repeat themselves."""
 
     def watch(self, task: str) -> "Watch":
-        """Return what follows one text; its `end` has to be called."""
+        """Return a `Watch` for one text; its `end` has to be called."""
         self._texts += 1
         return Watch(self, task, self._texts)
 
@@ -200,7 +200,7 @@ class Health:
         return {"alarms": alarms, "acceptance": [one.told() for one in self]}
 
     def _new(self, drafter: str, task: str) -> Acceptance:
-        """Make room for a pair, or return the one that stands for all without room."""
+        """Return a new entry for a pair; where there is no room, the drafter's entry for all other tasks."""
         if len(self._found) >= MOST:
             oldest = next(iter(self._found.values()))
             if self._steps - oldest.used > FORGOTTEN:
@@ -234,11 +234,11 @@ class Watch:
         self._repetition = Repetition()
 
     def take(self, chunk: Chunk) -> bool:
-        """Note a piece of the text; return whether it turned out with it that the text repeats itself."""
+        """Note a piece of the text; return whether this piece showed that the text repeats itself."""
         made = chunk.made
         if made is None or (made.why is not None and made.why.label == "prediction"):
             self._repetition.note(chunk.tokens)
-            return False  # what a client expects says nothing of a drafter
+            return False  # guesses from the client's own prediction say nothing about a drafter
         reached = reach(made)
         if reached and chunk.completion is None:  # the last step of a text is cut where the text ends
             self._health.note(self._task, made, reached, self._text)
@@ -252,11 +252,11 @@ class Watch:
         return True
 
     def end(self) -> None:
-        """Note that the text is over, or that nobody listens any more."""
+        """Note that the text has ended, or that the client has left."""
         self._health.looping -= self._repetition.period is not None
 
 
 def task_of(metadata: Mapping[str, Any] | None) -> str:
-    """Return what a request says it is for: `metadata.task`, a short name; anything else stands for none."""
+    """Return the task that a request names in `metadata.task`, a short name; anything else counts as none."""
     task = None if metadata is None else metadata.get("task")
     return task if isinstance(task, str) and _NAME.fullmatch(task) else NO_TASK

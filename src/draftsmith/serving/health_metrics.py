@@ -1,4 +1,4 @@
-"""How drafts do lately, as metrics for Prometheus; see `Health`."""
+"""The recent acceptance of drafts as metrics for Prometheus; see `Health`."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ SERVER = ["model_name", "engine"]
 
 
 class HealthMetrics(Collector):
-    """The state of a server's drafts, read when somebody asks.
+    """The state of a server's drafts, read on each scrape.
 
     Args:
         labels: the model's name and the engine's, as with all metrics.

@@ -14,8 +14,8 @@ class CompletionLogprobs:
     """Collects the log-probabilities of one text; every piece begins where the last one ended.
 
     Args:
-        texts: what tokens are called.
-        prompt: what stands before the text; none where the prompt is shown as its beginning.
+        texts: gives the text of each token.
+        prompt: the tokens before the text; empty where the prompt is shown as the beginning of the text.
     """
 
     def __init__(self, texts: TokenTexts, prompt: Sequence[int] = ()) -> None:
@@ -26,7 +26,7 @@ class CompletionLogprobs:
         """Return the next tokens in the form of completions.
 
         Args:
-            first: a token before them that nothing predicted, and which has no probability.
+            first: a token before them that was not predicted, so that it has no probability.
         """
         tokens: list[str] = []
         logprobs: list[float | None] = []
@@ -44,12 +44,12 @@ class CompletionLogprobs:
 
     def _enter(self, token: int, offsets: list[int]) -> str:
         offsets.append(self._offset)
-        # Tokens that are parts of one character begin where it does.
+        # Tokens that are parts of one character have the offset of that character.
         self._offset += len(self._pieces.read([token])[0])
         return self._texts.text(token)
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """Return the best alternatives and the token itself by their texts; of several with one text, the best."""
+        """Return the best alternatives and the token itself, by text; of several with the same text, the best."""
         found: dict[str, float] = {}
         for token, logprob in (*entry.top.items(), (entry.token, entry.logprob)):
             found.setdefault(self._texts.text(token), max(logprob, LEAST))

@@ -38,7 +38,7 @@ async def messages(request: Request, service: Service, key: str) -> Response:
     """Answer a request.
 
     Raises:
-        ApiError: what it is told instead.
+        ApiError: what the client gets instead.
     """
     settings = service.settings
     fields = await read_fields(request, MessageFields, settings)
@@ -67,7 +67,7 @@ async def messages(request: Request, service: Service, key: str) -> Response:
 
 
 async def _read(fields: CountFields, service: Service, deadline: float) -> tuple[Form, list[int]]:
-    """Return what the answer has to be, and the tokens of the conversation."""
+    """Return the form that the answer must have, and the tokens of the conversation."""
     check_tools(fields.tools, service.settings)
     service.prompts.check_count(fields.messages)
     chat = as_chat(fields)
@@ -88,7 +88,7 @@ class _Answer:
         self._called = False
 
     def _parts(self, text: str, ends: bool) -> list[Part]:
-        """Return the texts and the calls of tools in the next piece of the answer."""
+        """Return the texts and the tool calls in the next piece of the answer."""
         if self._reader is None:
             return [text] if text else []
         parts = [*self._reader.feed(text), *(self._reader.end() if ends else ())]
@@ -107,7 +107,7 @@ class _Answer:
 
     def _end(self, completion: Completion) -> tuple[str, str | None]:
         """Return why a message ended, and at which stop sequence."""
-        if completion.finish_reason == "length":  # more calls may have been to come
+        if completion.finish_reason == "length":  # more calls may have followed
             return "max_tokens", None
         if self._called:
             return "tool_use", None
@@ -115,7 +115,7 @@ class _Answer:
         return ("stop_sequence", stop) if stop is not None else ("end_turn", None)
 
     def _stop_of(self, completion: Completion) -> str | None:
-        """Return the stop sequence that ended a text: the one that stands behind what was kept of it."""
+        """Return the stop sequence that ended a text: the longest one that directly follows the kept text."""
         if not self.stops:
             return None
         whole = "".join(self.service.texts.pieces(completion.prompt_tokens).read(completion.tokens, last=True))
@@ -165,7 +165,7 @@ class _Answer:
 
 
 class _Blocks:
-    """The blocks of a streamed answer, counted as they open and close: one for every run of text and every call."""
+    """The numbered content blocks of a streamed answer: one for every run of text and one for every call."""
 
     def __init__(self) -> None:
         self._count, self._open = 0, False
@@ -184,7 +184,7 @@ class _Blocks:
         yield self._close()
 
     def end(self) -> Iterator[str]:
-        """Yield what is left when the answer has ended; an empty one is one empty text."""
+        """Yield the events that close the last block; an empty answer becomes one empty text block."""
         if not self._open and not self._count:
             yield self._begin({"type": "text", "text": ""})
         if self._open:
@@ -203,7 +203,7 @@ class _Blocks:
 
 
 def _use(call: ToolCall, given: Any) -> dict[str, Any]:
-    """Return the block of a call; its id is one of Anthropic's."""
+    """Return the block of a call; its id gets Anthropic's prefix."""
     return {"type": "tool_use", "id": call.id.replace("call_", "toolu_"), "name": call.name, "input": given}
 
 

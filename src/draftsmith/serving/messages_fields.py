@@ -1,4 +1,4 @@
-"""The fields of Anthropic's requests that are read here, and the chat in OpenAI's form that each of them stands for."""
+"""The fields of Anthropic's requests that are read here, and their conversion to OpenAI's form."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -75,7 +75,7 @@ def as_chat(fields: CountFields) -> ChatFields:
     """Return the conversation and its tools in OpenAI's form.
 
     Raises:
-        ApiError: 400 for parts that are no text and no use of tools, and for tools that run elsewhere.
+        ApiError: 400 for parts that are neither text nor tool use, and for tools that the client does not run itself.
     """
     messages: list[Message] = []
     if fields.system is not None:
@@ -88,7 +88,7 @@ def as_chat(fields: CountFields) -> ChatFields:
     return ChatFields(
         messages=messages, tools=[_tool(one) for one in fields.tools or ()] or None, tool_choice=_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
-        # What the assistant is said to have begun, the answer goes on with.
+        # The answer continues a conversation's last message if that is the assistant's.
         continue_final_message=last is not None and last.role == "assistant" and not last.tool_calls,
     )
 
@@ -108,7 +108,7 @@ def _tool(given: ToolDefinition) -> Tool:
 
 
 def _choice(given: ToolChoice | None) -> Any:
-    """Return what OpenAI's `tool_choice` would be."""
+    """Return the same choice as OpenAI's `tool_choice`."""
     if given is None or given.type in ("auto", "none"):
         return None if given is None else given.type
     if given.type == "any":
@@ -119,10 +119,10 @@ def _choice(given: ToolChoice | None) -> Any:
 
 
 def _messages_of(turn: Turn, where: str, names: dict[str, str]) -> list[Message]:
-    """Return the chat messages that one turn stands for: answers of tools are messages of their own.
+    """Return the chat messages that one turn stands for: each answer of a tool is a message of its own.
 
     Args:
-        names: of the tools that were called, by the ids of the calls; filled in.
+        names: the names of the tools called so far, by the ids of the calls; calls of this turn are added.
     """
     if isinstance(turn.content, str):
         return [Message(role=turn.role, content=turn.content)]

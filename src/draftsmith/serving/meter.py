@@ -1,4 +1,4 @@
-"""What the engine does, counted where it does it: in plain numbers, because every step passes here."""
+"""Counters of the engine's work, kept as plain numbers because every step updates them."""
 
 import time
 from bisect import bisect_left
@@ -25,17 +25,17 @@ WHOLE = (
 )
 ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-"""Upper ends of what is counted together; those of vLLM, whose dashboards ask for them, and finer ones."""
+"""Upper bounds of the histograms' buckets: those of vLLM, whose dashboards ask for them, and finer ones."""
 
 
 MOST_PLANS, OTHER_PLANS = 64, ("other", "other")
-"""Drafters with plans that are counted by themselves, and what all further ones are counted as."""
+"""The most pairs of drafter and plan that are counted separately, and the pair that stands for all others."""
 UNTOLD = "untold"
-"""Steps of a policy that does not say why."""
+"""The reason under which steps are counted whose policy gives none."""
 
 
 class Histogram:
-    """How many values lie between which bounds, and their sum."""
+    """How many values lie between each two bounds, and the sum of all values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -49,7 +49,7 @@ class Histogram:
 
 
 class DrafterMeter:
-    """What one drafter's guesses brought: steps, guesses, those that stayed, and of these how many by depth."""
+    """Counts of one drafter: steps, guesses, guesses that stayed, and the latter by depth."""
 
     def __init__(self) -> None:
         self.steps = self.drafted = self.accepted = 0
@@ -67,11 +67,11 @@ class DrafterMeter:
 
 
 class Meter:
-    """Counters of one engine; the thread that steps writes, whoever reads takes what is there.
+    """Counters of one engine; only the engine's thread writes them, and others read them at any time.
 
     Args:
-        core: whose steps are counted.
-        model: what it is called in the metrics.
+        core: the engine core whose steps are counted.
+        model: the model's name in the metrics.
     """
 
     def __init__(self, core: EngineCore, model: str) -> None:
@@ -88,17 +88,17 @@ class Meter:
         self.queue, self.prefill, self.decode = Histogram(WHOLE), Histogram(WHOLE), Histogram(WHOLE)
         self.prompts, self.texts = Histogram(COUNTS), Histogram(COUNTS)
         self.iteration = Histogram(ITERATION)
-        # By id of those that write: when the first and the newest of their tokens came.
+        # By id of each request that is being written: when its first and its newest token came.
         self._times: dict[int, tuple[float, float]] = {}
         self._words: dict[int, tuple[object, str]] = {}
 
     def note(self, progress: Sequence[Progress]) -> None:
-        """Count what a step brought."""
+        """Count the results of a step."""
         now, tokens, whole = time.monotonic(), 0, 0
         for one in progress:
             request, count = one.request, len(one.tokens)
             if count:
-                # A prompt counts whole in the step that brings the first token behind it, as with vLLM.
+                # The whole prompt counts in the step that brings the first token after it, as with vLLM.
                 whole += count + (0 if request.id in self._times else len(request.prompt))
                 tokens += count
                 self._note_tokens(request, count, now)
@@ -119,7 +119,7 @@ class Meter:
             self.prompt_tokens += len(request.prompt)
             self.cached_tokens += request.shared
         else:
-            # Tokens of one step come together, and count once, as with vLLM.
+            # The tokens of one step come together and count as one interval, as with vLLM.
             self.between.add(now - times[1])
             self._times[request.id] = (times[0], now)
 
@@ -129,7 +129,7 @@ class Meter:
             words = self._words[id(made.plan)] = (made.plan, plan_in_words(made.plan))
             if len(self._words) > 256:
                 self._words.clear()
-        # Requests may bring plans of their own, as many as their clients like.
+        # Requests may bring their own plans, so that there can be any number of them.
         plan = (made.drafter, words[1])
         self.plans[plan if plan in self.plans or len(self.plans) < MOST_PLANS else OTHER_PLANS] += 1
         self.reasons[UNTOLD if made.why is None else made.why.label] += 1

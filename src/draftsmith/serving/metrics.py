@@ -1,7 +1,7 @@
-"""What `/metrics` tells Prometheus: vLLM's names, so that dashboards and load generators read them, and our own.
+"""What `/metrics` reports to Prometheus: vLLM's names, which dashboards and load generators know, and our own.
 
-Draft tokens are verified nodes of a tree, and a position is a depth: accepted tokens at position d are steps that
-accepted more than d guesses.
+Draft tokens are verified nodes of a tree, and a position is a depth: the accepted tokens at position d are the steps
+that accepted more than d guesses.
 """
 
 import time
@@ -30,7 +30,7 @@ HTTP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 
 
 class EngineMetrics(Collector):
-    """The metrics of an engine, read from its meter when somebody asks."""
+    """The metrics of an engine, read from its meter on each scrape."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -121,7 +121,7 @@ class EngineMetrics(Collector):
 
     def _own(self) -> Iterator[Metric]:
         meter = self._meter
-        # Copies: the thread that steps may add to them meanwhile.
+        # Copies, because the engine's thread may add to them meanwhile.
         drafters, kinds = dict(meter.drafters), ("steps", "drafted", "accepted")
         by_drafter = {kind: {(name,): float(getattr(one, kind)) for name, one in drafters.items()} for kind in kinds}
         told = {"steps": "Steps with guesses", "drafted": "Guesses verified", "accepted": "Guesses that stayed"}
@@ -139,7 +139,7 @@ class EngineMetrics(Collector):
 
 
 class HttpMetrics(Collector):
-    """Requests by route, whatever became of them."""
+    """Requests by route, whatever their outcome."""
 
     def __init__(self) -> None:
         self._counts: Count[tuple[str, str, str]] = Count()
@@ -147,7 +147,7 @@ class HttpMetrics(Collector):
 
     def note(self, handler: str, method: str, status: int, began: float) -> None:
         """Count a request that began at a time of `time.monotonic`."""
-        method = method if method in METHODS else "other"  # clients make up as many as they like
+        method = method if method in METHODS else "other"  # clients may invent any number of methods
         self._counts[handler, method, f"{status // 100}xx"] += 1
         self._seconds.setdefault((handler, method), Histogram(HTTP_SECONDS)).add(time.monotonic() - began)
 
@@ -166,7 +166,7 @@ class HttpMetrics(Collector):
 
 
 def buckets_of(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return how many values lie below each bound, as Prometheus wants them."""
+    """Return how many values lie at or below each bound, as Prometheus wants them."""
     total, found = 0, []
     for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
         total += count

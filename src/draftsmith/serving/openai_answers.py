@@ -1,4 +1,4 @@
-"""What the answers of completions and chats have in common: ids, usage, choices that are put together."""
+"""What the answers of completions and chats have in common: ids, usage, and how choices are put together."""
 
 import time
 import uuid
@@ -46,18 +46,18 @@ class Whole:
 
     @property
     def end(self) -> Completion:
-        """The completion; the text is whole by then."""
+        """The completion; to be read only once the text is whole."""
         assert self.completion is not None
         return self.completion
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What every chunk of one answer begins with, and what is told of its tokens.
+    """What every chunk of one answer begins with, and how tokens and drafts are reported in it.
 
     Args:
         kind: the `object` of its chunks.
-        detail: how much of its drafts is told.
+        detail: how much is reported about its drafts.
     """
 
     service: Service
@@ -86,7 +86,7 @@ class Frame:
         return dumps(self.chunk([])).removesuffix("[]}")
 
     def event(self, choice: dict[str, Any]) -> str:
-        """Return the event of a chunk with one choice and no more, which most are."""
+        """Return the event of a chunk that holds one choice and nothing else, as most do."""
         return f"data: {self._head}[{dumps(choice)}]}}\n\n"
 
     def usage(self, counts: Mapping[int, int], ends: Sequence[Delta] | None = None) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Frame:
 
         Args:
             counts: tokens written, by choice.
-            ends: the last pieces of all texts, once they are there.
+            ends: the last pieces of all texts; None while they are not all there.
         """
         read, written = sum(map(len, self.call.prompts)), sum(counts.values())
         usage: dict[str, Any] = {
@@ -111,7 +111,7 @@ class Frame:
         return usage
 
     def metrics(self, ends: Sequence[Delta]) -> dict[str, Any]:
-        """Return the statistics of the drafts, if they are told; as vLLM does, of a single text alone."""
+        """Return the statistics of the drafts, if they are reported; like vLLM's, only for a single text."""
         if self.detail == "none" or len(ends) != 1:
             return {}
         return {"metrics": ends[0].tally.metrics(self.detail)}
@@ -130,18 +130,18 @@ class Answer(ABC):
 
     @abstractmethod
     def choice(self, at: int, text: Whole) -> dict[str, Any]:
-        """Return what a whole text is told as."""
+        """Return the choice that a whole text becomes in the answer."""
 
     @abstractmethod
     def pieces(self, delta: Delta, begins: bool) -> list[dict[str, Any]]:
-        """Return what a piece of a text is told as: chunks with one choice each, the last one with why it ended."""
+        """Return the choices that a piece of a text becomes, one for each chunk; the last of all says why it ended."""
 
     def count(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens the client asked for."""
         return len(tokens)
 
     async def respond(self, request: Request) -> Response:
-        """Write the answer; ApiError for what the client is told instead."""
+        """Return the response; ApiError for an error that the client gets instead."""
         if self.fields.stream:
             return await streamed(request, self.events(), failure)
         return json_answer(await unless_gone(request, self.whole()))
@@ -174,7 +174,7 @@ class Answer(ABC):
                 if delta.completion is not None:
                     ends.append(delta)
                 pieces = self.pieces(delta, begins)
-                # With the last that says something: the first may be the prompt, where that is asked for.
+                # The explanation goes with the last chunk before the final one: the first may be the echoed prompt.
                 speaking = [at for at, choice in enumerate(pieces) if choice["finish_reason"] is None]
                 for at, choice in enumerate(pieces):
                     more: dict[str, Any] = {"usage": self.frame.usage(counts)} if running else {}
@@ -188,16 +188,16 @@ class Answer(ABC):
 
 
 def cached_of(ends: Sequence[Delta], copies: int) -> int:
-    """Return how many tokens of prompts had been read before; copies of one prompt count once."""
+    """Return how many prompt tokens had been read before and were reused; copies of one prompt count once."""
     first = [end for end in ends if end.choice % copies == 0]
     return sum(end.completion.statistics.cached_tokens for end in first if end.completion is not None)
 
 
 def finish_reason(completion: Completion) -> str:
-    """Return why a text ended, as clients know it: "stop" or "length"."""
+    """Return why a text ended in the words of OpenAI's API: "stop" or "length"."""
     return "length" if completion.finish_reason == "length" else "stop"
 
 
 def failure(error: ApiError) -> str:
-    """Return what ends a stream that failed in the middle."""
+    """Return the last events of a stream that failed in the middle."""
     return data(error.openai()) + DONE

@@ -132,7 +132,7 @@ class Generation(Fields):
     speculation: Speculation | None = None
     smooth: Flag = False
     explain: Flag = False
-    # Not offered, and too weighty to be left out in silence.
+    # Not offered, and too important to be ignored silently.
     prompt_embeds: Any = None
     use_beam_search: bool | None = None
 

@@ -19,7 +19,7 @@ HEADERS = {
 
 
 class Page(StaticFiles):
-    """Static files that browsers may use for nothing but this page."""
+    """Static files with headers that keep browsers from using them for anything but this page."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         """Return a file."""
@@ -29,7 +29,7 @@ class Page(StaticFiles):
 
 
 def page_paths(folder: Path = FOLDER) -> list[str]:
-    """Return the paths that the page's files are found at; none where there is no page."""
+    """Return the URL paths of the page's files; none where there is no page."""
     if not (folder / INDEX).is_file():
         return []
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]

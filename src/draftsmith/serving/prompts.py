@@ -1,4 +1,4 @@
-"""From what requests bring to token ids, in a thread of its own: tokenizers take long enough to hold others up."""
+"""Turns prompts into token ids, in a thread of its own: a tokenizer takes long enough to hold up other requests."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Spoken(Protocol):
-    """One message of a conversation, in whatever form."""
+    """One message of a conversation, in OpenAI's or Anthropic's form."""
 
     @property
     def content(self) -> str | Sequence[Any] | None:
@@ -35,18 +35,18 @@ OURS = frozenset({
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
     "strftime_now",
 })
-"""What templates are given by the server itself, or by transformers."""
+"""Variables that the server itself or transformers gives to templates."""
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformers' own
 PLAIN = (str, int, float, bool, type(None))
 
 
 class Prompts:
-    """Makes tokens of texts and conversations, one after the other.
+    """Turns texts and conversations into tokens, one after the other.
 
     Args:
-        target: whose tokenizer and template they are.
+        target: has the tokenizer and the chat template.
         max_length: the most tokens that a text and its continuation may have.
-        most: requests that may wait for theirs; who comes then is told to come again.
+        most: requests that may be in here at once; further ones are refused (429).
     """
 
     def __init__(self, target: Target, max_length: int, settings: Settings, most: int) -> None:
@@ -56,7 +56,7 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-tokenizer")
 
     async def of_texts(self, given: Any) -> tuple[list[list[int]], list[str | None]]:
-        """Return the tokens of a `prompt` field, and the texts where these were given."""
+        """Return the tokens of each prompt of a `prompt` field, and its text, or None if it was given as tokens."""
         several = split_prompts(given)
         if len(several) > self._settings.max_texts:
             raise bad(f"prompt has {len(several)} texts; the most is {self._settings.max_texts}.", "prompt")
@@ -73,7 +73,7 @@ class Prompts:
         self, messages: Sequence[Message], extra: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (), goes_on: bool = False, whole: bool = False,
     ) -> list[int]:
-        """Return the tokens of a conversation, written by the target's own template, which may show it tools.
+        """Return the tokens of a conversation, and of the tools if any, as the target's own template writes them.
 
         Args:
             goes_on: whether the answer continues the last message.
@@ -102,7 +102,7 @@ class Prompts:
         return await self._in_thread(read)
 
     async def of_text(self, text: str, special: bool) -> list[int]:
-        """Return the tokens of one text, for those who want to see them."""
+        """Return the tokens of one text, for `/tokenize`; without `special`, no special tokens are added."""
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise bad(f"{self.target.name} has no tokenizer.")
@@ -162,13 +162,13 @@ class Prompts:
 
     @cached_property
     def _template_names(self) -> frozenset[str]:
-        """The variables that the target's template asks for, besides those that the server gives it."""
+        """The variables that the target's template asks for, without those that the server or transformers gives it."""
         assert self.target.tokenizer is not None
         environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
         try:
             template = _MARKS.sub("", self.target.tokenizer.get_chat_template())
             asked = meta.find_undeclared_variables(environment.parse(template))
-        except Exception:  # a template is a program of somebody else's
+        except Exception:  # a template is somebody else's program and may be wrong in any way
             return frozenset()
         return frozenset(asked) - OURS - frozenset(self.target.tokenizer.special_tokens_map)
 
@@ -207,7 +207,7 @@ def split_prompts(given: Any) -> list[Any]:
 
 
 def as_plain(message: Message, number: int) -> dict[str, Any]:
-    """Return a message as templates read it; "developer" is what OpenAI calls the system now."""
+    """Return a message as templates read it; "developer", OpenAI's newer name for the role, becomes "system"."""
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": plain_text(message.content, f"message {number}")}
     for name in ("name", "tool_calls", "tool_call_id"):
@@ -220,7 +220,7 @@ def as_plain(message: Message, number: int) -> dict[str, Any]:
 
 
 def with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call of a tool with its arguments as templates want them: an object, where clients send JSON."""
+    """Return a tool call with its arguments as an object, as templates want them; clients send JSON text."""
     function = call.get("function")
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments, str):
@@ -233,7 +233,7 @@ def with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_text(content: str | Sequence[TextPart] | None, where: str) -> str:
-    """Return the text of a content; pictures and the like are refused."""
+    """Return the text of a message's content; pictures and the like are refused."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
@@ -243,7 +243,7 @@ def plain_text(content: str | Sequence[TextPart] | None, where: str) -> str:
 
 
 def given_text(text: str | None, where: str) -> str:
-    """Return the text of a part that is one; ApiError where there is none."""
+    """Return the text of a part of the type "text"; ApiError where it has none."""
     if text is None:
         raise bad(f"{where} has a part of type 'text' without a text; give one.", "messages")
     return text

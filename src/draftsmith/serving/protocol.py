@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with an end to its patience: for heads that do not come, and who does not read."""
+"""uvicorn's HTTP/1.1 with two time limits: for request heads that do not come, and for clients that do not read."""
 
 import asyncio
 from typing import Any
@@ -15,9 +15,9 @@ LATE = (
 
 
 def patient_for(settings: Settings) -> type[H11Protocol]:
-    """Return a protocol that gives up on connections where a head, or room for an answer, does not come.
+    """Return a protocol that closes a connection if a request's head does not come, or if the client does not read.
 
-    Whoever does not read holds a place that others wait for.
+    A client that does not read its answer holds a place that others wait for.
     """
 
     class Patient(H11Protocol):
@@ -29,7 +29,7 @@ def patient_for(settings: Settings) -> type[H11Protocol]:
             self._wait()
 
         def data_received(self, data: bytes) -> None:
-            # The first bytes of a further request on this connection.
+            # These are the first bytes of a further request on this connection.
             if self._timer is None and (self.cycle is None or self.cycle.response_complete):
                 self._wait()
             super().data_received(data)
@@ -41,7 +41,7 @@ def patient_for(settings: Settings) -> type[H11Protocol]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            # Closing would wait for what is still to be sent.
+            # Abort, because closing would first wait to send the rest.
             self._full = self.loop.call_later(settings.send_seconds, self.transport.abort)
 
         def resume_writing(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether a text goes round in circles: drafts foresee it almost perfectly then, and nobody wants to read it."""
+"""Finds texts that loop: drafts guess such a text almost perfectly, but nobody wants to read it."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,30 +6,30 @@ from collections.abc import Sequence
 from draftsmith.engine.made import Made
 
 LONGEST = 64
-"""Tokens of the longest circle that is looked for."""
+"""Tokens of the longest loop that is looked for."""
 TAIL = 3 * LONGEST
-"""Tokens that have to be nothing but repetition."""
+"""Tokens at the end of a text that must be nothing but repetition."""
 NEARLY_ALL, NEWEST = 0.95, 0.1
-"""The share of guesses that stay from which on it is looked, and what the newest step counts in it."""
+"""The share of guesses that must stay before a loop is looked for, and the weight of the newest step in that share."""
 EVERY = 16
-"""Steps between two looks."""
+"""Steps between two searches."""
 
 
 class Repetition:
-    """Follows one text; memory and time are bounded, and nothing is compared unless nearly all guesses stay."""
+    """Looks for a loop in one text; memory and time are bounded, and it searches only while nearly all guesses stay."""
 
     def __init__(self) -> None:
         self._tail: deque[int] = deque(maxlen=TAIL)
         self._share, self._steps = 0.0, 0
         self.period: int | None = None
-        """Tokens of the circle, once one was found."""
+        """Tokens of the loop, once one was found."""
 
     def note(self, tokens: Sequence[int]) -> None:
-        """Note tokens that no drafter had a part in."""
+        """Note tokens of the text, without searching."""
         self._tail.extend(tokens)
 
     def take(self, tokens: Sequence[int], made: Made) -> bool:
-        """Note a step; return whether a circle was found with it, which happens once in a text."""
+        """Note a step; return whether it completed a loop, which is reported once in a text."""
         self.note(tokens)
         reached = reach(made)
         if not reached or self.period is not None:
@@ -52,7 +52,7 @@ def reach(made: Made) -> int:
 
 def smallest_period(tokens: Sequence[int]) -> int:
     """Return the least number of tokens after which all of them repeat; their own number if they never do."""
-    # How long a beginning also is the end, for every beginning (Knuth, Morris and Pratt).
+    # For every beginning of the list: the longest shorter beginning that is also its end (Knuth, Morris and Pratt).
     borders = [0]
     for token in tokens[1:]:
         border = borders[-1]

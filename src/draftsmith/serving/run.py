@@ -1,4 +1,4 @@
-"""Runs the application until somebody asks it to end, and lets what runs come to its end first."""
+"""Runs the application until a signal asks it to end, and lets running requests finish first."""
 
 import asyncio
 import logging
@@ -15,17 +15,17 @@ from draftsmith.types import DraftsmithError
 
 log = logging.getLogger("draftsmith.serving")
 LOOK_S = 0.25
-"""So often it is looked whether the engine still works."""
+"""Seconds between two checks whether the engine still works."""
 LAST_S = 1.0
-"""So long the server goes on after its engine has stopped: for those to be told who were in, and who ask how it is."""
+"""Seconds that the server goes on after its engine has stopped, to answer open requests and health checks."""
 KEEP_S = 60
-"""So long a connection stays that nobody uses; clients that ask on it just then would be told that it is gone."""
+"""Seconds that an idle connection stays open; a client that sends a request just as it closes would get an error."""
 GRACE_S = 3
-"""So long connections stay that are still read from when all is over."""
+"""Seconds that the server waits at its end for clients that are still reading."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn, ending in two steps: at first nobody new is let in, then connections are closed.
+    """A uvicorn server that ends in two steps: first it lets no new requests in, then it closes connections.
 
     A second signal ends it at once.
     """
@@ -38,21 +38,21 @@ class Server(uvicorn.Server):
         self._watch: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and to watch over the engine."""
+        """Begin to listen and to watch the engine."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._watch = self._loop.create_task(self._watch_engine())
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; what signals mean is settled here, so that the process ends with 0."""
+        """Begin to end; unlike uvicorn's own handler, this one lets the process exit with 0 after the signal."""
         if self._loop is None or self._service.draining:
             self.should_exit = self.force_exit = True
             return
         self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Let nobody in any more, and end once all that run have ended, or their time is up."""
+        """Let no more requests in, and end once the running ones have ended or their time is up."""
         if self._drain is None:
             self._drain = asyncio.ensure_future(self._end())
 
@@ -72,10 +72,10 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address; DraftsmithError where that cannot be."""
+    """Return a socket that is bound to an address; DraftsmithError where that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off for sockets alone that say they speak TCP; with it, a small piece of a
-    # stream waits up to 40 ms until the client says that the one before has come.
+    # asyncio switches Nagle's algorithm off only for sockets that are declared as TCP. With Nagle's algorithm, a small
+    # piece of a stream waits up to 40 ms for the client to acknowledge the piece before it.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -87,7 +87,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(service: Service, bound: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
-    """Serve until a signal comes, then end in good order.
+    """Serve until a signal comes, then let running requests end.
 
     Args:
         bound: where to listen; closed at the end.

@@ -1,4 +1,4 @@
-"""From the fields of a request to the rules that the engine samples by; what it may not ask for is refused here."""
+"""Turns the fields of a request into sampling parameters, and refuses what a request may not ask for."""
 
 import math
 import re
@@ -12,12 +12,12 @@ from draftsmith.serving.settings import Settings
 from draftsmith.types import DraftsmithError, SamplingParams
 
 COLDEST = 0.01
-"""Below this temperature the most probable token is taken, as vLLM does."""
+"""Below this temperature decoding is greedy, as with vLLM."""
 FIELDS = frozenset(Generation.model_fields) | {"logprobs"}
 
 
 def check_general(fields: Generation, settings: Settings) -> None:
-    """Refuse what no request may ask for, whatever else it says."""
+    """Refuse values that no request may have, whatever its other fields are."""
     if fields.n is not None and not 1 <= fields.n <= settings.max_texts:
         raise bad(f"n is {fields.n}; it must be from 1 to {settings.max_texts}.", "n")
     if fields.stream_options is not None and not fields.stream:
@@ -33,7 +33,7 @@ def check_general(fields: Generation, settings: Settings) -> None:
 
 
 def check_tools(tools: Sequence[Any] | None, settings: Settings) -> None:
-    """Refuse more tools than one request may show."""
+    """Refuse more tools than one request may have."""
     if tools is not None and len(tools) > settings.max_tools:
         raise bad(f"tools has {len(tools)} entries; the most is {settings.max_tools}.", "tools")
 
@@ -45,7 +45,7 @@ def check_copies(texts: int, settings: Settings) -> None:
 
 
 def check_logprobs(value: int | None, name: str, settings: Settings) -> int | None:
-    """Return how many alternatives are asked for."""
+    """Return how many alternatives are asked for, as given; refuse more than are served."""
     if value is not None and not 0 <= value <= settings.max_logprobs:
         raise bad(f"{name} is {value}; it must be from 0 to {settings.max_logprobs}.", name)
     return value
@@ -55,7 +55,7 @@ def sampling_params(
     fields: Generation, settings: Settings, form: Form, max_tokens: int, logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Return the rules of a request; temperature and top_p are 1 where it does not say, as OpenAI has it.
+    """Return the sampling parameters of a request; temperature and top_p default to 1, as with OpenAI.
 
     Raises:
         ApiError: 400 for values out of range.
@@ -82,15 +82,15 @@ def sampling_params(
 
 
 def given_whole(value: int | None, default: int) -> int:
-    """Return a number, or what stands for none."""
+    """Return a number, or the default where it is None."""
     return default if value is None else value
 
 
 def from_engine(error: DraftsmithError, field: str | None = None) -> ApiError:
-    """Return a refusal of the engine's as its client is told.
+    """Return the engine's refusal as an error for the client.
 
     Args:
-        field: that is to blame; None where the sentence begins with it, if there is one.
+        field: the field to blame; None takes the first word of the message, if that is a field.
     """
     word = re.match(r"\w+", str(error))
     return bad(str(error), field or (word[0] if word is not None and word[0] in FIELDS else None))

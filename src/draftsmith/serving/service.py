@@ -1,4 +1,4 @@
-"""The server's state: the engine that decodes, who is in, and whether more are let in."""
+"""The server's state: the engine that decodes, the requests that are in, and whether more are let in."""
 
 import asyncio
 import hashlib
@@ -22,22 +22,22 @@ from draftsmith.serving.token_texts import TokenTexts
 from draftsmith.types import Constraint, DraftsmithError, SamplingParams
 
 SPARE_FAILURES = 3
-"""Steps that may fail without a text finished in between; then the engine has stopped, and so has the server."""
+"""Steps that may fail with no text finished in between; one more failure stops the engine, and with it the server."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one request wants of the engine.
+    """What one request wants from the engine.
 
     Args:
-        prompts: their tokens; each is continued `params.n` times.
+        prompts: the tokens of each prompt; each prompt is continued `params.n` times.
         drafting: its own plan and drafter, if any.
-        key: the API key it came with; what prompts have in common is read once among requests of one key alone.
+        key: the API key it came with; only requests with the same key share the beginnings of their prompts.
         deadline: when it is given up, by `time.monotonic`.
         smooth: whether a piece of several tokens is spread over the time of a step.
-        explain: whether answers tell who guessed which token.
-        told: what the log says of it, filled in as it goes on.
-        task: what it is for, as it says itself; acceptance is told by it.
+        explain: whether answers say who guessed which token.
+        told: what the log says about it; filled in while it runs.
+        task: the task that it names for itself; acceptance is counted by task.
     """
 
     prompts: Sequence[list[int]]
@@ -64,12 +64,12 @@ class Piece(NamedTuple):
 
 
 class Service:
-    """One engine and everything that endpoints need beside it.
+    """One engine and everything else that endpoints need.
 
     Args:
         engine: what decodes, with its drafters by name.
         settings: names, keys and limits.
-        drafters: those that requests may name; none where the engine decodes plainly.
+        drafters: those that requests may name; empty where the engine decodes without drafts.
     """
 
     def __init__(self, engine: Engine, settings: Settings, drafters: Mapping[str, Drafter]) -> None:
@@ -77,7 +77,7 @@ class Service:
         self.max_length = engine.max_length
         self.meter = Meter(engine.core, settings.name)
         self.health = Health()
-        # Whoever is let in here finds room there.
+        # The engine has room for every text that is let in here, even where one request alone is larger than the queue.
         self.most = engine.max_batch + settings.max_waiting
         self.engine = AsyncEngine(
             engine, self.most + settings.max_texts, spare_failures=SPARE_FAILURES, on_step=self.meter.note
@@ -85,7 +85,7 @@ class Service:
         self.prompts = Prompts(engine.target, engine.max_length, settings, self.most)
         self.texts = TokenTexts(engine.target.tokenizer)
         self.inside = 0
-        """Texts of all requests that are in."""
+        """How many texts the requests that are in have together."""
         self.draining = False
         self._empty = asyncio.Event()
         self._empty.set()
@@ -97,19 +97,19 @@ class Service:
 
     @property
     def works(self) -> bool:
-        """Whether the engine has not stopped, and its step does not take so long that it hangs."""
+        """Whether the engine has not stopped and its current step has not run for more than `stall_seconds`."""
         return self.engine.failure is None and self.engine.step_s <= self.settings.stall_seconds
 
     def check_accepts(self, texts: int = 1) -> None:
-        """Raise ApiError where nobody is let in any more, or where so many texts find no room now.
+        """Raise ApiError if the server lets no requests in any more, or has no room for `texts` more texts.
 
-        Asked before a prompt is read as well: whoever is sent away is told so without waiting for the tokenizer.
+        Called also before a prompt is tokenized, so that a refused request does not wait for the tokenizer.
         """
         if self.engine.failure is not None:
             raise ApiError(503, "the engine has stopped; the server has to be started again.")
         if self.draining:
             raise ApiError(503, "the server is about to end; ask another one.", retry_after=WAIT_S)
-        # A request by itself may be larger than the queue is long.
+        # A request that is alone may be larger than the queue.
         if self.inside and self.inside + texts > self.most:
             raise full(f"{self.inside} texts are in")
 
@@ -122,9 +122,9 @@ class Service:
             )
 
     def check_room(self, prompt: Sequence[int], max_tokens: int, param: str) -> None:
-        """Raise ApiError for a text that the context does not hold."""
+        """Raise ApiError for a text that does not fit into the context."""
         if len(prompt) + max_tokens > self.max_length:
-            # Clients know this mistake by the words that it begins with, and shorten the conversation.
+            # Clients recognise this error by its first words, and shorten the conversation.
             raise bad(
                 f"This model's maximum context length is {self.max_length} tokens, but the prompt has {len(prompt)} "
                 f"and {max_tokens} more are asked for; shorten the prompt or lower max_tokens.", param,
@@ -132,13 +132,13 @@ class Service:
             )
 
     def deadline(self, began: float, asked: float | None = None) -> float:
-        """Return when a request that began then is given up; `asked` is how many seconds it allows itself."""
+        """Return when a request that began at `began` is given up; `asked` is its own limit in seconds, if any."""
         limit = self.settings.request_timeout
         return began + (limit if asked is None else min(asked, limit))
 
     @asynccontextmanager
     async def within(self, deadline: float) -> AsyncIterator[None]:
-        """Give up what happens inside once the time of its request is up: ApiError 504."""
+        """Stop the block at the deadline of its request, with ApiError 504."""
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 yield
@@ -146,7 +146,7 @@ class Service:
             raise late() from None
 
     async def drained(self, seconds: float) -> bool:
-        """Let nobody in any more, and wait until all have ended; return whether they did in time."""
+        """Let no more requests in, and wait for the others to end; return whether they did so within `seconds`."""
         self.draining = True
         try:
             async with asyncio.timeout(seconds):
@@ -156,7 +156,7 @@ class Service:
         return True
 
     async def cut_short(self, seconds: float) -> None:
-        """End the engine, and wait until whoever is in has been told; a step that hangs is not waited for longer."""
+        """Close the engine, then wait for open requests to get their errors; each waits at most `seconds`."""
         closing = asyncio.ensure_future(self.engine.close())
         await asyncio.wait([closing], timeout=seconds)
         await self.drained(seconds)
@@ -166,7 +166,7 @@ class Service:
 
         Raises:
             ApiError: 429 where there is no room, 400 for what the engine refuses, 504 when time is up, 500 or 503 for
-                what went wrong. Whoever stops listening takes the request out.
+                failures of the server. Closing the generator early takes the request out.
         """
         self.check_accepts(call.texts)
         self.inside += call.texts
@@ -177,7 +177,7 @@ class Service:
         try:
             compiling = call.params.constraint
             if compiling is not None:
-                # Once for all its texts, and for no longer than they may take.
+                # Once for all texts of the request, and within its deadline.
                 async with self.within(call.deadline):
                     await self.engine.compile(compiling)
                 compiling = None
@@ -228,7 +228,7 @@ class Service:
 
 
 def check_end(chunk: Chunk, params: SamplingParams) -> None:
-    """Raise ApiError for a text that did not come to its end."""
+    """Raise ApiError for a text that ended early: at its deadline, taken out, or after an error."""
     reason = None if chunk.completion is None else chunk.completion.finish_reason
     if reason == "deadline":
         raise late()
@@ -242,5 +242,5 @@ def check_end(chunk: Chunk, params: SamplingParams) -> None:
 
 
 def namespace_of(key: str) -> bytes:
-    """Return what keeps the prompts of one key apart from those of others."""
+    """Return the namespace that keeps the prompts of one key apart from those of others."""
     return hashlib.sha256(key.encode()).digest()

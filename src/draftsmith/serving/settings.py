@@ -10,19 +10,19 @@ Detail = Literal["none", "summary", "detailed"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server is told when it starts.
+    """The settings of a server: names, keys and limits.
 
     Args:
-        names: what requests may call the model, the first being what answers call it; `serve` takes the target's
-            name where none is given.
+        names: names that requests may use for the model; answers use the first. `serve` takes the target's name where
+            none is given.
         root: the folder or name that the target was loaded from.
-        keys: API keys, one of which every request has to bring; none lets everybody in.
-        max_waiting: texts that may wait beside those that are written; who comes then is told to come again (429).
+        keys: API keys, one of which every request has to bring; without any, everybody is let in.
+        max_waiting: texts that may wait, besides those being written; requests beyond that are refused (429).
         request_timeout: most seconds that a request may take, waiting included.
-        drain_seconds: how long what runs may go on after the server was asked to end.
-        body_seconds, head_seconds: how long the body and the head of a request may take to come.
-        send_seconds: how long a client may take to make room for more of its answer; then its connection is cut.
-        stall_seconds: after so long in one step the engine counts as one that hangs; a step that reads a piece of a
+        drain_seconds: how long running requests may go on after the server was asked to end.
+        body_seconds, head_seconds: how long the body and the head of a request may take to arrive.
+        send_seconds: how long a client may leave its answer unread; then its connection is cut.
+        stall_seconds: an engine whose step takes longer than this counts as hanging; a step that reads a piece of a
             prompt may take seconds.
         max_body_bytes: largest body of a request.
         max_headers: most header fields of a request.
@@ -30,11 +30,11 @@ class Settings:
         max_stops, max_stop_characters: most stop strings, and the longest.
         max_bias: most entries of `logit_bias`.
         max_tools: most tools of one request.
-        max_logprobs: most alternatives that log-probabilities are told of.
+        max_logprobs: most alternatives whose log-probabilities a request may ask for.
         max_branching: most guesses that a request's own plan may make after one token.
         template_seconds: how long the target's chat template may take.
-        grammar_seconds: how long a form that an answer is to have may take to compile, in a process of its own.
-        metrics: whether answers carry the statistics of their drafts where the request does not say.
+        grammar_seconds: how long the required form of an answer may take to compile, in a process of its own.
+        metrics: how much of their drafts' statistics answers carry if the request does not say.
     """
 
     names: tuple[str, ...] = ()
@@ -77,5 +77,5 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """What answers call the model."""
+        """The name of the model in answers."""
         return self.names[0]

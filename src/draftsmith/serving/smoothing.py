@@ -1,4 +1,4 @@
-"""Token by token at an even pace, though a step brings several at once; the text stays as it is."""
+"""Sends tokens one by one at an even pace, although a step brings several at once; the text stays the same."""
 
 import asyncio
 import time
@@ -10,16 +10,15 @@ from draftsmith.serving.delta import Delta
 from draftsmith.serving.streams import Followed
 
 LONGEST_S = 0.5
-"""No step counts as longer, so that a wait for room does not slow down what follows."""
+"""The most seconds that one interval counts, so that a wait for room does not slow down what follows."""
 WEIGHT = 0.2
-"""Of the newest step in the mean time of steps."""
+"""The weight of the newest interval in the mean time between pieces."""
 
 
 async def smooth(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
     """Yield every piece one token at a time, spread over the usual time between two pieces of its text.
 
-    Whatever has come meanwhile is not held up further: when the next piece is there, the rest of this one goes out at
-    once.
+    Nothing is held up longer than that: as soon as a new piece is there, the rest of this one goes out at once.
     """
     paces: dict[int, _Pace] = {}
     async with Followed([deltas]) as pieces:
@@ -40,7 +39,7 @@ class _Pace:
         self._usual = 0.0
 
     def meet(self) -> float:
-        """Note that a piece came; return the seconds that one usually takes."""
+        """Note that a piece came; return the usual time between pieces in seconds."""
         now = time.monotonic()
         if self._last is not None:
             took = min(now - self._last, LONGEST_S)
@@ -50,7 +49,7 @@ class _Pace:
 
 
 def split(delta: Delta) -> list[Delta]:
-    """Return a piece as one a token; together they have its text, the last of them all that is left of it."""
+    """Split a piece into one for every token; together they have its text, the last one all that is left of it."""
     if len(delta.tokens) < 2:
         return [delta]
     found, begin = [], 0
@@ -68,7 +67,7 @@ def split(delta: Delta) -> list[Delta]:
 
 
 def _part(explained: dict[str, Any] | None, at: int) -> dict[str, Any] | None:
-    """Return what is told of one token; of the step it is told with the first."""
+    """Return the explanation of one token; that of the step goes with the first token."""
     if explained is None:
         return None
     return {**explained, "tokens": explained["tokens"][at : at + 1], "step": explained["step"] if at == 0 else None}

@@ -1,4 +1,4 @@
-"""Which drafts one request makes, where it says so itself."""
+"""Reads the plan and the drafter that a request asks for itself."""
 
 import re
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ FIELD = "speculation"
 
 
 class Drafting(NamedTuple):
-    """A plan of a request's own and who drafts by it; None and None leave both to the server."""
+    """The plan and the drafter that a request asks for; where both are None, the server decides."""
 
     plan: Plan | None = None
     drafter: str | None = None
 
 
 def drafting_of(asked: Speculation | None, drafters: Mapping[str, Drafter], settings: Settings) -> Drafting:
-    """Return what a request asks for.
+    """Return the plan and the drafter that a request asks for.
 
     Raises:
-        ApiError: 400 for a plan or a drafter that there is not.
+        ApiError: 400 for a plan or a drafter that does not exist here, or for contradictory fields.
     """
     if asked is None:
         return Drafting()

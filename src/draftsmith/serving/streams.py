@@ -1,4 +1,4 @@
-"""Streams that are followed by tasks of their own: several as one, or one whose next pieces are known to be there."""
+"""Streams that are read by their own tasks: several merged into one, or one that can say whether more is there."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -11,8 +11,8 @@ T = TypeVar("T")
 class Followed(Generic[T]):
     """The pieces of some streams, in the order in which they come.
 
-    Use as `async with Followed(streams) as pieces: async for piece in pieces`. However that ends, all streams are
-    closed. If one raises, so does the loop, once what came before has been read.
+    Use as `async with Followed(streams) as pieces: async for piece in pieces`. All streams are closed however the block
+    ends. If a stream raises, the loop raises too, after all pieces that came before.
     """
 
     def __init__(self, streams: Sequence[AsyncGenerator[T, None]]) -> None:
@@ -56,21 +56,21 @@ class Followed(Generic[T]):
                     self._came.put_nowait(piece)
         except Exception as raised:
             error = raised
-        except BaseException as raised:  # whoever waits here shall not wait for ever
+        except BaseException as raised:  # so that the reader does not wait for ever
             self._came.put_nowait(_End(raised))
             raise
         self._came.put_nowait(_End(error))
 
 
 class _End:
-    """What comes behind the last piece of a stream: nothing, or what it failed on."""
+    """Marks the end of a stream, with the error that it failed on, if any."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yield what comes from any of these streams; if one raises, or nobody listens any more, all are closed."""
+    """Yield the pieces of all these streams as they come; if one raises, or the reader stops, all are closed."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for piece in only:

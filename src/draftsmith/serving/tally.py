@@ -1,4 +1,4 @@
-"""What the drafts of one text brought, and how a page is shown it."""
+"""Counts how the drafts of one text did, and explains them for the page."""
 
 import time
 from collections import Counter
@@ -23,7 +23,7 @@ class Tally:
         self.deepest = 0
 
     def take(self, chunk: Chunk) -> None:
-        """Note a piece of the text; steps without a guess do not count."""
+        """Note a piece of the text; steps without a guess count only among the reasons."""
         if chunk.made is not None and chunk.made.why is not None:
             self.reasons[chunk.made.why.label] += 1
         if chunk.made is not None and chunk.made.drafted:
@@ -32,10 +32,10 @@ class Tally:
             self.deepest = max(self.deepest, chunk.made.plan.depth)
 
     def metrics(self, detail: Detail) -> dict[str, Any]:
-        """Return them as vLLM reports them.
+        """Return the counts as vLLM reports them.
 
         The mean length is 1 + accepted / steps, the rate accepted / drafted, both over steps with guesses; entry j of
-        the histogram counts the steps that accepted j of them. All steps are counted by why they drafted what they did.
+        the histogram counts the steps that accepted j guesses. `steps_by_reason` counts all steps that have a reason.
         """
         steps, accepted, drafted = len(self.accepted), sum(self.accepted), sum(self.drafted)
         told: dict[str, Any] = {
@@ -54,7 +54,7 @@ class Tally:
 
 
 class Explainer:
-    """Tells of every token of one text who wrote it: the target, or a drafter whose guess stayed."""
+    """Says for every token of one text who wrote it: the target, or a drafter whose guess stayed."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -62,7 +62,7 @@ class Explainer:
         self._count = 0
 
     def take(self, chunk: Chunk, pieces: Sequence[str]) -> dict[str, Any]:
-        """Return what a page is shown of a piece, whose tokens wrote these texts."""
+        """Return what the page shows about a piece; `pieces` are the texts of its tokens."""
         made = chunk.made
         accepted = 0 if made is None else made.accepted
         source = TARGET if made is None else made.part or made.drafter
@@ -75,7 +75,7 @@ class Explainer:
         return {"tokens": tokens, "step": self._step(chunk), "tokens_per_second": round(self._speed(), 2)}
 
     def _speed(self) -> float:
-        """Return tokens a second since the request came, the prompt's time included."""
+        """Return tokens a second since the request was handed to the engine, the time for its prompt included."""
         passed = time.monotonic() - self._begun
         return self._count / passed if passed > 0 else 0.0
 
@@ -96,7 +96,7 @@ class Explainer:
 
 
 def plan_in_words(plan: Plan) -> str:
-    """Return "none", "chain 3" or "4,2,1", as requests write a plan, and its bounds behind it, such as "factor 0.5"."""
+    """Return a plan as requests write it: "none", "chain 3" or "4,2,1", then its bounds, such as "factor 0.5"."""
     if not plan.depth:
         return "none"
     shape = f"chain {plan.depth}" if plan.is_chain else ",".join(map(str, plan.branching))

@@ -1,4 +1,4 @@
-"""A limit to the time of a chat template, which is a program that came with a model."""
+"""A time limit for chat templates, which are programs that come with a model."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 TEMPLATE = "<template>"
-"""The file that Jinja says its templates come from."""
+"""The file name that Jinja gives to the code of its templates."""
 
 
 class TooSlow(Exception):
@@ -17,7 +17,7 @@ class TooSlow(Exception):
 
 @contextmanager
 def templates_within(seconds: float) -> Iterator[None]:
-    """Raise `TooSlow` in templates of this thread that take longer; a thread cannot be stopped from outside."""
+    """Raise `TooSlow` inside this thread's templates once time is up; a thread cannot be stopped from outside."""
     end = time.monotonic() + seconds
 
     def each_line(frame: FrameType, event: str, argument: Any) -> Any:

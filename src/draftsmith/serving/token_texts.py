@@ -1,4 +1,4 @@
-"""What single tokens are called where somebody asks for them one by one: log-probabilities, tokens in colour."""
+"""The texts of single tokens, for answers that list tokens one by one: log-probabilities, or the page's colours."""
 
 from collections.abc import Iterable, Sequence
 
@@ -23,7 +23,7 @@ _BYTES = _byte_symbols()
 class TokenTexts:
     """The text and the bytes of tokens of one tokenizer; without one, every text is empty.
 
-    A token that is a part of a character has `UNKNOWN` as its text, and its bytes tell which part.
+    A token that is only part of a character has `UNKNOWN` as its text; its bytes say which part.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -33,7 +33,7 @@ class TokenTexts:
         self._bytes: dict[int, bytes] = {}
 
     def text(self, token: int) -> str:
-        """Return the text of a token in the middle of others, special tokens by their names."""
+        """Return the text that a token has between other tokens; the text of a special token is its name."""
         found = self._texts.get(token)
         if found is None:
             found = self._texts[token] = self._read(token)
@@ -51,13 +51,13 @@ class TokenTexts:
         return "" if self._reader is None else self._reader.decode(tokens)
 
     def pieces(self, prompt: Sequence[int] = ()) -> "Pieces":
-        """Return what tells token by token how a text behind a prompt grows."""
+        """Return a decoder that gives the text after a prompt token by token."""
         return Pieces(TextStream(self.tokenizer, (), prompt))
 
     def _read(self, token: int) -> str:
         if self._reader is None:
             return ""
-        # Alone it may lose the space that it begins with.
+        # Decoded alone, a token may lose the space that it begins with.
         once = self._reader.decode([token], skip_special_tokens=False)
         twice = self._reader.decode([token, token], skip_special_tokens=False)
         return twice[len(once) :] if twice.startswith(once) else once
@@ -75,7 +75,7 @@ class TokenTexts:
 
 
 class Pieces:
-    """The text of tokens one after the other: those of one character come with its last token."""
+    """Decodes tokens one after the other; a character of several tokens comes with the last of them."""
 
     def __init__(self, stream: TextStream) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The schema that calls of tools are held to, made of the schemas of the tools."""
+"""The schema that tool calls must follow, made from the schemas of the tools."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,18 +8,18 @@ from draftsmith.serving.openai_fields import Tool
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""What holds schemas by names of the client's own."""
+"""Keywords whose values hold schemas under names of the client's choice."""
 _VALUES = frozenset({"const", "enum", "default", "examples"})
-"""What holds values, which are no schemas whatever they look like."""
+"""Keywords that hold values; those are no schemas, whatever they look like."""
 
 
 def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
-    """Return the schema of a list of calls, at least one and at most so many; ApiError as of `arguments_schema`."""
+    """Return the schema of a list of one call to `most` calls; ApiError as for `arguments_schema`."""
     defined: dict[str, Any] = {}
     kinds = []
     for number, tool in enumerate(tools):
         arguments, key = arguments_schema(tool), f"tool{number}"
-        # References count from the root, which is another one now.
+        # References start from the root, which is a different schema now.
         moved = _moved(arguments, f"#/$defs/{key}")
         if moved != arguments:
             defined[key], arguments = moved, {"$ref": f"#/$defs/{key}"}
@@ -33,7 +33,7 @@ def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of what a tool is called with, which is an object; ApiError for a tool that takes none."""
+    """Return the schema of a tool's arguments, which form an object; ApiError if its parameters are no object."""
     name, given = tool.function.name[:40], tool.function.parameters or NO_ARGUMENTS
     for place in ("$defs", "definitions"):
         if not isinstance(given.get(place, {}), dict):
@@ -45,11 +45,11 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def _of_objects(schema: Any, root: dict[str, Any], seen: tuple[str, ...]) -> Any:
-    """Return a schema without what is no object; None where nothing is left.
+    """Return a schema without its alternatives that are no objects; None where nothing is left.
 
     Args:
-        root: from which references count; they stay what they are.
-        seen: references that led here.
+        root: the schema that references start from; references are not replaced.
+        seen: references that were followed to get here.
     """
     if not isinstance(schema, dict):
         return schema
@@ -69,12 +69,12 @@ def _of_objects(schema: Any, root: dict[str, Any], seen: tuple[str, ...]) -> Any
     if isinstance(schema.get("enum"), list):
         objects = [one for one in schema["enum"] if isinstance(one, dict)]
         return {**schema, "enum": objects} if objects else None
-    # Beside several schemas joined, a type could not be kept.
+    # Beside "allOf", a type could not be enforced.
     return schema if "allOf" in schema else {**schema, "type": "object"}
 
 
 def _found(reference: str, root: dict[str, Any]) -> Any:
-    """Return what a reference points at; anything at all where it leads nowhere, which is refused later."""
+    """Return what a reference points at; True, which allows anything, where it leads nowhere: that is refused later."""
     found: Any = root
     for name in reference.split("/")[1:]:
         found = found.get(name, True) if isinstance(found, dict) else True
@@ -82,7 +82,7 @@ def _found(reference: str, root: dict[str, Any]) -> Any:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """Return a schema whose references count from another root."""
+    """Return a schema whose references start from another root."""
     if isinstance(schema, list):
         return [_moved(one, root) for one in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
-"""Calls of tools: which of them a request wants, and how they are read from the text of an answer as it comes.
+"""Tool calls: which ones a request wants, and how they are read from the text of an answer as it comes.
 
-Where a request says that a tool has to be called, the answer is a JSON list of calls, whatever the model has learnt.
-Where the model decides, it writes calls as it learnt to; read are those between `<tool_call>` and `</tool_call>`.
+Where a request requires a call, the answer is a JSON list of calls, whatever form the model has learnt. Where the model
+decides, it writes calls in the form it has learnt; only calls between `<tool_call>` and `</tool_call>` are read.
 """
 
 import json
@@ -23,7 +23,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as clients are told of it; the arguments are JSON."""
+    """A tool call as clients get it; `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -40,11 +40,11 @@ Part = str | ToolCall
 
 
 class CallReader(ABC):
-    """Reads an answer, piece by piece, for text to show and calls to tell; how it is cut changes neither."""
+    """Splits an answer, piece by piece, into text to show and tool calls; how it is cut into pieces changes neither."""
 
     @abstractmethod
     def feed(self, text: str) -> list[Part]:
-        """Take a piece; return what can be shown and told by now, in order."""
+        """Take a piece; return the text and the calls that are certain by now, in order."""
 
     @abstractmethod
     def end(self) -> list[Part]:
@@ -52,9 +52,9 @@ class CallReader(ABC):
 
 
 class ListOfCalls(CallReader):
-    """An answer that is a JSON list of calls and no more: each is told when it is whole, one cut off is left out.
+    """Reads an answer that is only a JSON list of calls: returns each call once it is whole, leaves out one cut off.
 
-    A whole list that has no call that could be told, such as one with a number too large, is text.
+    A whole list without any call that can be returned, for example because a number is too large, becomes text.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ListOfCalls(CallReader):
 
     def feed(self, text: str) -> list[Part]:
         self._left += text
-        if "}" not in text:  # no call became whole; to read on from its beginning with every piece would take long
+        if "}" not in text:  # no call became whole; parsing from its beginning with every piece would take long
             return []
         parts: list[Part] = []
         while "}" in self._left:
@@ -91,20 +91,20 @@ class ListOfCalls(CallReader):
 
 
 class MarkedCalls(CallReader):
-    """An answer that may have calls between marks, and text around them; white space alone beside a call is no text.
+    """Reads an answer with calls between marks and text around them; mere white space next to a call is left out.
 
-    What is no call, because it was cut off, is text.
+    What stands between marks but is no call, or was cut off, is text.
 
     Args:
-        most: calls that are told; further ones are left out. None tells all.
-        names: of tools that may be called; what looks like a call of another one is text. None lets all be called.
+        most: calls that are returned; further ones are left out. None returns all.
+        names: the tools that may be called; a call of any other tool is text. None allows all.
     """
 
     def __init__(self, most: int | None = None, names: frozenset[str] | None = None) -> None:
         self._left, self._names = most, names
         self._held, self._inside, self._called = "", False, False
         self._space: str | None = ""
-        """White space since the last call; None once there was text behind that."""
+        """White space since the last call, or since the beginning; None once other text has followed."""
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -139,7 +139,7 @@ class MarkedCalls(CallReader):
         return parts if self._called or not self._space else [*parts, self._space]
 
     def _said(self, text: str) -> list[Part]:
-        """Return what can be shown of text outside of calls."""
+        """Return what can be shown of a text outside of calls; white space is held until other text follows."""
         if self._space is not None:
             text = self._space + text
             self._space = None if text.strip() else text
@@ -163,7 +163,7 @@ def begun(text: str, mark: str) -> int:
 
 
 def call_of(value: Any) -> ToolCall | None:
-    """Return the call that a JSON object stands for; None where it stands for none."""
+    """Return the call that a JSON value stands for; None where it is no call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", {})
@@ -171,7 +171,7 @@ def call_of(value: Any) -> ToolCall | None:
         return None
     try:
         told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # NaN and infinities, which are read here and are no JSON
+    except (ValueError, RecursionError):  # NaN and infinities, which Python's parser accepts but which are not JSON
         return None
     return ToolCall(value["name"], told)
 
@@ -181,10 +181,10 @@ class Choice:
     """Which tools may be called.
 
     Args:
-        tools: those.
+        tools: the tools that may be called.
         must: whether one has to be called.
-        most: calls that are told; None tells all.
-        is_narrow: whether nothing is to be known of the other tools of the request.
+        most: the most calls that are returned; None returns all.
+        is_narrow: whether the model is not shown the request's other tools.
     """
 
     tools: Sequence[Tool]
@@ -194,11 +194,11 @@ class Choice:
 
 
 def reader_of(template: str, choice: Choice) -> Callable[[], CallReader]:
-    """Return what makes readers of the calls of an answer; ApiError where the model writes them in a way not read here.
+    """Return a factory of call readers, one for each text; ApiError where the model's form of calls is not read here.
 
     Args:
-        template: tells how the model writes calls.
-        choice: of tools.
+        template: the chat template, which shows how the model writes calls.
+        choice: the tools that may be called.
     """
     if choice.must:
         return ListOfCalls
@@ -212,7 +212,7 @@ def reader_of(template: str, choice: Choice) -> Callable[[], CallReader]:
 
 
 def choice_of(fields: ChatFields) -> Choice:
-    """Return which of its tools a request wants to be called; ApiError where it names one that it does not have."""
+    """Return which of its tools a request wants called; ApiError where it names a tool that it does not have."""
     tools, asked = fields.tools or (), fields.tool_choice
     most = 1 if fields.parallel_tool_calls is False else None
     if not isinstance(asked, dict):
@@ -220,7 +220,7 @@ def choice_of(fields: ChatFields) -> Choice:
     if asked.get("type") != "allowed_tools":
         function = asked.get("function")
         name = function.get("name") if isinstance(function, dict) else None
-        # Whoever names a tool wants it called, and not again and again.
+        # A request that names one tool wants it called exactly once.
         return Choice(_named(tools, {name} if isinstance(name, str) else {None})[:1], True, 1)
     try:
         allowed = AllowedTools.model_validate(asked.get("allowed_tools"))

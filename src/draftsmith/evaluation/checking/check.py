@@ -1,4 +1,4 @@
-"""The gate before a drafter is published: everything that makes served acceptance differ from trained, one by one."""
+"""The checks before a drafter is published: each looks for one cause of served acceptance differing from trained."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +23,7 @@ from draftsmith.types import Completion, DraftsmithError, SamplingParams, Statis
 
 PACKING_POINTS = 0.02
 MOST_POINTS = 0.5
-"""So many points of acceptance may be lost unnoticed; above them, more steps are asked for."""
+"""Points of acceptance that a fault may cost unnoticed; above that, the report asks for more prompts."""
 RAGGED = 8
 
 
@@ -38,7 +38,7 @@ class Check:
 
 @dataclass
 class CheckReport:
-    """All checks, and acceptance by depth as predicted, as measured, and as measured with the copy that decodes."""
+    """All checks, and acceptance by depth: of the comparison, of the copy that decodes (packed), and of it unpacked."""
 
     checks: list[Check] = field(default_factory=list)
     parity: Parity | None = None
@@ -70,7 +70,7 @@ class CheckReport:
 
 
 def check_files(folder: Path) -> list[Check]:
-    """Check that the folder is whole: files, sums, and tensors that are finite."""
+    """Check that the folder is complete: files, checksums, and finite tensors."""
     checks = []
     try:
         storage.require_folder(folder)
@@ -106,7 +106,7 @@ def check_files(folder: Path) -> list[Check]:
 
 
 def load_pair(folder: Path, target: Target) -> tuple[Drafter | None, Check]:
-    """Load a drafter for a target; a refusal, of another tokenizer say, becomes a failed check."""
+    """Load a drafter for a target; a refusal, for example because of another tokenizer, becomes a failed check."""
     name = "made for this target"
     try:
         drafter = load_drafter(folder, target)
@@ -126,7 +126,7 @@ def load_pair(folder: Path, target: Target) -> tuple[Drafter | None, Check]:
 
 
 def check_tokens(folder: Path, target: Target) -> Check:
-    """Check that the target makes the tokens that the drafter was trained on: BOS, chat template, tokenizer."""
+    """Check that the target still makes the tokens of the drafter's training: BOS, chat template, tokenizer."""
     recorded = storage.read_json(folder / "config.json").get("draftsmith", {}).get("target", {})
     name = "tokens as in training"
     found = other_tokens(folder, recorded, target)
@@ -146,10 +146,10 @@ def check_tokens(folder: Path, target: Target) -> Check:
 
 
 def training_form(folder: Path, drafter: Drafter, target: Target) -> TrainableModel:
-    """Return what a loaded drafter was while it learnt: mostly itself; else its family knows how to reopen it.
+    """Return the model that has a drafter's training forward: mostly the drafter itself, else its family reopens it.
 
     Raises:
-        DraftsmithError: nothing here trained it.
+        DraftsmithError: the drafter has no training forward here.
     """
     if isinstance(drafter, TrainableDrafter):
         return drafter
@@ -171,13 +171,13 @@ def check_drafter(
 
     Args:
         trained_model: has the training forward; most often the drafter itself, see `training_form`.
-        prompts: of different lengths; the shortest and the longest third are compared apart too.
+        prompts: of different lengths; the shortest and the longest third are also compared separately.
         on_progress: called with what is being done.
     """
     result = CheckReport()
     on_progress("decoding the target's own text")
     alone = own_texts(target, drafter, trained_model.max_depth, prompts, new_tokens)
-    # Prompts repeat where there are few; what is seen twice proves no more.
+    # Prompts repeat where there are few; seeing one twice proves nothing more.
     texts = list({tuple(text.prompt_tokens): text for text in alone}.values())
     on_progress("predicting it with the training forward")
     parity = measure_parity(target, trained_model, texts)

@@ -19,18 +19,18 @@ from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import Completion, SamplingParams, require_finished
 
-# Two scores closer than so many rounding steps of the larger may change places between shapes of a forward.
+# Two scores closer than this many rounding steps of the larger may change places between shapes of a forward.
 TIE_STEPS = 8.0
 SURE = 0.95
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the training forward says of one text, at every place where a root can be.
+    """What the training forward predicts for one text, at every place where a root can be.
 
     Args:
         accepted_T: guesses that a greedy chain draft under token t gets right, up to the end of the text.
-        near_TD: whether the guess of depth d there, all before it being right, is within rounding of another.
+        near_TD: whether the guess of depth d there, if all before it are right, is within rounding of another.
     """
 
     accepted_T: Tensor
@@ -39,7 +39,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Gap:
-    """A root where decoding accepted another number of guesses than the training forward predicts; `depth` from 1."""
+    """A root where decoding accepted more or fewer guesses than the training forward predicts; `depth` from 1."""
 
     text: int
     root: int
@@ -82,7 +82,7 @@ class Parity:
 
     @property
     def ruled_out_points(self) -> float:
-        """Points of acceptance that a fault can cost at most, at 95 %, where none of the steps showed one."""
+        """The most points of acceptance that a fault can cost, at 95 % confidence, if no step showed one."""
         return 100 * (1 - (1 - SURE) ** (1 / max(1, self.roots)))
 
     def summary(self) -> dict[str, Any]:
@@ -112,8 +112,8 @@ def predict(target: Target, trained_model: TrainableModel, text: Completion, shi
     """Run the training forward over a whole text.
 
     Args:
-        shift: feed token t the state that predicted token t - shift, 0 being right, to see what a misalignment does;
-            what reads no states guesses as it should have so many tokens before.
+        shift: feed token t the state that predicted token t - shift (0 is right), to see what a misalignment does; a
+            model that reads no states makes at token t the guesses that belong to token t - shift.
     """
     tokens_1T = torch.tensor([text.prompt_tokens + text.tokens], device=target.device)
     # The state after token t predicts token t + 1: entry t belongs to the token one further on.
@@ -121,7 +121,7 @@ def predict(target: Target, trained_model: TrainableModel, text: Completion, shi
     if trained_model.taps:
         logits = trained_model(tokens_1T[:, 1:], states_1TF.roll(shift, dims=1))
     else:
-        # No state predicted the first token; what reads no states decodes with it all the same.
+        # No state predicted the first token, but a model that reads no states uses that token as well.
         logits = [scores_1TV[:, 1:].roll(shift, dims=1) for scores_1TV in trained_model(tokens_1T, states_1TF)]
     length = tokens_1T.shape[1]
     depth = min(trained_model.max_depth, len(logits))
@@ -176,7 +176,7 @@ def measure_parity(
 
 
 def likely_cause(target: Target, trained_model: TrainableModel, texts: Sequence[Completion], found: Parity) -> str:
-    """Say what would explain a gap: the misalignment that predicts what was measured, or what is left to suspect."""
+    """Say what would explain a gap: the misalignment that fits what was measured, or else what to suspect."""
     faults = len(found.faults)
     for shift, where in ((1, "before"), (-1, "after")):
         if len(measure_parity(target, trained_model, texts, shift).faults) * 4 < faults:

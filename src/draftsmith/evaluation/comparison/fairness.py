@@ -1,4 +1,4 @@
-"""What a comparison says of its terms: which texts were kept apart, and how rates and starts were chosen."""
+"""How a comparison reports its terms: which texts were kept apart, and how rates and starts were chosen."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ SEARCH_HEADER = ["method", "suggested", "rate", "start", "trials", "search, s", 
 TRIALS_HEADER = ["method", "rate", "start", "τ on tuning prompts"]
 MOST_NAMES = 7
 BY_DOCUMENT, BY_PLACE = "document", "place"
-"""What texts are told apart by where sources do not do."""
+"""How texts are separated into parts where sources are not enough."""
 
 
 def texts_rows(texts: Mapping[str, Any]) -> list[list[str]]:
@@ -29,7 +29,7 @@ def sources_of(part: Mapping[str, Any]) -> str:
 
 
 def texts_sentences(result: Mapping[str, Any]) -> list[str]:
-    """Say what was kept apart, what the check found, and what could not be checked."""
+    """Say which texts were kept apart, what the check found, and what could not be checked."""
     texts = result["texts"]
     data, prompts, parts = texts["data"], texts["prompts"], texts["parts"]
     said = [
@@ -62,7 +62,7 @@ def texts_sentences(result: Mapping[str, Any]) -> list[str]:
 
 
 def apart(texts: Mapping[str, Any]) -> str:
-    """Say what texts were told apart by."""
+    """Say how texts were separated into parts: by source, by document, or by place."""
     if texts["told_apart_by"] == BY_PLACE:
         return "by their place, the beginning, the middle and the end of each, as there are too few documents"
     if texts["told_apart_by"] == BY_DOCUMENT:
@@ -83,7 +83,7 @@ def measured(item: Mapping[str, Any]) -> str:
 
 
 def search_rows(families: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a line for each method that was searched for: what was chosen, and what that cost."""
+    """Return a line for each method with a search: what was chosen, and what the search cost."""
     return [
         [
             f["name"], f"{f['suggested_rate']:.2g}", f"{f['rate']:.2g}{' (edge)' if f['rate_at_edge'] else ''}",
@@ -103,7 +103,7 @@ def trial_rows(families: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def searched(families: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the methods that were searched for, each set of weights once."""
+    """Return the methods with a search, each set of weights once."""
     return [f for f in families if f.get("search") is not None and f["search"]["trials"]]
 
 
@@ -118,7 +118,7 @@ def word(value: Any) -> str:
 
 
 def score(trial: Mapping[str, Any]) -> str:
-    """Say what a trial was judged by."""
+    """Say the τ that a trial was judged by, with its interval."""
     if trial["tokens_per_step"] is None:
         return "the loss blew up"
     low, high = trial["tokens_per_step_ci"]

@@ -1,4 +1,4 @@
-"""What a long measurement has done so far: one JSON record a line, so that a run that was cut goes on where it was."""
+"""What a long measurement has done so far: one JSON record a line, so that an interrupted run goes on where it was."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from draftsmith.files import JsonLines
 
 
 class MeasurementLog:
-    """Records by key, in a file; a line that a kill cut short is dropped and made again."""
+    """Records by key, in a file; a line that was cut short by a kill is dropped and measured again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,9 +1,10 @@
 """Draft families against each other: the same target, prompts and rounds for all.
 
-Two things are measured of every method, task and temperature. How well it guesses: τ on the same prompts with one
-chain and one tree for all, and at temperature 1 with a sampled chain as well; cost is left out. What that is worth
-here: the time of one prompt at a time with the shape of draft that this method is fastest with, every round together
-with plain decoding and all others in random order. A shape is chosen on prompts of sources that are not measured on.
+Two things are measured for every method, task and temperature. First, how well it guesses: τ on the same prompts with
+one chain and one tree for all, and at temperature 1 with a sampled chain as well; cost is left out. Second, what that
+gains on this machine: the time of one prompt at a time with the method's own fastest shape of draft; every round also
+runs plain decoding and all other methods, in random order. Shapes are chosen on prompts of other sources than those
+measured on.
 """
 
 import random
@@ -29,21 +30,21 @@ PLAIN = "plain"
 CHAIN = 4
 TREE_NODES, TREE_WIDTH = 14, 4
 MODES = {"greedy": 0.0, "T=1": 1.0}
-# Rows at a time where τ is measured, which does not depend on it; more would only take more memory for each engine.
+# Rows decoded together where τ is measured. τ does not depend on it; more rows would only need more memory per engine.
 ROWS = 16
 
 
 def static_tree(published: Choices) -> Choices:
-    """Return a published tree with as many nodes as all trees of a comparison have."""
+    """Return a published tree, cut to as many nodes as all trees of a comparison have."""
     return pruned(published, TREE_NODES)
 
 
 @dataclass(frozen=True)
 class Method:
-    """One drafter under the name that the tables have for it.
+    """One drafter, with its name in the tables.
 
-    `published` makes its tree the same at every step: that one, cut to as many nodes as all others have. They keep the
-    nodes they are surest of.
+    With `published`, it drafts that tree at every step, cut to as many nodes as the trees of all others have. Methods
+    without it keep the nodes they are surest of.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Method:
         return Plan((TREE_WIDTH,) * depth, beam=TREE_WIDTH, nodes=TREE_NODES)
 
     def compared(self, temperature: float) -> dict[str, Plan]:
-        """The drafts that all are compared with, by name; drafters that can sample also do so at a temperature."""
+        """The drafts that all are compared with, by name; above temperature 0 also a sampled chain, if possible."""
         plans = {"chain": self.chain(), "tree": self.tree()}
         if temperature > 0 and self.drafter.can_sample:
             plans["sampled_chain"] = replace(self.chain(), sampled=True)
@@ -212,7 +213,7 @@ def time_round(
 def timing(rounds: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """Sum up the rounds of one method: ms a token, speed-up over plain, share of drafting, what a step costs.
 
-    The seconds of every round stay, because any two methods are compared round by round.
+    The seconds of every round are kept, because any two methods are compared round by round.
     """
     mine, plain = [r[name] for r in rounds], [r[PLAIN] for r in rounds]
     speedup = ratio_interval([r["decode_s"] for r in plain], [r["decode_s"] for r in mine])

@@ -1,7 +1,8 @@
-"""Which method guesses better: differences in τ on the same prompts, where the literature says how they fall.
+"""Which method guesses better: differences in τ on the same prompts, for pairs that the literature has ordered.
 
-τ is that of the tables, with the common tree: of a whole task, not the mean over prompts. A difference resamples the
-same prompts on both sides. The tree holds best guesses at every temperature, so both sides write the same text.
+τ is that of the tables, with the common tree: over a whole task, not the mean over prompts. The interval of a
+difference resamples the same prompts for both methods. The tree holds best guesses, not sampled ones, at every
+temperature, so both methods write the same text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from draftsmith.evaluation.measuring.intervals import Interval, ratio_difference
 Cells = Sequence[Mapping[str, Any]]
 
 HEADER = ["ordering", "task", "temperature", "difference in τ", "holds here"]
-# Where looking up should win, and where what was trained should: text that repeats what came before, and new text.
+# The task where lookups should win, as its text repeats what came before, and the one where trained drafters should.
 REPEATED, NEW = EDIT, "prose"
 BETWEEN, LOOKED_UP, TRAINED = "between trained", "looked up over trained", "trained over looked up"
 KINDS = (BETWEEN, LOOKED_UP, TRAINED)
@@ -46,7 +47,7 @@ def orderings(
 def pairs(
     task: str, taus: Mapping[str, Mapping[str, Any]], families: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str, str]]:
-    """Return (kind, better, worse) of what is to be compared on one task."""
+    """Return (kind, better, worse) for every pair to compare on one task."""
     trained = [family["name"] for family in families if family["trained"]]
     lookups = [f["name"] for f in families if not f["trained"] and facts_of(f["name"]).looks_up]
     wanted = []
@@ -59,20 +60,20 @@ def pairs(
             (LOOKED_UP, f["name"], worse) for f in families for worse in facts_of(f["name"]).better_on_repeats
         ]
     if task == NEW and lookups:
-        # The best of them on these very prompts: an advantage for the lookup.
+        # The best lookup on these very prompts, which favours the lookup.
         best = max(lookups, key=lambda name: taus[name]["tokens_per_step"])
         wanted += [(TRAINED, name, best) for name in trained]
     return [(kind, better, worse) for kind, better, worse in wanted if better in taus and worse in taus]
 
 
 def facts_of(method: str) -> Compared:
-    """Return what the family of a method, named with or without options, says of itself."""
+    """Return what the family of a method states for comparisons; the method is named with or without options."""
     family = known_families().get(method.partition(":")[0])
     return family.compared if family is not None else Compared()
 
 
 def difference(better: Mapping[str, Any], worse: Mapping[str, Any]) -> Interval:
-    """Return how much larger the one τ is, paired by prompt."""
+    """Return how much larger the τ of `better` is, paired by prompt."""
     return ratio_difference(
         (better["tokens_by_prompt"], better["steps_by_prompt"]), (worse["tokens_by_prompt"], worse["steps_by_prompt"])
     )

@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 CODE, EDIT = "code", "edit"
-# A file that is repeated is so many times as long as a prompt; its beginning, half a prompt, is given again.
+# In the task `edit` a file is this many times as long as a prompt; half a prompt of its beginning is then repeated.
 REPEATED = 3
-# Shapes are chosen by so many prompts, which are not measured on.
+# Prompts by which shapes are chosen; they are not measured on.
 CALIBRATION = 2
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much to measure of every task: τ on so many prompts, exactly `new_tokens` each, and timed rounds.
+    """How much to measure of every task: τ on `prompts` prompts, exactly `new_tokens` each, and timed rounds.
 
-    Without `tasks` it is those that the prompts have. At temperature 1 the first `sampled_prompts` do: τ varies less
-    from prompt to prompt there, and takes more steps.
+    Without `tasks`, all tasks of the prompts are measured. At temperature 1 the first `sampled_prompts` are enough: τ
+    varies less from prompt to prompt there, and measuring it takes more steps.
     """
 
     tasks: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Settings:
 class Questions:
     """The prompts of a task: two by which shapes of drafts are chosen, and those measured on.
 
-    The latter are cut from so many `texts` of so many `sources`, and all unlike.
+    Those measured on are all different; `texts` and `sources` count the texts and sources that they are cut from.
     """
 
     calibration: list[list[int]]
@@ -63,7 +63,7 @@ def gather(
     The task `edit` is made from code: a file, and then its beginning again, as an editor's model is asked to write it.
 
     Args:
-        tuning: texts to choose shapes by; those of the same task where there are such.
+        tuning: texts to choose shapes by; those of the same task where there are any.
 
     Raises:
         DraftsmithError: a task without prompts, or a prompt that the target has no room for.
@@ -97,7 +97,7 @@ def gather(
 
 
 def tasks_of(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the tasks that there are prompts for, and `edit` where there is code."""
+    """Return the tasks of the prompts, and `edit` where there is code."""
     tasks = list(dict.fromkeys(prompt.task for prompt in prompts))
     return [*tasks, EDIT] if CODE in tasks else tasks
 
@@ -105,7 +105,7 @@ def tasks_of(prompts: Sequence[Prompt]) -> list[str]:
 def windows(
     target: "Target", prompts: Sequence[Prompt], task: str, settings: Settings, count: int
 ) -> list[list[int]]:
-    """Return so many prompts of a task, cut from texts."""
+    """Return `count` prompts of a task, cut from texts."""
     if task != EDIT:
         return cut(target, prompts, settings.prompt_tokens, count, exact=False)
     files = cut(target, prompts, REPEATED * settings.prompt_tokens, count, exact=False)

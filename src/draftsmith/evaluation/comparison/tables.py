@@ -1,4 +1,4 @@
-"""What a comparison says: tables, and a verdict in words."""
+"""The report of a comparison: tables, and a verdict in words."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -121,7 +121,7 @@ def span(value: float, ends: Sequence[float], unit: str = "") -> str:
 
 
 def verdict(cells: Cells, tasks: Sequence[str]) -> list[str]:
-    """Say which method to use for which task, by how much, and who never pays and why."""
+    """Say which method to use for which task, how much it gains, and which methods never pay and why."""
     sentences = []
     for task in tasks:
         for mode in MODES:
@@ -144,7 +144,7 @@ def verdict(cells: Cells, tasks: Sequence[str]) -> list[str]:
 
 
 def behind(best: Mapping[str, Any], others: Cells) -> str:
-    """Say how far the next is behind the fastest, by their times in the same rounds, and who else is not surely."""
+    """Say how far the second is behind the fastest, by times in the same rounds, and who else is not clearly slower."""
     ahead = [ratio_interval(other["seconds_by_round"], best["seconds_by_round"]) for other in others]
     if not ahead:
         return ""
@@ -161,7 +161,7 @@ def behind(best: Mapping[str, Any], others: Cells) -> str:
 
 
 def unfaithful(cells: Cells) -> list[str]:
-    """Name every method whose text was not always the plain text of the same round where it has to be."""
+    """Name every method whose text differs from the plain text of a round; sampled drafts are exempt."""
     return [
         f"{cell['method']}, {cell['task']}, {cell['mode']}: {cell['rounds'] - cell['identical']} of "
         f"{cell['rounds']} texts differ from plain decoding; run draftsmith prove with it before anything else."
@@ -170,7 +170,7 @@ def unfaithful(cells: Cells) -> list[str]:
 
 
 def losers(cells: Cells) -> list[str]:
-    """Say of every method that beats plain decoding nowhere why: drafting costs too much, or guesses too little."""
+    """Say of every method that nowhere beats plain decoding why: drafting costs too much, or it guesses too little."""
     sentences = []
     for name in dict.fromkeys(cell["method"] for cell in cells):
         mine = [cell for cell in cells if cell["method"] == name]

@@ -1,1 +1,1 @@
-"""A server under load: what is sent, when, and what is counted of what comes back."""
+"""A server under load: what is sent and when, and how the answers are measured."""

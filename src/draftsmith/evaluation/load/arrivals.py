@@ -1,4 +1,4 @@
-"""When each request is to be sent, settled before the first of them: the same seed plans the same times."""
+"""When each request is to be sent, decided before the first is sent: the same seed gives the same times."""
 
 from math import isinf
 
@@ -10,9 +10,9 @@ from draftsmith.evaluation.load.settings import Arrivals
 def planned_times(arrivals: Arrivals, count: int, seed: int) -> list[float]:
     """Return when each of `count` requests is due, in seconds from the start, in order; the first is due at 0.
 
-    Gaps are drawn from a gamma distribution of shape `burstiness` whose mean is 1 / rate, and stretched so that
-    together they are as long as the rate says; an infinite shape makes them equal. The rate of a ramp is that of the
-    request that ends the gap, and nothing is stretched there.
+    Gaps are drawn from a gamma distribution of shape `burstiness` whose mean is 1 / rate, and then stretched so that
+    their mean is exactly 1 / rate; an infinite shape makes them equal. With a ramp, a gap has the rate of the request
+    that ends it, and nothing is stretched.
     """
     if not arrivals.open:
         return [0.0] * count
@@ -29,7 +29,7 @@ def planned_times(arrivals: Arrivals, count: int, seed: int) -> list[float]:
 
 
 def rate_of(arrivals: Arrivals, progress: float) -> float:
-    """Return the requests a second that are asked for when so much of the way, 0 to 1, is done."""
+    """Return the requests a second to send at a point of the measurement, from 0 (start) to 1 (end)."""
     start, end = arrivals.ramp_start, arrivals.ramp_end
     if arrivals.ramp is None or start is None or end is None:
         return arrivals.rate

@@ -25,13 +25,13 @@ CONNECT_SECONDS = 30.0
 NOT_OFFERED = (404, 405, 501)
 SHORTEST_CHARACTERS = 32
 END_SECONDS = 0.5
-"""So long a server may take to end an answer after its last event; the connection is used again only then."""
+"""Seconds that a server may take to end an answer after its last event; only then is the connection used again."""
 OURS = "draftsmith"
-"""Who owns the models of our own server, which tells the drafts of a request where it is asked to."""
+"""`owned_by` in the model list of our own server, which reports a request's draft statistics when asked."""
 
 
 class Client:
-    """Speaks to one server and to no other: no proxy and no key from the environment, no redirect is followed."""
+    """Speaks to one server only: it takes no proxy and no key from the environment, and follows no redirect."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -59,7 +59,7 @@ class Client:
         await self._http.__aexit__(kind, error, trace)
 
     async def model(self) -> str:
-        """Return the model to ask for: the one that was named, if the server has it, or the only one that it has.
+        """Return the model to ask for: the one that was named, if the server has it, or the server's only one.
 
         Raises:
             DraftsmithError: the server cannot be reached, refuses the key, or has another model.
@@ -86,14 +86,14 @@ class Client:
         return wanted
 
     async def tokenize(self, text: str, model: str) -> list[int]:
-        """Return the ids of a text by `/tokenize`, without what its tokenizer puts around a prompt.
+        """Return the ids of a text by `/tokenize`, without the special tokens around a prompt.
 
-        A server may refuse what its model's context does not hold; then it is asked for the beginning, of this text
-        and of those that follow.
+        A server may refuse a text that is longer than its model's context; then only the beginning is sent, of this
+        text and of those that follow.
         """
         while True:
             text = text[: self._fits]
-            # llama.cpp's server has names of its own.
+            # The last two fields are the names of llama.cpp's server.
             body = {
                 "model": model, "prompt": text, "add_special_tokens": False, "content": text, "add_special": False,
             }
@@ -113,7 +113,7 @@ class Client:
         )
 
     async def counters(self) -> Counters | None:
-        """Return what the server has counted of its drafts so far; None where it does not tell."""
+        """Return the server's counts of its drafts so far; None where it does not report them."""
         try:
             response = await self._http.get("/metrics")
         except httpx2.HTTPError:
@@ -121,10 +121,10 @@ class Client:
         return read_counters(response.text) if response.status_code == 200 else None
 
     async def send(self, body: Mapping[str, Any]) -> Record:
-        """Send one request and return what came back; what went wrong stands in the record, as a sentence.
+        """Send one request and return the record of its answer; an error is a sentence in the record.
 
-        A server may close a connection that is kept just as it is used again, which says nothing about the server: then
-        it is sent once more, by a new one.
+        A server may close a kept connection just as it is used again, which is no fault of the server; then the request
+        is sent once more.
         """
         record = Record(sent=time.perf_counter())
         if not await self._sent(body, record):
@@ -133,7 +133,7 @@ class Client:
         return record
 
     async def _sent(self, body: Mapping[str, Any], record: Record) -> bool:
-        """Fill the record; return False where a connection that was kept broke before any of the answer had come."""
+        """Fill the record; return False where a kept connection broke before any of the answer had come."""
         is_new = answered = finished = False
 
         async def note(event: str, info: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class Client:
 
 
 async def timed_events(response: httpx2.Response) -> AsyncIterator[tuple[float, list[bytes]]]:
-    """Give the events of a response in the pieces in which they arrived, each with its time."""
+    """Yield the events of a response in the pieces in which they arrived, each piece with its time."""
     events = Events()
     async for piece in response.aiter_bytes():
         yield time.perf_counter(), events.feed(piece)
@@ -208,7 +208,7 @@ async def timed_events(response: httpx2.Response) -> AsyncIterator[tuple[float, 
 
 
 async def let_end(pieces: AsyncIterator[tuple[float, list[bytes]]]) -> None:
-    """Read what is behind the last event; the answer is there, so that what goes wrong now is nobody's loss."""
+    """Read what follows the last event; the answer is complete, so errors are ignored here."""
     with suppress(httpx2.HTTPError, TimeoutError):
         async with asyncio.timeout(END_SECONDS):
             async for _ in pieces:
@@ -216,13 +216,13 @@ async def let_end(pieces: AsyncIterator[tuple[float, list[bytes]]]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says in one line, or its name if it says nothing."""
+    """Return the first line of an error's message, or the error's name if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 @asynccontextmanager
 async def connected(server: Server) -> AsyncIterator[tuple[Client, str]]:
-    """Give a client and the model that it is to ask for; DraftsmithError if the server does not let us in."""
+    """Yield a connected client and the model to ask for; DraftsmithError if the server does not let us in."""
     async with Client(server) as client:
         yield client, await client.model()

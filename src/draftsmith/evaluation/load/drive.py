@@ -1,4 +1,4 @@
-"""Sends the requests of one level at their times, so many in flight at most, and watches its own event loop."""
+"""Sends the requests of one level at their times, with a limit on those in flight, and watches its own event loop."""
 
 import asyncio
 import time
@@ -22,13 +22,13 @@ class Level:
 
     Args:
         clients: the most requests in flight; None for no limit.
-        records: of the requests that ended, in the order in which they did.
+        records: the records of the requests that ended, in the order in which they ended.
         unfinished: requests that were in flight when the measurement was interrupted.
-        unsent: requests that it did not come to.
+        unsent: requests that had not been sent by then.
         peak: the most requests that really were in flight.
         waits: seconds by which requests were sent after their time, because all clients were busy or this process was.
-        lags: seconds by which a timer of this process was late, again and again.
-        cpu: seconds of processor that this process took.
+        lags: seconds by which a timer of this process was late, measured again and again.
+        cpu: seconds of processor time that this process took.
     """
 
     clients: int | None
@@ -44,7 +44,7 @@ class Level:
 
     @property
     def name(self) -> str:
-        """What the level is called."""
+        """The name of the level in reports."""
         return level_name(self.clients)
 
     @property
@@ -88,10 +88,10 @@ async def drive(
     send: Send,
     on_done: Callable[[Record], None],
 ) -> None:
-    """Send every body when it is due, and fill `level` while answers come; a cancellation leaves what is there by then.
+    """Send every body when it is due, and fill `level` while answers come; a cancellation keeps what has come by then.
 
     Args:
-        times: when each is due, in seconds from now; one that finds all clients busy waits for the first that is free.
+        times: when each body is due, in seconds from now; if all clients are busy then, it waits for a free one.
     """
     places = asyncio.Semaphore(level.clients) if level.clients is not None else None
     level.unsent = len(bodies)
@@ -133,7 +133,7 @@ async def drive(
 
 
 async def watch(lags: list[float]) -> None:
-    """Note by how much a short sleep is too long, until cancelled: that is how late answers are noticed, too."""
+    """Note by how much short sleeps are too long, until cancelled: answers are noticed that late, too."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(HEARTBEAT)

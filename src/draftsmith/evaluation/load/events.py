@@ -1,15 +1,15 @@
-"""Server-sent events out of bytes, however these are cut."""
+"""Reads server-sent events from bytes, however these are cut into pieces."""
 
 
 class Events:
-    """Puts events together. An event ends with an empty line; of its fields only `data` matters here."""
+    """Assembles events. An event ends with an empty line; of its fields only `data` matters here."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Return the data of the events that are whole with this piece."""
+        """Return the data of the events that this piece completes."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         found = []
         for line in lines:

@@ -17,9 +17,10 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the result of a level: counts, rates a second, and milliseconds of each metric.
 
-    TTFT is the time to the first chunk with text, E2EL that to the end of the answer, TPOT = (E2EL - TTFT) / (n - 1) of
-    each request, and ITL the gaps between chunks with text, each of which may carry several tokens. Tokens are those
-    of the server's usage chunks. Times of failed requests count nowhere; an answer without text has no TTFT and TPOT.
+    TTFT is the time to the first chunk with text, E2EL the time to the end of the answer, TPOT (E2EL - TTFT) / (n - 1)
+    of each request, and ITL the gaps between chunks with text, each of which may carry several tokens. Token counts are
+    those of the server's usage chunks. Times of failed requests are left out; an answer without text has neither TTFT
+    nor TPOT.
     """
     done = [record for record in level.records if record.ok]
     failed = [record for record in level.records if not record.ok]
@@ -44,7 +45,7 @@ def summarise(
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
         "max_concurrent_requests": level.peak,
-        # Of clients that ask again as soon as they are answered, nobody is late.
+        # Clients that ask again as soon as they are answered are never late.
         "p99_client_wait_ms": milliseconds(np.percentile(level.waits, 99)) if settings.arrivals.open else None,
         "p99_client_lag_ms": milliseconds(level.lag),
         "client_cpu_share": level.cpu_share,
@@ -63,7 +64,7 @@ def summarise(
 
 
 def detailed(level: Level) -> dict[str, Any]:
-    """Return what was measured of every request, in the order in which they were sent; times in seconds."""
+    """Return the measurements of every request, in the order in which they were sent; times in seconds."""
     ordered = sorted(level.records, key=lambda record: record.sent)
     return {
         "input_lens": [record.input_tokens or 0 for record in ordered],
@@ -104,9 +105,9 @@ def statistics_of(name: str, values: Sequence[float], percentiles: Sequence[floa
 
 
 def is_good(record: Record, limits: Mapping[str, float]) -> bool:
-    """Whether a request kept every limit; of its gaps the mean has to, and one token has no pace to keep.
+    """Whether a request kept every limit; the limit of ITL is for the mean gap, and one token has no TPOT to limit.
 
-    Where no text came, nobody knows when the first token did.
+    An answer without text misses limits of TTFT and TPOT, because the time of its first token is unknown.
     """
     if record.first is None and not limits.keys().isdisjoint(("ttft", "tpot")):
         return False

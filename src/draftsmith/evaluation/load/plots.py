@@ -9,7 +9,7 @@ from draftsmith.evaluation.reporting.plots import INK, MARKERS, SERIES, canvas, 
 
 
 def latency_against_throughput(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """A line a result: median milliseconds a token over output tokens a second; each point has its clients."""
+    """One line per result: median milliseconds a token over output tokens a second; points name the clients."""
     figure, axes = canvas(6.4, 4.0)
     for at, (name, levels) in enumerate(curves.items()):
         shown = [level for level in levels if level.get("median_tpot_ms") is not None]
@@ -32,7 +32,7 @@ def latency_against_throughput(curves: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def percentiles_over_clients(levels: Sequence[Mapping[str, Any]], metric: str, names: Sequence[str]) -> Figure:
-    """A line a percentile: milliseconds of a metric ("ttft", "tpot" …) over the number of clients."""
+    """One line per percentile: milliseconds of a metric ("ttft", "tpot" …) over the number of clients."""
     figure, axes = canvas(6.4, 3.8)
     labels = ["no limit" if level["max_concurrency"] is None else str(level["max_concurrency"]) for level in levels]
     for at, name in enumerate(names):

@@ -12,12 +12,12 @@ class Record:
     Args:
         sent: when the request was handed to the connection.
         first, last: when the first and the last chunk with text arrived.
-        ended: when the last chunk with a choice arrived, which may carry no text but the reason of the end.
-        gaps: seconds between chunks with text that follow each other.
+        ended: when the last chunk with a choice arrived; it may carry no text but only the reason for the end.
+        gaps: seconds between consecutive chunks with text.
         input_tokens, output_tokens: as the usage chunk says; None until it came. Chunks are never counted as tokens.
         finish_reason: None until a chunk gives one.
-        acceptance_length: of this request, where the server tells it in the usage chunk.
-        again: whether it was sent a second time, because the server had closed a connection that was kept.
+        acceptance_length: the mean of this request, where a chunk of the server reports it.
+        again: whether it was sent a second time, because the server had closed a kept connection.
     """
 
     sent: float
@@ -35,7 +35,7 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Whether the answer came whole and counted."""
+        """Whether the whole answer came, with its token counts."""
         return not self.error
 
     @property
@@ -45,7 +45,7 @@ class Record:
 
     @property
     def done(self) -> float:
-        """When the answer was there."""
+        """When the answer was complete."""
         return self.ended if self.ended is not None else self.sent
 
     @property
@@ -87,7 +87,7 @@ class Record:
             self.acceptance_length = float(length)
 
     def close(self, finished: bool) -> None:
-        """Settle what is wrong with an answer that has ended; `finished` says whether `[DONE]` came."""
+        """Note what is wrong with an answer that has ended, if anything; `finished` says whether `[DONE]` came."""
         if self.error:
             return
         if not finished and self.finish_reason is None:

@@ -1,4 +1,4 @@
-"""Results on disk: one JSON of all levels, a table as CSV, files by the common names, and reading them back."""
+"""Results on disk: one JSON of all levels, a CSV table, and files as other serving benchmarks write and read them."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ NEEDED = ("output_throughput", "median_tpot_ms")
 
 
 def settings_json(settings: LoadSettings, model: str) -> dict[str, Any]:
-    """Return what was asked for, by the names of the options, without the key."""
+    """Return the settings of a measurement, mostly by the names of the options, without the API key."""
     work, arrivals = settings.workload, settings.arrivals
     return {
         "base_url": settings.server.base_url,
@@ -43,17 +43,17 @@ def settings_json(settings: LoadSettings, model: str) -> dict[str, Any]:
 
 
 def rate_json(rate: float) -> float | str:
-    """Return a rate as JSON can hold it."""
+    """Return a rate in a form that JSON can hold."""
     return "inf" if math.isinf(rate) else rate
 
 
 def common_file(
     level: Mapping[str, Any], settings: Mapping[str, Any], date: str, number: int = 0
 ) -> tuple[str, dict[str, Any]]:
-    """Return name and content of the file that serving benchmarks write for one level.
+    """Return the name and the content of the file that serving benchmarks write for one level.
 
     Args:
-        number: of levels before it with as many clients.
+        number: how many earlier levels have the same number of clients.
     """
     model = re.sub(r"[^\w.-]+", "-", settings["model"].rsplit("/", 1)[-1])
     clients = level["max_concurrency"]
@@ -77,7 +77,7 @@ def common_file(
 
 
 def as_csv(levels: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line a level with every single number, names on top; lists and failures are left out."""
+    """Return one line per level with all single values, under a line of names; lists and failures are left out."""
     flat = [{key: value for key, value in level.items() if not isinstance(value, list | dict)} for level in levels]
     names = list(dict.fromkeys(key for level in flat for key in level))
     text = io.StringIO()
@@ -89,7 +89,7 @@ def as_csv(levels: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Saved:
-    """A result as it was read: `settings` is empty where another benchmark wrote it."""
+    """A result that was read from a file; `settings` is empty where another benchmark wrote it."""
 
     levels: list[dict[str, Any]]
     settings: dict[str, Any]
@@ -97,10 +97,10 @@ class Saved:
 
 
 def read_result(path: Path) -> Saved:
-    """Read a result, of `draftsmith load --json` or of another serving benchmark's file.
+    """Read a result of `draftsmith load --json`, or the file of another serving benchmark.
 
     Raises:
-        DraftsmithError: it cannot be read, or has no throughput and no time a token.
+        DraftsmithError: it cannot be read, or lacks the throughput or the time a token.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -119,7 +119,7 @@ def read_result(path: Path) -> Saved:
 
 
 def differences(first: Saved, second: Saved) -> list[str]:
-    """Say which result is not whole, and in which settings both differ, the server's address apart."""
+    """Say which result is incomplete, and in which settings the two differ, except the server's address."""
     told = [f"{name} was interrupted." for name, one in (("A", first), ("B", second)) if not one.complete]
     for name, a in first.settings.items():
         b = second.settings.get(name, a)

@@ -26,8 +26,8 @@ class Server:
     """The server to be measured; nothing is ever sent anywhere else.
 
     Args:
-        base_url: http or https, host and port; a path in front of `/v1` is kept, `/v1` itself may be given or not.
-        model: None takes the only one that the server has.
+        base_url: http or https, host and port; a path before `/v1` is kept, and `/v1` itself is optional.
+        model: None takes the server's only model.
         api_key: sent as a bearer token; never written to a result.
         timeout: seconds without a byte after which a request counts as failed.
     """
@@ -67,8 +67,8 @@ class Arrivals:
 
     Args:
         rate: requests a second on average; inf sends each as soon as the number of clients allows.
-        burstiness: shape of the gamma distribution of gaps: 1 is a Poisson process, less is burstier, more is evener;
-            inf makes them all alike.
+        burstiness: shape of the gamma distribution of gaps: 1 is a Poisson process, less is burstier, more is more
+            even; inf makes all gaps equal.
         ramp: lets the rate rise from `ramp_start` to `ramp_end` over the requests, instead of `rate`.
     """
 
@@ -96,7 +96,7 @@ class Arrivals:
 
     @property
     def open(self) -> bool:
-        """Whether requests come by themselves, whatever the server has finished."""
+        """Whether requests are sent at times of their own, however many the server has finished."""
         return self.ramp is not None or isfinite(self.rate)
 
 
@@ -106,11 +106,11 @@ class Workload:
 
     Args:
         dataset: a task of the embedded prompts, "mixed" for all of them, "random", or a path to a file of prompts.
-        input_lens: tokens of a prompt; several lengths are a mixture, drawn for every request. None takes texts of
-            the user's whole and of the embedded ones the beginning.
-        output_lens: tokens to be written, one or several likewise.
-        vocab_size: of random ids; None draws among the ids that the server's `/tokenize` gives for the embedded texts.
-        extra_body: fields that every request carries besides, over whatever is there.
+        input_lens: tokens of a prompt; with several lengths, one is drawn for every request. None takes the user's
+            texts whole, and the beginnings of embedded texts.
+        output_lens: tokens to be written; with several numbers, one is drawn for every request.
+        vocab_size: the size for random ids; None draws among the ids that `/tokenize` gives for the embedded texts.
+        extra_body: fields added to every request; they replace fields of the same name.
     """
 
     dataset: str = "mixed"
@@ -141,7 +141,7 @@ class Workload:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether all clients ask for the same: one length of prompts, and of texts, that nothing ends early."""
+        """Whether all requests are alike: one length of prompts, and one of texts, which nothing ends early."""
         lengths = (self.input_lens, self.output_lens)
         return self.ignore_eos and all(choices is not None and len(set(choices)) == 1 for choices in lengths)
 
@@ -151,11 +151,11 @@ class LoadSettings:
     """A measurement: one level of load, or one for each number of clients.
 
     Args:
-        clients: the most requests in flight, a level each; None is no limit.
-        prompts: requests of a level that are measured.
-        warmups: requests before them that are not.
-        goodput: the most milliseconds of each metric that a good request takes.
-        metrics: which are reported with percentiles.
+        clients: the most requests in flight, one level for each number; None is no limit.
+        prompts: measured requests of a level.
+        warmups: requests before them that are not measured.
+        goodput: for each metric, the most milliseconds that a good request may take.
+        metrics: the metrics that are reported.
     """
 
     server: Server
@@ -191,7 +191,7 @@ class LoadSettings:
 
 
 def check_metrics(names: Sequence[str], option: str) -> None:
-    """Refuse a name that is no metric, with the nearest that is."""
+    """Refuse a name that is no metric, and suggest the nearest one."""
     for name in names:
         if name not in METRICS:
             near = get_close_matches(name, METRICS, 1)
@@ -200,7 +200,7 @@ def check_metrics(names: Sequence[str], option: str) -> None:
 
 
 def read_goodput(words: Sequence[str]) -> dict[str, float]:
-    """Read "ttft:200", "tpot:30" … in milliseconds; DraftsmithError names the word that is none."""
+    """Read "ttft:200", "tpot:30" … in milliseconds; DraftsmithError names the word that is wrong."""
     found: dict[str, float] = {}
     for word in words:
         name, colon, value = word.partition(":")

@@ -1,4 +1,4 @@
-"""How drafts fared while a server was measured, from the counters that it shows at `/metrics`."""
+"""How drafts fared while a server was measured, from the counters at its `/metrics`."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ DRAFTED = "spec_decode_num_draft_tokens"
 ACCEPTED = "spec_decode_num_accepted_tokens"
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 PREFIXES = ("vllm:", "llamacpp:")
-"""Of the servers that count by these names: vLLM, whose names ours have too, and llama.cpp."""
+"""Prefixes of the servers whose counters have these names: vLLM, whose names our server uses too, and llama.cpp."""
 FORMULA = "acceptance length = 1 + accepted / drafts; acceptance rate = accepted / drafted"
 
 _LINE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?\s*")
@@ -28,7 +28,7 @@ class Counters:
 
 
 def read_counters(exposition: str) -> Counters | None:
-    """Return the counters in a Prometheus exposition; None where it has none of speculation."""
+    """Return the counters of speculation in a Prometheus exposition; None where it has none."""
     sums: dict[str, float] = {}
     per_position: dict[int, float] = {}
     for line in exposition.splitlines():
@@ -57,9 +57,9 @@ def read_counters(exposition: str) -> Counters | None:
 
 
 def acceptance(before: Counters | None, after: Counters | None) -> dict[str, Any]:
-    """Return what was counted in between, by the names that serving benchmarks use; {} if nothing was drafted.
+    """Return the counts between two moments, by the names that serving benchmarks use; {} if nothing was drafted.
 
-    The acceptance rate is in percent, as these names have it; the rates by position are shares of the drafts.
+    The acceptance rate is in percent, as in those benchmarks; the rates by position are shares of the drafts.
     """
     if before is None or after is None:
         return {}

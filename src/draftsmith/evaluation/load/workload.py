@@ -12,16 +12,16 @@ from draftsmith.evaluation.prompts import Prompt, embedded_prompts, load_prompts
 from draftsmith.types import DraftsmithError
 
 EMBEDDED_CHARACTERS = 240
-"""What is sent of an embedded text where no number of tokens is asked for: some 60 tokens."""
+"""Characters of an embedded text that are sent where no number of tokens is given: some 60 tokens."""
 SAMPLED_TEXTS = 24
-"""How many embedded texts are asked about to learn which token ids a model has."""
+"""How many embedded texts are tokenized to learn which token ids a model has."""
 
 Tokenize = Callable[[str], Awaitable[list[int]]]
 
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What a client asks: a text, token ids or messages, how many tokens to write, and whether it was asked before."""
+    """What a client sends: a text, token ids or messages, how many tokens to write, and whether it was sent before."""
 
     prompt: str | list[int] | list[dict[str, Any]]
     output_len: int
@@ -29,9 +29,9 @@ class LoadRequest:
 
 
 class Windows:
-    """Cuts pieces from sequences, each of another place, as long as there are any left; then it begins anew.
+    """Cuts pieces from sequences, each from a different place as long as any are left; then it begins anew.
 
-    Pieces that no other request had keep a server from answering out of its memory of prompts.
+    Pieces that no other request had keep a server from reusing prompts that it has cached.
     """
 
     def __init__(self, sequences: Sequence[Any]) -> None:
@@ -42,7 +42,7 @@ class Windows:
         self._given: set[str] = set()
 
     def take(self, length: int | None) -> tuple[Any, bool]:
-        """Return a piece of so many parts, None for a whole sequence, and whether it has been given before.
+        """Return a piece of `length` parts (None: a whole sequence), and whether it has been given before.
 
         Raises:
             DraftsmithError: no sequence is that long.
@@ -81,11 +81,11 @@ class Windows:
 
 
 class Requests:
-    """Makes the requests of one measurement after another, from one stream of draws.
+    """Makes the requests of one measurement after another, from one random stream.
 
     Args:
-        windows: of token ids, of characters, or of messages; None for random prompts.
-        cut: what `Windows` are asked for where no number of tokens is given; None for whole ones.
+        windows: give pieces of token ids, of characters, or of messages; None for random prompts.
+        cut: the length of pieces where no number of tokens is given; None for whole sequences.
         ids: for random prompts, the ids to draw from.
     """
 
@@ -119,11 +119,11 @@ def read_texts(workload: Workload) -> list[Prompt]:
 async def gather_requests(
     workload: Workload, endpoint: Endpoint, texts: Sequence[Prompt], tokenize: Tokenize
 ) -> Requests:
-    """Return what makes the requests of a workload.
+    """Return the `Requests` of a workload.
 
     Args:
         texts: what `read_texts` returned.
-        tokenize: gives the ids of a text; called where tokens have to be counted, and not otherwise.
+        tokenize: gives the ids of a text; called only where token ids are needed.
     """
     order = np.random.default_rng((workload.seed, 2)).permutation(len(texts))
     chosen = [texts[index] for index in order]
@@ -150,10 +150,10 @@ async def random_ids(workload: Workload, texts: Sequence[Prompt], tokenize: Toke
 def body_of(
     request: LoadRequest, workload: Workload, endpoint: Endpoint, model: str, is_ours: bool = False
 ) -> dict[str, Any]:
-    """Return what is sent for a request; a server that follows it streams, and counts its tokens in the end.
+    """Return the body of a request; it asks the server to stream, and to report the token counts at the end.
 
     Args:
-        is_ours: whether the server is our own, which is asked for the statistics of the request's drafts, too.
+        is_ours: whether the server is our own, which is then also asked for the statistics of the request's drafts.
     """
     body: dict[str, Any] = {
         "model": model,

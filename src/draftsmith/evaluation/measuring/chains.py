@@ -1,4 +1,4 @@
-"""The chain that is fastest here for texts like some others: a quick trial, where `measure_profile` is thorough."""
+"""Finds the fastest chain on this machine for texts like the given ones: quick, where `measure_profile` is thorough."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def fastest_chain(
 ) -> Plan:
     """Decode prompts, greedily and alone, with chains of every length in turn; return the one that took least time.
 
-    All decode the same texts, so no count of tokens has to be compared.
+    All chains write the same texts, so only their times have to be compared.
     """
     plans = {length: Plan((1,) * length) for length in lengths}
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)

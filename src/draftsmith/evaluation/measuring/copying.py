@@ -1,4 +1,4 @@
-"""Lookups that always find: they show what steps cost in which every row makes guesses."""
+"""Stand-ins for lookups that always find something: they show what steps cost in which every row makes guesses."""
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.grow import as_chain
@@ -21,7 +21,7 @@ class Copied:
 class Copying(PythonDrafter[Copied]):
     """Guesses the latest token, over and over, at every step.
 
-    It takes what a lookup in Python takes that always finds, less the search.
+    It takes as long as a lookup in Python that always finds something, without the search.
     """
 
     def __init__(self, default: Plan) -> None:
@@ -41,7 +41,7 @@ class Copying(PythonDrafter[Copied]):
 
 
 class CopyingAtOnce(Drafter):
-    """Guesses the same for all rows in one go: it takes about what a native lookup takes that always finds."""
+    """Guesses the same for all rows at once: it takes about as long as a native lookup that always finds something."""
 
     taps = ()
 
@@ -57,5 +57,5 @@ class CopyingAtOnce(Drafter):
 
 
 def always_finding(drafter: Drafter, default: Plan) -> Drafter:
-    """Return what takes as long as a lookup takes that always finds."""
+    """Return a stand-in that takes as long as a lookup of this drafter's kind that always finds something."""
     return Copying(default) if drafter.in_python else CopyingAtOnce(default)

@@ -1,4 +1,4 @@
-"""The loop of every comparison of speed: all ways take turns in random order, so a drifting clock meets them alike."""
+"""The loop of every speed comparison: all ways take turns in random order, so a drift in speed affects all alike."""
 
 import random
 from collections.abc import Collection, Iterator
@@ -16,7 +16,7 @@ class Trial(NamedTuple, Generic[Way]):
 
 
 def interleaved(ways: Collection[Way], rounds: int, rng: random.Random, warmups: int = 0) -> Iterator[Trial[Way]]:
-    """Go through `warmups` + `rounds` rounds, in each of them through every way once, in random order."""
+    """Yield the trials of `warmups` + `rounds` rounds, each with every way once, in random order."""
     for number in range(warmups + rounds):
         for way in rng.sample(list(ways), len(ways)):
             yield Trial(number, way, number >= warmups)

@@ -1,4 +1,4 @@
-"""Confidence intervals by the bootstrap, seeded, so that a report can be printed again.
+"""Confidence intervals by the bootstrap, seeded, so that a report can be reproduced.
 
 Shapes: T trials, R resamples.
 """

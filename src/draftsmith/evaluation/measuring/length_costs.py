@@ -15,16 +15,16 @@ from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
 
 TURNS, STEPS = 4, 4
-"""In each round a text takes so many turns of so many steps with drafts and as many without. The first step of a turn
-is not timed: what it takes is what a change costs."""
+"""In each round a text takes `TURNS` turns, each of `STEPS` steps with drafts and as many without. The first step after
+each change is not timed, because it includes the cost of the change."""
 LONGER = 4
-"""Times as long as the short text: what less adds is not told from noise."""
+"""The long text is at least this many times as long as the short one: what less adds cannot be told from noise."""
 
 Clock = Callable[[], float]
 
 
 class Told(Policy):
-    """Does what it was told last."""
+    """A policy that drafts or does not, as `drafts` says."""
 
     def __init__(self, plan: Plan) -> None:
         self._choices = (Choice(NO_DRAFT), Choice(plan))
@@ -43,17 +43,17 @@ class Decoding:
 
     Args:
         drafter: None decodes plainly.
-        plan: of its drafts.
-        new_tokens: as many as a text may get.
+        plan: the plan of its drafts.
+        new_tokens: the most new tokens of a text.
         longest: tokens of the longest prompt.
-        clock: tells seconds.
+        clock: returns seconds.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter | None, plan: Plan, new_tokens: int, longest: int, clock: Clock
     ) -> None:
         self._policy, self._clock = Told(plan), clock
-        # What was read of a prompt is kept for the next round.
+        # Prefixes are shared, so that a prompt that was read is kept for the next round.
         self._engine = Engine(
             target, drafter, policy=None if drafter is None else self._policy, max_batch=1,
             max_length=longest + new_tokens, piece_tokens=longest, share_prefixes=True,
@@ -62,7 +62,7 @@ class Decoding:
 
     @contextmanager
     def of(self, prompt: list[int]) -> Iterator[Callable[[bool], float]]:
-        """Read a prompt; yield what decodes a turn behind it, with drafts or without, and returns seconds of a step."""
+        """Read a prompt; yield a function that decodes one turn, with drafts or without, and returns seconds a step."""
         [request] = self._engine.admit_call([prompt], self._params)
 
         def step() -> float:
@@ -88,15 +88,15 @@ def measure_length_cost(
     target: Target, drafter: Drafter, plan: Plan, texts: Sequence[Sequence[int]], short: int, long: int,
     rounds: int = 3, clock: Clock = time.perf_counter,
 ) -> LengthCost:
-    """Return what every further token of a text adds to a step; nothing where the target takes no long texts.
+    """Return the seconds that every further token of a text adds to a step; 0 where the target takes no long texts.
 
-    What is not clearly more than nothing counts as nothing, as it would be multiplied by thousands of tokens.
+    A cost that is not clearly above 0 counts as 0, because it would be multiplied by thousands of tokens.
 
     Args:
-        plan: whose guesses are checked, a chain of a lookup's stand-in; or NO_DRAFT.
-        texts: of the target's tokens, taken one after the other for as many as are wanted.
-        short, long: tokens of the two prompts; of the long one fewer where the context or the texts are shorter.
-        rounds: of turns of both texts.
+        plan: the plan whose guesses are verified, a chain for the stand-in of a lookup; or NO_DRAFT.
+        texts: tokens of the target, joined one text after the other to the length that is needed.
+        short, long: tokens of the two prompts; the long one is shorter where the context or the texts are.
+        rounds: how often both texts take their turns.
 
     Raises:
         DraftsmithError: the target, or the drafter, cannot read the long text.
@@ -114,7 +114,7 @@ def measure_length_cost(
 
 
 def _more_plain_s(target: Target, prompts: Sequence[list[int]], rounds: int, clock: Clock) -> float:
-    """Return what a plain step takes longer behind the second prompt than behind the first."""
+    """Return how many seconds longer a plain step takes after the second prompt than after the first."""
     new_tokens = rounds * TURNS * STEPS + 1
     short, long = (Decoding(target, None, NO_DRAFT, new_tokens, len(prompt), clock) for prompt in prompts)
     with short.of(prompts[0]) as beside, long.of(prompts[1]) as behind:
@@ -124,9 +124,9 @@ def _more_plain_s(target: Target, prompts: Sequence[list[int]], rounds: int, clo
 def _more_of_guesses_s(
     target: Target, drafter: Drafter, plan: Plan, prompts: Sequence[list[int]], rounds: int, clock: Clock
 ) -> float:
-    """Return by how much more guesses make a step longer behind the second prompt than behind the first.
+    """Return how many more seconds guesses add to a step after the second prompt than after the first.
 
-    One text after the other, as a drafter that remembers rows is for one engine at a time.
+    The texts decode one after the other, because a drafter that remembers rows serves one engine at a time.
     """
     decoding = Decoding(target, drafter, plan, TURNS * STEPS * (2 + plan.depth) + 1, len(prompts[1]), clock)
     found: tuple[list[float], list[float]] = ([], [])
@@ -140,5 +140,5 @@ def _more_of_guesses_s(
 
 
 def _clearly(differences: Sequence[float]) -> float:
-    """Return the usual one of some differences; 0 where a quarter of them, or more, are no gain."""
+    """Return the median of some differences; 0 where a quarter of them, or more, are not above 0."""
     return statistics.median(differences) if statistics.quantiles(differences)[0] > 0 else 0.0

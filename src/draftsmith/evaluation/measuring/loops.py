@@ -8,10 +8,10 @@ WINDOW = 4
 
 
 def loop_period(tokens: Sequence[int]) -> int | None:
-    """Return how many tokens the loop has that a text ends in, None where it ends in none.
+    """Return the number of tokens of the loop that a text ends in; None where it does not end in a loop.
 
-    A loop is the same tokens at least three times in a row, and at least 24 tokens in all. Nothing but its beginning
-    has to be whole: the text may end anywhere in it. Of several periods the shortest counts.
+    A loop is the same tokens at least three times in a row, and at least 24 tokens in all. The text may end in the
+    middle of a repetition. Of several possible loops the shortest counts.
     """
     for period in range(1, len(tokens) // TIMES + 1):
         span = max(LEAST, TIMES * period)
@@ -24,9 +24,9 @@ def loop_period(tokens: Sequence[int]) -> int | None:
 
 
 def repeated_share(tokens: Sequence[int]) -> float:
-    """Return the share of runs of four tokens that stood before in the same text, 0 where it is shorter.
+    """Return the share of runs of four tokens that occurred before in the same text, 0 for a shorter text.
 
-    This also sees what loops with small changes, such as lines that count up.
+    This also finds loops with small changes, such as lines that count up.
     """
     runs = [tuple(tokens[index : index + WINDOW]) for index in range(len(tokens) - WINDOW + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0

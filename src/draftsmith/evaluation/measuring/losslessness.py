@@ -2,8 +2,8 @@
 
 Greedy speculation has to give the target's own text. In bf16 two logits can be equal to within the rounding, and the
 choice between them then depends on how many tokens share a forward. A divergence counts as such a tie only if the two
-tokens lead, in this order or the other, both in the target's own precision and in fp32 on the same prefix, and if the
-gap is at most one rounding step there, 0.125 nats at most. Shapes: T tokens, V vocabulary.
+tokens are the best two, in either order, both in the target's own precision and in fp32 on the same prefix, and if
+their gap is at most one rounding step there, and at most 0.125 nats. Shapes: T tokens, V vocabulary.
 """
 
 import math
@@ -108,7 +108,7 @@ def compare_texts(
 
 
 def explain(target: Target, expected: Sequence[Completion], divergences: Sequence[Divergence]) -> list[Explained]:
-    """Score each divergence in the target's precision and in an fp32 copy of it (memory for both is needed)."""
+    """Score each divergence in the target's precision and in an fp32 copy of the target (needs memory for both)."""
     wide = target if target.dtype in (torch.float32, torch.float64) else target.widened()
     results = []
     for item in divergences:
@@ -134,8 +134,8 @@ def tie_or_fault(item: Divergence, logits_V: Tensor, wide_V: Tensor, dtype: torc
 def is_targets_own(target: Target, completion: Completion) -> bool:
     """Check a greedy text against one plain forward over all of it, without cache, tree or drafter.
 
-    Every token has to be the most probable one there, to within the noise of the precision. This guards against the
-    fault that a comparison of two texts cannot see: both being wrong alike.
+    Every token has to be the most probable one at its place, to within the noise of the precision. This guards against
+    the fault that a comparison of two texts cannot see: that both are wrong in the same way.
     """
     tokens = completion.prompt_tokens + completion.tokens
     tokens_1T = torch.tensor([tokens[:-1]], device=target.device)
@@ -155,7 +155,7 @@ def rounding_step(value: float, dtype: torch.dtype) -> float:
 
 
 def last_logits(target: Target, tokens: Sequence[int]) -> Tensor:
-    """Return the logits (V) behind a prefix, in fp32 or better."""
+    """Return the logits (V) after a prefix, in fp32 or better."""
     tokens_1T = torch.tensor([list(tokens)], device=target.device)
     _, logits_1TV = target.encode(tokens_1T, logits=True, by_model=True)
     assert logits_1TV is not None

@@ -1,4 +1,4 @@
-"""One measured run: decode prompts and say how fast and how well the drafts were accepted. Shapes: D depth."""
+"""One measured run: decodes prompts, and reports the speed and how well drafts were accepted. Shapes: D depth."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from draftsmith.types import Completion, SamplingParams, Statistics, require_fin
 
 @dataclass
 class Measurement:
-    """What decoding some prompts cost and brought; `wall_s` covers prefill and decoding."""
+    """The costs and results of decoding some prompts; `wall_s` covers prefill and decoding."""
 
     completions: list[Completion]
     wall_s: float

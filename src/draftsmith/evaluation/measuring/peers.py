@@ -1,4 +1,4 @@
-"""Other decoders of the same model to measure beside ours, in the same rounds. Shapes: B rows, T tokens."""
+"""Other decoders of the same model, to be measured in the same rounds as ours. Shapes: B rows, T tokens."""
 
 import time
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Measures what drafts cost and bring: plans of more and more guesses decode a little, until larger ones clearly lose.
+"""Measures what drafts cost and gain: plans with more and more guesses decode a little, until larger ones clearly lose.
 
-Costs and acceptance are those of decoding itself, on texts that nothing is evaluated on. Plain decoding takes a turn
-beside every plan.
+Costs and acceptance are measured in decoding itself, on texts that are not used for evaluation. Every run of a plan is
+timed together with a run of plain decoding.
 """
 
 import random
@@ -29,29 +29,30 @@ from draftsmith.types import DraftsmithError
 ROWS = (1, 2, 4, 8, 16)
 PROMPT_TOKENS, NEW_TOKENS = 48, 20
 FULL_TOKENS = 8
-"""Fewer where rows guess at every step: such steps are all alike."""
+"""New tokens of runs in which all rows guess at every step; fewer are enough, because such steps are all alike."""
 FEWEST_TEXTS = 24
-"""For few rows as well: acceptance differs from text to text."""
+"""The fewest texts, even for few rows, because acceptance differs from text to text."""
 SLOW_STEP_S, FEW_TOKENS, FEW_PLANS = 0.02, 10, 4
-"""Where a plain step takes longer, fewer tokens are decoded, and fewer plans are timed with more than one row."""
+"""Where a plain step takes longer than `SLOW_STEP_S`, fewer tokens are decoded (`FEW_TOKENS`), and fewer plans
+(`FEW_PLANS`) are timed with more than one row."""
 HOPELESS, MISSES = 0.85, 2
-"""Larger drafts are not tried after so many in a row had less than this share of the best speed so far."""
+"""Larger drafts are not tried once `MISSES` in a row had less than the share `HOPELESS` of the best speed so far."""
 FEWEST_TURNS, FEWEST_OF_SEVERAL, MOST_TURNS, ENOUGH_S = TASKS, 2, 6, 0.2
-"""How often a plan is timed, with one row and with several, which see several tasks at once; no oftener than the fewest
-where that takes so long."""
+"""A plan is timed at least `FEWEST_TURNS` times with one row, or `FEWEST_OF_SEVERAL` times with several rows, which see
+several tasks at once; then until `ENOUGH_S` seconds have passed, at most `MOST_TURNS` times in all."""
 ALONE = 3
-"""So many times as long, and up to so many times as often, where there is one number of rows only: it alone shows which
-guesses stay."""
+"""With only one number of rows, a plan is timed this many times as long and up to this many times as often, because
+these runs alone show which guesses stay."""
 NOISY = 1.4
-"""Times the least: where a plain step usually takes longer, other programs disturbed it."""
+"""If the median plain step takes more than this many times the fastest, other programs disturbed the measurement."""
 MOST_NODES = 64
 LONG_TOKENS, LONG_ROUNDS, LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW = 1024, 3, 512, 1
-"""The text that shows what longer texts cost, and how often it is decoded; both less where a plain step takes longer
-than `SLOW_STEP_S`."""
+"""Tokens and rounds of the text that shows what longer texts cost; both are fewer where a plain step takes longer than
+`SLOW_STEP_S`."""
 
 Taken = dict[Plan, dict[int, list[float]]]
-"""By plan and by number of rows, of every time it was measured: seconds of a plain step, and how many times as long as
-the plain ones beside it a step of any other plan took."""
+"""All measurements, by plan and by number of rows: for plain decoding the seconds of a step, for any other plan how
+many times as long as the plain step timed with it its step took."""
 
 
 class Contest:
@@ -60,7 +61,7 @@ class Contest:
     Args:
         rows: numbers of rows to time steps with, rising.
         on_progress: gets what is being measured.
-        copying: of a lookup, one that makes all guesses at every step.
+        copying: for a lookup, the sampler of a stand-in that makes all guesses at every step.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class Contest:
     ) -> None:
         self.sampler, self.rows, self.on_progress, self.copying = sampler, tuple(rows), on_progress, copying
         self.taken: Taken = {}
-        # Of rows that all make so many guesses, how many times as long as plain ones their steps take.
+        # By (guesses, rows): how many times as long as a plain step one takes in which all rows make that many guesses.
         self._full: dict[tuple[int, int], float] = {}
 
     def time(self, plan: Plan, rows: int) -> None:
-        """Time a plan, and plain decoding beside it, until there is enough of both."""
+        """Time a plan and plain decoding in turn, until there are enough measurements of both."""
         guesses = shape_in_words(plan) if any(bounds(plan)) else f"{plan.max_nodes} guesses"
         self.on_progress(f"{_in_rows(rows)}, {guesses}")
         begun, longer = time.monotonic(), ALONE if len(self.rows) == 1 else 1
@@ -93,7 +94,7 @@ class Contest:
         self.taken.setdefault(plan, {}).setdefault(rows, []).append(took)
 
     def seconds(self, plan: Plan, rows: int) -> float:
-        """Return what a step takes when nobody disturbs it: a chain no more than longer or unbounded ones."""
+        """Return the seconds of an undisturbed step; a chain takes no more than a longer, equally or unbounded one."""
         plain = min(self.taken[NO_DRAFT][rows])
         if plan == NO_DRAFT:
             return plain
@@ -104,10 +105,10 @@ class Contest:
         return plain * min(self._times(one, rows) for one in alike)
 
     def _times(self, plan: Plan, rows: int) -> float:
-        """Return how many times as long as a plain one a step takes.
+        """Return how many times as long as a plain step a step of the plan takes.
 
-        Plans whose lookups are bounded alike differ in how much is guessed behind them and in nothing else, so a
-        straight line through all of them tells more than the few steps of each.
+        Plans whose lookups have the same bound differ only in how much is guessed behind the lookup, so a straight line
+        through all of them says more than the few steps of each.
         """
         if has_both(plan) and plan.confidence != NEVER_SURE:
             alike = [
@@ -125,11 +126,11 @@ class Contest:
         return statistics.median(self.taken[plan][rows])
 
     def _usual_behind(self, plan: Plan) -> float:
-        """Return how many guesses a step made behind its lookup, on average over all."""
+        """Return how many guesses behind the lookup a step made, on average over all steps."""
         return self.sampler.behind[plan].drafted / self.sampler.brought[plan].steps
 
     def time_full(self, copying: Sampler, guesses: int, rows: int) -> None:
-        """Time steps in which all rows make so many guesses, unless that was done."""
+        """Time steps in which all rows make `guesses` guesses, unless that was done before."""
         if (guesses, rows) in self._full:
             return
         self.on_progress(f"{_in_rows(rows)}, {guesses} guesses in each")
@@ -141,16 +142,16 @@ class Contest:
         self._full[guesses, rows] = statistics.median(times)
 
     def full_seconds(self, guesses: int, rows: int) -> float:
-        """Return what a step takes in which all rows make so many guesses: no more than with more guesses."""
+        """Return the seconds of a step in which all rows make `guesses` guesses; more guesses never take less."""
         times = [took for (more, count), took in self._full.items() if more >= guesses and count == rows]
         return self.seconds(NO_DRAFT, rows) * min(times)
 
     def run(self, plans: Sequence[Plan]) -> Profile:
-        """Time them and return what came of it."""
+        """Time the plans and return the profile."""
         self.time(NO_DRAFT, self.rows[0])
         misses, best = 0, 0.0
         for plan in plans:
-            # Of what is not bounded by its length alone fewer guesses fail, so it may pay where others clearly lose.
+            # With a bound other than the length fewer guesses fail, so such a plan may pay where others clearly lose.
             if misses == MISSES and not any(bounds(plan)):
                 continue
             self.time(plan, self.rows[0])
@@ -158,12 +159,12 @@ class Contest:
             if misses < MISSES:
                 misses = misses + 1 if self.speed(plan) < HOPELESS * best else 0
         plain = self.speed(NO_DRAFT)
-        # It may also pay with many rows where it does not with one; that is known of the longest of each.
+        # A bounded plan may pay with many rows even where it does not with one; the longest are kept to find out.
         bounded = [plan for plan in self.taken if any(bounds(plan))]
         always = {NO_DRAFT, *(plan for plan in bounded if plan.depth == max(one.depth for one in bounded))}
         kept = [plan for plan in self.taken if plan in always or self.speed(plan) >= HOPELESS * plain]
         if len(self.rows) > 1 and self.seconds(NO_DRAFT, self.rows[0]) > SLOW_STEP_S:
-            # Every plan takes seconds with many rows, where those that are best for one are about as good as any.
+            # With many rows every plan takes seconds to time, and the best plans for one row are about as good as any.
             best_few = sorted(kept, key=lambda plan: (plan != NO_DRAFT, -self.speed(plan)))[: 1 + FEW_PLANS]
             always = {plan for plan in always if plan.confidence is None}
             kept = [plan for plan in kept if plan in best_few or plan in always]
@@ -179,13 +180,13 @@ class Contest:
         return Profile(self.rows, tuple(self._with_costs(plan) for plan in kept))
 
     def _with_costs(self, plan: Plan) -> Arm:
-        """Return a plan, measured: what is looked up, or bounded by a confidence, is not made at every step."""
+        """Return a plan with its costs; a lookup, or a plan bounded by a confidence, does not guess at every step."""
         arm = self.sampler.arm(plan)
         seconds, full = tuple(self.seconds(plan, rows) for rows in self.rows), tuple[float, ...]()
         if arm.varies:
             whole = Plan((1,) * plan.depth)
-            # Some drafters guess less than they may where nothing bounds them either. What a guess costs is told by all
-            # that the whole makes, since those of both plans, made of other texts, may be nearly as many.
+            # Some drafters make fewer guesses than they may even without a bound. The cost of a guess comes from all
+            # guesses of the whole chain, since both plans, timed on different texts, may make nearly as many.
             more = (plan.max_nodes - arm.usual) / self.sampler.brought[whole].usual
             full = tuple(
                 took + more * max(0.0, self.seconds(whole, rows) - self.seconds(NO_DRAFT, rows))
@@ -202,14 +203,14 @@ class Contest:
         )))
 
     def _each_behind(self, arm: Arm, took: float, copied: float, rows: int) -> float:
-        """Return the seconds of one more guess behind a lookup in every row.
+        """Return the seconds of one more guess behind a lookup, so where it found nothing, in every row.
 
-        A step takes so much for every guess that is looked up, and so much for every one behind. Both are told by steps
-        of the plan, of one that only copies and of the whole, which nothing bounds; the latter by the first two where
-        the whole was not timed or makes no more of them.
+        A guess that is looked up and a guess behind the lookup have different costs. Both follow from steps of three
+        plans: this one, one that only copies, and the whole chain, which has no bound. Where the whole chain was not
+        timed or makes no more guesses behind the lookup, the first two alone give the cost behind it.
 
         Args:
-            took, copied: seconds of the first two.
+            took, copied: seconds of a step of this plan, and of the one that only copies.
         """
         whole, room = Plan((1,) * arm.plan.depth), max(1.0, arm.plan.max_nodes - arm.usual)
         if rows in self.taken.get(whole, {}):
@@ -221,7 +222,7 @@ class Contest:
 
     @property
     def is_steady(self) -> bool:
-        """Whether a plain step took about as long whenever it was timed."""
+        """Whether a plain step took about the same time whenever it was timed."""
         return all(statistics.median(some) < NOISY * min(some) for some in self.taken[NO_DRAFT].values())
 
 
@@ -230,14 +231,14 @@ def _in_rows(rows: int) -> str:
 
 
 def up_to(rows: int) -> tuple[int, ...]:
-    """Return the numbers of rows to time for an engine that takes so many; what lies beyond them is extrapolated."""
+    """Return the numbers of rows to time for an engine of `rows` rows; costs beyond them are extrapolated."""
     return tuple(count for count, before in zip(ROWS, (0, *ROWS), strict=False) if before < rows)
 
 
 def measure_profile(
     target: Target, drafter: Drafter, rows: Sequence[int], on_progress: Callable[[str], None] = lambda _: None
 ) -> tuple[Profile, bool]:
-    """Decode with plans of more and more nodes; return what that brought, and whether the machine was quiet meanwhile.
+    """Decode with plans of more and more nodes; return the profile, and whether the machine was quiet meanwhile.
 
     Args:
         rows: numbers of rows to time steps with, rising.
@@ -274,15 +275,15 @@ def measure_profile(
     if len(found.arms) > 1:
         on_progress("sampled and long texts")
         best = max(found.arms[1:], key=lambda arm: found.speed(arm, rows[0]))
-        # One that tells of all that guess.
+        # A plan in which both drafters of a pair guess, if there is one.
         telling = [arm for arm in found.arms[1:] if arm.behind is not None] or [best]
         found = replace(found, sampled=sampler.sampled(max(telling, key=lambda arm: found.speed(arm, rows[0]))))
         plan = replace(best.plan, confidence=None) if finding is None else Plan((1,) * max(1, round(best.guesses)))
         slow = found.arms[0].seconds[0] > SLOW_STEP_S
         long, rounds = (LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW) if slow else (LONG_TOKENS, LONG_ROUNDS)
-        # Whoever asks for a text that cannot be read is told so then; short ones can be drafted for all the same.
+        # If long texts cannot be read, requests for them fail later; short texts can still be drafted for.
         with suppress(DraftsmithError):
-            # Who may have a memory of the text to read decides what a guess of two drafters costs behind a long one.
+            # Of several drafters the last decides what a guess costs after a long text: it may have to read that text.
             last = drafter.parts[-1] if drafter.parts else drafter
             guesser = finding if finding is not None and last.factors else last
             if guesser.max_depth is not None:
@@ -301,14 +302,14 @@ def texts_for(target: Target, tokens: int, count: int) -> list[list[int]]:
 
 
 def mixed() -> list[Prompt]:
-    """Return the embedded training texts, the tasks taking turns."""
+    """Return the embedded training texts, in an order in which the tasks take turns."""
     texts = embedded_prompts(split="train")
     tasks = [[text for text in texts if text.task == task] for task in sorted({text.task for text in texts})]
     return list(islice(taking_turns(tasks), len(texts)))
 
 
 def taking_turns(lists: Sequence[Sequence[Prompt]]) -> Iterator[Prompt]:
-    """Give the first of each, the second of each, and so on."""
+    """Yield the first of each list, then the second of each, and so on."""
     for at in range(max(map(len, lists))):
         for one in lists:
             if at < len(one):

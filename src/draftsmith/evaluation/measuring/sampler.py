@@ -1,4 +1,4 @@
-"""Decodes a little with one plan after the other, to see what its steps take and which of its guesses stay."""
+"""Decodes a little with one plan after the other, to measure the time of its steps and which of its guesses stay."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
 
 UNSEEN = 0.5
-"""A guess stays this often as long as nobody has seen it, which weighs as much as one that was seen. Nothing that was
-not seen counts as impossible: it could never be learnt otherwise, and texts differ."""
+"""A guess that was never seen to stay counts as having stayed this often, in one try more than there were. So nothing
+that was not seen counts as impossible: it could never be learnt otherwise, and texts differ."""
 TASKS = 3
-"""Of the embedded training texts, which take turns."""
+"""Tasks of the embedded training texts, which take turns."""
 SAMPLED_TEXTS, TEMPERATURE = 16, 0.8
-"""At least so many texts show how guesses fare in sampled ones, which are drawn as those of a chat often are."""
+"""At least this many texts, at a temperature that is common in chats, show how guesses fare in sampled texts."""
 
 
 @dataclass
 class Brought:
-    """What a plan brought so far.
+    """Counts of a plan's steps and guesses so far.
 
     Args:
         stayed: in how many steps the first guess stayed, the second, and so on.
-        steps, guessing: all of its steps, and those that made guesses.
+        steps, guessing: the number of all its steps, and of those that made guesses.
         drafted: guesses that were verified.
     """
 
@@ -46,38 +46,38 @@ class Brought:
 
     @property
     def guesses(self) -> float:
-        """How many guesses a step made that made some, on average."""
+        """The mean number of guesses of a step that made any."""
         return max(1.0, self.drafted / max(1, self.guessing))
 
     @property
     def usual(self) -> float:
-        """How many guesses a step made, on average over all; see `UNSEEN`."""
+        """The mean number of guesses of all steps; see `UNSEEN`."""
         return self.drafted / self.steps if self.drafted else UNSEEN / (1 + self.steps)
 
 
 class Sampler:
-    """Decodes a little with one plan after the other; every call goes on to other prompts.
+    """Decodes a little with one plan after the other; every call goes on to the next prompts.
 
-    Every plan begins at other prompts, by whole turns of their tasks, unless it is bounded by a confidence.
+    Each plan begins at different prompts, moved by whole turns of the tasks, unless it is bounded by a confidence.
 
     Args:
-        engine: with room for all plans.
-        prompts: texts that begin again when all were used.
-        new_tokens: so many are decoded, and those of the last step besides.
-        looks_up: whether the engine's drafter makes guesses at some steps only, where it finds them in the text.
+        engine: an engine with room for all plans.
+        prompts: texts that are used again once all have been used.
+        new_tokens: how many are decoded; the last step may bring more.
+        looks_up: whether the engine's drafter makes guesses only at steps where it finds them in the text.
     """
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int, looks_up: bool = False) -> None:
         self.engine, self.prompts, self.new_tokens, self.looks_up = engine, prompts, new_tokens, looks_up
         self.brought: dict[Plan, Brought] = {}
         self.behind: dict[Plan, Brought] = {}
-        """What was guessed where a lookup found nothing: `steps` are those in which another drafter was asked."""
+        """Guesses where a lookup found nothing: `steps` are those in which another drafter guessed instead."""
         self._taken: dict[tuple[Plan, int], int] = {}
 
     def seconds(self, plan: Plan, rows: int) -> float:
-        """Return what a step takes now while so many rows decode, and note which guesses stayed."""
-        # What stays of all chains is told together, so they see more texts if each sees some of its own; plans that a
-        # confidence bounds are told apart best on the same ones.
+        """Return the seconds of a step with `rows` rows, and note which guesses stayed."""
+        # The acceptance of all chains is pooled, so they see more texts if each has its own; plans bounded by a
+        # confidence are compared best on the same texts.
         first = 0 if plan == NO_DRAFT or plan.confidence is not None else len(self.brought) * TASKS * rows
         at = self._taken.get((plan, rows), first)
         self._taken[plan, rows] = at + rows
@@ -96,7 +96,7 @@ class Sampler:
         return took
 
     def sampled(self, arm: Arm) -> Sampled:
-        """Return how the guesses of a measured plan fare in sampled texts."""
+        """Return how the guesses of a measured plan fare in sampled texts, relative to greedy ones."""
         seen, behind, rows = no_evidence(ODDS.index(1.0)), no_evidence(ODDS.index(1.0)), self.engine.max_batch
         for at in range(0, SAMPLED_TEXTS, rows):
             some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
@@ -118,7 +118,7 @@ class Sampler:
         return Sampled(*((got + UNSEEN) / (usual + UNSEEN) for got, usual in each))
 
     def arm(self, plan: Plan) -> Arm:
-        """Return what is known of a plan but its costs."""
+        """Return everything that is known about a plan except its costs."""
         brought = self._looked_up(plan)
         if not self.looks_up or not plan.depth:
             made = None if plan.confidence is None else brought.usual
@@ -132,7 +132,7 @@ class Sampler:
     def _found(self, plan: Plan) -> float:
         """Return the share of tokens that came from steps whose lookup found something.
 
-        That is much the same for all plans, though not quite: who copies more is sooner where nothing is found.
+        It is nearly the same for all plans, but a plan that copies more gets sooner to where nothing is found.
         """
         brought = self.brought[plan]
         found = brought.guessing + sum(brought.stayed)
@@ -140,26 +140,26 @@ class Sampler:
         return found / (found + missed) if found else UNSEEN / (1 + missed)
 
     def _looked_up(self, plan: Plan) -> Brought:
-        """Return what a plan brought, guesses behind a lookup left aside; all tell that bound the lookup alike."""
+        """Return a plan's counts without guesses behind a lookup; plans with the same bound on lookups are pooled."""
         return self.brought[plan] if not has_both(plan) else together([
             one for other, one in self.brought.items()
             if has_both(other) and (other.depth, other.factor) == (plan.depth, plan.factor)
         ])
 
     def _guessed_behind(self, plan: Plan) -> Brought:
-        """Return what was guessed behind the lookup of a plan; all tell that bound that alike."""
+        """Return the counts of guesses behind a plan's lookup; plans with the same bound on those are pooled."""
         return self.behind[plan] if not has_both(plan) else together([
             one for other, one in self.behind.items()
             if has_both(other) and (other.depth, other.confidence) == (plan.depth, plan.confidence)
         ])
 
     def _survival(self, plan: Plan, share: float = 1.0) -> tuple[float, ...]:
-        """Return the shares of steps that accepted at least 1, 2, … guesses, those behind a lookup left aside.
+        """Return the shares of steps that accepted at least 1, 2, … guesses, without those behind a lookup.
 
-        How often a guess stays whose predecessor did is told by all chains that are as deep.
+        How often a guess stays after its predecessor did is pooled over all chains that reach its depth.
 
         Args:
-            share: of the steps in which there was a guess, of those that are counted.
+            share: the share of the counted steps that had a guess.
         """
         alike = [self._looked_up(plan)]
         if plan.is_chain and not has_both(plan):
@@ -171,7 +171,7 @@ class Sampler:
 
 
 def together(some: Sequence[Brought]) -> Brought:
-    """Return what plans of one depth brought."""
+    """Return the summed counts of plans of one depth."""
     return Brought(
         [sum(stayed) for stayed in zip(*(one.stayed for one in some), strict=True)], sum(one.steps for one in some),
         sum(one.guessing for one in some), sum(one.drafted for one in some),
@@ -182,9 +182,9 @@ def shares(counts: Sequence[Sequence[int]], depth: int, share: float = 1.0) -> t
     """Return the shares of steps that accepted at least 1, 2, … guesses.
 
     Args:
-        counts: of one plan or several, in how many steps there was a first guess to accept, then how often the first
-            stayed, the second, ….
-        share: of steps in which there was.
+        counts: for each plan, in how many steps there was a first guess, then how often the first stayed, the second,
+            and so on.
+        share: the share of steps with a first guess.
     """
     found = []
     for at in range(depth):
@@ -196,10 +196,10 @@ def shares(counts: Sequence[Sequence[int]], depth: int, share: float = 1.0) -> t
 
 
 def has_both(plan: Plan) -> bool:
-    """Return whether the length of a match bounds its guesses, and a confidence those behind the lookup."""
+    """Return whether the length of a match bounds the plan's lookups, and a confidence the guesses behind them."""
     return None not in bounds(plan)
 
 
 def bounds(plan: Plan) -> tuple[float | None, float | None]:
-    """Return what bounds a plan's guesses beside its shape."""
+    """Return what bounds a plan's guesses besides its shape: its factor and its confidence."""
     return plan.factor, plan.confidence

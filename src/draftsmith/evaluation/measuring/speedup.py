@@ -30,7 +30,7 @@ class SpeedupResult:
 
     @property
     def drafted_speed(self) -> Interval:
-        """Tokens a second of all rounds with drafting; over those without, it is `speedup`."""
+        """Tokens a second of all rounds with drafting; divided by `plain_speed` it is `speedup`."""
         return ratio_interval([m.new_tokens for m in self.drafted], [m.wall_s for m in self.drafted])
 
     @property
@@ -45,7 +45,7 @@ class SpeedupResult:
         return Measurement(completions, sum(m.wall_s for m in self.drafted))
 
     def sentence(self) -> str:
-        """Answer "identical?" in a few words, and say how many plain texts one forward confirms."""
+        """Say in a few words whether texts are identical, and how many plain texts one forward confirms."""
         return f"{self.comparison.sentence()}; one plain forward confirms {self.own_texts} of {len(self.plain)}"
 
     def completions(self) -> list[Completion]:
@@ -73,7 +73,7 @@ class SpeedupResult:
 
 
 Way = tuple[Engine, Plan | None]
-"""How texts are decoded; without a plan by the engine's own."""
+"""How texts are decoded: an engine and a plan; without one, the engine decides."""
 
 
 def measure_speedups(
@@ -84,7 +84,7 @@ def measure_speedups(
     warmups: int = 1,
     seed: int = 0,
 ) -> dict[str, SpeedupResult]:
-    """Decode every prompt plainly and in all other ways, greedily and alone, in random order; one prompt is one round.
+    """Decode every prompt plainly and in all other ways, greedily and alone, in random order; each prompt is a round.
 
     Args:
         plain: the engine of the baseline.

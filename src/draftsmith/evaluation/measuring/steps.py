@@ -1,4 +1,4 @@
-"""Times steps of an engine while nobody comes or goes."""
+"""Times the steps of an engine while no request comes or goes."""
 
 import time
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from draftsmith.types import DraftsmithError
 
 
 def step_seconds(engine: Engine, requests: Sequence[Request], tokens: int) -> float:
-    """Decode until the first of these has so many tokens; return what a step took while all of them were there.
+    """Decode until the first request has `tokens` tokens; return the mean seconds of a step while all were decoding.
 
-    Where requests ask for as many more as a step may bring, no step is cut short by their end.
+    If each request asks for as many tokens more as a step may bring, no step is cut short by the end of a text.
     """
     core = engine.core
     for request in requests:
@@ -33,7 +33,7 @@ def step_seconds(engine: Engine, requests: Sequence[Request], tokens: int) -> fl
 
 
 def raise_failures(requests: Sequence[Request]) -> None:
-    """Raise a DraftsmithError for the first of these that failed."""
+    """Raise a DraftsmithError for the first request that failed, if any did."""
     for request in requests:
         if request.error is not None:
             raise DraftsmithError(request.error)

@@ -1,7 +1,8 @@
-"""Draws by the engine's core under a policy that gives every row another draft at every step.
+"""Draws through the engine's core, under a policy that gives every row a different draft at every step.
 
-Rows of one step are then drafted for by chains, trees and not at all, sampled and not, and every choice depends on what
-was accepted before: if that moved the distribution of the text, a chi-square test over enough draws would see it.
+In one step some rows then have chains, some trees and some no draft, with sampled guesses or best ones, and every
+choice depends on what was accepted before. If that changed the distribution of the text, a chi-square test over enough
+draws would find it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +26,18 @@ MakePolicy = Callable[[Sequence[Request]], Policy]
 
 
 class ChangingPolicy(Policy):
-    """Chooses by the number of the row, its steps so far, and what the last of them accepted."""
+    """Chooses by the number of the row, its steps so far, and how much the last step accepted."""
 
     def __init__(self, plans: Sequence[Plan] = PLANS) -> None:
         self._choices = tuple(Choice(plan) for plan in plans)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """One for each plan."""
+        """One choice for each plan."""
         return self._choices
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-        """Return some choice for each row."""
+        """Return a choice for each row, by the rule of the class."""
         return [
             self._choices[(number + 2 * len(row.accepted) + sum(row.accepted[-1:])) % len(self._choices)]
             for number, row in enumerate(rows)
@@ -58,7 +59,7 @@ def draw_under_policy(
     """Draw `count` continuations of `params.max_tokens` tokens, as `draw` does, through the whole core.
 
     Args:
-        make_policy: from the requests that it will serve; another one is for planting faults.
+        make_policy: makes the policy from the requests that it will serve; tests pass their own to plant faults.
         on_progress: called with the number of continuations done since the last call.
     """
     draws = Draws()

@@ -1,4 +1,4 @@
-"""Do draws follow a distribution? Chi-square tests, total variation beside a perfect sampler's, what a test can see.
+"""Do draws follow a distribution? Chi-square tests, total variation against a perfect sampler's, what tests can find.
 
 Shapes: C outcomes, J cells after pooling.
 """
@@ -18,7 +18,7 @@ POWER = 0.9
 
 @dataclass(frozen=True)
 class Fit:
-    """How well counts fit a distribution: `outside` counts draws that it excludes, which end the matter (p = 0)."""
+    """How well counts fit a distribution; `outside` counts impossible draws, and with any of them p is 0."""
 
     statistic: float
     freedom: int
@@ -42,7 +42,7 @@ def critical(freedom: int, alpha: float) -> float:
 
 
 def pool(p_C: NDArray[np.float64], count: int) -> NDArray[np.int64]:
-    """Return the cell of every outcome; rare ones share one, which takes the next larger until it is big enough."""
+    """Return the cell of every outcome; rare outcomes share one, which takes in larger ones until it is big enough."""
     order_C = np.argsort(p_C)
     sums_C = np.cumsum(p_C[order_C]) * count
     rare = int((p_C * count < LEAST_EXPECTED).sum())
@@ -74,7 +74,7 @@ def fit(counts_C: NDArray[np.int64], outside: int, p_C: NDArray[np.float64]) -> 
 
 
 def variation(counts_C: NDArray[np.int64], outside: int, p_C: NDArray[np.float64]) -> float:
-    """Return the total variation between what was drawn and the distribution."""
+    """Return the total variation between the draws and the distribution."""
     total = int(counts_C.sum()) + outside
     return float((np.abs(counts_C / total - p_C).sum() + outside / total) / 2)
 

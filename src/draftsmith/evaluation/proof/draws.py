@@ -1,8 +1,8 @@
 """Draws short continuations of one prompt by the engine's own step, thousands of rows at a time.
 
-The engine's bookkeeping of requests (streams, end tokens, statistics) is left out, because it would cost more than the
-step itself on so short texts; prefill, drafting, the target's forward over its cache, acceptance and the keeping of
-paths are the engine's. Rows that are done leave at once, as in the engine. Shapes: B rows, L tokens, S cached tokens.
+The engine's bookkeeping of requests (streams, end tokens, statistics) is left out, because on such short texts it would
+cost more than the step itself. Prefill, drafting, the target's forward over its cache, acceptance and the keeping of
+paths are the engine's. Finished rows leave at once, as in the engine. Shapes: B rows, L tokens, S cached tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +28,12 @@ from draftsmith.types import DraftsmithError, SamplingParams
 
 MakeStepper = Callable[[Target, Mapping[str, Drafter], KVCache, Runner], Stepper]
 PROMPT_TOKENS = 8192
-"""Tokens of prompts, of all rows together, that are read in one forward."""
+"""Prompt tokens, over all rows, that are read in one forward."""
 
 
 @dataclass
 class Draws:
-    """Continuations of equal length, with the verifications they took and the guesses that stayed."""
+    """Continuations of equal length, the number of verifications that they took, and how many guesses stayed."""
 
     texts: list[list[int]] = field(default_factory=list)
     steps: int = 0
@@ -41,7 +41,7 @@ class Draws:
 
     @property
     def accepted_per_step(self) -> float:
-        """Guesses that stayed in a verification."""
+        """The mean number of guesses that stayed in a verification."""
         return self.accepted / max(1, self.steps)
 
 
@@ -62,7 +62,7 @@ def draw(
     """Draw `count` continuations of `params.max_tokens` tokens, each with a seed of its own.
 
     Args:
-        make_stepper: what steps; another one is for planting faults.
+        make_stepper: makes the stepper; tests pass their own to plant faults.
         on_progress: called with the number of continuations done since the last call.
     """
     if any(not 0 <= token < target.vocab_size for token in prompt) or not prompt:
@@ -114,7 +114,7 @@ def _decode(
 
 
 def _remaining(rows: Rows, choice: Choice, target: Target, penalties: Penalties) -> Rows | None:
-    """Return the rows that go on, None for none; where they lie in the cache they stay."""
+    """Return the rows that are not finished, None if there are none; they keep their places in the cache."""
     going = [b for b, request in enumerate(rows.requests) if request.finish_reason is None]
     if not going:
         return None

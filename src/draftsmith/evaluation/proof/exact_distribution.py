@@ -1,9 +1,9 @@
 """The exact distribution of the next few tokens, by enumeration: what draws with and without drafts are tested against.
 
-Two readers of the target give the logits behind a prefix: `read_plainly`, transformers' own forward over the whole
+Two readers of the target give the logits after a prefix: `read_plainly`, transformers' own forward over the whole
 prefix, and `read_by_decoding`, the forward that decodes, over an empty cache and without a draft. The penalties are
-written out here once more, because a distribution that shared code with what it tests could not find a fault of that
-code.
+implemented here a second time, because a distribution that shared code with what it tests could not find a fault in
+that code.
 
 Shapes: P prefixes, T tokens of a prefix, L tokens of a continuation, C continuations, V vocabulary.
 """
@@ -23,7 +23,7 @@ from draftsmith.types import DraftsmithError, SamplingParams
 READ_AT_ONCE = 64
 
 Reader = Callable[[Tensor], Tensor]
-"""From prefixes (P, T) to the logits behind them (P, V)."""
+"""From prefixes (P, T) to the logits after them (P, V)."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def enumerate_distribution(
 
     Args:
         params: temperature, top-k and penalties; top-p, min-p and biases are not enumerated.
-        remembers: whether the penalties of a token count the continuation before it, as they must. False is the
-            distribution of a decoder that forgets them.
+        remembers: whether the penalties of a token count the continuation before it, as they must. False gives the
+            distribution of a decoder that forgets that continuation.
     """
     if params.top_p < 1 or params.min_p > 0 or params.logit_bias or params.temperature == 0:
         raise ValueError("the exact distribution is enumerated for temperature, top-k and penalties alone")

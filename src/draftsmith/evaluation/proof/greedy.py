@@ -16,16 +16,16 @@ from draftsmith.types import Completion, SamplingParams, Statistics, require_fin
 
 MakeEngine = Callable[..., Engine]
 OnProgress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
+"""Called with what is being done, how much of it is done, and how much there is in all."""
 
 MEASURED_PREFIXES = 8
 
 
 @dataclass(frozen=True)
 class DivergentText:
-    """A text that parts from plain decoding: under which batch and plan, where, and why.
+    """A text that differs from plain decoding: with which batch and plan, where, and why.
 
-    `moved` is how far the gap of the two logits moved between shapes of the forward on that prefix, in nats.
+    `moved` is how much the gap between the two logits changed between shapes of the forward on that prefix, in nats.
     """
 
     batch: int
@@ -41,7 +41,7 @@ class DivergentText:
         return self.explained.tie
 
     def sentence(self) -> str:
-        """Say where, which tokens, and how far apart."""
+        """Say where the text differs, in which tokens, and how far apart their logits are."""
         item, gap = self.explained.divergence, self.explained.gap
         how = "with drafts" if self.drafted else "without drafts"
         apart = "" if gap is None else f", logits {gap:.3g} apart (the rounding moves them by {self.moved:.3g})"
@@ -56,13 +56,13 @@ class GreedyProof:
     """What the greedy part found.
 
     Args:
-        prompts: how many.
-        tokens: how many were compared.
+        prompts: the number of prompts.
+        tokens: tokens of their plain texts.
         compared: texts compared with plain decoding at batch 1, over all batch sizes.
         divergent_texts: those that differ.
-        foreign: prompts whose plain text is not the most probable one in a plain forward of the model.
+        foreign: numbers of the prompts whose plain text a plain forward of the model does not confirm.
         movement: how far logits move between shapes of the forward.
-        tokens_per_step: of the drafted runs.
+        tokens_per_step: τ of the drafted runs.
     """
 
     prompts: int
@@ -81,7 +81,7 @@ class GreedyProof:
 
     @property
     def defects(self) -> int:
-        """Texts that differ without a tie or are not the model's own, and a forward that its shape changes."""
+        """Texts that differ without a tie, texts not the model's own, and one if logits move too far for rounding."""
         return len(self.divergent_texts) - self.ties + len(self.foreign) + (not self.movement.plausible)
 
     def summary(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def prove_greedy(
 def explain_all(
     target: Target, plain: Sequence[Completion], different: Sequence[tuple[int, bool, Divergence]]
 ) -> list[DivergentText]:
-    """Return why texts part from plain ones, each with its batch, whether it was drafted, and where it parts."""
+    """Explain every difference from a plain text, given as (batch, whether it was drafted, where it differs)."""
     if not different:
         return []
     wide = target if target.dtype in (torch.float32, torch.float64) else target.widened()

@@ -1,7 +1,7 @@
 """Is this pair of target and drafter lossless here: on this machine, in this precision, with these kernels and plans?
 
-Greedy text is compared token for token, sampled text by its joint distribution; see docs/prove.md for how strong that
-is.
+Greedy text is compared token for token, sampled text by its joint distribution; docs/prove.md says how strong that
+evidence is.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Verdict = Literal["lossless", "lossless up to ties", "lossy by choice", "defect"
 
 @dataclass(frozen=True)
 class SmallPair:
-    """The small target, a drafter for it, and what that drafter is in words."""
+    """The small target, a drafter for it, and a description of that drafter."""
 
     target: Target
     drafter: Drafter
@@ -54,7 +54,7 @@ class Proof:
         return "lossless up to ties" if self.greedy.ties else "lossless"
 
     def sentence(self) -> str:
-        """Say the verdict with what it rests on."""
+        """Say the verdict with its evidence."""
         greedy, cells = self.greedy, self.sampling.cells
         if self.verdict == "defect":
             found = [divergent.sentence() for divergent in greedy.divergent_texts if not divergent.tie][:1]
@@ -110,18 +110,18 @@ def prove(
     make_stepper: MakeStepper = Stepper,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Proof:
-    """Prove or disprove that drafts leave the text alone.
+    """Prove or disprove that drafts leave the text unchanged.
 
     Args:
         prompts: token ids, of different lengths for the ragged batch; each counts once.
-        sampling_prompts: short ones to draw from; None takes the first 8 tokens of the others.
+        sampling_prompts: short prompts to draw from; None takes the first 8 tokens of `prompts`.
         make_engine: builds the engine of the greedy part.
-        make_stepper: builds what steps in the sampling part. Both are there so that faults can be planted.
-        on_progress: called with what is being done, how much of it is done, and how much there is.
+        make_stepper: builds the stepper of the sampling part. Both exist so that faults can be planted.
+        on_progress: called with what is being done, how much of it is done, and how much there is in all.
     """
     if plan.depth == 0:
         raise DraftsmithError("the plan drafts nothing, so there is nothing to prove; give a drafter and a plan.")
-    prompts = distinct(prompts)  # a prompt that comes twice proves nothing more
+    prompts = distinct(prompts)  # a repeated prompt proves nothing more
     greedy = prove_greedy(target, drafter, plan, prompts, work.new_tokens, work.batch, make_engine, on_progress)
     starts = sampling_prompts if sampling_prompts is not None else [list(prompt[:8]) for prompt in prompts]
     here = prove_sampling_here(

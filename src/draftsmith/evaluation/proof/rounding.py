@@ -1,7 +1,7 @@
-"""How far the logits behind one prefix move when other shapes of the same forward compute them.
+"""How far the logits after one prefix move when the same forward computes them in other shapes.
 
-A greedy token may differ between plain and drafted decoding only where two logits are closer than that. Shapes: B rows,
-M nodes (root first), T tokens of the prefix, V vocabulary.
+A greedy token may differ between plain and drafted decoding only where two logits are closer than that movement.
+Shapes: B rows, M nodes (root first), T tokens of the prefix, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from draftsmith.types import ROOT, DraftsmithError
 from draftsmith.verify import tree_tables
 
 BATCH = 8
-# No accumulation of rounding reaches either: so many rounding steps, or this share of the spread of the logits.
+# Accumulated rounding reaches neither of these: a number of rounding steps, and a share of the spread of the logits.
 MOST_STEPS, MOST_SPREAD = 1024, 0.5
-# Nodes read beside the prefix: two guesses under the root, each with a child; the prefix goes on through the second.
+# Parents of the nodes after the root: two guesses under it, each with a child; the second may continue the prefix.
 BESIDE = (ROOT, ROOT, 0, 1)
 
 
 @dataclass(frozen=True)
 class Movement:
-    """The largest move of any logit over some prefixes, the rounding step there, and what would be no rounding."""
+    """The largest move of any logit over some prefixes, the rounding step there, and the limit of rounding's effect."""
 
     largest: float
     step: float
@@ -43,10 +43,10 @@ class Movement:
 
 
 def logits_by_shape(target: Target, prefix: Sequence[int]) -> dict[str, Tensor]:
-    """Return the logits (V, fp32 or better) behind a prefix of at least 3 tokens as five shapes of forward give them.
+    """Return the logits (V, fp32 or better) after a prefix of at least 3 tokens, from five shapes of the forward.
 
-    They are those of a prompt read in one piece, of plain decoding at batch 1 and 8, of a root with a draft under it,
-    and of the prefix's last token as the second guess of a draft.
+    The shapes are: a prompt read in one piece, plain decoding at batch 1 and at batch 8, a root with a draft under it,
+    and the prefix's last token as the second guess of a draft.
     """
     if len(prefix) < 3:
         raise DraftsmithError(f"a prefix of {len(prefix)} tokens cannot be read in every shape; give 3 or more.")
@@ -66,7 +66,7 @@ def logits_by_shape(target: Target, prefix: Sequence[int]) -> dict[str, Tensor]:
 def _read(
     target: Target, cached: Sequence[int], nodes: Sequence[int], parents: Sequence[int] | None, batch: int
 ) -> Tensor:
-    """Cache some tokens, read the nodes behind them (a chain without parents), and return the last row (M, V)."""
+    """Cache some tokens, read the nodes after them (a chain if `parents` is None), and return the last row (M, V)."""
     device = target.device
     cache = target.new_cache(batch, len(cached) + len(nodes))
     logits_BMV = torch.empty(0)
@@ -102,11 +102,11 @@ def measure_movement(target: Target, prefixes: Sequence[Sequence[int]]) -> Movem
 def tie_or_fault_by_movement(
     target: Target, wide: Target, prefix: Sequence[int], item: Divergence
 ) -> tuple[Explained, float]:
-    """Say whether a divergence is a tie of the rounding as measured on this very prefix; return how far its gap moved.
+    """Say whether a divergence is a tie of the rounding, as measured on this prefix; also return how far its gap moved.
 
-    Both tokens must lead, in the target's precision and in that of `wide`, and their gap must be within twice the
-    move of that gap between shapes, or within one rounding step where shapes differ at all; 0.125 nats at most.
-    Where native code gives every shape the same bits, nothing is a tie.
+    Both tokens must be the best two, in the target's precision and in that of `wide`. Their gap must be within one
+    rounding step, or within twice the move of that gap between shapes, and at most 0.125 nats. Where native code gives
+    every shape the same bits, nothing is a tie.
     """
     if item.expected is None or item.got is None:
         return Explained(item, False, None, None, None), 0.0

@@ -1,7 +1,7 @@
 """Sampled text with drafts against the exact joint distribution of the next few tokens, tested by chi-square.
 
-On the real target the draws are limited to a top-k, so that the distribution can be enumerated; on a target of eight
-tokens nothing is left out, and ten times as many draws see ten times as little. Both draw by the engine's own step.
+On the real target the draws are limited to a top-k, so that the distribution can be enumerated. On a target of eight
+tokens nothing is left out, and ten times as many draws find smaller shifts. Both draw by the engine's own step.
 """
 
 import time
@@ -34,12 +34,12 @@ from draftsmith.types import DraftsmithError, SamplingParams
 ALPHA = 1e-6
 CANDIDATES = 12
 CONTROL = 128
-# The decoding forward and the model's own round differently; beyond this total variation it is no rounding.
+# The decoding forward and the model's own round differently; a larger total variation than this is not rounding.
 MOST_APART = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 1e-3, torch.float64: 1e-5}
 REPETITION, FREQUENCY = 1.2, 1.5
 SMALL_ROWS = 8192
 POLICY_ROWS = 512
-# Penalties on the real target cost several times as much a draw, and get so many times fewer.
+# Draws with penalties cost several times as much on the real target, so there are this many times fewer.
 COSTLY = 8
 
 OnProgress = Callable[[str, int, int], None]
@@ -47,17 +47,17 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Cell:
-    """One plan under one distribution.
+    """The test of one plan against one distribution.
 
     Args:
         where: "this target" or "small alphabet".
         p_value: of the chi-square test; 0 when a draw was impossible under the distribution.
         tv: total variation between draws and distribution; `tv_noise` is what a perfect sampler shows on average,
             `tv_most` what it exceeds once in a thousand.
-        smallest_shift: the total variation that the test finds nine times out of ten, what rounding excuses included.
+        smallest_shift: the total variation that the test finds nine times out of ten; no less than rounding excuses.
         rounding: total variation that the rounding of the target's forward may cause by itself.
         refused: whether the draws do not follow the distribution.
-        lossless: whether the plan claims that they do; typical acceptance does not.
+        lossless: whether the plan claims that draws follow the distribution; typical acceptance does not.
     """
 
     where: str
@@ -93,11 +93,11 @@ class SamplingProof:
 
     @property
     def defects(self) -> int:
-        """Refused cells, and a decoding forward with another distribution."""
+        """Refused cells of lossless plans, and one more if the decoding forward has another distribution."""
         return sum(cell.refused and cell.lossless for cell in self.cells) + (self.apart > self.most_apart)
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures for JSON: those of the cell that fits worst, then all."""
+        """Return the figures for JSON: those of the cell that fits worst, then all cells."""
         worst = min(self.cells, key=lambda cell: cell.p_value)
         names = ("p_value", "tv", "tv_noise", "smallest_shift")
         return {
@@ -112,7 +112,7 @@ class SamplingProof:
 
 
 def with_penalties(params: SamplingParams) -> SamplingParams:
-    """Return the parameters with penalties strong enough that one forgotten on a path is seen."""
+    """Return the parameters with penalties so strong that forgetting one on a path would be found."""
     return replace(params, repetition_penalty=REPETITION, frequency_penalty=FREQUENCY)
 
 
@@ -121,7 +121,7 @@ def cell_of_draws(
     seconds: float,
     accepted: float, rounding: float = 0.0, lossless: bool = True,
 ) -> Cell:
-    """Test draws against a distribution. A misfit no larger than noise and rounding together is not refused."""
+    """Test draws against a distribution; a misfit that noise and rounding together can explain is not refused."""
     counts_C, impossible = exact.count(texts)
     found = fit(counts_C, impossible, exact.p_C)
     tv = variation(counts_C, impossible, exact.p_C)
@@ -151,11 +151,11 @@ def prove_sampling_here(
     make_stepper: MakeStepper = Stepper,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> SamplingProof:
-    """Draw from the real target under a top-k, with each kind of plan and with penalties, and test what comes.
+    """Draw from the real target under a top-k, with each kind of plan and with penalties, and test the draws.
 
     Args:
-        plan: the user's; cut to the length.
-        draws: of each plan; with penalties, which cost the most, an eighth.
+        plan: the user's plan; cut to the length.
+        draws: draws of each plan; an eighth with penalties, which cost the most, but at least 1000.
         exact_shapes: whether logits are the same bits in every shape of the forward, so that rounding excuses nothing.
     """
     if draws < 1000:
@@ -232,7 +232,7 @@ def prove_sampling_small(
 ) -> list[Cell]:
     """Draw from the small target without any top-k, with every kind of plan.
 
-    A tenth as often with penalties, and half of that under a policy that changes every row's plan at every step.
+    Penalties get a tenth of the draws, and a policy that changes every row's plan at every step gets half of that.
     """
     whole = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)
     runs: list[tuple[str, Plan | None, SamplingParams, int]] = [(plan_name(plan), plan, whole, draws) for plan in plans]
@@ -270,7 +270,7 @@ def prove_sampling_small(
 def middling(
     target: Target, reader: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, length: int
 ) -> list[int]:
-    """Return the prompt whose distribution is neither the most certain nor the most open of some."""
+    """Return the prompt with the median entropy of the next tokens, out of the first `CANDIDATES`."""
     ranked = sorted(
         (enumerate_distribution(reader, target, prompt, params, length).entropy(), list(prompt))
         for prompt in prompts[:CANDIDATES]
@@ -281,7 +281,7 @@ def middling(
 def _repetitive(
     target: Target, reader: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, length: int
 ) -> list[int]:
-    """Return the prompt after which forgetting the penalties of the text just written would shift it the most."""
+    """Return the prompt after which forgetting penalties on the continuation would shift the distribution the most."""
 
     def shift(prompt: list[int]) -> float:
         remembered = enumerate_distribution(reader, target, prompt, params, length)

@@ -1,4 +1,4 @@
-"""Reads rows with equal inputs once: thousands of draws from one prompt meet few different prefixes and drafts.
+"""Reads rows with equal inputs only once: thousands of draws from one prompt have few different prefixes and drafts.
 
 Shapes: B rows, U different rows, M nodes, V vocabulary, S cached tokens.
 """
@@ -13,7 +13,7 @@ class WrappedTarget(Target):
     """A target that reads through another one; subclasses change what `forward` does."""
 
     def __init__(self, inner: Target) -> None:
-        # Everything a target knows is as in the inner one; hooks and kernels stay there and are called there.
+        # All attributes are those of the inner target; its hooks and kernels stay there and are called there.
         vars(self).update(vars(inner))
         self.inner = inner
 
@@ -39,14 +39,14 @@ class SharedRows(WrappedTarget):
     """Reads each of several rows with the same inputs, bit for bit, only once, and hands the result to all of them.
 
     The inputs of a row are its nodes, their depths, the mask and the keys and values it has cached (their bits, by a
-    64-bit digest), so a row with a stale cache is not taken for a sound one. What a row gets is what it would get
-    alone in the batch: the same as always where the kernels do not mix rows.
+    64-bit digest), so a row with a stale cache is not taken for a sound one. A row gets what it would get in a batch
+    without its copies, which is the usual result where the kernels do not mix rows.
     """
 
     def forward(
         self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Find the different rows, read them, and copy what they got and stored; see `Target.forward`."""
+        """Find the different rows, read them, and copy their results and cache entries; see `Target.forward`."""
         batch, count = nodes.tokens_BM.shape
         device = nodes.tokens_BM.device
         slots_B = torch.arange(batch, device=device) if nodes.slots_B is None else nodes.slots_B
@@ -78,7 +78,7 @@ class SharedRows(WrappedTarget):
         )
         own = keep_logits[first_U] if keep_logits is not None and keep_logits.ndim == 2 else keep_logits
         logits_UMV, features_UMF = self.inner.forward(few, some, taps, own)
-        # What a row holds is what the row that was read for it held; new are its nodes.
+        # A row's cached tokens equal those of the row that was read for it; only the entries of its nodes are new.
         number_BM = torch.arange(count, device=device).expand(batch, -1)
         if nodes.counts_B is not None:
             number_BM = torch.minimum(number_BM, nodes.counts_B.unsqueeze(1) - 1)

@@ -1,7 +1,7 @@
 """A target of eight tokens whose texts can be enumerated, and drafters for it, decoded by the real engine step.
 
-On a real vocabulary a joint distribution has more outcomes than anybody can draw. Here it has 8³, so that a million
-draws see a shift of half a percent in total variation. Shapes: V alphabet, R rows.
+On a real vocabulary a joint distribution has far too many outcomes to draw them all. Here it has 8³, so that a million
+draws find a shift of less than one percent in total variation. Shapes: V alphabet, R rows.
 """
 
 import torch
@@ -61,7 +61,7 @@ class TableDrafter(StagewiseDrafter):
 
     @property
     def max_depth(self) -> int:
-        """No end."""
+        """No limit but the context."""
         return CONTEXT
 
     def begin(self, context: Context) -> tuple[Tensor, Tensor]:
@@ -83,10 +83,10 @@ class TableDrafter(StagewiseDrafter):
 
 
 def small_drafter(target: Target, family: Family | None, least_depth: int = 2) -> tuple[Drafter, str]:
-    """Return a drafter for the small target, and what it is in words.
+    """Return a drafter for the small target, and a description of it.
 
-    It is an untrained one of the user's family where that can be made so small, sampled and deep enough; else the
-    stand-in.
+    It is an untrained drafter of the user's family if that can be made so small, can sample and reaches `least_depth`;
+    otherwise the stand-in.
     """
     if family is not None:
         try:

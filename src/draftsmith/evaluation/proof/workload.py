@@ -19,13 +19,13 @@ class Workload:
     """How much to do.
 
     Args:
-        new_tokens: greedy tokens a prompt.
+        new_tokens: greedy tokens of each prompt.
         batch: rows of the ragged batch.
-        draws: from the real target, of each plan.
-        small_draws: from the small alphabet, of each plan.
-        small_plans: what to draw with there, the last of them with penalties too.
+        draws: draws from the real target with each plan.
+        small_draws: draws from the small alphabet with each plan.
+        small_plans: the plans to draw with there; the last one also with penalties.
         joint_tokens: length of the continuations whose joint distribution is tested.
-        top_k: of the draws from the real target.
+        top_k: the top-k of the draws from the real target.
         rows: continuations drawn together.
     """
 

@@ -1,10 +1,10 @@
-"""How reports name a plan: one vocabulary for all of them."""
+"""How reports name a plan: the same in all of them."""
 
 from draftsmith.plan import Plan
 
 
 def plan_name(plan: Plan) -> str:
-    """Say a plan in a few characters: its shape, what limits it, and what is not the default."""
+    """Name a plan in a few characters: its shape, its limits, and what is not the default."""
     if not plan.branching:
         return "none"
     widths = set(plan.branching)

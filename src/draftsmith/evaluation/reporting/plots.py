@@ -22,7 +22,7 @@ INTERVALS = "thin bars: 95 % intervals"
 
 
 def ratio_bars(groups: Mapping[str, Mapping[str, Interval]]) -> Figure:
-    """Bars with intervals of how many times as fast as plain decoding: a group a text, a bar a drafter; a line at 1."""
+    """Bars with intervals: times as fast as plain decoding, one group per text, one bar per drafter; a line at 1."""
     ways = list(dict.fromkeys(way for group in groups.values() for way in group))
     figure, axes = canvas(max(6.4, 2.4 + 1.6 * len(groups)), 3.8)
     width = 0.8 / len(ways)
@@ -74,7 +74,7 @@ def ranked_bars(bars: Mapping[str, Interval], unit: str, title: str = "") -> Fig
 
 
 def acceptance_by_depth(series: Mapping[str, Sequence[float]]) -> Figure:
-    """Lines: the share of steps whose accepted path reached each depth, one line a task or drafter."""
+    """Lines: the share of steps whose accepted path reached each depth, one line per task or drafter."""
     figure, axes = canvas(6.4, 3.8)
     for i, (name, shares) in enumerate(series.items()):
         marker, colour = MARKERS[i % len(MARKERS)], SERIES[i % len(SERIES)]
@@ -90,7 +90,7 @@ def acceptance_by_depth(series: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def latency_by_candidates(cells: Sequence[Mapping[str, Any]], prompt_tokens: int) -> Figure:
-    """Lines with intervals: ms a token over the number of candidates, one line a batch size; 0 is the baseline."""
+    """Lines with intervals: ms a token over the number of candidates, one line per batch size; 0 is the baseline."""
     figure, axes = canvas(6.4, 3.8)
     mine = [c for c in cells if c["prompt_tokens"] == prompt_tokens and c["candidates"] is not None]
     counts = sorted({c["candidates"] for c in mine})
@@ -127,7 +127,7 @@ def before_and_after(before: Mapping[str, float], after: Mapping[str, float]) ->
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return an empty figure of so many inches."""
+    """Return an empty figure with its axes; sizes in inches."""
     figure = Figure(figsize=(width, height), dpi=144, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots()
@@ -152,7 +152,7 @@ def finish(axes: Axes, legend: bool, title: str = "", pad: float = 6) -> None:
 
 
 def training_curve(curve: Sequence[tuple[float, float]]) -> Figure:
-    """A line: mean loss a stage over the seconds of a run, smoothed, over the raw points."""
+    """Lines: the mean loss a stage over the seconds of a run, as measured and smoothed."""
     figure, axes = canvas(6.0, 3.6)
     seconds, losses = [point[0] for point in curve], [point[1] for point in curve]
     smooth: list[float] = []
@@ -167,7 +167,7 @@ def training_curve(curve: Sequence[tuple[float, float]]) -> Figure:
 
 
 def coloured_text(pieces: Sequence[tuple[str, bool]], columns: int = 92) -> Figure:
-    """A monospaced text whose marked pieces stand on green, under a line that says so; long lines are folded."""
+    """A monospaced text whose marked pieces have a green background, below a caption; long lines are folded."""
     lines: list[list[tuple[str, bool]]] = [[(c, True) for c in "green"] + [(c, False) for c in CAPTION], [], []]
     for character, marked in ((c, marked) for piece, marked in pieces for c in piece):
         if character == "\n" or len(lines[-1]) >= columns:

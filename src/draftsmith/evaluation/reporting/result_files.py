@@ -1,4 +1,4 @@
-"""Results on disk: JSON and report folders, whole or not at all, and checked to be writable before the work begins."""
+"""Writes results to disk, JSON and report folders, each file whole or not at all; also checks beforehand if it can."""
 
 import json
 import tempfile
@@ -35,7 +35,7 @@ def _unwritten(path: Path, error: OSError) -> DraftsmithError:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; DraftsmithError when it cannot be."""
+    """Write a file whole or not at all; DraftsmithError where that is not possible."""
     try:
         replace_text(path, text)
     except OSError as error:
