@@ -1,4 +1,4 @@
-"""Where the models and texts that ship with the package are."""
+"""Finds the models and texts that ship with the package."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ FIRST_STAGE_NAME = "demo-mlp-stage1"
 
 
 def demo_target() -> Path:
-    """Return the folder of the embedded target; DraftsmithError when this install has none."""
+    """Return the folder of the embedded target; DraftsmithError if this installation has none."""
     return _model(TARGET_NAME, "--target")
 
 

@@ -1,8 +1,8 @@
-"""Which constraints are taken: what is too long, too deep or no constraint at all is refused before it is compiled.
+"""Checks constraints before they are compiled: what is too long, too deep or not a constraint at all is refused.
 
-Of JSON schema, what no text could be held to is refused too, rather than passed over. Only what lies in the places of
-schemas is looked at, so that a property may have any name. PyTorch is not loaded here, so that a mistake on the command
-line is answered at once.
+Parts of JSON schema that cannot be enforced here are refused too, instead of being ignored. Keywords are only looked
+for where a schema stands, so that a property may have any name. PyTorch is not imported here, so that mistakes on the
+command line are reported at once.
 """
 
 import json
@@ -14,13 +14,13 @@ from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
 
 
 class TooHardError(DraftsmithError):
-    """A constraint takes more time or memory to compile than it may."""
+    """A constraint takes more time or memory to compile than is allowed."""
 
 
 DEEPEST = 64
-"""Levels of a schema, and brackets inside each other in a pattern or a grammar."""
+"""Most levels of a schema, and most brackets inside each other in a pattern or a grammar."""
 MOST_REPEATS = 10_000
-"""Items, characters or repetitions that a schema or a pattern may count."""
+"""Most items, characters or repetitions that a schema or a pattern may ask for."""
 
 FORMATS = frozenset({
     "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
@@ -34,7 +34,7 @@ _ALONE = {
     "$ref": frozenset[str](), "const": frozenset({"type"}), "enum": frozenset({"type"}), "anyOf": frozenset[str](),
     "oneOf": frozenset[str](), "allOf": frozenset[str](),
 }
-"""What decides a schema by itself, with what may stand beside it."""
+"""Keywords that decide a schema by themselves, with the keywords that may stand beside them."""
 _KNOWN = _NOTES | _ALONE.keys() | {
     "type", "format", "pattern", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
     "exclusiveMaximum", "items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "properties", "required",
@@ -56,7 +56,7 @@ NAMES = {
 
 
 def check_constraint(constraint: Constraint) -> Constraint:
-    """Return the constraint as it is to be compiled; DraftsmithError for what must not even be compiled."""
+    """Return the constraint in the form to be compiled; DraftsmithError for one that must not be compiled."""
     text, name = constraint.text, NAMES[constraint.kind]
     match constraint.kind:
         case "json_schema":
@@ -72,7 +72,7 @@ def check_constraint(constraint: Constraint) -> Constraint:
 
 
 def choices_in(text: str) -> list[str]:
-    """Return the strings of a constraint of choices; DraftsmithError for what is no list of such."""
+    """Return the strings of a constraint of choices; DraftsmithError if `text` is not a JSON list of valid strings."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -86,10 +86,10 @@ def choices_in(text: str) -> list[str]:
 
 
 def check_schema(text: str) -> str:
-    """Return a schema in which lengths of strings are patterns, as otherwise they would let control characters through.
+    """Return the schema with string lengths rewritten as patterns; as lengths they would allow control characters.
 
     Raises:
-        DraftsmithError: for what is no JSON schema, or asks for what no grammar here can hold it to.
+        DraftsmithError: for anything that is not a JSON schema, and for keywords that cannot be enforced here.
     """
     try:
         schema = json.loads(text)
@@ -118,7 +118,7 @@ def check_schema(text: str) -> str:
 
 
 def check_pattern(pattern: str, name: str = "the regular expression") -> None:
-    """Raise DraftsmithError for a pattern that is too long, too deep, or counts too far."""
+    """Raise DraftsmithError for a pattern that is too long or too deep, or has too many repetitions."""
     if len(pattern) > MOST_PATTERN:
         raise DraftsmithError(f"{name} has {len(pattern)} characters; it may have {MOST_PATTERN}.")
     check_depth(pattern, name)
@@ -126,7 +126,7 @@ def check_pattern(pattern: str, name: str = "the regular expression") -> None:
 
 
 def check_depth(text: str, name: str) -> None:
-    """Raise DraftsmithError where brackets lie too deep inside each other, those in literals counted too."""
+    """Raise DraftsmithError if brackets are nested too deep; brackets in literals count too."""
     depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}" and depth > 0)
@@ -135,14 +135,14 @@ def check_depth(text: str, name: str) -> None:
 
 
 def check_repeats(text: str, name: str) -> None:
-    """Raise DraftsmithError where a repetition such as `{2,5}` counts too far, or all of them together do."""
+    """Raise DraftsmithError if the counts of repetitions such as `{2,5}` are too large together."""
     counts = [int(most or least) for least, most in _REPEATS.findall(text)]
     if sum(counts) > MOST_REPEATS:
         raise DraftsmithError(f"{name} repeats something {sum(counts)} times; the most is {MOST_REPEATS}.")
 
 
 def _check_one(name: str, schema: dict[str, Any]) -> None:
-    """Check what stands in one schema, but not what lies below it."""
+    """Check the keywords of one schema, but not the schemas inside it."""
     unknown = next((key for key in schema if key not in _KNOWN), None)
     if unknown is not None:
         raise DraftsmithError(f"{name} has {unknown!r}, which no text can be held to here; leave it out.")
@@ -179,7 +179,7 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
 
 
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas of which this one is made."""
+    """Yield the schemas directly inside this one, with their names."""
     for key in ("$defs", "definitions", "properties", "patternProperties"):
         found = schema.get(key)
         if isinstance(found, dict):

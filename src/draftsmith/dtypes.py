@@ -1,4 +1,4 @@
-"""Which number formats weights are held in and on which devices, and how they are given a format."""
+"""Number formats of weights and names of devices: checks, and conversion to a format."""
 
 from typing import TYPE_CHECKING
 
@@ -12,24 +12,24 @@ _NAMES = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "fp16": "float16",
     "float16": "float16", "fp64": "float64", "float64": "float64",
 }
-"""What users may write, and PyTorch's names."""
+"""Names that users may write, and PyTorch's names for them."""
 _DEVICES = ("auto", "cpu", "cuda", "hpu", "mps", "npu", "xpu")
 
 
 def check_dtype(name: str) -> None:
-    """Raise a DraftsmithError for a name that is none."""
+    """Raise DraftsmithError for an unknown name of a dtype."""
     if name != "auto" and name not in _NAMES:
         raise DraftsmithError(f"dtype {name!r} is unknown; use one of auto, {', '.join(_NAMES)}.")
 
 
 def check_device(name: str) -> None:
-    """Raise a DraftsmithError for a device that no PyTorch knows; whether it is here is found out later."""
+    """Raise DraftsmithError for a kind of device that is not known; whether this machine has one is checked later."""
     if name.partition(":")[0] not in _DEVICES:
         raise DraftsmithError(f"device {name!r} is unknown; use auto, cpu or cuda.")
 
 
 def cast_parameters(module: "nn.Module", dtype: "torch.dtype") -> None:
-    """Give all parameters a dtype, in place; buffers, such as rotary frequencies, keep the precision they need."""
+    """Convert all parameters to a dtype in place; buffers, such as rotary frequencies, keep the precision they need."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
 

@@ -20,10 +20,10 @@ if sys.platform != "win32":
 
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock file `path` meanwhile; False where another one does and `wait` is off. OSError if none can be made.
+    """Hold the lock file `path` inside the block; gives False if `wait` is off and another process holds it.
 
-    The kernel lets go of it when a process ends, however it does, so a file that is left is no lock. Where the system
-    or the file system knows no locks, everybody holds it.
+    The kernel releases the lock when a process ends, in whatever way, so a file that is left over locks nothing. Where
+    the system or the file system has no locks, every process gets True. OSError if the file cannot be made.
     """
     descriptor = _take(path, wait)
     try:
@@ -49,19 +49,19 @@ def _take(path: Path, wait: bool) -> int | None:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
-        os.close(descriptor)  # who held it has removed it, and the name may be another's by now
+        os.close(descriptor)  # its last holder removed the file; by now the name may be that of a new one
 
 
 def beside(path: Path, suffix: str) -> Path:
-    """Return a hidden name beside `path` that nobody else has."""
+    """Return a hidden, unique path beside `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`, and put it in place when all went well; OSError if that cannot be done."""
+    """Give a temporary path beside `path`, and move it into place if the block succeeds; OSError if that fails."""
     temporary = beside(path, path.suffix)
-    temporary.touch(exist_ok=False)  # with the rights that the user gives to new files, which mkstemp would not
+    temporary.touch(exist_ok=False)  # with the user's default permissions, which mkstemp would not give
     try:
         yield temporary
         with temporary.open("rb") as written:
@@ -78,7 +78,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class JsonLines:
-    """A log of one JSON value a line. What a kill left of the last line is not read, and cut off by who appends.
+    """A log of one JSON value a line. An incomplete last line, left by a kill, is not read, and `append` cuts it off.
 
     Args:
         path: need not exist yet.
@@ -90,10 +90,10 @@ class JsonLines:
         self.path, self.fix, self.go_on = path, fix, go_on
 
     def read(self) -> list[Any]:
-        """Return every whole line's value; the file, which may be another's, stays as it is.
+        """Return the value of every complete line; does not change the file, which another process may be writing.
 
         Raises:
-            DraftsmithError: a line in the middle is no JSON; it is named.
+            DraftsmithError: a complete line is not JSON; the message names it.
         """
         if not self.path.exists():
             return []
@@ -125,7 +125,7 @@ class JsonLines:
             raise self.unwritten(error) from error
 
     def rewrite(self, values: list[Any]) -> None:
-        """Put these lines in place of all that there are; DraftsmithError if they cannot be written."""
+        """Replace all lines by these values; DraftsmithError if they cannot be written."""
         try:
             replace_text(self.path, "".join(json.dumps(value) + "\n" for value in values))
         except OSError as error:

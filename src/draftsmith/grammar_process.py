@@ -1,9 +1,9 @@
-"""Compiles constraints with xgrammar: in this process, or in one of its own, which can be ended.
+"""Compiles constraints with xgrammar: in this process, or in a separate one that can be ended.
 
-How long a grammar takes to compile, and how much memory, cannot be told from its text. Whoever compiles for strangers
-does it in a process of its own: `python -m draftsmith.grammar_process FD` answers over a connection, and dies with it.
-It makes a child for every constraint, which may be ended while the process itself, slow to begin, stays. Text goes
-over, no objects of Python.
+How much time and memory a grammar takes to compile cannot be predicted from its text. So servers compile in a separate
+process: `python -m draftsmith.grammar_process FD` answers over a connection, and ends when that closes. It forks a
+child for every constraint. The child can be killed while the process, which is slow to start, stays. Only text is sent
+over the connection, no Python objects.
 """
 
 import json
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler
 
 WHITESPACE = 24
-"""The most characters of white space between two parts of JSON: a model may otherwise write nothing else for ever."""
+"""The most characters of white space between two parts of JSON: without a limit, a model may write it for ever."""
 ANY_OBJECT = '{"type": "object"}'
 ROOM = 2 * 2**30
-"""Memory that a child may take for what it compiles."""
+"""Bytes that a child may take for compiling, in addition to those of the process it was forked from."""
 _LINE_END = re.compile(r"(?<!\\)[\r\n]")
 READY = b"ready"
 TIME, MEMORY = "time", "memory"
-"""What there was too little of: the "failed" of an answer."""
+"""What a compilation ran out of: the values of "failed" in an answer."""
 
 
 def compile_with(compiler: "GrammarCompiler", constraint: Constraint) -> "CompiledGrammar":
-    """Compile a constraint that was checked; any exception of xgrammar may come out."""
+    """Compile a constraint that was checked; may raise any exception of xgrammar."""
     match constraint.kind:
         case "json_schema":
             return compiler.compile_json_schema(constraint.text, max_whitespace_cnt=WHITESPACE)
         case "json_object":
             return compiler.compile_json_schema(ANY_OBJECT, max_whitespace_cnt=WHITESPACE, strict_mode=False)
         case "regex":
-            # It does not take line ends as they are.
+            # xgrammar does not accept literal line ends in a pattern.
             return compiler.compile_regex(_LINE_END.sub(lambda end: repr(end[0])[1:-1], constraint.text))
         case "grammar":
             return compiler.compile_grammar(constraint.text)
@@ -53,20 +53,20 @@ def compile_with(compiler: "GrammarCompiler", constraint: Constraint) -> "Compil
 
 
 def _escaped(text: str) -> str:
-    """Return a text as it stands between quotes in a grammar."""
+    """Return a text escaped as for between quotes in a grammar."""
     return "".join(
         character if character.isascii() and character.isalnum() else f"\\U{ord(character):08X}" for character in text
     )
 
 
 def serve(connection: "Connection") -> None:
-    """Answer until the other side has gone: first the vocabulary comes, then constraints, each with its seconds.
+    """Answer until the other side closes: it sends first the vocabulary, then constraints, each with its seconds.
 
-    An answer has the "grammar", the "error" that xgrammar tells, or what "failed". Only this process writes to the
-    connection, so that ending a child never cuts a message in two.
+    An answer has "grammar", "error" (xgrammar's message), or "failed" (what ran out). Only this process writes to the
+    connection, so that killing a child never cuts a message in two.
 
     Raises:
-        EOFError, BrokenPipeError: the other side has gone.
+        EOFError, BrokenPipeError: the other side has closed.
     """
     from xgrammar import GrammarCompiler, TokenizerInfo
 
@@ -79,7 +79,7 @@ def serve(connection: "Connection") -> None:
 
 
 def _answer(connection: "Connection", compiler: "GrammarCompiler", constraint: Constraint, seconds: float) -> bytes:
-    """Return what a child of its own says of a constraint, or what it failed on; EOFError as of `serve`."""
+    """Return a new child's answer about a constraint, or what it failed on; EOFError as in `serve`."""
     until = time.monotonic() + seconds
     reading, writing = os.pipe()
     child = os.fork()
@@ -89,7 +89,7 @@ def _answer(connection: "Connection", compiler: "GrammarCompiler", constraint: C
     said, is_over = bytearray(), False
     try:
         while not is_over and (ready := wait([reading, connection], max(0.0, until - time.monotonic()))):
-            # Nobody asks for more before there is an answer.
+            # The other side sends nothing before it has its answer, so this means that it has closed.
             if connection in ready:
                 raise EOFError
             piece = os.read(reading, 2**20)
@@ -98,7 +98,7 @@ def _answer(connection: "Connection", compiler: "GrammarCompiler", constraint: C
     finally:
         os.close(reading)
         if not is_over:
-            # It is not waited for yet, so that its number is nobody else's.
+            # It was not waited for yet, so its process id cannot belong to another process.
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     if not is_over:
@@ -109,7 +109,7 @@ def _answer(connection: "Connection", compiler: "GrammarCompiler", constraint: C
 def _compile_and_exit(
     others: Sequence[int], writing: int, compiler: "GrammarCompiler", constraint: Constraint
 ) -> NoReturn:
-    """Write an answer and end this process, with 0 where it is whole; the other descriptors are the parent's alone."""
+    """Write an answer and end this process, with 0 if the answer is whole; closes `others`, which are the parent's."""
     status = 1
     try:
         for one in others:
@@ -128,12 +128,12 @@ def _compile_and_exit(
             pipe.write(json.dumps(answer).encode())
         status = 0
     finally:
-        # Whatever happened: what the parent would do at its end is not done here.
+        # In any case: the parent's exit handlers must not run in the child.
         os._exit(status)
 
 
 def _bound_memory() -> None:
-    """Allow `ROOM` more than is taken now, where the system can say and hold that."""
+    """Limit the memory of this process to `ROOM` more than it takes now; only on Linux."""
     if sys.platform != "linux":
         return
     import resource

@@ -13,30 +13,32 @@ AcceptanceRule = Literal["exact", "block", "typical"]
 class Plan:
     """The shape of the next draft, and the rule that verifies it (docs/verification.md).
 
-    One child a node is a chain however it is bounded, and settles as a plain one: (1, 1, 1) with two nodes is (1, 1).
+    A plan with one child a node is a chain, however its nodes are limited, and is stored as a plain chain: (1, 1, 1)
+    with two nodes becomes (1, 1).
 
     Args:
         branching: children of every node, depth by depth; () drafts nothing. With `choices` it follows from them: one
             more than the highest rank of each depth.
-        choices: the nodes of an irregular static tree, each the ranks of the guesses from the root down to it: (0,) is
-            the likeliest first guess, (0, 1) the second likeliest after that (Medusa, arXiv:2401.10774, section 2.3.3).
-            () is a regular tree. They are kept sorted.
+        choices: the nodes of an irregular static tree. Each is the list of ranks of the guesses from the root down to
+            it: (0,) is the likeliest first guess, (0, 1) the second likeliest guess after that (Medusa,
+            arXiv:2401.10774, section 2.3.3). () is a regular tree. They are stored sorted.
         paths: keep only this many root-to-leaf paths, best summed log-probability first; None keeps all.
         nodes: keep at most this many nodes of those paths, best summed log-probability first; None keeps all.
         beam: expand only this many nodes a depth, best summed log-probability first; None expands all.
         sampled: draw children from the drafter's distribution (without replacement) by noise of their own. Otherwise
-            they are its best, or, of a chain for a sampled row, what the target's own noise draws from it.
+            they are the drafter's likeliest tokens or, in a chain for a sampled row, what the target's own noise draws
+            from that distribution.
         acceptance: "exact" verifies guess by guess; "block" verifies a sampled chain as a whole, which is exact too;
-            "typical" keeps what is likely enough, which changes what a sampling request gets: it is lossy.
-        epsilon: of typical acceptance: a guess this probable always stays.
-        delta: of typical acceptance: so does one of delta × exp(-entropy).
-        factor: of drafts that are looked up: at most so many guesses for every token of a match, since what follows a
+            "typical" keeps what is likely enough, which changes the distribution of sampled text: it is lossy.
+        epsilon: for typical acceptance: a guess more probable than this always stays.
+        delta: for typical acceptance: a guess more probable than delta × exp(-entropy) stays too.
+        factor: for drafts that are looked up: at most this many guesses for every token of a match, as what follows a
             longer match is likelier to come again (the idea of SuffixDecoding, arXiv:2411.04975, section 4); None
-            leaves it to the drafter. Other drafters take no notice.
-        confidence: of drafters that know how likely their guesses are: leave out what is less likely than this, all
-            guesses before it taken into account, so that a draft ends where its drafter becomes unsure. What a sampled
-            row is drafted counts as likely as the likeliest token there, see `grow`. None keeps all; `NEVER_SURE`
-            leaves out all. Drafters that look guesses up take no notice.
+            leaves it to the drafter. Other drafters ignore it.
+        confidence: for drafters that know how likely their guesses are: leave out guesses whose probability, times that
+            of all guesses before them, is below this, so that a draft ends where its drafter becomes unsure. A guess
+            for a sampled row counts as likely as the likeliest token there, see `grow`. None keeps all; `NEVER_SURE`
+            leaves out all. Drafters that look guesses up ignore it.
     """
 
     branching: tuple[int, ...] = ()
@@ -117,25 +119,25 @@ class Plan:
         branching = tuple(1 + max(path[d] for path in choices if len(path) > d) for d in range(depth))
         if self.branching not in ((), branching):
             raise DraftsmithError(f"branching is {self.branching}, but the choices make it {branching}; leave it out.")
-        # The dataclass is frozen to its users; nobody has seen it yet.
+        # The dataclass is frozen for its users, who have not seen this object yet.
         object.__setattr__(self, "choices", choices)
         object.__setattr__(self, "branching", branching)
 
     def _settle_chain(self) -> None:
-        """Write a chain in the one way in which equal chains are equal."""
+        """Bring a chain into one form, so that chains that draft the same compare equal."""
         object.__setattr__(self, "branching", self.branching[: self.nodes])
         object.__setattr__(self, "choices", ())
         for name in ("paths", "nodes", "beam"):
             object.__setattr__(self, name, None)
 
     def shortened(self, depth: int) -> "Plan":
-        """Return the plan without what lies deeper."""
+        """Return the plan without what lies deeper than `depth`."""
         if not self.choices:
             return replace(self, branching=self.branching[:depth])
         return replace(self, branching=(), choices=tuple(path for path in self.choices if len(path) <= depth))
 
     def ranked(self) -> "Plan":
-        """Return a plan whose nodes can be chosen by probability: with choices, a beam through the same widths."""
+        """Return a plan whose nodes can be chosen by probability: `choices` become a beam of the same branching."""
         if not self.choices:
             return self
         return replace(self, choices=(), beam=max(self.branching))
@@ -147,7 +149,7 @@ class Plan:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node has one child, so that its guesses, one or more, stand in a row."""
+        """Whether the draft is one or more guesses in a row, every node having one child."""
         return bool(self.branching) and max(self.branching) == 1
 
     @property
@@ -171,4 +173,4 @@ class Plan:
 
 NO_DRAFT = Plan()
 NEVER_SURE = 1.0
-"""As a plan's confidence: no guess is as likely as that, so only what is looked up is drafted."""
+"""A confidence for plans: no guess is that likely, so that only what is looked up is drafted."""

@@ -1,9 +1,8 @@
 """How many threads to compute with: the cores that this process may use, and the time that a container grants.
 
-A container with a quota sees all cores of its machine, and PyTorch starts a thread for each. Together they use up in a
-part of every period, usually 0.1 seconds, what they may use in all of it, and then all of them stand still until the
-next one. So the number of threads follows the quota here. Nothing is read but files below `root`, which is `/` but in
-tests.
+A container with a quota sees all cores of its machine, and PyTorch starts a thread for each. Early in every period,
+usually 0.1 seconds, these threads use up the quota of the whole period; then all of them stand still until the next
+one. So here the number of threads follows the quota. Only files below `root` are read, which is `/` except in tests.
 """
 
 import os
@@ -16,10 +15,10 @@ from draftsmith.system import ROOT, control_groups, read
 from draftsmith.types import DraftsmithError
 
 CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""What a user sets to choose the number of threads before PyTorch starts."""
+"""Environment variables by which a user chooses the number of threads before PyTorch starts."""
 
 BUSY = 0.1
-"""Of all cores' time; less is a system at rest."""
+"""The share of all cores' time that other programs must take to count as a disturbance."""
 
 _settled = False
 
@@ -29,9 +28,9 @@ class Processor:
     """What this process may use.
 
     Args:
-        cores: logical ones that it may run on (its affinity).
-        physical: of these, those that do not share their arithmetic with another of them.
-        quota: cores' worth of time that it may use by the quotas of its control groups; None without one.
+        cores: logical cores that it may run on (its affinity).
+        physical: how many of these are physical cores, counting hardware threads of the same core once.
+        quota: time that the quotas of its control groups grant, in cores; None without a quota.
     """
 
     cores: int
@@ -45,7 +44,7 @@ class Processor:
 
 
 def available_processor(root: Path = ROOT) -> Processor:
-    """Look what this process may use now."""
+    """Return what this process may use now."""
     cores = usable_cores()
     return Processor(len(cores), physical_cores(cores, root), quota(root))
 
@@ -58,16 +57,16 @@ def usable_cores() -> frozenset[int]:
 
 
 def physical_cores(cores: frozenset[int], root: Path = ROOT) -> int:
-    """Count the cores, taking those for one that share their arithmetic; each for itself where nothing tells."""
+    """Count physical cores: logical ones that share a core count once; where that is unknown, each counts."""
     folder = root / "sys/devices/system/cpu"
     return len({read(folder / f"cpu{core}/topology/thread_siblings_list") or str(core) for core in cores})
 
 
 def quota(root: Path = ROOT) -> float | None:
-    """Return the cores' worth of time that control groups grant this process; None where none of them limits it.
+    """Return the time that control groups grant this process, in cores; None if no group limits it.
 
-    Both versions are read, of the group of the process and of all around it, because the tightest quota counts. What
-    cannot be read or understood is no quota.
+    Both versions of control groups are read, for the group of the process and all groups around it, because the
+    tightest quota counts. What cannot be read or parsed counts as no quota.
     """
     found = [share for share in map(_share_v2, control_groups(root, None)) if share is not None]
     found += [share for share in map(_share_v1, control_groups(root, "cpu")) if share is not None]
@@ -75,25 +74,25 @@ def quota(root: Path = ROOT) -> float | None:
 
 
 def chosen_by_user() -> str | None:
-    """Name the environment variable by which the user has chosen the number of threads; None for none."""
+    """Return the name of the environment variable by which the user chose the number of threads; None if none did."""
     return next((name for name in CHOSEN_BY if os.environ.get(name, "").strip()), None)
 
 
 def check_threads(threads: int | None, name: str = "threads") -> None:
-    """Raise DraftsmithError for a number of threads that nobody can compute with; `name` is what the user calls it."""
+    """Raise DraftsmithError for an invalid number of threads; `name` is what the option is called for the user."""
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise DraftsmithError(f"{name} is {threads!r}; use at least 1, or leave it out.")
 
 
 def use_threads(threads: int | None = None, root: Path = ROOT) -> str | None:
-    """Set the number of threads of PyTorch and the native kernels, which is one for the whole process.
+    """Set the number of threads of PyTorch and the native kernels, for the whole process.
 
-    Given none, it is settled once in a process, and only ever lowered: to what fits into the quota of a container,
-    where the number is PyTorch's own choice. It is left alone where the user chose it, by OMP_NUM_THREADS or by
-    `torch.set_num_threads` before.
+    Without `threads`, it acts at most once in a process, and only lowers the number: to what fits into the quota of a
+    container, if PyTorch chose the number. It does not change a number that the user chose, by an environment variable
+    (`CHOSEN_BY`) or by `torch.set_num_threads`.
 
     Returns:
-        What the user should know of it, in a sentence; None where there is nothing to be said.
+        What the user should know about it, in a sentence; None if there is nothing to say.
     """
     global _settled
     check_threads(threads)
@@ -112,7 +111,7 @@ def use_threads(threads: int | None = None, root: Path = ROOT) -> str | None:
         return None
     _settled = True
     now = torch.get_num_threads()
-    # PyTorch begins with one of these two, by how it was built; another number is somebody's choice.
+    # PyTorch starts with one of these two numbers, depending on its build; any other number was chosen by someone.
     if chosen_by_user() is not None or now not in (here.cores, here.physical) or now <= here.threads:
         return None
     torch.set_num_threads(here.threads)
@@ -120,13 +119,13 @@ def use_threads(threads: int | None = None, root: Path = ROOT) -> str | None:
 
 
 class Watch:
-    """Watches from its making on what other programs take."""
+    """Measures how much processor time other programs take, from its creation on."""
 
     def __init__(self) -> None:
         self._begun, self._busy, self._own = time.perf_counter(), busy_seconds(), time.process_time()
 
     def others(self) -> float | None:
-        """Return the cores' worth of time that others took, or the host of a virtual machine; None where untold."""
+        """Return the time, in cores, that other programs or a virtual machine's host took; None if unknown."""
         now, wall = busy_seconds(), time.perf_counter() - self._begun
         if self._busy is None or now is None:
             return None
@@ -134,15 +133,15 @@ class Watch:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether they took a noticeable share."""
+        """Whether others took a noticeable share (`BUSY`) of the time."""
         others = self.others()
         return others is not None and others > BUSY * len(usable_cores())
 
 
 def busy_seconds(root: Path = ROOT) -> float | None:
-    """Return how long the cores that this process may use were busy since the system began, all together.
+    """Return the seconds that the cores of this process were busy since the system started, all cores together.
 
-    Time that the host of a virtual machine gave to others counts; None where the system does not tell.
+    Time that a virtual machine's host gave to others counts as busy; None where the system does not report it.
     """
     lines = (read(root / "proc/stat") or "").splitlines()
     cores = {f"cpu{core}" for core in usable_cores()}
@@ -156,7 +155,7 @@ def busy_seconds(root: Path = ROOT) -> float | None:
 
 
 def quota_in_words(value: float | None) -> str:
-    """Say what a quota grants."""
+    """Return a quota in words."""
     return "no quota" if value is None else f"a quota of {value:.4g} core{'' if value == 1 else 's'}"
 
 
@@ -178,7 +177,7 @@ def _share_v1(folder: Path) -> float | None:
 
 
 def _share(granted: str | None, period: str | None) -> float | None:
-    """Divide; None for "max", for -1, which is none in the first version, and for what is no number."""
+    """Return the quota in cores; None for "max" and -1, which mean no quota, and for what is not a number."""
     try:
         time, every = int(granted or ""), int(period or "")
     except ValueError:

@@ -26,10 +26,10 @@ def provenance(**more: Any) -> dict[str, Any]:
 
 
 def client_provenance(secret: str | None = None) -> dict[str, Any]:
-    """Return the same of a process that only asks a server: PyTorch is not imported for it.
+    """Return the provenance of a process that only sends requests to a server, without importing PyTorch.
 
     Args:
-        secret: what may stand in the command and must not be written down.
+        secret: a text that may be in the command and must not be recorded.
     """
     command = command_line()
     return {
@@ -49,7 +49,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return those of Python, of Draftsmith and of what it computes with."""
+    """Return the versions of Python, Draftsmith and the libraries that it computes with."""
     import torch
 
     return {
@@ -70,7 +70,7 @@ def command_line() -> str:
 
 
 def without_folders(word: str) -> str:
-    """Cut an absolute path, alone or behind `option=`, to its last part."""
+    """Cut an absolute path, alone or after `option=`, to its last part."""
     option, equals, value = word.rpartition("=")
     return f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else word
 
@@ -84,7 +84,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor_and_memory() -> dict[str, Any]:
-    """Return the processor, usable cores and memory in GiB, without asking PyTorch."""
+    """Return the processor, usable cores and memory in GiB, without importing PyTorch."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
@@ -93,7 +93,7 @@ def processor_and_memory() -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """Return the commit of the source tree, with "+changes" when it was edited; None outside a repository."""
+    """Return the commit of the source tree, with "+changes" if any are uncommitted; None outside a repository."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:

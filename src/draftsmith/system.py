@@ -1,6 +1,6 @@
-"""What the system says of this process: the control groups it is in, and the memory that it can still have.
+"""What the system says about this process: the control groups it is in, and the memory that it can still get.
 
-Nothing is read but files below `root`, which is `/` but in tests.
+Only files below `root` are read, which is `/` except in tests.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ ROOT = Path("/")
 
 
 def free_memory(root: Path | None = None) -> int | None:
-    """Return the bytes that this process can still have: of the machine, and by the limits of its control groups.
+    """Return the bytes that this process can still get, by the machine's memory and the limits of its control groups.
 
-    What is only kept of files counts as free, because the system gives it up. None where the system does not tell.
+    The system's cache of files counts as free, because the system gives it up. None where the system does not say.
     """
     root = ROOT if root is None else root
     found = [*_free_of_machine(root)]
@@ -24,7 +24,7 @@ def free_memory(root: Path | None = None) -> int | None:
 
 
 def bytes_in_words(count: int) -> str:
-    """Return "290 MB" or "44 kB", decimal ones."""
+    """Return "290 MB" or "44 kB", in decimal units."""
     return f"{count / 1e6:,.0f} MB" if count >= 10**7 else f"{count / 1e3:,.0f} kB"
 
 
@@ -36,7 +36,7 @@ def _free_of_machine(root: Path) -> Iterator[int]:
 
 
 def _free_of_group(folder: Path, limit: str, used: str, prefix: str) -> Iterator[int]:
-    """Yield what a limit leaves; nothing where there is none, which the second version calls "max"."""
+    """Yield the bytes that a limit leaves; nothing without a limit, which version 2 of control groups calls "max"."""
     most, taken = (read(folder / name) or "" for name in (limit, used))
     if not most.isdecimal() or not taken.isdecimal():
         return
@@ -46,7 +46,7 @@ def _free_of_group(folder: Path, limit: str, used: str, prefix: str) -> Iterator
 
 
 def read(path: Path) -> str | None:
-    """Return what a file says; None where it cannot be read."""
+    """Return the text of a file; None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -54,17 +54,17 @@ def read(path: Path) -> str | None:
 
 
 def control_groups(root: Path, controller: str | None) -> Iterator[Path]:
-    """Yield the folder of this process's control group and of all around it, as far as they can be seen from here.
+    """Yield the folders of this process's control group and of all groups around it, as far as they are visible.
 
     Args:
-        controller: of the first version; None for the second, which has one tree for all of them.
+        controller: a controller of version 1 of control groups; None for version 2, which has one tree for all.
     """
     own = _group(read(root / "proc/self/cgroup") or "", controller)
     mount = _mount(read(root / "proc/self/mountinfo") or "", controller)
     if own is None or mount is None:
         return
     seen_from, top = mount
-    # A container may see its own group alone, mounted as if it were the outermost, and yet be told its whole path.
+    # A container may see only its own group, mounted as if it were the outermost, although /proc gives the whole path.
     inside = own.relative_to(seen_from) if own.is_relative_to(seen_from) else PurePosixPath()
     if ".." in inside.parts:
         inside = PurePosixPath()

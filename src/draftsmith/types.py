@@ -4,7 +4,7 @@ A draft is a tree of guessed tokens under the root, the newest committed token, 
 Nodes are numbered from 0 with parents before children; `ROOT` is the parent of a first guess, and `UNUSED` marks
 padding that makes ragged trees fit one tensor and is never accepted.
 
-PyTorch is not loaded here, so that a mistake on the command line is answered at once.
+PyTorch is not imported here, so that mistakes on the command line are reported at once.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Draft:
         tokens_BN: guessed token ids.
         parents_BN: index of the parent node, `ROOT` or `UNUSED`; parents come before their children.
         depth: the deepest level any node can have; static, so that walks over the tree have a fixed length.
-        q_BMV: what the guesses were drawn from, fp32 or float64: row 0 is the distribution of the root's children,
-            row n + 1 that of node n's, and nodes behind the last row have none; siblings were drawn in index order
+        q_BMV: the distributions that the guesses were drawn from, fp32 or float64: row 0 for the root's children, row
+            n + 1 for node n's children; nodes past the last row have no children. Siblings were drawn in index order
             without replacement. Each row, divided by its sum in float64, is q to the last bit; before that it sums up
             to 1 within 1e-4. None when the guesses are deterministic, which makes q a point mass.
         branching: the most children a node of each depth can have; static, so that walks over siblings have a fixed
             length. None when unknown, which costs a sampled draft time.
-        parts: of a drafter with parts, which of them guessed in every row, by its number, 0 being a lookup that the
-            others stand behind; one number stands for all. Never on a device, since a policy asks at every step.
+        parts: for a drafter with parts: the number of the part that guessed, for every row or one for all rows. Part 0
+            is a lookup; the others guess where it finds nothing. Never on a device, since a policy asks at every step.
     """
 
     tokens_BN: Tensor
@@ -66,7 +66,7 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Whether node n is the child of node n - 1 throughout, as all ones in `branching` promise."""
+        """Whether every node n is the child of node n - 1, which `branching` promises if it is all ones."""
         return self.branching is not None and max(self.branching, default=1) == 1
 
 
@@ -82,9 +82,9 @@ class Context:
         rows_B: a stable number for each row, for drafters that keep state between steps.
         temperature_B: sampling temperature of each row, 0 for greedy.
         seeds_B: seed of each row's noise.
-        first_B: the very first token of every row, which no state predicted and so no context holds; None when the
-            maker of the context does not know it.
-        slots_B: the slot of each row in the cache, which it keeps as long as it runs; None for row b in slot b.
+        first_B: the very first token of every row. No state predicted it, so `tokens_BT` never contains it. None when
+            unknown.
+        slots_B: the cache slot of each row, which it keeps as long as it runs; None means that row b is in slot b.
     """
 
     tokens_BT: Tensor
@@ -140,14 +140,14 @@ def empty_draft(context: Context) -> Draft:
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a text has to be: its tokens are chosen among those that can still lead to it.
+    """What a text has to be: its tokens are chosen among those from which such a text can still result.
 
     Args:
         kind: "json_schema", "json_object" (any JSON object), "regex" (which the whole text matches), "grammar" (EBNF,
             from its rule `root` on) or "choice" (one of several strings).
-        text: the schema as JSON, the pattern, the grammar, or the strings as a JSON list; of "json_object" nothing.
-        origin: what asked for it, such as a field of a request, for whoever tells that it was refused; constraints that
-            differ in it alone are equal.
+        text: the schema as JSON, the pattern, the grammar, or the strings as a JSON list; empty for "json_object".
+        origin: where the constraint came from, such as a field of a request, so that a refusal can name it;
+            comparisons ignore it.
     """
 
     kind: ConstraintKind
@@ -198,17 +198,18 @@ class SamplingParams:
         frequency_penalty: subtracted for every occurrence in the output.
         logit_bias: added to the logits of these token ids.
         max_tokens: exactly how many tokens to generate, unless a stop comes first.
-        stop: strings that end the text, or one; they are cut off. Kept as a tuple.
-        stop_token_ids: tokens that end the text, or one; kept as last token. Kept as a tuple.
+        stop: one string or several that end the text; they are cut off. Stored as a tuple.
+        stop_token_ids: one token or several that end the text, which keeps the token as its last. Stored as a tuple.
         ignore_eos: go on after the target's own end token.
         seed: of this request's noise; None draws one.
         n: independent continuations.
         logprobs: report the log-probability of each token and of this many best alternatives.
-        prompt_logprobs: the same of the prompt's tokens, which are then all read, whatever others have read already.
+        prompt_logprobs: the same for the prompt's tokens; all of them are then read, even where another request has
+            read the same beginning.
         constraint: what the text has to be, such as JSON of a schema; None for any text.
         prediction: a text, or token ids, that the output is expected to follow for the most part, such as a file before
-            it is edited. It is a draft of this request alone, and changes how soon the text comes, never what it is.
-            Ids are kept as a tuple.
+            it is edited. It serves as a draft for this request alone, and changes how soon the text comes, never what
+            it is. Ids are stored as a tuple.
     """
 
     temperature: float = 0.0
@@ -279,15 +280,15 @@ class SamplingParams:
 
 @dataclass
 class Statistics:
-    """What one piece of decoding cost and brought; additive over steps and rows.
+    """What one piece of decoding cost and gained; additive over steps and rows.
 
-    `steps` counts verifications (of one row), `drafted` verified nodes, `accepted` drafted tokens that stayed, and
-    `accepted_by_depth[d]` those at depth d + 1. `new_tokens` includes the token of the prefill. Seconds are wall-clock;
-    a batch's seconds are shared evenly by its rows. `lossless` says whether the text is the target's own or
-    distributed as its own; a sum is lossless if all its parts are. `cached_tokens` are those of the prompt that
-    somebody had read before, `waiting_s` the seconds until there was room to begin. Of a request that brought a
-    prediction, `accepted_prediction` counts the guesses taken from it that stayed and `rejected_prediction` those that
-    were verified and refused; both are None where there was none.
+    `steps` counts verifications (of one row), `drafted` the guesses that were verified, `accepted` those that stayed,
+    and `accepted_by_depth[d]` those that stayed at depth d + 1. `new_tokens` includes the token of the prefill. Seconds
+    are wall-clock; the rows of a batch share its seconds evenly. `lossless` says whether the text is the target's own
+    or distributed as its own; a sum is lossless if all its parts are. `cached_tokens` counts the prompt tokens that
+    another request had read before, `waiting_s` the seconds until the request got a slot. For a request with a
+    prediction, `accepted_prediction` counts the guesses taken from it that stayed, and `rejected_prediction` those that
+    were verified and refused; both are None without one.
     """
 
     steps: int = 0
@@ -308,7 +309,7 @@ class Statistics:
 
     @property
     def fidelity(self) -> str:
-        """What a report says about the text: "lossless", or what took that away."""
+        """What a report says about the text: "lossless", or what made it lossy."""
         return "lossless" if self.lossless else LOSSY
 
     @property
@@ -318,7 +319,7 @@ class Statistics:
 
     @property
     def decode_s(self) -> float:
-        """Seconds spent in steps, the prefill left out."""
+        """Seconds spent in steps, without the prefill."""
         return self.target_s + self.drafter_s + self.rest_s
 
     def __iadd__(self, other: Statistics) -> Statistics:
@@ -352,13 +353,14 @@ class TokenLogprob:
 class Completion:
     """One finished continuation.
 
-    `finish_reason` is "stop" (end token, stop string or stop id), "length", "deadline", "abort", or "error": the target
-    had no finite logits for the next token, or a step broke off. Then `error` is the sentence that says so. Whatever it
-    is, the tokens before it stand.
-    `accepted_lengths[i]` says how many of the tokens of step i were drafted, so that a reader can colour them; the
-    prefill's token is not a step, and a text cut inside an accepted path counts its last token as the target's own,
-    so that tokens add up to 1 + the sum of (1 + accepted).
-    `is_unfit` says of an error that nothing could go on as the request's constraint wants it.
+    `finish_reason` is "stop" (end token, stop string or stop id), "length", "deadline", "abort" or "error". After
+    "error", `error` is a sentence that says why: for instance, the target had no finite logits for the next token, or a
+    step failed. The tokens that were committed before stand in every case.
+    `accepted_lengths[i]` says how many tokens of step i were drafted, so that a display can colour them. The prefill's
+    token belongs to no step. Where a text is cut inside an accepted path, its last token counts as the target's own, so
+    that the number of tokens is 1 + the sum of (1 + accepted).
+    `is_unfit` says that the error came from the request's constraint: no token could follow under it, or finding out
+    took too long.
     `prompt_logprobs` are those of the prompt's tokens from the second on: nothing predicts the first.
     """
 
@@ -375,7 +377,7 @@ class Completion:
 
 
 def require_finished(completions: list[Completion]) -> list[Completion]:
-    """Return completions that all came to their end, for whoever measures them; DraftsmithError if one did not."""
+    """Return the completions if none ended with an error, for code that measures; DraftsmithError otherwise."""
     for completion in completions:
         if completion.error is not None:
             raise DraftsmithError(completion.error)
@@ -384,13 +386,13 @@ def require_finished(completions: list[Completion]) -> list[Completion]:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a checkpoint must match: recorded when a drafter is saved, compared when it is loaded.
+    """What a drafter's checkpoint records of its target: written when it is saved, compared when it is loaded.
 
-    `fingerprint` tells a target that was changed together with its drafter from the one it was; None for all others.
-    `opening` are the tokens that the tokenizer puts before a text, such as BOS, `text_hash` and `template_hash`
-    fingerprints of what becomes of a text and of the chat template: a drafter trained on other tokens guesses worse.
-    `weights_hash` tells a target from one of the same kind with other weights, for which it guesses worse as well; None
-    for one that has a fingerprint.
+    `fingerprint` identifies a target that was changed together with its drafter; None for all others.
+    `opening` are the tokens that the tokenizer puts before a text, such as BOS. `text_hash` and `template_hash` are
+    fingerprints of how the tokenizer encodes text and of the chat template: a drafter trained on other tokens guesses
+    worse. `weights_hash` identifies the weights, because a drafter also guesses worse for a target of the same kind
+    with other weights; None for a target that has a `fingerprint`.
     """
 
     hidden_size: int

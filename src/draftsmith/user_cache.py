@@ -1,4 +1,4 @@
-"""Folders of the user's cache, where what was worked out once is kept, and the one that is kept within bounds."""
+"""Folders in the user's cache for results that are computed once; the size of one of them is limited."""
 
 import os
 import time
@@ -9,19 +9,19 @@ from pathlib import Path
 from draftsmith.types import DraftsmithError
 
 CACHE = "DRAFTSMITH_CACHE"
-"""The variable that names a folder for what is worked out once; without it, the user's cache folder has one."""
+"""The environment variable that names the cache folder; without it, a folder in the user's own cache is used."""
 MOST = "DRAFTSMITH_PACKED_GB"
-"""The variable that says how much of packed weights is kept at most, in 10⁹ bytes; 0 keeps nothing."""
+"""The environment variable that limits the packed weights that are kept, in 10⁹ bytes; 0 keeps nothing."""
 MOST_GB = 8.0
 ABANDONED_S = 3600.0
-"""Files that are being written are younger than this."""
+"""Temporary files older than this, in seconds, were left by a process that was killed."""
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the folder for one kind of things that are worked out once and kept; it need not exist yet."""
+    """Return the cache folder for one kind of results; it need not exist yet."""
     if chosen := os.environ.get(CACHE):
         return Path(chosen) / kind
-    # Without a home expanduser leaves "~" as it is, and a folder that cannot be made is taken; Path.home() would raise.
+    # Without a home, expanduser leaves "~" as it is (Path.home() would raise). Then a path is used that cannot be made.
     home = os.path.expanduser("~")
     shared = os.environ.get("XDG_CACHE_HOME") or (os.devnull if home == "~" else Path(home, ".cache"))
     return Path(shared, "draftsmith", kind)
@@ -29,7 +29,7 @@ def cache_folder(kind: str) -> Path:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is in the folder of packed weights: how many files, of how many bytes together, and how many are allowed."""
+    """What is in the folder of packed weights: number of files, their bytes together, and the bytes allowed."""
 
     folder: str
     files: int
@@ -43,7 +43,7 @@ def packed_folder() -> Path:
 
 
 def packed_kept() -> Kept:
-    """Look how much is kept."""
+    """Return how much is kept."""
     sizes = [size for _, size, _ in _by_age(packed_folder())]
     return Kept(str(packed_folder()), len(sizes), sum(sizes), most_packed())
 
@@ -61,15 +61,15 @@ def most_packed() -> int:
 
 
 def prune(folder: Path, most: int, newest: Path) -> None:
-    """Remove the files that were used longest ago until no more than so many bytes are left; OSError if one stays.
+    """Remove the files that were used longest ago until at most `most` bytes are left; OSError if removing one fails.
 
-    What a killed process was writing goes too.
+    Temporary files of killed processes are removed too.
 
     Args:
-        newest: stays in any case.
+        newest: a file that is kept in any case.
     """
     for path in folder.glob(".*.safetensors"):
-        with suppress(FileNotFoundError):  # the process that wrote it has put it in place meanwhile
+        with suppress(FileNotFoundError):  # the process that wrote it has moved it into place meanwhile
             if time.time() - path.stat().st_mtime > ABANDONED_S:
                 path.unlink()
     files = _by_age(folder)
@@ -81,12 +81,12 @@ def prune(folder: Path, most: int, newest: Path) -> None:
 
 
 def _by_age(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return when each file was used last, its size and where it is, the oldest first; none without a folder."""
+    """Return for each file its time of last use, its size and its path, oldest first; nothing without a folder."""
     found = []
     for path in folder.glob("[!.]*.safetensors"):
         try:
             about = path.stat()
-        except OSError:  # another process removed it, or it may not be looked at
+        except OSError:  # another process removed it, or reading its metadata is not permitted
             continue
         found.append((about.st_mtime, about.st_size, path))
     return sorted(found)

@@ -7,12 +7,12 @@ from functools import cached_property
 from draftsmith.plan import Plan
 
 MOST_ODDS = 3.0
-"""Guesses count as staying at most so many times as often as measured."""
+"""Guesses are taken to stay at most this many times as often as measured."""
 EVERYWHERE = 0.98
-"""A lookup counts as finding something at every step where so many tokens come from steps that did: a few between steps
-of many tokens each would be many steps, and so finely that is not known."""
+"""If more than this share of the tokens come from steps whose lookup found something, every step is taken to find
+something. The few other tokens could be many steps among steps of many tokens, but they are not known so exactly."""
 Times = tuple[float, float]
-"""How many times as many guesses as measured a plan makes, and how many times as many `Behind` a lookup."""
+"""How many times as many guesses as measured a plan makes, and the same for those `Behind` a lookup."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Behind:
 
     Args:
         survival: the share of those steps that accepted at least 1, 2, … of its guesses.
-        made: how many it made, on average over those steps.
-        each: seconds by which a step takes longer if every row makes one such guess more, for each number of rows.
+        made: how many guesses it made, on average over those steps.
+        each: seconds that a step takes longer for one more such guess in every row, for each number of rows.
     """
 
     survival: tuple[float, ...]
@@ -39,17 +39,18 @@ class Arm:
     """One plan, measured.
 
     Whether a lookup finds something depends on where in its text a row is, and a step that guesses well goes far. So
-    what is told of a text, whatever its plan, is the share of its tokens that come from steps whose lookup found
-    something; how many steps these are follows from how far each kind of step goes.
+    the measure that holds for a text under every plan is the share of its tokens that come from steps whose lookup
+    found something. The share of such steps follows from how many tokens each kind of step brings.
 
     Args:
-        survival: the share of steps that accepted at least 1, 2, … guesses; of a lookup, of the steps that found some.
+        survival: the share of steps that accepted at least 1, 2, … guesses; for a lookup, of the steps that found some.
         seconds: of a step, all rows together, for each number of rows of the profile.
-        found: of a lookup, the share of the tokens that came from steps that found guesses; None stands for all.
-        made: how many guesses a step made that made some, on average; of a plan with a confidence, on average over all
-            steps. None stands for as many as the plan allows.
-        full: of both, seconds of a step in which every row makes as many guesses as the plan allows.
-        behind: of a lookup with another drafter behind it, what that guesses.
+        found: for a lookup, the share of the tokens that came from steps that found guesses; None stands for all.
+        made: how many guesses a step makes, on average over the steps that made some; for a plan with a confidence,
+            over all steps. None stands for as many as the plan allows.
+        full: for a lookup or a plan with a confidence, seconds of a step in which every row makes as many guesses as
+            the plan allows.
+        behind: for a lookup with another drafter behind it, what that drafter guesses.
     """
 
     plan: Plan
@@ -61,50 +62,51 @@ class Arm:
     behind: Behind | None = None
 
     def kept(self, odds: float = 1.0) -> float:
-        """Return how many guesses are accepted, on average, by a step that made some, those `behind` left aside.
+        """Return how many guesses are accepted, on average over steps that made some, without those `behind`.
 
         Args:
-            odds: how many times as often as measured a guess stays whose predecessors did; so the deeper guesses
-                suffer, or gain, most.
+            odds: how many times as often as measured a guess stays if all guesses before it did. It applies once for
+                every level, so deeper guesses lose or gain most.
         """
         total = sum(_survival(self.survival, odds))
         return total if self.varies else min(total, self.guesses)
 
     def kept_behind(self, odds: float = 1.0) -> float:
-        """Return how many guesses a step accepts that found none itself; none where no other drafter is behind."""
+        """Return how many guesses a step accepts whose lookup found none; 0 without another drafter behind it."""
         return 0.0 if self.behind is None else self.behind.kept(odds)
 
     @cached_property
     def varies(self) -> bool:
-        """Whether every step makes as many guesses as its drafter is sure of, more in one text than in another."""
+        """Whether every step makes as many guesses as its drafter is sure of, which differs from text to text."""
         return self.plan.confidence is not None and self.found is None
 
     @cached_property
     def guesses(self) -> float:
-        """How many guesses a step makes that makes some, those `behind` left aside."""
+        """How many guesses a step makes, on average over steps that make some, without those `behind`."""
         return self.plan.max_nodes if self.made is None else self.made
 
     @cached_property
     def usual_share(self) -> float:
-        """The share of steps that make guesses, those `behind` left aside, as measured."""
+        """The share of steps that make guesses, as measured, without those `behind`."""
         return self.share()
 
     @cached_property
     def usual(self) -> float:
-        """How many guesses a step makes, on average over all steps, those `behind` left aside."""
+        """How many guesses a step makes, on average over all steps, without those `behind`."""
         return self.usual_share * self.guesses
 
     @cached_property
     def usual_behind(self) -> float:
-        """How many guesses are made behind a lookup that found none, on average over all steps."""
+        """How many guesses are made behind a lookup that found none, on average over all steps of both kinds."""
         return 0.0 if self.behind is None else (1 - self.usual_share) * self.behind.made
 
     def share(self, growth: float = 1.0, kept: float | None = None, behind: float | None = None) -> float:
-        """Return the share of steps that make guesses, those `behind` left aside.
+        """Return the share of steps that make guesses, without those `behind`.
 
         Args:
             growth: how many times as many tokens as measured come from steps whose lookup found something.
-            kept, behind: how many guesses such a step accepts, and one that found nothing; as measured by default.
+            kept: how many guesses such a step accepts; by default as measured.
+            behind: the same for a step whose lookup found nothing.
         """
         if self.found is None:
             return 1.0
@@ -122,21 +124,21 @@ class Arm:
 
         Args:
             odds: see `kept`.
-            growth: see `share`; without one, a lookup finds as many times as much as guesses stay.
-            length: a step that finds some makes so many times as many as measured, see `stretched`.
-            behind: how many times as often as measured guesses behind a lookup stay; as those of the lookup without it.
+            growth: see `share`; by default the same as `odds`.
+            length: how many times as many guesses as measured are made by a step that finds some, see `stretched`.
+            behind: how many times as often as measured guesses behind a lookup stay; by default the same as `odds`.
         """
         kept, others = self.stretched(length, self.kept(odds)), self.kept_behind(odds if behind is None else behind)
         share = self.share(odds if growth is None else growth, kept, others)
         return share * kept + (1 - share) * others
 
     def stretched(self, length: float, kept: float) -> float:
-        """Return how many guesses are accepted where some are made: more of more, where a match bounds them.
+        """Return how many guesses a step that makes some accepts: `length` times as many if a match bounds them.
 
-        Of an arm that varies, guesses that its drafter is hardly sure of may be more, and no more of them stay.
+        Where an arm varies, a longer draft only adds guesses that its drafter is hardly sure of, and no more stay.
 
         Args:
-            kept: as many as are where as many are made as measured.
+            kept: how many are accepted when as many guesses are made as measured.
         """
         bounded = not self.varies and self.plan.factor is not None
         return min(self.plan.depth, min(length, self.most_length) * kept) if bounded else min(self.plan.depth, kept)
@@ -145,8 +147,9 @@ class Arm:
         """Return how many times as many guesses as measured it makes, over all steps; no more than it can.
 
         Args:
-            share: of the steps, see above.
-            length: how many times as many where some are made, `behind` where another drafter makes them.
+            share: of the steps that make guesses, see `share`.
+            length: how many times as many are made by a step that makes some.
+            behind: the same where another drafter makes them.
         """
         times = share / self.usual_share * min(length, self.most_length)
         if not self.usual_behind:
@@ -154,7 +157,7 @@ class Arm:
         return times, (1 - share) / (1 - self.usual_share) * min(behind, self.most_behind)
 
     def times_at(self, odds: float) -> Times:
-        """Return how many times as many guesses it makes in a text whose guesses stay so many times as often."""
+        """Return how many times as many guesses it makes in a text whose guesses stay `odds` times as often."""
         share = self.share(odds, self.kept(odds), self.kept_behind(odds))
         return self.made_times(share, odds if self.varies else 1.0, odds)
 
@@ -165,12 +168,12 @@ class Arm:
 
     @cached_property
     def most_behind(self) -> float:
-        """How many times as many guesses as measured can be made behind its lookup."""
+        """How many times as many guesses as measured can be made behind its lookup when that finds none."""
         return 1.0 if self.behind is None else self.plan.max_nodes / self.behind.made
 
 
 def _survival(shares: Sequence[float], odds: float) -> Iterator[float]:
-    """Give the shares of steps in which the first guess stays, the second, …; none stays whose predecessor did not."""
+    """Give the shares of steps in which the first, the second, … guess stays; no share is above the one before it."""
     factor, before = 1.0, 1.0
     for survived in shares:
         factor *= odds

@@ -1,7 +1,7 @@
 """The engine for asyncio: many tasks add requests, one thread steps.
 
-PyTorch works in that thread alone; the event loop is never held up by a step. Whoever stops listening (a cancelled
-task, a closed stream) takes the request out.
+PyTorch runs in that thread only, so that no step holds up the event loop. A caller that stops listening (a cancelled
+task, a closed stream) aborts its requests.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class ClosedError(DraftsmithError):
-    """Nothing is decoded any more: whoever owns the engine has closed it."""
+    """The engine was closed by its owner and decodes nothing any more."""
 
 Inbox = asyncio.Queue[Chunk | BaseException]
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """The requests of one caller, and where it listens."""
+    """The requests of one caller, and the inbox where it listens."""
 
     requests: list[Request]
     loop: asyncio.AbstractEventLoop
@@ -46,18 +46,18 @@ class _Call:
 
 
 class AsyncEngine:
-    """Use as `async with AsyncEngine(engine) as served:`; the engine belongs to it until then.
+    """Serves many asyncio tasks with one engine, which it owns inside `async with AsyncEngine(engine) as served:`.
 
     A step that fails stops it for good, unless `spare_failures` are given: every caller gets the error, and the engine
     must not be used again.
 
     Args:
         engine: what decodes.
-        max_waiting: most calls that are in at once, running or waiting; who comes then waits in `generate` or `stream`
-            until one has ended, and they are let in in the order in which they came, whatever their priority.
-        spare_failures: so many steps may fail before it stops for good. Then only those calls get the error that were
-            in; others go on, and once a text has come to its end the count begins anew.
-        on_step: is called in the thread that steps with what every step brought; it must not raise.
+        max_waiting: most calls that are in at once, running or waiting for a slot. Further calls wait in `generate` or
+            `stream` until one has ended, and are let in in order of arrival, whatever their priority.
+        spare_failures: how many steps may fail without stopping it for good. Such a failure ends only the calls that
+            are in at that moment, with its error; the count restarts whenever a text comes to its end.
+        on_step: called in the thread that steps, with what every step brought; it must not raise.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class AsyncEngine:
         self._stopping = False
         self._failure: BaseException | None = None
         self._step_began: float | None = None  # None between steps
-        # By the id of a request; of the thread that steps alone.
+        # By request id; only the thread that steps uses it.
         self._listeners: dict[int, _Call] = {}
 
     async def __aenter__(self) -> "AsyncEngine":
@@ -100,7 +100,7 @@ class AsyncEngine:
         await self.close()
 
     async def close(self) -> None:
-        """Stop at the next step; whoever still listens gets an error."""
+        """Stop once the current step has ended; callers that still listen get `ClosedError`."""
         with self._work:
             self._stopping = True
             self._work.notify()
@@ -115,7 +115,7 @@ class AsyncEngine:
 
     @property
     def step_s(self) -> float:
-        """For how many seconds the step that runs now has been running; 0 where none runs."""
+        """Seconds for which the current step has been running; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -144,8 +144,8 @@ class AsyncEngine:
             plan, drafter: shape of its drafts and who makes them; None leaves it to the engine's policy.
             namespace, shows_drafts: see `Engine.admit_call`.
             priority: among the calls that are in, the larger, the sooner its turn comes; see `max_waiting`.
-            timeout: seconds from this call, also while its constraint is compiled, its prompt made into tokens, and it
-                waits for room, after which it ends with what it has, `finish_reason` being "deadline"; None for none.
+            timeout: seconds from this call, which include compiling its constraint, tokenizing its prompt, and waiting
+                for room. Then it ends with what it has and the `finish_reason` "deadline". None for no limit.
 
         Raises:
             DraftsmithError: for a request that the engine refuses, and when the engine is not running.
@@ -153,9 +153,9 @@ class AsyncEngine:
         self._check_running()
         check_timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
-        # Tokenizers take long enough over a long prompt to keep the loop from others.
+        # Runs in another thread, because tokenizing a long prompt would hold up the event loop.
         def admitted() -> list[Request]:
-            # Fast tokenizers must not be called by two threads at once where truncation or padding is set.
+            # Two threads must not call a fast tokenizer at once where truncation or padding is set.
             with self._admitting:
                 return self.engine.admit_call(
                     [prompt], params, plan, priority, timeout,
@@ -192,9 +192,9 @@ class AsyncEngine:
             self._room.release()
 
     async def compile(self, constraint: Constraint) -> None:
-        """Make a constraint ready, so that requests with it need not wait for that; see `Grammars.compiled`.
+        """Compile a constraint, so that requests with it need not wait for that; see `Grammars.compiled`.
 
-        One at a time, in a thread of its own: a hard one takes a while, and nobody else's prompt shall wait for it.
+        One at a time, in a thread of its own: a hard one takes a while, and the prompts of other calls must not wait.
         """
         if self.engine.grammars.is_ready(constraint):
             return
@@ -235,7 +235,7 @@ class AsyncEngine:
             self._work.notify()
 
     def _part(self, call: _Call, unfinished: bool) -> None:
-        """Forget a call, and take out what it has unfinished. Never raises."""
+        """Forget a call, and abort its requests if some are unfinished. Never raises."""
         with self._work:
             self._calls.discard(call)
             if unfinished and not self._stopping:
@@ -249,7 +249,7 @@ class AsyncEngine:
             for request in call.requests:
                 self._listeners[self.engine.core.add(request)] = call
         except Exception as error:
-            # It parts when it reads this, and takes out those of its requests that are in.
+            # On reading this the caller parts (`_part`), which aborts those of its requests that were added.
             call.tell(error)
 
     def _leave(self, call: _Call) -> None:
@@ -270,7 +270,7 @@ class AsyncEngine:
             with self._work:
                 self._failure, self._stopping = error, True
             log.exception("the engine has stopped")
-            # Nothing is taken out of the core: after a failed step it may not even be able to.
+            # No request is aborted: after a failed step, that may fail too.
             self._tell_all(error, loop)
             return
         self._tell_all(ClosedError("the engine was closed before this text was finished."), loop)
@@ -290,11 +290,11 @@ class AsyncEngine:
             for command in commands:
                 command()
             progress = self._step()
-            self._note(progress)  # first, so that whoever has an answer finds it counted
+            self._note(progress)  # first, so that a caller who has an answer finds it counted
             self._hand_out(progress)
 
     def _step(self) -> list[Progress]:
-        """Advance everybody. If that fails, tell who was in, and go on as long as failures are spared."""
+        """Step the core. If that fails, tell the calls that were in, and go on unless too many steps have failed."""
         self._step_began = time.monotonic()
         try:
             progress = self.engine.core.step()
@@ -320,7 +320,7 @@ class AsyncEngine:
             self._on_step(progress)
 
     def _hand_out(self, progress: Iterable[Progress]) -> None:
-        """Give every caller its pieces; an event loop is woken once for all that listen there."""
+        """Give every caller its pieces, waking each event loop only once."""
         told: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, Chunk | BaseException]]] = {}
         for one in progress:
             call = self._listeners.get(one.request.id)
@@ -330,19 +330,20 @@ class AsyncEngine:
                 del self._listeners[one.request.id]
             try:
                 piece: Chunk | BaseException = chunk_of(one)
-            except Exception as error:  # a tokenizer is a program of somebody else's
+            except Exception as error:  # a tokenizer is third-party code
                 piece = error
             told.setdefault(call.loop, []).append((call.inbox, piece))
         for loop, pieces in told.items():
             _call_in(loop, partial(_deliver, pieces))
 
     def _tell_all(self, error: BaseException, loop: asyncio.AbstractEventLoop) -> None:
-        """Tell every caller, also those that were not in the core yet, why nothing more will come."""
+        """Tell every caller why nothing more will come, also those whose requests are not in the core yet."""
         with self._work:
             calls, self._calls = self._calls, set()
         for call in calls:
             call.tell(error)
-        # The first of those who wait for room wakes up, is told that the engine is closed, and so wakes the next.
+        # The first call that waits for room wakes up, finds the engine stopped, and by giving its place back wakes the
+        # next.
         _call_in(loop, self._room.release)
 
 
@@ -352,6 +353,6 @@ def _deliver(pieces: Iterable[tuple[Inbox, Chunk | BaseException]]) -> None:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Call a function in the thread of an event loop, unless that has closed, and nobody listens there any more."""
+    """Call a function in the thread of an event loop; does nothing once the loop has closed, as nobody listens then."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function)

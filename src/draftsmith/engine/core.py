@@ -1,8 +1,8 @@
-"""The core that everything else drives: requests come and go between steps, and a step serves all that are there.
+"""The core that all interfaces drive: requests come and go between steps, and a step serves all that are in.
 
     waiting → reading (a slot, and the prompt piece by piece) → decoding → finished
 
-Not safe for threads by itself: one caller at a time; `AsyncEngine` is for many.
+Not thread-safe: one caller at a time; `AsyncEngine` is for many.
 """
 
 import time
@@ -39,9 +39,9 @@ from draftsmith.types import CompileLevel, DraftsmithError
 
 @dataclass(slots=True)
 class Progress:
-    """What a step brought to one request: tokens, and whether they are the last, so that its `completion` is ready.
+    """What a step brought to one request: tokens, and whether it has finished, so that its `completion` is ready.
 
-    `made` says how the step came by them; None for the first token of a text, which comes with the prompt.
+    `made` says how the step produced the tokens; None for the first token of a text, which comes with the prompt.
     """
 
     request: Request
@@ -51,14 +51,14 @@ class Progress:
 
 
 class EngineCore:
-    """Adds, aborts and steps.
+    """Takes requests in (`add`), takes them out (`abort`), and advances all that are in (`step`).
 
     Args:
         target: the model.
-        drafters: what guesses ahead, by name; a policy chooses among them, the first where it names none. Without any
-            it decodes plainly.
-        policy: what every row drafts.
-        limits: sizes; see there.
+        drafters: what guesses ahead, by name. A choice of the policy that names none means the first. Without any
+            drafter it decodes plainly.
+        policy: decides what every row drafts.
+        limits: see `Limits`.
         compile: "off", "trace" or "full", see `runner_for`.
     """
 
@@ -75,7 +75,7 @@ class EngineCore:
         self._workers = workers(self.drafters.values())
         self.runner = runner_for(target, compile)
         slots = self.runner.slots(limits.max_batch)
-        # Drafters that work on the target's own cache write as much as they like there.
+        # Drafters that write into the target's own cache need room there.
         room = DRAFT_ROOM if any(drafter.borrows_layers for drafter in self._workers) else 1
         capacity = limits.max_length + DRAFT_ROOM + room
         blocks = -(-limits.max_tokens // BLOCK) + slots * ((DRAFT_ROOM + room) // BLOCK + 2)
@@ -87,7 +87,7 @@ class EngineCore:
             features=target.feature_size(taps) if keeps and limits.share else 0,
         )
         self.blocks = Blocks(self.cache)
-        # Rows of padding write where nobody reads.
+        # Padding rows write into slots that nobody reads.
         spare_slots = list(range(limits.max_batch, slots))
         for slot in spare_slots:
             self.blocks.reserve(slot, DRAFT_ROOM + BLOCK)
@@ -102,10 +102,10 @@ class EngineCore:
         self._ids = count()
         self._requests: dict[int, Request] = {}
         self._clock = Clock(target.device)
-        # A row's share of all seconds so far: what a request has cost is the difference between two readings.
+        # One row's share of the seconds of all steps so far; a request's cost is the difference between two readings.
         self._spent = {"target": 0.0, "drafter": 0.0, "rest": 0.0}
         self._inboxes: dict[int, deque[Progress]] = {}
-        # Whether drafters know where rows are, since none was there last.
+        # Whether the drafters were attached since the core last had no requests.
         self._attached = False
         if PREDICTED in self.drafters:
             raise DraftsmithError(f"a drafter is named {PREDICTED!r}, which stands for predictions; name it otherwise.")
@@ -119,13 +119,13 @@ class EngineCore:
     # ---- what callers use
 
     def add(self, request: Request, inbox: "deque[Progress] | None" = None) -> int:
-        """Let a request in; it waits until there is room. Returns its id.
+        """Take a request in; it waits until there is room. Returns its id.
 
         Args:
-            inbox: gets what every step brings to this request, whoever steps.
+            inbox: receives the `Progress` of this request from every step, whoever calls `step`.
 
         Raises:
-            DraftsmithError: when it can never fit, or a drafter with a memory is busy in another core.
+            DraftsmithError: when `check` refuses it, or a drafter with a memory is busy in another core.
         """
         self.check(request)
         choices = self.policy.choices if request.plan is None else (Choice(request.plan, request.drafter),)
@@ -147,7 +147,7 @@ class EngineCore:
         return request.id
 
     def abort(self, id: int) -> None:
-        """End a request now, wherever it is; one that has ended, or was never there, is left alone."""
+        """End a request now, whether it waits, reads or decodes; an id that is not in the core is ignored."""
         request = self._requests.get(id)
         if request is not None:
             self._inboxes.pop(id, None)
@@ -160,12 +160,12 @@ class EngineCore:
         return self.scheduler.has_work
 
     def step(self) -> list[Progress]:
-        """Advance every row that decodes, let in who fits, read pieces of prompts; say what came of it.
+        """Advance every decoding row, give slots to requests that fit, read pieces of prompts; return what it brought.
 
         A request appears at most once in what is returned. If anything raises, all requests end with an error, because
         nobody knows how far their rows came; the core goes on with those that are added later.
         """
-        if torch.is_grad_enabled():  # asking costs less than switching off what is off
+        if torch.is_grad_enabled():  # checking costs less than disabling gradients that are off already
             with torch.no_grad():
                 return self.step()
         try:
@@ -189,7 +189,7 @@ class EngineCore:
         return progress
 
     def check(self, request: Request) -> None:
-        """Raise DraftsmithError for a request that can never fit."""
+        """Raise DraftsmithError for a request that can never fit, or whose drafter or plan cannot be used."""
         if whole(request) > min(self.limits.max_length, self.limits.max_tokens):
             most = min(self.limits.max_length, self.limits.max_tokens)
             raise DraftsmithError(
@@ -204,7 +204,7 @@ class EngineCore:
             raise DraftsmithError(f"a request names the drafter {request.drafter!r} without a plan; give it one.")
 
     def check_plan(self, plan: Plan, drafter: str | None = None) -> None:
-        """Raise DraftsmithError for a plan that finds no room, or that a drafter, the first if None, cannot make."""
+        """Raise DraftsmithError for a plan with too many nodes, or too deep for the drafter (None means the first)."""
         name = next(iter(self.drafters)) if drafter is None else drafter
         deepest = self.drafters[name].max_depth
         if deepest is not None and plan.depth > deepest:
@@ -239,7 +239,7 @@ class EngineCore:
                 self._groups.enter(request, first.rows.context, b)
                 raw_TV = None if first.raw_logits_B1V is None else first.raw_logits_B1V[b]
                 progress.append(self._take(request, table[b], raw_TV))
-        # Where attention carries on what is no number, only a text that was read to a finite end is handed to others.
+        # Where attention spreads NaN between tokens, a prompt is shared only after its end gave finite logits.
         for piece in pieces:
             request = piece.request
             still_there = self.limits.share and request.slot >= 0 and not piece.stored
@@ -250,7 +250,7 @@ class EngineCore:
     def _decode(self) -> list[Progress]:
         """Advance every row, and hand its tokens to its request."""
         for rows in self._groups.rows:
-            # Who drafts in the target's own cache needs more places; whoever does not draft needs the next token's.
+            # A draft needs its nodes, and room for drafters that write here; plain decoding only one more place.
             room = rows.max_nodes + (self.scheduler.room if rows.depth else 1)
             for request in rows.requests:
                 needed = len(request.prompt) + len(request.tokens) + room
@@ -309,7 +309,7 @@ class EngineCore:
         tokens = line[2 : 2 + count]
         try:
             taken = request.commit(tokens)
-        except Exception as error:  # a tokenizer is a program of somebody else's
+        except Exception as error:  # a tokenizer is third-party code
             request.break_text(error)
             self._let_go(request)
             return Progress(request, [], True)
@@ -322,20 +322,20 @@ class EngineCore:
         if raw_TV is not None and request.params.logprobs is not None:
             request.logprobs += logprobs_of(raw_TV[:taken], tokens, request.params.logprobs)
         if raw_TV is not None and request.keeps_logits:
-            # A copy: what it was cut from holds the logits of all rows, and of guesses that were rejected.
+            # A copy, because a view would keep the logits of all rows and of rejected guesses in memory.
             request.raw_logits.append(raw_TV[:taken].to(torch.float32, copy=True))
         if request.finish_reason is not None:
             self._let_go(request)
         return Progress(request, tokens, request.finish_reason is not None)
 
     def _expire(self, request: Request) -> Progress:
-        """End a request whose deadline has passed; what it has stands."""
+        """End a request whose deadline has passed; its tokens so far stand."""
         request.finish("deadline")
         self._let_go(request)
         return Progress(request, [], True)
 
     def _let_go(self, request: Request) -> None:
-        """Free what a request that ended holds, for others to use or to share."""
+        """Free what an ended request holds, for others to use or to share."""
         del self._requests[request.id]
         if request.began:
             self._add_up(request)
@@ -346,14 +346,14 @@ class EngineCore:
             if request.slot >= 0 and not request.never_drafts:
                 for drafter in self._workers:
                     drafter.reset_rows([request.id])
-        finally:  # a row that nobody knows must not be decoded
+        finally:  # even if a drafter raises: a row without its request must not be decoded
             self._free(request)
 
     def _free(self, request: Request) -> None:
-        """Give back a request's place in the cache, keeping what others may begin with."""
+        """Give back a request's slot, keeping what other prompts may share."""
         stored: list[int] | None = None
         if request.error is not None:
-            pass  # nobody else shall begin with what could not be read
+            pass  # a text that could not be read must not be shared
         elif request.tokens:
             stored = request.prompt + request.tokens[:-1]
         elif self.target.backend.reads_apart:
@@ -370,7 +370,7 @@ class EngineCore:
         statistics.rest_s = self._spent["rest"] - began["rest"]
 
     def _break_off(self, error: BaseException) -> None:
-        """End everybody after a step that raised somewhere in the middle."""
+        """End all requests after a step that raised."""
         for request in list(self._requests.values()):
             request.fail(f"a step of the engine broke off ({type(error).__name__}: {error}); ask again.")
             # The device may be gone, and then freeing what lies on it raises as well.
@@ -382,7 +382,7 @@ class EngineCore:
         self._clock = Clock(self.target.device)
 
     def _attach(self, choices: Sequence[Choice]) -> None:
-        """Tell drafters where rows will be, now that none of them is theirs; they may have served another core."""
+        """Attach the drafters to this core's cache while they have no rows in it; they may have served another core."""
         first = next(iter(self.drafters))
         remember = [one for one in self._workers if one.reads_prompt or one.borrows_layers or one.observes]
         for drafter in remember:
@@ -396,7 +396,7 @@ class EngineCore:
             plans = [
                 choice.plan for choice in choices if drafter in workers([self.drafters[choice.drafter or first]])
             ]
-            # A request that comes while rows run may name any drafter.
+            # A request that is added while rows run may name any drafter.
             plans = plans or [drafter.default_plan(), *(choice.plan for choice in self.policy.choices)]
             if drafter.max_depth is not None:
                 plans = [plan.shortened(drafter.max_depth) for plan in plans]

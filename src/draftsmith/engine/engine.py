@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of one continuation as it streams: its tokens, its text, and the completion with the last piece.
+    """A piece of one continuation as it streams: its tokens and its text; the last piece carries the completion.
 
-    `logprobs` are those of its tokens, where they were asked for; `made` says how a step came by them.
+    `logprobs` are those of its tokens, if they were asked for; `made` says how a step produced the tokens.
     `prompt_logprobs` come with the first piece, see `Completion`.
     """
 
@@ -53,13 +53,13 @@ class Chunk:
 
 
 def check_timeout(seconds: float | None) -> None:
-    """Raise DraftsmithError for a time that no call can have."""
+    """Raise DraftsmithError for a timeout that is not above 0."""
     if seconds is not None and not seconds > 0:
         raise DraftsmithError(f"timeout is {seconds}; give seconds above 0, or leave it out.")
 
 
 class Engine:
-    """Decodes with a drafter, or plainly; the text is the target's own either way, unless a plan asks for less.
+    """Decodes with a drafter, or plainly; either way the text is the target's own, unless a plan is lossy.
 
     Calls may overlap: while one streams, another may start, and every step serves both.
 
@@ -67,23 +67,23 @@ class Engine:
         target: the model.
         drafter: what guesses ahead, or several by name for a policy to choose from; None is plain decoding.
         plan: shape of the drafts; None takes the drafter's own.
-        policy: chooses the draft of every row before every step, in the place of `plan` and `draft_rows`.
+        policy: chooses the draft of every row before every step, instead of `plan` and `draft_rows`.
         max_batch: most rows at a time; further prompts wait.
-        max_length: most tokens a row, prompt and output; None takes the target's context, on a GPU at most 4,096 of
-            it, because there the cache is memory from the start.
-        max_tokens_in_flight: most tokens that the texts of all rows may come to together, which bounds the memory of
-            keys and values; further prompts wait. None allows every row its `max_length`.
-        draft_rows: most rows at a time with which it still drafts; a busier engine decodes plainly, because then the
+        max_length: most tokens a row, prompt and output; None takes the target's context, on a GPU at most 4,096
+            tokens, because there the cache is allocated from the start.
+        max_tokens_in_flight: most tokens of all rows together, each with its prompt and `max_tokens`, which bounds the
+            memory of keys and values; further prompts wait. None allows every row its `max_length`.
+        draft_rows: drafts only while at most this many rows decode. With more it decodes plainly, because then the
             hardware has no idle arithmetic to check guesses with. None always drafts.
-        piece_tokens: most tokens of prompts that a step reads, and so what a running row waits for at most; None takes
-            512, and 2,048 while no row decodes.
-        share_prefixes: read and store once what prompts have in common, also with those of earlier calls.
-        compile: "off", "trace" or "full", see `Compiled`; `prepare` pays and tells the cost beforehand. Where one
-            native operator reads the target there is nothing to compile, and every level is "off".
-        threads: to compute with on a CPU, from here on, in the whole process: PyTorch has one number for all engines
-            and for whatever else it does, and this sets it as `torch.set_num_threads` does; only threads of Python
-            that have computed already keep what they began with. None leaves what is set; where nobody has chosen, a
-            container's quota is not exceeded. Under the native kernels no bit of a text depends on it.
+        piece_tokens: most prompt tokens that a step reads, which bounds how long a running row waits; None takes 512,
+            and 2,048 while no row decodes.
+        share_prefixes: read and store common beginnings of prompts only once, also across calls.
+        compile: "off", "trace" or "full", see `Compiled`; `prepare` compiles in advance and returns the seconds that
+            took. Where one native operator reads the target there is nothing to compile, and every level is "off".
+        threads: how many to compute with on a CPU. Like `torch.set_num_threads`, it sets one number for the whole
+            process from now on; only Python threads that have already computed keep the number they began with. None
+            changes nothing, except that a number which nobody chose is lowered to a container's quota. Under the
+            native kernels no bit of a text depends on it.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class Engine:
         limits = Limits(max_batch, self.max_length, in_flight, beside, alone, share_prefixes)
         _settle_threads(threads)
         self.grammars = Grammars(target)
-        """The grammars of constraints; `compiled` gets one ready before the request that needs it comes in."""
+        """The grammars of constraints; its `compiled` can prepare one before the request that needs it arrives."""
         self.core = EngineCore(target, drafters, policy, limits, compile)
-        """What decodes; adding to it and stepping it by hand is an interface of the engine like the others."""
+        """What decodes; adding requests to it and stepping it by hand is as much a public interface as the others."""
 
     @classmethod
     def from_pretrained(
@@ -214,7 +214,7 @@ class Engine:
                 yield chunk_of(progress)
 
     def prepare(self, batch: int = 1, plan: Plan | None = None) -> float:
-        """Run a few tokens so that everything of this batch size and plan is compiled; return the seconds it took."""
+        """Decode a few tokens, so that all code for this batch size and plan is compiled; return the seconds taken."""
         chosen = plan if plan is not None else self.plan
         clock = Clock(self.target.device)
         clock.start("all")
@@ -223,7 +223,7 @@ class Engine:
         return clock.stop()["all"]
 
     def pace(self, batch: int = 1, plan: Plan = NO_DRAFT, steps: int = 8) -> float:
-        """Return the seconds a step takes now, by decoding a few from an arbitrary prompt."""
+        """Return the seconds a step takes now, measured by decoding a few steps from an arbitrary prompt."""
         params = SamplingParams(max_tokens=max(2, min(1 + steps, self.max_length - 1)), ignore_eos=True)
         require_finished(self.generate([[0]] * batch, params, plan))
         statistics = [completion.statistics for completion in self.generate([[0]] * batch, params, plan)]
@@ -236,7 +236,7 @@ class Engine:
         return engine
 
     def under(self, policy: Policy, max_batch: int | None = None) -> "Engine":
-        """Return an engine of the same parts under another policy; with as many rows, unless `max_batch` says."""
+        """Return an engine of the same parts under another policy, and with another `max_batch` if one is given."""
         return self._again(policy, self.compiled, self.max_batch if max_batch is None else max_batch)
 
     def _again(self, policy: Policy, compile: CompileLevel, max_batch: int) -> "Engine":
@@ -264,13 +264,13 @@ class Engine:
         namespace: Namespace = 0,
         shows_drafts: bool = False,
     ) -> list[Request]:
-        """Check a whole call before anything of it runs; return its requests, which the core can take in.
+        """Check a whole call before any of it runs; return its requests, ready for `EngineCore.add`.
 
         Args:
             priority: the larger, the sooner their turn comes.
-            timeout: seconds after which they end with what they have; None for none.
-            drafter: who makes the drafts of `plan`, by its name in the engine's mapping; None is the first.
-            namespace: what prompts have in common is read once among calls of one namespace.
+            timeout: seconds after which they end with what they have; None for no limit.
+            drafter: which drafter makes the drafts of `plan`, by its name in the engine's mapping; None is the first.
+            namespace: prompts share common beginnings only with calls of the same namespace.
             shows_drafts: let `Chunk.made` show the guesses of every step.
         """
         check_timeout(timeout)
@@ -283,7 +283,7 @@ class Engine:
         return requests
 
     def _run(self, requests: list[Request]) -> Iterator[list[Progress]]:
-        """Step until these requests have ended, yielding what every step brought them; frees them however it ends."""
+        """Step until these requests have ended, yielding what every step brought; take them out however it ends."""
         core, inbox = self.core, deque[Progress]()
         told: set[int] = set()
         try:
@@ -302,7 +302,7 @@ class Engine:
                     break
                 if not inbox:
                     core.step()
-            # Somebody else may have ended some of them.
+            # Another caller may have ended some of them.
             silent = [request for request in requests if request.id not in told]
             if silent:
                 yield [Progress(request, [], True) for request in silent]
@@ -312,7 +312,7 @@ class Engine:
 
 
 def chunk_of(progress: Progress) -> Chunk:
-    """Return what a step brought to a request as a piece of its text; to be called once for each."""
+    """Return what a step brought to a request as a piece of its text; call it exactly once for each `Progress`."""
     request = progress.request
     text = request.text.take()
     logprobs = None

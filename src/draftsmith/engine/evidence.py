@@ -1,4 +1,4 @@
-"""What a fitted policy knows of a text: how often the guesses of every drafter stayed, and when to try again."""
+"""What a fitted policy knows about a text: how often the guesses of every drafter stayed, and when to try it again."""
 
 from dataclasses import dataclass
 
@@ -6,38 +6,38 @@ from draftsmith.engine.arm import Arm
 from draftsmith.engine.policy import RowHistory
 
 PRIOR, PRIOR_TOKENS = 6.0, 16.0
-"""Guesses, or steps, and tokens: so much evidence stands for what was measured, or for what other rows met, when a row
-begins."""
+"""How much evidence (guesses or steps, and tokens) a new row begins with, from what was measured or other rows met."""
 FIRST_WAIT, LONGEST_WAIT = 4, 384
-"""Steps without a drafter before it is tried; they grow as long as no trial leads to more."""
+"""Steps without a drafter before it is tried; the pauses grow as long as no trial leads to drafting."""
 LONGER, SAMPLED_LONGER = 2, 4
-"""So many times as long they are the next time. Greedy texts fall into loops; of a sampled one the first trials tell
-what comes."""
+"""How many times as long as the last pause the next one is. Greedy texts can still fall into loops, which are easily
+guessed; in a sampled text the first trials already show what is to come."""
 TRIAL, HOPELESS = 4, 3
-"""Steps that a trial lasts, and after which it ends if guesses were made and none has stayed; one guess tells next to
-nothing, and what a step costs is not seen at the first ones."""
+"""Steps that a trial lasts, and after which it ends early if guesses were made and none has stayed. One guess says next
+to nothing, and the first steps do not show yet what a step costs."""
 SIXTEENTHS, QUARTERS, MOST = 16, 4, 16
-"""How finely growths and lengths are told apart, see `Arm.accepted`; none is above so much."""
+"""Growths are rounded to sixteenths and lengths to quarters, see `Arm.accepted`; neither goes above `MOST`."""
 
 
 Stand = tuple[tuple[int, int, int], ...]
-"""For every guesser, which of the odds, which growth in sixteenths and which length in quarters."""
+"""For every guesser: the index of its odds in `ODDS`, its growth in sixteenths, and its length in quarters."""
 
 
 @dataclass(slots=True)
 class Evidence:
-    """How a guesser's guesses do in a text: those that stayed and that were expected to, both fading.
+    """How a guesser's guesses do in a text. All sums fade: older steps count less and less.
 
     Args:
-        tokens, found: of a lookup, tokens of steps that looked for guesses, and of those that found some, each of which
-            counts for as many as hold one such where that was measured; fading too.
-        finds, length_of_finds: of plans that more than their length bounds, steps that found some (of a drafter that
-            knows how likely its guesses are, all), and how many times as many guesses as such a step usually makes they
-            made together; fading too.
-        odds: which of `ODDS` follows.
-        since: steps since it was taken up, or laid aside.
+        accepted, expected: guesses that stayed, and guesses that were expected to stay.
+        tokens: for a lookup: tokens of all steps that looked for guesses.
+        found: for a lookup: tokens of the steps that found some, divided by the share of such tokens as measured.
+        finds: for plans whose drafts are bounded by a match or a confidence: steps that found guesses (with a
+            confidence, all steps).
+        length_of_finds: for these steps, the sum of the guesses made, each step's relative to what it usually makes.
+        odds: the index in `ODDS` that follows from `accepted` and `expected`.
+        since: steps since the guesser was last taken up or laid aside.
         wait: steps without it before it is tried.
-        trial: steps that are left of a trial, 0 where there is none.
+        trial: steps left of a trial, 0 if there is none.
         guessed, hit: whether a guess was made since the last trial began, and whether one has stayed.
     """
 
@@ -61,11 +61,11 @@ class Evidence:
 
     @property
     def length(self) -> int:
-        """How many times as many as measured are made where some are, in quarters."""
+        """How many times as many guesses as measured are made by a step that makes some, in quarters."""
         return min(max(1, round(QUARTERS * self.length_of_finds / self.finds)), QUARTERS * MOST)
 
     def looked(self, tokens: int, found: float, decay: float) -> None:
-        """Take in the tokens of a step of a lookup, and for how many they count; what was before fades."""
+        """Take in a lookup's step: its tokens, and how many they add to `found`; what was before fades."""
         self.found, self.tokens = decay * self.found + found, decay * self.tokens + tokens
 
     def made(self, length: float, decay: float) -> None:
@@ -73,14 +73,14 @@ class Evidence:
         self.length_of_finds, self.finds = decay * self.length_of_finds + length, decay * self.finds + 1
 
     def guess(self, stayed: int, expected: float, decay: float) -> None:
-        """Take in guesses of which so many stayed and were expected to; what was before fades."""
+        """Take in how many guesses stayed and how many were expected to; what was before fades."""
         self.accepted, self.expected = decay * self.accepted + stayed, decay * self.expected + expected
 
     def of_steps(self, history: RowHistory, seen: int, arm: Arm, kept: float, decay: float) -> None:
-        """Take in the steps of a text behind the first so many, in all of which a plan was drafted.
+        """Take in the steps of a text after the first `seen`, which all drafted by the plan of `arm`.
 
         Args:
-            kept: how many guesses a step of the plan that makes some accepts, as measured.
+            kept: how many guesses a step of this plan accepts if it makes some, as measured.
         """
         bounded = arm.varies or (arm.plan.factor is not None and arm.found is not None)
         for stayed, drafted, behind in history.steps(seen):
@@ -94,7 +94,7 @@ class Evidence:
                     self.made(length, decay)
 
     def of_steps_behind(self, history: RowHistory, seen: int, arm: Arm, kept: float, decay: float) -> None:
-        """Take in those of the same steps in which the lookup of a plan found nothing, so that another drafter guessed.
+        """Take in those of the same steps in which the plan's lookup found nothing, so that another drafter guessed.
 
         Args:
             kept: how many guesses such a step accepts, as measured.
@@ -108,15 +108,15 @@ class Evidence:
 
     @property
     def untold(self) -> int:
-        """Steps of a trial that tell nothing yet, before the one that may end it."""
+        """Steps that are left of a trial before the first one that may end it."""
         return max(0, HOPELESS - 1 - (TRIAL - self.trial))
 
     def begin(self) -> None:
-        """Begin to draft, for as long as a trial lasts at least."""
+        """Begin to draft, for at least as long as a trial lasts."""
         self.trial, self.guessed, self.hit = TRIAL, False, False
 
     def doubt(self) -> None:
-        """Begin a trial: what is known is of a while ago, and counts no more than what is known when a row begins."""
+        """Begin a trial: what is known is old, and so counts no more than what a new row begins with."""
         if self.expected > PRIOR:
             self.accepted, self.expected = self.accepted * PRIOR / self.expected, PRIOR
         if self.tokens > PRIOR_TOKENS:
@@ -126,7 +126,7 @@ class Evidence:
         self.guessed = self.hit = False
 
     def goes_on(self, steps: int = 1) -> bool:
-        """Count steps of a trial; return whether another one follows."""
+        """Count steps of a trial; return whether the trial goes on."""
         self.trial = max(0, self.trial - steps)
         if self.guessed and not self.hit and TRIAL - self.trial >= HOPELESS:
             self.trial = 0
@@ -134,15 +134,15 @@ class Evidence:
 
 
 def no_evidence(odds: int) -> Evidence:
-    """Return what is known where nothing was seen; the measured odds stand for it."""
+    """Return the evidence of no steps, at these odds."""
     return Evidence(0.0, 0.0, odds, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
 class RowEvidence:
-    """A row's evidence of every guesser, the steps of it that were looked at, and what it did last, 0 being nothing.
+    """A row's evidence of every guesser, how many of its steps were `seen`, and its last plan (`arm`, 0 is plain).
 
-    `trying` says that it did so to see whether guesses stay now, `sampled` that its tokens are drawn.
+    `trying` says that this plan was a trial, to see whether guesses stay now; `sampled` that its tokens are drawn.
     """
 
     evidence: list[Evidence]
@@ -158,5 +158,5 @@ class RowEvidence:
 
     @property
     def stand(self) -> Stand:
-        """How often guesses of every guesser stay here, how often it makes some, and how many."""
+        """For every guesser: how often its guesses stay here, how often it makes some, and how many; see `Stand`."""
         return tuple((one.odds, one.growth, one.length) for one in self.evidence)

@@ -1,4 +1,4 @@
-"""What every plan is expected to bring in a text, by what is known of the text."""
+"""What every plan is expected to bring in a text, from what is known about the text."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ from draftsmith.engine.known import ODDS
 from draftsmith.engine.profile import Costs
 
 MOST_STANDS = 4096
-"""So many texts' stands are remembered with what follows from them."""
+"""How many stands are remembered, with what follows from them."""
 
 
 class Expected:
@@ -18,24 +18,25 @@ class Expected:
 
     Args:
         arms: all plans, the first of which drafts nothing.
-        whose: which guesser decides each of the others; of one behind a lookup, the lookup is the guesser before it.
+        whose: the number of the guesser that decides each plan; where that one is behind a lookup, the lookup is the
+            guesser before it.
     """
 
     def __init__(self, arms: Sequence[Arm], whose: Sequence[int]) -> None:
         self.arms, self._whose = arms, whose
         self.kept = [[arm.kept(odds) for odds in ODDS] for arm in arms]
-        """Of every plan, the guesses that stay where some are made, at each of the odds."""
+        """For every plan, how many guesses stay where some are made, at each of the odds."""
         self.kept_behind = [[arm.kept_behind(odds) for odds in ODDS] for arm in arms]
-        """The same of guesses behind a lookup, where it finds none."""
+        """The same for guesses behind a lookup, where it finds none."""
         best = [_at_best(arm) for arm in arms]
         self.most = [tokens for tokens, _ in best]
-        """Of every plan, the tokens that a step brings at best."""
+        """For every plan, the tokens that a step brings at best."""
         self.most_times = [times for _, times in best]
-        """How many times as many guesses as measured it makes then."""
+        """How many times as many guesses as measured it makes at best."""
         self._stands: dict[Stand, tuple[list[float], list[Times]]] = {}
 
     def of(self, stand: Stand) -> tuple[list[float], list[Times]]:
-        """Return the tokens that every plan brings in such a text, and how many times as many guesses it makes."""
+        """Return the tokens a step that each plan brings in such a text, and its guesses relative to those measured."""
         found = self._stands.get(stand)
         if found is None:
             if len(self._stands) == MOST_STANDS:
@@ -88,7 +89,7 @@ class Expected:
 
 
 def _at_best(arm: Arm) -> tuple[float, Times]:
-    """Return the tokens that a step brings if all guesses stay that may, and how many times as many it makes then."""
+    """Return the tokens that a step brings at the highest odds, and how many times as many guesses it makes then."""
     odds, length = ODDS[-1], arm.most_length
     found = 1 + arm.accepted(odds, math.inf, length), arm.made_times(1.0, length)
     if arm.behind is None:
@@ -97,12 +98,12 @@ def _at_best(arm: Arm) -> tuple[float, Times]:
 
 
 def values_of(brings: Sequence[float], price: float, spent: Sequence[float]) -> list[float]:
-    """Return the tokens that every plan brings, less what its time costs."""
+    """Return the tokens that every plan brings, minus its time at a price in tokens a second."""
     return [tokens - price * took for tokens, took in zip(brings, spent, strict=True)]
 
 
 def beats(
     values: Sequence[float], price: float, spent: Sequence[float], one: int, other: int, times: float
 ) -> bool:
-    """Return whether a plan is so many times as fast as another."""
+    """Return whether plan `one` is more than `times` as fast as plan `other`."""
     return values[one] - values[other] > (times - 1) * (values[other] + price * spent[other])

@@ -1,8 +1,7 @@
-"""A policy that takes the plan which pays: by what drafts cost on this machine and how often they stay in this text.
+"""A policy that takes the plan that pays, by what drafts cost on this machine and how often guesses stay in this text.
 
 What a step costs comes from a `Profile`. How often guesses stay differs from text to text, so it is learnt while a row
-runs, from the steps that it has behind it and nothing else: what it answers does not depend on what is still to be
-drawn.
+runs, from the row's past steps and nothing else: no answer depends on what is still to be drawn.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,41 +30,42 @@ from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
 
 PATIENCE = 1.03
-"""Another plan has to be so many times as fast before it is taken, and any that drafts than plain decoding."""
+"""A change to another plan has to make decoding this many times as fast, and so does any draft against none."""
 CROWD_PATIENCE = 1.05
-"""So many times as fast before rows that do the same begin, or go on when others have joined them. Guesses bring some
-more than others: they no longer end together, and the last decode in steps that are hardly cheaper."""
+"""The same where several rows that take one plan begin to draft, or go on when others have joined them. Guesses bring
+some rows more than others: they no longer end together, and the last ones decode in steps that are hardly cheaper."""
 CHANGE_S, EARNED_BACK = 0.0002, 16
-"""About what a change of plan takes, whatever the target, and in how many steps it has to be earned back."""
+"""About how many seconds a change of plan takes, whatever the target, and within how many steps that must pay off."""
 LOST, SAMPLED_LOST = 0.02, 0.1
-"""The share of all tokens that trials of a drafter may cost in the long run; and of those written before the first one
-of a sampled text, which seldom turns to what is easily guessed."""
+"""The share of all tokens that trials of a drafter may cost in the long run; and, in a sampled text, the share of the
+tokens written before its first trial, because such a text seldom becomes easy to guess."""
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
-"""Rows that draft differently are groups, each of which costs a step some time whatever the target. Where that is more
-than this share of a step, all rows do the same."""
+"""Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
+more than this share of a step, all rows take the same plan."""
 REMINDERS, EARLY_WAIT = 5, 48
-"""Where all rows do the same and have drafted for `LONGEST_WAIT` steps, so many without a draft follow, to see what
-those cost now; sooner, where that was never seen with so many rows. Then those of the drafter's other plans follow
-that would be at least `NEARLY` as fast, each once: its costs may not be those that were measured."""
+"""Where all rows take the same plan and have drafted for `LONGEST_WAIT` steps, `REMINDERS` steps without a draft come
+next, to see what those cost now; after `EARLY_WAIT` if that was never timed with so many rows. Then the drafter's other
+plans that would be at least `NEARLY` as fast come, each once, because their costs may not be those that were measured.
+"""
 NEARLY, CLEARLY = 0.95, 1.5
-"""What seems so many times as fast as plain decoding is not doubted sooner: few measurements are as wrong as that."""
+"""A plan that seems `CLEARLY` times as fast as plain decoding is not checked early: few measurements are that wrong."""
 HELD, HELD_DRAFTING = 7, 7
-"""Steps without a draft, and with one, for which it need not be asked again, where all rows do the same."""
+"""Steps without a draft, and with one, for which it need not be asked again, where all rows take the same plan."""
 NOBODY = -1
 
 
 class Fitted(Policy):
-    """A plan for every row, chosen step by step, that together bring the most tokens a second.
+    """Chooses a plan for every row, step by step, so that all rows together get the most tokens a second.
 
     Time has a price: the tokens a second that all rows together can have. Each row takes the plan that brings most
-    after paying for the time it takes, so that in a crowd only those draft whose guesses stay. Of a small target, whose
-    steps are short, all rows take the same plan. What does not pay in a text is tried again after growing pauses, and
-    so is another drafter where there are several.
+    after paying for its time, so that in a crowd only rows whose guesses stay draft. With a small target, whose steps
+    are short, all rows take the same plan. What does not pay in a text is tried again after growing pauses, and so is
+    another drafter where there are several.
 
     Args:
         drafters: what was measured of one drafter or of several.
-        clock: tells seconds, by which it learns what steps cost now: a machine is slower at some times than at others,
-            and not for all plans alike. None takes what was measured for ever.
+        clock: returns seconds, from which it learns what steps cost now: a machine is slower at some times than at
+            others, and not equally for all plans. None relies on the measured costs for ever.
     """
 
     def __init__(self, *drafters: Known, clock: Callable[[], float] | None = None) -> None:
@@ -84,17 +84,18 @@ class Fitted(Policy):
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
         self._steps = [0] * len(self._arms)
         self._costs = StepCosts(self._arms, [first, *(known.profile for _, known, _ in owned)])
-        self._tokens = 0.0  # of a row's text, on average over those that were looked at last
+        self._tokens = 0.0  # the length of a row's text, on average over the rows that were looked at last
         self._pace = Pace(self._whose, clock)
         self._learnt = Learnt(self._guessers, self._whose, self._expected)
-        # What rows do that do the same, how many decoded at the last question, which, and after how many steps.
+        # Where all rows take the same plan: what is known about them together; and, of the last question, how many rows
+        # decoded, which ones, and how many steps they had behind them.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in self._guessers], 0)
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
-        self._taken = 0  # which plan all rows took last, the steps included that remind of plain ones
+        self._taken = 0  # which plan all rows took last, reminders included
         self._drafting = 0  # steps since one without a draft
-        # After how many of them another plan follows, to see what it costs: which, and for how many steps more.
+        # After how many of those a reminder follows, to see what another plan costs; which plan, and the steps left.
         self._until, self._other, self._left = LONGEST_WAIT, 0, 0
-        self._unasked = 0  # steps since the last question that nobody asked about
+        self._unasked = 0  # steps taken without a question since the last one
         self._reasons: Sequence[Reason] = ()
         self._hopeless: dict[tuple[int, float], bool] = {}
 
@@ -108,13 +109,13 @@ class Fitted(Policy):
 
     @property
     def steps(self) -> Sequence[int]:
-        """How many steps of a row took each of `choices`."""
+        """How many steps, counted row by row, took each of `choices`."""
         self._count_unasked()
         return self._steps
 
     @property
     def typical(self) -> Arm:
-        """The plan for one row of a text like those that were measured."""
+        """The fastest plan for a single row whose text is like those that were measured."""
         speeds = [
             (1 + arm.accepted()) / took for arm, took in zip(self._arms, self._costs.of(1).seconds, strict=True)
         ]
@@ -180,7 +181,7 @@ class Fitted(Policy):
         self._unasked = 0
         same = self._asked is not None and self._asked[:2] == (count, rows)
         if same and not crowd.arm and all(own.since + 1 < own.wait for own in crowd.evidence):
-            # Nothing was drafted, so nothing was learnt; this is asked often, and has to cost next to nothing.
+            # Nothing was drafted, so nothing was learnt. This case is frequent, and must cost next to nothing.
             self._tokens += passed
             for own in crowd.evidence:
                 own.since += 1
@@ -221,9 +222,9 @@ class Fitted(Policy):
         return self._taken
 
     def _remind(self, count: int, values: Sequence[float], price: float, spent: Sequence[float]) -> int:
-        """Return what all rows do now: as was settled, or another plan, to see what it costs."""
+        """Return the plan that all rows take now: the settled one, or another as a reminder, to see what it costs."""
         crowd = self._crowd
-        # A trial goes first, as it counts its steps; and nothing is tried where it cannot be timed.
+        # Not during a trial, which counts its steps, and not where steps cannot be timed.
         if not crowd.arm or crowd.evidence[self._whose[crowd.arm]].trial or not self._pace.is_timing:
             self._left = 0
         elif not self._left:
@@ -239,12 +240,12 @@ class Fitted(Policy):
     def _next_reminder(
         self, count: int, values: Sequence[float], price: float, spent: Sequence[float]
     ) -> tuple[int, int, int]:
-        """Return after how many steps of drafting how many follow of which plan, to see what it costs."""
+        """Return the next reminder: after how many steps of drafting, for how many steps, and with which plan."""
         pace, arm = self._pace, self._crowd.arm
         clear = beats(values, price, spent, arm, 0, CLEARLY)
         if not pace.has_seen(count, 0) and not clear:
             return EARLY_WAIT, REMINDERS, 0
-        # By as much as it brings less after paying for its time it is slower.
+        # A plan is slower by as much as it brings less after paying for its time.
         unseen = [
             one for one in self._of[self._whose[arm]]
             if one != arm and not pace.has_seen(count, one)
@@ -253,7 +254,7 @@ class Fitted(Policy):
         return (EARLY_WAIT, REMINDERS, max(unseen, key=values.__getitem__)) if unseen else (LONGEST_WAIT, REMINDERS, 0)
 
     def _count_unasked(self) -> None:
-        """Count the steps, all alike, that were taken since the last question and that nobody asked about."""
+        """Count the steps that were taken without a question since the last one, all with the same plan."""
         if self._asked is None:
             return
         count, rows, before = self._asked
@@ -267,9 +268,9 @@ class Fitted(Policy):
             self._asked = (count, rows, before + unasked)
 
     def _measured_s(self, rows: Sequence[RowHistory], costs: Costs) -> float:
-        """Return the seconds that a row's share of the last steps, all alike, would have taken when it was measured.
+        """Return the seconds of a row's share of one of the last steps, all with one plan, by the measured costs.
 
-        With as many guesses as were really made, where that differs from step to step.
+        Where the number of guesses differs from step to step, it counts as many as were really made.
         """
         arm = self._arms[self._taken]
         if not arm.full:
@@ -291,13 +292,13 @@ class Fitted(Policy):
         self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float],
         hoped: Callable[[int], float], rows: int = 1, patience: float = PATIENCE, passed: int = 1,
     ) -> int:
-        """Return the plan of a row, or of so many rows that do the same; none is changed for a little.
+        """Return the plan of a row, or of `rows` rows that take the same one; a small gain changes nothing.
 
         Args:
             spent: seconds that every plan takes here.
-            hoped: tells those that one would take if all guesses stayed that may.
+            hoped: returns the seconds that a plan would take in the best case.
             patience: how many times as fast as plain decoding a plan has to be.
-            passed: steps since the last time.
+            passed: steps since the last call.
         """
         best = max(range(1, len(values)), key=values.__getitem__)
         change = CHANGE_S / rows
@@ -317,7 +318,7 @@ class Fitted(Policy):
                 own.begin()  # a few guesses that fail say little
             elif taken and own.since >= TRIAL:
                 own.wait = FIRST_WAIT
-        # What drafts of several rows have to bring for a trial to lead to anything.
+        # How many more tokens drafts of several rows have to bring for a trial to lead to drafting.
         extra = 0.0 if chosen or rows == 1 else (patience - 1) * (values[0] + price * spent[0])
         tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, extra, change)
         row.trying = tried != chosen or (on_trial and row.trying)
@@ -327,20 +328,20 @@ class Fitted(Policy):
         self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, hoped: Callable[[int], float],
         extra: float, change: float,
     ) -> int:
-        """Return the plan of a drafter whose turn it is; none is tried that could not pay if all its guesses stayed."""
+        """Return a plan of a guesser whose trial is due, or else `chosen`; none is tried that could not pay at best."""
         for number, own in enumerate(row.evidence):
             if own.since < own.wait or number in self._learnt.told[chosen]:
                 continue
             highest = max(
                 (self._expected.most[arm] - price * hoped(arm) for arm in self._of[number]), default=values[chosen]
             )
-            # Asked again after as long a pause, not at every step until then.
+            # If it is not tried now, the next question comes after as long a pause, not at every step.
             own.since = 0
             if highest <= values[chosen] + extra:
-                own.wait = max(own.wait, HELD + 1)  # that is asked again as seldom as plain steps are
+                own.wait = max(own.wait, HELD + 1)  # so that this does not shorten how long an answer holds
                 continue
             best = max(self._of[number], key=values.__getitem__)
-            # What nearly pays is tried oftener: a trial costs little then, and much is lost where it would succeed.
+            # What nearly pays is tried more often: its trial costs little, and without it much could be missed.
             loss = TRIAL * (values[chosen] + extra - values[best]) + 2 * price * change
             longest, soonest = max(FIRST_WAIT, round(loss / LOST)), min(LONGEST_WAIT, round(loss / SAMPLED_LOST))
             if row.sampled and own.wait < soonest:
@@ -355,7 +356,7 @@ class Fitted(Policy):
         self, row: RowEvidence, values: Sequence[float], price: float, seconds: Sequence[float], count: int,
         patience: float = PATIENCE,
     ) -> Weighed:
-        """Return why a row does what it was just settled that it does."""
+        """Return why a row takes the plan that was just settled."""
         at = row.arm or max(range(1, len(values)), key=values.__getitem__)
         kind: Label = "does_not_pay"
         if row.arm:
@@ -366,7 +367,7 @@ class Fitted(Policy):
             kind = "text_too_long"
         whose = self._whose[at]
         own = row.evidence[whose]
-        first = row.evidence[self._learnt.told[at][0]]  # the lookup, where somebody guesses behind one
+        first = row.evidence[self._learnt.told[at][0]]  # the lookup, if `own` guesses behind one
         odds, growth, length = ODDS[first.odds], first.growth / SIXTEENTHS, first.length / QUARTERS
         return Weighed(
             kind, self._arms, seconds, at, self._of[whose], odds, growth, length, ODDS[own.odds], price, patience - 1,
@@ -374,19 +375,19 @@ class Fitted(Policy):
         )
 
     def _is_hopeless(self, count: int, patience: float) -> bool:
-        """Return whether in a step of so many rows too little would be gained even if all guesses stayed."""
+        """Return whether, with so many rows, too little would be gained even if all guesses stayed."""
         found = self._hopeless.get((count, patience))
         if found is None:
             found = self._hopeless[count, patience] = self._most_gain(self._costs.of(count)) <= patience
         return found
 
     def _most_gain(self, costs: Costs) -> float:
-        """Return how many times as fast as plain decoding some plan would be if all guesses stayed."""
+        """Return how many times as fast as plain decoding the best plan would be if all guesses stayed."""
         hoped = costs.grown(self._expected.most_times)
         most = [1 + choice.plan.depth for choice in self._choices]
         return max(tokens * hoped[0] / took for tokens, took in zip(most[1:], hoped[1:], strict=True))
 
 
 def length_of(rows: Sequence[RowHistory]) -> float:
-    """Return how many tokens their texts have, on average."""
+    """Return how many tokens the rows' texts have, on average, prompts included."""
     return sum(row.prompt_tokens + row.written for row in rows) / len(rows)

@@ -1,4 +1,4 @@
-"""A drafter whose failures cost its guesses and nothing else: for whoever serves people who did not choose it."""
+"""A drafter whose failures cost its guesses and nothing else: for servers, whose clients did not choose the drafter."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -14,20 +14,20 @@ log = logging.getLogger(__name__)
 
 
 class Guarded(Drafter):
-    """Drafts as another drafter does; where that raises, or returns what does not fit its plan, it guesses nothing.
+    """Drafts as another drafter does; where that raises, or returns a draft that does not fit, it guesses nothing.
 
-    Guesses never change a text, so it goes on as without them. Guesses after a failure may be worse where the drafter
-    has a memory.
+    Guesses never change a text, so decoding goes on without them. After a failure, a drafter with a memory may guess
+    worse.
 
     Args:
-        inner: who guesses.
+        inner: the drafter that guesses.
         name: what to call it in the log.
-        vocab_size: of the target; a guess that is none of its tokens would end everybody's step. On a GPU nobody looks,
-            because that waits for the device.
+        vocab_size: of the target; a guess outside its vocabulary would fail the step of all rows. Not checked on a GPU,
+            because that would wait for the device.
     """
 
     def __init__(self, inner: Drafter, name: str, vocab_size: int) -> None:
-        # The engine works with the parts of a drafter by themselves, and they may fail there.
+        # The engine also calls the parts of a drafter directly, and they may fail there.
         self._guarded = [Guarded(part, name, vocab_size) for part in inner.parts]
         self.inner = inner.with_parts(self._guarded) if self._guarded else inner
         self.name, self._vocab_size, self.parts = name, vocab_size, tuple(self._guarded)
@@ -38,7 +38,7 @@ class Guarded(Drafter):
         self.in_python = inner.in_python
 
     def __eq__(self, other: object) -> bool:
-        """Whether it guards the same drafter, which an engine then works with once."""
+        """Whether it guards the same drafter, so that an engine works with that drafter only once."""
         return isinstance(other, Guarded) and self.inner is other.inner
 
     def __hash__(self) -> int:
@@ -50,11 +50,11 @@ class Guarded(Drafter):
         return self._failures + sum(part.failures for part in self._guarded)
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        """Return the other's draft if it is one for this plan, and an empty one otherwise."""
+        """Return the inner drafter's draft if it fits this plan, and an empty one otherwise."""
         try:
             draft = self.inner.propose(context, plan)
             _check(draft, len(context.rows_B), plan, self._vocab_size)
-        except Exception as error:  # whatever it is, the text does not need it
+        except Exception as error:  # whatever failed, the text does not depend on it
             self._note(error)
             return empty_draft(context)
         return draft

@@ -1,4 +1,4 @@
-"""What a fitted policy was told of a drafter, and which of its plans may ever pay."""
+"""What was measured of a drafter for a fitted policy, and which of its plans may ever pay."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,11 +7,11 @@ from draftsmith.engine.arm import MOST_ODDS, Arm
 from draftsmith.engine.profile import Profile
 
 ODDS = tuple(at / 20 for at in range(round(20 * MOST_ODDS) + 1))
-"""How many times as often as measured a guess may stay; see `Arm.accepted`."""
+"""The odds that are told apart: how many times as often as measured guesses may stay; see `Arm.accepted`."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of rows for which plans are compared beforehand."""
 NEARLY = 0.95
-"""A plan is kept that is somewhere so near to the best: which of them is, is only learnt while they are used."""
+"""A plan is kept if it is somewhere this near to the best; which of them is really best is only learnt in use."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,9 @@ class Known:
     """One of the engine's drafters, with what was measured of it.
 
     Args:
-        name: by which the engine has it; None is its first.
-        hope: it never drafts, and so costs nothing at all, where nothing would be gained even with these odds, see
-            `Arm.accepted`.
-        rows: nor where nothing would be gained with so many rows; None asks whether there is any number of rows.
+        name: its name in the engine; None is the engine's first.
+        hope: if nothing would be gained even at these odds (see `Arm.accepted`), it never drafts, and so costs nothing.
+        rows: the number of rows with which it has to gain something; for None, a gain with any number is enough.
     """
 
     profile: Profile
@@ -48,7 +47,7 @@ class Known:
 
     @property
     def guessers(self) -> tuple["Guesser", ...]:
-        """Those whose guesses are told apart; the first of two is the lookup."""
+        """The guessers whose guesses are told apart: one, or a lookup and then the one behind it."""
         with_others = tuple(arm for arm in self.useful if arm.behind is not None)
         alone = tuple(arm for arm in self.useful if arm.behind is None)
         return Guesser(self, alone), *([Guesser(self, with_others, True)] if with_others else ())
@@ -56,11 +55,12 @@ class Known:
 
 @dataclass(frozen=True)
 class Guesser:
-    """A drafter or, of one that looks up first, the lookup or who guesses behind it.
+    """A drafter; or, of a drafter that looks up first, either its lookup or the part that guesses behind it.
 
     Args:
-        arms: the plans for which its guesses decide: those of a lookup alone or, of who is behind it, those of both.
-        behind: it guesses where the guesser before it finds nothing.
+        arms: the plans that are decided by its guesses: for a lookup, those where it drafts alone; for the part behind
+            it, those where both draft.
+        behind: whether it guesses where the guesser before it finds nothing.
     """
 
     known: Known

@@ -1,4 +1,4 @@
-"""What a fitted policy has learnt of every row, and of all rows together, for those that begin later."""
+"""What a fitted policy has learnt about every row, and about all rows together for those that begin later."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Sampled
 
 DECAY, COMMON_DECAY = 0.93, 0.999
-"""What a step counts after the next one: for its own row, and for rows that begin later."""
+"""By what a step's weight is multiplied at every further step: for its own row, and for rows that begin later."""
 USUAL = ODDS.index(1.0)
 
 
 class Learnt:
-    """The evidence of every row, taken in from its history when it is asked for.
+    """The evidence of every row, updated from its history when it is asked for.
 
     Args:
         guessers: those whose guesses are told apart.
-        whose: which of them decides each plan; the first plan drafts nothing.
+        whose: the number of the guesser that decides each plan; the first plan drafts nothing.
         expected: how many guesses stay with each plan.
     """
 
@@ -29,17 +29,17 @@ class Learnt:
         self.told: list[tuple[int, ...]] = [
             (at - 1, at) if plan and guessers[at].behind else (at,) if plan else () for plan, at in enumerate(whose)
         ]
-        """Of which guessers a step of each plan tells: who decides it, and the lookup before."""
+        """For each plan, the guessers that its steps give evidence about: the deciding one, and a lookup before it."""
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
-        # Of all rows, greedy ones and sampled ones apart, of whose guesses fewer stay.
+        # Over all rows: greedy and sampled ones apart, since fewer guesses stay in sampled ones.
         self._common = {sampled: [no_evidence(USUAL) for _ in guessers] for sampled in (False, True)}
 
     def knows(self, history: RowHistory) -> bool:
-        """Return whether a row was asked about before."""
+        """Return whether `of` was asked about a row before."""
         return history in self._rows
 
     def of(self, history: RowHistory) -> RowEvidence:
-        """Return what is known of a row, its last steps included."""
+        """Return what is known about a row, its last steps included."""
         row, steps = self._rows.get(history), len(history.accepted)
         if row is None:
             evidence = [self._begin(number, history.sampled) for number in range(len(self._guessers))]
@@ -68,12 +68,12 @@ class Learnt:
         own.odds = _odds_of(table, own.accepted / own.expected * kept)
 
     def _table(self, number: int, arm: int) -> Sequence[float]:
-        """Return how many guesses of a guesser stay with a plan, at each of the odds."""
+        """Return how many guesses of a guesser stay under a plan, at each of the odds."""
         expected = self._expected
         return expected.kept_behind[arm] if self._guessers[number].behind else expected.kept[arm]
 
     def _begin(self, number: int, sampled: bool) -> Evidence:
-        """Return what stands for a guesser's evidence in a new text: what was measured, and that of other texts."""
+        """Return the evidence that a guesser begins a new text with, from what was measured and from other texts."""
         guesser, common = self._guessers[number], self._common[sampled][number]
         measured = guesser.known.profile.sampled if sampled else Sampled()
         usually = measured.behind if guesser.behind else measured.stayed
@@ -87,5 +87,5 @@ class Learnt:
 
 
 def _odds_of(table: Sequence[float], kept: float) -> int:
-    """Return the odds at which so many guesses are accepted, of those that are at each of them."""
+    """Return the index of the lowest odds at which at least `kept` guesses are accepted, by a table for all odds."""
     return min(bisect_left(table, kept), len(ODDS) - 1)

@@ -1,16 +1,16 @@
-"""How much a core takes on."""
+"""How much a core takes on at once."""
 
 from dataclasses import dataclass
 
 DRAFT_ROOM = 256
-"""Places behind a row's text that the nodes of a draft may take."""
+"""Cache places after a row's text that the nodes of a draft may take."""
 PIECE_TOKENS = 512
-"""Tokens of prompts that are read in a step while rows decode."""
+"""Prompt tokens that are read in a step while rows decode."""
 LARGEST_PIECE = 2048
-"""The same while none does."""
+"""The same while no row decodes."""
 
 SCORED_PIECE = 256
-"""Of a prompt whose tokens' probabilities are asked for: each takes a row as wide as the vocabulary."""
+"""The same for a prompt with `prompt_logprobs`, each token of which takes a row of logits as wide as the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Limits:
     Args:
         max_batch: most rows at a time; further requests wait.
         max_length: most tokens a row, prompt and output.
-        max_tokens: most tokens that the texts of all rows may come to together; what would exceed it waits.
-        piece: tokens of prompts that are read in a step while rows decode: the longest wait of a running row.
+        max_tokens: most tokens of all rows together, prompts and outputs; a request that would exceed it waits.
+        piece: prompt tokens that are read in a step while rows decode, which bounds how long a running row waits.
         largest_piece: the same while none decodes.
-        share: read and store once what prompts have in common.
+        share: read and store common beginnings of prompts only once.
     """
 
     max_batch: int

@@ -1,4 +1,4 @@
-"""How the tokens of a step came about: who guessed them, and which guesses stayed."""
+"""How the tokens of a step were made: which drafter guessed them, and which guesses stayed."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Tree:
     """The guesses of one step for one row.
 
     Args:
-        tokens, parents: of its nodes, as in `Draft`.
+        tokens, parents: the nodes, as in `Draft`.
         accepted: the nodes that stayed, from the root on.
     """
 
@@ -22,14 +22,14 @@ class Tree:
 
 @dataclass(slots=True)
 class Made:
-    """How a step came by its tokens: the first `accepted` of them were guessed, the last is the target's own.
+    """How a step made its tokens: the first `accepted` of them were guessed, the last is the target's own.
 
     Args:
-        drafter: who guessed, by name.
+        drafter: the name of the drafter that guessed.
         plan: the shape of the guesses.
         drafted: how many guesses were verified.
         tree: the guesses, for a request that `shows_drafts`.
-        why: why these guesses and no others; None where the policy does not tell.
+        why: why these guesses and no others; None where the policy gives no reason.
         part: which part of the drafter guessed, for a request that `shows_drafts`; None where it has no parts.
     """
 

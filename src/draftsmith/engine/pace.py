@@ -5,32 +5,33 @@ from collections.abc import Callable, Sequence
 from draftsmith.engine.policy import Load, RowHistory
 
 RATE, FIRST_RATE = 0.05, 0.5
-"""How much one step counts for how long such steps take now: the first of a plan most, later ones less and less."""
+"""The weight of one step in the estimate of how long such steps take: the least, and that of a plan's first step."""
 SHARED = 0.5
-"""So much of what is learnt of a plan, as a power, is taken to hold for all others: a machine that is busy, or was
+"""The exponent with which a change learnt of one plan is applied to all others: a machine that is busy, or that was
 measured at a better time, seldom spares a single plan."""
 MOST_SLOWER, MOST_FASTER = 1.5, 0.5
-"""A step counts as at most and at least so many times as long as such steps take. What took longer was something else,
-such as a client that is slow to read."""
+"""A step counts as at most and at least this many times as long as such steps take by the estimate. If it took longer,
+the cause was something else, such as a client that is slow to read."""
 SETTLES = 3
-"""After so many steps of one drafter, or of none, the next are timed. The first find the processor's caches full of
-other things, a lookup that has waited takes note of all tokens since, and rows are put together anew: that is what a
-change costs, and not what steps cost that go on. No more than these, since trials last one step longer."""
+"""After so many steps of one drafter, or without one, the next steps are timed. The first ones find the processor's
+caches full of other data, a lookup that has waited takes in all tokens since, and groups of rows are rebuilt: that is
+the cost of a change, not of further steps. It is no larger, because a trial lasts only one step longer."""
 STALE, FORGOTTEN = 64, 1024
-"""So often has to be learnt from others before what was learnt of a plan is old, and is learnt anew, and before it is
-forgotten: it may be as if it had never been taken, and what was too slow to be tried is tried again."""
+"""After how many lessons from other plans what was learnt of a plan is old, so that its next step counts like a first
+one; and after how many it is forgotten, as if never taken, so that a plan that was too slow to be tried is tried again.
+"""
 
 
 class Pace:
-    """Times the steps between two questions of a policy whose rows all do the same.
+    """Times the steps between two questions to a policy whose rows all take the same plan.
 
-    Numbers of rows are taken together by powers of two. A plan that was never taken with so many rows counts as slowed
-    as the last one that was. Plain decoding counts as less slowed until it is timed, so that it is tried where all
+    Numbers of rows are grouped by powers of two. A plan that was never taken with so many rows counts as slowed as much
+    as the last plan that was. Plain decoding counts as slowed less until it is timed, so that it is tried where all
     drafts are slow.
 
     Args:
-        whose: of which drafter every plan is; the first drafts nothing.
-        clock: tells seconds; None takes what was measured for ever.
+        whose: which drafter each plan belongs to; the first plan drafts nothing.
+        clock: returns seconds; None relies on the measured costs for ever.
     """
 
     def __init__(self, whose: Sequence[int], clock: Callable[[], float] | None) -> None:
@@ -40,13 +41,13 @@ class Pace:
         self._lessons = 0  # how often something was learnt
         self._newest: dict[int, list[int]] = {}  # when a plan was learnt from last
         self._last: tuple[float, list[RowHistory]] | None = None
-        # Who drafted in the step whose time was taken last, and for how many steps in a row.
+        # Which drafter drafted at the last question, and for how many steps in a row.
         self._drafter: int | None = None
         self._run = 0
 
     @property
     def is_timing(self) -> bool:
-        """Whether what follows the last question can be timed: there is a clock, and nothing else in the steps."""
+        """Whether the steps after the last question can be timed: there is a clock, and they do nothing else."""
         return self._last is not None
 
     def has_seen(self, count: int, plan: int) -> bool:
@@ -54,7 +55,7 @@ class Pace:
         return self._taken.get(count.bit_length(), (0,) * len(self._whose))[plan] > 0
 
     def pause(self) -> None:
-        """Note that what follows belongs to no step that was asked about."""
+        """Note that the coming time must not be counted, because it belongs to no step that was asked about."""
         self._last = self._drafter = None
 
     def slower(
@@ -62,13 +63,13 @@ class Pace:
     ) -> list[float]:
         """Return how many times as long as measured a step takes now, for every plan.
 
-        What was done since the last question tells, if it had the same rows and nothing was read beside them.
+        The time since the last question is learnt from if the rows are the same and no prompt was read beside them.
 
         Args:
-            count: of rows that decode.
-            plan: which of the plans they all took since.
-            seconds: that a row's share of what was done in such a step took when it was measured.
-            steps: taken since.
+            count: rows that decode.
+            plan: which of the plans they have all taken since.
+            seconds: a row's share of such a step, by the measured costs.
+            steps: how many were taken since.
         """
         size = count.bit_length()
         found = self._slower.setdefault(size, [1.0] * len(self._whose))
@@ -84,7 +85,7 @@ class Pace:
         return found
 
     def _learn(self, size: int, plan: int, ratio: float) -> None:
-        """Take in how many times as long as measured a step of this plan took."""
+        """Take in that a step of this plan took `ratio` times as long as measured."""
         found, taken = self._slower[size], self._taken.setdefault(size, [0] * len(self._whose))
         newest = self._newest.setdefault(size, [0] * len(self._whose))
         if self._lessons - newest[plan] > STALE:

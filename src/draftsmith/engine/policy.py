@@ -1,8 +1,8 @@
-"""Who drafts how much: a policy is asked before every step, unless its last answer stands, and may answer differently
-for every row.
+"""Policies decide who drafts how much. A policy is asked before every step, unless its last answer stands, and may
+answer differently for every row.
 
-Exactness does not depend on the answers, as long as a policy keeps to one rule, *non-anticipation*: what it answers for
-the next tokens of a row may depend only on what was known before them, which is all that it is handed. A policy that
+Exactness does not depend on the answers, as long as a policy keeps to one rule, *non-anticipation*: its answer about
+the next tokens of a row may depend only on what was known before them, and it is given nothing else. A policy that
 looked at the noise of tokens to come, or at guesses already drawn, could favour some tokens over others.
 """
 
@@ -17,7 +17,7 @@ from draftsmith.types import DraftsmithError
 
 @dataclass(frozen=True)
 class Choice:
-    """What one row does in the next step: `drafter` is the name of one of the engine's, None the first of them."""
+    """What one row drafts in the next step: `drafter` is the name of one of the engine's drafters, None the first."""
 
     plan: Plan
     drafter: str | None = None
@@ -25,15 +25,15 @@ class Choice:
 
 @dataclass(eq=False)
 class RowHistory:
-    """What is known of a row before a step; the same object at every step of it.
+    """What is known about a row before a step; a row has the same object at all its steps.
 
     Args:
         sampled: whether its temperature is above 0.
         prompt_tokens: length of its prompt.
-        written: tokens behind it, those of the last step included.
-        accepted: of every step so far in which the policy's choice was drafted, how many guesses stayed.
-        drafted: of the same steps, how many guesses were verified, or whether any was, see `tells_any`.
-        behind: of the same steps, whether a drafter's other part guessed because its lookup found nothing.
+        written: tokens after the prompt, those of the last step included.
+        accepted: for each step so far that followed the policy's choice, how many guesses stayed.
+        drafted: for each of these steps, how many guesses were verified, or only whether any was, see `tells_any`.
+        behind: for each of these steps, whether another part of the drafter guessed because its lookup found nothing.
         constrained: whether it has a constraint.
     """
 
@@ -46,28 +46,30 @@ class RowHistory:
     constrained: bool = field(default=False, kw_only=True)
 
     def tells_any(self, plan: Plan, behind: bool = False) -> bool:
-        """Whether `drafted` only tells whether a draft of this plan had guesses.
+        """Whether `drafted` only says if a draft of this plan had guesses, and not how many.
 
-        How many a constraint left tells which it forbids, and how many a confidence left of a sampled row's draft tells
-        what was drawn for the first of them: both go by the noise of tokens to come. What a lookup finds does not.
+        The number of guesses that a constraint left says which of them it forbids. The number that a confidence left
+        of a sampled row's draft says what was drawn for its first guesses. Both depend on the noise of tokens to come,
+        which a policy must not learn. What a lookup finds does not.
         """
         return self.constrained or (self.sampled and _by_confidence(plan, behind))
 
     def note(self, accepted: int, drafted: int, plan: Plan, behind: bool = False) -> None:
-        """Write down a step."""
+        """Record a step."""
         self.accepted.append(accepted)
         self.drafted.append(min(1, drafted) if self.tells_any(plan, behind) else drafted)
         self.behind.append(behind)
 
     def steps(self, seen: int) -> Iterator[tuple[int, int, bool]]:
-        """Give `accepted`, `drafted` and `behind` of every step after the first so many."""
+        """Give `accepted`, `drafted` and `behind` of every step from number `seen` on; a negative one counts back."""
         return zip(self.accepted[seen:], self.drafted[seen:], self.behind[seen:], strict=True)
 
     def guesses(self, drafted: int, plan: Plan, usual: float, behind: bool = False) -> float:
-        """Return how many guesses an entry of `drafted` stands for: the usual number where it only tells of any.
+        """Return how many guesses an entry of `drafted` stands for, by the usual number where it only says whether any.
 
         Args:
-            usual: of guesses that a confidence bounds, on average over all steps; of others, over those that made some.
+            usual: how many there are on average: over all steps if a confidence bounds the guesses, otherwise over the
+                steps that made some.
         """
         if not self.tells_any(plan, behind):
             return drafted
@@ -75,7 +77,7 @@ class RowHistory:
 
 
 def _by_confidence(plan: Plan, behind: bool) -> bool:
-    """Return whether a confidence bounds guesses: of a plan that has both bounds, those `behind` a lookup."""
+    """Return whether a confidence bounds the guesses; if the plan has a factor too, it bounds only those `behind`."""
     return plan.confidence is not None and (behind or plan.factor is None)
 
 
@@ -95,27 +97,27 @@ class Policy(ABC):
     @property
     @abstractmethod
     def choices(self) -> tuple[Choice, ...]:
-        """All that it may ever choose, so that room is kept for the largest."""
+        """Everything that it may ever choose, so that room is kept for the largest."""
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it always chooses the only one of its `choices`, so that nobody need ask it."""
+        """Whether it has only one choice, so that it need not be asked."""
         return False
 
     @property
     def holds(self) -> int:
-        """For how many steps after the next one its last answer stands, so that nobody need ask it.
+        """For how many steps after the next one its last answer stands, so that it need not be asked.
 
-        That is as long as no row comes or goes, none has a prediction, and nothing is read beside them.
+        The answer stands only while no row comes or goes, no row has a prediction, and no prompt is being read.
         """
         return 0
 
     @abstractmethod
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-        """Return one of `choices` for each row; asked about the rows that bring no plan of their own."""
+        """Return one of `choices` for each row; the rows are those that have no plan of their own."""
 
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
-        """Return why `choose`, just asked about these rows, answered as it did, row by row; () tells nothing."""
+        """Return, row by row, why `choose` has just answered as it did about these rows; () gives no reasons."""
         return ()
 
 

@@ -1,4 +1,4 @@
-"""What drafts cost on a machine and what they bring: plans with the seconds of a step and the guesses that stay."""
+"""What drafts cost and bring on a machine: plans with the seconds of their steps and the guesses that stay."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from draftsmith.types import DraftsmithError
 
 @dataclass(frozen=True)
 class Costs:
-    """What plans, the first of which drafts nothing, take in a step with some number of rows.
+    """How long a step of each plan takes with some number of rows; the first plan drafts nothing.
 
     Args:
-        seconds: of every plan, which makes as many guesses as was measured.
-        more: for each time that it makes as many guesses again, where that differs from text to text.
-        behind: the same for those made behind a lookup that found none.
-        least: that every plan takes however few guesses it makes; nothing stands for those without a draft.
+        seconds: of every plan when it makes as many guesses as measured.
+        more: seconds added each time it makes as many guesses again, where that number differs from text to text.
+        behind: the same for guesses made behind a lookup that found none.
+        least: seconds that every plan takes however few guesses it makes; empty means those of a step without a draft.
     """
 
     seconds: Sequence[float]
@@ -32,7 +32,7 @@ class Costs:
         return self.seconds[0]
 
     def of(self, at: int, times: Times) -> float:
-        """Return the seconds of a plan that makes so many times as many guesses."""
+        """Return the seconds of plan number `at` if it makes so many times as many guesses as measured."""
         more, behind = self.more[at], self.behind[at]
         if not more and not behind:
             return self.seconds[at]
@@ -40,7 +40,7 @@ class Costs:
         return max(least, self.seconds[at] + (times[0] - 1) * more + (times[1] - 1) * behind)
 
     def slowed(self, times: Sequence[float]) -> "Costs":
-        """Return what they take where every plan takes so many times as long."""
+        """Return the costs where each plan takes so many times as long."""
         seconds, more, behind = (
             [took * slower for took, slower in zip(each, times, strict=True)]
             for each in (self.seconds, self.more, self.behind)
@@ -48,12 +48,12 @@ class Costs:
         return Costs(seconds, more, behind, [self.plain * slower for slower in times])
 
     def plus(self, other: "Costs", times: float) -> "Costs":
-        """Return what they take with so many times another's costs besides."""
+        """Return the costs with `times` times another's costs added."""
         pairs = (self.seconds, other.seconds), (self.more, other.more), (self.behind, other.behind)
         return Costs(*([took + times * extra for took, extra in zip(*pair, strict=True)] for pair in pairs))
 
     def grown(self, growths: Sequence[Times]) -> list[float]:
-        """Return the seconds of plans that make so many times as many guesses."""
+        """Return the seconds of all plans if each makes so many times as many guesses as measured."""
         return [self.of(at, times) for at, times in enumerate(growths)]
 
 
@@ -62,9 +62,9 @@ class LengthCost:
     """What every further token of a row's text adds to a step, by a straight line.
 
     Args:
-        measured_at: steps were timed behind texts of about so many tokens.
-        plain: seconds for each token beyond these, without a draft.
-        guess: seconds for each token beyond these and for each guess, what the drafter reads of the text included; on
+        measured_at: the length of text, in tokens, at which steps were timed.
+        plain: seconds for each token beyond that, without a draft.
+        guess: seconds for each token beyond that and for each guess, including what the drafter reads of the text; on
             average over the guesses of one plan.
     """
 
@@ -78,14 +78,14 @@ class LengthCost:
 
 @dataclass(frozen=True)
 class Sampled:
-    """How guesses fare in sampled texts, in times of how they fare in greedy ones.
+    """How guesses fare in sampled texts, relative to greedy ones.
 
     Args:
         stayed: how many stay.
-        found: of a lookup, how often it finds some.
-        length: of plans that the length of a match bounds, how many are made where some are; 1 of those with a
-            confidence, whose numbers say what was drawn, see `RowHistory.tells_any`.
-        behind: how many stay of those made behind a lookup that found none.
+        found: for a lookup, how often it finds some.
+        length: for plans bounded by the length of a match, how many are made where some are; 1 for plans with a
+            confidence, because their number would say what was drawn, see `RowHistory.tells_any`.
+        behind: of those made behind a lookup that found none, how many stay.
     """
 
     stayed: float = 1.0
@@ -120,19 +120,19 @@ class Profile:
     sampled: Sampled = Sampled()
 
     def seconds(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
-        """Return the seconds of a step of so many rows, by straight lines between what was measured.
+        """Return the seconds of a step with so many rows, by straight lines between the measured numbers of rows.
 
-        What a lookup takes goes with how many guesses it makes, see `Arm.accepted`.
+        A lookup's seconds depend on how many guesses it makes, see `Arm.accepted`.
         """
         return self.costs((self.arms[0], arm), rows).of(1, arm.times_at(odds))
 
     def costs(self, arms: Sequence[Arm], rows: int) -> Costs:
-        """Return what these of its plans take, the first of which drafts nothing; all rows together."""
+        """Return the costs of some of its plans, the first of which drafts nothing, for all rows together."""
         seconds, more, behind = [self._between(arm.seconds, rows) for arm in arms], [], []
         for arm, took in zip(arms, seconds, strict=True):
             others = 0.0 if arm.behind is None else arm.usual_behind * self._between(arm.behind.each, rows)
             most = arm.plan.max_nodes / arm.usual if arm.full else 1.0
-            # A step whose rows all find guesses makes none behind.
+            # A step whose rows all find guesses by lookup makes none behind it.
             more.append(max(0.0, self._between(arm.full, rows) - took + others) / (most - 1) if most > 1 else 0.0)
             behind.append(others)
         return Costs(seconds, more, behind)
@@ -145,7 +145,7 @@ class Profile:
         return max(t0, t0 + (t1 - t0) * (rows - r0) / (r1 - r0))
 
     def speed(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
-        """Return tokens a second of all rows together; see `Arm.accepted`."""
+        """Return the tokens a second of all rows together; see `Arm.accepted` for the odds."""
         return rows * (1 + arm.accepted(odds)) / self.seconds(arm, rows, odds)
 
     def best(self, rows: int, odds: float = 1.0) -> Arm:
@@ -165,7 +165,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Profile":
-        """Undo `to_json`; KeyError, TypeError or ValueError for what is none."""
+        """Undo `to_json`; KeyError, TypeError or ValueError for anything else."""
         arms = tuple(
             Arm(
                 plan_from_json(arm["plan"]), tuple(map(float, arm["survival"])), tuple(map(float, arm["seconds"])),
@@ -200,7 +200,7 @@ def _behind_from_json(value: Mapping[str, Any] | None) -> Behind | None:
 
 
 def plan_from_json(value: Mapping[str, Any]) -> Plan:
-    """Return the plan that `dataclasses.asdict` made this of."""
+    """Return the plan from which `dataclasses.asdict` made `value`; ValueError for a plan that is not valid."""
     tree = {"branching": tuple(value["branching"]), "choices": tuple(map(tuple, value["choices"]))}
     try:
         return Plan(**{**value, **tree})
@@ -219,18 +219,18 @@ def candidates(
         prunable: whether trees of its likeliest guesses can be made.
         room: the most nodes.
         longest: the deepest draft it can make.
-        factors: bounds by the length of a match that a lookup can be given; such plans come last. They tell good
-            guesses from bad ones better than the length of a chain does, so there are few lengths then.
-        confidences: bounds by how likely its guesses are that a drafter can be given; such plans come last too. Where
-            there are bounds of both kinds, every plan has both.
-        longest_copy: the most guesses that a lookup makes where the length of a match bounds them, if they are more
-            than the default's.
+        factors: bounds by the length of a match, which a lookup can be given; such plans come last. They separate good
+            guesses from bad ones better than the length of a chain does, so that few lengths are needed then.
+        confidences: bounds by how likely the guesses are, which some drafters can be given; such plans come last too.
+            Where there are bounds of both kinds, every plan has both.
+        longest_copy: the most guesses that a lookup makes where the length of a match bounds them, if that is more than
+            in the default plan.
     """
     depth = min(default.depth, longest)
     whole = min(max(depth, longest_copy), room)
     if factors and confidences:
         chain = (1,) * whole
-        sure = (*confidences, NEVER_SURE)  # with the last one what is looked up is drafted alone
+        sure = (*confidences, NEVER_SURE)  # with the last one, only what is looked up is drafted
         return [Plan(chain, factor=factor, confidence=least) for factor in factors for least in sure if chain]
     copies = sorted({min(SHORT_COPY, depth, room), whole}) if factors and depth else []
     found = [Plan((1,) * deep) for deep in ([1, copies[0], min(depth, room)] if copies else ladder(depth))]
@@ -248,12 +248,12 @@ def candidates(
 
 
 def ladder(depth: int) -> Sequence[int]:
-    """Return the depths of chains to try: every one at first, then in larger steps, and the last."""
+    """Return the depths of chains to try: first every depth, then in growing steps, and `depth` itself."""
     return [deep for deep in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48) if deep < depth] + [depth] * (depth > 0)
 
 
 SHORT_COPY = 4
-"""Guesses of a lookup, beside as many as its own plan has."""
+"""Guesses of the shorter chain to try for a lookup, besides the longest one."""
 WIDE = (3, 2, 1)
 """Children of a node in trees for drafters whose own plan is a chain."""
 TREES = (4, 6, 8, 12, 16, 24, 32, 48)

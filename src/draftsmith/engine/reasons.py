@@ -1,7 +1,7 @@
-"""Why a row drafts what it drafts: a word for counting, and a sentence for whoever asks.
+"""Why a row drafts what it drafts: a label for counting, and a sentence for people.
 
-A policy has to answer before every step, so a reason keeps the numbers that led to an answer; they become a sentence
-only when somebody wants to read it.
+A policy has to answer before every step, so a reason only keeps the numbers that led to the answer; they become a
+sentence when somebody asks for it.
 """
 
 from abc import ABC, abstractmethod
@@ -16,13 +16,13 @@ Label = Literal[
     "pays", "does_not_pay", "probing", "batch_too_large", "text_too_long", "never_pays", "fixed", "asked", "prediction"
 ]
 LABELS: tuple[Label, ...] = get_args(Label)
-"""All there are, so that counts by them are bounded."""
+"""All labels, so that counts by label are bounded."""
 FINEST = 1 / 256
-"""How finely it is told which share of guesses would pay, in odds."""
+"""How precisely `Weighed.would_pay` finds the odds that would pay."""
 
 
 class Reason(ABC):
-    """Why a row drafts as it does; it never changes once it is made, so that any thread may read it later."""
+    """Why a row drafts as it does; immutable, so that any thread may read it later."""
 
     __slots__ = ()
 
@@ -33,7 +33,7 @@ class Reason(ABC):
 
     @abstractmethod
     def sentence(self) -> str:
-        """Return it in words, without a full stop."""
+        """Return the reason in words, without a full stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Said(Reason):
 
 @dataclass(frozen=True, slots=True)
 class Crowded(Reason):
-    """So many rows decode that none drafts; drafts are made up to `most`."""
+    """None drafts, because `rows` rows decode and drafts are made only for up to `most`."""
 
     rows: int
     most: int
@@ -77,13 +77,13 @@ class Weighed(Reason):
     Args:
         kind: "pays", "does_not_pay", "probing", "batch_too_large" or "text_too_long".
         arms: all plans that were weighed, plain decoding first.
-        seconds: that each of them adds to a step of so many rows.
-        at: which of them this is about: the one taken or, where none was, the best of those that were not.
-        alike: those of the same drafter.
-        odds: how many times as often as measured its guesses are expected to stay.
-        growth: how many times as many tokens as measured come from steps that find guesses, if it is a lookup.
-        length: how many times as many as measured it makes then, if more than their length bounds these.
-        behind: how many times as often as measured guesses behind a lookup stay, if it is one with others behind it.
+        seconds: what each of them adds to a step of `rows` rows.
+        at: the plan that this is about, as an index: the one taken or, if that is plain decoding, the best other one.
+        alike: the plans of the same drafter, as indices.
+        odds: how many times as often as measured the drafter's guesses are expected to stay.
+        growth: for a lookup, how many times as many tokens as measured come from steps that find guesses.
+        length: how many times as many guesses as measured it makes then, if a match or a confidence bounds them.
+        behind: for a lookup with another drafter behind it, how many times as often as measured the latter's stay.
         price: tokens a second that all rows together could have.
         margin: tokens that a plan has to bring beyond what its time is worth.
         rows: how many decode.
@@ -109,12 +109,12 @@ class Weighed(Reason):
 
     @property
     def tokens(self) -> float:
-        """How many tokens a step of the plan is expected to bring a row, the target's own included."""
+        """How many tokens a step of the plan is expected to bring a row, including the target's own."""
         return 1 + self.arms[self.at].accepted(self.odds, self.growth, self.length, self.behind)
 
     @property
     def cost(self) -> float:
-        """What a step of the plan takes, in steps without drafts."""
+        """How many times as long as a step without drafts a step of the plan takes."""
         return self.seconds[self.at] / self.seconds[0]
 
     @property
@@ -155,14 +155,14 @@ class Weighed(Reason):
             low, high = high, 2 * high
             if high > 1 / FINEST:
                 return None
-        while high - low > FINEST:  # more guesses that stay bring more, so halving finds where they are enough
+        while high - low > FINEST:  # higher odds never bring less, so bisection finds the lowest that pay
             middle = (low + high) / 2
             low, high = (low, middle) if paying(middle) is not None else (middle, high)
         arm = paying(high)
         return None if arm is None else self._first(arm, high, high)
 
     def _first(self, arm: Arm, odds: float, behind: float) -> float:
-        """Return how often the first guess stays, whoever makes it."""
+        """Return how often the first guess stays, whether the lookup or the drafter behind it makes it."""
         first = min(1.0, arm.survival[0] * odds) if arm.survival else 0.0
         if arm.behind is None:
             return first
@@ -174,14 +174,15 @@ class Weighed(Reason):
         return arm.share(self.growth, arm.stretched(self.length, arm.kept(odds)), arm.kept_behind(behind))
 
     def _worth(self, at: int) -> float:
-        """Return the guesses that a plan has to bring for the time it takes beyond a plain step."""
+        """Return how many accepted guesses pay for the time that a plan takes beyond a plain step."""
         return self.price * (self.seconds[at] - self.seconds[0]) + self.margin
 
 
 def shape_in_words(plan: Plan) -> str:
     """Return "chain of 3", "tree of 8", "chain of up to 8 with guesses at least 10 % likely" or "none".
 
-    A lookup with a drafter behind it that drafts alone has "1 guess for each matched token and no others".
+    A plan under which only the lookup drafts, and not the drafter behind it, has "1 guess for each matched token and no
+    others".
     """
     if not plan.depth:
         return "none"

@@ -1,4 +1,4 @@
-"""What a step takes by what its rows draft, how many they are, and how long their texts have grown."""
+"""How long a step takes, by what its rows draft, how many there are, and how long their texts have grown."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from draftsmith.engine.arm import Arm
 from draftsmith.engine.profile import Costs, Profile
 
 ALIKE_TOKENS = 16
-"""Lengths are told apart in steps of so many tokens."""
+"""Lengths are rounded down to multiples of this many tokens."""
 
 
 class StepCosts:
@@ -14,7 +14,7 @@ class StepCosts:
 
     Args:
         arms: all plans, the first of which drafts nothing.
-        profiles: of which profile each of them is.
+        profiles: for each of them, the profile that it belongs to.
     """
 
     def __init__(self, arms: Sequence[Arm], profiles: Sequence[Profile]) -> None:
@@ -22,10 +22,10 @@ class StepCosts:
         self._short: dict[int, Costs] = {}
         self._latest: tuple[tuple[int, float], Costs] | None = None
         self._measured_at = profiles[0].length_cost.measured_at
-        # A target reads its text alike whoever drafts, but beside some drafters that may not have been measured.
+        # The target reads its text at the same cost whoever drafts, but not every profile may have measured that.
         plain = max(profile.length_cost.plain for profile in profiles)
         each = [profile.length_cost.guess for profile in profiles]
-        # A lookup makes guesses in some steps only, and what makes more of them where more stay costs more there.
+        # A lookup makes guesses in some steps only; plans that make more guesses where more stay cost more there.
         self._per_token = Costs(
             [plain + guess * (arm.usual + arm.usual_behind) for guess, arm in zip(each, arms, strict=True)],
             [guess * arm.usual if arm.full else 0.0 for guess, arm in zip(each, arms, strict=True)],
@@ -33,7 +33,7 @@ class StepCosts:
         )
 
     def of(self, rows: int, tokens: float = 0.0) -> Costs:
-        """Return what a row's plan adds to a step of so many rows, for every plan, behind texts of so many tokens."""
+        """Return what each plan adds to a step for one of `rows` rows, with texts of `tokens` tokens on average."""
         beyond = (tokens - self._measured_at) // ALIKE_TOKENS * ALIKE_TOKENS
         if beyond <= 0:
             return self._of_short_texts(rows)
@@ -45,7 +45,7 @@ class StepCosts:
         """Return the costs behind texts as short as those that steps were timed with."""
         found = self._short.get(rows)
         if found is None:
-            # Plain steps were timed beside each drafter, and took a little more or less beside one than another.
+            # Each profile timed plain steps too, with slightly different results; the first one's are used for all.
             plain = self._profiles[0].seconds(self._arms[0], rows) / rows
             each = [
                 profile.costs((profile.arms[0], arm), rows)

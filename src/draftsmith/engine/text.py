@@ -1,4 +1,4 @@
-"""Text of a growing token list: what it adds to the prompt, in pieces that are safe to show, cut at a stop string."""
+"""The text that a growing list of tokens adds to its prompt, in pieces that are safe to show, cut at a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from draftsmith.targets.loading.tokens import TokenKind, TokenText
 class TextStream:
     """Turns tokens into text piece by piece; a piece never ends inside a character or a possible stop string.
 
-    The text is what `decode(prompt + output)` has behind `decode(prompt)`, special tokens left out: so a space that
-    the tokenizer writes between two tokens, or none, is there or not at the border as well. Where the output changes
-    the end of the prompt's own text, because the prompt ends inside a character, the text begins where the two begin
-    to differ, or with that character, whichever is later: it belongs to the output that completes it.
+    The text is what `decode(prompt + output)` has after `decode(prompt)`, without special tokens. So a space between
+    two tokens is kept wherever the tokenizer writes one, also between prompt and output. If the prompt ends inside a
+    character, the output changes the end of the prompt's own text. Then the text begins where the two begin to differ,
+    or with that character, whichever is later: the character belongs to the output that completes it.
 
     Only the last few tokens are decoded with each new one, so a token costs the same however long the text is.
     Without stop strings, tokens become text only when somebody asks for it, many at a time.
@@ -25,8 +25,8 @@ class TextStream:
         prompt: the tokens before the first one pushed.
     """
 
-    # How many tokens a new one is decoded with: enough for a character, whose bytes may all be tokens, and for what a
-    # tokenizer does to the first token of all. The window grows to the larger number before it is cut to the smaller.
+    # How many earlier tokens a new one is decoded with: enough for a character whose bytes are all tokens, and for the
+    # special treatment that a tokenizer gives to the first token. The window grows to WINDOW, then is cut to CONTEXT.
     CONTEXT, WINDOW = 8, 24
 
     def __init__(
@@ -41,16 +41,16 @@ class TextStream:
         self.text = ""
         self.stopped = False
         self._shown = 0
-        # The window holds the last tokens that write something, the prompt's too. Its first `_read` tokens have been
-        # read, its first `_settled` characters are in the text or the prompt's, and from token `_run` on it is a run
-        # of byte tokens.
+        # The window holds the last tokens that write something, also of the prompt. Its first `_read` tokens have been
+        # read, its first `_settled` characters are in `text` or in the prompt's text, and its tokens from `_run` on are
+        # a run of byte tokens.
         self._window: list[int] = []
         self._settled = 0
         self._read = 0
         self._run = 0
         self._prompt_texts: list[str] = []
         self._begun = False
-        # A stop string may be complete inside a run: these hold its bytes and the last characters as they stand.
+        # A stop string may become complete inside a run. These hold the run's last bytes, and the last characters.
         self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._tail = ""
 
@@ -60,7 +60,7 @@ class TextStream:
         return bool(self._stop) and self._tokenizer is not None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens at once; for streams that watch for nothing."""
+        """Append tokens at once; only for streams that do not look for stop strings."""
         if self._tokenizer is not None:
             self._unread += tokens
 
@@ -96,7 +96,7 @@ class TextStream:
         return piece
 
     def _begin(self, tokenizer: TokenText) -> None:
-        """Fill the window with the end of the prompt: a run of byte tokens that it ends with, and what is before."""
+        """Fill the window with the end of the prompt: any run of byte tokens that it ends with, and what is before."""
         if self._begun:
             return
         self._begun = True
@@ -123,7 +123,7 @@ class TextStream:
             self._prompt_texts.append(tokenizer.decode(self._window[:-unfinished]))
 
     def _read_on(self, tokenizer: TokenText) -> None:
-        """Take in the text of the new tokens, but for what later tokens may still change."""
+        """Take in the text of the new tokens, except for what later tokens may still change."""
         self._begin(tokenizer)
         for token in self._unread:
             kind = tokenizer.kind(token)
@@ -133,12 +133,12 @@ class TextStream:
             if kind is TokenKind.TEXT:
                 self._run = len(self._window)
         self._unread.clear()
-        # One byte that does not fit makes the tokenizer give up its whole run of byte tokens.
+        # A run is left until it has ended, because one byte that does not fit spoils the text of the whole run.
         if self._run <= self._read:
             return
         self._read = self._run
         text = tokenizer.decode(self._window[: self._read])
-        # Elsewhere only a last character that is not whole yet can change.
+        # With other tokenizers only a last, incomplete character can change.
         open_end = 1 if text.endswith("�") and not tokenizer.has_byte_tokens else 0
         self._take_in(text, len(text) - open_end)
         self._bytes.reset()
@@ -147,7 +147,7 @@ class TextStream:
             self._move_window(tokenizer, open_end)
 
     def _take_in(self, text: str, settled: int) -> None:
-        """Append what is new of the window's text, of which the first `settled` characters stay as they are."""
+        """Append what is new in the window's text, whose first `settled` characters cannot change any more."""
         if self._prompt_texts:
             common = max(_common_beginning(before, text[:settled]) for before in self._prompt_texts)
             if not self._finished and common == settled < max(map(len, self._prompt_texts)):
@@ -164,7 +164,7 @@ class TextStream:
             self.stopped = True
 
     def _move_window(self, tokenizer: TokenText, open_end: int) -> None:
-        """Forget the first tokens of the window, unless what is left writes nothing by itself."""
+        """Forget the first tokens of the window, unless the remaining ones write nothing by themselves."""
         first = self._read - self.CONTEXT
         shorter = tokenizer.decode(self._window[first : self._read])
         if shorter and not self._prompt_texts:
@@ -174,7 +174,7 @@ class TextStream:
             self._run -= first
 
     def _look_into_run(self, tokenizer: TokenText) -> None:
-        """Find a stop string that is complete in what the window says now, in the middle of a run of byte tokens."""
+        """Find a stop string that the window's text completes in the middle of a run of byte tokens."""
         self._tail += self._bytes.decode(tokenizer.byte(self._window[-1]))
         seen = any(s in self._tail for s in self._stop)
         self._tail = self._tail[-self._hold :] if self._hold else ""
@@ -187,7 +187,7 @@ class TextStream:
             self.text, self._settled, self._prompt_texts = kept
 
     def _begun_stop(self) -> int:
-        """Return the length of the longest end of the text that is the beginning of a stop string."""
+        """Return the length of the longest suffix of the text that is the beginning of a stop string."""
         for length in range(min(self._hold, len(self.text) - self._shown), 0, -1):
             if any(s.startswith(self.text[-length:]) for s in self._stop):
                 return length

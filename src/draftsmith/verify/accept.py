@@ -1,7 +1,7 @@
 """Which guesses stay. Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), D depth, V vocabulary.
 
-Pure functions of the target's choices or probabilities at every node. All are exact: greedy returns the target's own
-text; the other two return text distributed as the target's own.
+Pure functions of the target's choices or probabilities at every node. All are exact: `accept_greedy` gives the target's
+own text, the other two give text distributed as the target's own.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Acceptance:
 
 
 def accept_greedy(choice_BM: Tensor, draft: Draft) -> Acceptance:
-    """Accept the longest path on which every guess is what the target chooses at its parent (`choice_BM`, token ids).
+    """Accept the longest path on which every guess is the target's choice at its parent (`choice_BM`, token ids).
 
     >>> from draftsmith.types import Draft
     >>> draft = Draft(torch.tensor([[5, 7, 6]]), torch.tensor([[-1, 0, -1]]), depth=2)   # root → {5 → {7}, 6}
@@ -46,10 +46,10 @@ def accept_deterministic(
 ) -> Acceptance:
     """Let the target draw its token at every node from p (float64), then accept the path that guessed the draws.
 
-    The noise of a draw depends on the seed and the absolute position of the token alone, `positions_B` being that of
-    the root's successor. So the text equals plain decoding with the same seed, token for token, whatever the draft.
-    SpecInfer's naive sampling (arXiv 2305.09781, section 4.3); an empty draft makes it plain decoding.
-    `alphabet_BU` are the ids of the tokens where p has some of them only, see `narrow`.
+    The noise of a draw depends only on the seed and the absolute position of the token; `positions_B` is the position
+    of the token after the root. So the text equals plain decoding with the same seed, token for token, whatever the
+    draft. SpecInfer's naive sampling (arXiv 2305.09781, section 4.3); an empty draft makes it plain decoding.
+    `alphabet_BU` holds the ids of p's tokens if p covers only a part of the vocabulary, see `narrow`.
     """
     ancestors_BMA = ancestor_table(draft.parents_BN, draft.depth)
     positions_BM = positions_B.unsqueeze(1) + (ancestors_BMA != 0).sum(2)
@@ -65,7 +65,7 @@ def _follow(choice_BM: Tensor, draft: Draft, ancestors_BMA: Tensor) -> Acceptanc
 
 
 def longest_path(stays_BN: Tensor, ancestors_BMA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the longest path whose nodes all stay, the first of several: path_BD, counts_B and its last node (B)."""
+    """Return the longest path whose nodes all stay (the first if several are): path_BD, counts_B, its last node (B)."""
     batch, nodes, levels = ancestors_BMA.shape
     stays_BM = torch.nn.functional.pad(stays_BN, (1, 0), value=True)
     all_stay_BM = stays_BM.gather(1, ancestors_BMA.reshape(batch, -1)).view(batch, nodes, levels).all(2)
@@ -83,21 +83,21 @@ def accept_sampled(
     """Accept guesses that were drawn from q, so that the text is distributed as p.
 
     A node's children are tried in index order. Child x stays with probability min(1, p(x) / q(x)); otherwise p becomes
-    max(p - q, 0) normalised, and q loses x, since siblings were drawn without replacement. When all are rejected, the
-    token is drawn from what is left of p. With one child this is the rule of Leviathan et al. (arXiv 2211.17192,
-    section 2.3) and Chen et al. (arXiv 2302.01318, "Modified rejection sampling"); with several, that of recursive
-    rejection sampling without replacement (Jeon et al., arXiv 2402.14160; Yang et al., arXiv 2401.06706).
+    max(p - q, 0) normalised, and x is removed from q, since siblings were drawn without replacement. When all are
+    rejected, the token is drawn from what is left of p. With one child this is the rule of Leviathan et al. (arXiv
+    2211.17192, section 2.3) and Chen et al. (arXiv 2302.01318, "Modified rejection sampling"); with several, it is
+    recursive rejection sampling without replacement (Jeon et al., arXiv 2402.14160; Yang et al., arXiv 2401.06706).
 
     Args:
-        p_BMV: the target's distribution at every node, float64, each summing to 1; a greedy row's is one-hot, and then
-            only its argmax can be accepted or drawn.
+        p_BMV: the target's distribution at every node, float64, each summing to 1; it is one-hot for a greedy row, so
+            that only its argmax can be accepted or drawn.
         draft: a draft with q.
         seeds_B: seeds of the rows (int64).
         positions_B: absolute position of the token after the root.
-        alphabet_BU: as of `accept_deterministic`.
+        alphabet_BU: as in `accept_deterministic`.
     """
     (batch, nodes), depth = draft.tokens_BN.shape, draft.depth
-    # Without a guess it takes no q.
+    # A draft without guesses needs no q.
     q_BMV = _require_q(draft) if nodes else p_BMV
     branching = draft.branching if draft.branching is not None else (nodes,) * depth
     current_B = torch.zeros_like(positions_B)
@@ -121,7 +121,7 @@ def accept_sampled(
             child_B = children_BK[:, rank]
             token_B1 = draft.tokens_BN.gather(1, child_B.clamp(max=nodes - 1).unsqueeze(1))
             q_x_B = q_BV.gather(1, token_B1).squeeze(1)
-            # A guess that q cannot have drawn (q had fewer tokens than children) is no sample, and is passed over.
+            # A guess with q(x) = 0 was not drawn from q (which had fewer tokens than children), and is skipped.
             tried_B = open_B & (child_B < nodes) & (q_x_B > 0)
             taken_B = tried_B & (u_BK[:, rank] * q_x_B < p_BV.gather(1, token_B1).squeeze(1))
             refused_B = tried_B & ~taken_B
@@ -145,7 +145,7 @@ def accept_sampled(
 def token_behind(
     p_BV: Tensor, is_residual_B: Tensor, seeds_B: Tensor, positions_B: Tensor, alphabet_BU: Tensor | None
 ) -> Tensor:
-    """Draw the token behind what stays: of what guesses have left of p, or of p as in plain decoding."""
+    """Draw the token after the accepted path: from what rejected guesses left of p, or from p as in plain decoding."""
     residual_B = categorical(p_BV, uniform(seeds_B, positions_B, Stream.RESIDUAL, 0))
     return torch.where(is_residual_B, residual_B, race(p_BV, seeds_B, positions_B, Stream.TARGET, alphabet_BU))
 
@@ -161,6 +161,6 @@ def _node(values_BMV: Tensor, node_B: Tensor) -> Tensor:
 
 
 def _normalised(weights_BV: Tensor, otherwise_BV: Tensor) -> Tensor:
-    """Divide by the sum; where nothing is left, which only rounding can cause, keep the other."""
+    """Divide by the sum; where that is 0, which only rounding can cause, return the other."""
     total_B1 = weights_BV.sum(1, keepdim=True)
     return torch.where(total_B1 > 0, weights_BV / total_B1, otherwise_BV)

@@ -2,9 +2,9 @@
 
 Shapes: B rows, N drafted, M = N + 1 verified nodes (root first), V vocabulary.
 
-The definition is PyTorch's: `shape_logits`, `probabilities`, `accept_greedy`, `accept_deterministic`, `accept_sampled`
-and `accept_block`. The operators take the very tokens that these take. Where they would have to trust the last bits of
-a sum that they add up in another order, they leave the row to them.
+The PyTorch functions define the result: `shape_logits`, `probabilities`, `accept_greedy`, `accept_deterministic`,
+`accept_sampled` and `accept_block`. The operators choose exactly the same tokens. Where that would depend on the last
+bits of a sum, which they add up in another order, they leave the row to the PyTorch functions.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ UNDECIDED = -1
 
 
 def can_accept_natively(logits_BMV: Tensor, history: History | None) -> bool:
-    """Whether the functions of this file that say so take such logits and such a history."""
+    """Whether the native functions of this module can take these logits and this history."""
     return (
         LIBRARY and logits_BMV.device.type == "cpu" and logits_BMV.dtype in (torch.bfloat16, torch.float32)
         and logits_BMV.stride(2) == 1 and (history is None or history.seen_RV is not None)
@@ -35,7 +35,7 @@ def accept_natively(
     logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft, visible_BMM: Tensor,
     seeds_B: Tensor, positions_B: Tensor,
 ) -> Acceptance:
-    """Do as `accept_defined`: the same tokens, by one native operator and without tensors of their size.
+    """Do as `accept_defined`: the same tokens, by one native operator and without tensors as large as the logits.
 
     `can_accept_natively` has to hold.
     """
@@ -52,7 +52,7 @@ def accept_drawn_natively(
 ) -> Acceptance:
     """Do as `accept_drawn_as_defined`: the same tokens, by one native operator.
 
-    Of p and q no more is computed than a row needs. `can_accept_natively` has to hold.
+    It computes only as much of p and q as a row needs. `can_accept_natively` has to hold.
     """
     assert draft.q_BMV is not None, "guesses that were not drawn are accepted by accept_natively"
     found = Acceptance(*torch.ops.draftsmith.accept_drawn(
@@ -94,7 +94,7 @@ def _completed(
     define: Callable[..., Acceptance], found: Acceptance, logits_BMV: Tensor, batch: SamplingBatch,
     history: History | None, draft: Draft, visible_BMM: Tensor, seeds_B: Tensor, positions_B: Tensor,
 ) -> Acceptance:
-    """Let the definition decide the rows that the operator has left undecided, each by itself."""
+    """Let the PyTorch definition decide the rows that the operator has left undecided, each by itself."""
     for row, token in enumerate(found.next_B.tolist()):
         if token == UNDECIDED:
             one = slice(row, row + 1)
@@ -112,13 +112,13 @@ def accept_defined(
     logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft, visible_BMM: Tensor,
     seeds_B: Tensor, positions_B: Tensor,
 ) -> Acceptance:
-    """Accept the path of what the target chooses: a greedy row its best token, another one the token it draws.
+    """Accept the path of the target's choices: the best token for a greedy row, a drawn token for a sampled one.
 
     Args:
         logits_BMV: the target's own, at every node.
-        batch, history: the rules of the rows, and what these have read and written.
-        draft: whatever its guesses were drawn from, they count as given.
-        visible_BMM: which nodes are on the path of which.
+        batch, history: the rules of the rows, and the tokens that these have read and written.
+        draft: the guesses; they count as deterministic, even if they were drawn.
+        visible_BMM: for every node, which nodes are on its path.
         seeds_B: seeds of the rows (int64).
         positions_B: absolute position of the token after the root.
     """
@@ -130,7 +130,7 @@ def accept_drawn_as_defined(
     logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft, visible_BMM: Tensor,
     seeds_B: Tensor, positions_B: Tensor,
 ) -> Acceptance:
-    """Accept guesses of a draft with q by rejection sampling; arguments as of `accept_defined`."""
+    """Accept guesses of a draft with q by rejection sampling; arguments as in `accept_defined`."""
     shaped_BMV = shape_logits(logits_BMV, batch, history, draft.tokens_BN, visible_BMM)
     return accept_sampled(probabilities(shaped_BMV, batch), draft, seeds_B, positions_B)
 
@@ -139,6 +139,6 @@ def accept_block_as_defined(
     logits_BMV: Tensor, batch: SamplingBatch, history: History | None, draft: Draft, visible_BMM: Tensor,
     seeds_B: Tensor, positions_B: Tensor,
 ) -> Acceptance:
-    """Accept as much of a chain with q as passes as a whole; arguments as of `accept_defined`."""
+    """Accept guesses of a chain with q by block verification; arguments as in `accept_defined`."""
     shaped_BMV = shape_logits(logits_BMV, batch, history, draft.tokens_BN, visible_BMM)
     return accept_block(probabilities(shaped_BMV, batch), draft, seeds_B, positions_B)

@@ -12,7 +12,7 @@ from draftsmith.types import DraftsmithError, SamplingParams
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to the logits of rows, entry by entry (K): the row, the token and the value (fp32)."""
+    """What is added to logits: for each of K entries the row, the token and the value (fp32)."""
 
     rows_K: Tensor
     tokens_K: Tensor
@@ -21,10 +21,10 @@ class Bias:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The parameters of B requests as tensors (float64, top_k int64), with flags that let a step skip what nobody uses.
+    """The parameters of B requests as tensors (float64, top_k int64), with flags that let a step skip unused rules.
 
-    `rules_BX` holds temperature, top-p, min-p, repetition, presence and frequency in one tensor; the six are its
-    columns. `bias` exists only where a request has one. `largest_top_k` is 0 when no sampled row has a top-k, and
+    `rules_BX` holds temperature, top-p, min-p, repetition, presence and frequency in one tensor; those six fields are
+    its columns. `bias` is None if no request has one. `largest_top_k` is 0 if no sampled row has a top-k, and
     `all_top_k` says whether every row is sampled with one.
     """
 
@@ -60,7 +60,7 @@ class SamplingBatch:
             dtype=torch.float64, device=device,
         ).reshape(len(params), 6)
         temperature_B, top_p_B, min_p_B, repetition_B, presence_B, frequency_B = rules_BX.unbind(1)
-        # A k beyond the vocabulary keeps everything, and so do 0 and a greedy row's k, which nobody reads.
+        # 0 keeps everything, as a k beyond the vocabulary does; a greedy row's k is never used.
         kept = [p.top_k if p.temperature > 0 and 0 < p.top_k < vocab_size else 0 for p in params]
         return SamplingBatch(
             rules_BX=rules_BX,
@@ -84,7 +84,7 @@ class SamplingBatch:
         )
 
     def row(self, row: int) -> "SamplingBatch":
-        """Return the parameters of one row as a batch of their own; its flags are those of all rows."""
+        """Return the parameters of one row as a batch of its own; the flags stay those of all rows."""
         rules_1X, top_k_1, bias = self.rules_BX[row : row + 1], self.top_k_B[row : row + 1], self.bias
         temperature_1, top_p_1, min_p_1, repetition_1, presence_1, frequency_1 = rules_1X.unbind(1)
         if bias is not None:
@@ -121,13 +121,13 @@ def check_bias(logit_bias: Mapping[int, float], vocab_size: int) -> None:
 
 @dataclass
 class History:
-    """What rows have read and written: the memory of the penalties. Row b of a batch has its own in slot `slots_B[b]`.
+    """Which tokens rows have read and written, for the penalties. The history of row b is in slot `slots_B[b]`.
 
     Args:
         prompt_seen_RV: whether the token is in the prompt (bool).
         output_counts_RV: how often the token was generated (int32).
-        seen_RV: the tokens of a slot's prompt and output, each once, as many as `seen_R` says (int32, and int64); kept
-            where native operators are, which look at these tokens alone, and None elsewhere.
+        seen_RV: the distinct tokens of a slot's prompt and output (int32), of which only the first `seen_R` (int64)
+            are valid; kept only for native operators, which look at these tokens alone, else None.
     """
 
     prompt_seen_RV: Tensor
@@ -162,7 +162,7 @@ class History:
     def enter(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Put a row with this prompt and output into a slot.
 
-        Prompt tokens beyond the logits' width, which no penalty can touch, are left out.
+        Prompt tokens beyond the width of the logits are left out, because no penalty can apply to them.
         """
         seen_V, counts_V = self.prompt_seen_RV[slot], self.output_counts_RV[slot]
         width, device = seen_V.shape[0], seen_V.device
@@ -180,7 +180,7 @@ class History:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What native operators read; empty where this history is not kept for them."""
+        """The tensors that native operators read; empty if this history is not kept for them."""
         if self.seen_RV is None or self.seen_R is None:
             return []
         return [self.prompt_seen_RV, self.output_counts_RV, self.seen_RV, self.seen_R, self.slots_B]
@@ -200,11 +200,11 @@ class History:
 def shape_logits(
     logits_BMV: Tensor, batch: SamplingBatch, history: History | None, tokens_BN: Tensor, visible_BMM: Tensor
 ) -> Tensor:
-    """Return logits (B, M, V; fp32 where anything applies) after bias, repetition, frequency and presence penalty.
+    """Return logits (B, M, V; fp32 if any rule applies) after bias, repetition, frequency and presence penalty.
 
     Order and meaning are those of transformers and vLLM: repetition (CTRL, arXiv 1909.05858, section 4.1) counts
-    prompt and output, the other two the output alone. Each node counts the drafted tokens of its own path, itself
-    included; the root is committed and so in the history already. Without penalties `history` may be None.
+    prompt and output, the other two only the output. Each node counts the drafted tokens of its own path, itself
+    included; the root is committed, and so already in the history. Without penalties `history` may be None.
     """
     if not batch.needs_shaping:
         return logits_BMV
@@ -231,9 +231,9 @@ def shape_logits(
 def probabilities(logits_BMV: Tensor, batch: SamplingBatch) -> Tensor:
     """Return p (B, M, V; float64, sums to 1) after temperature, top-k, top-p and min-p, in transformers' order.
 
-    Greedy rows (temperature 0) become one at the argmax, the lowest token among equals, and zero elsewhere. As in
+    Greedy rows (temperature 0) get 1 at the argmax (the lowest token id among equals) and 0 elsewhere. As in
     transformers, top-k keeps every token equal to the k-th; top-p (arXiv 1904.09751, section 3.1) and min-p (arXiv
-    2407.01082) look at the probabilities that the filters before them left.
+    2407.01082) work on the probabilities that the filters before them have left.
 
     Exponentials are taken in fp32, as transformers does (float64 logits stay so), and normalised in float64, because
     acceptance subtracts q from p and sums over the vocabulary: in fp32 the rounding of 10^5 terms would be as large
@@ -263,8 +263,8 @@ def probabilities(logits_BMV: Tensor, batch: SamplingBatch) -> Tensor:
 def normalised_exponentials(scores_BMV: Tensor) -> Tensor:
     """Return the softmax in float64 of exponentials in the scores' own precision.
 
-    The sum of a few fp32 numbers is exact in float64, so entries of minus infinity change not even the last bit: a
-    distribution over the kept tokens alone is that over the vocabulary.
+    The sum of a few fp32 numbers is exact in float64, so entries of minus infinity do not change even the last bit: the
+    distribution over only the kept tokens has the same values as the one over the whole vocabulary.
     """
     weights_BMV = (scores_BMV - scores_BMV.amax(-1, keepdim=True)).exp().to(torch.float64)
     return weights_BMV / weights_BMV.sum(-1, keepdim=True)
@@ -283,7 +283,7 @@ def _keep_top_k(scores_BMV: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _keep_top_p(scores_BMV: Tensor, batch: SamplingBatch) -> Tensor:
-    # Stable, so that which of two equal tokens is dropped depends on neither the batch nor the device.
+    # Stable, so that of two equal tokens the same one is dropped in every batch and on every device.
     ascending_BMV, order_BMV = scores_BMV.sort(dim=-1, stable=True)
     below_BMV = ascending_BMV.softmax(-1).cumsum(-1)
     dropped_BMV = below_BMV <= (1 - batch.top_p_B).to(below_BMV.dtype)[:, None, None]

@@ -1,4 +1,4 @@
-"""Top-k sampling without walking the vocabulary: the distribution over the few tokens that can be drawn or were
+"""Top-k sampling without passes over the vocabulary: the distribution of only those tokens that can be drawn or were
 guessed.
 
 Shapes: B rows, N drafted, M = N + 1 verified nodes (root first), V vocabulary, K tokens kept at a node and a few more,
@@ -14,18 +14,19 @@ from draftsmith.types import Draft
 from draftsmith.verify.accept import Acceptance
 from draftsmith.verify.distribution import SamplingBatch, normalised_exponentials
 
-# More than k tokens stay where several equal the k-th; so many more are looked at before the whole vocabulary is.
+# More than k tokens stay if several equal the k-th. This many tokens beyond k are looked at; if all of them tie, the
+# whole vocabulary is.
 SPARE = 8
 
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A draft and the target's distribution in a row's own alphabet: the tokens any node of it keeps, and the guesses.
+    """A draft and the target's distribution over each row's own alphabet: the tokens that any node keeps, and guesses.
 
     Args:
         alphabet_BU: token ids in increasing order, so that a draw by inversion picks the same token as over V; a
-            race takes the ids themselves. An id that comes twice has its probability at the first place. The last
-            entry stands for all other tokens.
+            race uses the ids themselves. If an id occurs twice, its probability is at the first place. The last entry
+            stands for all other tokens.
         draft: the draft with tokens and q in this alphabet.
         p_BMU: the target's distribution, float64, as `probabilities` would give it.
     """
@@ -42,8 +43,9 @@ class Narrowed:
 def narrow(logits_BMV: Tensor, batch: SamplingBatch, draft: Draft) -> Narrowed | None:
     """Restrict the distribution of rows that are all sampled with a top-k; None where the whole vocabulary is needed.
 
-    That is so with other filters, a k that is no small part of the vocabulary, or too many ties at the k-th token. On
-    an accelerator it is too: finding ties out would cost a transfer, and walking the vocabulary costs little there.
+    The whole vocabulary is needed with other filters, with a k that is no small part of it, and with too many ties at
+    the k-th token. It is also used on an accelerator, where checking for ties would cost a transfer and a pass over the
+    vocabulary costs little.
     """
     nodes, vocabulary = logits_BMV.shape[1:]
     width = batch.largest_top_k + SPARE
@@ -70,6 +72,6 @@ def narrow(logits_BMV: Tensor, batch: SamplingBatch, draft: Draft) -> Narrowed |
         index_BMU = alphabet_BU[:, :-1].unsqueeze(1).expand(-1, draft.q_BMV.shape[1], -1)
         total_BM1 = draft.q_BMV.sum(2, keepdim=True, dtype=torch.float64)
         inside_BMU = draft.q_BMV.gather(2, index_BMU).double().masked_fill(repeated_BU[:, None, :-1], 0.0)
-        # What siblings are renormalised by has to stay: the other tokens' mass.
+        # The other tokens' mass has to stay in, because siblings are renormalised by the whole sum.
         q_BMU = torch.cat([inside_BMU, (total_BM1 - inside_BMU.sum(2, keepdim=True)).clamp(min=0)], dim=2)
     return Narrowed(alphabet_BU, replace(draft, tokens_BN=places_BX[:, kept:], q_BMV=q_BMU), p_BMU)

@@ -1,10 +1,10 @@
 """Noise without state: every number is a hash of (seed, position, stream, index), so no order of calls can change it.
 
 Every use of noise has a stream of its own. Two uses that shared one would be correlated: a guess drawn with the
-number that later verifies it is accepted too often or too rarely, and the text is no longer the target's. One pair may
-share: guesses that are only ever compared with the target's own choice may come of its noise, because that choice is
-the same whatever was guessed. Such guesses are never tested against a q, and nothing may depend on those that nobody
-came to compare.
+number that later verifies it is accepted too often or too rarely, and the text is no longer the target's. There is one
+exception: guesses that are only ever compared with the target's own choice may use its noise, because that choice is
+the same whatever was guessed. Such guesses are never tested against a q, and nothing may depend on guesses that
+verification never reached.
 """
 
 from enum import IntEnum
@@ -36,7 +36,7 @@ class Stream(IntEnum):
     BLOCK_ACCEPT = 4
     """Whether a prefix of a chain that is verified as a block stays."""
     BLOCK_DRAFT = 5
-    """The drafter's guesses of a chain that is to be verified as a block."""
+    """The drafter's guesses in a chain that is to be verified as a block."""
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -57,7 +57,7 @@ def uniform(seeds: Tensor, positions: Tensor, stream: Stream, index: int | Tenso
 
 
 def _hash(seeds: Tensor, positions: Tensor, stream: Stream, index: int | Tensor) -> Tensor:
-    # Exclusive or rather than sums: the compiler does the arithmetic of constants in integers that never wrap.
+    # Exclusive or instead of sums, because the compiler evaluates constants in integers that do not wrap around.
     return _mix(_mix(_mix(seeds ^ _GOLDEN) ^ positions) ^ (index * _STREAMS + int(stream)))
 
 
@@ -69,16 +69,16 @@ def _scramble(x: Tensor) -> Tensor:
 
 
 def _words(tokens: Tensor, keys: Tensor) -> Tensor:
-    """Return a word of 32 bits (int64) for every token (…, V; int32) by a key of 64 bits (…)."""
+    """Return a 32-bit word (as int64) for every token (…, V; int32), by a 64-bit key (…)."""
     low, high = keys.to(torch.int32).unsqueeze(-1), (keys >> 32).to(torch.int32).unsqueeze(-1)
     return _scramble(_scramble(tokens ^ low) + high).to(torch.int64) & (2**32 - 1)
 
 
 def arrivals(tokens: Tensor, seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
-    """Return for every token (…, V) when it would arrive in a race, float64, exponential and of mean 1.
+    """Return for every token (…, V) its time of arrival in a race: float64, exponentially distributed with mean 1.
 
-    `seeds` and `positions` (…, int64) broadcast. A word of 32 bits comes first, so that whoever looks for early
-    arrivals need not look at the other 21 bits of those that are late by the first.
+    `seeds` and `positions` (…, int64) broadcast. The leading 32 bits come from one word, so that a search for early
+    arrivals need not compute the other 21 bits of tokens that the first word already shows to be late.
     """
     tokens = tokens.to(torch.int32)
     indices = torch.arange(1, 3, device=tokens.device)
@@ -91,14 +91,14 @@ def arrivals(tokens: Tensor, seeds: Tensor, positions: Tensor, stream: Stream) -
 def race(
     weights: Tensor, seeds: Tensor, positions: Tensor, stream: Stream, alphabet: Tensor | None = None
 ) -> Tensor:
-    """Draw along the last dimension (…, V): the token that arrives first where each is as fast as it weighs.
+    """Draw along the last dimension (…, V): the token that arrives first if each is as fast as its weight.
 
     A token is drawn in proportion to its weight (the Gumbel-max trick: Gumbel, 1954; Maddison et al., arXiv:1411.0030,
-    section 2). Whoever draws from other weights with the same noise draws the same token with probability (1 - TV)
-    / (1 + TV) at least, TV being the total variation between them (Daliri et al., arXiv:2408.07978, section 3). The
-    weights are non-negative float64 and need no normalisation; a weight of zero is never drawn. Where all are zero
-    there is nothing to draw, and the result is the last token. `alphabet` (…, V) are the ids of the tokens, by
-    default their places; the result is a place.
+    section 2). A draw from other weights with the same noise gives the same token with probability (1 - TV) / (1 + TV)
+    or more, TV being the total variation between them (Daliri et al., arXiv:2408.07978, section 3). The weights are
+    non-negative float64 and need no normalisation; a weight of zero is never drawn. If all are zero there is nothing
+    to draw, and the result is the last index. `alphabet` (…, V) holds the ids of the tokens, by default their indices;
+    the result is an index.
     """
     if alphabet is None:
         alphabet = torch.arange(weights.shape[-1], device=weights.device)
@@ -111,12 +111,12 @@ def race(
 def categorical(weights: Tensor, u: Tensor) -> Tensor:
     """Draw along the last dimension (…, V) by inverting the distribution function at u (…) in [0, 1).
 
-    The weights are non-negative float64 and need no normalisation; a weight of zero is never drawn. Where all are
-    zero there is nothing to draw, and the result is an arbitrary valid index.
+    The weights are non-negative float64 and need no normalisation; a weight of zero is never drawn. If all are zero
+    there is nothing to draw, and the result is an arbitrary valid index.
     """
     cumulative = weights.cumsum(-1)
     target = u.unsqueeze(-1) * cumulative[..., -1:]
-    # The first entry that exceeds the target: entries of weight zero equal their predecessor and cannot be it.
+    # The first entry that exceeds the target; an entry of weight zero equals its predecessor, so it is never the first.
     drawn = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)
     if weights.device.type != "cpu":
         # A parallel prefix sum rounds differently from entry to entry, so that an entry of weight zero may differ.

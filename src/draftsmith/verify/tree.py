@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def ancestor_table(parents_BN: Tensor, depth: int) -> Tensor:
-    """Return ancestors_BMA (A = depth + 1, int64): the node itself, its parent, … up to the root (0), which repeats.
+    """Return ancestors_BMA (A = depth + 1, int64): the node itself, its parent, … up to the root (0), then repeating 0.
 
     Indices count the root as 0 and node n as n + 1. `UNUSED` nodes count as children of the root.
 

@@ -19,10 +19,10 @@ def accept_typical(
     """Accept the longest path on which every guess x has p(x) > min(epsilon, delta exp(-H(p))); not exact.
 
     H is the entropy of p in nats, so guesses pass more easily where the target itself is undecided. Among equally long
-    paths the first in the draft's order stays. The token behind it is drawn from p, and so is what a row gets that
-    accepts nothing; the published decoder starts every draft with such a token instead, which is the same order of
-    tokens. p is the distribution after all sampling rules. A greedy row's p is one-hot, with the threshold below 1, so
-    such a row accepts argmaxes alone: its text is exact.
+    paths the first in the draft's order stays. The token after the path is drawn from p, also if no guess was accepted;
+    the published decoder starts every draft with such a token instead, which gives the same order of tokens. p is the
+    distribution after all sampling rules. A greedy row's p is one-hot and the threshold is below 1, so such a row
+    accepts only argmaxes: its text is exact.
     Typical acceptance of Medusa (arXiv 2401.10774, section 2.3.1).
 
     >>> p = torch.tensor([[[0.5, 0.5, 0.0], [0.9, 0.1, 0.0], [0.0, 0.0, 1.0]]]).double()
@@ -34,12 +34,12 @@ def accept_typical(
 
     Args:
         p_BMV: the target's distribution at every node, float64, each summing to 1.
-        draft: any tree; how its guesses came about does not matter.
+        draft: any tree; how its guesses were made does not matter.
         seeds_B: seeds of the rows (int64).
         positions_B: absolute position of the token after the root.
-        epsilon: what always passes; above 0 and below 1.
-        delta: of the threshold that sinks with entropy; above 0 and at most 1.
-        alphabet_BU: as of `accept_deterministic`.
+        epsilon: a guess with a higher probability always passes; above 0 and below 1.
+        delta: factor of the threshold that falls with entropy; above 0 and at most 1.
+        alphabet_BU: as in `accept_deterministic`.
     """
     batch, nodes, vocabulary = p_BMV.shape
     ancestors_BMA = ancestor_table(draft.parents_BN, draft.depth)

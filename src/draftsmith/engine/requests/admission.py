@@ -1,4 +1,4 @@
-"""Prompts and rules in, requests out: what cannot be decoded is refused before anything runs."""
+"""Turns prompts and rules into requests; what cannot be decoded is refused before anything runs."""
 
 import secrets
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ def admit(
     prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, target: Target,
     max_length: int, grammars: Grammars,
 ) -> list[Request]:
-    """Return a request for every continuation, in the order of the prompts; their seeds are drawn where not given.
+    """Return a request for every continuation, in the order of the prompts; a seed that is not given is drawn.
 
     Args:
-        prompts: what `Prompt` says, in any mixture.
+        prompts: of the kinds that `Prompt` lists, in any mixture.
         params: one for all, or one for each; greedy by default.
         max_length: most tokens that a prompt and its continuation may have.
         grammars: compiles their constraints.
@@ -57,7 +57,7 @@ def admit(
 
 
 def _predicted_tokens(rules: SamplingParams, number: int, target: Target) -> list[int] | None:
-    """Return the tokens of a prediction as the target would write them; None where there is none."""
+    """Return the tokens of a prediction as the target would write them; None without a prediction."""
     if rules.prediction is None:
         return None
     if isinstance(rules.prediction, str):
@@ -98,7 +98,7 @@ def _check_room(prompt_tokens: int, max_tokens: int, number: int, max_length: in
 
 
 def _check_rules(rules: SamplingParams, target: Target) -> None:
-    """Raise DraftsmithError for what the target does not have."""
+    """Raise DraftsmithError for rules that need what the target does not have, such as a tokenizer or a token id."""
     if target.tokenizer is None and rules.stop:
         raise DraftsmithError(f"stop strings need a tokenizer, and {target.name} has none; use stop_token_ids.")
     for name, asked in (("logprobs", rules.logprobs), ("prompt_logprobs", rules.prompt_logprobs)):

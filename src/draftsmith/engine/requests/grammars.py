@@ -1,8 +1,8 @@
 """From a constraint to a grammar over the target's tokens: compiled when a request comes in, and kept for the next one.
 
-xgrammar does the work; it is imported when the first constraint comes. What clients send is bounded before it is
-compiled (its length, its depth, how far it counts) and after (the memory that it takes), and with `guard` while it is
-(time and memory), so that a request that asks for too much is refused alone.
+xgrammar does the work; it is imported for the first constraint. What clients send is limited before it is compiled
+(length, depth, number of repetitions), after that (memory of the result), and with `guard` also while it is compiled
+(time and memory). So a constraint that asks for too much fails only its own request.
 """
 
 import re
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from draftsmith.engine.requests.guarded import GuardedCompiler
 
 MOST_GRAMMARS = 64
-"""Compiled grammars that are kept; the one that was used longest ago goes first."""
+"""How many compiled grammars are kept; the one that was used longest ago is dropped first."""
 MOST_BYTES = 256 * 2**20
-"""Memory that they may take together."""
+"""How many bytes they may take together."""
 LARGEST = 64 * 2**20
-"""Memory that one of them may take."""
+"""How many bytes one of them may take."""
 REMEMBERED = 60.0
-"""Seconds for which it is remembered that a constraint takes too much: who asks again is told so at once."""
+"""Seconds for which a constraint that takes too much is remembered, so that the same one is refused at once."""
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """What xgrammar puts before its messages: when, and where in its own code."""
 
 
 @dataclass(frozen=True)
 class _Here:
-    """A target's tokens, as xgrammar has them, and what compiles for them in this process."""
+    """A target's tokens in xgrammar's form, and this process's compiler for them."""
 
     tokens: "TokenizerInfo"
     compiler: "GrammarCompiler"
@@ -54,7 +54,7 @@ class _Refusal:
 
 
 class Grammars:
-    """Compiles and keeps the grammars of one target; safe for threads.
+    """Compiles and keeps the grammars of one target; thread-safe.
 
     One is compiled at a time, so that clients cannot take all processors with hard ones.
     """
@@ -71,11 +71,11 @@ class Grammars:
         self._silent: frozenset[int] = frozenset()
 
     def guide(self, params: SamplingParams) -> Guide | None:
-        """Return what guides one continuation, at its beginning; None for one without a constraint.
+        """Return a new guide for one continuation; None without a constraint.
 
         Raises:
-            DraftsmithError: the constraint says nothing that can be kept, is too complex, or allows no token at all;
-                the target's tokenizer does not go with constraints; xgrammar is not installed.
+            DraftsmithError: the constraint is not valid, is too complex, or allows no token at all; the target's
+                tokenizer does not work with constraints; xgrammar is not installed.
         """
         if params.constraint is None:
             return None
@@ -93,7 +93,7 @@ class Grammars:
         return guide
 
     def compiled(self, constraint: Constraint) -> "CompiledGrammar":
-        """Return the grammar of a constraint, compiled now or before; DraftsmithError as of `guide`."""
+        """Return the grammar of a constraint, compiled now or earlier; raises DraftsmithError like `guide`."""
         found = self._find(constraint)
         if found is not None:
             return found
@@ -110,13 +110,13 @@ class Grammars:
         return found
 
     def is_ready(self, constraint: Constraint) -> bool:
-        """Say whether `compiled` has its answer already."""
+        """Return whether `compiled` need not compile this constraint; TooHardError if it was refused lately."""
         return self._find(constraint) is not None
 
     def guard(self, seconds: float) -> None:
-        """Compile in a process of its own from here on, and refuse what takes longer or too much memory.
+        """Compile in a separate process from now on, and refuse what takes more than `seconds` or too much memory.
 
-        For servers: what strangers send can neither hold up nor end this process. The other one is started now.
+        For servers: what clients send can neither hold up nor crash this process. The other process is started now.
         """
         if not seconds > 0:
             raise DraftsmithError(f"a grammar may take {seconds} seconds to compile; give more than 0.")
@@ -169,7 +169,7 @@ class Grammars:
                 grammar = compile_with(here.compiler, constraint)
         except DraftsmithError:
             raise
-        except Exception as error:  # what comes out of the library has kinds of its own
+        except Exception as error:  # the library has exception types of its own
             said = _PLACE.sub("", first_line(error))
             raise DraftsmithError(f"{name} cannot be compiled ({said}); fix it.") from error
         if grammar.memory_size_bytes > LARGEST:
@@ -194,7 +194,7 @@ class Grammars:
             raise DraftsmithError(f"constraints need a tokenizer, and {target.name} has none; leave them out.")
         pieces = token_pieces(target.tokenizer, target.vocab_size, target.eos_token_ids, target.name)
         self._silent = frozenset(token for token, piece in enumerate(pieces) if not piece)
-        # What ends a text is said for every request; without that, xgrammar would guess it from the tokens' names.
+        # Every request names its own end tokens; without the empty list, xgrammar would guess them from tokens' names.
         tokens = TokenizerInfo(pieces, vocab_size=target.vocab_size, stop_token_ids=[])
         self._here = _Here(tokens, GrammarCompiler(tokens, max_threads=1, cache_enabled=False))
         return self._here

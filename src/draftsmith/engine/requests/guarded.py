@@ -1,4 +1,4 @@
-"""Compiles the grammars of strangers in a process of its own, which stays when one of them takes too much."""
+"""Compiles clients' grammars in a separate process, which survives a grammar that takes too much."""
 
 import json
 import os
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 STARTING = 120.0
 """Seconds that the process may take to begin; it imports PyTorch."""
 PATIENCE = 10.0
-"""Seconds beyond those of a grammar after which a process that says nothing is taken to hang."""
+"""Seconds, beyond those that a grammar may take, after which a process that gives no answer is taken to hang."""
 
 
 class GuardedCompiler:
-    """Holds a process, made at once and again where one has died; for one caller at a time.
+    """Holds the process, which is started at once, and again whenever it has died; for one caller at a time.
 
     Args:
-        tokens: the target's.
-        seconds: that a grammar may take.
+        tokens: of the target.
+        seconds: how long a grammar may take.
     """
 
     def __init__(self, tokens: "TokenizerInfo", seconds: float) -> None:
@@ -44,7 +44,7 @@ class GuardedCompiler:
 
         Raises:
             TooHardError: it takes more time or memory than it may.
-            ValueError: it is no grammar, with what xgrammar says.
+            ValueError: it cannot be compiled, with xgrammar's message.
         """
         from xgrammar import CompiledGrammar
 
@@ -58,7 +58,7 @@ class GuardedCompiler:
         return CompiledGrammar.deserialize_json(answer["grammar"], self._tokens)
 
     def _ask(self, constraint: Constraint) -> dict[str, Any]:
-        """Return what the process says of a constraint; another one is begun where it dies or hangs over it."""
+        """Return the process's answer about a constraint; a process that dies or hangs over it is replaced."""
         connection = self._ready()
         try:
             connection.send_bytes(json.dumps([constraint.kind, constraint.text, self._seconds]).encode())
@@ -74,7 +74,7 @@ class GuardedCompiler:
         return {"failed": failed}
 
     def _ready(self) -> Connection:
-        """Return the connection to a process that waits for a grammar; another one where the last has ended."""
+        """Return the connection to a process that waits for a grammar; starts another one if the last has ended."""
         if self._is_closed:
             raise DraftsmithError("the process that compiles constraints was ended; begin another one.")
         if self._process is None or self._process.poll() is not None:
@@ -94,7 +94,7 @@ class GuardedCompiler:
         return connection
 
     def close(self) -> None:
-        """End the process for good, and what it compiles."""
+        """End the process for good, together with what it is compiling."""
         self._is_closed = True
         self._end()
 
@@ -103,7 +103,7 @@ class GuardedCompiler:
         self._process = self._connection = None
         self._is_told = self._is_ready = False
         if process is not None:
-            # Its child too. Without a child and waited for already, its number may be somebody else's.
+            # Its child too. But once a process was waited for, its number may belong to another one.
             if process.returncode is None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -119,13 +119,13 @@ class GuardedCompiler:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", grammar_process.__name__, str(theirs.fileno())], pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                # A group of its own is ended in one go.
+                # A process group of its own, so that it and its child can be ended in one go.
                 process_group=0,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
             )
 
     def _tell(self) -> None:
-        """Send the vocabulary, once; that waits until the process reads it."""
+        """Send the vocabulary, once; this blocks until the process reads it."""
         if not self._is_told and self._connection is not None:
             self._connection.send_bytes(self._tokens.serialize_json().encode())
             self._is_told = True

@@ -1,4 +1,4 @@
-"""Where one text is in its grammar, and what may come next: behind its newest token, and behind every guess of a draft.
+"""Where one text is in its grammar, and what may follow its newest token and every guess of a draft.
 
 Shapes: N drafted nodes, M = N + 1 verified nodes (root first), W words of 32 tokens.
 """
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 EVERY = -1
 """A word of a mask that allows all of its tokens."""
 MOST_SECONDS = 1.0
-"""That a step may take to find out what a grammar allows; an ambiguous one can get slower with every token."""
+"""How long a step may take to find out what a grammar allows; an ambiguous grammar can get slower with every token."""
 MOST_SECONDS_OF_GUESSES = 0.25
-"""That a step may take to look at guesses where those that are left then can go; they would not be worth it."""
+"""How long a step may take to check guesses that can be removed; the rest are removed, as not worth more time."""
 
 SLOW = f"its constraint takes more than {MOST_SECONDS:g} seconds for a token; make it simpler."
 DEAD_END = "none of the target's tokens can follow under its constraint; change the constraint."
 
 
 class Guide:
-    """The state of one request's constraint; it moves with the tokens that are committed, and with nothing else.
+    """The state of one request's constraint; only committed tokens move it.
 
     Args:
         grammar: what the text has to be.
         ends: tokens that end the text; each is allowed where the grammar may end, and nowhere else.
-        silent: tokens that write nothing, special ones and ids that no token has; none is allowed but the ends.
+        silent: tokens that write nothing: special ones, and ids without a token; only those in `ends` are allowed.
         width: of the logits.
     """
 
@@ -45,7 +45,7 @@ class Guide:
         self._forbidden = silent - ends
         self._next_1W = torch.empty((1, -(-width // 32)), dtype=torch.int32)
         self.refused = 0
-        """Of the guesses that were verified last, how many are forbidden; they had to stay, because they were drawn."""
+        """How many guesses of the last draft were forbidden but had to stay in it, because they were drawn."""
         self.error: str | None = None
         self.is_over = False
         """Whether nothing can follow the tokens so far: the text is complete, or `error` says why it cannot be."""
@@ -59,12 +59,11 @@ class Guide:
     def look(self, tokens: Sequence[int], parents: Sequence[int], bits_MW: Tensor, removes: bool) -> list[bool]:
         """Fill in what may follow the root (row 0) and every guess (row n + 1); return which guesses are allowed.
 
-        Rows of guesses that are forbidden, or behind which the text is over, allow everything: nobody gets there, and
-        what is chosen there is never taken.
+        A row allows everything if its guess is forbidden or ends the text: what is chosen there is never committed.
 
         Args:
-            removes: whether guesses that are not allowed go. Then those that there is no time for are not allowed; else
-                the text ends with an error.
+            removes: whether guesses that are not allowed are removed from the draft. If so, guesses that there is no
+                time for count as not allowed; if not, running out of time ends the text with an error.
         """
         bits_MW.fill_(EVERY)
         bits_MW[0] = self._next_1W[0]
@@ -102,7 +101,7 @@ class Guide:
         return allowed
 
     def take(self, token: int) -> bool:
-        """Go on by one committed token; return False, and stay, where it cannot follow because the text is over."""
+        """Go on by one committed token; return False, and stay, if it cannot follow because the text is over."""
         if self.is_over or self._matcher.is_terminated() or token in self._forbidden:
             return False
         begun = time.monotonic()
@@ -112,7 +111,7 @@ class Guide:
         return accepted
 
     def look_ahead(self) -> None:
-        """Find out what may follow, once all tokens of a step were taken."""
+        """Find out what may follow, after all tokens of a step were taken."""
         if self.is_over or self._matcher.is_terminated():
             self.is_over = True
             return

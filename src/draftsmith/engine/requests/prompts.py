@@ -1,4 +1,4 @@
-"""What a prompt may be, and the tokens it stands for."""
+"""What a prompt may be, and which tokens it becomes."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from draftsmith.types import DraftsmithError
 Prompt = str | Sequence[int] | np.ndarray | Tensor | Mapping[str, Any] | Sequence[Message] | Conversation
 """Text; token ids; what a tokenizer returned for one text; or messages, each with its "role" and its "content".
 
-A `Conversation` is messages with what else the chat template is given, such as tools.
+A `Conversation` is messages together with the template's other inputs, such as tools.
 """
 
 _KINDS = 'text, token ids, what a tokenizer returned for one text, or a list of messages such as {"role": "user", ...}'
 
 
 def list_of_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts as a list; DraftsmithError for what is one prompt rather than a list of them, and for none."""
+    """Return the prompts as a list; DraftsmithError for a single prompt instead of a list, and for an empty list."""
     if isinstance(prompts, str):
         raise DraftsmithError("prompts is a single text; give a list of prompts.")
     if isinstance(prompts, Mapping):
@@ -39,11 +39,12 @@ def list_of_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
 def tokens_of(prompt: Prompt, number: int, target: Target) -> list[int]:
     """Return the tokens of prompt `number`.
 
-    A text becomes what the tokenizer's own call makes of it, but with one BOS where the text brings it along. Messages
-    go through the tokenizer's chat template and end with its generation prompt.
+    A text is encoded as by calling the tokenizer, but with only one BOS if the text brings its own. Messages go through
+    the tokenizer's chat template and end with its generation prompt.
 
     Raises:
-        DraftsmithError: for anything else than a `Prompt`, no token, and token ids that the target does not have.
+        DraftsmithError: for anything that is not a `Prompt`, for an empty prompt, and for token ids that the target
+            does not have.
     """
     if isinstance(prompt, str):
         given: list[Any] = _read_text(prompt, number, _tokenizer(target, number, "text"))
@@ -87,7 +88,7 @@ def _read_text(text: str, number: int, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def check_text(text: str, number: int) -> None:
-    """Raise DraftsmithError for half a character in prompt `number`: tokenizers fail on it."""
+    """Raise DraftsmithError for a lone surrogate (half a character) in prompt `number`: tokenizers fail on it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -113,12 +114,12 @@ def _read_messages(
         )
     try:
         return prompt_ids(tokenizer, conversation)
-    except Exception as error:  # a template is a program of somebody else's
+    except Exception as error:  # a template is third-party code
         raise template_fault(error, name, f"prompt {number}") from error
 
 
 def _read_encoding(encoding: Mapping[str, Any], number: int) -> list[Any]:
-    """Return the ids of one encoded text, without what its attention mask leaves out."""
+    """Return the ids of one encoded text, without those that its attention mask excludes."""
     if "input_ids" not in encoding:
         hint = "put a message into a list" if "role" in encoding else 'it needs "input_ids"'
         raise DraftsmithError(f"prompt {number} is a mapping of {', '.join(map(str, encoding)) or 'nothing'}; {hint}.")
@@ -147,7 +148,7 @@ def _one_text(values: Any, number: int) -> list[Any]:
 
 
 def _as_index(token: Any) -> int:
-    """Return a whole number of another kind, such as numpy's, as an int; -1 for what is none."""
+    """Return a whole number of another type, such as numpy's, as an int; -1 for anything else."""
     try:
         return operator.index(token)
     except TypeError:

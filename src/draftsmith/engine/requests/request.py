@@ -1,4 +1,4 @@
-"""One continuation on its way: what came in, what went out, and when it ends."""
+"""One continuation while it is decoded: what was asked for, what was generated, and when it ends."""
 
 import time
 from dataclasses import dataclass, field
@@ -25,21 +25,21 @@ class Request:
     Args:
         index: its place in the caller's order, for messages.
         plan: the shape of its drafts; None leaves it to the engine's policy.
-        drafter: who makes drafts of its own plan, by name; None is the engine's first.
+        drafter: the name of the drafter for `plan`; None is the engine's first.
         namespace: prompts are shared among requests of the same namespace.
-        shows_drafts: whether `Progress` tells the guesses of every step.
+        shows_drafts: whether `Progress` contains the guesses of every step.
         priority: the larger, the sooner its turn comes.
-        deadline: the time of `time.monotonic` at which it ends with what it has; None never.
+        deadline: the time (`time.monotonic`) at which it ends with what it has; None for never.
         id: unique for the life of the core that decodes it; drafters with a memory know the row by it.
-        slot: where the cache keeps its keys and values, for as long as it runs.
-        guide: what its constraint allows; None where it has none.
-        prediction: the text that it expects, and where its own stands in that; None where it brought none.
+        slot: where the cache keeps its keys and values while it runs.
+        guide: what its constraint allows; None without a constraint.
+        prediction: the text that is expected, and how far the output has followed it; None without a prediction.
         keeps_logits: whether `raw_logits` is filled, which costs a row of the vocabulary's width for every token.
-        read: tokens of the prompt whose keys and values the cache holds.
-        shared: of these, how many were there from another request.
-        told: of the shared ones, how many drafters with a memory have heard of.
-        reserved: places of its slot that have memory, as far as was asked.
-        came, began_at: the times of `time.monotonic` when it was made, and when it got a slot.
+        read: prompt tokens whose keys and values the cache holds.
+        shared: how many of these were there already from another request.
+        told: how many of the shared ones were shown to drafters with a memory.
+        reserved: places of its slot that have memory, as far as was asked for.
+        came, began_at: the times (`time.monotonic`) at which it was made and at which it got a slot.
     """
 
     index: int
@@ -69,14 +69,14 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     raw_logits: list[Tensor] = field(default_factory=list)
-    """The target's logits that chose the tokens, fp32, piece by piece (tokens of a step, vocabulary)."""
+    """The target's logits that chose the tokens, fp32: one tensor a step (its tokens, vocabulary)."""
     statistics: Statistics = field(default_factory=Statistics)
     finish_reason: str | None = None
     error: str | None = None
     is_unfit: bool = False
-    """Whether the error is that nothing could go on as its constraint wants it."""
+    """Whether the error comes from its constraint: no token could follow under it, or finding out took too long."""
     accepted: list[int] = field(default_factory=list)
-    """Of every step, how many guesses stayed."""
+    """For every step, how many guesses stayed."""
     drafted: int = 0
     """Guesses that were verified."""
     accepted_prediction: int = 0
@@ -86,13 +86,13 @@ class Request:
     deepest: int = 0
     """The most guesses that any step could have accepted."""
     began: dict[str, float] = field(default_factory=dict)
-    """A row's share of all seconds of the core when this one began to decode."""
+    """The core's `_spent` when this request began to decode."""
     choice: Choice | None = None
-    """What its own plan asks for at every step, if it has one."""
+    """What it drafts at every step if it has a plan of its own; else None."""
     why: Reason | None = None
-    """Why it drafts as it does in the step to come, where that is told."""
+    """Why it drafts as it does in the next step; None without a reason."""
     never_drafts: bool = False
-    """Whether no step of it will ever draft, so that drafters need not know it; the core finds that out."""
+    """Whether none of its steps will ever draft, so that drafters need not know it; set by the core."""
     history: RowHistory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class Request:
         tokenizer: PreTrainedTokenizerBase | None,
         guide: Guide | None = None,
     ) -> "Request":
-        """Start a request; the end tokens are the target's own unless ignored, and the caller's."""
+        """Make a request that ends at the caller's stop tokens and, unless ignored, the target's end tokens `eos`."""
         ends = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         return cls(index, prompt, params, seed, ends, TextStream(tokenizer, params.stop, prompt), guide=guide)
 
@@ -123,7 +123,7 @@ class Request:
 
     @property
     def wants_logits(self) -> bool:
-        """Whether a step has to hand over the logits that chose its tokens."""
+        """Whether steps have to return the logits that chose its tokens."""
         return self.keeps_logits or self.params.logprobs is not None
 
     def commit(self, tokens: list[int]) -> int:
@@ -147,7 +147,7 @@ class Request:
         return len(tokens)
 
     def _commit_guided(self, tokens: list[int], guide: Guide) -> int:
-        """Do as `commit`, as long as the constraint's text is not over; what was chosen behind its end is not taken."""
+        """Do as `commit`, but take no tokens after the end of the text that the constraint describes."""
         taken = 0
         for token in tokens:
             if not guide.take(token):
@@ -170,7 +170,7 @@ class Request:
         return taken
 
     def record(self, taken: int, drafted: int, depth: int, plan: Plan, part: int = 0) -> None:
-        """Note a step: the tokens it committed, the guesses it verified, the most it could have accepted, its plan.
+        """Record a step: the tokens it committed, the guesses it verified, the most it could have accepted, its plan.
 
         Args:
             part: which part of the drafter guessed, see `Draft.parts`.
@@ -194,7 +194,7 @@ class Request:
         self.finish_reason = reason
         try:
             self.text.finish()
-        except Exception as error:  # a tokenizer is a program of somebody else's
+        except Exception as error:  # a tokenizer is third-party code
             self.break_text(error)
             return
         if reason == "length" and self.text.stopped:  # what was held back completed a stop string
@@ -206,7 +206,7 @@ class Request:
         self.finish("error")
 
     def break_text(self, error: Exception) -> None:
-        """End the request because its tokens cannot be made into text; what was text before stands."""
+        """End the request because its tokens cannot be decoded into text; the text so far stands."""
         self.error = f"the text of this request could not be written ({type(error).__name__}: {error})."
         self.finish_reason = "error"
 

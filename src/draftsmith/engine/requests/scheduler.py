@@ -1,8 +1,8 @@
 """Whose turn it is: which requests get a slot, and which pieces of prompts are read beside the next decoding step.
 
-First come, first served, within a priority. What does not fit waits, and nothing of its priority overtakes it, so that
-nobody starves but by a steady flow of requests that matter more. A request takes its slot when everything it may ever
-hold fits beside what the others may hold: so none has to be thrown out in the middle.
+First come, first served, within a priority. A request that does not fit waits, and no request of the same priority
+overtakes it. So a request starves only under a steady flow of requests of higher priority. A request gets a slot when
+the most it may ever hold fits beside the most that the others may hold, so none has to be thrown out in the middle.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from draftsmith.targets import BLOCK, Blocks
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `begin` to `end` - 1 of a request's prompt: to be read next, or, if `stored`, to be told to drafters."""
+    """Tokens `begin` to `end` - 1 of a request's prompt: to be read next or, if `stored`, to be shown to drafters."""
 
     request: Request
     begin: int
@@ -35,14 +35,14 @@ class Scheduler:
     """Knows who waits, who reads and who decodes.
 
     Args:
-        blocks: who hands out the cache's memory; shares what prompts have in common.
+        blocks: hands out the cache's memory, and shares common beginnings of prompts.
         max_batch: most requests that hold a slot.
-        max_tokens: most tokens that their texts, read to their ends, may have together.
-        piece: most tokens of prompts that are read in a step while rows decode.
-        largest_piece: the same while none does.
-        room: places that a step may write behind a row's text.
-        share: whether prompts that begin alike are read and stored once.
-        tells: whether a drafter with a memory wants to hear of prompts.
+        max_tokens: most tokens that the texts of these requests may have together at their ends.
+        piece: most prompt tokens that are read in a step while rows decode.
+        largest_piece: the same while no row decodes.
+        room: cache places for what drafters write after a row's text and draft, at least 1.
+        share: whether common beginnings of prompts are read and stored only once.
+        tells: whether a drafter with a memory wants to see prompts.
     """
 
     blocks: Blocks
@@ -58,7 +58,7 @@ class Scheduler:
     decoding: dict[int, Request] = field(default_factory=dict)
     """By id."""
     tokens: int = 0
-    """That the texts of those who hold a slot may have together."""
+    """The most tokens that the texts of the requests with a slot may have together."""
     _free: list[int] = field(init=False)
     _deadlines: int = 0
 
@@ -72,11 +72,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anybody waits, reads or decodes."""
+        """Whether any request waits, reads or decodes."""
         return bool(self.waiting or self.reading or self.decoding)
 
     def load(self) -> Load:
-        """Return what a policy may know of how busy the core is."""
+        """Return how busy the core is, for a policy."""
         return Load(len(self.decoding), len(self.reading), len(self.waiting), self.max_batch)
 
     def overdue(self) -> list[Request]:
@@ -88,13 +88,13 @@ class Scheduler:
         return [request for request in everybody if request.deadline is not None and request.deadline <= now]
 
     def pieces(self) -> list[Piece]:
-        """Give slots to those whose turn it is; return what to read next, in order of arrival."""
+        """Give slots to the requests whose turn it is; return what to read next, in order of arrival."""
         while self.waiting and self._free:
             request = self.waiting[0][2]
             if self.tokens + whole(request) > self.max_tokens:
                 break
             heapq.heappop(self.waiting)
-            # The lowest slot: rows without holes between them are read without being gathered.
+            # The lowest slot, because rows in adjacent slots are read without being gathered.
             request.slot = heapq.heappop(self._free)
             self.tokens += whole(request)
             request.began_at = time.monotonic()
@@ -119,17 +119,17 @@ class Scheduler:
                     break
             end = min(len(request.prompt), request.read + (min(budget, SCORED_PIECE) if scored else budget))
             budget -= end - request.read
-            # What drafts write behind it is reserved when it decodes.
+            # Room for drafts is reserved when the request decodes.
             self.blocks.reserve(request.slot, min(end + 1, self.blocks.cache.capacity))
             pieces.append(Piece(request, request.read, end))
         return pieces
 
     def _comes_later(self, request: Request) -> bool:
-        """Whether somebody before it is about to read more of the same beginning than is stored now."""
+        """Whether an earlier request is about to read more of the same beginning than is stored now."""
         mine = request.prompt
         best = self.blocks.findable(mine, request.namespace)
         if (len(mine) - 1) // BLOCK * BLOCK <= best:
-            return False  # nothing more of it could be shared
+            return False  # all that can be shared is stored already
         for other in self.reading:
             if other is request:
                 return False
@@ -144,12 +144,12 @@ class Scheduler:
         return False
 
     def done_reading(self, request: Request) -> None:
-        """Let a request decode whose prompt was read."""
+        """Let a request decode after its prompt was read."""
         self.reading.remove(request)
         self.decoding[request.id] = request
 
     def remove(self, request: Request, stored: list[int] | None) -> None:
-        """Forget a request wherever it is; its slot is free at once.
+        """Forget a request, whether it waits, reads or decodes; its slot is free at once.
 
         Args:
             stored: the tokens whose keys and values its slot holds, for others to share; None throws them away.

@@ -16,13 +16,13 @@ from draftsmith.types import ROOT, UNUSED, Context, Draft
 
 @dataclass(frozen=True)
 class Constrained:
-    """The rows of a group that have a constraint, by their places in it, each with its guide."""
+    """The rows of a group that have a constraint, as indices into the group, and the guide of each."""
 
     rows: list[int]
     guides: list[Guide]
 
     def behind(self, begin: int) -> "Constrained":
-        """Return the same rows as places in a part that begins there."""
+        """Return the same rows as indices into the part of the group that begins at `begin`."""
         return Constrained([row - begin for row in self.rows], self.guides)
 
 
@@ -30,12 +30,13 @@ def constrain(
     layout: Layout, constrained: Constrained, context: Context, lay_out: Callable[[Context, Draft], Layout],
     removes: bool = True,
 ) -> Layout:
-    """Return the layout with what its rows allow, and without the guesses that they forbid.
+    """Return the layout with the tokens that its rows' constraints allow, and without the guesses that they forbid.
 
-    A guess that was drawn stays, because that it was drawn and refused is a part of the draw; what hangs on it goes.
+    A forbidden guess that was drawn (from a q) stays, because sampling is exact only if its rejection counts; its
+    descendants go.
 
     Args:
-        removes: whether guesses may go; not from a drafter that learns from every node of its draft.
+        removes: whether guesses may be removed; not if the drafter learns from every node of its draft.
     """
     draft = layout.draft
     device, nodes = draft.tokens_BN.device, draft.tokens_BN.shape[1]
@@ -60,7 +61,7 @@ def constrain(
 def without_forbidden(
     parents: Sequence[int], allowed: Sequence[bool], keeps_drawn: bool
 ) -> tuple[list[int], int]:
-    """Return the parents of what stays of a draft, `UNUSED` for what goes, and how many forbidden guesses stay.
+    """Return the parents of a draft's guesses, `UNUSED` for those that go, and how many forbidden guesses stay.
 
     >>> without_forbidden([-1, 0, 1, -1], [True, False, False, True], keeps_drawn=False)
     ([-1, -2, -2, -1], 0)

@@ -1,4 +1,4 @@
-"""Where the seconds of a step go, without stopping the device to look."""
+"""Measures where the seconds of a step go, without waiting for the device in the middle."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What was accepted becomes text: keys and values into place, and the context of the next step.
+"""Commits what was accepted: moves keys and values into place, and makes the context of the next step.
 
 Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), D depth of the draft, T context tokens,
 F feature width, V vocabulary.
@@ -12,7 +12,7 @@ from draftsmith.targets import KVCache, keep_path
 from draftsmith.types import UNUSED, Context, Draft
 from draftsmith.verify import Acceptance, accept_greedy
 
-# Stands in the table for a row's number of guesses when the logits that chose its first token are NaN or infinite.
+# In a step's table, in place of a row's number of guesses: the logits that chose its first token are NaN or infinite.
 NOT_FINITE = -1
 
 
@@ -56,21 +56,22 @@ def commit_natively(
 def commit(
     cache: KVCache, acceptance: Acceptance, logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
 ) -> tuple[Context, Tensor, Tensor]:
-    """Keep the accepted path in the cache and line up the next context.
+    """Keep the accepted path in the cache and make the next context.
 
     Returns:
         the context of the next step (T = depth + 1), the table of `StepResult`, and path_BD.
     """
     path_BD, accepted_B, next_B = acceptance.path_BD, acceptance.counts_B, acceptance.next_B
     draft = layout.draft
-    # The nodes of a chain lie where they will stay.
+    # The nodes of a chain already lie where they have to be.
     if draft.depth and not draft.is_chain:
         keep_path(cache, context.lengths_B - 1, path_BD, context.slots_B, layout.nodes_B)
     tokens_BT = torch.cat([layout.tokens_BM.gather(1, path_BD), next_B.unsqueeze(1)], dim=1)
     tokens_BT = tokens_BT.scatter(1, accepted_B.unsqueeze(1), next_B.unsqueeze(1))
     states_BT = torch.cat([torch.zeros_like(accepted_B).unsqueeze(1), path_BD], dim=1)
     features_BTF = features_BMF.gather(1, states_BT.unsqueeze(2).expand(-1, -1, features_BMF.shape[2]))
-    # A row ends before what no finite logits chose; its last guess, unreadable, is then the root of the next step.
+    # A row's path is cut before a token that was not chosen by finite logits. The guess before it, which the target
+    # could not read, becomes the root of the next step.
     finite_B = count_finite(logits_BMV, states_BT, accepted_B)
     counts_B = torch.where(finite_B > 0, finite_B, accepted_B + 1)
     drafted_B = guesses_or_flag(draft, finite_B)
@@ -80,12 +81,12 @@ def commit(
 
 
 def count_finite(logits_BMV: Tensor, states_BT: Tensor, accepted_B: Tensor) -> Tensor:
-    """Count the tokens of every row that finite logits chose, from the first on until one that others chose (B).
+    """Count each row's leading tokens that were chosen by finite logits, up to the first one that was not (B).
 
     Args:
-        states_BT: the root and the accepted path, as nodes; entries behind `accepted_B` + 1 are not looked at.
+        states_BT: the root and the accepted path, as nodes; entries from `accepted_B` + 1 on are not looked at.
     """
-    # Both ends are NaN where anything is, and nothing as wide as the vocabulary is made to find them.
+    # Minimum and maximum are NaN if any logit is, and finding them makes no other tensor as wide as the vocabulary.
     least_BM, most_BM = logits_BMV.aminmax(dim=-1)
     finite_BT = (least_BM.isfinite() & most_BM.isfinite()).gather(1, states_BT)
     used_BT = torch.arange(states_BT.shape[1], device=states_BT.device) <= accepted_B.unsqueeze(1)
@@ -93,5 +94,5 @@ def count_finite(logits_BMV: Tensor, states_BT: Tensor, accepted_B: Tensor) -> T
 
 
 def guesses_or_flag(draft: Draft, finite_B: Tensor) -> Tensor:
-    """Count the guesses of every row, or flag it when no token of it is sound."""
+    """Count the guesses of every row, or give `NOT_FINITE` if finite logits chose none of its tokens."""
     return torch.where(finite_B > 0, (draft.parents_BN != UNUSED).sum(dim=1), NOT_FINITE)

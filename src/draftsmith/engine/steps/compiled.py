@@ -1,4 +1,4 @@
-"""Compilation of the pieces of a step: when, how, and with which shapes left open."""
+"""Compiles the pieces of a step: at which level, and with which shapes left open."""
 
 from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
@@ -16,7 +16,7 @@ from draftsmith.targets import Target
 from draftsmith.targets.packing import without_prepacking
 from draftsmith.types import CompileLevel, DraftsmithError
 
-# One entry for every (batch bucket, plan) that a run meets; the default of 8 would silently fall back to eager.
+# Compiled variants: one for every (batch bucket, plan) of a run; PyTorch's default of 8 would silently run eagerly.
 MOST_SHAPES = 256
 
 P = ParamSpec("P")
@@ -42,9 +42,9 @@ class Compiled(Runner):
     around them (seconds); "full" generates machine code (a minute or so a shape, kept in PyTorch's on-disk cache for
     the next run).
 
-    The batch is padded to powers of two, the draft has the plan's own size, and only the number of cached entries
-    looked at stays open, so one graph serves a whole generation. At level "full" on a CPU the weights are frozen into
-    the graph in the layout its kernels like best: such an engine keeps the weights it was compiled with.
+    The batch is padded to powers of two, the draft has the plan's own size, and only the number of cached entries that
+    are looked at stays open, so one graph serves a whole generation. At level "full" on a CPU the weights are frozen
+    into the graph in the layout that suits its kernels: such an engine keeps the weights it was compiled with.
     """
 
     def __init__(self, target: Target, level: CompileLevel) -> None:
@@ -55,7 +55,7 @@ class Compiled(Runner):
         torch._dynamo.config.recompile_limit = MOST_SHAPES
         if self._generates and target.device.type == "cpu":
             self._options |= {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
-            # Tracing reads this before the options of one compilation apply; graphs with gradients ignore it.
+            # Set globally: tracing reads it before a compilation's own options apply. Graphs with gradients ignore it.
             torch._inductor.config.freezing = True
         self.forward = self.wrap((target.without_prepacking() if self._generates else target).forward)
         self.columns = self._open_columns
@@ -69,7 +69,7 @@ class Compiled(Runner):
         )
 
     def drafting(self, drafter: Drafter) -> DraftRows:
-        """Compile a drafter with what comes behind it, or fill its drafts up to the size of their plan."""
+        """Compile a drafter together with the layout of its drafts; if it cannot be, pad its drafts to their plan."""
         if not drafter.can_compile:
             return StaticDrafting(drafter, self.lay_out).run
         if self._generates and isinstance(drafter, nn.Module):
@@ -77,7 +77,7 @@ class Compiled(Runner):
         return self.wrap(Drafting(drafter, lay_out).run)
 
     def _open_columns(self, span: Callable[[], int]) -> Tensor | None:
-        """Leave the number of entries open."""
+        """Return the cached entries to look at, their number left open for the compiler."""
         columns_S = self.backend.columns(span)
         torch._dynamo.mark_dynamic(columns_S, 0)
         return columns_S
@@ -87,7 +87,7 @@ class Compiled(Runner):
         return min(1 << (rows - 1).bit_length(), most) if rows else 0
 
     def width(self, plan: Plan) -> int:
-        """Return what a step of the plan leaves, so that one shape occurs."""
+        """Return the width of context that a step of the plan produces, so that only one shape occurs."""
         return plan.depth + 1
 
     def slots(self, max_batch: int) -> int:
@@ -96,7 +96,7 @@ class Compiled(Runner):
 
 
 def keep_argument_guards(entries: Sequence[Any]) -> list[bool]:
-    """Say which conditions to check at every call: those on the arguments (shapes, plans), none on the model.
+    """Say which conditions to check at every call: those on the arguments (shapes, plans), but none on the model.
 
     The model cannot change under an engine, and checking all its attributes costs as much as a small layer.
     """

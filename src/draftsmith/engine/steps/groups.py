@@ -1,4 +1,4 @@
-"""Which running rows draft alike: they form a group, whose tensors are put together anew only when somebody changes."""
+"""Groups of running rows that draft alike; the tensors of a group are rebuilt only when its rows change."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,13 @@ PREDICTION = Choice(Plan((1,) * MOST_GUESSES), PREDICTED)
 
 
 class Groups:
-    """The rows that decode, in groups that each draft by one choice of the policy.
+    """The rows that decode, in groups that each draft by one `Choice`.
 
     Args:
-        policy: is asked before every step, unless its last answer stands or it always answers the same.
+        policy: asked before every step, unless its last answer stands or it always answers the same.
         runner: says how many rows a group is padded to.
-        spare_slots: where the rows of padding write.
-        penalties: what penalties remember of every slot.
+        spare_slots: where padding rows write.
+        penalties: what penalties remember about every slot.
         vocab_size: V of the target.
     """
 
@@ -36,31 +36,31 @@ class Groups:
         self._choices: list[Choice] = []
         self._changed = self._has_predictions = False
         self._held = 0  # steps for which the policy's last answer still stands
-        # Of rows that are not in their group yet: a context, and where in it they are.
+        # For rows that are not in a group yet, by request id: a context, and their index in it.
         self._sources: dict[int, tuple[Context, int]] = {}
 
     def enter(self, request: Request, context: Context, b: int) -> None:
-        """Let a request in whose tensors are row b of a context."""
+        """Let a request in; its tensors are row b of a context."""
         self._sources[request.id] = (context, b)
         self._changed = True
 
     def leave(self, request: Request) -> None:
-        """Let a request go; its row goes when the groups are settled next."""
+        """Let a request go; its row is removed when the groups are settled next."""
         self._sources.pop(request.id, None)
         self._changed = True
 
     def clear(self) -> None:
-        """Forget everybody."""
+        """Forget all rows."""
         self.rows = []
         self._sources.clear()
 
     def settle(self, running: Sequence[Request], load: Load) -> None:
-        """Ask the policy about the rows that have no choice of their own, and put those that will draft alike together.
+        """Ask the policy about the rows that have no choice of their own, and group the rows that will draft alike.
 
-        Nothing moves where nothing changed.
+        If neither rows nor choices have changed, the groups stay as they are.
 
         Raises:
-            DraftsmithError: the policy chose what is none of its choices.
+            DraftsmithError: the policy chose something that is not among its choices.
         """
         if self._held and not self._changed and load.reading == 0:
             self._held -= 1
@@ -88,7 +88,7 @@ class Groups:
             raise DraftsmithError(f"the policy chose {unknown}, which is none of its choices; add it to them.")
         stay, self._changed, self._choices = not self._changed, False, choices
         if stay and len(self.rows) == 1 and choices.count(choices[0]) == len(choices):
-            # The same rows draft otherwise, all of them: nothing has to be put together.
+            # All of the same rows draft in the same new way: no tensors have to be rebuilt.
             self.rows = [self.rows[0].under(choices[0], self._runner.width(choices[0].plan))]
             return
         for rows in self.rows:
@@ -102,11 +102,11 @@ class Groups:
 
     @property
     def are_settled(self) -> bool:
-        """Whether the policy cannot answer otherwise than last time, for the rows that were there."""
+        """Whether the groups stand without asking: the same rows, and a policy that has only one answer."""
         return not self._changed and self._policy.is_fixed and not self._has_predictions
 
     def _predicted(self, request: Request) -> Choice | None:
-        """Return the draft of a row that keeps to its prediction; one that is to decode plainly has none."""
+        """Return the draft of a row that keeps to its prediction; None for others and for rows to decode plainly."""
         plain = request.choice is not None and not request.choice.plan.depth
         if plain or request.prediction is None or not request.prediction.has_guesses:
             return None
@@ -114,7 +114,7 @@ class Groups:
 
     def _group(self, requests: list[Request], choice: Choice) -> Rows:
         """Make a group of these requests, wherever their tensors are now."""
-        # In the order of their slots, which spares gathering where these are the first ones.
+        # Within both kinds by slot, so that rows in the first slots need not be gathered.
         requests.sort(key=lambda request: (not is_simple(request.params), request.slot))
         parts: list[tuple[Context, list[int]]] = []
         for request in requests:

@@ -1,4 +1,4 @@
-"""A draft becomes nodes that the target reads: the tree behind its root, and trees of several groups of rows as one.
+"""Turns drafts into nodes that the target reads: a tree after its root, and the trees of several groups as one.
 
 Shapes: B rows, R rows of them with a constraint, N drafted nodes, M = N + 1 verified nodes (root first), T context
 tokens, V vocabulary, W words of 32 tokens.
@@ -20,18 +20,18 @@ from draftsmith.verify import tree_tables
 
 @dataclass(frozen=True)
 class Allowed:
-    """Which tokens rows with a constraint may take at every node; the other rows may take all.
+    """Which tokens the rows with a constraint may take at every node; the other rows may take all.
 
     Args:
-        rows_R: the rows (int64).
-        bits_RMW: a bit for every token, 32 in a word, the lowest first (int32).
+        rows_R: the rows with a constraint (int64).
+        bits_RMW: a bit for every token, 32 in a word, lowest bit first (int32).
     """
 
     rows_R: Tensor
     bits_RMW: Tensor
 
     def behind(self, begin: int) -> "Allowed":
-        """Return the same for the rows from `begin` on, which all of these belong to."""
+        """Return the same for the part of the batch that begins at `begin`, in which all of these rows must lie."""
         return Allowed(self.rows_R - begin, self.bits_RMW) if begin else self
 
     def apply(self, logits_BMV: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Allowed:
         return logits_BMV.index_copy(0, self.rows_R, logits_BMV[self.rows_R].masked_fill(closed_RMV, float("-inf")))
 
     def _closed(self, vocabulary: int) -> Tensor:
-        """Return whether a token is not allowed, the bits one by one (R, M, V)."""
+        """Return for every token whether it is forbidden (R, M, V)."""
         # The lowest byte of a word comes first on all processors that PyTorch runs on.
         bytes_RMY = ~self.bits_RMW.view(torch.uint8)
         if bytes_RMY.device.type == "cpu":
@@ -54,11 +54,11 @@ class Allowed:
 
 @dataclass
 class Layout:
-    """A draft with its root, laid out for the target: tokens and depths (B, M), and who sees whom (B, M, M).
+    """A draft with its root, laid out for the target: tokens and depths (B, M), and which node sees which (B, M, M).
 
     Args:
-        nodes_B: how many nodes, the root included, each row really has; None where all of them have M.
-        allowed: what constraints allow at the nodes, of rows that have one; None where no row has.
+        nodes_B: how many nodes, the root included, each row really has; None if all rows have M.
+        allowed: which tokens the rows' constraints allow at the nodes; None without constraints.
     """
 
     draft: Draft
@@ -69,7 +69,7 @@ class Layout:
     allowed: Allowed | None = None
 
     def part(self, begin: int, end: int) -> "Layout":
-        """Return the rows `begin` to `end` - 1; what is allowed goes along with the last rows alone."""
+        """Return the rows `begin` to `end` - 1; only a part that ends with the last row keeps `allowed`."""
         if begin == 0 and end == len(self.tokens_BM):
             return self
         draft = self.draft
@@ -86,10 +86,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter with what comes behind it, as one piece to compile.
+    """A drafter together with the layout of its drafts, as one piece to compile.
 
     Args:
-        lay_out: puts the tree of a draft behind the root, in the form the target reads.
+        lay_out: puts the tree of a draft after the root, in the form that the target reads.
     """
 
     drafter: Drafter
@@ -101,13 +101,13 @@ class Drafting:
 
 
 class StaticDrafting(Drafting):
-    """The same, with every draft filled up to its plan's size, because what reads it is compiled for fixed shapes.
+    """The same, with every draft padded to its plan's size, because what reads it is compiled for fixed shapes.
 
-    Drafts that are compiled themselves have it anyway.
+    Drafters that are compiled make drafts of that size anyway.
     """
 
     def run(self, context: Context, plan: Plan) -> Layout:
-        """Let the drafter guess, fill up and lay out."""
+        """Let the drafter guess, pad the draft, and lay it out."""
         draft = self.drafter.propose(context, plan) if plan.depth else empty_draft(context)
         return self.lay_out(context, filled(draft, plan))
 
@@ -128,7 +128,7 @@ def lay_out_natively(context: Context, draft: Draft) -> Layout:
 
 
 def together(layouts: Sequence[Layout]) -> Layout:
-    """Put the rows of several layouts behind each other; smaller drafts get unused nodes, which nobody computes."""
+    """Put the rows of several layouts in one; smaller drafts get unused nodes, which `nodes_B` does not count."""
     if len(layouts) == 1:
         return layouts[0]
     width = max(layout.tokens_BM.shape[1] for layout in layouts)
@@ -155,8 +155,8 @@ def padded(layout: Layout, width: int) -> Layout:
     if missing == 0:
         return layout
     nodes = layout.tokens_BM.shape[1]
-    # Padded with the row's own root: another token may have no finite state, and attention multiplies what its mask
-    # hides.
+    # Padded with the row's own root, because another token may have no finite state, and attention multiplies masked
+    # entries too (0 × NaN = NaN).
     tokens_BM = torch.cat([layout.tokens_BM, layout.tokens_BM[:, :1].expand(-1, missing)], dim=1)
     visible_BMM = pad(layout.visible_BMM, (0, missing, 0, missing))
     visible_BMM[:, nodes:, 0] = True

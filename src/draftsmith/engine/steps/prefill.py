@@ -1,9 +1,9 @@
-"""Reads pieces of prompts: their keys and values into the cache, their states to drafters that want them, and where a
-prompt ends, the first token of the text.
+"""Reads pieces of prompts: puts keys and values into the cache, gives states to drafters that want them, and chooses
+the first token of the text where a prompt ends.
 
 To a drafter with a memory a piece is like any other step. When the target has read the tokens begin … end - 1 of a
-prompt, their states predict the tokens begin + 1 … end; these are what the step committed, and the last of them is the
-root, which nobody has read yet.
+prompt, their states predict the tokens begin + 1 … end. These count as the tokens that the step committed; the last of
+them is the root, which the target has not read yet.
 
 Shapes: B prompts, M tokens of a piece (padded), T context tokens, F feature width, V vocabulary.
 """
@@ -29,12 +29,12 @@ from draftsmith.types import Context, empty_draft
 
 @dataclass
 class FirstTokens:
-    """What prompts that were read to their ends begin to say.
+    """The first tokens of texts whose prompts were read to their ends.
 
     Args:
         rows: ready for their first step.
-        table_BX: as of `StepResult`.
-        raw_logits_B1V: the target's logits behind every prompt, if a row wants log-probabilities.
+        table_BX: as in `StepResult`.
+        raw_logits_B1V: the target's logits after every prompt, if a row wants log-probabilities.
     """
 
     rows: Rows
@@ -50,7 +50,7 @@ class PromptReader:
         self._remembers = any(drafter.reads_prompt for drafter in stepper.workers)
 
     def read(self, pieces: Sequence[Piece]) -> list[FirstTokens]:
-        """Read pieces of prompts, and tell drafters of those that are stored already."""
+        """Read pieces of prompts; pieces that are stored already are only shown to drafters."""
         fresh = []
         for piece in pieces:
             if piece.stored:
@@ -61,7 +61,7 @@ class PromptReader:
         fresh = [piece for piece in fresh if piece.request.params.prompt_logprobs is None]
         batches = self._stepper.target.backend.batches([piece.end - piece.begin for piece in fresh])
         read = [self._read([fresh[index] for index in batch]) for batch in batches]
-        # Each by itself: these want logits behind every token, the others behind the last at most.
+        # Each by itself, because it needs logits after every token; the others need them after the last one at most.
         read += [self._read([piece]) for piece in scored]
         return [found for found in read if found is not None]
 
@@ -84,16 +84,17 @@ class PromptReader:
         )
 
     def _forward(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
-        """Return the logits behind the last token of every piece (B, V), and all states (B, M, F)."""
+        """Return the logits after the last token of every piece (B, V), and all states (B, M, F)."""
         stepper, target = self._stepper, self._stepper.target
         device = target.device
         texts = [piece.request.prompt[piece.begin : piece.end] for piece in pieces]
         longest = max(map(len, texts))
-        # Padded with the row's own token: one that the row does not have may have no finite state, and attention
-        # multiplies what its mask hides.
+        # Padded with a token of the row's own, because another one may have no finite state, and attention multiplies
+        # masked entries too (0 × NaN = NaN).
         tokens_BM = torch.tensor([text + text[-1:] * (longest - len(text)) for text in texts], device=device)
         counts_B = torch.tensor([len(text) for text in texts], device=device)
-        # Logits only where a piece ends, and only if a prompt does there; behind all tokens of one that is scored.
+        # Logits are computed after the last token of each piece, and only if a prompt ends there; but after all tokens
+        # of a prompt that is scored.
         scored = pieces[0].request.params.prompt_logprobs is not None
         wanted = [piece.ends_prompt for piece in pieces]
         columns_BU: Tensor | None = None
@@ -109,7 +110,7 @@ class PromptReader:
         return logits_BUV[:, -1] if any(wanted) else logits_BUV.new_empty((len(texts), 0)), features_BMF
 
     def _score(self, piece: Piece, logits_MV: Tensor) -> None:
-        """Note the log-probabilities of the prompt's tokens that those of a piece predict."""
+        """Record the log-probabilities of the prompt's tokens that the tokens of a piece predict."""
         request, top = piece.request, piece.request.params.prompt_logprobs
         assert top is not None
         following = request.prompt[piece.begin + 1 : piece.end + 1]
@@ -133,7 +134,7 @@ class PromptReader:
             counts_B=counts_B,
             lengths_B=lengths_B,
             rows_B=torch.tensor([request.id for request in requests], device=device),
-            # With one token to draw from, a drafter's best guess is as good as it gets.
+            # With only one token to draw from (top-k 1), a drafter does best to guess greedily.
             temperature_B=torch.tensor(
                 [0.0 if params.top_k == 1 else params.temperature for params in (one.params for one in requests)],
                 device=device,
@@ -144,7 +145,7 @@ class PromptReader:
         )
 
     def _tell_drafters(self, pieces: Sequence[Piece], features_BMF: Tensor) -> None:
-        """Hand tokens of prompts to drafters with a memory; the first token of the text comes with the first step."""
+        """Show tokens of prompts to drafters with a memory; the first token of the text comes with the first step."""
         telling = []
         for b, piece in enumerate(pieces):
             if piece.request.never_drafts:
@@ -166,7 +167,7 @@ class PromptReader:
         self._stepper.follow_prompts(self._context(requests, tokens_BT, features_BTF, counts_B, lengths_B))
 
     def _tell_stored(self, piece: Piece) -> None:
-        """Hand over what the prompt has in common with others, which is not read again, from the states kept of it."""
+        """Show drafters the part of a prompt that is shared and so not read again, with the states that were kept."""
         request, (begin, end) = piece.request, (piece.begin, piece.end)
         target, cache = self._stepper.target, self._stepper.cache
         tokens_1T = torch.tensor([request.prompt[begin + 1 : end + 1]], device=target.device)
@@ -177,7 +178,7 @@ class PromptReader:
         self._stepper.follow_prompts(self._context([request], tokens_1T, features_1TF, counts_1, counts_1 + begin + 1))
 
     def _begin(self, requests: list[Request], logits_B1V: Tensor, features_B1F: Tensor) -> FirstTokens:
-        """Choose the first tokens of texts; their logits and states are those behind the prompts."""
+        """Choose the first tokens of texts, by the logits after their prompts; the states are from the same place."""
         device, vocab_size = logits_B1V.device, self._stepper.target.vocab_size
         lengths_B = torch.tensor([len(request.prompt) for request in requests], device=device)
         none_B1 = torch.zeros((len(requests), 1), dtype=torch.long, device=device)

@@ -1,7 +1,7 @@
-"""A row whose root has no finite logits is read again without guesses.
+"""Reads a row whose root has no finite logits again, without guesses.
 
-A guessed token may have no finite state where the row's own text has one, and attention multiplies what its mask
-hides, so that one such node spoils the whole tree. Plain decoding would not have read it.
+A guessed token may have no finite state although the row's own text has one. Attention multiplies masked entries too
+(0 × NaN = NaN), so one such node spoils the whole tree. Plain decoding would not have read it.
 
 Shapes: B rows, T context tokens, F feature width, V vocabulary.
 """
@@ -27,12 +27,12 @@ def reread(
     """Take back what a step did to one row, and let it go on by one token of the target's own.
 
     Args:
-        rows: after the step; its context and history are put right for this row.
+        rows: after the step; its context and history are corrected for this row.
         before: the context that the step began with.
 
     Returns:
-        the row's line of the table of `StepResult`, which says `NOT_FINITE` if no guess was to blame, and the
-        target's logits (1, V).
+        the row's line of the table of `StepResult`, which has `NOT_FINITE` if no guess was to blame, and the target's
+        logits (1, V).
     """
     target, cache, request = stepper.target, stepper.cache, rows.requests[row]
     penalties.restore(request)
@@ -66,7 +66,7 @@ def reread(
 
 
 def spliced(all_BT: Tensor, row: int, one_1T: Tensor) -> Tensor:
-    """Return a copy in which a row holds that of another tensor, and zeros behind it where that has fewer tokens."""
+    """Return a copy in which one row is replaced by that of another tensor, filled up with zeros."""
     copy_BT = all_BT.clone()
     copy_BT[row] = 0
     if all_BT.ndim == 1:

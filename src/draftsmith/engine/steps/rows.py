@@ -1,7 +1,7 @@
-"""The tensors of rows that draft alike: one index a row, in any order of their slots.
+"""The tensors of a group of rows that draft alike: one index a row, in any order of their slots.
 
-Within a group, rows that are greedy and ask for nothing else come first, so that they stay on the shortest way whatever
-the others ask for.
+Within a group, plain greedy rows come first, so that they take the shortest path through the code whatever the others
+ask for.
 
 Shapes: B rows (padded to a bucket in compiled mode), T context tokens, F feature width, V vocabulary.
 """
@@ -19,8 +19,8 @@ from draftsmith.types import Context, SamplingParams
 from draftsmith.verify import History, SamplingBatch
 
 PREDICTED = "prediction"
-"""The name of the drafter that drafts what requests predict."""
-# What stands in the rows of padding.
+"""The name of the drafter that drafts from the predictions of requests."""
+# Values of padding rows; all other fields are 0.
 FILL = {"counts_B": 1, "lengths_B": 1, "rows_B": -1}
 
 
@@ -28,24 +28,24 @@ FILL = {"counts_B": 1, "lengths_B": 1, "rows_B": -1}
 class Rows:
     """Running requests and their device-side state. Row b of every tensor belongs to `requests[b]`.
 
-    Tensors may have more rows than there are requests: compiled code sees few batch sizes, and the rest is padding.
+    Tensors may have more rows than there are requests: the rest is padding, so that compiled code sees few batch sizes.
 
     Args:
         context: of all rows.
         choice: what they draft.
-        simple: how many of them, from the first on, are greedy without any change of their logits.
-        sampling, history: of the others, and of padding where there are others; history is None where no penalty is.
+        simple: how many rows, from the first on, are greedy and change no logits.
+        sampling, history: of the other rows, and of padding if there are others; history is None without penalties.
 
-    What follows from these does not change from step to step, and is kept.
+    The following is derived from these once, because it does not change from step to step.
 
     Args:
         count: rows that are requests.
         size: rows of the tensors.
-        simple_rows: rows of the tensors that are simple; padding goes with the others, if there are any.
-        never_drafts: whether no step of these rows will ever draft.
+        simple_rows: rows of the tensors that are simple; padding counts as simple only if all requests are.
+        never_drafts: whether none of these rows will ever draft.
         has_logprobs: whether any row asks for log-probabilities or keeps its logits.
         depth, max_nodes: of the plan.
-        constrained: the rows with a constraint, none of which is simple; None where there are none.
+        constrained: the rows with a constraint, none of which is simple; None if there are none.
     """
 
     requests: list[Request]
@@ -73,7 +73,7 @@ class Rows:
         self.constrained = Constrained(list(guides), list(guides.values())) if guides else None
 
     def under(self, choice: Choice, width: int) -> "Rows":
-        """Return the same rows drafting otherwise, their context at least so wide."""
+        """Return the same rows with another choice, their context at least `width` tokens wide."""
         return replace(self, choice=choice, context=join_contexts([self.context], width))
 
     @property
@@ -83,7 +83,7 @@ class Rows:
 
 
 def is_simple(params: SamplingParams) -> bool:
-    """Whether a request takes the likeliest token as the target has it."""
+    """Whether a request takes the target's likeliest token, without any change of its logits."""
     return (
         params.temperature == 0 and not params.logit_bias and params.repetition_penalty == 1
         and params.presence_penalty == 0 and params.frequency_penalty == 0 and params.constraint is None
@@ -125,7 +125,7 @@ def padding_like(context: Context, slots: list[int]) -> Context:
 
 
 def join_contexts(contexts: Sequence[Context], width: int = 0) -> Context:
-    """Put contexts behind each other, row after row; narrower ones get zeros behind their tokens, up to `width` too."""
+    """Put contexts in one, row after row, at least `width` tokens wide; narrower ones get zeros after their tokens."""
     width = max(width, *(context.tokens_BT.shape[1] for context in contexts))
     if len(contexts) == 1 and contexts[0].tokens_BT.shape[1] == width:
         return contexts[0]
@@ -136,7 +136,7 @@ def join_contexts(contexts: Sequence[Context], width: int = 0) -> Context:
 
 
 def widened(tensor: Tensor, width: int) -> Tensor:
-    """Add zeros behind the tokens of a tensor (B, T, …) up to a width; a tensor (B) stays as it is."""
+    """Add zeros after the tokens of a tensor (B, T, …) up to a width; a tensor (B) stays as it is."""
     if tensor.ndim == 1 or tensor.shape[1] == width:
         return tensor
     return torch.cat([tensor, tensor.new_zeros((len(tensor), width - tensor.shape[1], *tensor.shape[2:]))], dim=1)
@@ -148,7 +148,7 @@ def tensors_of(context: Context) -> dict[str, Tensor]:
 
 
 class Penalties:
-    """What penalties remember of every slot; made when somebody first needs it, and changed for the newcomer alone."""
+    """What penalties remember about every slot; made when first needed, and written only for slots with a new row."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self._slots, self._vocab_size, self._device = slots, vocab_size, device
@@ -166,7 +166,7 @@ class Penalties:
         return self._whole.at(slots_B)
 
     def restore(self, request: Request) -> None:
-        """Let a row have read and written what its request has, whatever a step that was taken back counted."""
+        """Reset a row's history to the tokens of its request, after a step that was taken back."""
         if self._whole is not None:
             self._whole.enter(request.slot, request.prompt, request.tokens)
 
@@ -174,7 +174,7 @@ class Penalties:
 def make_rows(
     requests: list[Request], context: Context, choice: Choice, vocab_size: int, penalties: Penalties
 ) -> Rows:
-    """Make a group of requests that come in order, the simple ones first."""
+    """Make a group of requests, which must be in order: the simple ones first."""
     device = context.tokens_BT.device
     slots_B = slots_of(context)
     simple = next((b for b, request in enumerate(requests) if not is_simple(request.params)), len(requests))

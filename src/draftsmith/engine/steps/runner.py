@@ -1,4 +1,4 @@
-"""How an engine runs the pieces of a step: as they are, here, or compiled, see `draftsmith.engine.steps.compiled`."""
+"""How an engine runs the pieces of a step: as they are (here), or compiled (`draftsmith.engine.steps.compiled`)."""
 
 from collections.abc import Callable
 
@@ -37,17 +37,17 @@ class Runner:
         self.commit_greedily: CommitGreedily = self.backend.choose(commit_greedy, commit_greedily_natively)
 
     def drafting(self, drafter: Drafter) -> DraftRows:
-        """Return what guesses with a drafter, and lays its trees out for the target."""
+        """Return a function that guesses with a drafter and lays its trees out for the target."""
         return Drafting(drafter, self.lay_out).run
 
     def bucket(self, rows: int, most: int) -> int:
-        """Return the rows to compute for so many requests, at most `most`."""
+        """Return how many rows to compute for so many requests, at most `most`."""
         return rows
 
     def width(self, plan: Plan) -> int:
-        """Return how many tokens the context of a group that drafts by a plan has at least."""
+        """Return the least number of tokens in the context of a group that drafts by this plan."""
         return 1
 
     def slots(self, max_batch: int) -> int:
-        """Return the slots that a cache needs for so many requests."""
+        """Return how many slots a cache needs for so many requests."""
         return max_batch

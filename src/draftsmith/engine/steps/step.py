@@ -1,4 +1,4 @@
-"""One step of decoding: propose, verify, accept, keep, for all rows at once, whatever each of them drafts.
+"""One step of decoding (propose, verify, accept, keep) for all rows at once, whatever each of them drafts.
 
 Shapes: B rows, N drafted nodes, M = N + 1 verified nodes (root first), D depth of the plan, T context tokens,
 F feature width, V vocabulary.
@@ -39,7 +39,7 @@ from draftsmith.verify import (
 )
 
 SPAN_STEP = 64
-"""The cached entries looked at are a multiple of so many, so that few lengths occur."""
+"""The number of cached entries that a step looks at is a multiple of this, so that few lengths occur."""
 
 
 @dataclass
@@ -47,13 +47,13 @@ class StepResult:
     """What a step committed for a group of rows.
 
     Args:
-        tables: of its rows, in order, in one or two pieces: a row's number of committed tokens, of verified guesses (or
-            `NOT_FINITE`), then the tokens, the target's own last.
+        tables: one line for each row, in order, in one or two pieces: the number of committed tokens, the number of
+            verified guesses (or `NOT_FINITE`), then the tokens, the target's own last.
         depth: the most guesses that could have been accepted.
-        raw_logits_BTV: the target's logits behind every committed token, if a row wants log-probabilities.
+        raw_logits_BTV: the target's logits that chose each committed token, if a row wants log-probabilities.
         before: the context that the step began with.
         draft: the guesses.
-        paths: in as many pieces as `tables`, the nodes of the accepted path, the root being node 0 there.
+        paths: the nodes of the accepted paths, in as many pieces as `tables`; the root counts as node 0 here.
     """
 
     tables: list[Tensor]
@@ -64,7 +64,7 @@ class StepResult:
     paths: list[Tensor]
 
     def tree(self, row: int, accepted: int) -> Tree:
-        """Return the guesses of a row, of which the first `accepted` of its path stayed; this asks the device."""
+        """Return a row's guesses, of which the first `accepted` on its path stayed; this waits for the device."""
         parents = self.draft.parents_BN[row].tolist()
         used = [node for node, parent in enumerate(parents) if parent != UNUSED]
         number = {ROOT: ROOT, **{node: new for new, node in enumerate(used)}}
@@ -75,29 +75,29 @@ class StepResult:
         )
 
     def parts(self) -> Sequence[int] | None:
-        """Return which part of the drafter guessed in every row, see `Draft.parts`; None of one without parts."""
+        """Return which part of the drafter guessed in every row, see `Draft.parts`; None if it has no parts."""
         parts = self.draft.parts
         return [parts] * self.draft.tokens_BN.shape[0] if isinstance(parts, int) else parts
 
 
 class Stepper:
-    """Owns nothing but references: runs the target and the drafters over the cache.
+    """Runs the target and the drafters over the cache; holds no state of requests.
 
     Args:
-        drafters: by name, the one that drafts unless a choice says otherwise first.
+        drafters: by name; the first one drafts unless a choice names another.
     """
 
     def __init__(self, target: Target, drafters: Mapping[str, Drafter], cache: KVCache, runner: Runner) -> None:
         self.target, self.cache = target, cache
         self.first = next(iter(drafters))
         self.predictions = PredictionDrafter()
-        """Drafts for rows that bring a prediction, while they keep to it."""
+        """Drafts for rows that have a prediction, while they keep to it."""
         self.drafters = {**drafters, PREDICTED: self.predictions}
         self.workers = workers(self.drafters.values())
-        """Those that do the work of them."""
+        """The drafters that do the work for all of these, see `workers`."""
         self._workers_of = {name: workers([drafter]) for name, drafter in self.drafters.items()}
         self.taps = union_of_taps(workers(drafters.values()))
-        # Who wants no states is spared the work of leaving out those of others.
+        # A drafter that wants no states simply gets those of the others, which saves cutting them off.
         self._columns = {
             drafter: columns_of(drafter.taps, self.taps, target) if drafter.taps else None
             for drafter in (*self.drafters.values(), *self.workers)
@@ -115,7 +115,7 @@ class Stepper:
         return replace(context, features_BTF=context.features_BTF[:, :, columns_F])
 
     def follow(self, context: Context, besides: str | None) -> None:
-        """Show what was committed to every drafter with a memory but one."""
+        """Show what was committed to every drafter with a memory, except those that work for `besides`."""
         told = () if besides is None else self._workers_of[besides]
         for drafter in self.workers:
             if drafter.reads_prompt and drafter not in told:
@@ -128,7 +128,7 @@ class Stepper:
                 drafter.follow_prompts(self.context_for(drafter, context))
 
     def step(self, groups: Sequence[Rows], clock: Clock) -> list[StepResult]:
-        """Advance every row by one to its plan's depth + 1 tokens, and leave the groups ready for the next step."""
+        """Advance every row by 1 to (its plan's depth + 1) tokens, and leave the groups ready for the next step."""
         clock.start("drafter")
         contexts = [rows.context for rows in groups]
         layouts = [self._constrain(rows, self._lay_out(rows)) for rows in groups]
@@ -175,14 +175,14 @@ class Stepper:
         return layout
 
     def _constrain(self, rows: Rows, layout: Layout) -> Layout:
-        """Find out what the constraints of rows allow in a layout, and take from it what they forbid."""
+        """Find out what the constraints of rows allow in a layout, and remove the guesses that they forbid."""
         if rows.constrained is None:
             return layout
         learns = self.drafters[rows.choice.drafter or self.first].observes
         return constrain(layout, rows.constrained, rows.context, self._runner.lay_out, removes=not learns)
 
     def _roots(self, context: Context) -> Layout:
-        """Lay out rows that draft nothing after a step in which none did: all but their tokens stays as it was."""
+        """Lay out rows that draft nothing and committed one token each: all but the tokens is the same every time."""
         size = len(context.rows_B)
         if size not in self._lone_roots:
             self._lone_roots[size] = roots_alone(context)
@@ -190,7 +190,7 @@ class Stepper:
         return Layout(known.draft, context.tokens_BT, known.depths_BM, known.visible_BMM)
 
     def _observe(self, rows: Rows, layout: Layout, logits_BMV: Tensor, clock: Clock) -> None:
-        """Show a drafter that learns from it what the target says of its guesses."""
+        """Show the target's choices at every guess to a drafter that learns from them."""
         name = rows.choice.drafter or self.first
         drafter = self.drafters[name]
         if drafter.observes and rows.depth:
@@ -204,11 +204,11 @@ class Stepper:
     def _commit(
         self, rows: Rows, own: Layout, wide: Layout, logits_BMV: Tensor, features_BMF: Tensor
     ) -> StepResult:
-        """Accept paths and keep them: of the simple rows greedily, of the others by their rules.
+        """Accept paths and keep them: for simple rows greedily, for the others by their rules.
 
         Args:
-            own: as drafted.
-            wide: the same, as wide as what was read.
+            own: the group's layout as drafted.
+            wide: the same, padded to the width at which all groups were read.
         """
         context, depth = rows.context, own.draft.depth
         if wide is not own:
@@ -233,13 +233,14 @@ class Stepper:
             done.append((after, table_BX, path_BD))
         rows.context = done[0][0] if len(done) == 1 else join_contexts([after for after, _, _ in done])
         if self.cache.states_NEF is not None:
-            # Beside the keys and values of the tokens just read, for whoever begins with the same text later.
+            # Beside the keys and values of the tokens just read, for requests that begin with the same text later.
             states_BTF = rows.context.features_BTF
             places_T = torch.arange(states_BTF.shape[1], device=states_BTF.device)
             places_BT = (context.lengths_B - 1).unsqueeze(1) + places_T
             self.cache.store_states(context.slots_B, places_BT, states_BTF)
         if rows.count < size:
-            # Padding writes the same few places again and again; left to grow, it would outgrow the cache.
+            # Padding rows keep their length, so that they write the same places again; growing, they would overrun the
+            # cache.
             lengths_B = torch.where(context.rows_B < 0, context.lengths_B, rows.context.lengths_B)
             rows.context = replace(rows.context, lengths_B=lengths_B)
         raw_BTV = None
@@ -253,7 +254,7 @@ class Stepper:
     def choose(self, rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
         """Apply the rules of acceptance to the rows of a group that are not simple.
 
-        A method, so that a proof can put a broken rule in their place.
+        It is a method so that a proof can replace it by a broken rule.
         """
         if layout.allowed is not None:
             logits_BMV = layout.allowed.apply(logits_BMV)
@@ -276,19 +277,19 @@ def lists_of(results: Sequence[StepResult]) -> list[list[list[int]]]:
 
 
 def concat(tensors_B: Sequence[Tensor]) -> Tensor:
-    """Put vectors behind each other."""
+    """Concatenate vectors."""
     return tensors_B[0] if len(tensors_B) == 1 else torch.cat(list(tensors_B))
 
 
 def union_of_taps(drafters: Sequence[Drafter]) -> tuple[int, ...]:
-    """Return the hidden states that any of them reads, each once; those of one drafter as it wants them."""
+    """Return the hidden states that any of the drafters reads, each once; for a single drafter, its own list."""
     if len(drafters) == 1:
         return drafters[0].taps
     return tuple(dict.fromkeys(tap for drafter in drafters for tap in drafter.taps))
 
 
 def columns_of(taps: tuple[int, ...], all_taps: tuple[int, ...], target: Target) -> Tensor | None:
-    """Return where the states of some taps lie among those of all; None where they are all."""
+    """Return the columns of some taps among those of all taps; None if both are the same."""
     if taps == all_taps:
         return None
     width = target.hidden_size

@@ -1,1 +1,1 @@
-"""The `generate` of transformers, with drafts."""
+"""The `generate` of transformers, with drafting."""

@@ -1,4 +1,4 @@
-"""Padded batches in, padded batches out, as transformers' `generate` has them.
+"""Converts padded batches to prompts, and results to padded batches, as in transformers' `generate`.
 
 Shapes: B rows (every prompt as often as it is continued), T tokens of the padded prompts, N new tokens, V vocabulary.
 """
@@ -18,11 +18,11 @@ from draftsmith.types import DraftsmithError
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts with their padding, and without.
+    """Prompts with and without their padding.
 
     Args:
-        ids_BT: as given, every prompt as often as it is to be continued; outputs go to its device.
-        prompts: of every row, what is left without the padding.
+        ids_BT: the prompts as given, each repeated for every continuation; outputs go to its device.
+        prompts: for every row, its tokens without the padding.
     """
 
     ids_BT: Tensor
@@ -38,8 +38,8 @@ def read_batch(ids: Tensor | None, mask: Tensor | None, rules: GenerateRules, de
     """Strip the padding on the left of every prompt.
 
     Args:
-        ids: prompts (B, T), or None for a text from nothing but the BOS token.
-        mask: zero where a prompt is padded; None finds the padding by the pad token, where that is no end token.
+        ids: prompts (batch, T), or None for a text that begins with the BOS token alone.
+        mask: zero where a prompt is padded; None finds the padding by the pad token, unless that is an end token.
         device: of the model.
 
     Raises:
@@ -84,10 +84,10 @@ def _check_padding(seen_BT: Tensor) -> None:
 
 
 def whole_rows(batch: Batch, columns: Sequence[Sequence[int]]) -> Tensor:
-    """Return prompts and new tokens behind each other (B, T + N).
+    """Return every row's prompt followed by its new tokens (B, T + N).
 
     Args:
-        columns: N times the tokens of all rows at one place, padding included.
+        columns: for each of N places, the tokens of all rows there, padding included.
     """
     new_BN = torch.tensor(columns, dtype=torch.long).T.to(batch.ids_BT.device)
     return torch.cat([batch.ids_BT, new_BN], dim=1)
@@ -97,7 +97,7 @@ def logits_of(requests: Sequence[Request], lengths: Sequence[int], device: torch
     """Return the target's logits for every step, each (B, V) in fp32; zeros where a row had ended.
 
     Args:
-        lengths: how many new tokens of every row count.
+        lengths: for every row, how many of its new tokens count.
     """
     rows = zip(requests, lengths, strict=True)
     return _by_steps([torch.cat(request.raw_logits)[:length].to(device) for request, length in rows], max(lengths))
@@ -108,7 +108,7 @@ def scores_of(
 ) -> tuple[Tensor, ...]:
     """Return what the processors make of the logits for every step, each (B, V) in fp32; zeros where a row had ended.
 
-    Every row is processed by itself, without its padding, so that no penalty counts that.
+    Every row is processed by itself, without its padding, so that no penalty counts the padding.
     """
     rows = []
     for request, length in zip(requests, lengths, strict=True):

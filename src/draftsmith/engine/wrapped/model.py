@@ -43,9 +43,9 @@ class Row:
     """A continuation, and where it ends by transformers' rules.
 
     Args:
-        beginning: the prompt with its padding, as transformers looks for stop strings in it.
-        end: how many of the request's tokens belong to it; None while it goes on.
-        looked: how many of them were looked at for stop strings.
+        beginning: the prompt with its padding, in which transformers looks for stop strings too.
+        end: how many of the request's tokens belong to the row; None while it goes on.
+        looked: how many of these tokens were searched for stop strings.
     """
 
     request: Request
@@ -94,7 +94,7 @@ class WrappedModel:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """The model's settings for generating, which are the base of every call; they may be changed or replaced."""
+        """The model's settings for generating, the defaults of every call; they may be changed or replaced."""
         return self.model.generation_config
 
     @generation_config.setter
@@ -128,7 +128,7 @@ class WrappedModel:
 
     @property
     def statistics(self) -> Statistics:
-        """What all calls so far cost and brought, added up: `tokens_per_step` says what drafting gains."""
+        """What all calls so far cost and gained, added up: `tokens_per_step` says what drafting gains."""
         return self._statistics
 
     @torch.no_grad()
@@ -159,18 +159,18 @@ class WrappedModel:
 
         Args:
             inputs, input_ids: prompts (batch, T), padded on the left; without any, a text begins with the BOS token.
-            generation_config: goes before the model's own; further keywords go before both.
+            generation_config: overrides the model's own; further keywords override both.
             streamer: gets the prompts, then the tokens of all rows (B) place by place, then `end()`.
             attention_mask: zero at the padding.
             tokenizer: for `stop_strings`; the one given to `wrap` otherwise.
-            seed: of the draws. Without it they follow PyTorch's global CPU generator, so `torch.manual_seed` before
-                the call repeats a text. Every row gets a seed of its own.
+            seed: of the draws. Without it they follow PyTorch's global CPU generator, so calling `torch.manual_seed`
+                first repeats a text. Every row gets a seed of its own.
             kwargs: settings of `GenerationConfig`.
 
         Returns:
             ids (B, T + N), on the device of the prompts; or, with `return_dict_in_generate`, transformers' output
-            class, with `scores` and `logits` (N times (B, V), fp32) as asked for, zeros in them where a row had ended,
-            and without `past_key_values`.
+            class, with `scores` and `logits` (N times (B, V), fp32) if asked for, which are zero after a row's end, and
+            without `past_key_values`.
 
         Raises:
             DraftsmithError: for arguments that cannot be honoured, prompts that do not fit, padding that is not on
@@ -251,10 +251,10 @@ class WrappedModel:
     def _decode(
         self, rows: Sequence[Row], criteria: StopStringCriteria | None, rules: GenerateRules
     ) -> Generator[list[int], None, None]:
-        """Yield the tokens of all rows place by place, as soon as every row has its own or has ended.
+        """Yield the tokens of all rows place by place, as soon as every row has a token there or has ended.
 
-        Behind its end a row has padding; but where no end token is known, transformers lets rows that met a stop string
-        go on until the last one did, and so do these.
+        After its end a row has padding. But without a known end token, transformers lets rows that met a stop string go
+        on until the last row has met one, and so does this.
         """
         core = self._engine.core
         shown = 0
@@ -289,7 +289,7 @@ class WrappedModel:
 
 
 def _token_at(row: Row, place: int, rules: GenerateRules) -> int | None:
-    """Return a row's token at a place, its padding behind its end, and None where there is none yet."""
+    """Return a row's token at a place, the padding after its end, or None if there is no token yet."""
     if row.end is not None and place >= row.end and rules.eos:
         return rules.pad
     return row.request.tokens[place] if place < len(row.request.tokens) else None
@@ -307,14 +307,14 @@ def wrap(
     draft_rows: int | None = None,
     compile: CompileLevel = "off",
 ) -> WrappedModel:
-    """Give a loaded transformers model a `generate` that drafts, with the arguments and outputs that it had before.
+    """Give a loaded transformers model a `generate` that drafts, with the same arguments and outputs as before.
 
         fast = draftsmith.wrap(model, "path/to/speculator", tokenizer)
         ids = fast.generate(**tokenizer(["Once upon"], return_tensors="pt", padding=True), max_new_tokens=40)
 
-    From then on the model's own `generate` and `forward` are out of use: it attends through Draftsmith's cache, and in
-    bf16 on a CPU its weights are packed. Its configuration, device and weights can be read as before. Load it a second
-    time where both are needed.
+    From then on the model's own `generate` and `forward` must not be used: it attends through Draftsmith's cache, and
+    in bf16 on a CPU its weights are packed. Its configuration, device and weights can be read as before. If you need
+    both, load the model a second time.
 
     Args:
         model: a causal LM; or a `Target`, which has options of its own, such as int8.

@@ -1,4 +1,4 @@
-"""What the arguments of transformers' `generate` ask for, and the refusal, by name, of what cannot be honoured."""
+"""Reads the arguments of transformers' `generate`, and refuses by name those that cannot be honoured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from transformers import (
 from draftsmith.types import DraftsmithError, SamplingParams
 
 DEFAULT_NEW_TOKENS = 20
-"""What transformers generates when nobody says how much."""
+"""How many tokens transformers generates if no length is given."""
 
 _DEFAULTS = {"top_k": 50}
 
-# Settings that would change the text in a way that the engine does not know, with the values that change nothing. None
-# changes nothing either, whatever the setting.
+# Settings that would change the text in ways that the engine does not support, each with the values that change
+# nothing. None changes nothing for any of them.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     # searches other than one token after the other
     "num_beams": (1,), "num_beam_groups": (1,), "constraints": (), "force_words_ids": (), "penalty_alpha": (0,),
@@ -34,7 +34,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1,), "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (),
     "begin_suppress_tokens": (), "forced_bos_token_id": (), "forced_eos_token_id": (),
     "exponential_decay_length_penalty": (), "remove_invalid_values": (False,), "watermarking_config": (),
-    # time, and what is handed back beside the text
+    # time, and what is returned beside the text
     "max_time": (), "output_attentions": (False,), "output_hidden_states": (False,),
     # transformers' own speculation
     "prompt_lookup_num_tokens": (), "assistant_early_exit": (), "use_mtp": (False,), "assistant_ensemble_weight": (),
@@ -55,7 +55,7 @@ _HONOURED = {
     "renormalize_logits", "eos_token_id", "pad_token_id", "bos_token_id", "num_return_sequences", "stop_strings",
     "return_dict_in_generate", "output_scores", "output_logits",
 }
-# How transformers computes, what only its beams and assistants read, and where a configuration comes from.
+# How transformers computes, settings that only its beams and assistants read, and where a configuration comes from.
 _WITHOUT_EFFECT = {
     "use_cache", "cache_config", "max_cache_len", "compile_config", "disable_compile", "prefill_chunk_size",
     "low_memory", "early_stopping", "length_penalty", "diversity_penalty", "num_assistant_tokens",
@@ -67,14 +67,14 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class GenerateRules:
-    """What one call of `generate` asks for, every setting with its value.
+    """What one call of `generate` asks for, with a value for every setting.
 
     Args:
-        max_new_tokens: goes before `max_length`, which counts the padded prompt.
+        max_new_tokens: overrides `max_length`, which includes the padded prompt.
         eos: tokens that end a row.
-        pad: what stands behind a row that ended; None where neither it nor an end token is known.
-        masks_pad: whether the pad token in a prompt tells what is padding, where no mask does.
-        bos: what a call without any prompt begins with.
+        pad: the token that fills a row after its end; None if neither a pad token nor an end token is known.
+        masks_pad: whether the pad token marks the padding of a prompt if there is no mask.
+        bos: the token that a call without prompts begins with.
         copies: continuations of every prompt.
         stop_strings: strings that end a row, together with the token that completes them.
         normalizes: whether scores are log-probabilities.
@@ -104,7 +104,7 @@ class GenerateRules:
         """Return the most tokens to add to prompts of this width, by transformers' rules of precedence.
 
         Args:
-            positions: how many the model has; they bound what nobody asked for.
+            positions: how many the model has; they bound the length only if the call gives none.
         """
         if self.max_new_tokens is not None:
             if self.max_new_tokens < 1:
@@ -122,7 +122,7 @@ class GenerateRules:
         return whole - width
 
     def params(self, new_tokens: int, vocab_size: int, seed: int) -> SamplingParams:
-        """Return the engine's rules of one row; it ends at the end tokens of the call, not at those of the target."""
+        """Return the engine's rules for one row, which ends at the end tokens of the call, not at the target's."""
         return SamplingParams(
             temperature=self.temperature if self.do_sample else 0.0,
             top_k=self.top_k if self.do_sample else 0,
@@ -130,14 +130,14 @@ class GenerateRules:
             min_p=self.min_p if self.do_sample else 0.0,
             repetition_penalty=self.repetition_penalty,
             max_tokens=new_tokens,
-            # An id that no token has never comes, as in transformers.
+            # As in transformers, an id outside the vocabulary is allowed; it is never generated.
             stop_token_ids=[token for token in self.eos if 0 <= token < vocab_size],
             ignore_eos=True,
             seed=seed,
         )
 
     def processors(self) -> LogitsProcessorList:
-        """Return transformers' own processors for these settings, in its order; they make scores of logits."""
+        """Return transformers' own processors for these settings, in its order; they turn logits into scores."""
         processors = LogitsProcessorList()
         if self.repetition_penalty != 1:
             processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
@@ -175,23 +175,23 @@ def read_rules(
         if name not in known and value is not None:
             raise refusal(name, value, "fix its spelling or leave it out")
     lengths = {name: settings.get(name) for name in ("max_length", "max_new_tokens") if arguments.get(name) is None}
-    # An argument of None switches a setting off, but does not say how long a text may be.
+    # An argument of None switches a setting off, except that a length of None falls back on the configurations.
     settings |= {**arguments, **lengths}
     refuse(settings, _REFUSED)
     if settings.get("do_sample"):
         refuse(settings, _REFUSED_IN_SAMPLING)
-    # What a later transformers adds must not be passed over in silence.
+    # Settings that a later transformers adds must not be ignored silently.
     refuse(settings, dict.fromkeys(sorted(unknown_settings()), (False,)))
     return _rules_of(settings)
 
 
 def unknown_settings() -> set[str]:
-    """Return the settings of the installed transformers that this module has never heard of."""
+    """Return the settings of the installed transformers that this module does not know."""
     return vars(GenerationConfig()).keys() - _HONOURED - _WITHOUT_EFFECT - _REFUSED.keys() - _REFUSED_IN_SAMPLING.keys()
 
 
 def _rules_of(settings: Mapping[str, Any]) -> GenerateRules:
-    """Return the rules of merged settings, in which None stands for what changes nothing."""
+    """Return the rules of merged settings, in which None means that a setting changes nothing."""
 
     def number(name: str, neutral: float) -> float:
         value = settings.get(name)
@@ -253,7 +253,7 @@ def _rules_of(settings: Mapping[str, Any]) -> GenerateRules:
 
 
 def _end_tokens(given: Any) -> tuple[int, ...]:
-    """Read a token id, several, or a tensor of them."""
+    """Return end tokens as a tuple, given as one id, several, or a tensor."""
     values = given.tolist() if isinstance(given, Tensor) else given
     if values is None:
         return ()
@@ -264,7 +264,7 @@ def _end_tokens(given: Any) -> tuple[int, ...]:
 
 
 def refuse(settings: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise DraftsmithError for the first setting that has none of its neutral values."""
+    """Raise DraftsmithError for the first setting whose value is neither None nor one of its neutral values."""
     for name, harmless in neutral.items():
         value = settings.get(name)
         if value is None or (isinstance(value, (bool, int, float, str)) and value in harmless):
