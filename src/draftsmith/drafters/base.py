@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Drafter(ABC):
-    """Anything that guesses ahead. `taps` names the hidden states of the target it wants, in order.
+    """Anything that guesses ahead. `taps` names the hidden states of the target that it needs, in order.
 
     A tap is a layer index: -1 is the state after the final norm, i ≥ 0 the output of decoder layer i. The tapped
     states are concatenated on the last dimension to make the F-wide features.
@@ -25,103 +25,104 @@ class Drafter(ABC):
     reads_prompt: bool = False
     """Whether it must see the whole prompt, for drafters with a memory of their own.
 
-    The prompt comes through `follow`, in one or several pieces, from its second token on; the context of the first
-    draft holds only what was committed since.
+    `follow` brings the prompt, in one or several pieces, from its second token on; the context of the first draft then
+    holds only the tokens committed since.
     """
     follows_cheaply: bool = False
-    """Of those that read the prompt: whether a step for which somebody else drafts, or nobody, costs it next to
+    """For drafters that read the prompt: whether a step in which another drafter drafts, or none, costs it almost
     nothing."""
     factors: tuple[float, ...] = ()
-    """Of drafters that look guesses up and make none where they find nothing: the bounds by the length of a match that
-    are worth asking for in a plan, see `Plan.factor`; () for all others."""
+    """For drafters that look guesses up and make none if they find nothing: the limits by the length of a match that
+    are worth setting in a plan, see `Plan.factor`; () for all others."""
     longest: int = 0
-    """Of drafters with `factors`, the most guesses that they make behind a long match, more than their own plan has."""
+    """For drafters with `factors`: the most guesses behind a long match, which is more than their own plan has."""
     confidences: tuple[float, ...] = ()
-    """Of drafters that know how likely their guesses are: the bounds by that which are worth asking for in a plan, see
-    `Plan.confidence`; () where it would cost too much to ask."""
+    """For drafters that know how likely their guesses are: the probability limits that are worth setting in a plan, see
+    `Plan.confidence`; () if computing them would cost too much."""
     in_python: bool = False
-    """Whether it guesses row by row in Python, so that each row costs a step some time whatever the target."""
+    """Whether it guesses row by row in Python, so that each row adds some time to a step, whatever the target."""
     borrows_layers: bool = False
-    """Whether it runs layers of the target it was loaded for, and so decodes with that target alone.
+    """Whether it runs layers of the target it was loaded for, and so can decode with that target only.
 
-    The engine keeps more room behind the text of every row for such drafters, which write into the target's cache.
+    Such drafters write into the target's cache, so the engine keeps more room behind the text of every row.
     """
     can_sample: bool = False
-    """Whether a sampled plan makes it draw its guesses from a q it hands over; the others guess deterministically
-    whatever the plan, which leaves the text exact all the same."""
+    """Whether it draws its guesses for a sampled plan, and returns the q they are drawn from. Other drafters guess
+    deterministically whatever the plan; the text stays exact all the same."""
     can_compile: bool = False
-    """Whether `propose` is made of PyTorch's operations alone, so that a compiler can take it in whole, and gains by
-    that: native operators leave it nothing to do."""
+    """Whether `propose` consists of PyTorch's operations only, so that a compiler can take all of it and make it
+    faster; with native operators there is nothing to compile."""
 
     parts: tuple["Drafter", ...] = ()
-    """The drafters that it hands contexts on to, where it does nothing else and remembers nothing itself. Engines
-    attach them, let them follow and let them forget rows like all others, each once, whoever else hands on to them."""
+    """The drafters to which it passes contexts on, if it does nothing else and has no memory itself. Engines attach
+    them, let them follow and reset their rows like all others; a drafter that several pass on to is handled once."""
 
     part_names: tuple[str, ...] = ()
-    """What tokens that they guessed are said to come from, see `Draft.parts`."""
+    """The names that reports give to guesses of these parts, see `Draft.parts`."""
 
     def with_parts(self, parts: Sequence["Drafter"]) -> "Drafter":
-        """Return the same with others in the place of its parts, in their order."""
+        """Return the same drafter with other parts, in the same order."""
         raise DraftsmithError(f"a {type(self).__name__} has no parts that others could stand for.")
 
     owner: "weakref.ref[object] | None" = None
-    """Who it remembers rows of; whoever attaches it says so."""
+    """The object whose rows it remembers; whoever attaches it sets this."""
 
     observes: bool = False
-    """Whether `observe` is to be called; it costs an argmax over the vocabulary at every node."""
+    """Whether to call `observe`, which costs an argmax over the vocabulary at every node."""
 
     @abstractmethod
     def propose(self, context: Context, plan: Plan) -> Draft:
-        """Guess ahead of every row's root, in the shape the plan asks for."""
+        """Guess ahead of every row's root, in the shape that the plan gives."""
 
     @abstractmethod
     def default_plan(self) -> Plan:
-        """Return the plan to use when nobody chose one."""
+        """Return the plan to use if none was chosen."""
 
     @property
     def max_depth(self) -> int | None:
-        """The deepest draft it can make; None of one that makes less of a deeper plan, and does not mind."""
+        """The deepest draft it can make; None if it accepts any plan and drafts only a part of a deeper one."""
         return None
 
     def parameter_count(self) -> int:
-        """Return how many weights it has beside the target's."""
+        """Return how many weights it has besides the target's."""
         return 0
 
     def memory_bytes(self) -> int:
-        """Return the memory its weights take beside the target's."""
+        """Return the memory of its weights besides the target's."""
         return 0
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
-        """Take note of the engine's storage before it decodes: how many rows and tokens it holds, and the target's K/V.
+        """Note the engine's storage before it decodes: how many rows and tokens it holds, and the target's K/V.
 
-        Called when no row of the core is active and requests come in, with the largest plan that it may be asked for.
-        All rows known from before are gone by then, also those of another core that was dropped halfway. Drafters
-        without state do nothing.
+        Called when no row of the core is active and requests come in, with the largest plan that may be used. All rows
+        from before are gone by then, also those of another core that was dropped halfway. Drafters without state do
+        nothing.
         """
         return
 
     def follow(self, context: Context) -> None:
-        """Take note of what was committed before a step for which another drafts or nobody, or of pieces of prompts.
+        """Note committed tokens before a step in which another drafter drafts, or none, and note pieces of prompts.
 
-        Drafters with a memory of their own read it as they do for a draft.
+        Drafters with a memory of their own read the tokens as they do for a draft.
         """
         if self.reads_prompt:
             self.propose(context, Plan((1,)))
 
     def follow_prompts(self, context: Context) -> None:
-        """Do as `follow` with pieces of prompts, for whoever has to know where prompts end."""
+        """Do as `follow` for pieces of prompts, in drafters that have to know where prompts end."""
         self.follow(context)
 
     def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
-        """See the target's likeliest token after the root (entry 0) and after every node n (entry n + 1) of a draft.
+        """Receive the target's likeliest token after a draft's root (entry 0) and after every node n (entry n + 1).
 
-        Called between the forward that verified the draft and the next `propose`, if the family `observes`; `context`
-        is the one that the draft was made from. The tokens are the argmax of the plain logits, whatever the sampling.
+        If the family `observes`, it is called between the forward that verified the draft and the next `propose`;
+        `context` is the one from which the draft was made. The tokens are the argmax of the plain logits, whatever the
+        sampling.
         """
         return
 
     def note_for_user(self, texts: Sequence[str]) -> str | None:
-        """Return a sentence that a user should know before decoding texts such as these; None where there is none."""
+        """Return a sentence that a user should know before decoding texts like these; None if there is none."""
         return None
 
     def reset_rows(self, rows: list[int]) -> None:
@@ -130,7 +131,7 @@ class Drafter(ABC):
 
 
 def workers(drafters: Iterable[Drafter]) -> list[Drafter]:
-    """Return those that do the work, each once: the drafters themselves, or their parts."""
+    """Return the drafters that do the work, each once: the drafters themselves, or their parts."""
     return list(dict.fromkeys(one for drafter in drafters for one in drafter.parts or (drafter,)))
 
 
@@ -148,7 +149,7 @@ class NoDrafter(Drafter):
 
 
 class StagewiseDrafter(Drafter):
-    """A drafter that goes one depth at a time; `draftsmith.drafters.grow` turns its steps into trees."""
+    """A drafter that guesses one depth at a time; `draftsmith.drafters.grow` builds trees from its steps."""
 
     can_sample = True
 
@@ -158,10 +159,11 @@ class StagewiseDrafter(Drafter):
 
     @abstractmethod
     def step(self, depth: int, state: Any, tokens_R: Tensor) -> tuple[Tensor, Any]:
-        """Read the tokens chosen one depth up; return log q of the next ones (R, V) in fp32 and the new state.
+        """Read the tokens chosen one depth up; return log q of the next tokens (R, V) in fp32, and the new state.
 
-        Every tensor of the state has first dimension R, so that the grower can gather rows of it. It looks into tuples,
-        lists and dictionaries only, so a dataclass can hold what all nodes of a row share (see `ParallelSteps`).
+        Every tensor of the state has first dimension R, so that the grower can gather rows of it. The grower looks into
+        tuples, lists and dictionaries only, so a dataclass can hold what all nodes of a row share (see
+        `ParallelSteps`).
         """
 
     def top_k(
@@ -169,7 +171,7 @@ class StagewiseDrafter(Drafter):
     ) -> tuple[Tensor | None, Tensor, Any]:
         """Do as `step`, but return only the k best tokens: log q (R, k) or None unless `scores`, ids (R, k), state.
 
-        Families whose vocabulary is small or whose softmax is worth skipping override this.
+        Families with a small vocabulary, or with a softmax that is worth skipping, override this.
         """
         log_q_RV, state = self.step(depth, state, tokens_R)
         log_q_Rk, tokens_Rk = best(log_q_RV, k)
@@ -182,9 +184,9 @@ class StagewiseDrafter(Drafter):
 
 
 def best(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best scores and their indices (R, k), best first; one is cheaper to find than a sorted few.
+    """Return the k best scores and their indices (R, k), best first; a single best is found without sorting.
 
-    DraftsmithError where there are fewer than k.
+    DraftsmithError if there are fewer than k.
     """
     if k > scores_RV.shape[-1]:
         raise DraftsmithError(

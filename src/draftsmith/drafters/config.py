@@ -1,8 +1,8 @@
-"""What can be set of a family of drafters: one frozen class each, which says name, limits, default and meaning once.
+"""Options of drafter families: one frozen class per family, which states each option's name, limits, default, meaning.
 
-A recipe or a command sets the options. What comes from the target is marked `OF_TARGET`, is 0 or empty until
-`for_target` fills it in, and is written into config.json beside the options. All values are checked here, wherever they
-come from; a mistake is one sentence that names the value and how to fix it.
+A recipe or a command sets the options. Fields that come from the target are marked `OF_TARGET`; they are 0 or empty
+until `for_target` fills them in, and are written into config.json beside the options. All values are checked here,
+wherever they come from; a mistake is reported in one sentence that names the value and how to fix it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 OF_TARGET = "decided by the target"
-"""Marks, in `Annotated`, what no recipe sets."""
+"""Marks, in `Annotated`, fields that no recipe sets."""
 FREE = "shapes no weights"
-"""Marks what may differ between a drafter and the one that it starts from: the draft, the loss, the first weights."""
+"""Marks fields that may differ from the drafter that a new one starts from: the draft, the loss, the first weights."""
 
 Divergence = Literal["forward_kl", "reverse_kl", "js", "tv", "lk"]
-"""How far two distributions are apart, see `trainable.divergence`."""
+"""A measure of how far apart two distributions are, see `trainable.divergence`."""
 
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=0)]
@@ -53,7 +53,7 @@ class Config(BaseModel):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], where: str = "") -> Self:
-        """Check what a user set; DraftsmithError names the key, after `where`, and the nearest right one."""
+        """Check a user's values; DraftsmithError names the wrong key, after `where`, and the most similar right one."""
         for key in values:
             if key in cls.model_fields and key not in cls.options():
                 raise DraftsmithError(f"{where}{key} is the target's own; leave it out.")
@@ -64,15 +64,15 @@ class Config(BaseModel):
         return self.model_dump(include=set(self.options()))
 
     def changed(self, **values: Any) -> Self:
-        """Return a copy with other values, checked like all."""
+        """Return a copy with other values, which are checked like all values."""
         return type(self).model_validate({name: getattr(self, name) for name in type(self).model_fields} | values)
 
     def for_target(self, target: "Target") -> Self:
-        """Return a copy in which the target's sizes are filled in."""
+        """Return a copy with the target's sizes filled in."""
         return self
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """Yield what has to hold between fields: whether it does, the field to change, and what it must be."""
+        """Yield the conditions between fields: whether it holds, the field to change, and what that must be."""
         yield from ()
 
     @model_validator(mode="wrap")
@@ -91,7 +91,7 @@ class Config(BaseModel):
 
 
 class TrainedConfig(Config):
-    """What all families that are trained share: two sizes of the target, the drafted vocabulary, and config.json."""
+    """What all trained families share: two sizes of the target, the drafted vocabulary, and config.json."""
 
     hidden_size: Annotated[Size, OF_TARGET] = Field(default=0, description="width of the target's states")
     vocab_size: Annotated[Size, OF_TARGET] = Field(default=0, description="width of the target's logits")
@@ -103,13 +103,13 @@ class TrainedConfig(Config):
     )
 
     layout: ClassVar[tuple[str, ...]] = ()
-    """The fields that config.json holds, in its order; () is all."""
+    """The fields that config.json holds, in its order; () stands for all."""
     only_if_set: ClassVar[tuple[str, ...]] = ("draft_vocab_size",)
-    """Those that it leaves out where they have their defaults."""
+    """Fields that config.json omits if they have their defaults."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """What the published files call them, where that is something else."""
+    """The names of fields in the published files, where they differ."""
     needed: ClassVar[tuple[str, ...]] = ()
-    """What a file has to say; the rest has defaults, or is told by the tensors or the target."""
+    """Keys that a file must have; other keys have defaults, or are known from the tensors or the target."""
 
     @property
     def scored(self) -> int:
@@ -118,29 +118,29 @@ class TrainedConfig(Config):
 
     @property
     def borrows(self) -> str:
-        """What a checkpoint needs the target for, as the rest of a sentence; empty where it can be read without it."""
+        """What a checkpoint needs the target for, as the rest of a sentence; empty if it needs none."""
         return ""
 
     def made_for(self) -> dict[str, Any]:
-        """Return what is known of the target, see `check_target`."""
+        """Return what is known about the target, see `check_target`."""
         return {"hidden_size": self.hidden_size or None, "vocab_size": self.vocab_size or None}
 
     def for_target(self, target: "Target") -> Self:
-        """Return a copy in which the target's sizes are filled in."""
+        """Return a copy with the target's sizes filled in."""
         return super().for_target(target).changed(hidden_size=target.hidden_size, vocab_size=target.vocab_size)
 
     def limited_to(self, tokens: int) -> Self:
-        """Return a copy that scores so many tokens."""
+        """Return a copy that scores `tokens` tokens."""
         return self.changed(draft_vocab_size=tokens)
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """The drafted vocabulary is a part of the target's."""
+        """Yield the condition that the drafted vocabulary is a part of the target's."""
         yield not self.vocab_size or self.draft_vocab_size <= self.vocab_size, "draft_vocab_size", (
             f"between 0 (all) and the target's {self.vocab_size} tokens"
         )
 
     def shapes(self) -> dict[str, Any]:
-        """Return what has to agree for weights to be taken over from another drafter."""
+        """Return what has to agree so that weights can be taken over from another drafter."""
         fields = type(self).model_fields
         return {name: getattr(self, name) for name, field in fields.items() if FREE not in field.metadata}
 
@@ -154,7 +154,7 @@ class TrainedConfig(Config):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], origin: Path, **told: Any) -> Self:
-        """Read a config.json's object; keys of other programs are passed over.
+        """Read a config.json's object; keys of other programs are ignored.
 
         Args:
             told: fields that are known from elsewhere.
@@ -170,12 +170,12 @@ class TrainedConfig(Config):
 def explain(
     error: ValidationError, known: list[str], where: str = "", called: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Say in one sentence, which begins with the key, what is wrong first and how to fix it.
+    """Return one sentence, beginning with the key, that says what the first mistake is and how to fix it.
 
     Args:
-        known: the keys that there are where an unknown one stands.
-        where: what stands before a key.
-        called: what fields are called where the values come from, if that is something else.
+        known: the valid keys at the place of an unknown one.
+        where: text to put before a key.
+        called: the names of fields in the source of the values, if they differ.
     """
     first = error.errors()[0]
     parts = [called.get(str(part), str(part)) for part in first["loc"]]
@@ -192,7 +192,7 @@ def explain(
     return f"{key} is {first['input']!r}; {complaint(first)}."
 
 
-# What pydantic's kinds of error ask for, in plain words; names in braces are in the error's context.
+# What pydantic's kinds of errors require, in plain words; names in braces refer to the error's context.
 WANTED = {
     "tuple_type": "give a list, in brackets", "list_type": "give a list, in brackets",
     "int_type": "give a whole number", "int_parsing": "give a whole number", "int_from_float": "give a whole number",
@@ -205,7 +205,7 @@ WANTED = {
 
 
 def complaint(error: Mapping[str, Any]) -> str:
-    """Say in plain words what a value should have been, of one of a ValidationError's errors."""
+    """Return in plain words what a value should have been, for one of the errors of a ValidationError."""
     if error["type"] in WANTED:
         return WANTED[error["type"]].format(**error.get("ctx", {}))
     return str(error["msg"][0].lower() + error["msg"][1:])

@@ -1,4 +1,4 @@
-"""Guesses that are drawn, and what they are drawn from.
+"""Guesses that are drawn at random, and the distributions they are drawn from.
 
 Shapes: B rows, F nodes of a level a row, R = B × F, C children of a node, W = F × C, N drafted nodes, V vocabulary.
 """
@@ -13,20 +13,20 @@ from draftsmith.plan import Plan
 from draftsmith.types import Context
 from draftsmith.verify.noise import Stream, categorical, race, uniform
 
-# Any q is exact for a greedy row; a sharp one guesses the argmax, which is all that such a row can accept.
+# For a greedy row any q is exact; a sharp q guesses the argmax, the only token that such a row can accept.
 _GREEDY_TEMPERATURE = 0.1
-# Stands for a greedy row beside rows that guess with the target's noise; kNoNoise in native/csrc/drawing.h.
+# Marks a greedy row beside rows that guess with the target's noise; kNoNoise in native/csrc/drawing.h.
 _NO_NOISE_TEMPERATURE = 1e-4
 
 
 def shares_noise(plan: Plan, context: Context) -> bool:
-    """Whether the guesses of a plan are to be drawn with the very noise by which the target will draw its tokens.
+    """Whether a plan's guesses are drawn with the very noise by which the target will draw its tokens.
 
-    Drawn so, a guess is the target's token as often as the drafter's distribution is near the target's; filters such as
-    top-p, of which the drafter does not know, take some of that away. The guesses still count as given: what is
-    verified is whether the target draws the same tokens, so that the text is that of its seed. They may be compared
-    with those tokens and must not be tested against q, so `typical` plans have none. For chains of sampled rows; a
-    compiled drafter does not ask whether rows are sampled, and takes its likeliest tokens.
+    Drawn so, a guess equals the target's token as often as the drafter's distribution is near the target's; filters
+    such as top-p, which the drafter does not know, cost some of that. The guesses still count as given: verification
+    checks whether the target draws the same tokens, so the text is that of its seed. They may be compared with those
+    tokens but not tested against q, so `typical` plans do not use the noise. It is used for chains of sampled rows; a
+    compiled drafter does not check whether rows are sampled, and takes its likeliest tokens.
     """
     if not plan.is_chain or plan.sampled or plan.acceptance == "typical" or torch.compiler.is_compiling():
         return False
@@ -34,24 +34,24 @@ def shares_noise(plan: Plan, context: Context) -> bool:
 
 
 def shared_noise(plan: Plan, context: Context) -> list[Tensor]:
-    """Return what native drafters take to share the target's noise, see `shares_noise`; nothing where they do not."""
+    """Return the inputs by which native drafters share the target's noise, see `shares_noise`; none if they do not."""
     if not shares_noise(plan, context):
         return []
     return [temperature_of(context, plan), context.seeds_B.contiguous(), context.lengths_B.contiguous()]
 
 
 def temperature_of(context: Context, plan: Plan) -> Tensor:
-    """Return what scores are divided by before guesses are drawn (B, fp32)."""
+    """Return the temperature by which scores are divided before guesses are drawn (B, fp32)."""
     greedy = _GREEDY_TEMPERATURE if plan.sampled else _NO_NOISE_TEMPERATURE
     return torch.where(context.temperature_B > 0, context.temperature_B, greedy).float()
 
 
 def stream_of(plan: Plan) -> Stream:
-    """Return what guesses are drawn by.
+    """Return the stream of random numbers by which guesses are drawn.
 
-    A later step draws for the same position anew. Block verification has looked at all guesses of a step when it throws
-    some away: its stream keeps them apart from those of other plans, and the index, a guess's slot, from its own later
-    ones. A plan that is not sampled shares the target's noise, see `shares_noise`.
+    A later step draws anew for the same position. Block verification looks at all guesses of a step before it rejects
+    some, so its stream must differ from those of other plans, and its index, the slot of a guess, from later guesses'
+    own. A plan that is not sampled shares the target's noise, see `shares_noise`.
     """
     if not plan.sampled:
         return Stream.TARGET
@@ -59,12 +59,12 @@ def stream_of(plan: Plan) -> Stream:
 
 
 def draw_like_target(scores_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, positions_R: Tensor) -> Tensor:
-    """Draw a token (R) for each of some places with the noise by which the target will draw there.
+    """Draw a token (R) for each of some places, with the noise by which the target will draw there.
 
     Args:
         scores_RV: fp32.
         temperature_R: 0 takes the likeliest token.
-        positions_R: how many tokens stand before each.
+        positions_R: number of tokens before each place.
     """
     is_drawn_R = temperature_R > 0
     heat_R = torch.where(is_drawn_R, temperature_R, _NO_NOISE_TEMPERATURE).float()
@@ -79,10 +79,10 @@ def draw_like_target(scores_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, 
 
 
 class Draws:
-    """Draws the guesses of a plan level by level, and keeps what they were drawn from.
+    """Draws the guesses of a plan level by level, and keeps the distributions they were drawn from.
 
-    By a native operator where there is one, in fp32; its exponentials are its own, so that its q differs from that of
-    PyTorch's in the last bits, and a draw at the edge of a token's share may fall beside it.
+    It uses a native operator if there is one, in fp32. The operator's exponentials differ from PyTorch's in the last
+    bits, so its q does too, and a draw at the edge of a token's share may fall on the next token.
     """
 
     def __init__(self, context: Context, plan: Plan) -> None:
@@ -94,21 +94,21 @@ class Draws:
 
     @property
     def q_BMV(self) -> Tensor:
-        """What the guesses of a sampled plan were drawn from; nodes of the last level have no children, and no row."""
+        """The distributions of a sampled plan's guesses; nodes of the last level have no children, and no row here."""
         return torch.cat(self._levels, dim=1) if self._native_BMV is None else self._native_BMV
 
     def draw(self, scores_RV: Tensor, depth: int, children: int, start: int) -> Tensor:
-        """Draw the children of a level's nodes (B, F × children), whose slots begin at `start`."""
+        """Draw the children of a level's nodes (B, F × children); their slots begin at `start`."""
         context, batch = self._context, len(self._context.seeds_B)
         positions_B = context.lengths_B + depth
         if self._stream == Stream.TARGET:
-            # A chain; nobody asks what its guesses were drawn from.
+            # A chain; nobody needs the distributions of its guesses.
             return draw_like_target(scores_RV, context.temperature_B, context.seeds_B, positions_B).unsqueeze(1)
         if LIBRARY and scores_RV.device.type == "cpu" and not torch.compiler.is_compiling():
             if self._native_BMV is None:
                 self._native_BMV = scores_RV.new_empty((batch, self._inner, scores_RV.shape[1]))
             frontier = len(scores_RV) // batch
-            # The row of a node is its slot and one, and the level begins as many slots further up as it has nodes.
+            # A node's row is its slot plus one, and the level begins as many slots further up as it has nodes.
             line = start - frontier + 1
             tokens_RC: Tensor = torch.ops.draftsmith.draw(
                 scores_RV, self._temperature_B, context.seeds_B, positions_B, self._stream, children, start,

@@ -1,4 +1,4 @@
-"""What the registry knows of a family of drafters: its name, what a user may set, and how one is made or loaded."""
+"""What the registry knows of a drafter family: its name, its options, and how a drafter is made or loaded."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 OPTION = re.compile(r'(?:"(?:\\.|[^"\\])*"|\[(?:"(?:\\.|[^"\\])*"|[^\]"])*\]|[^,])+')
-"""What stands between commas that are in no list and not in quotes."""
+"""Text between commas that is neither in a list nor in quotes."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """How a comparison takes a family, where that is not as all others.
+    """How a comparison treats a family, where it differs from the others.
 
     Args:
-        options: in place of the defaults, which may be those of a large target.
-        starts: options that say how its first weights are made, and the values of each that are tried before it is
-            trained, besides several learning rates.
-        static_tree: its tree is the family's published one at every step, cut to as many nodes as all others have.
-        confident_twin: the name under which the same weights take part once more, with a tree of what they are surest
-            of; None where they do not.
-        beats_in_papers: methods that it guesses better than, by the literature.
-        better_on_repeats: the same for text that repeats what came before.
-        looks_up: whether it finds guesses in text that is there already, so that new text is the harder for it.
+        options: options that replace the defaults, which may be meant for a large target.
+        starts: options that say how the first weights are made, with the values of each to try before training, besides
+            several learning rates.
+        static_tree: whether every step uses the family's published tree, cut to as many nodes as all others have.
+        confident_twin: the name under which the same weights take part a second time, with a tree of their most
+            confident guesses; None if they do not.
+        beats_in_papers: methods that it guesses better than, according to the literature.
+        better_on_repeats: the same for text that repeats earlier text.
+        looks_up: whether it finds guesses in existing text, so that new text is harder for it.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -57,22 +57,21 @@ class Family:
     """A kind of drafter.
 
     Args:
-        name: the word for it in recipes, tables and on the command line.
+        name: its name in recipes, tables and on the command line.
         summary: one line for lists.
-        config: what can be set of it; a `TrainedConfig` if it is trained.
-        make: (config, target, draft_tokens) to a new drafter. One that is to be trained comes untrained, in fp32, its
-            weights drawn from PyTorch's global generator; `draft_tokens` (W) lists the only tokens it should score, or
-            is None for all. Families without training return a drafter that is ready, and ignore `draft_tokens`.
-        load: (folder, target) to a drafter that is ready to decode; None where there is nothing to load.
+        config: its options; a `TrainedConfig` if it is trained.
+        make: (config, target, draft_tokens) to a new drafter. One that is to be trained is returned untrained, in fp32,
+            its weights drawn from PyTorch's global generator; `draft_tokens` (W) lists the only tokens it should score,
+            or is None for all. Families without training return a drafter that is ready, and ignore `draft_tokens`.
+        load: (folder, target) to a drafter that is ready to decode; None if there is nothing to load.
         recognises: whether a config.json's object, with the names of the tensors (`storage.read_config`), belongs to
             this family.
         trainable: whether `make` returns a `TrainableModel` that a recipe can train.
-        rate: the learning rate that a small new one starts with, where nobody chose one.
-        reopen: (folder, target, dtype) to the `TrainableModel` that was trained, to be trained on, or to be held
-            against its training forward where the drafter that `load` returns has none. Without a target its sizes can
-            be read.
-        tree: the static tree that was published with it, see `Plan.choices`; `--plan NAME` takes it.
-        compared: how a comparison takes it.
+        rate: the initial learning rate of a small new drafter if none was chosen.
+        reopen: (folder, target, dtype) to the trained `TrainableModel`, to continue its training, or to compare its
+            training forward with a drafter from `load` that has none. Without a target, its sizes can still be read.
+        tree: the static tree that was published with it, see `Plan.choices`; `--plan NAME` selects it.
+        compared: how a comparison treats it.
     """
 
     name: str
@@ -88,7 +87,7 @@ class Family:
     compared: Compared = Compared()
 
     def ready(self, config: Config, target: "Target") -> "Drafter":
-        """Make a drafter that needs no training; DraftsmithError for a family that does."""
+        """Make a drafter that needs no training; DraftsmithError for a family that needs it."""
         from draftsmith.drafters.base import Drafter
 
         self.check_ready()
@@ -97,13 +96,13 @@ class Family:
         return made
 
     def check_ready(self) -> None:
-        """Raise a DraftsmithError for a family that needs training."""
+        """Raise DraftsmithError for a family that needs training."""
         if self.trainable:
             raise DraftsmithError(f"a drafter of the family {self.name!r} has to be trained; give the folder of one.")
 
 
 def trained(name: str, summary: str, drafter: "type[TrainableDrafter]", **facts: Any) -> Family:
-    """Return the family of a class of trained drafters, which says all but what `facts` add, see `Family`."""
+    """Return the family of a class of trained drafters; `facts` add what the class does not say, see `Family`."""
     return Family(
         name, summary, drafter.config_class, drafter.new, drafter.load, drafter.recognises, trainable=True,
         reopen=drafter.from_pretrained, **facts,
@@ -111,9 +110,9 @@ def trained(name: str, summary: str, drafter: "type[TrainableDrafter]", **facts:
 
 
 def later(place: str) -> Callable[..., Any]:
-    """Return a function that calls the one at "module:name", importing the module at its first call.
+    """Return a function that calls the function at "module:name" and imports the module only at the first call.
 
-    So what a family says of itself, which is all that most mistakes need, is read without what it computes with.
+    So the facts about a family, which suffice to report most mistakes, can be read without importing its computations.
     """
     module, _, name = place.partition(":")
 
@@ -127,7 +126,7 @@ def trained_in(
     place: str, name: str, summary: str, config: type[Config], recognises: Callable[[Mapping[str, Any]], bool],
     **facts: Any,
 ) -> Family:
-    """Return the family of the class of trained drafters at "module:class", which is imported when one is wanted."""
+    """Return the family of the class of trained drafters at "module:class", which is imported when it is needed."""
     return Family(
         name, summary, config, later(f"{place}.new"), later(f"{place}.load"), recognises, trainable=True,
         reopen=later(f"{place}.from_pretrained"), **facts,
@@ -135,7 +134,7 @@ def trained_in(
 
 
 def of_type(model_type: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Return what recognises a config.json by its model_type."""
+    """Return a function that recognises a config.json by its model_type."""
     return lambda config: config.get("model_type") == model_type
 
 

@@ -1,4 +1,4 @@
-"""Turns the steps of a stagewise drafter into chains and trees, which may end where it becomes unsure.
+"""Builds chains and trees from the steps of a stagewise drafter; they may end where it becomes unsure.
 
 Shapes: B rows, F frontier nodes a row, R = B × F, W = F × branching nodes of a level, K paths, D depth, N node slots of
 the plan, M = N + 1, V vocabulary.
@@ -23,16 +23,15 @@ from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, empt
 def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     """Draft in the shape of the plan; nodes come in the order of the paths' rank, each path from the root down.
 
-    So nodes 0, 1, … are the best path, and keeping it moves nothing in the cache. The tensors have `plan.max_nodes`
-    columns whatever the rows hold; chains with a `plan.confidence` may have fewer. Ranking is that of the combined
-    speculator (arXiv 2404.19124, section 3) with `paths`, and of EAGLE-2 (arXiv 2406.16858, section 4) with `beam` and
-    `nodes`; `choices` are a tree of fixed ranks. A sampled draft comes level by level instead, siblings in the order of
-    their drawing.
+    So nodes 0, 1, … are the best path, and accepting it moves nothing in the cache. The tensors have `plan.max_nodes`
+    columns whatever the rows hold; chains with a `plan.confidence` may have fewer. With `paths`, ranking is that of the
+    combined speculator (arXiv 2404.19124, section 3), with `beam` and `nodes` that of EAGLE-2 (arXiv 2406.16858,
+    section 4); `choices` are a tree of fixed ranks. A sampled draft comes level by level instead, siblings in the order
+    in which they were drawn.
 
-    Guesses whose probability, times that of all before them, is below `plan.confidence` are left out. Where they are
-    drawn, the likeliest token of a place counts in the stead of the one drawn: whether there is a guess must not say
-    which it is.
-    A plan deeper than the drafter, or wider than its vocabulary, raises DraftsmithError.
+    A guess is left out if its probability, times those of all guesses before it, is below `plan.confidence`. For a
+    drawn guess, the likeliest token of its place counts instead: whether there is a guess must not reveal which token
+    it is. A plan deeper than the drafter, or wider than its vocabulary, raises DraftsmithError.
     """
     if plan.depth > drafter.max_depth:
         raise DraftsmithError(
@@ -64,7 +63,7 @@ def _chain(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
 
 
 class Sureness:
-    """How sure a drafter is of the chains (B, depth) that it makes guess by guess; without a bound nobody asks."""
+    """Tracks how sure a drafter is of the chains (B, depth) that it makes guess by guess; unused without a bound."""
 
     def __init__(self, plan: Plan) -> None:
         self._least = math.log(plan.confidence or 1.0)
@@ -72,9 +71,10 @@ class Sureness:
         self._stay: list[Tensor] = []
 
     def extends(self, scores_B: Tensor) -> bool:
-        """Take in the log-probabilities of the next guesses; return whether any is likely enough.
+        """Take the log-probabilities of the next guesses; return whether any chain is likely enough to go on.
 
-        Another device is not asked, and compiled code has one shape: they get them all.
+        On another device it would have to be waited for, and compiled code has one shape, so there the answer is always
+        yes.
         """
         scores_B = scores_B.float().clamp(max=0)
         self._scores_B = scores_B if self._scores_B is None else self._scores_B + scores_B
@@ -85,7 +85,7 @@ class Sureness:
         return True
 
     def bounded(self, draft: Draft) -> Draft:
-        """Return a chain without the guesses that are not likely enough."""
+        """Return the chain without the guesses that are not likely enough."""
         if not self._stay:
             return draft
         left_BN = ~torch.stack(self._stay, dim=1)
@@ -94,7 +94,7 @@ class Sureness:
 
 
 def as_chain(tokens_BN: Tensor, q_BMV: Tensor | None = None) -> Draft:
-    """Make these guesses a chain, drawn from q or chosen."""
+    """Return these guesses as a chain, drawn from q or chosen."""
     batch, nodes = tokens_BN.shape
     parents_BN = torch.arange(ROOT, nodes - 1, device=tokens_BN.device).expand(batch, -1)
     return Draft(tokens_BN, parents_BN, depth=nodes, q_BMV=q_BMV, branching=(1,) * nodes)
@@ -115,7 +115,7 @@ def _ranked(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     leaves_BK = last_BW.topk(min(plan.paths or last_BW.shape[1], last_BW.shape[1]), dim=1).indices
     paths = [_walk_up(levels, plan.depth - 1, leaves_BK)]
     if plan.paths is None:
-        # The deepest first: the order has no say in what is kept, only in where it lies.
+        # The deepest first: this order decides nothing but the place of the nodes.
         paths += [_walk_up(levels, depth, leaves) for depth, leaves in reversed(unexpanded)]
     width = max(level.tokens_BW.shape[1] for level in levels)
     pad = torch.nn.functional.pad
@@ -138,7 +138,7 @@ def _ranked(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
 
 
 def _static(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
-    """Take the guesses of the ranks that the plan names; nodes lie in the order of its choices."""
+    """Take the guesses of the ranks that the plan names; nodes are in the order of its choices."""
     tokens_R, state = drafter.begin(context)
     batch, device = tokens_R.shape[0], tokens_R.device
     offsets_B1 = torch.arange(batch, device=device).unsqueeze(1)
@@ -162,7 +162,7 @@ def _static(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
 def _levels(
     drafter: StagewiseDrafter, context: Context, plan: Plan
 ) -> tuple[list[_Level], list[tuple[int, Tensor]]]:
-    """Expand depth by depth; return the levels, and of each depth the nodes (B, ·) that the beam left unexpanded."""
+    """Expand depth by depth; return the levels, and for each depth the nodes (B, ·) that the beam left unexpanded."""
     tokens_R, state = drafter.begin(context)
     batch = tokens_R.shape[0]
     expanded_BF, scores_BF = tokens_R.new_zeros((batch, 1)), None
@@ -204,7 +204,7 @@ def _levels(
 def _map_state(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply the function to every tensor of a state made of tensors, tuples, lists and dictionaries.
 
-    Anything else stays as it is: an object of its own holds what all nodes of a row share.
+    Other objects stay as they are; they hold what all nodes of a row share.
     """
     if isinstance(state, Tensor):
         return function(state)
@@ -216,7 +216,7 @@ def _map_state(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _walk_up(levels: list[_Level], depth: int, nodes_BK: Tensor) -> Tensor:
-    """Return paths_BKD from depth 0 to these nodes of this depth, as indices into the levels; -1 further down."""
+    """Return paths_BKD from depth 0 to these nodes of this depth, as indices into the levels; deeper entries are -1."""
     path = [nodes_BK]
     for level in levels[depth:0:-1]:
         path.append(level.parents_BW.gather(1, path[-1]))
@@ -227,10 +227,10 @@ def _walk_up(levels: list[_Level], depth: int, nodes_BK: Tensor) -> Tensor:
 def _merge(paths_BKD: Tensor, tokens_BKD: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
     """Store the common prefixes of the paths once: tokens (B, slots), parents (B, slots), slot of each entry (B, K, D).
 
-    Nodes are numbered in the order in which the paths, each from the root down, meet them for the first time.
+    Nodes are numbered in the order in which the paths, each read from the root down, first reach them.
     """
     batch, paths, depth = paths_BKD.shape
-    # The first path through the same node; its own where there is none before.
+    # The first path through the same node; the path itself if no earlier one goes through it.
     first_BKD = (paths_BKD.unsqueeze(2) == paths_BKD.unsqueeze(1)).to(torch.uint8).argmax(2)
     own_K1 = torch.arange(paths, device=paths_BKD.device).unsqueeze(1)
     new_BKD = (first_BKD == own_K1) & (paths_BKD >= 0)
@@ -241,7 +241,7 @@ def _merge(paths_BKD: Tensor, tokens_BKD: Tensor, slots: int) -> tuple[Tensor, T
 
 
 def _place(values_BKD: Tensor, slots_BKD: Tensor, slots: int, empty: float) -> Tensor:
-    """Scatter the values into (B, slots); entries of the same slot agree, and slot number `slots` is thrown away."""
+    """Scatter the values into (B, slots); entries of the same slot agree, and slot number `slots` is discarded."""
     batch = values_BKD.shape[0]
     target_BN = values_BKD.new_full((batch, slots + 1), empty)
     return target_BN.scatter(1, slots_BKD.reshape(batch, -1), values_BKD.reshape(batch, -1))[:, :slots]
@@ -250,7 +250,7 @@ def _place(values_BKD: Tensor, slots_BKD: Tensor, slots: int, empty: float) -> T
 def _prune(
     tokens_BN: Tensor, parents_BN: Tensor, scores_BN: Tensor, nodes: int, least: float
 ) -> tuple[Tensor, Tensor]:
-    """Keep the `nodes` best of those that are good enough, in their order.
+    """Keep the `nodes` best of the nodes that are good enough, in their order.
 
     A parent comes before its child and is never worse, so it stays.
     """
@@ -268,8 +268,8 @@ def _prune(
 def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     """Draw children without replacement: each from q without its elder siblings, renormalised.
 
-    The q that guesses are drawn from is the very one that verifies them: a copy rounded on the way is another one. A
-    plan that is not sampled shares the target's noise, and its guesses have none.
+    Verification gets exactly the q that guesses were drawn from; a rounded copy would be another distribution. A plan
+    that is not sampled uses the target's noise, and its guesses have no q.
     """
     tokens_R, state = drafter.begin(context)
     draws = Draws(context, plan)
@@ -280,7 +280,7 @@ def _sampled(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
             break
         tokens_BW = draws.draw(log_q_RV.float(), depth, children, start)
         tokens.append(tokens_BW)
-        # The frontier is the level above, whose nodes end just before this one's.
+        # The frontier is the level above, whose nodes end just before this level's.
         above = torch.arange(start - frontier, start, device=tokens_R.device)
         parents.append(above.repeat_interleave(children) if depth else above.new_full((children,), ROOT))
         start, frontier, tokens_R = start + frontier * children, frontier * children, tokens_BW.reshape(-1)

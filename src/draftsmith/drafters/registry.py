@@ -1,11 +1,11 @@
 """From a folder, a hub name or a word such as `ngram:max_length=4` to a drafter.
 
-A folder's family is told by its config.json. Other packages add families through the entry-point group
-`draftsmith.drafters`: the value is a `Family`.
+A folder's family is recognised by its config.json. Other packages add families through the entry-point group
+`draftsmith.drafters`, whose values are `Family` objects.
 
-What families say of themselves is read here without PyTorch, so that a mistyped name or option is told at once. What a
-family computes with is imported when a drafter is made or loaded; families of other packages, which may import PyTorch
-as they please, when none of ours is meant.
+The facts about families are read here without PyTorch, so that a mistyped name or option is reported quickly. The code
+with which a family computes is imported when a drafter is made or loaded. Families of other packages, which may import
+PyTorch, are imported only if none of ours is meant.
 """
 
 import json
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NEEDS_NO_TRAINING = NGRAM.name
-"""What drafts for any target as it is, where nobody chose."""
+"""The drafter for an unchanged target if none was chosen."""
 
 ENTRY_POINTS = "draftsmith.drafters"
 HUB_FILES = [
     "config.json", "manifest.json", "*.safetensors", "*.safetensors.index.json",
-    # A draft model's end tokens and tokenizer.
+    # The end tokens and the tokenizer of a draft model.
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model",
 ]
@@ -70,17 +70,17 @@ BUILT_IN: tuple[Family, ...] = (
 
 
 def embedded() -> str:
-    """Return what drafts for the embedded target where nobody chose: its speculator, behind a lookup."""
+    """Return the drafter for the embedded target if none was chosen: its speculator, behind a lookup."""
     return f"{LOOKUP_FIRST.name}:then={json.dumps(str(assets.demo_drafter()), ensure_ascii=False)}"
 
 
 DEFAULT_FAMILY = MLP.name
-"""What a recipe trains that names none."""
+"""The family of a recipe that names none."""
 
 
 @cache
 def families() -> dict[str, Family]:
-    """Return all families by name, our own first; those of other packages cannot take a name of ours."""
+    """Return all families by name, our own first; other packages cannot replace our families."""
     known = {family.name: family for family in BUILT_IN}
     for point in entry_points(group=ENTRY_POINTS):
         family = point.load()
@@ -90,13 +90,13 @@ def families() -> dict[str, Family]:
                 "fix or remove that package."
             )
         known.setdefault(family.name, family)
-    # Folders of draft models come last: checkpoints of other families may look like language models.
+    # The family of draft models comes last, because checkpoints of other families may look like language models.
     known[DRAFT_MODEL.name] = DRAFT_MODEL
     return known
 
 
 def find(name: str) -> Family | None:
-    """Return the family of a name, None where there is none; other packages are asked for what is not ours."""
+    """Return the family of a name, None if there is none; families of other packages are searched after ours."""
     own = next((family for family in (*BUILT_IN, DRAFT_MODEL) if family.name == name), None)
     return own or families().get(name)
 
@@ -110,13 +110,13 @@ def family_named(name: str) -> Family:
 
 
 def recognised(config: Mapping[str, Any]) -> Family | None:
-    """Return the family that a config.json's object belongs to, ours first; None where nobody knows it."""
+    """Return the family that recognises a config.json's object, ours first; None if none does."""
     own = next((family for family in BUILT_IN if family.recognises(config)), None)
     return own or next((family for family in families().values() if family.recognises(config)), None)
 
 
 def near_family(name: str) -> str:
-    """Say which family may be meant by a name that is none, and which there are."""
+    """Return a sentence with the family that a wrong name may mean, and all families that exist."""
     known = sorted(families())
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     listed = f"known are {', '.join(known)} (`draftsmith families` says more)"
@@ -150,12 +150,12 @@ def is_local(name: str | Path) -> bool:
 
 
 def meant(name: str | Path) -> tuple[Family, Config | None] | None:
-    """Return the family that a drafter is of and, of a word, its options; None where only a download could tell.
+    """Return a drafter's family and, for a word, its options; None if only a download could tell.
 
-    Nothing is imported or loaded for it but the packages of other people's families, where it is none of ours.
+    Nothing is imported or loaded for this, except the packages of other families if the name is none of ours.
 
     Raises:
-        DraftsmithError: nothing there, damaged, or of an unknown family.
+        DraftsmithError: the drafter does not exist, is damaged, or is of an unknown family.
     """
     if isinstance(name, str) and not Path(name).exists():
         word, values = read_spec(name) if ":" in name else (name, {})
@@ -178,7 +178,7 @@ def meant(name: str | Path) -> tuple[Family, Config | None] | None:
 
 
 def in_folder(folder: Path, config: Mapping[str, Any]) -> Family:
-    """Return the family of a drafter that can be loaded; DraftsmithError where there is none for this config.json."""
+    """Return the family of a loadable drafter; DraftsmithError if no family has this config.json."""
     family = recognised(config)
     if family is None or family.load is None:
         known = ", ".join(sorted(family.name for family in families().values() if family.load is not None))
@@ -194,7 +194,7 @@ def load_drafter(name: str | Path, target: "Target") -> "Drafter":
     A word is the name of a family that needs no training, with its options: `ngram`, `ngram:max_length=4`.
 
     Raises:
-        DraftsmithError: nothing there, damaged, of an unknown family, or made for another target.
+        DraftsmithError: the drafter does not exist, is damaged, of an unknown family, or made for another target.
     """
     from draftsmith.drafters.trainable.model import other_tokens, other_weights
 
@@ -215,10 +215,10 @@ def load_drafter(name: str | Path, target: "Target") -> "Drafter":
 
 
 def reopen(folder: Path, target: "Target", dtype: "torch.dtype") -> "TrainableModel":
-    """Load the drafter in a folder to be trained on.
+    """Load the drafter in a folder, to continue its training.
 
     Raises:
-        DraftsmithError: there is none, it is damaged, or its family does not say how.
+        DraftsmithError: there is none, it is damaged, or its family cannot reopen drafters.
     """
     storage.require_folder(folder)
     family = family_of(folder)
@@ -229,7 +229,7 @@ def reopen(folder: Path, target: "Target", dtype: "torch.dtype") -> "TrainableMo
 
 
 def family_of(name: str | Path) -> Family | None:
-    """Return the family of a word or of a folder's config.json, None where there is no telling without a download."""
+    """Return the family of a word or of a folder's config.json; None if only a download could tell."""
     if isinstance(name, str) and not Path(name).exists():
         family = find(name.partition(":")[0])
         if family is not None:

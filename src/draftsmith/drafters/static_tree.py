@@ -1,4 +1,4 @@
-"""Irregular static trees: the published ones, and the tables by which `grow` lays one out.
+"""Irregular static trees: the tables with which `grow` lays out a tree.
 
 A tree is a list of paths of ranks, see `Plan.choices`: (0, 1) is the second likeliest guess after the likeliest one.
 
@@ -15,19 +15,19 @@ from draftsmith.drafters.tree_choices import Choices
 from draftsmith.types import ROOT
 
 KEPT = 32
-"""The most trees whose tables are kept; a run has a few."""
+"""The most trees whose tables are kept; a run uses only a few."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One depth: what to take of the guesses under the frontier, the nodes above that have guesses under them.
+    """One depth of a tree. The frontier are the nodes of the depth above that have guesses under them.
 
     Args:
-        width: guesses to ask for under every node of the frontier.
+        width: number of guesses to request under every node of the frontier.
         taken_W: the nodes of this depth, each as its parent's place in the frontier times the width plus its rank.
         frontier: F, how many of them have guesses under them.
-        grown_F: which those are; None where all are.
-        under_F: the place in this frontier of the parent of each of those; None where each is under its own.
+        grown_F: which ones have guesses under them; None if all have.
+        under_F: for each of those, its parent's place in this frontier; None if each is under the one in its own place.
     """
 
     width: int
@@ -42,9 +42,9 @@ class StaticTree:
     """The tables of a tree, on the device where it is drafted.
 
     Args:
-        levels: depth by depth.
-        order_N: of every node, in the order of the choices, its place when all levels lie behind each other.
-        parents_N: of every node in that order.
+        levels: the depths, from the root down.
+        order_N: for every node, in the order of the choices, its place when all levels are concatenated.
+        parents_N: the parent of every node in that order.
     """
 
     levels: tuple[Level, ...]
@@ -54,9 +54,9 @@ class StaticTree:
 
 @torch.compiler.assume_constant_result
 def static_tree(choices: Choices, device: torch.device) -> StaticTree:
-    """Return the tables of a plan's choices, which are sorted: the likeliest path lies in front.
+    """Return the tables of a plan's choices, which are sorted: the likeliest path comes first.
 
-    They are made once, because each costs a transfer to the device, and are only to be read.
+    They are cached, because each costs a transfer to the device, and must not be changed.
 
     >>> static_tree(((0,), (0, 0), (0, 1), (1,)), torch.device("cpu")).parents_N.tolist()
     [-1, 0, 0, -1]

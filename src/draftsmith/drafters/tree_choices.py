@@ -1,4 +1,4 @@
-"""Irregular static trees as lists of choices: the published ones, and what can be done with any.
+"""Irregular static trees as lists of choices: the published trees, and functions for any tree.
 
 A tree is a list of paths of ranks, see `Plan.choices`: (0, 1) is the second likeliest guess after the likeliest one.
 """
@@ -26,20 +26,20 @@ MEDUSA_TREE = _paths(
 
 
 def plan_of(choices: Choices, depth: int, vocabulary: int) -> Plan:
-    """Return the plan of a tree as far as a drafter of this depth that scores so many tokens can make it."""
+    """Return the plan of a tree, without nodes that a drafter of this depth and vocabulary cannot make."""
     return Plan(choices=tuple(path for path in choices if len(path) <= depth and max(path) < vocabulary))
 
 
 def pruned(choices: Choices, nodes: int) -> Choices:
-    """Return the `nodes` choices that need the fewest ranks and guesses, the sum of rank + 1; of equals the deeper.
+    """Return the `nodes` choices with the smallest sums of rank + 1 over their guesses; of equal sums, the deeper ones.
 
-    No parent is ever behind its child, so what is left is a tree.
+    No parent comes behind its child in this order, so the remaining choices form a tree.
     """
     return tuple(sorted(choices, key=lambda path: (sum(path) + len(path), -len(path), path))[:nodes])
 
 
 def read_choices(values: object, where: str) -> Plan:
-    """Read a list of lists of ranks; DraftsmithError, which names `where`, for anything else."""
+    """Read a list of lists of ranks; anything else is a DraftsmithError that names `where`."""
     if not isinstance(values, Sequence) or not values:
         raise DraftsmithError(f"{where} holds no choices; give a list of lists of ranks, such as [[0], [0, 0], [1]].")
     for path in values:

@@ -1,6 +1,6 @@
 """The model to be accelerated, and the memory of what it has read.
 
-Names are loaded when first used: how a record is read, which is beside them here, needs no PyTorch.
+Names are loaded when they are first used, because reading records, which is also in this package, needs no PyTorch.
 """
 
 from importlib import import_module

@@ -18,7 +18,7 @@ from draftsmith.targets.cache.cache import KVCache
 from draftsmith.targets.cache.nodes import Nodes, neighbours
 
 ATTENTION_NAME = "draftsmith_tree"
-# Arguments that change nothing here; any other one (attention sinks, position biases, indices) would be lost silently.
+# Arguments that change nothing here. Others (attention sinks, position biases, indices) must not be ignored silently.
 HARMLESS = frozenset({
     "dropout", "is_causal", "position_ids", "position_embeddings", "use_cache", "cache_position", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "past_key_values", "token_type_ids",
@@ -33,13 +33,13 @@ class TreePass:
     Args:
         cache: where keys and values live.
         tokens_BM: token of every node.
-        writes_K: the entry of the storage that every node writes.
-        sources_K: the node whose keys and values it writes there; None for its own.
-        rows: the slots of the rows as a slice, to be read as they lie; None where `reads_BS` says what to gather.
-        reads_BS: the entries of the storage that are looked at.
+        writes_K: the storage entry that every node writes.
+        sources_K: the node whose keys and values are written there; None writes each node's own.
+        rows: the slots of the rows as a slice, to be read in place; None if `reads_BS` says what to gather.
+        reads_BS: the storage entries that are looked at.
         positions_BM: absolute position of every node.
-        key_positions_BS: absolute position of what each looked-at slot entry holds.
-        allowed_BMS: which entries each node may see, sliding windows left out.
+        key_positions_BS: absolute position of every entry that is looked at.
+        allowed_BMS: the entries that each node may see, without regard to sliding windows.
         span: S.
     """
 
@@ -89,14 +89,14 @@ class TreePass:
 
 @dataclass
 class ShapeProbe:
-    """Learns from one forward the shapes and the window of every layer, and what its attention asks for besides."""
+    """Records in one forward the shapes and the window of every layer, and which other inputs attention receives."""
 
     shapes: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     softcaps: set[float | None] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
     modules: dict[int, nn.Module] = field(default_factory=dict)
-    """The module of every layer that attends."""
+    """The attending module of every layer."""
 
 
 def _masked_attention(
@@ -114,7 +114,7 @@ def _masked_attention(
     if softcap is not None:
         scores_BHMS = softcap * torch.tanh(scores_BHMS / softcap)
     scores_BHMS = scores_BHMS + mask
-    if sinks_HM is not None:  # one more place, which takes attention and gives nothing
+    if sinks_HM is not None:  # one more entry, which takes a share of the attention and contributes nothing
         sinks_BHM1 = sinks_HM.to(scores_BHMS.dtype).expand(len(scores_BHMS), -1, -1).unsqueeze(3)
         scores_BHMS = torch.cat([scores_BHMS, sinks_BHM1], dim=3)
     exact = torch.promote_types(torch.float32, scores_BHMS.dtype)
@@ -146,7 +146,7 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attend for one layer; called by transformers with query, key, value as (B, heads, M, D).
 
-    `s_aux` are attention sinks, a score a query head that competes with those of the keys.
+    `s_aux` are attention sinks: one score per query head, which competes with the scores of the keys.
     Grouped heads are folded into the query length, so that cached keys are read once and never repeated.
     Returns (B, M, H, D) and no weights, as the interface expects.
     """
@@ -161,7 +161,7 @@ def tree_attention(
         shape_probe.softcaps.add(softcap)
         shape_probe.modules[layer] = module
         shape_probe.unknown |= {name for name, value in others.items() if value is not None} - HARMLESS
-        if attention_mask is not None:  # ours come from the pass: this one is the model's own
+        if attention_mask is not None:  # our masks come from the pass, so this is the model's own
             shape_probe.unknown.add("attention_mask")
     if tree_pass is None:
         if key.shape[2] != nodes:
@@ -178,9 +178,9 @@ def tree_attention(
 
 
 def lay_out_pass(cache: KVCache, nodes: Nodes, max_length: int) -> TreePass:
-    """Say where every node is written, at which position it stands and what it may see.
+    """Determine where every node is written, its position, and what it may see.
 
-    A node that its row does not have is read as the last one that it has, and written in the same place.
+    A node that its row does not have is read like the last node that it has, and written in the same place.
     """
     tokens_BM, cached_B1 = nodes.tokens_BM, nodes.cached_B.unsqueeze(1)
     batch, count = tokens_BM.shape
@@ -197,7 +197,7 @@ def lay_out_pass(cache: KVCache, nodes: Nodes, max_length: int) -> TreePass:
         sources_K = (first_B1 + number_BM).flatten()
         tokens_BM, depths_BM = tokens_BM.gather(1, number_BM), depths_BM.gather(1, number_BM)
         visible_BMM = visible_BMM.gather(1, number_BM.unsqueeze(2).expand(-1, -1, count))
-    # Guesses past the context can never be committed; clamping keeps learned position tables from overflowing.
+    # Guesses beyond the context can never be committed; clamping keeps learned position tables from overflowing.
     positions_BM = (cached_B1 + depths_BM).clamp(max=max_length - 1)
     writes_K = cache.entries(nodes.slots_B, cached_B1 + number_BM).flatten()
     columns_S = nodes.columns_S
@@ -212,7 +212,7 @@ def lay_out_pass(cache: KVCache, nodes: Nodes, max_length: int) -> TreePass:
     rows = neighbours(nodes.slots_B, batch) if cache.tables_RJ is None else None
     reads_BS = None
     if rows is None:
-        # What lies behind a row's last node is not looked for: the node itself stands for it, out of sight.
+        # Entries behind a row's last node are not looked up; the last node is read in their place, and masked.
         reads_BS = cache.entries(nodes.slots_B, torch.minimum(columns_S, cached_B1 + number_BM[:, -1:]))
     return TreePass(
         cache, tokens_BM, writes_K, sources_K, rows, reads_BS, positions_BM, key_positions_BS, allowed_BMS,

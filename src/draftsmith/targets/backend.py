@@ -1,7 +1,7 @@
-"""What reads a target: transformers' code through tree attention, with native linear layers, or one native operator.
+"""Reads a target: transformers' code through tree attention, the same with native linear layers, or a native operator.
 
-Every target has one backend, settled while it loads. Whoever depends on it (the engine, drafters, proofs) asks it for
-what he wants done; nobody asks which it is. Compilation is the engine's, see `draftsmith.engine.steps.runner`.
+Every target has one backend, which is chosen while the target loads. The engine, drafters and proofs call its methods
+and never ask which backend it is. Compilation belongs to the engine, see `draftsmith.engine.steps.runner`.
 
 Shapes: B rows, M nodes (root first), T tokens, S cached tokens looked at, U nodes that logits are wanted of.
 """
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from draftsmith.targets.loading.self_check import SelfCheck
     from draftsmith.targets.target import Target
 
-# How far the native forward may be from the model's own code, relative to its size; bf16 gives 0.01 or so, and int8,
-# which rounds what goes into a layer too, two to four times that.
+# How far the native forward may differ from the model's own code, relative to its size. bf16 differs by about 0.01;
+# int8, which also rounds the inputs of a layer, by two to four times that.
 NATIVE_TOLERANCE: dict[Quantization, float] = {"none": 0.05, "int8": 0.1, "int4": 0.1}
-# Texts of a forward are padded to the longest where padding is computed; no more than this often as many tokens as
-# there are.
+# Where padding is computed, the texts of a forward are padded to the longest. The padded texts may have at most this
+# many times as many tokens as the texts themselves.
 MOST_PADDING = 1.5
 
 F = TypeVar("F")
@@ -46,25 +46,25 @@ log = logging.getLogger(__name__)
 
 
 class Backend(ABC):
-    """Reads one target, and packs the layers of those that draft for it.
+    """Reads one target, and packs the layers of its drafters.
 
     Args:
-        target: as far set up as its hooks.
+        target: set up as far as its hooks.
     """
 
     description: str
     """What reads the model, in words, for reports."""
     native: bool = False
-    """Whether native kernels take part; who loads another model beside this one may use them too."""
+    """Whether native kernels are used; code that loads another model beside this one may then use them too."""
     compiles: bool = True
-    """Whether there is anything in `read` for a compiler."""
+    """Whether a compiler can improve `read`."""
     reads_apart: bool = False
-    """Whether every row is read as if it were alone: with the same bits whatever else is read and in however many
-    pieces, and so that keys and values that are no numbers stay with the tokens they belong to."""
+    """Whether every row is read as if it were alone: its bits do not depend on other rows or on the pieces in which it
+    is read, and NaN in keys and values stays with the tokens they belong to."""
     takes_parts: bool = True
-    """Whether a view that leaves out parts of layers is read as this target is; whole layers always are."""
+    """Whether it also reads views that leave out parts of layers; views that leave out whole layers it always reads."""
     lacks: str = ""
-    """Why a model that the native kernels are made for goes without them; empty when it does not."""
+    """Why a model of a kind that the native kernels support does not use them; empty if it does."""
     packing_s: float = 0.0
     """Seconds that native packing took."""
 
@@ -80,19 +80,19 @@ class Backend(ABC):
     def guess(
         self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int
     ) -> Tensor | None:
-        """Read the roots of rows behind the `held_B` tokens of each, then what is likeliest behind them, and so on.
+        """Draft chains greedily: read each row's root behind its `held_B` tokens, then the likeliest token, and so on.
 
-        Returns these choices (B, depth), or None where nothing does it in one piece.
+        Returns these choices (B, depth), or None if no single operator does it.
         """
         return None
 
     def draw(
         self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int, noise: Noise
     ) -> tuple[Tensor, Tensor] | None:
-        """Do as `guess`, with choices that are drawn.
+        """Do as `guess`, but draw the tokens.
 
-        Returns them (B, depth) and what they were drawn from, as `Draft.q_BMV`, or None where nothing does it in one
-        piece. By the target's own noise the second is of no use.
+        Returns the tokens (B, depth) and the distributions they were drawn from, as `Draft.q_BMV`, or None if no single
+        operator does it. If the target's own noise is used, the distributions are not needed.
         """
         return None
 
@@ -102,43 +102,43 @@ class Backend(ABC):
 
     @abstractmethod
     def columns(self, span: Callable[[], int]) -> Tensor | None:
-        """Return the cached entries to look at, for `Nodes`; `span`, how many, is asked only where they are needed."""
+        """Return the cached entries to look at, for `Nodes`; `span` returns how many, and is called only if needed."""
 
     @abstractmethod
     def batches(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Divide texts of so many tokens into those to read in one forward; return their indices."""
+        """Divide texts of these lengths into groups that are read in one forward each; return their indices."""
 
     @abstractmethod
     def pack(self, drafter: nn.Module) -> bool:
-        """Turn the linear layers of a drafter into what decodes fastest here, in place.
+        """Turn the linear layers of a drafter into the form that decodes fastest here, in place.
 
         Returns whether they are packed for native operators.
         """
 
     @abstractmethod
     def choose(self, plain: F, native: F) -> F:
-        """Return what goes with this backend: what is made of PyTorch's operations, or of a native one."""
+        """Return the version that fits this backend: the one made of PyTorch's operations, or the native one."""
 
     @abstractmethod
     def differentiable(self) -> "Target":
-        """Return the target with products that gradients pass through; itself where they are."""
+        """Return the target with operations that gradients pass through; the target itself if they do already."""
 
     @abstractmethod
     def settled(self, probe: ShapeProbe, check: "SelfCheck") -> "Backend":
-        """Return the fastest backend that reads draft trees as the model itself does; refuse the target for none."""
+        """Return the fastest backend that reads draft trees as the model itself does; refuse it if none does."""
 
     def over(self, target: "Target") -> "Backend":
-        """Return what reads a view of the target."""
+        """Return the backend that reads a view of the target."""
         other = copy.copy(self)
         other.target = target
         return other
 
 
 class Eager(Backend):
-    """The transformers model through tree attention; its bf16 products on a CPU by oneDNN, packed where it can.
+    """The transformers model through tree attention; its bf16 products on a CPU use oneDNN, prepacked if possible.
 
     Args:
-        lacks: why it is not native, if it might be.
+        lacks: why it is not native, for a model that might be.
     """
 
     description = "PyTorch"
@@ -151,7 +151,7 @@ class Eager(Backend):
     def read(
         self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...], keep_logits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Hand the nodes to the model, with what its attention needs of them."""
+        """Pass the nodes to the model, with what its attention needs of them."""
         target = self.target
         tree_pass = lay_out_pass(cache, nodes, target.max_length)
         own = keep_logits is not None and keep_logits.ndim == 2
@@ -185,9 +185,9 @@ class Eager(Backend):
         return self._columns_S[:count]
 
     def batches(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Put texts of similar length together, because they are padded to the longest."""
+        """Group texts of similar length, because they are padded to the longest."""
         batches: list[list[int]] = []
-        longest = tokens = 0  # of the last batch
+        longest = tokens = 0  # of the current batch
         for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
             size = sizes[index]
             if batches and (len(batches[-1]) + 1) * longest <= MOST_PADDING * (tokens + size):
@@ -199,13 +199,13 @@ class Eager(Backend):
         return batches
 
     def pack(self, drafter: nn.Module) -> bool:
-        """Prepack where it is of use."""
+        """Prepack where that helps."""
         if can_prepack(self.target.device, self.target.dtype):
             prepack_linears(drafter)
         return False
 
     def choose(self, plain: F, native: F) -> F:
-        """Return what is made of PyTorch's operations."""
+        """Return the version made of PyTorch's operations."""
         return plain
 
     def differentiable(self) -> "Target":
@@ -213,7 +213,7 @@ class Eager(Backend):
         return self.target.without_prepacking()
 
     def settled(self, probe: ShapeProbe, check: "SelfCheck") -> Backend:
-        """Prepack, and hold against the model's own code."""
+        """Prepack, and compare with the model's own code."""
         if can_prepack(self.target.device, self.target.dtype):
             prepack_linears(self.target.model)
         check.trees()
@@ -225,7 +225,7 @@ class NativeLayers(Eager):
 
     Args:
         target: after `pack_model`.
-        allowed: how far a native forward may be from the model's own.
+        allowed: how far a native forward may differ from the model's own.
         packing_s: seconds that packing took.
     """
 
@@ -242,15 +242,15 @@ class NativeLayers(Eager):
         return True
 
     def choose(self, plain: F, native: F) -> F:
-        """Return what is native."""
+        """Return the native version."""
         return native
 
     def differentiable(self) -> "Target":
-        """Return a copy of the whole target, because nothing of a packed layer can be shared."""
+        """Return a copy of the whole target, because a packed layer shares nothing with it."""
         return self.target.copied(self.target.dtype).without_prepacking()
 
     def settled(self, probe: ShapeProbe, check: "SelfCheck") -> Backend:
-        """Take the native forward where there is one that says what the model itself says."""
+        """Use the native forward if there is one that agrees with the model itself."""
         target = self.target
         if has_native_form(target.model) and probe.softcaps == {None}:
             target.backend = NativeForward(target, self._allowed, self.packing_s)
@@ -279,7 +279,7 @@ class NativeForward(NativeLayers):
         self._decoder = NativeDecoder(target.model, self._layers, target.windows, target.max_length)
 
     def over(self, target: "Target") -> Backend:
-        """Make the operator for this view of the target; where a layer lacks a part, let transformers' code read."""
+        """Make the operator for this view of the target; if a layer lacks a part, transformers' code reads the view."""
         kind = NativeForward if target.skipped.whole else NativeLayers
         return kind(target, self._allowed, self.packing_s)
 
@@ -311,15 +311,15 @@ class NativeForward(NativeLayers):
         return self._decoder.draw(roots_B, held_B, keys_NEHD, values_NEHD, cache.tables_RJ, slots_B, depth, noise)
 
     def encode(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor | None]:
-        """Read them as in decoding."""
+        """Read them with the operator that decodes."""
         return encode_in_pieces(self.target, tokens_BT, taps, logits)
 
     def columns(self, span: Callable[[], int]) -> Tensor | None:
-        """Return None: the operator looks at what each row has."""
+        """Return None: the operator finds out what each row has."""
         return None
 
     def batches(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Read all together: padding is not computed."""
+        """Read all texts together, because padding is not computed."""
         return [list(range(len(sizes)))] if sizes else []
 
 
@@ -330,11 +330,11 @@ def first_backend(
     origin: "Target | None" = None,
     calibration: "Calibration | None" = None,
 ) -> Backend:
-    """Return what a target begins with: native layers where they serve, packed now, else PyTorch.
+    """Return the backend that a target starts with: native layers, packed now, where they can be used, else PyTorch.
 
     Args:
-        origin: has the weights of the layers, where the target's own model does not.
-        calibration: by what weights in 4 bits are rounded, where not by themselves alone.
+        origin: the target that has the weights of the layers, if the target's own model has none.
+        calibration: how weights in 4 bits are rounded; None rounds each by itself.
     """
     device, dtype = target.device, target.dtype
     if native and can_pack(device, dtype):
@@ -358,7 +358,7 @@ def first_backend(
 
 
 def refuse_unpackable(quantize: Quantization, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise DraftsmithError where nothing can be quantised: without native kernels, or bf16 on a CPU."""
+    """Raise DraftsmithError where nothing can be quantised: without native kernels, or without bf16 on a CPU."""
     if not can_pack(device, dtype):
         raise DraftsmithError(
             f"quantize is {quantize!r}, which needs the native kernels and a bf16 model on a CPU; "

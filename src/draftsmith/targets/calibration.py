@@ -1,9 +1,9 @@
-"""Rounding weights by what goes through them: of a text that the target writes by itself, so that none has to be given.
+"""Rounds weights with regard to their typical inputs, taken from a text that the target writes itself.
 
-One weight's rounding can make up for another's only as far as the inputs of both go together, and how they do is seen
-in a few hundred tokens. Within each group of 32 inputs, one after the other, what rounding leaves of one is made up for
-by those behind it: GPTQ (arXiv:2210.17323), here within groups alone, so that what has to be known of the inputs is
-small, and soon known.
+The rounding error of one weight can be made up for by another weight only as far as the inputs of both vary together,
+which a few hundred tokens show. Within each group of 32 inputs, in order, the error of rounding one weight is made up
+for by the weights behind it. This is GPTQ (arXiv:2210.17323), here within groups only, so that the statistics of the
+inputs are small and a short text suffices.
 
 Shapes: B texts, T tokens, R rows, K inputs, G groups of I = 32 inputs.
 """
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from draftsmith.targets.target import Target
 
 GROUP = 32
-"""Inputs that share a scale and a zero point. The native kernels know this number."""
+"""Number of inputs that share a scale and a zero point. The native kernels contain the same number."""
 DAMPING = 0.01
-"""Of the mean square of a group's inputs, added to each: what the text does not show is not taken for never."""
+"""This share of the mean square of a group's inputs is added to each, since a short text does not show every input."""
 LONGEST = 64
-"""Tokens of a text. Many short ones differ more than one long one, and are written together."""
+"""Tokens per text. Many short texts differ more than one long text, and are written together."""
 TOGETHER = 8
-"""Texts that are written, and read, at a time."""
+"""Number of texts that are written, and read, at a time."""
 SEED = 0
 METHOD = "fed back within groups, 1"
-"""How it is done, and which version of that. To be raised when other weights come of the same tokens."""
+"""The method and its version. Increase the version when the same tokens give other weights."""
 
 progress = logging.getLogger("draftsmith.progress")
 
 
 class Calibration:
-    """How the layers of a target are rounded by its own text.
+    """Says how the layers of a target are rounded with its own text.
 
     Args:
-        target: what writes the text; a copy of its weights is to be rounded.
-        tokens: how many it writes.
-        name: what to call the copy where it is said.
+        target: writes the text; a copy of its weights will be rounded.
+        tokens: the number of tokens that it writes.
+        name: the name of the copy in messages.
     """
 
     def __init__(self, target: "Target", tokens: int, name: str) -> None:
@@ -50,11 +50,11 @@ class Calibration:
 
     @property
     def key(self) -> str:
-        """Names all that the rounding depends on besides the weights of the layers."""
+        """Names everything that the rounding depends on besides the weights of the layers."""
         return f"{METHOD}; {self.tokens} tokens; {self.target.weights_hash}"
 
     def factors(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return of the inputs of these layers, by their names, what the native packing asks for (G, I, I)."""
+        """Return for each of these layers, by name, the factors (G, I, I) of its inputs that native packing takes."""
         progress.info(
             "%s: %s writes %d tokens, by which the weights are rounded.", self.name, self.target.name, self.tokens
         )
@@ -63,7 +63,7 @@ class Calibration:
 
 
 def own_texts(target: "Target", tokens: int) -> Tensor:
-    """Return texts (B, T) of a target on a CPU, drawn at temperature 1 behind random tokens: `tokens` or a few more."""
+    """Return texts (B, T) of a target on a CPU, drawn at temperature 1 after random tokens: `tokens` or a few more."""
     dice = torch.Generator().manual_seed(SEED)
     texts = -(-tokens // LONGEST)
     length = -(-tokens // texts)
@@ -77,16 +77,16 @@ def _written(target: "Target", first_B1: Tensor, length: int, dice: torch.Genera
     tokens_BT = first_B1
     for held in range(length - 1):
         logits_B1V, _ = target.read_chain(cache, tokens_BT[:, -1:], torch.full((texts,), held), (), longest=held)
-        chances_BV = logits_B1V[:, 0].double().softmax(-1).nan_to_num(1.0)  # a row that cannot be read goes on anyhow
+        chances_BV = logits_B1V[:, 0].double().softmax(-1).nan_to_num(1.0)  # a row with NaN logits goes on all the same
         tokens_BT = torch.cat([tokens_BT, torch.multinomial(chances_BV, 1, generator=dice)], 1)
     return tokens_BT
 
 
 @torch.no_grad()
 def products_of(target: "Target", names: Sequence[str], tokens_BT: Tensor) -> dict[str, Tensor]:
-    """Return mean products of the inputs of a group with each other (G, I, I), by layer; none of one that is not read.
+    """Return the mean products (G, I, I) of the inputs within each group, by layer, for the layers that are read.
 
-    Behind the last input of a layer the products are zero.
+    For indices beyond the last input of a layer the products are zero.
     """
     sums: dict[str, Tensor] = {}
     layers = {target.model.get_submodule(name): name for name in names}
@@ -109,7 +109,7 @@ def products_of(target: "Target", names: Sequence[str], tokens_BT: Tensor) -> di
 
 
 def factors_of(products_GII: Tensor) -> Tensor:
-    """Return the upper Cholesky factors of the inverses of products (G, I, I), fp32, whatever size the inputs have."""
+    """Return the upper Cholesky factors, fp32, of the inverses of products (G, I, I), whatever their scale."""
     wide_GII = products_GII.double()
     mean_G11 = wide_GII.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     even_II = torch.eye(GROUP, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Copies of a target in fewer bits: made of what it holds, with no second model in between, and weighed beforehand."""
+"""Copies of a target in fewer bits, made directly from its weights; the memory they need is computed beforehand."""
 
 import copy
 import logging
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from draftsmith.targets.target import Target
 
 MOST_LEFT = 0.05
-"""Of the weights; what a router or a convolution has beside a layer's matrices is less."""
+"""Share of the weights that may stay unquantised; routers and convolutions beside a layer's matrices stay below it."""
 BITS = {"none": 16, "int8": 8, "int4": 4}
 progress = logging.getLogger("draftsmith.progress")
 
 
 def bytes_by_place(model: nn.Module) -> dict[int, int]:
-    """Return the sizes of a model's tensors by where each begins, so that one that several modules hold counts once."""
+    """Return the sizes of a model's tensors by start address, so that a tensor of several modules counts once."""
     return {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.nbytes}
 
 
 def copy_of(target: "Target", quantize: Quantization, name: str) -> PreTrainedModel:
-    """Return a model in bf16 whose layers are to be packed of the target's weights, and which shares all the rest.
+    """Return a bf16 model whose layers are still to be packed from the target's weights; it shares everything else.
 
-    Its linear layers have sizes and no weights. How much memory the copy will take is said before any of it is taken.
+    Its linear layers have sizes but no weights. The memory that the copy needs is logged before it is taken.
 
     Args:
-        name: what to call the copy where that is said.
+        name: what to call the copy in that message.
 
     Raises:
-        DraftsmithError: there is not so much memory.
+        DraftsmithError: there is not enough memory.
     """
     shell = _blank(target.model)
     refuse_left_over(shell, target.name, name)
@@ -60,13 +60,13 @@ def copy_of(target: "Target", quantize: Quantization, name: str) -> PreTrainedMo
 
 
 def refuse_left_over(model: PreTrainedModel, name: str, what: str) -> None:
-    """Raise DraftsmithError where more than a few of the weights would not be quantised, naming what has them.
+    """Raise DraftsmithError, naming the parts, if more than a small share of the weights would stay unquantised.
 
-    Of models that see or hear too, only what reads text counts.
+    For models that also see or hear, only the part that reads text counts.
 
     Args:
-        model: with layers that are not packed yet; their weights are not looked at.
-        what: what was asked for, such as "int4-self".
+        model: its layers are not packed yet; their weights are not looked at.
+        what: what the user asked for, such as "int4-self".
     """
     left, packed = left_over(model.get_decoder())
     share = left.total() / (left.total() + packed)
@@ -79,7 +79,7 @@ def refuse_left_over(model: PreTrainedModel, name: str, what: str) -> None:
 
 
 def memory_beside(target: "Target", shell: PreTrainedModel, quantize: Quantization) -> int:
-    """Return the bytes that a quantised copy takes and the target does not hold already, by the sizes of its tensors.
+    """Return the bytes that a quantised copy needs beyond what it shares with the target, from its tensors' sizes.
 
     Args:
         shell: the copy, without weights.
@@ -96,8 +96,8 @@ def memory_beside(target: "Target", shell: PreTrainedModel, quantize: Quantizati
 
 
 def _blank(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the same kind whose parameters are in bf16 on the meta device: sizes without memory."""
-    # Built anew: a copy of the modules would keep hooks and packed weights that belong to the target.
+    """Return a model of the same kind whose parameters are bf16 on the meta device: sizes without memory."""
+    # The model is built anew, because a copy of the modules would keep hooks and packed weights of the target.
     with no_init_weights():
         shell = type(model)(copy.deepcopy(model.config))
     shell.tie_weights()
@@ -111,7 +111,7 @@ def _blank(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _rest(target: "Target", shell: PreTrainedModel) -> dict[str, Tensor]:
-    """Return what of the target's state no packed layer will hold: its own tensors, or what they are in bf16."""
+    """Return the part of the target's state that no packed layer will hold: its own tensors, or bf16 casts."""
     names = _names_of_rest(target, shell)
     if target.dtype == torch.bfloat16:
         return names
@@ -120,9 +120,9 @@ def _rest(target: "Target", shell: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _names_of_rest(target: "Target", shell: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of the target's state, by name, that the copy has: those that the target holds unpacked.
+    """Return the tensors of the target's state, by name, that the copy also has: those that the target holds unpacked.
 
-    Of a target in another dtype they are those that the copy will not pack either, because they have to be cast.
+    If the target has another dtype, they are only those that the copy will not pack either, because they must be cast.
     """
     work = packables(shell, lambda _: "none", target.model)
     embedding, head = shell.get_input_embeddings(), shell.get_output_embeddings()

@@ -1,4 +1,4 @@
-"""Whole texts: by the model's own code, or piece by piece through the forward that decodes.
+"""Reads whole texts: by the model's own code, or piece by piece through the forward that decodes.
 
 Shapes: B texts, T tokens, F feature width, V vocabulary.
 """
@@ -13,8 +13,8 @@ from draftsmith.targets.attention import ShapeProbe
 if TYPE_CHECKING:
     from draftsmith.targets.target import Target
 
-# Tokens of whole texts that are read together in pieces: they need keys and values in all layers, and more tokens at a
-# time would not be read faster.
+# Tokens that are read at a time when whole texts are read in pieces: they need keys and values in all layers, and
+# reading more at a time would not be faster.
 ENCODED_TOKENS = 2048
 
 
@@ -26,7 +26,7 @@ def encode_by_model(
     gradients: bool = False,
     probe: ShapeProbe | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Read whole texts by the model's own code, through whichever attention it has now; see `Target.encode`."""
+    """Read whole texts by the model's own code, with the attention that is set at the moment; see `Target.encode`."""
     target.hooks.want(taps)
     more = ({} if logits else {"logits_to_keep": 1}) | ({} if probe is None else {"shape_probe": probe})
     with torch.set_grad_enabled(gradients):
@@ -39,7 +39,7 @@ def encode_by_model(
 def encode_in_pieces(
     target: "Target", tokens_BT: Tensor, taps: tuple[int, ...], logits: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Read whole texts into a cache of their own, so many tokens at a time; see `Target.encode`."""
+    """Read whole texts into a cache of their own, a limited number of tokens at a time; see `Target.encode`."""
     batch, length = tokens_BT.shape
     some = max(1, ENCODED_TOKENS // max(1, length))
     keep = None if logits else torch.empty(0, dtype=torch.long)
@@ -63,5 +63,5 @@ def encode_in_pieces(
 
 
 def no_features(target: "Target", tokens_BT: Tensor) -> Tensor:
-    """Return what nobody tapped (B, T, 0)."""
+    """Return features of width zero (B, T, 0), for calls without taps."""
     return torch.empty((*tokens_BT.shape, 0), dtype=target.dtype, device=target.device)

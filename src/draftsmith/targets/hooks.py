@@ -1,4 +1,4 @@
-"""What listens to a model and steps in while it reads: states out of its layers, and fewer states into its head.
+"""Hooks on a model that take states out of its layers, and pass fewer states into its head.
 
 Shapes: B rows, M nodes, U of them that logits are wanted of, F feature width.
 """
@@ -15,7 +15,7 @@ from draftsmith.types import DraftsmithError
 
 
 class Hooks:
-    """The hooks of one model. Whoever reads says before what is wanted, and takes it afterwards.
+    """The hooks of one model. Before a forward, `want` says what is needed; after it, `take` returns it.
 
     Args:
         layers: how many the model has.
@@ -30,18 +30,18 @@ class Hooks:
         self._columns_BU: Tensor | None = None
         base = model.base_model
         path, stack = layer_stack(model, layers, name)
-        # Some heads call the decoder inside the base model and pass that by; where both come, the outer one comes last.
+        # Some heads call the decoder inside the base model directly; if both are called, the outer one comes last.
         for module in {base.get_submodule(path.rpartition(".")[0]), base}:
             module.register_forward_hook(self._catcher(-1))
         for index, layer in enumerate(stack):
             layer.register_forward_hook(self._catcher(index))
 
     def limit(self, head: nn.Module) -> None:
-        """Let this head, which may have been replaced since, read only the columns that are asked for."""
+        """Make this head, which may have been replaced since, read only the requested columns."""
         head.register_forward_pre_hook(self._pick)
 
     def want(self, taps: tuple[int, ...], columns_BU: Tensor | None = None) -> None:
-        """Say which states the next forward is to leave, and of which nodes logits are wanted where rows differ."""
+        """Set the states that the next forward has to keep, and the nodes that need logits if rows differ in them."""
         self._wanted, self._columns_BU = set(taps), columns_BU
 
     def take(self, taps: tuple[int, ...]) -> Tensor:
@@ -64,7 +64,7 @@ class Hooks:
         return catch
 
     def _pick(self, _: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Take the wanted nodes of every row out of (B, M, F)."""
+        """Select the wanted nodes of every row from (B, M, F)."""
         if self._columns_BU is None:
             return None
         states_BMF = given[0]

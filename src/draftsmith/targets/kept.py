@@ -1,9 +1,8 @@
-"""Packed weights of models, kept on disk from one start to the next: rounding weights takes longer than reading them.
+"""Keeps packed weights on disk from one start to the next, because rounding weights takes longer than reading them.
 
-A file holds what one model's layers pack to. Its name is a hash of all that this depends on: every weight, the names
-and the kinds of the layers, what they were rounded by, and the layout. So a file is never out of date; what nobody asks
-for any more goes when there is too much. Whatever is wrong with a file or the folder costs the time of packing, and no
-more.
+A file holds the packed layers of one model. Its name is a hash of everything that they depend on: every weight, the
+names and kinds of the layers, what they were rounded by, and the layout. So a file is never out of date. Files that are
+no longer used are deleted when there is too much. If a file or the folder is unusable, the only cost is packing again.
 """
 
 import json
@@ -27,25 +26,25 @@ from draftsmith.system import bytes_in_words
 from draftsmith.user_cache import most_packed, packed_folder, prune
 
 LAYOUT = 1
-"""Of the packed weights in the files. To be raised when the operators that pack make other bits of the same weights."""
+"""Version of the packed weights. Increase it when the packing operators give other bits for the same weights."""
 LEAST = 1 << 18
-"""Bytes; what is smaller is packed as quickly as it is found."""
+"""Bytes; smaller models are packed as quickly as a file is found."""
 ALIGNED = 64
-"""Bytes of a line of packed weights, at multiples of which they begin in a file."""
+"""Alignment, in bytes, of packed weights in a file: a line of them."""
 DTYPES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.float32: "F32"}
-"""What safetensors calls the formats of quantised weights."""
+"""The names that safetensors has for the formats of quantised weights."""
 FORMAT = "draftsmith packed weights"
 
 progress = logging.getLogger("draftsmith.progress")
 
 
 class KeptWeights:
-    """Finds and keeps the packed weights of one model, and says which it was.
+    """Finds and keeps the packed weights of one model, and logs their file.
 
     Args:
-        folder: where the files are; by default a folder of the user's cache.
-        most: bytes to keep at most in all files together; by default as the user says.
-        rounding: names what the packed weights depend on besides the layers' own; empty where that is nothing.
+        folder: the folder of the files; by default one in the user's cache.
+        most: the most bytes to keep in all files together; by default the user's setting.
+        rounding: names what the packed weights depend on besides the layers' weights; empty if nothing.
     """
 
     def __init__(self, folder: Path | None = None, most: int | None = None, rounding: str = "") -> None:
@@ -55,7 +54,7 @@ class KeptWeights:
         self._path: Path | None = None
 
     def find(self, work: Mapping[str, Packable]) -> Mapping[str, Sequence[Tensor]]:
-        """Return the parts of all these layers, if a file has them; else nothing."""
+        """Return the packed parts of all these layers if a file has them, else nothing."""
         forms = {name: one.pack(one.sizes()) for name, one in work.items()}
         size = sum(part.nbytes for parts in forms.values() for part in parts)
         if not LEAST <= size <= self.most:
@@ -71,13 +70,13 @@ class KeptWeights:
                 self._path, _in_a_line(error),
             )
             return {}
-        with suppress(OSError):  # a folder of which others are the owners
+        with suppress(OSError):  # the folder may belong to another user
             os.utime(self._path)
         progress.info("packed weights: from %s (%s)", self._path, bytes_in_words(size))
         return found
 
     def keep(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
-        """Write what was packed, and remove what was used longest ago if there is more than is to be kept."""
+        """Write the packed weights, and remove the files that were unused longest if there are too many bytes."""
         if self._path is None:
             return
         size = sum(part.nbytes for some in parts.values() for part in some)
@@ -115,17 +114,17 @@ def digest(tensor: Tensor) -> str:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes as they lie in memory; copied only where they do not lie in a row."""
+    """Return a tensor's bytes as they lie in memory; copied only if they are not contiguous."""
     return tensor.contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
 def read(path: Path, forms: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequence[Tensor]]:
-    """Read the parts of layers, which have to be of these forms: every byte once, to compare the hash.
+    """Read the parts of layers, which have to have these forms. Every byte is read once, to compare the hash.
 
-    They stay mapped from the file: processes share them, and the system may drop them and read them again.
+    The parts stay mapped from the file, so processes share them, and the system may drop them and read them again.
 
     Raises:
-        OSError, SafetensorError, ValueError: it is not there, no such file, not of these layers, or damaged.
+        OSError, SafetensorError, ValueError: the file is missing, of another format or of other layers, or damaged.
     """
     with safe_open(path, framework="pt") as file:
         told = file.metadata() or {}
@@ -144,7 +143,7 @@ def read(path: Path, forms: Mapping[str, Sequence[Tensor]]) -> dict[str, Sequenc
 
 
 def write(path: Path, parts: Mapping[str, Sequence[Tensor]]) -> None:
-    """Write the parts of layers, piece by piece, so that they are never held twice; OSError if that cannot be done."""
+    """Write the parts of layers, piece by piece, so that memory never holds them twice; OSError if that fails."""
     tensors = {place_of(name, at): part for name, some in parts.items() for at, part in enumerate(some)}
     about = {"format": FORMAT, "layout": str(LAYOUT), "sha256": _digest_of(tensors)}
     header: dict[str, Any] = {"__metadata__": about}
@@ -161,7 +160,7 @@ def write(path: Path, parts: Mapping[str, Sequence[Tensor]]) -> None:
 
 
 def place_of(name: str, at: int) -> str:
-    """Return what a file calls a part of a layer."""
+    """Return the name of a layer's part in a file."""
     return f"{name}.{at}"
 
 
@@ -172,7 +171,7 @@ def _digest_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _parallel(work: Callable[[Tensor], str], tensors: Iterable[Tensor]) -> list[str]:
-    """Do this with every tensor, on as many threads as PyTorch computes with."""
+    """Apply `work` to every tensor, on as many threads as PyTorch computes with."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         return list(pool.map(work, tensors))
 

@@ -1,4 +1,4 @@
-"""The stack of layers of a model: where it is, and copies of the modules around it that share all others."""
+"""Finds a model's stack of layers, and copies the modules around the stack while sharing all others."""
 
 import copy
 from collections import OrderedDict
@@ -13,10 +13,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def layer_stack(model: PreTrainedModel, layers: int, name: str) -> tuple[str, nn.ModuleList]:
-    """Find the one list of that many layers inside the base model, with its path there (`layers`, `decoder.layers`)."""
+    """Find the one list of `layers` modules in the base model; return its path (`layers`, `decoder.layers`) and it."""
     base: nn.Module = model.base_model
     stacks = _stacks(base, layers)
-    if len(stacks) > 1:  # a model that sees or hears has towers beside its decoder, or inside it and further down
+    if len(stacks) > 1:  # multimodal models have other towers beside their decoder, or further down inside it
         inside = set(model.get_decoder().modules())
         stacks = [found for found in stacks if found[1] in inside] or stacks
         depths = [path.count(".") for path, _ in stacks]
@@ -30,7 +30,7 @@ def layer_stack(model: PreTrainedModel, layers: int, name: str) -> tuple[str, nn
 
 
 def _stacks(base: nn.Module, layers: int) -> list[tuple[str, nn.ModuleList]]:
-    """Find the lists of that many modules that lie in no such list themselves."""
+    """Find the lists of `layers` modules that are not inside such a list themselves."""
     found: list[tuple[str, nn.ModuleList]] = []
     for path, module in base.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer, _ in found)
@@ -40,7 +40,7 @@ def _stacks(base: nn.Module, layers: int) -> list[tuple[str, nn.ModuleList]]:
 
 
 def with_stack(base: M, path: str, stack: nn.ModuleList) -> M:
-    """Return a copy of a base model with another list of layers at that path; what lies beside the path is shared."""
+    """Return a copy of a base model with another list of layers at that path; modules off the path are shared."""
     outer, _, rest = path.partition(".")
     changed = twin(base)
     inner = base._modules[outer]
@@ -50,7 +50,7 @@ def with_stack(base: M, path: str, stack: nn.ModuleList) -> M:
 
 
 def twin(module: M) -> M:
-    """Copy one module, but neither its children nor its hooks."""
+    """Copy one module, without copying its children or its hooks."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     twin._forward_hooks = OrderedDict()

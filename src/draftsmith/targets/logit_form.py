@@ -1,8 +1,8 @@
-"""What a target makes of the products of its output projection before they are its logits.
+"""The operation that turns the products of a target's output projection into its logits.
 
-Most models take them as they are. Some scale them (Cohere multiplies by `logit_scale`, Granite divides by
-`logits_scaling`), some cap them (Gemma's `final_logit_softcapping`). No ranking changes, but distributions do, so
-whoever scores with the target's projection has to do the same.
+Most models use the products as they are. Some scale them (Cohere multiplies by `logit_scale`, Granite divides by
+`logits_scaling`), some cap them (Gemma's `final_logit_softcapping`). This changes distributions, but no ranking, so
+code that scores with the target's projection has to do the same.
 
 Shapes: T tokens, F width of the states, V vocabulary.
 """
@@ -23,14 +23,14 @@ PROBED_TOKENS = 8
 
 @dataclass(frozen=True)
 class LogitForm:
-    """logits = cap · tanh(scale · product / cap), or without a cap scale · product."""
+    """logits = cap · tanh(scale · product / cap), or scale · product without a cap."""
 
     scale: float = 1.0
     cap: float | None = None
 
     @property
     def plain(self) -> bool:
-        """Whether products are logits."""
+        """Whether the products are the logits."""
         return self.scale == 1 and self.cap is None
 
     def __call__(self, products: Tensor) -> Tensor:
@@ -39,16 +39,16 @@ class LogitForm:
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
     def scaled(self, weight_VF: Tensor) -> Tensor:
-        """Return a projection that has the scale in it; a cap cannot be."""
+        """Return the projection multiplied by the scale; a cap cannot be included."""
         return weight_VF if self.scale == 1 else weight_VF * self.scale
 
 
 @torch.no_grad()
 def logit_form(target: "Target") -> LogitForm:
-    """Return the form that a target's config names.
+    """Return the form that a target's config specifies.
 
-    Models differ in whether they multiply or divide by a scale, and some have the key and pass it by. So a few tokens
-    are read where there is a key, and the form that comes nearest to the model's own logits is taken.
+    Models differ in whether they multiply or divide by a scale, and some ignore the key. So if there is a key, a few
+    tokens are read, and the form that comes nearest to the model's own logits is taken.
     """
     numbers = [float(number) for key in SCALES if (number := getattr(target.config, key, None))]
     scales = [1.0, *(scale for number in numbers for scale in (number, 1 / number) if scale != 1)]

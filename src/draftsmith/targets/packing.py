@@ -1,8 +1,8 @@
-"""Without native kernels: linear layers of a bf16 target on a CPU, weights in the layout that oneDNN likes best.
+"""Without native kernels: packs linear layers of a bf16 target on a CPU in the layout that oneDNN likes best.
 
-PyTorch's eager bf16 product rearranges the weights at every call; for one row that costs as much as the product.
-Packed once, the same library gives the same bits in about half the time. Generated code packs for itself, and gradients
-need the weights: for both there is a copy of the modules without packed products.
+PyTorch's eager bf16 product rearranges the weights at every call, which for one row costs as much as the product
+itself. With weights packed once, the same library gives the same bits in about half the time. Generated code packs for
+itself, and gradients need the weights, so both use a copy of the modules without packed products.
 """
 
 import copy
@@ -22,7 +22,7 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
 def prepack_linears(module: nn.Module) -> None:
     """Give every linear layer of a module a packed product, in place.
 
-    The weights and the state_dict stay where they are, so this costs the memory of the linear layers once more.
+    The weights and the state_dict stay where they are, so this needs the memory of the linear layers a second time.
     """
     for linear in module.modules():
         if type(linear) is nn.Linear:

@@ -1,4 +1,4 @@
-"""What a record of a data set may be: a text, a conversation, or a prompt with its completion."""
+"""The kinds of records in a data set: a text, a conversation, or a prompt with its completion."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
     "function": "tool", "observation": "tool", "function_response": "tool",
 }
-"""What ShareGPT's words for roles mean; other words stand for themselves."""
+"""The roles that ShareGPT's words stand for; other words are taken as they are."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A text of which the first part was given and the second is to be learnt."""
+    """A text whose first part was given and whose second part is to be learnt."""
 
     prompt: str
     completion: str
@@ -29,13 +29,13 @@ Document = str | Conversation | Completion
 
 
 def read_record(record: Mapping[str, Any], where: str) -> Document:
-    """Return what a record holds; an empty text stands for fields that are there and empty.
+    """Return what a record holds; fields that exist but are empty count as an empty text.
 
-    The template of a conversation is also given the record's `tools` and `documents`, and what its
-    `chat_template_kwargs` hold.
+    A conversation also passes the record's `tools` and `documents`, and the contents of its `chat_template_kwargs`, on
+    to the chat template.
 
     Raises:
-        DraftsmithError: it has none of the known fields, or a message without role or content.
+        DraftsmithError: the record has none of the known fields, or a message without role or content.
     """
     text = record.get("text")
     if isinstance(text, str) and text.strip():
@@ -58,7 +58,7 @@ def read_record(record: Mapping[str, Any], where: str) -> Document:
 
 
 def _turns(said: str | list[Any], role: str) -> list[Any]:
-    """Return messages; a text stands for one of that role, an empty one for none."""
+    """Return messages; a text becomes one message with that role, an empty text becomes none."""
     if isinstance(said, list):
         return said
     return [{"role": role, "content": said}] if said.strip() else []
@@ -74,7 +74,7 @@ def _conversation(turns: Any, record: Mapping[str, Any], where: str) -> Conversa
     more = dict(record.get("chat_template_kwargs") or {})
     for name in ("tools", "documents"):
         value = record.get(name)
-        if isinstance(value, str) and value.strip():  # some data sets keep them as JSON in a text
+        if isinstance(value, str) and value.strip():  # some data sets store these as JSON in a string
             try:
                 value = json.loads(value)
             except ValueError as error:
@@ -92,12 +92,12 @@ def _message(turn: Any, where: str) -> Message:
         raise DraftsmithError(f"{where} has a message without `role` or `content`; give each message both.")
     if not ("content" in turn or "tool_calls" in turn):
         raise DraftsmithError(f"{where} has a message without `role` or `content`; give each message both.")
-    # Columns that a table has for some messages only are empty for the others.
+    # Tables have a value in every column; a column that a message does not use is empty there.
     return {name: value for name, value in turn.items() if value is not None or name == "content"}
 
 
 def plain_text(document: Document) -> str:
-    """Return a text that stands for a document: what it is held out by, and how long it is."""
+    """Return a text that stands for a document; it decides whether the document is held out, and how long it is."""
     if isinstance(document, str):
         return document
     if isinstance(document, Completion):

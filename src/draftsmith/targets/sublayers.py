@@ -30,41 +30,41 @@ class Skipped:
 
     @property
     def whole(self) -> bool:
-        """Whether layers are left out as a whole, if at all."""
+        """Whether only whole layers are left out, or nothing."""
         return self.attention == self.mlp
 
     def __or__(self, other: "Skipped") -> "Skipped":
-        """Return what leaves out both."""
+        """Return the parts that either of the two leaves out."""
         return Skipped(self.attention | other.attention, self.mlp | other.mlp)
 
 
 def whole_layers(layers: Sequence[int] | range) -> Skipped:
-    """Return what leaves out these layers, attention and feed-forward."""
+    """Return these layers as parts to leave out, attention and feed-forward."""
     return Skipped(frozenset(layers), frozenset(layers))
 
 
 class _Nothing(nn.Module):
-    """Stands in the place of a part: what it adds is zero."""
+    """Takes the place of a part; it adds zero."""
 
     def __init__(self, entries: int) -> None:
         super().__init__()
         self.entries = entries
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        """Answer in the form of the part."""
+        """Return zeros in the form of the part's output."""
         return in_form(torch.zeros_like(hidden_states), self.entries)
 
 
 class _Passing(_Nothing):
-    """Stands in the place of a layer: states come out as they went in."""
+    """Takes the place of a layer; it passes states through unchanged."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        """Answer in the form of the layer."""
+        """Return the states in the form of the layer's output."""
         return in_form(hidden_states, self.entries)
 
 
 def in_form(states: Tensor, entries: int) -> Any:
-    """Return states alone, or as the first of so many entries of a tuple."""
+    """Return states alone, or as the first of `entries` entries of a tuple."""
     return (states, *[None] * (entries - 1)) if entries else states
 
 
@@ -83,11 +83,11 @@ class Sublayers:
             "that are added to what comes in, so neither can be left out; use early-exit."
         )
         self._entries: dict[nn.Module, int] = {}
-        """How many entries the answer of a layer or part has; 0 where it is the states alone."""
+        """How many entries the output tuple of each layer or part has; 0 if it is the states alone."""
         tokens_1T = self._tokens(target)
         attending = self._listen(target, tokens_1T)
         self.attention: list[str] = []
-        """The name of the child of every layer that attends."""
+        """The name of the attending child of every layer."""
         self.mlp: list[list[str]] = []
         """The names of the children that hold all other matrices."""
         for number, layer in enumerate(self.stack):
@@ -125,7 +125,7 @@ class Sublayers:
         return torch.arange(1, count + 1, device=target.device).unsqueeze(0) * (target.vocab_size // (count + 1))
 
     def _listen(self, target: "Target", tokens_1T: Tensor) -> dict[int, nn.Module]:
-        """Note the form of what layers and their children answer; return the module that attends in each layer."""
+        """Note the form of the outputs of layers and their children; return the attending module of each layer."""
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
             self._entries[module] = len(output) if isinstance(output, tuple) else 0
@@ -139,7 +139,7 @@ class Sublayers:
         return probe.modules
 
     def _check(self, target: "Target", tokens_1T: Tensor) -> None:
-        """Hold layers whose parts add nothing against layers that pass on what comes in."""
+        """Compare layers whose parts add nothing with layers that pass their input through."""
         numbers = range(len(self.stack))
         thin = [self._thinned(number, True, True) for number in numbers]
         passing: list[nn.Module] = [_Passing(self._entries[layer]) for layer in self.stack]
@@ -158,10 +158,10 @@ class Sublayers:
 
 
 def model_without(target: "Target", skipped: Skipped) -> PreTrainedModel:
-    """Return a target's model without these parts; it ends behind the last layer that has one left.
+    """Return a target's model without these parts; it ends behind the last layer that still has a part.
 
     Raises:
-        DraftsmithError: a layer that is not there, nothing that is left, or layers that have no such parts.
+        DraftsmithError: a layer that does not exist, nothing that is left, or layers that have no such parts.
     """
     path, stack = layer_stack(target.model, target.layers, target.name)
     beyond = [number for number in sorted(skipped.attention | skipped.mlp) if not 0 <= number < len(stack)]
@@ -173,7 +173,7 @@ def model_without(target: "Target", skipped: Skipped) -> PreTrainedModel:
     if not left:
         raise DraftsmithError(f"no part of {target.name} is left to draft with; leave out fewer layers.")
     kept = list(stack)[: left[-1] + 1]
-    # Of the first layers alone, nothing has to be known of their parts.
+    # If only the first layers remain, nothing has to be known about the parts of layers.
     if skipped != whole_layers(range(len(kept), len(stack))):
         find = target.sublayers.without
         kept = [find(number, number in skipped.attention, number in skipped.mlp) for number in range(len(kept))]
@@ -181,16 +181,16 @@ def model_without(target: "Target", skipped: Skipped) -> PreTrainedModel:
 
 
 def with_layers(model: PreTrainedModel, path: str, layers: Sequence[nn.Module]) -> PreTrainedModel:
-    """Return a model with other layers; the modules around them are copies without hooks, the rest is shared."""
+    """Return a model with other layers; modules around them are copied without hooks, everything else is shared."""
     changed = twin(model)
     changed._modules[model.base_model_prefix] = with_stack(model.base_model, path, nn.ModuleList(layers))
     return changed
 
 
 def share_read(target: "Target", skipped: Skipped) -> float:
-    """Return the bytes of the weights that a token goes through without these parts, as a share of those of all.
+    """Return the share of the weight bytes that a token passes through if these parts are left out.
 
-    Layers and head count; the embedding is looked up, not read. Of mixtures all experts count.
+    Layers and head count; the embedding does not, because it is looked up. In mixtures of experts all experts count.
     """
     _, stack = layer_stack(target.model, target.layers, target.name)
     whole = sum(map(_bytes, stack)) + _bytes(target.model.get_output_embeddings())

@@ -42,21 +42,21 @@ log = logging.getLogger(__name__)
 
 
 class Target:
-    """Wraps a causal LM: logits and tapped hidden states at every node of a draft tree, in one forward.
+    """Wraps a causal LM: returns logits and tapped hidden states at every node of a draft tree, in one forward.
 
     Args:
         model: the loaded transformers model; used as it is, in evaluation mode.
         tokenizer: its tokenizer, or None when prompts are token ids.
-        name: what to call it in messages and checkpoints.
-        native: use the native kernels where they serve (bf16 on a CPU): linear layers then hold packed weights in the
-            place of their own, and Llama-shaped models are read by one native operator. It is False for PyTorch alone.
-        quantize: "int8" or "int4" quantises the linear layers; text is then that of the quantised model.
-        origin: a target of the same kind that has the weights of the layers, where `model` does not, see `copy_of`.
-        calibration: by what weights in 4 bits are rounded, where not by themselves alone.
+        name: its name in messages and checkpoints.
+        native: use the native kernels where possible (bf16 on a CPU): linear layers then hold packed weights instead of
+            their own, and Llama-shaped models are read by one native operator. False uses PyTorch alone.
+        quantize: "int8" or "int4" quantises the linear layers; the text is then that of the quantised model.
+        origin: a target of the same kind that holds the weights of the layers if `model` does not, see `copy_of`.
+        calibration: how weights in 4 bits are rounded; None rounds each by itself.
 
     Raises:
-        DraftsmithError: for encoder-decoders, recurrent or hybrid state, and attention outside transformers'
-            attention interface, with the reason.
+        DraftsmithError: with the reason, for encoder-decoders, recurrent or hybrid state, and attention outside
+            transformers' attention interface.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class Target:
         self.vocab_size: int = _head(model, name).weight.shape[0]
         self.layers: int = self.config.num_hidden_layers
         self.skipped = Skipped()
-        """The parts of layers that a view leaves out."""
+        """The parts of layers that this view leaves out."""
         self.max_length = longest_text(self.config, name)
         self.eos_token_ids: frozenset[int] = end_tokens(model, tokenizer)
         self.weights = sum(parameter.numel() for parameter in model.parameters())
-        """How many there are; packing turns parameters into buffers, so it is counted before."""
+        """Number of parameters; counted before packing, which turns parameters into buffers."""
         self.weights_hash: str = weights_hash(model) if origin is None else origin.weights_hash
-        """Of the weights as they were loaded, before packing and quantisation."""
+        """Hash of the weights as they were loaded, before packing and quantisation."""
         self.precision_on_disk = ""
-        """What the weights were before the dtype "auto" made them coarser, such as "fp32"; empty where it did not."""
+        """The stored dtype, such as "fp32", if the dtype "auto" made the weights coarser; empty if it did not."""
         self.hooks = Hooks(model, self.layers, self.hidden_size, f"{name} ({self.config.model_type})")
         self.backend: Backend = first_backend(self, native, quantize, origin, calibration)
         """What reads the model."""
         self.hooks.limit(model.get_output_embeddings())
-        # Packing came first: weights that are mapped from files are then read once, and not by these forwards as well.
+        # Packing came first: so weights that are mapped from files are read once, and not also by these forwards.
         with short_windows(model, self.config) as window:
             check = SelfCheck(self, own_attention)
             probe = check.whole_texts()
@@ -121,7 +121,7 @@ class Target:
         """Load a target by hub name or folder; weights from safetensors only.
 
         Raises:
-            DraftsmithError: when it is missing, damaged or of an unsupported kind.
+            DraftsmithError: when the model is missing, damaged or of an unsupported kind.
         """
         name = str(name_or_path)
         where = resolve_device(device)
@@ -139,7 +139,7 @@ class Target:
 
     @cached_property
     def sublayers(self) -> Sublayers:
-        """The parts of its layers; DraftsmithError where they have none that can be left out."""
+        """The parts of its layers; DraftsmithError if they have no parts that can be left out."""
         return Sublayers(self)
 
     @property
@@ -156,11 +156,11 @@ class Target:
 
     @cached_property
     def logit_form(self) -> LogitForm:
-        """What becomes of the products of the output projection before they are logits."""
+        """The operation that turns products of the output projection into logits."""
         return logit_form(self)
 
     def facts(self) -> TargetFacts:
-        """Return what a drafter trained for this target has to match."""
+        """Return what a drafter trained for this target is checked against."""
         vocabulary, changed = tokenizer_hash(self.tokenizer), fingerprint(self.model.config)
         weights = self.weights_hash if changed is None else None
         return TargetFacts(
@@ -172,12 +172,12 @@ class Target:
         return len(taps) * self.hidden_size
 
     def widened(self) -> "Target":
-        """Return an fp32 copy, to tell ties of the rounding from faults."""
+        """Return an fp32 copy, which tells ties caused by rounding from faults."""
         return self.copied(torch.float32)
 
     def copied(self, dtype: torch.dtype, native: bool = False, quantize: Quantization = "none") -> "Target":
         """Return a copy with weights of its own, in another precision."""
-        # Built anew: a copy of the modules would keep hooks and packed weights that belong to this target.
+        # The model is built anew, because a copy of the modules would keep hooks and packed weights of this target.
         model = type(self.model)(copy.deepcopy(self.model.config))
         cast_parameters(model, dtype)
         model.load_state_dict(self.model.state_dict())
@@ -186,14 +186,14 @@ class Target:
     def quantised(self, quantize: Quantization, name: str = "a quantised copy", calibrate: int = 0) -> "Target":
         """Return a copy that computes in bf16 with quantised layers, by the native kernels.
 
-        Of a bf16 target it shares what is not packed, such as norms and an embedding of its own.
+        It shares with a bf16 target what is not packed, such as norms and an untied embedding.
 
         Args:
-            name: what to call the copy where it is said what memory it takes.
-            calibrate: tokens of its own text by which weights in 4 bits are rounded; 0 for none, see `Calibration`.
+            name: what to call the copy in the message about its memory.
+            calibrate: tokens of its own text by which weights in 4 bits are rounded; 0 uses none, see `Calibration`.
 
         Raises:
-            DraftsmithError: there is not so much memory, or the native kernels do not run here.
+            DraftsmithError: there is not enough memory, or the native kernels do not run here.
         """
         refuse_unpackable(quantize, self.device, torch.bfloat16)
         model = copy_of(self, quantize, name)
@@ -207,9 +207,9 @@ class Target:
         return self.without(whole_layers(range(layers, self.layers)))
 
     def without(self, skipped: Skipped) -> "Target":
-        """Return a view that leaves out parts of layers, without taps.
+        """Return a view that leaves out parts of layers, and has no taps.
 
-        It shares the weights. Where its layers attend it reads and writes a cache that this target reads and writes.
+        It shares the weights. Where its layers attend, it reads and writes caches of this target.
         """
         view = copy.copy(self)
         view.model, view.skipped = model_without(self, skipped), skipped
@@ -222,7 +222,7 @@ class Target:
         return view
 
     def without_prepacking(self) -> "Target":
-        """Return a view with the products of the model itself, for gradients and for generated code."""
+        """Return a view that uses the model's own products, for gradients and for generated code."""
         model = without_prepacking(self.model)
         if model is self.model:
             return self
@@ -246,7 +246,7 @@ class Target:
         """Read whole sequences, for training; with `gradients`, for training the target too.
 
         Args:
-            by_model: let the model's own code read, where a native operator would: a second opinion.
+            by_model: let the model's own code read even where a native operator could, as a second opinion.
 
         Returns:
             features_BTF, where entry t is the state after reading token t (so it predicts token t + 1), and
@@ -269,10 +269,10 @@ class Target:
         longest: int | None = None,
         counts_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Read tokens of a text behind every row, each seeing those before it; see `Nodes` and `forward`.
+        """Read tokens of a text behind every row; each token sees those before it. See `Nodes` and `forward`.
 
         Args:
-            longest: the largest of `cached_B`; without it the device is asked.
+            longest: the largest of `cached_B`; without it the device has to be waited for.
         """
         columns_S = None if longest is None else self.backend.columns(lambda: longest + tokens_BM.shape[1])
         nodes = Nodes(tokens_BM, cached_B, slots_B, counts_B=counts_B, columns_S=columns_S)
@@ -286,12 +286,12 @@ class Target:
         Args:
             nodes: what to read, and where.
             taps: hidden states to return, see `Drafter.taps`.
-            keep_logits: nodes to compute logits at: the same of all rows (U), or of every row its own (B, U); None
-                computes all.
+            keep_logits: nodes to compute logits at: the same for all rows (U), or each row's own (B, U); None computes
+                all.
 
         Returns:
-            logits (B, M or U, V) and features_BMF. Of nodes that a row does not have, the logits are anything, and the
-            features zero.
+            logits (B, M or U, V) and features_BMF. For nodes that a row does not have, logits are undefined, and
+            features are zero.
         """
         return self.backend.read(cache, nodes, taps, keep_logits)
 

@@ -1,7 +1,7 @@
-"""From a text or a conversation to token ids: the one place, so that training sees what serving will see.
+"""Turns texts and conversations into token ids. This is the only place that does, so training sees what serving sees.
 
-Prompts of the engine, windows and prompts of training, evaluation and `check` all come through here. Special tokens are
-the tokenizer's business for a text, the chat template's for a conversation.
+The engine's prompts, training windows and prompts, evaluation and `check` all use it. Special tokens come from the
+tokenizer for a text, and from the chat template for a conversation.
 """
 
 import hashlib
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
-"""Begin and end, the end not included."""
+"""Begin and end; the end is not included."""
 
 ASSISTANT = "assistant"
 PROBE = "Once upon a time,\n\tthe café's 12 guests said:  “No!” \U0001f600 <x> def f(x): return x"
-"""Text whose tokens tell one way of making tokens from another."""
+"""A text whose tokens show whether two tokenizers make tokens in the same way."""
 
 _BEFORE = ("\n", ".", "a", ")")
-"""Texts that a continuation is put behind, to see what its tokens are there."""
+"""Texts after which a continuation is placed, to see its tokens there."""
 _MARKS_WHAT_IT_WRITES = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, each with its "role" and "content", and what else the template is given: tools, documents and so on.
+    """Messages, each with its "role" and "content", and further inputs of the template: tools, documents and so on.
 
-    `goes_on` says that the last message is not over: what comes next continues it; `whole`, that nothing comes next.
+    `goes_on`: the last message is unfinished, and the next words continue it; `whole`: nothing comes next.
     """
 
     messages: Sequence[Message]
@@ -41,18 +41,18 @@ class Conversation:
 
 
 def body_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Return the tokens of a text without special tokens around it."""
+    """Return the tokens of a text, without special tokens around it."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def text_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Return what the tokenizer's own call makes of a text, but with one BOS where the text brings it along."""
+    """Return the tokens of the tokenizer's own call, but with a single BOS if the text itself begins with one."""
     ids: list[int] = list(tokenizer(text, verbose=False)["input_ids"])
     bos = tokenizer.bos_token_id
     if bos is None or ids[:2] != [bos, bos]:
         return ids
     written = body_ids(tokenizer, text)
-    # Of two, the first is the tokenizer's own if the text alone begins with the other one.
+    # Of two BOS tokens, the first comes from the tokenizer if the text alone begins with the second.
     doubled = written[:1] == [bos] and ids[1 : 1 + len(written)] == written
     return ids[1:] if doubled else ids
 
@@ -65,27 +65,27 @@ def opening_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 
 def beginning_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Return the tokens of a text that goes on: those of `text_ids` without what would close it."""
+    """Return the tokens of a text that will be continued: those of `text_ids` without the closing special tokens."""
     ids, body = text_ids(tokenizer, text), body_ids(tokenizer, text)
     at = next((at for at in range(len(ids)) if ids[at : at + len(body)] == body), None)
     return ids if at is None else ids[: at + len(body)]
 
 
 def continuation_ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """Return the tokens of a text that stands behind another: without BOS, and without the space that some tokenizers
-    put before a text that begins."""
+    """Return the tokens of a text that follows another one: without BOS, and without the space that some tokenizers put
+    before the beginning of a text."""
     for before in _BEFORE:
         ids, own = body_ids(tokenizer, before + text), body_ids(tokenizer, before)
-        # Where the two join into one token, another beginning may keep them apart.
+        # If two texts join into one token at their border, another beginning may keep them apart.
         if own and ids[: len(own)] == own:
             return ids[len(own) :]
     return body_ids(tokenizer, text)
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation) -> list[int]:
-    """Return a conversation as the template writes it, up to where the assistant's next words stand, if any come.
+    """Return a conversation as the template writes it, up to where the assistant's next words belong, if any come.
 
-    Any exception may come out of it: a template is a program of somebody else's.
+    A template is a program by somebody else, so this can raise any exception.
     """
     messages, goes_on = conversation.messages, conversation.goes_on
     begins = not (goes_on or conversation.whole)
@@ -95,12 +95,12 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation)
 def conversation_ids(
     tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, end_tokens: Iterable[int]
 ) -> tuple[list[int], list[Span]]:
-    """Return a whole conversation, and where in it the assistant wrote, each time up to its end token.
+    """Return a whole conversation, and the spans that the assistant wrote, each up to its end token.
 
-    The template's `{% generation %}` says where; of a template without it, what stands behind the prompt of the turn in
-    the text of the whole. A turn is left out where that prompt is not how the whole begins, as with templates that drop
-    the reasoning of earlier turns: the assistant never wrote it behind these words. Without the tokens in `end_tokens`,
-    the turn ends where the template ends it. Any exception may come out of it, see `prompt_ids`.
+    The template's `{% generation %}` marks the spans. For a template without it, a turn is what follows the prompt of
+    that turn in the whole text. A turn is left out if the whole text does not begin with its prompt, as with templates
+    that drop the reasoning of earlier turns: the assistant never wrote the turn after these words. If none of
+    `end_tokens` follows, the turn ends where the template ends it. This can raise any exception, see `prompt_ids`.
     """
     messages = conversation.messages
     text = _render(tokenizer, conversation, messages, False)
@@ -111,7 +111,7 @@ def conversation_ids(
         for place, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            # Some templates refuse a conversation that begins with the assistant.
+            # Some templates refuse a conversation in which the assistant speaks first.
             before = _render(tokenizer, conversation, messages[:place], True) if place else None
             if before is not None and text.startswith(before):
                 through = text if place == len(messages) - 1 else (
@@ -137,17 +137,17 @@ def _render(
 
 
 def _marked_spans(tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, text: str) -> list[Span] | None:
-    """Return what the template marks as the assistant's; None where it marks nothing, or the tokenizer cannot say.
+    """Return the spans that the template marks as the assistant's; None if it marks none, or the tokenizer cannot say.
 
-    The tokens are found by their places in the text here, because `return_assistant_tokens_mask` takes everything up to
-    the end for the assistant's where a marked part ends with a character that has no token, such as a dropped space.
+    Tokens are located here by their places in the text. `return_assistant_tokens_mask` is not used, because it marks
+    everything up to the end if a marked part ends with a character that has no token, such as a dropped space.
     """
     more = {"tools": None, "documents": None, **conversation.more}
     template = tokenizer.get_chat_template(tools=more["tools"])
     if not tokenizer.is_fast or not _MARKS_WHAT_IT_WRITES.search(template):
         return None
     messages = [{name: value for name, value in turn.items() if value is not None} for turn in conversation.messages]
-    # It is declared to return a text, and returns the texts with the places of what is marked in each.
+    # It is declared to return one text, but returns the texts, and the places of the marked parts in each.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     returned: Any = render_jinja_template(
@@ -166,12 +166,12 @@ def _marked_spans(tokenizer: "PreTrainedTokenizerBase", conversation: Conversati
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two texts have in common at their beginning."""
+    """Return how many tokens two texts have in common at the beginning."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class Ways(NamedTuple):
-    """What tells one way of making tokens from another, None without a tokenizer; see `TargetFacts`."""
+    """The facts that show whether tokens are made in the same way; None without a tokenizer; see `TargetFacts`."""
 
     opening: tuple[int, ...] | None = None
     text_hash: str | None = None
@@ -179,11 +179,11 @@ class Ways(NamedTuple):
 
 
 def ways(tokenizer: "PreTrainedTokenizerBase | None") -> Ways:
-    """Return how a tokenizer makes tokens of texts and conversations; no template has the hash of an empty text."""
+    """Return how a tokenizer makes tokens of texts and conversations; without a template, its hash is that of ""."""
     if tokenizer is None:
         return Ways()
     template = tokenizer.chat_template or ""
-    # A template that writes bos_token writes another text when that is another token.
+    # A template that writes bos_token writes another text if bos_token is another token.
     named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in str(template)}
     return Ways(
         tuple(opening_ids(tokenizer)), _hash(text_ids(tokenizer, PROBE)),

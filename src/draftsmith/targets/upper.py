@@ -1,4 +1,4 @@
-"""The last layers of a target, applied to hidden states that somebody hands in between two of its layers.
+"""The last layers of a target, applied to hidden states that enter between two of its layers.
 
 Shapes: B rows, T tokens of a text, P positions in it, M nodes, S keys, F width.
 """
@@ -18,25 +18,25 @@ from draftsmith.types import DraftsmithError
 if TYPE_CHECKING:
     from draftsmith.targets.target import Target
 
-# How far the states may be from the target's own, relative to their size; bf16 gives less than 0.01.
+# How far the states may differ from the target's own, relative to their size; bf16 gives less than 0.01.
 TOLERANCE = 0.05
 
 
 class _Entrance(nn.Module):
-    """Stands in the place of a layer that is left out: what comes out is what was handed in."""
+    """Takes the place of a layer that is left out; it returns the states that were handed in."""
 
     def forward(self, hidden_states: Tensor, *_: Any, entry_states: Tensor, **__: Any) -> Tensor:
-        """Ignore what the layers before made."""
+        """Ignore what the layers before it made."""
         return entry_states
 
 
 class UpperLayers:
-    """The layers of a target behind layer `layer`, its final norm and its head: its own modules, not copies of them.
+    """The layers of a target behind layer `layer`, its final norm and its head: its own modules, not copies.
 
-    They attend through the target's attention, over any cache of its form: its own, or one made for a text.
+    They use the target's attention, over any cache of its form: its own, or one made for a text.
 
     Raises:
-        DraftsmithError: no layer is left, or the model hands more than one state from layer to layer.
+        DraftsmithError: no layer is left, or the model passes more than one state from layer to layer.
     """
 
     def __init__(self, target: "Target", layer: int) -> None:
@@ -47,14 +47,14 @@ class UpperLayers:
             )
         self.target, self.layer = target, layer
         path, stack = layer_stack(target.model, target.layers, target.name)
-        # The layers keep their places, because some models look up by place what they hand to a layer.
+        # The layers keep their places, because some models choose a layer's inputs by its place.
         entrances = [_Entrance() for _ in range(layer + 1)]
         base: nn.Module = target.model.base_model
         self._base = with_stack(base, path, nn.ModuleList([*entrances, *stack[layer + 1 :]]))
         self._check()
 
     def __deepcopy__(self, _: Any) -> "UpperLayers":
-        """Stay the same: copies of what borrows these layers borrow them too."""
+        """Return itself, so that copies of a drafter that borrows these layers borrow the same ones."""
         return self
 
     @property
@@ -65,7 +65,7 @@ class UpperLayers:
 
     @cached_property
     def differentiable(self) -> "UpperLayers":
-        """The same layers with products that gradients pass through, for training; of native layers a copy."""
+        """The same layers with operations that gradients pass through, for training; native layers are copied."""
         plain = self.target.backend.differentiable()
         return self if plain is self.target else UpperLayers(plain, self.layer)
 
@@ -79,23 +79,23 @@ class UpperLayers:
     def chain(
         self, cache: KVCache, cached_B: Tensor, length: int, span: int, slots_B: Tensor | None = None
     ) -> TreePass:
-        """Lay out `length` states a row, one behind the other, behind what rows of the cache hold.
+        """Lay out `length` states per row, one behind the other, behind what the cache holds of the rows.
 
         Args:
-            cached_B: tokens that the cache holds a row.
-            span: at least the largest of them + `length`.
+            cached_B: tokens that the cache holds per row.
+            span: at least the largest `cached_B` + `length`.
             slots_B: slot of every row; None for row b in slot b.
         """
         batch, device = cached_B.shape[0], cached_B.device
-        # What is read are states, not tokens.
+        # States are read, not tokens, so the tokens can be anything.
         tokens_BM = torch.zeros((batch, length), dtype=torch.long, device=device)
         nodes = Nodes(tokens_BM, cached_B, slots_B, columns_S=torch.arange(span, device=device))
         return lay_out_pass(cache, nodes, self.target.max_length)
 
     def branches(self, cache: KVCache, length: int, positions_BP: Tensor, depths: int) -> TreePass:
-        """Lay out a chain of `depths` states behind every one of these positions of texts that the cache holds.
+        """Lay out a chain of `depths` states behind each of these positions of texts that the cache holds.
 
-        A chain sees the text up to its position and itself; its first state stands one position further on. Nodes are
+        A chain sees the text up to its position, and itself; its first state is one position further on. Nodes are
         numbered chain by chain.
 
         Args:
@@ -119,7 +119,7 @@ class UpperLayers:
         )
 
     def refine(self, states_BMF: Tensor, tree_pass: TreePass) -> Tensor:
-        """Take outputs of layer `layer` through the rest; return the states after the final norm (B, M, F).
+        """Pass outputs of layer `layer` through the remaining layers; return the states after the final norm (B, M, F).
 
         Their keys and values are written into the cache of the pass.
         """
@@ -134,7 +134,7 @@ class UpperLayers:
 
     @torch.no_grad()
     def read_text(self, states_BTF: Tensor, cache: KVCache) -> Tensor:
-        """Read the states of whole texts into a fresh cache, as the target did; return those after the final norm."""
+        """Read the states of whole texts into a fresh cache as the target did; return those after the final norm."""
         batch, length, _ = states_BTF.shape
         start_B = torch.zeros(batch, dtype=torch.long, device=states_BTF.device)
         return self.refine(states_BTF, self.chain(cache, start_B, length, length))

@@ -1,4 +1,4 @@
-"""From a recipe and a target to an untrained, or warmly started, drafter."""
+"""Builds an untrained, or warmly started, drafter from a recipe and a target."""
 
 from collections import Counter
 from itertools import islice
@@ -18,9 +18,9 @@ from draftsmith.training.recipe import Recipe
 from draftsmith.types import DraftsmithError
 
 COUNTED_TOKENS, MOST_COUNTED = 400_000, 20_000
-"""Tokens that are counted, and documents that are looked at for them at most."""
+"""The most tokens that are counted, and the most documents that are read to find them."""
 HELD_OUT_WINDOWS, HELD_OUT_WINDOWS_EACH, HELD_OUT_LENGTH = 32, 8, 256
-"""The loss is measured on so many windows in all, of each source at least, and of at most so many tokens."""
+"""Number of windows on which the loss is measured, the fewest per source, and their greatest length in tokens."""
 
 
 def build_loader(recipe: Recipe, target: Target, windowing: Windowing, purpose: str) -> Loader:
@@ -36,7 +36,7 @@ def build_prompts(recipe: Recipe, target: Target) -> Loader:
 
 
 def held_out_windows(recipe: Recipe, target: Target, shortest: int) -> dict[str, list[Window]]:
-    """Return some windows of every source's held-out text, to measure the loss on, where there are any."""
+    """Return some windows of every source's held-out text, on which the loss is measured; empty if there are none."""
     if target.tokenizer is None:
         return {}
     data, reader = recipe.data, Reader.of(target, recipe.data.learn)
@@ -58,10 +58,10 @@ def held_out_windows(recipe: Recipe, target: Target, shortest: int) -> dict[str,
 
 
 def frequent_tokens(recipe: Recipe, target: Target, size: int, documents: Loader | None = None) -> Tensor:
-    """Return the ids (W) of the most frequent tokens of those that are learnt, in rising order.
+    """Return the ids (W) of the most frequent learnt tokens, in rising order.
 
     Args:
-        documents: a loader that has documents in memory already, which are then counted.
+        documents: a loader that already has documents in memory, which are then counted.
     """
     if documents is None:
         documents = build_loader(recipe, target, Windowing(256), "count")
@@ -85,7 +85,7 @@ def frequent_tokens(recipe: Recipe, target: Target, size: int, documents: Loader
 
 
 def build_drafter(recipe: Recipe, target: Target, documents: Loader | None = None) -> TrainableModel:
-    """Return a drafter in fp32 on the target's device, its weights a function of the recipe alone.
+    """Return a drafter in fp32 on the target's device; its weights depend on the recipe alone.
 
     Args:
         documents: see `frequent_tokens`.

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: whole or not there, checked when read, the oldest pruned; no pickles.
+"""Checkpoints of a run: complete or absent, checked when read, the oldest removed; no pickles.
 
 A run's folder holds `checkpoints/step-00000200/` and so on, and the links `latest` and `best`. Each checkpoint is a
-drafter that can be loaded as it is, with optimizer.safetensors and progress.json beside it.
+drafter that can be loaded directly, with optimizer.safetensors and progress.json beside it.
 """
 
 import os
@@ -28,7 +28,7 @@ PROGRESS, OPTIMIZER = "progress.json", "optimizer.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run goes on from: the folder, its counters and loaders as JSON, and the optimizer's tensors."""
+    """The state from which a run continues: the folder, counters and loaders as JSON, and the optimizer's tensors."""
 
     folder: Path
     progress: dict[str, Any]
@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run; `keep` of them stay, and the best one."""
+    """The checkpoints of one run; the last `keep` of them stay, and the best one."""
 
     def __init__(self, run: Path, keep: int) -> None:
         self.run, self.keep = run, keep
@@ -55,10 +55,10 @@ class Checkpoints:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Make the run's folder, and keep other processes from training there meanwhile.
+        """Create the run's folder, and keep other processes from training there inside the `with` block.
 
         Raises:
-            DraftsmithError: one does already, or the folder cannot be written.
+            DraftsmithError: another process trains there, or the folder cannot be written.
         """
         with ExitStack() as stack:
             try:
@@ -75,14 +75,14 @@ class Checkpoints:
             yield
 
     def check_begin(self, resume: bool) -> None:
-        """Refuse to begin a run where there is one, to go on where there is none, and to be a second process."""
+        """Refuse to begin a run where there is one, to resume where there is none, and to be a second process."""
         if (self.run / LOCK).exists():
             with self.held():
                 pass
         self.check_found(resume)
 
     def check_found(self, resume: bool) -> None:
-        """Refuse the same by the checkpoints alone, for who holds the run."""
+        """Refuse the same by the checkpoints alone, for the process that holds the run's lock."""
         steps = self.steps()
         if steps and not resume:
             raise DraftsmithError(
@@ -105,7 +105,7 @@ class Checkpoints:
         """Write a checkpoint and `settle` it; a failed save leaves all earlier ones as they were.
 
         Raises:
-            DraftsmithError: no space, or a folder that cannot be written.
+            DraftsmithError: the disk is full, or the folder cannot be written.
         """
 
         def fill(aside: Path) -> None:
@@ -118,9 +118,9 @@ class Checkpoints:
         return self.at(step)
 
     def settle(self, step: int, best: int | None) -> None:
-        """Point `latest`, and `best` unless it is None, at checkpoints, and prune.
+        """Point `latest`, and `best` unless it is None, at checkpoints, and remove old ones.
 
-        Going on from a checkpoint does that again: a kill may have come between its save and this.
+        Resuming from a checkpoint repeats this, because a kill may have come between the save and this call.
         """
         self.link(LATEST, step)
         if best is not None:
@@ -128,7 +128,7 @@ class Checkpoints:
         self.prune()
 
     def link(self, name: str, step: int) -> None:
-        """Point a link at a step's checkpoint, in one move."""
+        """Point a link at a step's checkpoint, atomically."""
         aside = self.run / f".{name}.tmp"
         try:
             aside.unlink(missing_ok=True)
@@ -142,14 +142,14 @@ class Checkpoints:
             ) from error
 
     def linked(self, name: str) -> int | None:
-        """Return the step that a link points at, or None."""
+        """Return the step at which a link points, or None."""
         link = self.run / name
         return int(os.readlink(link).rpartition(PREFIX)[2]) if link.is_symlink() else None
 
     def prune(self) -> None:
-        """Remove all but the best and the last `keep` up to the latest; leftovers of killed saves go too.
+        """Remove all but the best and the last `keep` up to the latest, and leftovers of killed saves.
 
-        What is later than the latest is damaged, or the run would have gone on from it.
+        Checkpoints later than the latest are damaged, because otherwise the run would have continued from them.
         """
         for name in {leftover.name.split(".")[1] for leftover in self.folder.glob(f".{PREFIX}*")}:
             storage.clear_leftovers(self.folder / name)
@@ -160,10 +160,10 @@ class Checkpoints:
                 storage.remove_folder(self.at(step))
 
     def load(self) -> Checkpoint:
-        """Return the last good checkpoint; a damaged one is named in a warning and passed over.
+        """Return the last good checkpoint; damaged ones are named in a warning and skipped.
 
         Raises:
-            DraftsmithError: there is none, or none is whole. A run never starts from 0 by itself.
+            DraftsmithError: there is none, or all are damaged. A run never restarts from step 0 by itself.
         """
         steps, damage = self.steps(), ""
         for step in reversed(steps):
@@ -185,7 +185,7 @@ class Checkpoints:
 
 
 def optimizer_tensors(optimizers: "list[torch.optim.Optimizer]") -> "dict[str, Tensor]":
-    """Return the optimizers' state as named tensors: optimizer.parameter.key."""
+    """Return the optimizers' state as tensors named optimizer.parameter.key."""
     import torch
 
     return {
@@ -197,7 +197,7 @@ def optimizer_tensors(optimizers: "list[torch.optim.Optimizer]") -> "dict[str, T
 
 
 def load_optimizer_tensors(optimizers: "list[torch.optim.Optimizer]", tensors: "Mapping[str, Tensor]") -> None:
-    """Put named tensors back; the parameter groups keep the settings of the recipe."""
+    """Restore the named tensors; the parameter groups keep the recipe's settings."""
     for i, optimizer in enumerate(optimizers):
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():

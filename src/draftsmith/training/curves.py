@@ -1,4 +1,4 @@
-"""The curves of a run as a PNG: losses, τ with its interval, both by source, and the learning rate."""
+"""Draws the curves of a run as a PNG: losses, τ with its interval, both by source, and the learning rate."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,7 +20,7 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     scores = [(record["step"], record["evaluation"]) for record in records if "evaluation" in record]
     figure = Figure(figsize=(14, 7))
     FigureCanvasAgg(figure)
-    # Margins that are known in advance: to find them takes as long as to draw.
+    # The margins are fixed, because computing them takes as long as drawing.
     figure.subplots_adjust(left=0.05, right=0.985, bottom=0.075, top=0.95, wspace=0.2, hspace=0.32)
     axes = figure.subplot_mosaic([["loss", "heads", "hits"], ["tau", "tau", "rate"]])
     steps = [record["step"] for record in training]
@@ -48,7 +48,7 @@ def draw_curves(records: list[dict[str, Any]], path: Path) -> None:
     axes["tau"].set(title="τ by decoding (the target's own token included)", ylabel="tokens per step")
     axes["rate"].plot(steps, [record["rate"] for record in training])
     axes["rate"].set(title="learning rate", ylabel="rate")
-    # The last step of a stage is logged unless it ended early.
+    # The last step of a stage is logged, unless the stage ended early.
     early = [record["step"] for record in records if record.get("ended_early", {}).get("stage") == "1"]
     begins = [early[0] if early else a["step"] for a, b in pairwise(training) if a["stage"] != b["stage"]]
     for axis in axes.values():
@@ -68,12 +68,12 @@ def _plot(axis: Any, points: Points, label: str, **style: Any) -> None:
 
 
 def taken(scores: Sequence[tuple[int, dict[str, Any]]], key: str) -> Points:
-    """Return the steps at which a measure was taken, each with what it was."""
+    """Return the steps at which a measure was taken, each with its value."""
     return [(step, found[key]) for step, found in scores if key in found]
 
 
 def by_source(scores: Sequence[tuple[int, dict[str, Any]]], key: str) -> dict[str, Points]:
-    """Return the same for every source, where there are several."""
+    """Return the same for every source, if there are several."""
     parts = [(step, found.get(BY_SOURCE, {})) for step, found in scores]
     names = list(dict.fromkeys(name for _, sources in parts for name in sources))
     if len(names) < 2:

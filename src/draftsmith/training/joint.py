@@ -4,11 +4,11 @@
 
     loss = cross-entropy of the target's own head + λ Σ_k d^k cross-entropy of head k
 
-where d takes the place of the drafter's own `decay`; two learning rates, and heads that learn alone at first. Gradients
-of the heads flow through the states into the target; what drafters borrow from it (tables, heads) follows it but takes
-none.
+where d replaces the drafter's own `decay`. There are two learning rates, and the heads learn alone at first. Gradients
+of the heads flow through the states into the target. What drafters borrow from the target (tables, heads) follows its
+changes, but receives no gradients.
 
-The text of the new target is not that of the old one. Speculation stays lossless with respect to the new one.
+The new target's text differs from the old one's. Speculation stays lossless with respect to the new target.
 
 Shapes: B sequences, L tokens a sequence, N depths, F feature width, V vocabulary.
 """
@@ -46,7 +46,7 @@ TARGET_FOLDER = "target"
 
 
 class JointStep(TrainingStep):
-    """Steps that move the target as well; `done` counts those before this one."""
+    """Steps that also move the target; `done` counts the steps before this one."""
 
     def __init__(self, section: JointSection, drafter: TrainableModel, target: Target, *more: Any) -> None:
         self.joint, self.done = section, 0
@@ -55,18 +55,18 @@ class JointStep(TrainingStep):
 
     @property
     def waits(self) -> bool:
-        """Whether the target still stands still."""
+        """Whether the target is still unchanged, because the heads learn alone."""
         return self.done < self.joint.warmup_steps
 
     def heads_weight(self) -> float:
-        """Return λ at this step; heads that learn alone count in full."""
+        """Return λ at this step; while the heads learn alone, they have full weight."""
         if self.waits:
             return 1.0
         done, ramp = self.done - self.joint.warmup_steps + 1, self.joint.ramp_steps
         return self.joint.weight * (math.sin(math.pi / 2 * done / ramp) if done < ramp else 1.0)
 
     def fresh_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return those of the heads, and behind them the target's own."""
+        """Return the optimizers of the heads, followed by those of the target."""
         section = self.section
         own = torch.optim.AdamW(
             self.weights, lr=0.0, betas=section.betas, weight_decay=section.weight_decay, fused=True
@@ -74,7 +74,7 @@ class JointStep(TrainingStep):
         return [*super().fresh_optimizers(), own]
 
     def set_rate(self, rate: float) -> None:
-        """Set both rates, and let the target learn or stand still."""
+        """Set both rates, and let the target learn or stay unchanged."""
         set_rate(self.optimizers[:-1], rate)
         set_rate(self.optimizers[-1:], 0.0 if self.waits else rate / self.joint.heads_rate_factor)
         self.target.model.requires_grad_(not self.waits)
@@ -83,7 +83,7 @@ class JointStep(TrainingStep):
     def compute_loss(
         self, task: Task, share_N: Tensor, token_share: float, seed: tuple[object, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the losses of heads and target on one forward; see `TrainingStep.compute_loss`."""
+        """Compute the losses of heads and target from one forward; see `TrainingStep.compute_loss`."""
         tokens_BL = task.batch.tokens_BL.to(self.target.device)
         with self.autocast(self.section.precision == "bf16"):
             features_BLF, logits_BLV = self.target.encode(
@@ -95,7 +95,7 @@ class JointStep(TrainingStep):
                 distillation=self.distillation, seed=seed,
             )
             loss_N, accuracy_N = self.losses(examples)
-        # The target learns at all positions, however few of them the heads were given.
+        # The target learns at all positions, however few of them the heads get.
         labels_BT = tokens_BL.masked_fill(~task.batch.learnt_BL.to(tokens_BL.device), IGNORED)[:, FIRST_LEARNT:]
         logits_SV, labels_S = logits_BLV[:, FIRST_LEARNT - 1 : -1].flatten(0, 1).float(), labels_BT.flatten()
         own = F.cross_entropy(logits_SV, labels_S, ignore_index=IGNORED, reduction="sum")
@@ -106,14 +106,14 @@ class JointStep(TrainingStep):
         return objective if self.waits else own + objective, loss_N, accuracy_N
 
     def clip(self) -> float:
-        """Limit the gradients of heads and target, each on its own scale; return the norm of both before."""
+        """Limit the gradients of heads and target separately; return the norm of both before that."""
         heads = super().clip()
         if self.waits:
             return heads
         return math.hypot(heads, torch.nn.utils.clip_grad_norm_(self.weights, self.section.clip).item())
 
     def apply(self) -> None:
-        """Move both; what the drafter borrows from the target follows it."""
+        """Move both; what the drafter borrows from the target follows."""
         super().apply()
         self.drafter.bind(self.target)
 
@@ -129,11 +129,11 @@ class JointlyTrained(Trained):
         super().__init__(recipe, target)
 
     def new_learning(self, drafter: TrainableModel, optimizer: OptimizerSection) -> JointStep:
-        """Return what takes steps with a drafter and the target."""
+        """Return an object that takes steps with a drafter and the target."""
         return JointStep(self.section, drafter, self.target, optimizer, self.recipe.distillation)
 
     def throwaway(self) -> TrainingStep:
-        """Return what takes steps as they are after the warm-up."""
+        """Return an object that takes steps as they are after the warm-up."""
         step = super().throwaway()
         assert isinstance(step, JointStep)
         step.done = self.section.warmup_steps
@@ -151,7 +151,7 @@ class JointlyTrained(Trained):
         self.drafter.bind(self.target)
 
     def facts(self, step: int) -> TargetFacts:
-        """Return those of the target as it was at a step."""
+        """Return the facts of the target as it was at a step."""
         if self.fingerprint is None and step <= self.section.warmup_steps:
             return self.made_for
         fingerprint = self.fingerprint or f"step {step}"
@@ -159,9 +159,9 @@ class JointlyTrained(Trained):
         return replace(self.made_for, name=name, fingerprint=fingerprint, weights_hash=None)
 
     def export_target(self, folder: Path, step: int, steps: int) -> None:
-        """Write the changed target as a transformers folder that says what it is."""
+        """Write the changed target as a transformers folder whose config marks it as changed."""
         model, dtype = self.target.model, resolve_dtype(self.recipe.output.dtype, self.target.device)
-        # Tied weights have to stay one tensor, for transformers to write them once.
+        # Tied weights have to stay one tensor, so that transformers writes them once.
         turned = {id(tensor): tensor.detach().to(dtype) for tensor in model.state_dict(keep_vars=True).values()}
         weights = {name: turned[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
 
@@ -200,7 +200,7 @@ class JointlyTrained(Trained):
 
 
 class JointTrainingRun(TrainingRun):
-    """A run that changes the target in place; the last of both is exported."""
+    """A run that changes the target in place; it exports the last state of both."""
 
     trained: JointlyTrained
 
@@ -227,11 +227,11 @@ class JointTrainingRun(TrainingRun):
         return super()._one_step(stage, local)
 
     def _loss_on_held_out_text(self) -> tuple[None, dict[str, float]]:
-        """The loss beside the changing target's own would not tell what the heads learnt."""
+        """Return no loss: compared with the changing target's own loss, it would not show what the heads learnt."""
         return None, {}
 
     def _measure(self) -> tuple[bool, float]:
-        """Take the last for the best: a target that has less to say is easier to guess, so τ must not choose one."""
+        """Treat the last state as the best: a target that says less is easier to guess, so τ must not choose."""
         self.progress.best = None
         return super()._measure()
 
@@ -241,6 +241,6 @@ class JointTrainingRun(TrainingRun):
         return replace(result, target=self.folder.path / TARGET_FOLDER)
 
     def _export(self, folder: Path, step: int) -> None:
-        # The drafter carries the fingerprint of the target that it is for.
+        # The drafter carries the fingerprint of its target.
         self.trained.export_target(self.folder.path / TARGET_FOLDER, step, self.progress.last(self.recipe))
         super()._export(folder, step)

@@ -28,7 +28,7 @@ def recipe_keys(drafter: DrafterSection | None = None) -> list[Key]:
 
 
 def _keys(model: type[BaseModel], where: str, drafter: DrafterSection) -> Iterator[Key]:
-    # A section whose fields have no meaning of their own says it as a whole.
+    # If the fields of a section have no description of their own, its docstring describes it as a whole.
     whole = (inspect.getdoc(model) or "").splitlines()[0]
     for name, field in model.model_fields.items():
         key, section = f"{where}{name}", model_of(field.annotation)
@@ -57,7 +57,7 @@ def kind_of(annotation: Any) -> str:
     parts = get_args(annotation)
     if get_origin(annotation) is tuple:
         return "list"
-    # Limits stand beside the type itself, in Annotated.
+    # Limits are beside the type itself, in Annotated.
     if parts and not isinstance(parts[1], type):
         return kind_of(parts[0])
     return " | ".join(kind_of(part) for part in parts)

@@ -1,4 +1,4 @@
-"""What a run learns from: windows of the data in stage 1, text of the target's own in stage 2, and accounts of them."""
+"""The texts of a run: windows of the data in stage 1, texts of the target in stage 2, and records about them."""
 
 import threading
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from draftsmith.training.terminal import say
 from draftsmith.types import DraftsmithError
 
 CENSUS, STAGE1, PROMPTS = "documents", "stage1", "prompts"
-"""What run.json keeps of the data: all that is there, and what was met while reading it for each purpose."""
+"""The data's keys in run.json: everything that exists, and what was found while reading for each purpose."""
 
 IN_WORDS = {STAGE1: "stage 1", PROMPTS: "prompts of stage 2"}
 
 
 class Material:
-    """Texts, read and written as they are needed, and noted in the run's folder."""
+    """Texts, read and written as they are needed, and recorded in the run's folder."""
 
     def __init__(self, recipe: Recipe, target: Target, folder: RunFolder, console: Console) -> None:
         self.recipe, self.target, self.folder, self.console = recipe, target, folder, console
@@ -37,9 +37,9 @@ class Material:
         self._writing: Iterator[int] | None = None
 
     def check(self) -> dict[str, Any] | None:
-        """Find out, before anything is written, that both stages can be trained on the data; say what is in it.
+        """Check, before anything is written, that both stages can be trained on the data.
 
-        Returns the census of the data; None where none is read.
+        Returns the census of the data; None if no data are read.
         """
         first, second = self.recipe.stage1, self.recipe.stage2
         if first.steps:
@@ -63,19 +63,19 @@ class Material:
 
     @property
     def documents(self) -> Loader | None:
-        """What has documents in memory from the start, so that nobody else need read them; None where nothing has."""
+        """A loader that holds documents in memory from the start, which saves reading them again; None if none does."""
         return self.prompts if not self.recipe.stage1.steps and self.recipe.stage2.texts is None else None
 
     @property
     def prompts(self) -> Loader:
-        """What the target goes on from in stage 2; drawn from once."""
+        """The loader of the prompts that the target continues in stage 2; they are drawn only once."""
         if self._prompts is None:
             self._prompts = build_prompts(self.recipe, self.target)
         return self._prompts
 
     @property
     def generated(self) -> GeneratedText:
-        """The text of stage 2, as far as it is written."""
+        """The texts of stage 2 that have been written so far."""
         if self._generated is None:
             texts = self.recipe.stage2.texts
             if texts is not None:
@@ -110,7 +110,7 @@ class Material:
         return self.generated.batch(number, room)
 
     def write_texts(self, count: int, generate: Generate, bars: Progress, interrupted: threading.Event) -> bool:
-        """Let the target write until there are `count` texts for stage 2; return whether there are."""
+        """Let the target write until there are `count` texts for stage 2; return whether that was reached."""
         texts = self.generated
         if len(texts.sequences) >= count:
             return True
@@ -125,11 +125,11 @@ class Material:
         return len(texts.sequences) >= count
 
     def texts_for(self, number: int) -> int:
-        """Return how many texts there have to be for micro-batch `number` of stage 2."""
+        """Return the number of texts that micro-batch `number` of stage 2 needs."""
         return self.generated.needed(number)
 
     def require_texts(self, step: int, last: int) -> None:
-        """Refuse to go on within stage 2 where texts are gone that it was trained on, up to micro-batch `last`."""
+        """Refuse to resume stage 2 if texts are missing on which it was trained, up to micro-batch `last`."""
         lacking = self.texts_for(last) - len(self.generated.sequences)
         if lacking > 0:
             raise DraftsmithError(
@@ -138,12 +138,12 @@ class Material:
             )
 
     def note(self) -> None:
-        """Write down what was met in stage 1 so far, if it has begun."""
+        """Record what was found in stage 1 so far, if it has begun."""
         if self._loader is not None:
             self.folder.note_data(STAGE1, self._loader.account())
 
     def show_account(self) -> None:
-        """Say what was met in stage 1 that was not counted before."""
+        """Print what stage 1 found that was not counted before."""
         self._show_account(STAGE1, self.loader)
 
     def _show_account(self, purpose: str, loader: Loader) -> None:

@@ -1,4 +1,4 @@
-"""What a run is judged by: τ by decoding, and the loss on held-out text, both by source as well. Shapes: N depths."""
+"""Measures a run: τ by decoding, and the loss on held-out text, both also by source. Shapes: N depths."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from draftsmith.types import DraftsmithError
 
 Scores = Mapping[str, Any]
 Evaluate = Callable[[TrainableModel], Scores]
-"""Measures by decoding: `tokens_per_step`, where it is known with its interval, and both `by_source`."""
+"""Measures by decoding: `tokens_per_step`, with its interval if that is known, and both `by_source`."""
 TAU, TAU_INTERVAL, HELD_OUT_LOSS, BY_SOURCE = "tokens_per_step", "tokens_per_step_ci", "held_out_loss", "by_source"
 HELD_OUT_ROWS, HELD_OUT_POSITIONS = 4, 64
 
@@ -28,7 +28,7 @@ class HeldOutLoss:
         self.windows: dict[str, list[Window]] | None = None
 
     def __call__(self, learning: TrainingStep) -> tuple[float | None, dict[str, float]]:
-        """Return the mean over all guesses and that of every source; None where nothing is held out."""
+        """Return the mean loss over all guesses, and that of every source; None if nothing is held out."""
         depth = learning.drafter.max_depth
         if self.windows is None:
             self.windows = held_out_windows(self.recipe, self.target, depth + 3)
@@ -49,14 +49,14 @@ class HeldOutLoss:
 
 
 def checked(scores: Scores) -> dict[str, Any]:
-    """Return what an evaluation found; DraftsmithError where that has no τ."""
+    """Return the scores of an evaluation; DraftsmithError if they have no τ."""
     if TAU not in scores:
         raise DraftsmithError(f"the evaluation returned {', '.join(scores) or 'nothing'}; it must have {TAU}.")
     return dict(scores)
 
 
 def with_loss(scores: dict[str, Any], loss: float | None, by_source: Mapping[str, float]) -> dict[str, Any]:
-    """Put the loss on held-out text beside τ, in all and for each source."""
+    """Add the loss on held-out text to the scores, overall and for each source."""
     if loss is None:
         return scores
     sources: dict[str, dict[str, Any]] = {name: dict(own) for name, own in scores.get(BY_SOURCE, {}).items()}
@@ -66,7 +66,7 @@ def with_loss(scores: dict[str, Any], loss: float | None, by_source: Mapping[str
 
 
 def tau_in_words(scores: Scores) -> str:
-    """Say τ with its interval, where it has one."""
+    """Return τ as text, with its interval if it has one."""
     interval = scores.get(TAU_INTERVAL)
     return f"τ = {scores[TAU]:.3f}" + (
         f" (95 % interval {interval[0]:.3f} to {interval[1]:.3f})" if interval is not None else ""
@@ -74,12 +74,12 @@ def tau_in_words(scores: Scores) -> str:
 
 
 def loss_in_words(scores: Scores) -> str:
-    """Say the loss on held-out text, where there is one, behind τ."""
+    """Return the loss on held-out text as text to put after τ; empty if there is none."""
     return f"; loss on held-out text {scores[HELD_OUT_LOSS]:.3f}" if HELD_OUT_LOSS in scores else ""
 
 
 def source_lines(scores: Scores) -> list[str]:
-    """Say both measures of every source, a line each; nothing where there is only one."""
+    """Return a line with both measures for every source; none if there is only one source."""
     sources = scores.get(BY_SOURCE, {})
     if len(sources) < 2:
         return []

@@ -18,7 +18,7 @@ def build_optimizers(drafter: TrainableModel, section: OptimizerSection) -> list
         torch.optim.AdamW(rest, lr=0.0, betas=section.betas, weight_decay=section.weight_decay, fused=True)
     ]
     if matrices:
-        # Its updates are scaled to those of AdamW, so that both share one learning rate.
+        # Muon's updates are scaled to those of AdamW, so that both share one learning rate.
         optimizers.append(
             torch.optim.Muon(matrices, lr=0.0, weight_decay=section.weight_decay, adjust_lr_fn="match_rms_adamw")
         )

@@ -1,4 +1,4 @@
-"""Changing a recipe from the command line: `section.field=value`, and what to say where that is not the form."""
+"""Changes a recipe from the command line: `section.field=value`, and the message for anything of another form."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -18,7 +18,7 @@ OPTIONS = {
     "output": ("--out {}", "output.folder={}"),
     "minutes": ("--minutes {}", None),
 }
-"""What a word means that stands where a section should: the option, and the key of the recipe."""
+"""For words that are no sections: the option, and the key of the recipe, that they probably mean."""
 
 
 def apply_override(values: dict[str, Any], override: str) -> dict[str, Any]:
@@ -50,10 +50,10 @@ def _put(node: Any, keys: list[str], value: Any, override: str) -> Any:
 
 
 def wrong_form(override: str, fields: Mapping[str, Sequence[str]]) -> str | None:
-    """Say how to write an override that lacks its section or its field; None where nothing is wrong with the form.
+    """Return how to write an override that lacks its section or its field; None if its form is right.
 
     Args:
-        fields: of each section.
+        fields: the fields of each section.
     """
     path, _, value = override.partition("=")
     key = path.strip()

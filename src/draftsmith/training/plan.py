@@ -1,4 +1,4 @@
-"""What a run will do, as a dry run prints it, and whether its numbers fit."""
+"""The plan of a run, as a dry run prints it, and checks of its numbers."""
 
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
@@ -8,7 +8,7 @@ from draftsmith.types import DraftsmithError
 
 
 def stage_length(recipe: Recipe, stage: StageSection) -> int:
-    """Return the most tokens of a sequence of a stage."""
+    """Return the most tokens that a sequence of a stage can have."""
     second = recipe.stage2
     return recipe.stage1.length if stage is recipe.stage1 else second.prompt_tokens + second.new_tokens
 
@@ -37,7 +37,7 @@ def check_lengths(recipe: Recipe, drafter: TrainableModel, target: Target) -> No
 
 
 def plan_lines(recipe: Recipe, drafter: TrainableModel) -> list[str]:
-    """Say what both stages take, and what is trained."""
+    """Return lines that describe both stages, and what is trained."""
     lines = []
     for name, stage in (("stage 1", recipe.stage1), ("stage 2", recipe.stage2)):
         sequences = stage.batch * stage.accumulate

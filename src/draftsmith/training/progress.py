@@ -1,6 +1,6 @@
-"""Where a run stands: its step, its stage, its best τ, and when a stage has waited long enough for a better one.
+"""The state of a run: its step, its stage, its best τ, and when a stage has waited long enough for a better one.
 
-All of it is kept with every checkpoint, so that a run that was killed decides as one that was not.
+All of it is saved with every checkpoint, so that a run that was killed decides like one that was not.
 """
 
 from dataclasses import asdict, dataclass
@@ -11,12 +11,12 @@ from draftsmith.training.sections import StageSection
 from draftsmith.types import DraftsmithError
 
 DONE = 3
-"""What comes after stage 2."""
+"""The stage number after stage 2."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What of a run is still to be done, if no stage ends early.
+    """The remaining work of a run, if no stage ends early.
 
     Steps of both stages, texts that the target writes for stage 2, measurements of τ, and saves.
     """
@@ -32,10 +32,10 @@ class Work:
 class Progress:
     """Counters of a run.
 
-    `stage` is that of the next step, `begun` the step behind which it begins, and `best` the highest τ so far, at
-    `best_step`. `stage_best` is the highest of the stage, its beginning included, and `stage_loss` the lowest loss on
-    held-out text; `waited` counts the measurements since one of them was improved on. As stage 1 begins with the run,
-    its best is that of the run.
+    `stage` is the stage of the next step, `begun` the step after which it began, and `best` the highest τ so far, at
+    `best_step`. `stage_best` is the highest τ of the stage, including its beginning, and `stage_loss` the lowest loss
+    on held-out text; `waited` counts the measurements since one of the two last improved. Stage 1 begins with the run,
+    so its best is that of the run.
     """
 
     step: int = 0
@@ -49,12 +49,12 @@ class Progress:
 
     @classmethod
     def start(cls, recipe: Recipe) -> "Progress":
-        """Return that of a new run, in the first stage that has steps."""
+        """Return the progress of a new run, in the first stage that has steps."""
         return cls(stage=1 if recipe.stage1.steps else 2)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Progress":
-        """Take it up from a checkpoint."""
+        """Restore it from a checkpoint."""
         names = list(cls.__dataclass_fields__)
         if any(name not in values for name in names):
             raise DraftsmithError("the checkpoint was written by an earlier version; start a new run.")
@@ -74,15 +74,15 @@ class Progress:
         return recipe.stage1 if self.stage == 1 else recipe.stage2
 
     def end(self, recipe: Recipe) -> int:
-        """Return the step with which the stage ends if nothing ends it earlier."""
+        """Return the last step of the stage, if nothing ends it earlier."""
         return self.step if self.stage == DONE else self.begun + self.section(recipe).steps
 
     def last(self, recipe: Recipe) -> int:
-        """Return the step with which the run ends if nothing ends it earlier."""
+        """Return the last step of the run, if nothing ends it earlier."""
         return self.end(recipe) + (recipe.stage2.steps if self.stage == 1 else 0)
 
     def measured(self, tau: float, loss: float | None) -> bool:
-        """Take in a τ and the loss on held-out text, where there is one; return whether τ is the run's best so far."""
+        """Record a τ and the loss on held-out text, if there is one; return whether τ is the run's best so far."""
         higher = self.stage_best is None or tau > self.stage_best
         lower = loss is not None and self.stage_loss is not None and loss < self.stage_loss
         self.waited = 0 if higher or lower else self.waited + 1
@@ -101,7 +101,7 @@ class Progress:
         self.begun, self.stage_best, self.stage_loss, self.waited = self.step, tau, None, 0
 
     def end_early(self, recipe: Recipe) -> dict[str, Any]:
-        """Go to the next stage before the end of this one; return the record that says why, as plain JSON."""
+        """Go to the next stage before the end of this one; return the record of the reason, as plain JSON."""
         assert self.stage_best is not None
         record: dict[str, Any] = {
             "stage": str(self.stage), "steps": self.step - self.begun, "planned_steps": self.section(recipe).steps,
@@ -111,10 +111,10 @@ class Progress:
         return record
 
     def rest(self, recipe: Recipe, written: int) -> Work:
-        """Return what is still to be done, the measurement before the first step included.
+        """Return the remaining work, including the measurement before the first step.
 
         Args:
-            written: texts of stage 2 that are there already.
+            written: number of stage 2's texts that exist already.
         """
         every, save, second = recipe.evaluation.every, recipe.output.save_every, recipe.stage2
         end, last = self.end(recipe), self.last(recipe)
@@ -128,7 +128,7 @@ class Progress:
 
 
 def early_in_words(record: dict[str, Any]) -> str:
-    """Say that a stage ended early, and why."""
+    """Return a sentence that says that a stage ended early, and why."""
     lowest, step = record["stage_loss"], record.get("goes_on_from_step")
     loss = f" or a loss on held-out text below {lowest:.3f}" if lowest is not None else ""
     onward = f"; stage 2 goes on from the weights of step {step}" if step is not None else ""

@@ -41,7 +41,7 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0)] = Field(default=0, description="of everything random")
 
     def to_yaml(self) -> str:
-        """Return the whole recipe, defaults included; it reads back as the same recipe."""
+        """Return the whole recipe, defaults included; reading it back gives the same recipe."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -64,7 +64,7 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
 
 
 def build_recipe(values: Any, overrides: tuple[str, ...] | list[str] = ()) -> Recipe:
-    """Check plain values, changed by overrides, and return the recipe."""
+    """Check plain values after applying the overrides, and return the recipe."""
     if not isinstance(values, dict):
         raise DraftsmithError(f"a recipe is a mapping of sections, not {type(values).__name__}; see recipes/.")
     for override in overrides:
@@ -77,7 +77,7 @@ def build_recipe(values: Any, overrides: tuple[str, ...] | list[str] = ()) -> Re
 
 
 def check_form(override: str) -> None:
-    """Refuse an override of a whole section, or of a key without its section, with the right form."""
+    """Refuse an override of a whole section, or of a key without its section; the message shows the right form."""
     if "=" not in override:
         return
     fields = {
@@ -90,21 +90,21 @@ def check_form(override: str) -> None:
 
 
 def model_of(annotation: Any) -> Any:
-    """Return the section that a type stands for, alone, in a tuple or beside None; None where it is no section."""
+    """Return the section class in a type, alone, in a tuple or with None; None if there is no section."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := model_of(part)) is not None), None)
 
 
 def _fields_at(location: tuple[int | str, ...]) -> list[str]:
-    """Return the field names of the section that an error's location is in."""
+    """Return the field names of the section that contains an error's location."""
     model: Any = Recipe
     for key in location:
         if isinstance(key, str):
             model = model.model_fields[key].annotation
         else:
             model = next(item for item in get_args(model) if item is not Ellipsis)
-        # An optional section stands beside None.
+        # The type of an optional section is a union with None.
         model = next(iter(get_args(model)), model) if type(None) in get_args(model) else model
     return list(model.model_fields)
 

@@ -1,4 +1,4 @@
-"""What a training run brings."""
+"""The result of a training run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run brought: its folder, the exported drafter (the best by τ), and the measurements.
+    """Result of a run: its folder, the exported drafter (the best by τ), and the measurements.
 
-    `best` is the highest τ and `best_step` where it was measured; of joint training, the last.
+    `best` is the highest τ, or in joint training the last, and `best_step` is where it was measured.
     `ended_early` has a record of every stage that ended before its last step. `target` is the folder of the changed
-    target where the recipe changes it. `seconds` are those of all commands that trained this run; of one that was
-    killed, up to its last checkpoint. None where a command kept no count.
+    target if the recipe changes it. `seconds` is the time of all commands that trained this run; a killed command
+    counts up to its last checkpoint. It is None if a command did not count its time.
     """
 
     folder: Path
@@ -27,6 +27,6 @@ class TrainingResult:
 
     @property
     def best_scores(self) -> dict[str, Any] | None:
-        """All that was measured at `best_step`; None where nothing was."""
+        """All measurements at `best_step`; None if there were none."""
         found = (record["evaluation"] for record in self.evaluations if record["step"] == self.best_step)
         return next(found, None)

@@ -1,8 +1,8 @@
-"""What a run leaves behind beside its checkpoints: recipe, commands, metrics, curves.
+"""The files of a run besides its checkpoints: recipe, commands, metrics, curves.
 
-`recipe.yaml` is the effective recipe and can be run again; `run.json` lists every command with its versions, the
-seconds it took and what of the data was left out; `samples.jsonl` shows what is learnt; `metrics.jsonl` has a record a
-line; `curves.png` draws it.
+`recipe.yaml` is the effective recipe and can be run again. `run.json` lists every command with its versions, the
+seconds it took and the data that were left out. `samples.jsonl` shows what is learnt, `metrics.jsonl` has one record
+per line, and `curves.png` draws the metrics.
 """
 
 import json
@@ -22,7 +22,7 @@ from draftsmith.types import DraftsmithError, TargetFacts
 
 FREE_TO_CHANGE = ("output", "evaluation")
 REPLACED = ("metrics.jsonl", "recipe.yaml", "run.json", "samples.jsonl", "generated.jsonl", "curves.png")
-"""Files that are written aside and then renamed."""
+"""Files that are first written under another name, and then renamed."""
 
 
 class RunFolder:
@@ -39,7 +39,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """The file with a record a line."""
+        """The file with one record per line."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -54,13 +54,13 @@ class RunFolder:
 
     @property
     def seconds(self) -> float | None:
-        """What all commands together took, up to the last `note_time` of each; None where one of them kept no count."""
+        """Seconds of all commands together, each up to its last `note_time`; None if one of them did not count."""
         counted = [run["seconds"] for run in self._runs if "seconds" in run]
         return float(sum(counted)) if len(counted) == len(self._runs) else None
 
     @staticmethod
     def check_place(path: Path) -> None:
-        """Refuse, before anything is made, a place where no folder can be written."""
+        """Refuse a place where no folder can be written, before anything is created."""
         place = path.absolute()
         while not place.exists() and not place.is_symlink():
             place = place.parent
@@ -73,7 +73,7 @@ class RunFolder:
         raise DraftsmithError(f"cannot write the run's folder {path} ({reason}); choose another output.folder.")
 
     def open(self, resumed_step: int | None) -> None:
-        """Make the folder, or take up an old one: records after `resumed_step` are dropped, since they come again.
+        """Create the folder, or open an old one; records after `resumed_step` are dropped, since they come again.
 
         Raises:
             DraftsmithError: the folder cannot be written, or holds a run of another recipe.
@@ -82,7 +82,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for name in REPLACED:
-                for leftover in self.path.glob(f".{name}.*"):  # of a command that was killed as it wrote
+                for leftover in self.path.glob(f".{name}.*"):  # from a command that was killed while writing
                     leftover.unlink()
             if resumed_step is not None:
                 self._check_recipe()
@@ -145,12 +145,12 @@ class RunFolder:
             )
 
     def note_data(self, purpose: str, account: dict[str, Any]) -> None:
-        """Write down what was read for a purpose, and what was left out of it."""
+        """Record what was read for a purpose, and what was left out of it."""
         self._runs[-1].setdefault("data", {})[purpose] = account
         self.note_time()
 
     def noted_data(self, purpose: str) -> dict[str, Any] | None:
-        """Return what was written down last for a purpose, by this command or one before it; None if nothing was."""
+        """Return the last record for a purpose, by this or an earlier command; None if there is none."""
         return next((run["data"][purpose] for run in reversed(self._runs) if purpose in run.get("data", {})), None)
 
     def _rewind(self, step: int) -> None:
@@ -164,7 +164,7 @@ class RunFolder:
         self.note_time()
 
     def note_time(self) -> None:
-        """Write down what this command took so far; if it is killed, what came after the last note is not counted."""
+        """Record the seconds of this command so far; if it is killed, the time after the last record is not counted."""
         self._runs[-1]["seconds"] = time.monotonic() - self._begun
         path = self.path / "run.json"
         try:
@@ -193,7 +193,7 @@ class RunFolder:
 
 
 def _tensorboard(path: Path, first_step: int) -> Any:
-    """Open the event files; readers drop earlier events from `first_step` on, since they come again."""
+    """Open the event files; readers ignore earlier events from `first_step` on, because those steps come again."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

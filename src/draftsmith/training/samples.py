@@ -1,4 +1,4 @@
-"""The first samples of a stage, as text: a look at what a run learns, before it costs anything."""
+"""Shows the first samples of a stage as text, so that users see what a run learns before it costs anything."""
 
 import json
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ SHOWN_CHARACTERS = 600
 def parts_of(window: Window, text: TokenText) -> list[tuple[str, bool]]:
     """Return the text of a window in parts, each with whether it is learnt; special tokens are written out.
 
-    A part is what its tokens add to the text before them, so that spaces stand where they belong; a character that is
-    cut by an edge belongs to the part in which it ends.
+    A part is what its tokens add to the text before them, so spaces are kept where they belong. A character whose
+    tokens lie in two parts belongs to the part in which it ends.
     """
     whole = text.decode(window.tokens, skip_special_tokens=False)
     edges = sorted({0, len(window.tokens), *(edge for span in window.spans for edge in span)})
@@ -29,7 +29,7 @@ def parts_of(window: Window, text: TokenText) -> list[tuple[str, bool]]:
     for begin, end in pairwise(edges):
         so_far = text.decode(window.tokens[:end], skip_special_tokens=False)
         learnt = any(first <= begin and end <= last for first, last in window.spans)
-        # A character whose last byte is still to come decodes as another one.
+        # A character without its last byte decodes as another character.
         same = (at for at, (one, two) in enumerate(zip(so_far, whole, strict=False)) if one != two)
         agreed = next(same, min(len(so_far), len(whole)))
         parts.append((whole[shown:agreed], learnt))
@@ -38,7 +38,7 @@ def parts_of(window: Window, text: TokenText) -> list[tuple[str, bool]]:
 
 
 def show_samples(windows: Sequence[Window], text: TokenText, title: str, console: Console) -> list[dict[str, Any]]:
-    """Print the first windows, each as one line, dimmed what is not learnt, and return all as records."""
+    """Print the first windows, one per line, with unlearnt text dimmed; return all of them as records."""
     records = []
     console.print(f"[bold]{title}[/bold] [dim](dimmed: read, but not learnt)[/dim]", highlight=False)
     for number, window in enumerate(windows[:SHOWN_SAMPLES], 1):
@@ -61,7 +61,7 @@ def show_samples(windows: Sequence[Window], text: TokenText, title: str, console
 
 
 def keep_samples(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write samples into a file, one a line, in place of those of the same stage."""
+    """Write samples into a file, one per line; they replace earlier samples of the same stage."""
     fresh = {record["of"] for record in records}
     old = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
     kept = [record for record in old if record["of"] not in fresh]

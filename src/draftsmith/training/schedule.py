@@ -10,7 +10,7 @@ def learning_rate(step: int, steps: int, peak: float, final: float) -> float:
     """Return the rate of step 0 … steps - 1 of a stage.
 
     Over the first w = min(2000, 5 % of the stage) steps it rises as 1 - (1 - x/w)²; then a cosine takes it to `final`.
-    The first step already moves: x counts from 1.
+    x counts from 1, so that the first step has a rate above 0.
     """
     warmup = min(WARMUP_STEPS, WARMUP_SHARE * steps)
     done = step + 1

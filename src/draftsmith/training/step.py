@@ -1,4 +1,4 @@
-"""One step of the optimizer: the target reads, losses are computed, weights move. All training goes through here.
+"""One step of the optimizer: the target reads, losses are computed, weights move. All training uses this module.
 
 Shapes: B windows, L tokens a window, M micro-batches, N depths.
 """
@@ -21,14 +21,14 @@ from draftsmith.types import DraftsmithError
 
 
 class NotFinite(DraftsmithError):
-    """The loss or the gradient is no finite number; the weights are as they were before the step."""
+    """The loss or the gradient is not finite; the weights are as they were before the step."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step found: losses by depth in nats (N), shares of right first guesses (N), the gradient's norm.
+    """Result of a step: losses by depth in nats (N), shares of right first guesses (N), the gradient's norm.
 
-    `noted` is what else the record of the step says.
+    `noted` holds further entries for the step's record.
     """
 
     loss_N: Tensor
@@ -38,12 +38,12 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        """The losses of all depths, summed, each as if it counted in full."""
+        """The sum of the losses of all depths, each with weight 1."""
         return self.loss_N.sum().item()
 
 
 class TrainingStep:
-    """Steps of a drafter on a frozen target; what changes when more is trained is in methods of its own."""
+    """Takes steps of a drafter on a frozen target; subclasses that also train the target override its methods."""
 
     def __init__(
         self, drafter: TrainableModel, target: Target, optimizer: OptimizerSection, distillation: DistillationSection
@@ -51,13 +51,13 @@ class TrainingStep:
         self.drafter, self.target, self.section, self.distillation = drafter, target, optimizer, distillation
         self.optimizers = self.fresh_optimizers()
         self.noted: dict[str, float] = {}
-        # What a compiler makes is made for whole batches.
+        # A compiler generates code for whole batches.
         room = 0 if optimizer.compile else KEPT_BYTES
         self.readings = Readings(target, drafter.taps, distillation.weight > 0, room)
         self.losses = torch.compile(drafter.losses) if optimizer.compile else drafter.losses
 
     def fresh_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return optimizers that have not moved anything yet."""
+        """Return new optimizers without any state."""
         return build_optimizers(self.drafter, self.section)
 
     def renew(self) -> None:
@@ -67,16 +67,16 @@ class TrainingStep:
     def __call__(
         self, batches: Iterable[Batch], *, rate: float, positions: int | None, seed: tuple[object, ...]
     ) -> Outcome:
-        """Take one step; several micro-batches are one large batch, each guess in it counting as much as any other.
+        """Take several micro-batches as one large batch in a single step; every guess in it has the same weight.
 
         Args:
             batches: the micro-batches.
             rate: the learning rate.
-            positions: train on so many random positions of each window, None for all.
-            seed: of the positions drawn; the number of the micro-batch is added.
+            positions: number of random positions to train on in each window, None for all.
+            seed: seed of the drawn positions; the number of the micro-batch is added to it.
 
         Raises:
-            NotFinite: before any weight was moved.
+            NotFinite: raised before any weight was moved.
         """
         found = self.gradients(batches, rate=rate, positions=positions, seed=seed)
         if not math.isfinite(found.loss) or not math.isfinite(found.gradient_norm):
@@ -87,7 +87,7 @@ class TrainingStep:
     def gradients(
         self, batches: Iterable[Batch], *, rate: float, positions: int | None, seed: tuple[object, ...]
     ) -> Outcome:
-        """Do all of a step but moving the weights."""
+        """Do everything of a step except moving the weights."""
         self.noted = {}
         self.set_rate(rate)
         losses, accuracies = [], []
@@ -101,10 +101,10 @@ class TrainingStep:
 
     @torch.no_grad()
     def measure(self, batches: Iterable[Batch], positions: int) -> tuple[Tensor, Tensor]:
-        """Return the losses of the depths on batches and how many guesses each is the mean of (N); none is learnt.
+        """Return the losses of the depths on batches, and the number of guesses in each mean (N); nothing is learnt.
 
         Args:
-            positions: as in a step; the same are drawn every time.
+            positions: as in a step; the same positions are drawn every time.
         """
         losses, counts = [], []
         for task, share_N, token_share, seed in self._share_out(batches, positions, ("measure",)):
@@ -116,7 +116,7 @@ class TrainingStep:
     def _share_out(
         self, batches: Iterable[Batch], positions: int | None, seed: tuple[object, ...]
     ) -> list[tuple[Task, Tensor, float, tuple[object, ...]]]:
-        """Draw positions; return of every micro-batch what `compute_loss` takes."""
+        """Draw positions; return the arguments of `compute_loss` for every micro-batch."""
         batches = list(batches)
         seeds = [(*seed, micro) for micro in range(len(batches))]
         tasks = [
@@ -133,14 +133,14 @@ class TrainingStep:
     def compute_loss(
         self, task: Task, share_N: Tensor, token_share: float, seed: tuple[object, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what a micro-batch minimises, the losses of the depths and their right first guesses.
+        """Return the value that a micro-batch minimises, the losses of the depths and their right first guesses.
 
         Args:
-            share_N: how many of the step's guesses are in this micro-batch, of each depth.
-            token_share: how many of the step's learnt tokens are, for what learns at all positions.
+            share_N: the micro-batch's share of the step's guesses, for each depth.
+            token_share: its share of the step's learnt tokens, for models that learn at all positions.
         """
         half = self.section.precision == "bf16"
-        # A target that is bf16 already only loses time under autocast.
+        # If the target is bf16 already, autocast only costs time.
         with self.autocast(half and self.target.dtype == torch.float32):
             examples = prepare(
                 self.drafter, self.target, task, distillation=self.distillation, seed=seed, readings=self.readings
@@ -151,11 +151,11 @@ class TrainingStep:
         return (loss_N * share_N[: len(loss_N)] * decay_N).sum(), loss_N, accuracy_N
 
     def set_rate(self, rate: float) -> None:
-        """Set the learning rate of the step to come."""
+        """Set the learning rate of the next step."""
         set_rate(self.optimizers, rate)
 
     def clip(self) -> float:
-        """Limit the gradients and return their norm before."""
+        """Limit the gradients, and return their norm before that."""
         return torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.section.clip).item()
 
     def apply(self) -> None:
@@ -170,5 +170,5 @@ class TrainingStep:
             optimizer.zero_grad(set_to_none=True)
 
     def autocast(self, enabled: bool) -> torch.autocast:
-        """Return the context in which bf16 arithmetic is chosen where it is `enabled`."""
+        """Return the context in which PyTorch uses bf16 arithmetic if `enabled`."""
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)

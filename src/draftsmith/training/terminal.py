@@ -1,4 +1,4 @@
-"""The run's side of the terminal: a progress bar with rate and time left, and a Ctrl-C that cuts no step in two."""
+"""A run in the terminal: a progress bar with rate and time left, and a Ctrl-C that never interrupts a step half-way."""
 
 import signal
 import threading
@@ -28,7 +28,7 @@ class _Rate(ProgressColumn):
 
 
 def say(console: Console, *lines: str) -> None:
-    """Print lines as they are: paths and numbers get no colours, brackets are no markup."""
+    """Print lines unchanged: paths and numbers get no colours, brackets are no markup."""
     for line in lines:
         console.print(line, highlight=False, markup=False)
 
@@ -41,7 +41,7 @@ def progress_bar(console: Console) -> Progress:
 
 @contextmanager
 def one_gentle_interrupt() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event, so that a step is never cut in two; a second one interrupts at once."""
+    """Turn the first Ctrl-C into an event, so that a step is never interrupted half-way; a second one stops at once."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

@@ -31,17 +31,18 @@ def train(
     """Train the recipe's drafter for a frozen target or, with a section `joint`, the target as well.
 
     Args:
-        generate: (prompts, max_tokens, seed) to as many continuations of exactly max_tokens; a function of its inputs.
-        evaluate: measures a speculator by decoding; what it returns is logged, and has `tokens_per_step`, which
-            picks the best checkpoint and ends stages early.
-        resume: go on from the last good checkpoint in output.folder.
+        generate: (prompts, max_tokens, seed) to a continuation for each prompt, of exactly max_tokens tokens or up to
+            an end token; has to depend on its inputs alone.
+        evaluate: measures a speculator by decoding; its result is logged, and has `tokens_per_step`, which chooses the
+            best checkpoint and ends stages early.
+        resume: continue from the last good checkpoint in output.folder.
         dry_run: print the plan and write an initialised checkpoint only.
-        go_on: how to go on after Ctrl-C, where that is not `resume`.
-        on_drafter: is given the speculator so far before stage 2 generates, to make generating faster.
-        foretell: is told what is to be done before it is, with a step to try out that changes nothing.
+        go_on: how to resume after Ctrl-C, for the message, if not with `resume`.
+        on_drafter: receives the speculator so far before stage 2 generates, to make generating faster.
+        foretell: receives the work before it is done, and a step to try out that changes nothing.
 
     Raises:
-        DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
+        DraftsmithError: bad data, folder or recipe, or a loss that is not finite. TrainingInterrupted after Ctrl-C.
     """
     kind = TrainingRun if recipe.joint is None else JointTrainingRun
     run = kind(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter, foretell)

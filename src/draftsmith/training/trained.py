@@ -1,4 +1,4 @@
-"""What a run trains, and its way in and out of folders: checkpoints, the copy that is measured, the export."""
+"""The trained models of a run, and their way in and out of folders: checkpoints, the measured copy, the export."""
 
 import copy
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from draftsmith.types import TargetFacts
 
 
 class Trained:
-    """The drafter and its optimizers; what changes when the target is trained too is in methods of its own."""
+    """The drafter and its optimizers; subclasses that train the target too override its methods."""
 
     def __init__(self, recipe: Recipe, target: Target, documents: Loader | None = None) -> None:
         self.recipe, self.target = recipe, target
@@ -29,33 +29,33 @@ class Trained:
         self.learning = self.new_learning(self.drafter, recipe.optimizer)
 
     def new_learning(self, drafter: TrainableModel, optimizer: OptimizerSection) -> TrainingStep:
-        """Return what takes steps with a drafter."""
+        """Return an object that takes steps with a drafter."""
         return TrainingStep(drafter, self.target, optimizer, self.recipe.distillation)
 
     def throwaway(self) -> TrainingStep:
-        """Return what takes steps with a copy, uncompiled, to find out what a step takes."""
+        """Return an object that takes steps with an uncompiled copy, to measure how long a step takes."""
         drafter = copy.deepcopy(self.drafter)
         drafter.bind(self.target)
         return self.new_learning(drafter, self.recipe.optimizer.model_copy(update={"compile": False}))
 
     @torch.no_grad()
     def served(self) -> TrainableModel:
-        """Return a copy as it would be served: in the target's dtype."""
+        """Return a copy as it is served: in the target's dtype."""
         served = copy.deepcopy(self.drafter).eval().requires_grad_(False)
         cast_parameters(served, self.target.dtype)
         served.bind(self.target)
         return served
 
     def facts(self, step: int) -> TargetFacts:
-        """Return what the drafter of a step has to find in a target."""
+        """Return the facts that the drafter of a step expects of its target."""
         return self.target.facts()
 
     def write(self, folder: Path, step: int) -> None:
-        """Write what `load` reads."""
+        """Write the files that `load` reads."""
         self.drafter.write_files(folder, self.facts(step), {"training_step": step}, False)
 
     def load(self, folder: Path) -> None:
-        """Take the weights of a checkpoint."""
+        """Load the weights of a checkpoint."""
         verify_folder(folder)
         self.drafter.load_published(self.drafter.read_tensors(folder), folder)
 
@@ -64,7 +64,7 @@ class Trained:
         return optimizer_tensors(self.learning.optimizers)
 
     def load_optimizers(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up the optimizers' state."""
+        """Restore the optimizers' state."""
         load_optimizer_tensors(self.learning.optimizers, tensors)
 
     def export(self, folder: Path, step: int) -> None:

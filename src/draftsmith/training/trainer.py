@@ -1,7 +1,7 @@
 """The training run: stage 1 on ground truth, stage 2 on what the target itself writes; the target stays frozen.
 
 Everything random is a function of the recipe's seed and the step, so a run that was killed and resumed ends with the
-weights of one that was not. The engine comes from outside, as two callables.
+same weights as one that was not. Two callables from outside stand for the engine.
 """
 
 import threading
@@ -43,7 +43,7 @@ from draftsmith.training.trained import Trained
 from draftsmith.types import DraftsmithError
 
 Foretell = Callable[[Work, TrainingStep], None]
-"""Is told, before the first step, what is to be done, and given a step to try out that changes nothing."""
+"""Called before the first step with the work to be done, and with a step to try out that changes nothing."""
 
 
 class TrainingInterrupted(DraftsmithError):
@@ -53,7 +53,7 @@ class TrainingInterrupted(DraftsmithError):
 
 
 class TrainingRun:
-    """One run; what changes when more than the drafter is trained is in methods of its own."""
+    """One run; subclasses that train more than the drafter override its methods."""
 
     def __init__(
         self, recipe: Recipe, target: Target, generate: Generate, evaluate: Evaluate, console: Console,
@@ -100,7 +100,7 @@ class TrainingRun:
         self._build()
         census = None if resume else self.material.check()
         with self.checkpoints.held():
-            self.checkpoints.check_found(resume)  # again, since another process may have trained until now
+            self.checkpoints.check_found(resume)  # again, since another process may have trained in the meantime
             return self._go(self.checkpoints.load() if resume else None, census, interrupted)
 
     def _go(
@@ -131,7 +131,7 @@ class TrainingRun:
 
     def _stages(self, interrupted: threading.Event, fresh: bool) -> None:
         if fresh:
-            # The start of the curve, and something to resume from, whatever happens next.
+            # The start of the curve, and a checkpoint to resume from, whatever happens next.
             self._measure()
             self._save()
         progress = self.progress
@@ -156,7 +156,7 @@ class TrainingRun:
         self._steps(interrupted)
 
     def _writes_ahead(self) -> bool:
-        """Whether all texts of stage 2 are written before it begins: what has learnt already drafts for them.
+        """Whether all texts of stage 2 are written before it begins, so that the trained drafter drafts for them.
 
         Otherwise they are written as they are needed, so that learning begins at once.
         """
@@ -168,7 +168,7 @@ class TrainingRun:
         return self.material.texts_for((taken + 1) * accumulate - 1)
 
     def _write_texts(self, count: int, bars: Bars, interrupted: threading.Event) -> None:
-        """Let the target write; where that is interrupted, save and stop."""
+        """Let the target write; if that is interrupted, save and stop."""
         if self.material.write_texts(count, self.generate, bars, interrupted):
             return
         if self.progress.step not in self.checkpoints.steps():
@@ -176,15 +176,15 @@ class TrainingRun:
         raise self._stopped()
 
     def _show(self, stage: int) -> None:
-        """Show what a stage learns from, and keep it in the run's folder."""
+        """Show samples of what a stage learns from, and keep them in the run's folder."""
         self.material.note()
         if self.target.tokenizer is None:
-            return  # sequences of another run can be learnt without one
+            return  # sequences of another run can be learnt without a tokenizer
         text, title = TokenText(self.target.tokenizer), f"stage {stage} learns from"
         keep_samples(self.folder.samples, show_samples(self.material.samples(stage), text, title, self.console))
 
     def _steps(self, interrupted: threading.Event) -> None:
-        """Take the steps of the stage up to its end, or until it has waited long enough for something better."""
+        """Take the stage's steps up to its end, or until its patience is exhausted."""
         output, every, progress = self.recipe.output, self.recipe.evaluation.every, self.progress
         stage, number, end = progress.section(self.recipe), progress.stage, progress.end(self.recipe)
         name = f"stage {number}"
@@ -208,7 +208,7 @@ class TrainingRun:
                     raise self._stopped()
 
     def _end_stage(self, tau: float) -> None:
-        """Go to the next stage if this one is over: at its last step, or where its patience is at an end."""
+        """Go to the next stage if this one is over: at its last step, or when its patience is exhausted."""
         progress, patience = self.progress, self.recipe.evaluation.patience
         if progress.step == progress.end(self.recipe):
             progress.finish_stage(self.recipe, tau)
@@ -219,8 +219,8 @@ class TrainingRun:
         progress = self.progress
         record = progress.end_early(self.recipe)
         if progress.stage == 2 and progress.best_step in self.checkpoints.steps():
-            # The best of stage 1 is that of the run so far. It is taken up before the save, so that a run that goes on
-            # from there needs no other checkpoint.
+            # The best checkpoint of stage 1 is the best of the run so far. Its weights are loaded before the save, so
+            # that a resumed run needs no other checkpoint.
             record["goes_on_from_step"] = progress.best_step
             self.trained.load(self.checkpoints.at(progress.best_step))
         self.folder.log({"step": progress.step, "ended_early": record})
@@ -256,7 +256,7 @@ class TrainingRun:
         }
 
     def _measure(self) -> tuple[bool, float]:
-        """Evaluate and log it; return whether this is the best so far, and τ."""
+        """Evaluate, and log the result; return whether it is the best so far, and τ."""
         scores = checked(self.evaluate(self.trained.served()))
         scores = with_loss(scores, *self._loss_on_held_out_text())
         step, tau = self.progress.step, float(scores[TAU])

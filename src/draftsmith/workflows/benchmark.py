@@ -33,10 +33,10 @@ from draftsmith.workflows.sources import gather_prompts, name_of_source
 
 
 class BenchCell(BaseModel):
-    """One setting of the grid, measured; what only drafts have is None or empty for a peer.
+    """One measured setting of the grid. For a peer, the fields that only drafts have are None or empty.
 
-    Times are wall-clock of whole calls; intervals are [low, high] of 95 %. `candidates` is None for a peer, and where
-    the engine drafted what pays on the machine (`fitted`).
+    Times are wall-clock times of whole calls; intervals are [low, high] at 95 %. `candidates` is None for a peer, and
+    where the engine drafted what pays on this machine (`fitted`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -74,7 +74,7 @@ class BenchCell(BaseModel):
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Every cell that was measured, in the order of the grid; `complete` says whether that is all of it."""
+    """The cells measured so far, in the order of the grid; `complete` says whether these are all of them."""
 
     provenance: Mapping[str, Any]
     cells: list[BenchCell]
@@ -100,23 +100,23 @@ def bench(
     on_progress: Callable[[str, int, int], None] | None = None,
     on_cells: Callable[[BenchResult], None] | None = None,
 ) -> BenchResult:
-    """Measure ms a token over batch size and number of candidates, baseline and drafts interleaved.
+    """Measure ms per token for each batch size and number of candidates; runs with and without drafts alternate.
 
     Args:
         target: a folder, a hub name or a `Target`; the embedded one by default.
-        drafter: the same; by default the embedded target's own.
+        drafter: a folder, a hub name or a `Drafter`; by default the embedded target's own.
         grid: what to measure.
         prompts: a file, or texts; the embedded held-out ones by default.
-        task: only prompts of this task.
+        task: use only the prompts of this task.
         peer: also time `transformers` at batch 1, in the same rounds.
         compile: how much of the step PyTorch compiles.
         loading: how models given by name are loaded.
-        console: where loading and compiling are told; nowhere by default.
-        on_progress: gets a label, the number of runs done since the last call, and that of all runs.
-        on_cells: gets the result so far whenever some cells are done, so that a run that is cut keeps them.
+        console: where loading and compiling are reported; nowhere by default.
+        on_progress: receives a label, the number of runs done since the last call, and the total number of runs.
+        on_cells: receives the result so far whenever some cells are done, so that an interrupted run keeps them.
 
     Raises:
-        DraftsmithError: settings that clash, or prompts that do not fit the context.
+        DraftsmithError: settings that contradict each other, or prompts that do not fit the context.
     """
     grid, loading, console = grid or Grid(), loading or Loading(), console or quiet()
     check_peer(peer, grid.temperature)
@@ -137,7 +137,7 @@ def bench(
     if drafting:
         check_drafter(engine.drafter, grid.rules)
     own = engine.plan
-    plans = grid.plans(own)  # refuses what cannot be made before anything is measured
+    plans = grid.plans(own)  # refuses impossible plans before anything is measured
     for plan in plans.values():
         engine.core.check_plan(plan)
     other = load_peer(target, engine, loading.trust_remote_code) if peer is not None else None

@@ -1,4 +1,4 @@
-"""Lends an engine to training, which knows none: text that the target writes, and τ measured by decoding."""
+"""Connects training to an engine, which it does not import: text that the target writes, and τ measured by decoding."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -18,14 +18,14 @@ ROWS = 64
 EVALUATION_ROWS = 8
 MOST_DRAFTED_ROWS = 8
 FIRST_PROMPTS, TOO_LOW = 4, 1.1
-"""So many prompts a task come first; where τ is surely below this there, as it is before training, they are enough."""
+"""The first prompts of each task; if their τ is surely below this value, as before training, no others are decoded."""
 
 
 class EngineBridge:
-    """Writes and measures for a run.
+    """Writes texts and measures τ for a run.
 
     Args:
-        prompts: what τ is measured on, by task.
+        prompts: the prompts to measure τ on, by task.
         sampling: how the target writes, as `SamplingParams` takes it.
     """
 
@@ -45,30 +45,30 @@ class EngineBridge:
 
     @property
     def every_prompt(self) -> list[list[int]]:
-        """What τ is measured on, of all tasks."""
+        """The prompts of all tasks in one list."""
         return [prompt for prompts in self.prompts.values() for prompt in prompts]
 
     def use(self, drafter: TrainableModel) -> None:
-        """Write the coming text with this drafter, for speed; the text's distribution does not depend on it."""
+        """Draft with this drafter while writing, for speed; the distribution of the texts does not depend on it."""
         self.drafter = drafter.for_decoding(self.target)
 
     def generate(self, prompts: list[list[int]], max_tokens: int, seed: int) -> list[list[int]]:
-        """Let the target write `max_tokens` behind every prompt, or up to its end token."""
+        """Let the target write `max_tokens` tokens after every prompt, or fewer if an end token comes first."""
         longest = max(map(len, prompts)) + max_tokens
         engine = Engine(self.target, self.drafter, max_batch=ROWS, max_length=longest)
         rules = [
             SamplingParams(max_tokens=max_tokens, seed=(seed + 7919 * i) % 2**63, **self.sampling)
             for i in range(len(prompts))
         ]
-        # Many rows fill a CPU's arithmetic by themselves; guesses would only be more work.
+        # Many rows keep a CPU's arithmetic busy by themselves; verifying guesses would only add work.
         crowded = self.target.device.type == "cpu" and len(prompts) > MOST_DRAFTED_ROWS
         done = require_finished(engine.generate(prompts, rules, NO_DRAFT if crowded else None))
         return [completion.tokens for completion in done]
 
     def evaluate(self, drafter: TrainableModel) -> Mapping[str, Any]:
-        """Measure τ, greedy, over all tasks and for each; texts end at the target's end token, as in serving.
+        """Measure greedy τ, over all tasks and for each; texts end at the target's end token, as in serving.
 
-        Where the first few prompts show that next to nothing is guessed, the others are left out.
+        If the first few prompts show that almost no guess is accepted, the other prompts are skipped.
         """
         longest = max(map(len, self.every_prompt)) + self.new_tokens
         engine = Engine(self.target, drafter.for_decoding(self.target), max_batch=EVALUATION_ROWS, max_length=longest)
@@ -87,18 +87,18 @@ class EngineBridge:
 def decoded(
     engine: Engine, prompts: Mapping[str, Sequence[list[int]]], params: SamplingParams
 ) -> dict[str, list[Statistics]]:
-    """Decode the prompts of all tasks together; return the counts of each prompt, by task."""
+    """Decode the prompts of all tasks together; return the statistics of each prompt, by task."""
     done = iter(measure(engine, [prompt for own in prompts.values() for prompt in own], params).completions)
     return {task: [completion.statistics for completion in islice(done, len(own))] for task, own in prompts.items()}
 
 
 def scores(prompts: Sequence[Statistics]) -> dict[str, Any]:
-    """Return τ of what was decoded behind some prompts and, where there are several, its 95 % interval over them."""
+    """Return τ over some decoded prompts and, if there are several, its 95 % interval over them."""
     total = Statistics()
     for own in prompts:
         total += own
     told: dict[str, Any] = {"tokens_per_step": total.tokens_per_step, "prompts": len(prompts)}
-    # A text of a single token took no step.
+    # A text of a single token needed no decoding step.
     stepped = [own for own in prompts if own.steps]
     if len(stepped) > 1:
         tokens, steps = [own.steps + own.accepted for own in stepped], [own.steps for own in stepped]

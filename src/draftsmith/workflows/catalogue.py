@@ -1,4 +1,4 @@
-"""What families there are, and what can be set of each: `draftsmith families`, from Python."""
+"""The families that exist, and the options of each: `draftsmith families`, from Python."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class _Record(BaseModel):
 
 
 class OptionFacts(_Record):
-    """An option of a family; `default` is None where it has to be given, see `required`."""
+    """An option of a family; `default` is None if the user has to give it, see `required`."""
 
     name: str
     default: Any
@@ -22,7 +22,7 @@ class OptionFacts(_Record):
 
 
 class FamilyFacts(_Record):
-    """A family: `trained` tells whether a recipe trains it, `tree` whether `--plan NAME` knows a tree of its own."""
+    """A family; `trained`: whether a recipe trains it; `tree`: whether `--plan NAME` knows a tree of its own."""
 
     name: str
     summary: str
@@ -32,13 +32,13 @@ class FamilyFacts(_Record):
 
 
 def catalogue(*names: str) -> list[FamilyFacts]:
-    """Return what there is to know of these families, of all where none is named; DraftsmithError for unknown ones."""
+    """Return the facts of these families, or of all if none is named; DraftsmithError for unknown names."""
     chosen = [family_named(name) for name in names] if names else list(families().values())
     return [facts_of(family) for family in chosen]
 
 
 def facts_of(family: Family) -> FamilyFacts:
-    """Return what a family says of itself."""
+    """Return the facts of one family."""
     options = [
         OptionFacts(
             name=name, required=field.is_required(), what=field.description or "",

@@ -39,11 +39,11 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed and everything ran."""
+        """Whether all checks ran and none failed."""
         return self.report.passed
 
     def sentence(self) -> str:
-        """Say the result, and the first failure with its cause."""
+        """Return the result and the first failure with its cause, in words."""
         return self.report.sentence()
 
     def as_json(self) -> dict[str, Any]:
@@ -66,23 +66,23 @@ def check(
     console: Console | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> CheckResult:
-    """Check a trained drafter before it is published: what training predicts, decoding has to accept.
+    """Check a trained drafter before it is published: decoding has to accept what training predicts.
 
-    What a failure makes impossible is not run.
+    Checks that an earlier failure makes impossible are skipped.
 
     Args:
         drafter: the folder of a trained drafter; the embedded one by default.
         target: a folder or hub name, because it is loaded in two precisions; the embedded one by default.
-        dtype: precision of the comparison with training: fp32 or fp64 for parity to the last guess.
-        serving_dtype: precision of the copy that decodes.
+        dtype: precision of the comparison with training: fp32 or fp64 for agreement down to the last guess.
+        serving_dtype: precision of the target and drafter that decode.
         device: auto, cpu, cuda and so on.
         trust_remote_code: run code that comes with the model.
         prompts: a file, or texts; the embedded held-out ones by default.
-        task: only prompts of this task.
-        prompt_count: how many, of 8 to 160 tokens; at least 3.
-        new_tokens: greedy tokens a prompt, at least 4.
-        console: where loading is told; nowhere by default.
-        on_progress: gets what is being done.
+        task: use only the prompts of this task.
+        prompt_count: how many prompts, of 8 to 160 tokens; at least 3.
+        new_tokens: greedy tokens per prompt, at least 4.
+        console: where loading is reported; nowhere by default.
+        on_progress: receives what is being done.
 
     Raises:
         DraftsmithError: too few prompts or tokens, or a folder that does not exist.
@@ -121,7 +121,7 @@ def check_folder(
     say: Callable[[str], None],
     console: Console,
 ) -> tuple[CheckReport, str]:
-    """Run every check on a folder; what a failure makes impossible is not run. Returns the target's name too."""
+    """Run every check that earlier failures leave possible on a folder; return the report and the target's name."""
     report = CheckReport(check_files(folder))
     reference = load(dtype, False)
     if not report.passed:
@@ -152,9 +152,9 @@ def check_folder(
 def ragged(
     target: Target, texts: Sequence[Prompt], count: int, new_tokens: int, console: Console
 ) -> list[list[int]]:
-    """Return so many prompts: the conversations whole, then beginnings of texts, each longer than the one before.
+    """Return `count` prompts: conversations uncut, then beginnings of texts, each longer than the one before.
 
-    See `fitting_conversations` for those that are too long.
+    Conversations that are too long are left out, see `fitting_conversations`.
     """
     longest = min(LONGEST, target.max_length - new_tokens)
     chats = fitting_conversations(target, texts, new_tokens, console)[:count]

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 Trial = Mapping[str, Any]
-"""What a trial brought, as plain JSON: `rate`, `options` and `tokens_per_step`, None where the loss blew up."""
+"""The result of a trial, as plain JSON: `rate`, `options` and `tokens_per_step`, which is None if the loss blew up."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The rate and options of the best trial, and all trials; `at_edge` where no larger or no smaller one did worse."""
+    """The best trial's rate and options, and all trials; `at_edge`: its rate is the smallest or largest one tried."""
 
     rate: float
     options: Mapping[str, Any]

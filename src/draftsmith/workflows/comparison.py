@@ -27,7 +27,7 @@ from draftsmith.workflows.models import Loading, load_target, quiet
 from draftsmith.workflows.partition import MEASURED, TUNING
 from draftsmith.workflows.search import Judge
 
-# Of the measurements that a comparison keeps; those of another format are not gone on with.
+# Version of the kept measurements; a comparison in another format is not resumed.
 FORMAT = 3
 
 
@@ -36,7 +36,7 @@ class _Record(BaseModel):
 
 
 class Guessed(_Record):
-    """How well a method guesses with one shape of draft; interval over prompts."""
+    """How well a method guesses with one shape of draft; the interval is over prompts."""
 
     tokens_per_step: float
     tokens_per_step_ci: list[float]
@@ -71,7 +71,7 @@ class CompareCell(_Record):
 
 
 class Trial(_Record):
-    """A short training of the search, and the τ that it was judged by; None where its loss was not finite."""
+    """A short training of the search, and the τ by which it was judged; None if its loss was not finite."""
 
     rate: float
     options: dict[str, Any]
@@ -82,7 +82,7 @@ class Trial(_Record):
 
 
 class Search(_Record):
-    """All trials of a method, and what they cost besides its training."""
+    """All trials of a method, and their cost, which comes on top of its training."""
 
     trials: list[Trial]
     seconds: float
@@ -90,9 +90,9 @@ class Search(_Record):
 
 
 class MethodFacts(_Record):
-    """What a method weighs, and what training it took; `rate` and `start` are those that the search chose.
+    """A method's size and training cost; `rate` and `start` are those that the search chose.
 
-    `rate_at_edge` tells that no larger rate, or no smaller one, was tried that did worse.
+    `rate_at_edge` says that the chosen rate is the smallest or largest that was tried.
     """
 
     name: str
@@ -111,7 +111,7 @@ class MethodFacts(_Record):
 
 
 class Ordering(_Record):
-    """A difference in τ between two methods on the same prompts, where the literature says how it falls."""
+    """A difference in τ between two methods on the same prompts, where the literature says which is better."""
 
     kind: str
     better: str
@@ -124,7 +124,7 @@ class Ordering(_Record):
 
 
 class TextsOfPart(_Record):
-    """The texts of one task that are in one part: trained, tuned or measured on."""
+    """The texts of one task in one part: trained, tuned or measured on."""
 
     part: str
     task: str
@@ -134,9 +134,9 @@ class TextsOfPart(_Record):
 
 
 class TextsApart(_Record):
-    """What the parts were told apart by, what was left out for that, and what they still share.
+    """What separates the parts, what was left out because of it, and what the parts still share.
 
-    `prompts` names what is measured on where that is no part of the `data`.
+    `prompts` names the source of the measured prompts if they are not a part of the `data`.
     """
 
     told_apart_by: str
@@ -152,7 +152,7 @@ class TextsApart(_Record):
 
 
 class Measured(_Record):
-    """How many prompts a task was measured on, of how many texts and known sources."""
+    """How many prompts a task was measured on, and from how many texts and known sources they come."""
 
     task: str
     prompts: int
@@ -161,7 +161,7 @@ class Measured(_Record):
 
 
 class CompareResult(_Record):
-    """Everything a comparison measured; `begun` says what command measured first."""
+    """Everything a comparison measured; `begun` describes the command that measured first."""
 
     provenance: Mapping[str, Any]
     begun: Mapping[str, Any]
@@ -192,7 +192,7 @@ class Comparison:
 
     @property
     def verdict(self) -> list[str]:
-        """Which method to use for which task, in sentences."""
+        """Sentences that say which method to use for which task."""
         return self.result.verdict
 
     def as_json(self) -> dict[str, Any]:
@@ -214,24 +214,24 @@ def compare(
 ) -> Comparison:
     """Train draft families on one budget, decode with each, and say which to use for which task.
 
-    A comparison that was cut goes on where it was when it is called again with the same folder.
+    An interrupted comparison continues where it stopped when it is called again with the same folder.
 
     Args:
         target: a folder, a hub name or a `Target`; the embedded one by default.
-        families: with options or without: "mlp", "mlp:n_predict=7"; all of them where neither these nor `drafters`
-            are given.
-        drafters: folders of drafters that are trained already, by the name to call them.
+        families: names, with or without options, such as "mlp" or "mlp:n_predict=7"; all families if neither these nor
+            `drafters` are given.
+        drafters: folders of trained drafters, by the names to show for them.
         budget: what every family may learn from, and the folder of runs and report.
         settings: how much to measure.
         prompts: held-out prompts, a file or texts with their tasks; by default a part of the data, or of the embedded
-            texts, whose sources nothing is trained or tuned on.
+            texts, whose sources are not used for training or tuning.
         loading: how a target given by name is loaded.
         console: where training is shown; nowhere by default.
-        on_progress: gets what is being measured.
+        on_progress: receives what is being measured.
 
     Raises:
-        DraftsmithError: an unknown family or task, too little text to keep some of it apart, or a folder that holds a
-            comparison on other terms.
+        DraftsmithError: an unknown family or task, too little text to set some of it aside, or a folder that holds a
+            comparison with other settings.
     """
     budget, settings = budget or Budget(Path("comparison")), settings or Settings()
     loading, console, given = loading or Loading(), console or quiet(), dict(drafters or {})
@@ -271,7 +271,7 @@ def compare(
     ordered = orderings(cells, tasks, weighed)
     values = {
         "provenance": about,
-        # A comparison that was cut, or only reported again, was measured by an earlier command.
+        # An interrupted comparison, or one that is only reported again, was measured by an earlier command.
         "begun": begun,
         "target": loaded.name,
         "budget": budget.sentence(),
@@ -295,7 +295,7 @@ def compare(
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a digest of a drafter's folder, by which a comparison knows that it is the same drafter."""
+    """Return a digest of a drafter's folder, by which a comparison recognises the same drafter."""
     storage.require_folder(folder)
     folder = storage.standing(folder)
     sealed = folder / storage.MANIFEST

@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 EXCHANGES = 12
-"""So many pieces of one source make a document, as many as the embedded dialogues have."""
+"""This many pieces of one source make a document, as many as the embedded dialogues have."""
 MOST_CHARACTERS = 10_000_000
-"""Of the user's data no more is read, five times what the default number of texts can begin with."""
+"""At most this much of the user's data is read: five times what the default number of texts can begin with."""
 EMBEDDED = "the embedded texts"
 
 
 @dataclass(frozen=True)
 class ComparisonTexts:
-    """The parts, and what is to be said of where they come from.
+    """The parts, and what a report says about their origin.
 
-    `by` says what the parts were told apart by, `cut_off` whether more data were there than were read. What is measured
-    on is `given` as prompts from elsewhere, or None. `data` and `prompts_of` name where they come from.
+    `by` says what separates the parts, `cut_off` whether there were more data than were read. `given` are the prompts
+    to measure on if they come from elsewhere, else None. `data` and `prompts_of` name where the texts come from.
     """
 
     parts: Parts
@@ -56,10 +56,10 @@ class ComparisonTexts:
     cut_off: bool
 
     def prompts(self, part: str, target: "Target", new_tokens: int) -> list[Prompt]:
-        """Return the prompts of a part, but for conversations that leave no room for so many new tokens.
+        """Return the prompts of a part, without conversations that leave no room for `new_tokens` tokens.
 
         Raises:
-            DraftsmithError: there is none.
+            DraftsmithError: no prompt is left.
         """
         if part == MEASURED and self.given is not None:
             return self.given
@@ -74,18 +74,18 @@ class ComparisonTexts:
         return found
 
     def digest(self) -> str:
-        """Return what tells these parts from others."""
+        """Return a hash that tells these parts from others."""
         records = [[part, as_record(text)] for part in PARTS for text in self.parts[part]]
         return hashlib.sha256(json.dumps(records, sort_keys=True, default=str).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
-        """Write a file of every part, JSON lines, to be trained on and to be looked at."""
+        """Write a JSON-lines file for every part, for training and for inspection."""
         for part in PARTS:
             lines = [json.dumps(as_record(text), ensure_ascii=False, default=str) + "\n" for text in self.parts[part]]
             replace_text(folder / f"{part}.jsonl", "".join(lines))
 
     def account(self) -> dict[str, Any]:
-        """Return what a report says, as plain JSON."""
+        """Return what a report says about the texts, as plain JSON."""
         found = self.found
         return {
             "told_apart_by": self.by,
@@ -113,12 +113,12 @@ class ComparisonTexts:
 def comparison_texts(
     data: Path | None, prompts: Path | str | Sequence[str | Prompt] | None
 ) -> ComparisonTexts:
-    """Return what to train, tune and measure on, kept apart.
+    """Return the texts to train, tune and measure on, kept apart.
 
-    Without `prompts` the texts measured on are a part of the data, or of the embedded ones where there are no data.
+    Without `prompts`, the measured texts are a part of the data, or of the embedded texts if there are no data.
 
     Raises:
-        DraftsmithError: files that cannot be read, or too little text to keep some of it apart.
+        DraftsmithError: files that cannot be read, or too little text to set some of it aside.
     """
     given = None if prompts is None else gather_prompts(prompts)
     asked = [Text(one.task, one.source, one.conversation or one.text) for one in given or ()]
@@ -141,12 +141,12 @@ def comparison_texts(
 
 
 def embedded_pool() -> list[Text]:
-    """Return all embedded texts; only those of the prompts are measured on, which nothing embedded was trained on."""
+    """Return all embedded texts; measured ones come only from the prompts, which nothing embedded was trained on."""
     return [text for name in ("train", "prompts") for text in embedded_texts(name)]
 
 
 def embedded_texts(name: str) -> Iterator[Text]:
-    """Yield the texts of an embedded file; of those made of pieces, as many of one source as make a document."""
+    """Yield the texts of an embedded file; pieces of one source are joined into documents."""
     pieces: dict[tuple[str, str], list[str]] = {}
     for line in assets.prompt_file(name).read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -163,7 +163,7 @@ def embedded_texts(name: str) -> Iterator[Text]:
 
 
 def read_data(path: Path) -> tuple[list[Text], bool]:
-    """Return the texts of a file or folder, and whether there were more than are read."""
+    """Return the texts of a file or folder, and whether there were more than the limit allows to read."""
     path = path.expanduser()
     if not path.exists():
         raise missing_file(path)
@@ -183,13 +183,13 @@ def read_data(path: Path) -> tuple[list[Text], bool]:
 
 
 def named(record: Mapping[str, Any], field: str) -> str:
-    """Return a field that names something; "" where it is not there or holds no name."""
+    """Return a field that holds a name; "" where the field is missing or holds something else."""
     value = record.get(field)
     return str(value) if isinstance(value, str | int) else ""
 
 
 def as_record(text: Text) -> dict[str, Any]:
-    """Return a line of a file of texts, which reads back as the same document."""
+    """Return a text as a line of a file of texts; it reads back as the same document."""
     return {"task": text.task, "source": text.source} | content_of(text.content)
 
 

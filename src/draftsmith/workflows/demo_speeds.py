@@ -1,7 +1,7 @@
 """The demo's race: the speculator trained live, alone and behind a lookup, the shipped one, a 4-bit copy, a cascade.
 
-It is run on the target and, where that is the embedded one, on the same model made as large as models that are read
-from memory, see `draftsmith.evaluation.padding`.
+It runs on the target. If that is the embedded one, it also runs on an enlarged copy, which like larger models has to be
+read from memory; see `draftsmith.evaluation.padding`.
 """
 
 import json
@@ -27,17 +27,17 @@ from draftsmith.types import CompileLevel, DraftsmithError
 LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "4-bit cascade"
 BEHIND = "lookup, then live"
 LENGTHS = {LIVE: (1, 2, 3, 4), SHIPPED: (1, 2, 3, 4), COPY: (3, 4, 5, 6), CASCADE: (4, 6, 7, 9)}
-"""The chains that are tried of each; whoever is not here has its own plan."""
+"""The chain lengths tried for each drafter; drafters that are not listed use their own plan."""
 TRIALS, TRIAL_TOKENS = 4, 48
 ROOM_GB = 4.0
-"""The larger target, its packed weights and their copy take less."""
+"""An upper bound of what the larger target, its packed weights and their copy take together."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TargetSpeeds:
-    """What was measured on one target; `tasks` by task and drafter, `plans` what each drafter drafts."""
+    """What was measured on one target: `tasks` by task and drafter, `plans` what each drafter drafts."""
 
     name: str
     weights: int
@@ -46,7 +46,7 @@ class TargetSpeeds:
 
     @property
     def label(self) -> str:
-        """Name it with its size."""
+        """A name for the target, with its size."""
         return f"{self.name}, {self.weights / 1e6:,.0f} M"
 
     def summary(self) -> dict[str, Any]:
@@ -70,14 +70,14 @@ def race(
     level: CompileLevel,
     say: Say,
 ) -> TargetSpeeds:
-    """Find the best chain of every drafter on the texts for tuning, then let all and plain decoding take turns."""
+    """Find each drafter's best chain on the tuning texts, then time all of them and plain decoding in turns."""
     longest = new_tokens + max(len(prompt) for prompts in (*held_out.values(), tuning) for prompt in prompts)
     plain = Engine(target, max_batch=1, max_length=longest, share_prefixes=False, compile=level)
     ways: dict[str, tuple[Engine, Plan]] = {}
     for name, drafter in drafters.items():
         engine = Engine(target, drafter, max_batch=1, max_length=longest, share_prefixes=False, compile=level)
         plan = engine.plan
-        # Compiled, every length would cost a compilation.
+        # With compilation, every length would have to be compiled.
         if level == "off" and name in LENGTHS:
             say(f"{target.name}: which chain is best for {name}")
             deepest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else max(LENGTHS[name])
@@ -92,13 +92,13 @@ def race(
 
 
 def drafters_for(target: Target, live: Path, shipped: Path | None, tell: Say) -> dict[str, Drafter]:
-    """Load what takes part: the speculators in these folders, and where native kernels read the target all others.
+    """Load the contestants: the speculators in these folders and, if native kernels read the target, all others.
 
-    For the cascade's copy a lookup guesses, and where that knows nothing the speculator that was trained live. A copy
-    for which there is no room, or that cannot be made of this target, is left out.
+    In the cascade, a lookup guesses for the copy, and where it finds nothing the speculator that was trained live. A
+    copy that does not fit into memory, or that cannot be made of this target, is left out.
 
     Args:
-        tell: is told so.
+        tell: receives a message about every copy that is left out.
     """
     folders = {LIVE: live} if shipped is None else {LIVE: live, SHIPPED: shipped}
     found = {name: load_drafter(folder, target) for name, folder in folders.items()}
@@ -116,7 +116,7 @@ def drafters_for(target: Target, live: Path, shipped: Path | None, tell: Say) ->
 
 
 def why_not_larger(target: Target, origin: Path) -> str | None:
-    """Return why the target in `origin` is not measured as a larger one too, in a sentence; None where it is."""
+    """Return, as a sentence, why the target in `origin` is not measured enlarged too; None if it is."""
     free = free_memory()
     if origin.resolve() != assets.demo_target().resolve():
         return "Only the embedded target is made larger."
@@ -137,7 +137,7 @@ def race_on_larger(
     say: Say,
     tell: Say,
 ) -> TargetSpeeds:
-    """Do as `race` on the embedded target in `origin` made larger, with speculators that read its wider states."""
+    """Do as `race` on an enlarged copy of the embedded target in `origin`; the speculators read its wider states."""
     say("making the target as large as those that are read from memory")
     target = padded_target(origin, HALF_BILLION, f"{origin.name}, padded")
     with TemporaryDirectory() as folder:

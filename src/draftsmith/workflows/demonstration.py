@@ -36,7 +36,7 @@ from draftsmith.workflows.sources import EMBEDDED, gather_prompts
 
 TASKS = ("code", "prose")
 ROWS = 8
-# Beginnings of training texts for the target to go on from; they repeat when these are used up.
+# Beginnings of training texts for the target to continue; when all have been used, they repeat.
 PIECES = 4000
 
 Measured = Mapping[str, Measurement]
@@ -93,20 +93,20 @@ def demonstrate(
     """Train a drafter live, then time it beside the shipped one and 4-bit copies of the target.
 
     Args:
-        out: the trained drafter is saved in its folder `drafter`.
+        out: the trained drafter is saved in the folder `drafter` inside this one.
         settings: how the minutes are spent.
         target: a folder, a hub name or a `Target`; the embedded one by default.
-        drafter: the folder of the one to go on from; the embedded first stage by default.
-        prompts: held-out prompts a task.
-        larger: measure half of them on the embedded target made larger as well.
+        drafter: the folder of the drafter to start from; the embedded first stage by default.
+        prompts: held-out prompts per task.
+        larger: measure half of them on the enlarged embedded target as well.
         compile: how much of the step PyTorch compiles for the timing.
         loading: how a target given by name is loaded.
-        console: where loading and measuring are told; nowhere by default.
-        show: told what the training is doing, and how fast.
-        on_trained: gets what was measured before and after the training, ahead of the timing.
+        console: where loading and measuring are reported; nowhere by default.
+        show: receives what the training is doing, and how fast.
+        on_trained: receives what was measured before and after the training, before the timing starts.
 
     Raises:
-        DraftsmithError: prompts that do not fit the context, or a folder without a drafter that can be trained on.
+        DraftsmithError: prompts that do not fit the context, or a folder without a drafter to go on training.
     """
     begun = time.monotonic()
     settings, loading, console = settings or LiveSettings(), loading or Loading(), console or quiet()
@@ -135,7 +135,7 @@ def demonstrate(
         after = tokens_per_step(loaded, live.speculator, held_out, new_tokens)
     on_trained(before, after, live)
 
-    # What is timed is what was saved, read back as any user would read it.
+    # Time the saved drafter, loaded back as any user would load it.
     saved = out / "drafter"
     live.speculator.to(loaded.dtype).save_pretrained(saved, loaded.facts(), {"trained_by": "draftsmith demo"})
     longest = prompt_tokens + new_tokens

@@ -28,29 +28,29 @@ FEATURES = {
     "AVX2": "avx2", "AVX512F": "avx512f", "AVX512-VNNI": "avx512_vnni", "AVX512-BF16": "avx512_bf16",
     "AMX": "amx_tile", "AMX-BF16": "amx_bf16", "AMX-INT8": "amx_int8",
 }
-"""What matters to the kernels, by the names that Linux has for it."""
+"""The CPU features that matter to the kernels, under their Linux names."""
 AMX = ("AMX", "AMX-BF16", "AMX-INT8")
 # Intel's processors of family 6 with AMX: Sapphire Rapids, Emerald Rapids, Granite Rapids (two models).
 AMX_MODELS = ("143", "207", "173", "174")
 MODEL_SIZES_GB = {"1 B": 2, "7 B": 14}
-"""Bytes of a model of so many parameters in bf16, for the sentence that says what bandwidth means."""
+"""Bytes of models with this many parameters in bf16, for the sentence that explains what bandwidth means."""
 
-# More than any cache but a few holds, and quick to fill.
+# Larger than almost any cache, and quick to fill.
 MATRIX_BYTES, ROW = 512 * 2**20, 4096
 MEASURE_S = 0.5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """How fast memory was read, by the threads in use, and who else was there.
+    """How fast the threads in use read memory, and what disturbed them.
 
     Args:
-        gb_per_s: of the quickest pass over a matrix that fits no cache.
-        by: what read it.
-        passes: how often.
-        seconds: for how long, in all.
-        others: cores' worth of time that other programs took meanwhile, or the host of a virtual machine; None where
-            the system does not tell.
+        gb_per_s: rate of the quickest pass over a matrix too large for any cache.
+        by: what read the matrix.
+        passes: how often it was read.
+        seconds: how long all passes took.
+        others: cores' worth of time that other programs, or the host of a virtual machine, took meanwhile; None if
+            the system does not say.
         short_s: seconds for which the native kernels worked with fewer threads than they wanted, because of others.
     """
 
@@ -62,27 +62,27 @@ class Measured:
     short_s: float
 
     def tokens_per_second(self, model_gb: float) -> float:
-        """Return what plain decoding cannot exceed with so many GB of weights, each read once a token."""
+        """Return the limit of plain decoding with `model_gb` GB of weights, each read once per token."""
         return self.gb_per_s / model_gb
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found, and what is to be done.
+    """What was found, and what should be done.
 
     Args:
         model: the processor's name.
-        features: what of `FEATURES` it has; empty where the system does not list them.
+        features: those of `FEATURES` that it has; empty if the system does not list them.
         amx_expected: whether processors of this model have AMX.
-        kernels: the instruction set that the native kernels use; None where there are none.
-        kernels_missing: why there are none.
-        auto_dtype: what `--dtype auto` takes on the CPU.
-        threads: to compute with.
-        chosen_by: the environment variable that chose them, if one did.
+        kernels: the instruction set that the native kernels use; None if there are no kernels.
+        kernels_missing: why there are no kernels.
+        auto_dtype: the dtype that `--dtype auto` chooses on the CPU.
+        threads: number of threads used to compute.
+        chosen_by: the environment variable that set the threads, if one did.
         machine_cores: logical cores of the whole machine.
-        available: what this process may use.
-        memory_gb: of the machine, in 10⁹ bytes.
-        free_gb: what of it programs can still have; None where the system does not tell.
+        available: the cores that this process may use.
+        memory_gb: memory of the machine, in 10⁹ bytes.
+        free_gb: memory that programs can still get; None if the system does not say.
         packed: the packed weights that are kept on disk from one start to the next.
         provenance: command, date, machine, versions.
     """
@@ -110,7 +110,7 @@ class Diagnosis:
         return found
 
     def advice(self) -> list[str]:
-        """Say what would make decoding on this CPU faster, a sentence each, what matters most first."""
+        """Sentences that say what would make decoding on this CPU faster, the most important first."""
         return [*self._of_kernels(), *self._of_threads(), *self._of_neighbours(), *self._of_numbers()]
 
     def as_json(self) -> dict[str, Any]:
@@ -206,16 +206,16 @@ class Diagnosis:
 
 
 def _chosen_by(threads: int) -> str | None:
-    """Name the environment variable that chose so many threads; None where --threads has chosen since."""
+    """Name the environment variable that set the number of threads; None if --threads has set another since."""
     name = chosen_by_user()
     return name if name is not None and os.environ[name].split(",")[0].strip() == str(threads) else None
 
 
 def examine(root: Path = ROOT) -> Diagnosis:
-    """Look what is here and measure, for about a second, with as many threads as decoding has.
+    """Inspect the machine and measure for about a second, with as many threads as decoding uses.
 
     Args:
-        root: below which the system's files lie.
+        root: the folder below which the system's files are.
     """
     use_threads(root=root)
     record = provenance()
@@ -241,12 +241,12 @@ def examine(root: Path = ROOT) -> Diagnosis:
 
 
 def measure(free_gb: float | None, seconds: float = MEASURE_S) -> Measured:
-    """Read a matrix as decoding does, a row times all of it, again and again; by PyTorch where there are no kernels."""
+    """Time products of a row with a large matrix, as in decoding; by PyTorch if there are no kernels."""
     room = MATRIX_BYTES if free_gb is None else min(MATRIX_BYTES, int(free_gb * 1e9) // 4)
     outputs = max(16, room // (2 * ROW) // 16 * 16)
     x = torch.ones(1, ROW, dtype=torch.bfloat16)
     if native.LIBRARY:
-        # Memory that nobody has written to is one page of zeros.
+        # Memory that was never written is mapped to a single page of zeros.
         weight = torch.full((outputs // 16, ROW // 2, 16, 2), 0.01, dtype=torch.bfloat16)
 
         def read() -> None:
@@ -277,7 +277,7 @@ def measure(free_gb: float | None, seconds: float = MEASURE_S) -> Measured:
 
 
 def processor_lines(root: Path = ROOT) -> tuple[frozenset[str], dict[str, str]]:
-    """Return the flags of the first processor in /proc/cpuinfo, and all that is said of it."""
+    """Return the flags of the first processor in /proc/cpuinfo, and all its entries."""
     found: dict[str, str] = {}
     for line in _lines(root / "proc/cpuinfo"):
         name, _, value = line.partition(":")
@@ -286,7 +286,7 @@ def processor_lines(root: Path = ROOT) -> tuple[frozenset[str], dict[str, str]]:
 
 
 def memory_gb(name: str, root: Path = ROOT) -> float | None:
-    """Return an entry of /proc/meminfo in 10⁹ bytes; None where it is not there."""
+    """Return an entry of /proc/meminfo in 10⁹ bytes; None if it is missing."""
     for line in _lines(root / "proc/meminfo"):
         words = line.split()
         if len(words) >= 2 and words[0] == f"{name}:":

@@ -1,4 +1,4 @@
-"""Which drafts a job makes, as far as somebody says so; the drafter's own plan fills in the rest."""
+"""The drafts that a user asks a job for; the drafter's own plan fills in the rest."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What is asked for.
+    """The requested drafts.
 
     Args:
-        shape: a tree; of this plan only branching and choices count. None takes the drafter's own.
+        shape: a tree, of which only branching and choices count. None takes the drafter's own.
         candidates: verify only the best K paths of the tree; 0 drafts nothing.
-        rules: a plan without branching that holds everything else.
+        rules: a plan without branching that holds all other settings.
     """
 
     shape: Plan | None = None
@@ -25,11 +25,11 @@ class Drafts:
     rules: Plan = NO_DRAFT
 
     def plan(self, default: Plan) -> Plan | None:
-        """Return the plan; None leaves the drafter's own, `default`.
+        """Return the plan; None means the drafter's own plan, `default`.
 
-        Without a shape the drafter's own tree is taken; sampled, one chain as deep; with a beam or a number of nodes,
-        all its paths. Of a static tree these and a confidence take what a beam finds within its widths, a confidence
-        as many nodes as it has.
+        Without a shape, the drafter's own tree is taken; a sampled draft is one chain of the same depth, and a beam or
+        a number of nodes takes all paths. With a beam, a number of nodes or a confidence, a static tree becomes a beam
+        search within its widths; with a confidence it keeps its number of nodes.
         """
         from draftsmith.evaluation.grid import plan_for
 
@@ -64,7 +64,7 @@ class Drafts:
 
 
 def check_prunable(given: Plan, shape: str | None = None) -> None:
-    """Raise DraftsmithError where the likeliest paths are to be chosen of a tree that names every node."""
+    """Raise DraftsmithError for a tree that names every node, because its likeliest paths cannot be selected."""
     if given.choices:
         named = f"--plan {shape}" if shape is not None else "the plan"
         raise DraftsmithError(
@@ -74,6 +74,6 @@ def check_prunable(given: Plan, shape: str | None = None) -> None:
 
 
 def check_drafter(drafter: "Drafter", rules: Plan) -> None:
-    """Raise DraftsmithError where sampled drafts are asked of a drafter that takes its best guesses only."""
+    """Raise DraftsmithError for sampled drafts of a drafter that only takes its best guesses."""
     if rules.sampled and not drafter.can_sample:
         raise DraftsmithError("--sampled needs a drafter that can draw its guesses, and this one cannot; leave it out.")

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS, BATCH, POSITIONS = 64, 16, 48
 SCORED = 2048
-# What the default budget trains on: with search and decoding, all families take three quarters of an hour on two cores.
+# Positions of the default budget. With search and decoding, all families take three quarters of an hour on two cores.
 DEFAULT_POSITIONS = 100_000
 SEARCH_SHARE = 0.15
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What every family may learn from: so many positions, or minutes, of texts that the target writes.
+    """What every family may learn from: a number of positions, or of minutes, of text that the target writes.
 
-    It writes `texts` of them, `text_tokens` each, after the beginnings of `data`, or of the embedded texts where that
-    is None. Runs are kept under `folder`. Each trial of the search for rate and start gets `search_share` of the steps,
-    besides the budget; 0 leaves the search out.
+    The target writes `texts` texts of `text_tokens` tokens each. They continue beginnings of `data`, or of the embedded
+    texts if `data` is None. Runs are kept under `folder`. Each trial of the search for rate and start gets
+    `search_share` of the steps, in addition to the budget; 0 skips the search.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class Budget:
 
     @property
     def path(self) -> Path:
-        """The file of the texts that all learn from."""
+        """The file of the texts that all families learn from."""
         return self.folder / "texts.jsonl"
 
     @property
@@ -63,13 +63,13 @@ class Budget:
         return self.folder / "parts"
 
     def steps(self, seconds_a_step: Callable[[], float]) -> int:
-        """Return the steps that the budget allows; what one takes is only asked for where that matters."""
+        """Return the steps that the budget allows; `seconds_a_step` is called only if the budget is in minutes."""
         if self.minutes is not None:
             return max(1, int(60 * self.minutes / seconds_a_step()))
         return -(-(self.positions or DEFAULT_POSITIONS) // (BATCH * POSITIONS))
 
     def sentence(self) -> str:
-        """Say it in words."""
+        """Return the budget in words."""
         positions = f"{self.positions or DEFAULT_POSITIONS:,} positions"
         each = f"{self.minutes:g} minutes" if self.minutes is not None else positions
         return f"{each} a family, of {self.texts:,} texts of {self.text_tokens} tokens that the target wrote"
@@ -77,9 +77,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Entry:
-    """A family with its options, as asked for: `mlp`, `mlp:n_predict=7`, `ngram:max_length=4`.
+    """A family with its options, as the user named it: `mlp`, `mlp:n_predict=7`, `ngram:max_length=4`.
 
-    Those in `asked` stay as they are; how the family starts otherwise is searched for.
+    Options in `asked` are kept as they are; for the others, the search looks for the best start.
     """
 
     name: str
@@ -94,17 +94,17 @@ class Entry:
 
     @property
     def starts(self) -> dict[str, tuple[Any, ...]]:
-        """The options by which it may start otherwise, and the values to try."""
+        """The options that say how it may start, and the values to try for each."""
         return {name: values for name, values in self.family.compared.starts.items() if name not in self.asked}
 
     def suggested(self) -> Choice:
-        """Return the family's own rate and start, all options of the start written out."""
+        """Return the family's own rate and start, with all options of the start written out."""
         told = self.family.config.read(self.options, f"{self.name}:").chosen()
         return Choice(self.family.rate, {**self.options, **{name: told[name] for name in self.starts}})
 
 
 def read_entries(specs: list[str]) -> list[Entry]:
-    """Read what to compare; all families that can be made without more being said where nothing is asked for."""
+    """Parse the entries to compare; without any, take all families that can be made with their defaults."""
     if not specs:
         return [Entry(name, known, known.compared.options) for name, known in families().items() if ready(known)]
     entries = []
@@ -127,7 +127,7 @@ def ready(family: Family) -> bool:
 def recipe_for(
     entry: Entry, choice: Choice, target: "Target", budget: Budget, steps: int, run: str, epochs: int | None = None
 ) -> Recipe:
-    """Return the recipe that trains an entry; it is saved beside the run and can be run by `draftsmith train`."""
+    """Return the recipe that trains an entry; it is saved beside the run, and `draftsmith train` can run it."""
     scored = {} if target.vocab_size <= SCORED else {"draft_vocab_size": SCORED}
     return build_recipe(
         {

@@ -1,4 +1,4 @@
-"""What a run will take, in time and memory, by trying out on this machine what it is made of."""
+"""Estimates the time and memory of a run by trying out its parts on this machine."""
 
 import os
 import tempfile
@@ -26,16 +26,16 @@ from draftsmith.training.step import TrainingStep
 
 TRIED_STEPS, TRIED_ROWS, TRIED_TOKENS = 2, 8, 8
 LOOKED_AT_BATCHES = 8
-"""Batches of stage 1 whose lengths are looked at: some have short windows, some long ones."""
+"""Number of stage-1 batches whose lengths are looked at: some have short windows, some long ones."""
 TRIED_BYTES = 32 * 2**20
 SHOWN_IN_SECONDS = 100
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a step of stage 1 and of stage 2, of a text that the target writes, of a measurement, and of a save.
+    """Seconds per step of stage 1 and of stage 2, per text that the target writes, per measurement and per save.
 
-    `parameters` are those that are trained, `depth` the tokens that the drafter guesses.
+    `parameters` counts the trained parameters, `depth` the tokens that the drafter guesses.
     """
 
     first: float
@@ -47,7 +47,7 @@ class Pace:
     depth: int
 
     def seconds(self, work: Work) -> tuple[float, float, float, float]:
-        """Return what a run takes in stage 1, in stage 2 with the target's writing, in measuring and in saving."""
+        """Return the seconds a run takes: stage 1; stage 2 with the target's writing; measuring; saving."""
         second = work.second * self.second + work.texts * self.text
         return work.first * self.first, second, work.measurements * self.measurement, work.saves * self.save
 
@@ -56,11 +56,12 @@ def try_out(
     recipe: Recipe, target: Target, step: TrainingStep, generate: Generate, measured: Sequence[list[int]],
     measured_tokens: int,
 ) -> Pace:
-    """Take a few steps that are thrown away, let the target write a little, and write a file.
+    """Time a few throwaway steps, a little writing by the target, and the writing of a file.
 
     Args:
-        step: of the run's kind, on a drafter of its own.
-        measured: the prompts that τ is measured on, and behind each of which so many tokens are decoded.
+        step: the kind of step that the run takes, with its own drafter.
+        measured: the prompts that τ is measured on.
+        measured_tokens: number of tokens decoded after each of these prompts.
     """
     first_s = second_s = text_s = 0.0
     if recipe.stage1.steps:
@@ -79,7 +80,7 @@ def try_out(
 
 
 def seconds_of_stage_one(recipe: Recipe, target: Target, step: TrainingStep) -> float:
-    """Return what a step of stage 1 takes, by batches whose windows are about as long as they are on average."""
+    """Return the seconds of a step of stage 1, measured on batches of about average length."""
     section, room = recipe.stage1, step.drafter.max_depth - 1
     loader = build_loader(recipe, target, Windowing(section.length), "pace")
     count = max(LOOKED_AT_BATCHES, section.accumulate)
@@ -91,7 +92,7 @@ def seconds_of_stage_one(recipe: Recipe, target: Target, step: TrainingStep) -> 
 
 
 def seconds_of_stage_two(recipe: Recipe, target: Target, step: TrainingStep) -> float:
-    """Return what a step of stage 2 takes, of which the first epoch alone reads texts that nobody has read before."""
+    """Return the mean seconds of a step of stage 2; only its first epoch reads texts that were never read before."""
     section, length = recipe.stage2, stage_length(recipe, recipe.stage2)
     generator = torch.Generator().manual_seed(0)
 
@@ -108,14 +109,14 @@ def seconds_of_stage_two(recipe: Recipe, target: Target, step: TrainingStep) -> 
 
 
 def seconds_a_step(recipe: Recipe, step: TrainingStep, section: StageSection, batches: Sequence[Batch]) -> float:
-    """Return what a step on these micro-batches takes."""
+    """Return the seconds that a step on these micro-batches takes."""
     take = partial(take_step, recipe, step, section, batches)
     take(0)  # the first one warms up
     return sum(timed(partial(take, number)) for number in range(1, 1 + TRIED_STEPS)) / TRIED_STEPS
 
 
 def take_step(recipe: Recipe, step: TrainingStep, section: StageSection, batches: Sequence[Batch], number: int) -> None:
-    """Take a step, of which nothing stays but what it moves in a drafter of its own."""
+    """Take a step that changes nothing but the weights of its own throwaway drafter."""
     step.gradients(batches, rate=0.0, positions=section.positions_per_sequence, seed=("pace", number))
     if recipe.joint is None:
         step.apply()
@@ -124,7 +125,7 @@ def take_step(recipe: Recipe, step: TrainingStep, section: StageSection, batches
 
 
 def seconds_a_text(generate: Generate, prompts: Sequence[list[int]], new_tokens: int) -> float:
-    """Return what a text of so many tokens takes, written beside others, one behind each prompt."""
+    """Return the seconds per text of `new_tokens` tokens, written side by side, one after each prompt."""
     rows = list(prompts)
     generate(rows[:1], 1, 0)  # warms up
     begun = timed(lambda: generate(rows, 1, 0))
@@ -133,7 +134,7 @@ def seconds_a_text(generate: Generate, prompts: Sequence[list[int]], new_tokens:
 
 
 def seconds_a_byte() -> float:
-    """Return what a byte of a checkpoint takes to write and to seal."""
+    """Return the seconds that it takes to write and seal a byte of a checkpoint."""
     with tempfile.TemporaryDirectory() as place:
         tensor = torch.zeros(TRIED_BYTES, dtype=torch.uint8)
         took = timed(
@@ -152,7 +153,7 @@ def timed(task: Callable[[], object]) -> float:
 
 
 def foretold(recipe: Recipe, target: Target, pace: Pace, work: Work) -> str:
-    """Say what is still to be done, how long it will take and how much memory."""
+    """Say what is still to be done, and how much time and memory it will take."""
     first, second, measuring, saving = pace.seconds(work)
     parts = [
         f"{in_words(seconds)} {what}" for count, seconds, what in (
@@ -181,12 +182,12 @@ def in_words(seconds: float) -> str:
 
 
 def scored(recipe: Recipe, target: Target) -> int:
-    """Return how many tokens the drafter scores."""
+    """Return how many tokens the drafter scores, i.e. the size of its vocabulary."""
     return recipe.drafter.config.draft_vocab_size or target.vocab_size
 
 
 def activations(recipe: Recipe, target: Target, depth: int) -> int:
-    """Reckon the bytes of a step: the target's logits, twice, and the drafter's of all depths, three times, in fp32."""
+    """Estimate the bytes of a step, in fp32: the target's logits twice, the drafter's of all depths three times."""
 
     def of(stage: StageSection) -> int:
         length = stage_length(recipe, stage)
@@ -197,12 +198,12 @@ def activations(recipe: Recipe, target: Target, depth: int) -> int:
 
 
 def memory(recipe: Recipe, target: Target, parameters: int, depth: int) -> int:
-    """Reckon the bytes of training: weights, gradients and two averages in fp32, and what a step needs."""
+    """Estimate the bytes of training: weights, gradients and two averages in fp32, and a step's activations."""
     return 16 * parameters + activations(recipe, target, depth)
 
 
 def free_memory(target: Target) -> int:
-    """Return the bytes that are free where the target computes; half of all where the system does not say."""
+    """Return the free bytes on the device where the target computes; half of all bytes if the system does not say."""
     if target.device.type == "cuda":
         return int(torch.cuda.mem_get_info(target.device)[0])
     told = system.free_memory()

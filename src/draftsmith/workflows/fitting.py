@@ -1,6 +1,6 @@
-"""The drafts that pay on this machine: measured once for target and drafter, and kept.
+"""Chooses the drafts that pay on this machine: measured once per target and drafter, and kept.
 
-Costs and acceptance are those of decoding itself, on texts that nothing is evaluated on.
+Costs and acceptance are measured by decoding itself, on texts that are not used for evaluation.
 """
 
 import hashlib
@@ -29,26 +29,26 @@ from draftsmith.user_cache import cache_folder
 from draftsmith.workflows.models import quiet as silent
 
 READY_HOPE = 4.0
-"""A drafter that costs next to nothing while it does not draft, without a memory or a lookup, stays ready for texts
-that suit it far better than those that were measured."""
+"""A drafter without a model's memory or a lookup costs almost nothing while it does not draft. So it stays ready for
+texts that suit it far better than the measured ones."""
 MEMORY_HOPE = 0.85
-"""One with a model's memory reads every text, also where it does not draft, so it has to gain clearly."""
+"""A drafter with a model's memory reads every text even when it does not draft, so its gain has to be clear."""
 DISTURBED_FOR_S = 3600.0
-"""So long it is made do with what was measured while other programs disturbed it."""
+"""A profile that was measured while other programs disturbed the machine is used for this long."""
 FORMAT = 23
-"""Raised when what is measured changes, or how it is written: then everything is measured once more."""
+"""Increased when the content or the format of the profile changes; then everything is measured again."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A profile, the seconds it took, 0 where it is of an earlier time, and whether the machine was quiet then."""
+    """A profile, the seconds its measurement took (0 if it was kept), and whether the machine was quiet then."""
 
     profile: Profile
     seconds: float
     quiet: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is kept, as plain JSON."""
+        """Return what is kept on disk, as plain JSON."""
         return {"quiet": self.quiet, **self.profile.to_json()}
 
 
@@ -56,9 +56,9 @@ def fit(target: Target, drafter: Drafter, name: str | None, console: Console, mo
     """Return the profile of target and drafter on this machine, measured now or kept from an earlier time.
 
     Args:
-        most: rows that are decoded together; what was measured for fewer is measured anew.
-        name: the folder or word that the drafter was loaded from; without one nothing is kept.
-        console: shows that something is measured.
+        name: the folder or word that the drafter was loaded from; without one, nothing is kept.
+        console: shows that a measurement is running.
+        most: rows that are decoded together; a profile measured for fewer rows is measured again.
     """
     path = None if name is None else place(target, drafter, name)
     kept, wanted = None if path is None else read(path), up_to(most)
@@ -77,21 +77,21 @@ def fit(target: Target, drafter: Drafter, name: str | None, console: Console, mo
 
 
 Names = str | Path | Mapping[str, str | Path]
-"""The folder or word that a drafter was loaded from, or those of several by the engine's name of each."""
+"""The folder or word that a drafter was loaded from; of several drafters, by the engine's name for each."""
 
 
 def fit_drafts(engine: Engine, loaded_from: Names | None = None, console: Console | None = None) -> Engine:
-    """Return an engine of the same parts that drafts what pays on this machine, and say what that is.
+    """Return an engine of the same parts that makes the drafts that pay on this machine, and say which these are.
 
-    What drafts cost and bring is measured in some seconds, by decoding the embedded training texts; while the engine
-    decodes, each text's own acceptance corrects it, and where the engine has several drafters each text gets the one
-    that brings it most. Without a drafter, or compiled, when every plan would cost a compilation, the engine is
-    returned as it is.
+    The cost and benefit of drafts are measured in a few seconds by decoding the embedded training texts. While the
+    engine decodes, each text's own acceptance corrects them. If the engine has several drafters, each text gets the one
+    that brings it most. An engine without a drafter is returned as it is, and so is a compiled one, because every plan
+    would have to be compiled.
 
     Args:
-        loaded_from: what was measured is kept under this name for the next time, for this machine, these versions, this
-            target and this drafter.
-        console: where that is said; nowhere by default.
+        loaded_from: the measurement is kept under this name, for this machine, these versions, this target and this
+            drafter.
+        console: where the result is reported; nowhere by default.
     """
     return fitted_engines(engine, (engine.max_batch,), loaded_from, console).get(engine.max_batch, engine)
 
@@ -99,10 +99,10 @@ def fit_drafts(engine: Engine, loaded_from: Names | None = None, console: Consol
 def fitted_engines(
     engine: Engine, batches: Sequence[int], loaded_from: Names | None = None, console: Console | None = None
 ) -> dict[int, Engine]:
-    """Do as `fit_drafts`, an engine for each number of rows; none where it would be returned as it is.
+    """Do as `fit_drafts`, with one engine per number of rows; empty where `fit_drafts` would change nothing.
 
-    A drafter with a model's memory has to read every text, drafting or not, so it drafts only where that pays with so
-    many rows.
+    A drafter with a model's memory has to read every text, drafting or not, so it is used only where that pays with
+    that many rows.
     """
     console = console or silent()
     drafting = {name: one for name, one in engine.core.drafters.items() if one.default_plan().depth}
@@ -135,7 +135,7 @@ def fitted_engines(
 
 
 def in_words(found: Fit, policy: Fitted, rows: int = 1) -> str:
-    """Say in a line which drafts are made, and why; `rows` at most are decoded together."""
+    """Return a line that says which drafts are made, and why; at most `rows` rows are decoded together."""
     profile, arm = found.profile, policy.typical
     when = f"measured in {found.seconds:.1f} s" if found.seconds else "measured before"
     if not found.quiet:
@@ -144,7 +144,7 @@ def in_words(found: Fit, policy: Fitted, rows: int = 1) -> str:
         tried = max(profile.arms[1:], key=lambda one: profile.gain(one, rows), default=None)
         beside = f" for {rows} texts at a time" if rows > 1 else ""
         if tried is not None:
-            # One that has to read every text, drafting or not, is wanted to gain more than a little.
+            # A drafter that has to read every text, drafting or not, must gain more than a little.
             beside = f" clearly{beside}" if profile.gain(tried, rows) > 1 else beside
             beside += f": the best, {shape_in_words(tried.plan)}, would be {profile.gain(tried, rows):.2f}×"
         return f"No drafts, because on this machine none of this drafter's pays{beside} ({when}; --plan own drafts)."
@@ -162,7 +162,7 @@ def shape_in_words(plan: Plan) -> str:
 
 
 def place(target: Target, drafter: Drafter, name: str) -> Path:
-    """Return where the profile of a target, a drafter and this machine is kept."""
+    """Return the path at which the profile of a target and a drafter on this machine is kept."""
     what = {
         "format": FORMAT, "machine": machine() | {"memory_gib": None}, "threads": torch.get_num_threads(),
         "versions": {**versions(), "python": None}, "device": str(target.device),
@@ -176,14 +176,14 @@ def place(target: Target, drafter: Drafter, name: str) -> Path:
 
 
 def stamp(name: str) -> list[float]:
-    """Return what changes when the weights in a folder do, or in one that a word names in its options."""
+    """Return sizes and times of the weight files in a folder, or in the folders that a word names in its options."""
     folders = folders_in(name)
     files = [path.stat() for folder in folders for path in sorted(folder.glob("*.safetensors"))]
     return [value for file in files for value in (file.st_size, file.st_mtime)]
 
 
 def folders_in(name: str) -> list[Path]:
-    """Return the folder of this name, or those that a word names in its options."""
+    """Return the folder of this name, or the folders that a word names in its options."""
     if Path(name).is_dir():
         return [Path(name)]
     given = read_spec(name)[1].values() if ":" in name else ()
@@ -192,7 +192,7 @@ def folders_in(name: str) -> list[Path]:
 
 
 def read(path: Path) -> Fit | None:
-    """Return what is kept; None where there is nothing, or nothing that can be used any more."""
+    """Return the kept profile; None if there is none, or none that can still be used."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         found = Fit(Profile.from_json(value), 0.0, bool(value["quiet"]))
@@ -203,7 +203,7 @@ def read(path: Path) -> Fit | None:
 
 
 def keep(path: Path, value: dict[str, Any]) -> None:
-    """Write a profile; a place that cannot be written costs a measurement next time, and no more."""
+    """Write a profile; if that fails, the only cost is another measurement next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(value, indent=1))

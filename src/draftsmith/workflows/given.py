@@ -1,4 +1,4 @@
-"""What a command was given by name, checked before anything is imported that takes long: a mistake is told at once."""
+"""Checks the names that a command was given before anything slow is imported, so that mistakes are reported at once."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,12 +16,12 @@ def check_models(
     target: str | Path | None = None, drafters: Iterable[str | Path | None] = (), dtypes: Iterable[str] = (),
     device: str = "auto",
 ) -> None:
-    """Refuse names of a target, of drafters, dtypes or a device that stand for nothing; None is left to its default.
+    """Refuse unknown targets, drafters, dtypes and devices; None stands for the default.
 
-    What is on the hub is found out when it is loaded.
+    Names on the hub are checked only when they are loaded.
 
     Raises:
-        DraftsmithError: the first of them, with what may be meant.
+        DraftsmithError: the first unknown name, with the name that may be meant.
     """
     for dtype in dtypes:
         check_dtype(dtype)
@@ -34,10 +34,10 @@ def check_models(
 
 
 def require_trained(drafter: Path) -> None:
-    """Refuse what is no folder of a drafter, whatever it may hold.
+    """Refuse a path that is not the folder of a drafter, without checking what the folder holds.
 
     Raises:
-        DraftsmithError: there is none, with the nearest that there is; or it is the word for a family.
+        DraftsmithError: there is no such folder, with the nearest that exists; or it is the name of a family.
     """
     word = str(drafter).partition(":")[0]
     family = None if drafter.exists() else find(word)
@@ -48,7 +48,7 @@ def require_trained(drafter: Path) -> None:
 
 
 def check_prompts(path: Path | None, task: str | None = None) -> None:
-    """Refuse a file of prompts that cannot be read, and a task that it does not have, or the embedded prompts."""
+    """Refuse a prompt file that cannot be read, and a task that this file, or the embedded prompts, do not have."""
     if path is not None or task is not None:
         gather_prompts(path, task)
 

@@ -1,4 +1,4 @@
-"""What τ is measured on while training: the held-out part of the user's own data, given prompts, or embedded ones."""
+"""Prompts to measure τ on while training: the held-out part of the user's data, given prompts, or embedded ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 PROMPTS, PROMPTS_A_TASK = 32, 16
-"""In all, and of every task at least."""
+"""Number of prompts in all, and at least this many of every task."""
 FEWEST_PROMPTS = 8
 NEW_TOKENS, PROMPT_TOKENS = 64, 64
 READ_PIECES = 64
-"""Held-out pieces of a source beyond these are not read."""
+"""At most this many held-out pieces of a source are read."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What τ is measured on while training: prompts a task, their length, and new tokens behind each.
+    """What τ is measured on while training: prompts per task, their length, and the new tokens after each.
 
-    `prompts` are a file or texts; None takes the held-out part of the training data, or the embedded held-out prompts
-    where the training data are the embedded ones too. Of the numbers, None takes 32 prompts in all, at least 16 of
-    every task or source, and lengths of 64 tokens, less where the target's context is short.
+    `prompts` are a file or texts. None takes the held-out part of the training data, or the embedded held-out prompts
+    if the training data are embedded too. Numbers that are None default to 32 prompts in all, with at least 16 of every
+    task or source, and to lengths of 64 tokens, or less if the target's context is short.
     """
 
     prompts: Path | str | Sequence[str | Prompt] | None = None
@@ -42,9 +42,9 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Probe:
-    """Prompts to measure τ on, with all numbers settled, and in words which they are and what was assumed.
+    """Prompts to measure τ on, all numbers settled, with a description of the prompts and of what was assumed.
 
-    Texts are cut to `prompt_tokens`, conversations are not; `longest` is what the longest of all has.
+    Texts are cut to `prompt_tokens`, conversations are not; `longest` is the length of the longest prompt.
     """
 
     prompts: list[Prompt]
@@ -57,7 +57,7 @@ class Probe:
     warning: str = ""
 
     def sentence(self) -> str:
-        """Say what τ is measured on, and what that assumes."""
+        """Return what τ is measured on, and what that assumes, in words."""
         return (
             f"τ is measured by greedy decoding of {self.new_tokens} tokens behind {self.count} "
             f"prompt{'s' if self.count != 1 else ''} of at most {self.longest} tokens from {self.source}, on the "
@@ -66,10 +66,10 @@ class Probe:
 
 
 def settle(asked: Evaluation, data: DataSection, embedded: bool, target: "Target") -> Probe:
-    """Return what to measure on.
+    """Return the prompts to measure on.
 
     Args:
-        embedded: whether the run is one on the embedded texts, for which held-out ones are embedded too.
+        embedded: whether the run trains on the embedded texts; there are embedded held-out prompts for those.
 
     Raises:
         DraftsmithError: prompts that do not exist, or lengths above the target's context.
@@ -126,7 +126,7 @@ def held_out_prompts(data: DataSection, target: "Target", longest: int) -> list[
 
 
 def as_prompt(document: Document, task: str, source: str) -> Prompt | None:
-    """Return what of a document is a prompt; None where the assistant has no turn in it."""
+    """Return the part of a document that serves as a prompt; None if the assistant has no turn in it."""
     if isinstance(document, Completion):
         return Prompt(task, source, document.prompt)
     if isinstance(document, str):
@@ -139,12 +139,12 @@ def as_prompt(document: Document, task: str, source: str) -> Prompt | None:
 
 
 def fits(prompt: Prompt, target: "Target", longest: int) -> bool:
-    """Tell whether a conversation can be shown to the target; texts are cut."""
+    """Tell whether a conversation fits the target; a text is cut, so it only must not be blank."""
     if prompt.conversation is None:
         return bool(prompt.text.strip())
     try:
         return len(whole(target, [prompt])[0]) <= longest
-    except DraftsmithError:  # the template refuses this one
+    except DraftsmithError:  # the template refuses this conversation
         return False
 
 

@@ -1,7 +1,7 @@
 """The demo's live training: the target writes, the drafter learns from it, all within a promised time.
 
-This is stage 2 of the report (section 3.2) by the clock instead of by steps, so that it ends when it was promised to
-on any machine. Shapes: N stages.
+This is stage 2 of the report (section 3.2), limited by time instead of steps, so that it ends as promised on any
+machine. Shapes: N stages.
 """
 
 import math
@@ -24,10 +24,10 @@ from draftsmith.training.step import NotFinite, TrainingStep
 from draftsmith.types import DraftsmithError, SamplingParams, require_finished
 
 RESOLUTION = 1000
-"""The schedule knows steps; the clock is cut into so many."""
+"""The schedule counts steps, so the time is divided into this many."""
 
 Show = Callable[[str, str], None]
-"""Told what is being done, and how fast; when all is done, both texts are empty."""
+"""Receives what is being done, and how fast; when all is done, both texts are empty."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class LiveSettings:
     """How the minutes are spent.
 
     Args:
-        minutes: of writing and learning together.
-        writing_share: of the time that goes into the target's writing.
+        minutes: time for writing and learning together.
+        writing_share: share of the time that the target spends writing.
         prompt_tokens, new_tokens: of each sequence.
         write_batch: sequences written together.
         batch: sequences a step.
-        positions: trained on in each of them.
+        positions: positions trained on in each sequence.
         rate, final_rate: peak and end of the learning rate.
         distillation: weight of the target's own distribution in the loss.
     """
@@ -95,7 +95,7 @@ def train_live(
 def write(
     target: Target, speculator: TrainableModel, prompts: list[list[int]], settings: LiveSettings, show: Show
 ) -> list[Window]:
-    """Let the target continue prompts, greedily as it will be timed; at least one batch."""
+    """Let the target continue prompts, greedily as in the later timing; write at least one batch."""
     begun = time.monotonic()
     longest = settings.prompt_tokens + settings.new_tokens
     engine = Engine(target, speculator.for_decoding(target), max_batch=settings.write_batch, max_length=longest)
@@ -118,7 +118,7 @@ def write(
             )
             for i in range(len(chosen))
         ]
-        # So many rows fill a CPU's arithmetic by themselves; guesses would only be more work.
+        # This many rows keep a CPU's arithmetic busy by themselves; verifying guesses would only add work.
         plan = NO_DRAFT if target.device.type == "cpu" else None
         done = require_finished(engine.generate(chosen, rules, plan, on_progress=note))
         for completion in done:
@@ -135,7 +135,7 @@ def learn(
     begun: float,
     show: Show,
 ) -> list[tuple[float, float]]:
-    """Train until the time is up, at least one step; return (seconds, loss) of every step."""
+    """Train until the time is up, for at least one step; return (seconds, loss) of every step."""
     rng = random.Random(settings.seed)
     section = OptimizerSection(precision="bf16" if target.dtype == torch.bfloat16 else "fp32")
     step = TrainingStep(speculator.train(), target, section, DistillationSection(weight=settings.distillation))

@@ -19,14 +19,14 @@ from draftsmith.types import DraftsmithError
 
 @dataclass
 class LoadResult:
-    """What was measured so far; `as_json` is what `draftsmith load --json` writes.
+    """What has been measured so far; `as_json` is what `draftsmith load --json` writes.
 
     Args:
-        settings: what was asked for, by the names of the options.
+        settings: the settings, by the names of the options.
         levels: the numbers of each level, see `evaluation.load.metrics.summarise`.
-        details: of each level, what was measured of every request.
+        details: for each level, what was measured of every request.
         complete: whether all levels were measured to their end.
-        notes: what whoever reads the numbers should know.
+        notes: remarks that readers of the numbers should know.
     """
 
     provenance: dict[str, Any]
@@ -42,7 +42,7 @@ class LoadResult:
         return str(self.provenance["date"])
 
     def as_json(self, details: bool = False) -> dict[str, Any]:
-        """Return everything, with the raw times and texts of every request if `details` are wanted."""
+        """Return everything; with `details`, also the raw times and texts of every request."""
         levels = self.levels
         if details:
             levels = [level | more for level, more in zip(self.levels, self.details, strict=True)]
@@ -57,7 +57,7 @@ class LoadResult:
 
 Progress = Callable[[str, int, int], None]
 LATE = 0.1
-"""Waiting for a client is told of from this share of the time to the first token on."""
+"""Waiting for a free client is reported if it exceeds this share of the median time to the first token."""
 
 
 def measure_load(
@@ -69,12 +69,12 @@ def measure_load(
     """Measure a server under every load of the settings, one after the other.
 
     Args:
-        on_level: called with what is there after each level, also when one is interrupted.
-        on_progress: called after each request with the level's name, how many ended, and how many there are.
+        on_level: called with the result so far after each level, also if it was interrupted.
+        on_progress: called after each request with the level's name, the number of finished requests, and their total.
 
     Raises:
-        DraftsmithError: the server cannot be reached, lets nobody in, or answered no request of a level.
-        KeyboardInterrupt: Ctrl-C; `on_level` has what was measured by then.
+        DraftsmithError: the server cannot be reached, refuses access, or answered no request of a level.
+        KeyboardInterrupt: Ctrl-C; `on_level` has received what was measured by then.
     """
     return asyncio.run(_measure(settings, on_level, on_progress))
 
@@ -95,7 +95,7 @@ async def _measure(settings: LoadSettings, on_level: Callable[[LoadResult], None
             try:
                 await _run_level(level, client, model, requests, settings, result, on_progress)
             finally:
-                # Also when interrupted: then there is no time to ask the server again.
+                # After an interruption there is no time to ask the server again.
                 after = await client.counters() if level.complete else None
                 if any(record.ok for record in level.records):
                     result.levels.append(summarise(level, settings, before, after))
@@ -136,7 +136,7 @@ async def _run_level(
 async def _warm_up(
     client: Client, model: str, requests: Requests, settings: LoadSettings, on_progress: Progress
 ) -> None:
-    """Send what is not measured, as many at once as the largest level has clients."""
+    """Send requests that are not measured, as many at once as the largest level has clients."""
     if not settings.warmups:
         return
     counts = [count for count in settings.clients if count is not None]
@@ -153,13 +153,13 @@ async def _warm_up(
 
 
 def _check_any(level: Level) -> None:
-    """Refuse a level without a single answer: nothing can be said of it but what the server said."""
+    """Refuse a level without a single answer: only the server's error message can be reported."""
     if level.records and not any(record.ok for record in level.records):
         raise DraftsmithError(f"all {len(level.records)} requests failed; the first because {level.records[0].error}.")
 
 
 def _note(result: LoadResult, level: Level) -> None:
-    """Add what whoever reads the numbers of this level should know."""
+    """Add remarks that readers of this level's numbers should know."""
     found = result.levels[-1]
     if level.bottleneck:
         result.notes.append(

@@ -36,7 +36,7 @@ PROBED_STEPS = 3
 
 
 def write_texts(entry: Entry, target: Target, budget: Budget, bridge: EngineBridge, console: Console) -> None:
-    """Let the target write what all families learn from, as far as that is not done yet."""
+    """Let the target write the texts that all families learn from, unless that is done already."""
     recipe = recipe_for(entry, entry.suggested(), target, budget, budget.texts // BATCH, "texts", epochs=1)
     section = recipe.stage2
     texts = GeneratedText(budget.path, section, noise(recipe.seed, "stage2"))
@@ -48,7 +48,7 @@ def write_texts(entry: Entry, target: Target, budget: Budget, bridge: EngineBrid
 
 
 def seconds_a_step(recipe: Recipe, target: Target, texts: Path) -> float:
-    """Train a throwaway drafter for a few steps, and return what one takes."""
+    """Train a throwaway drafter for a few steps, and return the seconds per step."""
     section = recipe.stage2
     step = TrainingStep(build_drafter(recipe, target), target, recipe.optimizer, recipe.distillation)
     sequences = GeneratedText(texts, section, 0)
@@ -62,7 +62,7 @@ def seconds_a_step(recipe: Recipe, target: Target, texts: Path) -> float:
 
 
 def steps_for(entry: Entry, target: Target, budget: Budget, measurement_log: MeasurementLog) -> int:
-    """Return the steps that an entry is trained for."""
+    """Return the number of steps for which an entry is trained."""
 
     def pace() -> float:
         probe = recipe_for(entry, entry.suggested(), target, budget, PROBED_STEPS + 1, entry.folder)
@@ -76,7 +76,7 @@ def choose(
     entry: Entry, target: Target, budget: Budget, steps: int, judge: Judge, measurement_log: MeasurementLog,
     console: Console,
 ) -> Choice:
-    """Search for the rate and the start of an entry, with a share of its steps each; what is tried already is kept."""
+    """Search for an entry's rate and start, with a share of its steps per trial; finished trials are kept."""
     suggested = entry.suggested()
     if budget.search_share == 0:
         return suggested
@@ -100,7 +100,7 @@ def choose(
 
 
 def searched(entry: Entry, choice: Choice) -> dict[str, Any]:
-    """Return what a report says of a search."""
+    """Return what a report says about a search."""
     return {
         "rate": choice.rate,
         "suggested_rate": entry.family.rate,
@@ -118,7 +118,7 @@ def train_entry(
     entry: Entry, choice: Choice, target: Target, budget: Budget, steps: int, bridge: EngineBridge,
     measurement_log: MeasurementLog, console: Console,
 ) -> dict[str, Any]:
-    """Train one entry, or go on with its run; return its folder and what it took."""
+    """Train one entry, or resume its run; return its folder and the cost of its training."""
     recipe = recipe_for(entry, choice, target, budget, steps, entry.folder)
 
     def run() -> dict[str, Any]:
@@ -142,12 +142,12 @@ def prepare_methods(
     target: Target, entries: list[Entry], given: Mapping[str, str | Path], budget: Budget, tuning: Sequence[Prompt],
     judge: Judge, measurement_log: MeasurementLog, console: Console,
 ) -> tuple[list[Method], list[dict[str, Any]]]:
-    """Train what has to be trained; return all methods, and what each weighs and took.
+    """Train what is not trained yet; return all methods, and each one's size and training cost.
 
     Args:
-        given: folders of drafters that are trained already, by the name to call them.
-        tuning: prompts that the exported checkpoint is chosen by.
-        judge: says which rate and start are best.
+        given: folders of trained drafters, by the names to show for them.
+        tuning: prompts by which the exported checkpoint is chosen.
+        judge: decides which rate and start are best.
     """
     methods: list[Method] = []
     weighed: list[dict[str, Any]] = []
@@ -176,12 +176,12 @@ def prepare_methods(
         facts = train_entry(entry, choice, target, budget, steps, bridge, measurement_log, console)
         facts = {**facts, **searched(entry, choice)}
         drafter = load_drafter(facts.pop("drafter"), target)
-        # A family with options is compared for these, with the tree that all have.
+        # A family that was named with options is compared for these options, with the tree that all methods have.
         as_published = entry.name == entry.family.name and entry.family.compared.static_tree
         add(entry.name, drafter, entry.family.summary, tree=entry.family.tree if as_published else (), **facts)
         twin = entry.family.compared.confident_twin
         if as_published and twin is not None:
-            facts.pop("search")  # once for the weights that it found
+            facts.pop("search")  # reported once, for the weights that it found
             add(twin, drafter, f"the same weights as {entry.name}, with a tree of what it is surest of", **facts)
     for entry in entries:
         if not entry.family.trainable:

@@ -1,4 +1,4 @@
-"""What every job begins with: target and drafter, given by name or as they are, and a compiled step where it pays."""
+"""How every job begins: loads target and drafter, given by name or as objects, and compiles the step where it pays."""
 
 import logging
 import time
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 CompileChoice = Literal["auto", "off", "trace", "full"]
 
-# What full compilation takes at first, and the share of a step it saves: benchmarks/README.md has both measured.
+# Seconds that full compilation takes at first, and the share of a step it saves; measured in benchmarks/README.md.
 FULL_COSTS_S, FULL_SAVES = 120.0, 0.5
-# Below this nobody waits for a compiler, and not even for the measurement that would tell.
+# For fewer tokens, neither a compilation nor the measurement that decides about it is worth the time.
 FEWEST_TOKENS = 1000
-# Characters of each embedded text by which tokens are weighed.
+# Characters of each embedded text that serve as a sample for `Drafter.note_for_user`.
 SAMPLE = 1000
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How models that are given by name are loaded; what is given as an object is taken as it is.
+    """How models given by name are loaded; models given as objects are used as they are.
 
     Args:
         dtype: auto (bf16 where the hardware has it), bf16, fp16, fp32 or fp64.
@@ -43,7 +43,7 @@ class Loading:
         native: use the native kernels (bf16 on a CPU).
         quantize: "int8" or "int4" quantises the target's linear layers on a CPU; the text is then that of the
             quantised model.
-        dtype_option: how the user of this job names a dtype, for a line that recommends one.
+        dtype_option: how this job's user sets a dtype, for a message that recommends one.
     """
 
     dtype: str = "auto"
@@ -55,17 +55,17 @@ class Loading:
 
 
 def quiet() -> Console:
-    """Return a console that shows nothing: what a job called from Python has, unless it is handed another."""
+    """Return a console that shows nothing, the default of jobs called from Python."""
     return Console(quiet=True)
 
 
 def dtype_name(target: "Target") -> str:
-    """Return the target's precision as results name it: "bfloat16"."""
+    """Return the target's precision as results show it: "bfloat16"."""
     return str(target.dtype).removeprefix("torch.")
 
 
 def name_of(drafter: "Drafter | str | Path | None", default: str | None = None) -> str | None:
-    """Return what results call a drafter: the last part of its folder or name, behind the word that it belongs to."""
+    """Return a drafter's name as results show it: the last part of its folder or name, after the word it belongs to."""
     if drafter is None:
         return default
     if isinstance(drafter, str) and "/" in drafter.partition(":")[2] and "/" not in drafter.partition(":")[0]:
@@ -76,7 +76,7 @@ def name_of(drafter: "Drafter | str | Path | None", default: str | None = None) 
 
 
 def load_target(target: "Target | str | Path | None", loading: Loading, console: Console) -> "Target":
-    """Load a target, the embedded one by default, and say what reads it."""
+    """Load a target, the embedded one by default, and report what reads it."""
     from transformers.utils import logging as transformers_logging
 
     from draftsmith.targets import Target
@@ -110,7 +110,7 @@ def load_target(target: "Target | str | Path | None", loading: Loading, console:
 
 
 def open_drafter(name: str | Path, target: "Target", console: Console) -> "Drafter":
-    """Load a drafter as `load_drafter` does, and say what memory it will take and where its weights are from."""
+    """Load a drafter as `load_drafter` does, and report its memory and the origin of its weights."""
     from draftsmith.drafters.registry import load_drafter
 
     with telling(console):
@@ -119,7 +119,7 @@ def open_drafter(name: str | Path, target: "Target", console: Console) -> "Draft
 
 @contextmanager
 def telling(console: Console) -> Iterator[None]:
-    """Print what is said of progress in the meantime, as `draftsmith.progress` logs it."""
+    """Print the progress that `draftsmith.progress` logs in the meantime."""
     progress, printed = logging.getLogger("draftsmith.progress"), _Printed(console)
     level, passes_on = progress.level, progress.propagate
     progress.addHandler(printed)
@@ -134,14 +134,14 @@ def telling(console: Console) -> Iterator[None]:
 
 
 class _Printed(logging.Handler):
-    """Prints log records on a console, a line each."""
+    """Prints log records on a console, one per line."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one."""
+        """Print one record."""
         self._console.print(f"[dim]{escape(record.getMessage())}[/dim]", highlight=False, soft_wrap=True)
 
 
@@ -161,7 +161,7 @@ def load_engine(
     draft: bool = True,
     share_prefixes: bool = True,
 ) -> "Engine":
-    """Load target and drafter, nothing compiled yet: both embedded by default, no drafter for another target."""
+    """Load target and drafter, uncompiled: both embedded by default; for another target, no drafter by default."""
     from draftsmith.engine import Engine
     from draftsmith.evaluation.prompts import embedded_prompts
 
@@ -186,7 +186,7 @@ def load_engine(
 def settle_compilation(
     console: Console, engine: "Engine", choice: CompileChoice, tokens: int, prepare: "Callable[[Engine], float]"
 ) -> "Engine":
-    """Return the engine to use for a job of so many tokens, compiled if asked for or if it pays; say cost and gain.
+    """Return the engine for a job of `tokens` tokens, compiled if requested or if it pays; report cost and gain.
 
     Args:
         prepare: compiles every shape of the job and returns the seconds it took.

@@ -1,8 +1,8 @@
-"""Texts to train on, to tune on and to measure on, told apart by where they come from, and the check that they are.
+"""Splits texts into parts to train, tune and measure on, separated by where they come from, and checks the separation.
 
-A source is a package, a book, a template: whatever a record names as its `source`. No source is in two parts. Where
-nobody said the sources, or there are too few of them, documents are told apart, and of too few documents their
-beginning, middle and end. Whatever shares a text with another part, or 13 words in a row, is left out of the training.
+A source is a package, a book or a template: whatever a record names as its `source`. No source is in two parts. Where
+the data name no sources, or too few, whole documents are separated instead; with too few documents, the beginning,
+middle and end of each. A training text is left out if another part has the same text, or 13 of its words in a row.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ from draftsmith.types import DraftsmithError
 TRAINING, TUNING, MEASURED = "training", "tuning", "measured"
 PARTS = (TRAINING, TUNING, MEASURED)
 SOURCE, DOCUMENT, PLACE = "source", "document", "place"
-"""What parts may be told apart by."""
+"""By what the parts may be separated."""
 WINDOW = 13
-"""So many words in a row that two texts share make one of them known to who has read the other (arXiv:2005.14165)."""
+"""If two texts share this many words in a row, a model that read one knows part of the other (arXiv:2005.14165)."""
 COMMON = 10
-"""Words in a row that more documents than this have are a heading or a licence, and make nothing known."""
+"""A run of words that more documents than this contain is a heading or a licence, and does not count as shared."""
 MOST_TUNING, MOST_MEASURED = 20, 40
-"""Of many sources or documents, no more are kept from the training."""
+"""However many sources or documents there are, at most this many are kept out of the training."""
 PIECE = 2000
-"""Long texts are cut into pieces of so many characters, each drawn as often and left out as one."""
+"""Long texts are cut into pieces of this many characters; each piece is drawn, and left out, like a text of its own."""
 OWN_SOURCE = "of a source of the prompts"
 SAME_TEXT = "the same text as one of another part"
 SAME_WORDS = f"{WINDOW} words in a row of another part"
@@ -37,7 +37,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Text:
-    """A document, or a piece of one, with the task it stands for and its source, "" where nobody said."""
+    """A document, or a piece of one, with its task and its source; the source is "" where the data name none."""
 
     task: str
     source: str
@@ -45,21 +45,21 @@ class Text:
 
     @cached_property
     def words(self) -> list[str]:
-        """What it says, in lower case; without system prompts, which many conversations have in common."""
+        """Its words in lower case, without system prompts, which many conversations have in common."""
         return _WORD.findall(said(self.content).lower())
 
     @cached_property
     def key(self) -> str:
-        """What two texts share that say the same."""
+        """A hash that is the same for texts with the same words."""
         return hashlib.sha256(" ".join(self.words).encode("utf-8", "surrogatepass")).hexdigest()
 
     def windows(self) -> set[int]:
-        """Return all words in a row of it, each as a hash."""
+        """Return a hash of every run of `WINDOW` words in it."""
         words = self.words
         return {hash(" ".join(words[at : at + WINDOW])) for at in range(len(words) - WINDOW + 1)}
 
     def pieces(self) -> list["Text"]:
-        """Cut it where it is long; conversations and completions stay whole."""
+        """Return the text cut into pieces if it is long; conversations and completions stay whole."""
         if not isinstance(self.content, str):
             return [self]
         return [replace(self, content=part) for part in cut_text(self.content, PIECE)]
@@ -70,9 +70,9 @@ Parts = dict[str, list[Text]]
 
 @dataclass(frozen=True)
 class Found:
-    """What the check found: `shared` counts what two parts still have in common, `left_out` what was left out for it.
+    """Result of the check: `shared` counts what two parts still have in common, `left_out` what was removed, by reason.
 
-    `common` counts words in a row that parts share but many documents have, and that were passed over.
+    `common` counts runs of words that two parts share but that were ignored because many documents have them.
     """
 
     left_out: Mapping[str, int]
@@ -83,7 +83,7 @@ class Found:
 
 
 def said(content: Document) -> str:
-    """Return what is said in a document."""
+    """Return the words of a document as one text."""
     if isinstance(content, Conversation):
         turns = [message for message in content.messages if message["role"] != "system"]
         return "\n".join(str(turn.get("content") or "") for turn in turns)
@@ -91,10 +91,10 @@ def said(content: Document) -> str:
 
 
 def deal(names: Iterable[str], measured: bool = True) -> dict[str, str]:
-    """Say of each name which part it belongs to: about a third is measured on, a sixth is tuned on.
+    """Assign each name to a part: about a third is measured on, a sixth is tuned on.
 
-    Who belongs where depends on the names alone. One alone is trained on, of two one is measured on (or tuned on, where
-    nothing is to be measured on).
+    The assignment depends on the names alone. A single name is trained on; of two names, one is measured on (or tuned
+    on, where nothing is to be measured on).
     """
     ranked = sorted(set(names), key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest())
     total = len(ranked)
@@ -105,10 +105,10 @@ def deal(names: Iterable[str], measured: bool = True) -> dict[str, str]:
 
 
 def split(texts: Sequence[Text], measured: bool = True) -> tuple[Parts, str]:
-    """Deal texts out, every task by itself, and say by what: sources, else documents, else places in the documents.
+    """Deal out the texts of each task; return the parts, and what separates them: sources, else documents, else places.
 
     Args:
-        measured: whether some are to be measured on.
+        measured: whether one part is to be measured on.
 
     Raises:
         DraftsmithError: there is too little text.
@@ -131,7 +131,7 @@ def split(texts: Sequence[Text], measured: bool = True) -> tuple[Parts, str]:
 
 
 def source_or_document(text: Text) -> str:
-    """Return the source of a text, or what stands for it where nobody said."""
+    """Return the source of a text, or its hash where the source is unknown."""
     return text.source or text.key
 
 
@@ -141,7 +141,7 @@ def _split_by(texts: Sequence[Text], name: Callable[[Text], str], measured: bool
         by_task[text.task].append(name(text))
     dealt: dict[str, str] = {}
     for names in by_task.values():
-        # Who is in two tasks is in one part all the same.
+        # A source that occurs in two tasks still belongs to one part.
         dealt |= deal((one for one in names if one not in dealt), measured)
     parts: Parts = {part: [] for part in PARTS}
     for text in texts:
@@ -159,25 +159,25 @@ def _places(content: Document, count: int) -> list[str]:
 
 
 def spread(texts: Iterable[Text]) -> list[Text]:
-    """Return texts in an order that has nothing to do with where they stood, the same for the same texts."""
+    """Return the texts in an order that does not depend on their original order, and is always the same."""
     return sorted(texts, key=lambda text: text.key)
 
 
 def of_other_sources(texts: Sequence[Text], measured: Sequence[Text]) -> list[Text]:
-    """Return the texts whose source is not measured on; all of them where that leaves too few to train and tune on."""
+    """Return the texts whose source is not measured on; all texts if too few would be left to train and tune on."""
     sources = {text.source for text in measured} - {""}
     others = [text for text in texts if text.source not in sources]
     return others if len(others) > 1 else list(texts)
 
 
 def keep_apart(parts: Parts, of_prompts: int = 0) -> tuple[Parts, Found]:
-    """Leave out of the training what the other parts know, and of the tuning what is measured on; say what was found.
+    """Remove texts that overlap with other parts from training and tuning; return what is kept and what was found.
 
     Args:
-        of_prompts: texts that were left out already because the prompts are of their source.
+        of_prompts: number of texts that were already left out because they share a source with the prompts.
 
     Raises:
-        DraftsmithError: nothing to train on or to tune on remains.
+        DraftsmithError: nothing to train on, or nothing to tune on, remains.
     """
     left_out = Counter({OWN_SOURCE: of_prompts})
     kept = dict(parts)
@@ -207,14 +207,14 @@ def _windows(texts: Iterable[Text]) -> set[int]:
 
 
 def _common(parts: Parts) -> set[int]:
-    """Return which words in a row of those that are tuned or measured on many texts have."""
+    """Return the runs of words in the tuned and measured texts that more than `COMMON` texts contain."""
     looked_for = _windows([*parts[TUNING], *parts[MEASURED]])
     counts = Counter(w for texts in parts.values() for text in texts for w in text.windows() if w in looked_for)
     return {window for window, count in counts.items() if count > COMMON}
 
 
 def _found(parts: Parts, left_out: Mapping[str, int], common: set[int]) -> Found:
-    """Look once more at what remains, two parts at a time."""
+    """Check the remaining texts once more, comparing two parts at a time."""
     sources: set[str] = set()
     texts, shared = 0, set[int]()
     for one, other in ((TRAINING, TUNING), (TRAINING, MEASURED), (TUNING, MEASURED)):

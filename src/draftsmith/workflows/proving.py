@@ -28,12 +28,12 @@ QUICK_SHARE = 10
 SHORTEST, LONGEST = 16, 64
 SAMPLING_PROMPT = 8
 PENALISED = 4
-"""Tokens of the prompt before the draws with penalties, however short the others are."""
+"""Tokens of the prompt before the draws with penalties, however short the other prompts are."""
 
 
 @dataclass(frozen=True)
 class ProveResult:
-    """The proof, what it was made with, and the drafter of the small alphabet in words."""
+    """The proof, what it was made with, and a description of the drafter used for the small alphabet."""
 
     provenance: Mapping[str, Any]
     proof: Proof
@@ -46,16 +46,16 @@ class ProveResult:
 
     @property
     def greedy(self) -> GreedyProof:
-        """The part about greedy text."""
+        """The part of the proof about greedy text."""
         return self.proof.greedy
 
     @property
     def sampling(self) -> SamplingProof:
-        """The part about sampled text."""
+        """The part of the proof about sampled text."""
         return self.proof.sampling
 
     def sentence(self) -> str:
-        """Say the verdict with what it rests on."""
+        """Return the verdict and what it rests on, in one sentence."""
         return self.proof.sentence()
 
     def as_json(self) -> dict[str, Any]:
@@ -78,21 +78,21 @@ def prove(
     console: Console | None = None,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ProveResult:
-    """Prove, or disprove, that drafting leaves this target's text alone: see docs/prove.md.
+    """Prove, or disprove, that drafting does not change this target's text; see docs/prove.md.
 
     Args:
         target: a folder, a hub name or a `Target`; the embedded one by default.
-        drafter: the same; by default the embedded target's own.
-        plan: which drafts; the drafter's own by default.
+        drafter: a folder, a hub name or a `Drafter`; by default the embedded target's own.
+        plan: which drafts to make; the drafter's own plan by default.
         prompts: a file, or texts; the embedded held-out ones by default.
-        task: only prompts of this task.
-        prompt_count: prompts of the greedy part.
+        task: use only the prompts of this task.
+        prompt_count: number of prompts of the greedy part.
         work: how much else to do; ten times as many draws from the small alphabet are usual.
-        quick: a tenth of the prompts and draws.
-        serving: prove it of texts that go through the server's part, with 1, 4 and 16 rows; needs the extra `serve`.
+        quick: use a tenth of the prompts and draws.
+        serving: prove it for texts that pass through the server, with 1, 4 and 16 rows; needs the extra `serve`.
         loading: how models given by name are loaded.
-        console: where loading is told; nowhere by default.
-        on_progress: gets what is being done, how much of it is done, and how much there is.
+        console: where loading is reported; nowhere by default.
+        on_progress: receives what is being done, how much of it is done, and how much there is.
 
     Raises:
         DraftsmithError: nothing drafts, or the settings make no sense.
@@ -125,7 +125,7 @@ def prove(
     guesser, words = small_drafter(toy, family_of(named) if named is not None else None)
     pair, starts = SmallPair(toy, guesser, words), [window[:start] for window in windows]
     if serving:
-        # What serves is an extra of its own, which the other proof does not need.
+        # The server's code is an optional extra, which the other proof does not need.
         from draftsmith.workflows.serving_proof import prove_served
 
         proof = prove_served(
@@ -144,10 +144,10 @@ def prove(
 
 
 def fitting(work: Workload, target: Target, console: Console) -> Workload:
-    """Return work whose texts leave room for prompts in the target's context; the console is told where they shrink.
+    """Return the workload, shortened so that prompts fit the target's context too; the console reports any shortening.
 
     Raises:
-        DraftsmithError: there is no room to draw in.
+        DraftsmithError: the context leaves no room to draw in.
     """
     context = target.max_length
     if context < PENALISED + work.joint_tokens:
@@ -168,9 +168,9 @@ def fitting(work: Workload, target: Target, console: Console) -> Workload:
 def ragged(
     target: Target, texts: Sequence[Prompt], count: int, new_tokens: int, console: Console
 ) -> list[list[int]]:
-    """Return so many prompts, or as many different ones as there are, of different lengths for a ragged batch.
+    """Return `count` prompts of different lengths for a ragged batch, or as many distinct ones as there are.
 
-    Conversations come first and whole, because their last tokens call for the answer; texts are cut.
+    Conversations come first and stay whole, because their last tokens call for the answer; texts are cut.
     """
     longest = min(LONGEST, target.max_length - new_tokens)
     chats = fitting_conversations(target, texts, new_tokens, console)[:count]

@@ -1,4 +1,4 @@
-"""The learning rate of a family, and how it starts: chosen by short trainings, for all families in the same way."""
+"""Chooses the learning rate and the start of a family by short trainings, in the same way for all families."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,23 +23,24 @@ from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.workflows.choice import Choice, Trial
 
 FACTOR = 3
-"""From one rate to the next."""
+"""The ratio of one rate to the next."""
 MOST_PROMPTS, ROWS = 24, 16
-"""A trial is judged on so many prompts of each task, fewer where fewer are measured on."""
+"""A trial is judged on at most this many prompts of each task, or on as many as are measured on if that is fewer."""
 
 Run = Callable[[float, Mapping[str, Any]], Trial]
-"""Makes the trial of a rate and options."""
+"""Runs the trial of a rate and options."""
 
 
 def search(suggested: float, options: Mapping[str, Any], starts: Mapping[str, Sequence[Any]], run: Run) -> Choice:
     """Return the best rate and, with that rate, the best start.
 
-    Rates are a third of the suggested one, that one, and three times it; where the largest or smallest is best, one
-    more beyond it. Of two that are equally good it is the one tried first, the suggested one before all.
+    The rates tried are a third of the suggested one, the suggested one, and three times it. If the smallest or largest
+    of them is best, one more rate beyond it is tried. Of equally good trials the first wins; the suggested rate is
+    tried first.
 
     Args:
-        options: of the family, its starts among them.
-        starts: the options by which it starts, and the values to try.
+        options: the options of the family, including those of its start.
+        starts: the options that say how it starts, and the values to try for each.
 
     Raises:
         DraftsmithError: no trial had a loss that was finite.
@@ -73,7 +74,7 @@ def search(suggested: float, options: Mapping[str, Any], starts: Mapping[str, Se
 
 @dataclass(frozen=True)
 class Judge:
-    """Says how well a drafter guesses on the prompts that are tuned on: τ by greedy decoding with the common chain."""
+    """Judges how well a drafter guesses on the tuning prompts: τ by greedy decoding with the common chain."""
 
     target: Target
     prompts: Sequence[Sequence[int]]
@@ -81,7 +82,7 @@ class Judge:
 
     @classmethod
     def of(cls, target: Target, texts: Sequence[Prompt], settings: Settings) -> "Judge":
-        """Take as many prompts of every task, as long as those measured on."""
+        """Make a judge with as many prompts per task, and as long ones, as in the measurement."""
         length, count = settings.prompt_tokens, min(MOST_PROMPTS, settings.prompts)
         tasks = dict.fromkeys(text.task for text in texts)
         prompts = (cut(target, [t for t in texts if t.task == task], length, count, exact=False) for task in tasks)
@@ -98,7 +99,7 @@ class Judge:
 
 
 def train_briefly(recipe: Recipe, target: Target) -> TrainingStep:
-    """Train a throwaway drafter by a recipe's second stage; NotFinite where the loss blows up."""
+    """Train a throwaway drafter by a recipe's second stage; NotFinite if the loss blows up."""
     section = recipe.stage2
     assert section.texts is not None
     step = TrainingStep(build_drafter(recipe, target), target, recipe.optimizer, recipe.distillation)
@@ -113,7 +114,7 @@ def train_briefly(recipe: Recipe, target: Target) -> TrainingStep:
 
 
 def try_out(recipe: Recipe, target: Target, judge: Judge) -> dict[str, Any]:
-    """Train briefly, judge, and return the verdict with what both cost."""
+    """Train briefly, judge, and return the result with the cost of both."""
     begun = time.monotonic()
     try:
         tau = ratio_interval(*judge.count(train_briefly(recipe, target).drafter.for_decoding(target)))

@@ -1,4 +1,4 @@
-"""Serving over HTTP: target and drafters loaded, the drafts that pay measured, and the server run until it is ended."""
+"""Serving over HTTP: loads target and drafters, measures the drafts that pay, and runs the server until it is ended."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from draftsmith.workflows.models import Loading, load_target, name_of, open_draf
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is decoded at a time: rows, and tokens of a row, None for the target's context."""
+    """How much is decoded at a time: rows, and tokens per row; None stands for the target's context."""
 
     max_batch: int = 8
     max_length: int | None = None
@@ -31,11 +31,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class DraftRules:
-    """How the server drafts where a request does not say.
+    """How the server drafts when a request does not say.
 
     Args:
-        plan: for every row; None takes what pays on this machine, or, with `own`, what the first drafter came with.
-        rows: most rows at a time with which it drafts; with a plan or `own` only.
+        plan: for every row; None takes what pays on this machine, or, with `own`, the first drafter's own plan.
+        rows: the most rows at a time with which it drafts; only with a plan or `own`.
     """
 
     plan: Plan | None = None
@@ -57,16 +57,16 @@ def serve(
     console: Console | None = None,
     on_ready: Callable[[str, int], None] = lambda host, port: None,
 ) -> None:
-    """Serve a target until a signal comes; then nobody new is let in, and what runs comes to its end.
+    """Serve a target until a signal comes; then new requests are refused, and running ones are finished.
 
     Args:
-        target: folder, hub name or loaded; the embedded one by default, with its own drafter.
-        drafters: folders, hub names or words such as `ngram`; each text gets the one whose guesses stay in it, or,
-            with a plan, the first.
-        settings: names, keys and limits; without a name it goes by the target's, without keys it lets everybody in.
+        target: a folder, a hub name or a loaded `Target`; the embedded one by default, with its own drafter.
+        drafters: folders, hub names or words such as `ngram`; each text gets the drafter whose guesses are accepted in
+            it, or, with a plan, the first.
+        settings: names, keys and limits; without a name the target's is used, without keys everybody has access.
         host, port: where to listen; port 0 takes a free one.
-        draft: False decodes plainly.
-        on_ready: called with where it listens once requests are let in.
+        draft: False decodes without drafts.
+        on_ready: called with the address once requests are accepted.
 
     Raises:
         DraftsmithError: models that cannot be loaded, an address that cannot be used, an engine that has stopped.
@@ -100,7 +100,7 @@ def make_engine(
     loading: Loading | None,
     console: Console,
 ) -> tuple[Engine, dict[str, Drafter]]:
-    """Load everything; return the engine of a server, and its drafters by name."""
+    """Load everything; return the server's engine, and its drafters by name."""
     loaded = load_target(target, loading or Loading(), console)
     given: list[str | Path] = list(drafters)
     if draft and not given and target is None:
@@ -119,7 +119,7 @@ def policy_of(
     target: Target, drafters: Mapping[str, Drafter], loaded_from: Mapping[str, str | Path], rules: DraftRules,
     sizes: Sizes, console: Console,
 ) -> Policy:
-    """Return what the server drafts by, and say it."""
+    """Return the policy by which the server drafts, and report it."""
     if rules.plan is not None or rules.own:
         plan = next(iter(drafters.values())).default_plan() if rules.plan is None else rules.plan
         above = "" if rules.rows is None else f", with at most {rules.rows} rows"
@@ -130,7 +130,7 @@ def policy_of(
 
 
 def named(drafters: Sequence[str | Path]) -> Mapping[str, str | Path]:
-    """Return drafters by what requests call them: a folder's name, or a word without its options."""
+    """Return the drafters by their names in requests: a folder's name, or a word without its options."""
     found: dict[str, str | Path] = {}
     for drafter in drafters:
         name = (name_of(drafter) or "drafter").partition(":")[0]
@@ -140,9 +140,9 @@ def named(drafters: Sequence[str | Path]) -> Mapping[str, str | Path]:
 
 
 def root_of(target: Target | str | Path | None) -> str:
-    """Return what a target was loaded from, as `/v1/models` tells it: a hub name, or of a folder its name alone."""
+    """Return what a target was loaded from, as `/v1/models` shows it: a hub name, or the last part of a folder."""
     if isinstance(target, Target):
         return target.name
     folder = assets.demo_target() if target is None else Path(target)
-    # Where it lies on the disk is nobody's business who asks over the network.
+    # Clients on the network must not learn where the folder is on the disk.
     return folder.resolve().name if folder.is_dir() else str(target)

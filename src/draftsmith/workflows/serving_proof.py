@@ -1,8 +1,8 @@
-"""Is the text still the target's own behind the server, where requests come and go beside each other?
+"""Proves that the text stays the target's own behind the server, where requests come and go beside each other.
 
-The same questions as in `prove`, asked of `serving.Service` with one engine of 1, 4 and 16 rows: greedy text token for
-token, sampled text by its joint distribution. More clients than there are rows ask for texts of different lengths, some
-for several at once, and some hang up; every row drafts by another plan at every step, drawn guesses included.
+It answers the questions of `prove` for `serving.Service` with one engine of 1, 4 and 16 rows: greedy text is compared
+token by token, sampled text by its joint distribution. More clients than there are rows ask for texts of different
+lengths, some for several at once, and some hang up. Every row changes its plan at every step, also to sampled plans.
 """
 
 import asyncio
@@ -46,25 +46,25 @@ from draftsmith.types import Completion, DraftsmithError, SamplingParams, Statis
 BATCHES = (1, 4, 16)
 SERVER = "server"
 KEYS = ("one", "another")
-"""What prompts of one key have in common is read once; what those of two have, twice."""
+"""Prompts with the same key share what they have in common, which is read once; for two keys it is read twice."""
 COPIES, LONGER = (1, 3, 1, 2, 4), (0, 5, 1, 9, 2, 0, 3)
-"""How many texts a request asks for, and how many tokens more than are tested, so that rows leave one by one."""
+"""Texts per request, and tokens beyond the tested ones; they vary so that rows end one by one."""
 LEAVER = 5
-"""About one visitor in so many hangs up after the first piece of its answer; nothing is asked of what it got."""
+"""One visitor in this many hangs up after the first piece of its answer; what it received is not tested."""
 SHARE = 400
-"""For each row of the batch, so many times fewer draws than the small alphabet has elsewhere."""
+"""Per row of the batch, the number of draws is that of the small alphabet in `prove` divided by this."""
 SHARE_HERE = 100
 LEAST = 200
 FITTED, ALIKE = "what pays, by what stayed", "what pays, all rows alike"
 SHORT_STEP = 0.001
-"""Seconds of a plain step so short that the policy has all rows draft alike."""
+"""Seconds of a plain step, so short that the policy lets all rows draft alike."""
 MEASURED_PREFIXES = 8
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One request; its answer counts unless the visitor leaves."""
+    """One request; its answer counts unless the visitor hangs up."""
 
     call: Call
     leaves: bool = False
@@ -83,19 +83,19 @@ def prove_served(
     make_engine: MakeEngine = Engine,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Proof:
-    """Prove or disprove that drafts leave the text alone on the way that served requests take.
+    """Prove or disprove that drafts do not change the text on the path that served requests take.
 
     Args:
         prompts: token ids.
-        small: the small target, whose draws are the most telling.
-        work: tokens of the greedy texts, and how many draws; the latter are fewer than without a server.
-        sampling_prompts: short ones to draw from; None takes the first 8 tokens of the others.
-        batches: rows of the engine behind the server, one after the other.
-        make_engine: builds the engine behind the server; it is there so that faults can be planted.
+        small: the small target, whose draws tell the most.
+        work: tokens of the greedy texts, and the number of draws, which is reduced here.
+        sampling_prompts: short prompts to draw after; None takes the first 8 tokens of the others.
+        batches: numbers of rows of the engine behind the server, tested one after the other.
+        make_engine: builds the engine behind the server; tests replace it to plant faults.
         on_progress: called with what is being done, how much of it is done, and how much there is.
 
     Raises:
-        DraftsmithError: a plan that drafts nothing, or one that changes sampled text by choice.
+        DraftsmithError: a plan that drafts nothing, or one that is meant to change sampled text.
     """
     if plan.depth == 0:
         raise DraftsmithError("the plan drafts nothing, so there is nothing to prove; give a drafter and a plan.")
@@ -112,10 +112,10 @@ def prove_served(
 def answers(
     service: Service, visits: Sequence[Visit], rows: int, done: Callable[[int], None]
 ) -> list[list[Completion]]:
-    """Return the texts of every visit; nothing of those that left. More visitors are in at a time than there are rows.
+    """Return the texts of every visit, none for those that hung up. There are more visitors at a time than rows.
 
     Args:
-        done: called with the number of texts that came to their end since the last call.
+        done: called with the number of texts finished since the last call.
     """
     found: list[list[Completion]] = [[] for _ in visits]
 
@@ -139,7 +139,7 @@ def answers(
     try:
         _run(main())
     except ApiError as error:
-        if error.status in (500, 503):  # its own words name a log, which is not written here
+        if error.status in (500, 503):  # its message refers to a log, which is not written here
             raise DraftsmithError(
                 f"a request of the proof was not answered (status {error.status}): a step of the engine failed."
             ) from error
@@ -159,22 +159,22 @@ async def _answer(service: Service, visit: Visit) -> list[Completion]:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run something asynchronous in a thread of its own, because whoever calls may be in a loop already."""
+    """Run a coroutine in a thread of its own, because the caller may already be in an event loop."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 
 
 @dataclass(frozen=True)
 class _Server:
-    """How servers are made, for which numbers of rows, and who hears how far the proof is."""
+    """Makes servers; knows for which numbers of rows, and who receives the progress of the proof."""
 
     make_engine: MakeEngine
     batches: tuple[int, ...]
     on_progress: OnProgress
 
     def service(self, target: Target, drafter: Drafter, policy: Policy, rows: int, length: int) -> Service:
-        """Return one that is not running yet."""
-        # Not guarded as in `serve`: a drafter that fails shall be seen.
+        """Return a service that is not running yet."""
+        # Unlike in `serve`, drafters are not guarded: one that fails has to be noticed.
         engine = self.make_engine(target, drafter, policy=policy, max_batch=rows, max_length=length)
         return Service(engine, Settings(names=(SERVER,)), {})
 
@@ -202,7 +202,7 @@ def _greedy(
         server.on_progress("greedy text behind the server", done, total)
 
     for rows in server.batches:
-        # Every third text ends half-way, which is where rows come and go.
+        # Every third text ends half-way, so that rows leave and new ones come.
         lengths = [max(1, new_tokens // 2) if index % 3 == 1 else new_tokens for index in range(len(prompts))]
         visits = []
         for index, prompt in enumerate(prompts):
@@ -226,7 +226,7 @@ def _greedy(
 
 
 def _plans(plan: Plan, drafter: Drafter) -> list[Plan]:
-    """Return plans for rows to change between: none, the user's own, others, and drawn ones where that can be."""
+    """Return plans for rows to switch between: none, the user's own, others, and sampled ones if the drafter can."""
     short = plan.shortened(2)
     plans = [NO_DRAFT, plan, Plan((1,)), short]
     if drafter.can_sample:
@@ -240,7 +240,7 @@ def _plans(plan: Plan, drafter: Drafter) -> list[Plan]:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Continuations, with the guesses that stayed in a step and the seconds that all of it took."""
+    """Continuations, the mean number of accepted guesses per step, and the seconds that all of it took."""
 
     texts: list[list[int]]
     accepted_per_step: float
@@ -251,7 +251,7 @@ def _draw(
     service: Service, prompt: Sequence[int], params: SamplingParams, count: int, rows: int, seed: int,
     done: Callable[[int], None],
 ) -> _Drawn:
-    """Draw so many continuations of `params.max_tokens` tokens; which ones count is settled before any is drawn."""
+    """Draw `count` continuations of `params.max_tokens` tokens; which ones count is decided before any is drawn."""
     length, visits, planned, number = params.max_tokens, list[Visit](), 0, 0
     room = service.engine.engine.max_length - len(prompt)
     while planned < count:
@@ -271,14 +271,14 @@ def _draw(
 
 
 _Run = tuple[str, Callable[[], Policy], int, int]
-"""A policy by name, how to make one, how many draws, and with how many rows."""
+"""A name, a function that makes the policy, the number of draws, and the number of rows."""
 
 
 def _cells_here(
     server: _Server, target: Target, drafter: Drafter, plan: Plan, prompts: Sequence[Sequence[int]], work: Workload,
     exact_shapes: bool,
 ) -> tuple[list[Cell], float]:
-    """Draw from the real target under a top-k; return the cells and how far apart its two forwards are."""
+    """Draw from the real target with a top-k; return the cells, and the distance between the target's two forwards."""
     params = SamplingParams(temperature=1.0, top_k=work.top_k, max_tokens=work.joint_tokens, ignore_eos=True)
     plainly, decoding = read_plainly(target), read_by_decoding(target)
     reader = plainly if target.dtype in (torch.float32, torch.float64) else decoding
@@ -301,7 +301,7 @@ def _cells_here(
 
 
 def _cells_small(server: _Server, small: SmallPair, work: Workload) -> list[Cell]:
-    """Draw from the small target, under a policy that changes its mind and under one that learns what pays."""
+    """Draw from the small target, with a policy that changes its plans and with one that learns what pays."""
     params = SamplingParams(temperature=1.0, max_tokens=work.joint_tokens, ignore_eos=True)
     exact = enumerate_distribution(read_plainly(small.target), small.target, PROMPT, params, work.joint_tokens)
     policies: list[tuple[str, Callable[[], Policy]]] = [
@@ -341,10 +341,10 @@ def _cells(
 
 
 def sampled_profile(step: float = 1.0) -> Profile:
-    """Return costs at which drawn chains of one and two guesses pay in some texts and not in others.
+    """Return costs at which sampled chains of one and two guesses pay in some texts and not in others.
 
     Args:
-        step: seconds of a plain one of one row.
+        step: seconds of a plain step with one row.
     """
     arms = [Arm(NO_DRAFT, (), (step, 4 * step))]
     for depth in (1, 2):

@@ -1,4 +1,4 @@
-"""The sizes of a run that nobody chose, from the target, the data and the machine, each with its reason."""
+"""Chooses the sizes of a run that the user left open, from target, data and machine, each with a reason."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,25 +25,25 @@ LARGE_VOCABULARY, ENOUGH_COVERAGE = 8192, 0.98
 POSITIONS = 64
 MOST_STEPS, FEWEST_STEPS, MOST_PASSES = 5000, 10, 20
 FIRST_SHARE = 0.4
-"""Of the budget, for stage 1; stage 2 also waits for the target to write."""
+"""Share of the budget for stage 1; stage 2 also waits for the target to write."""
 MEASURING_SHARE = 0.1
-"""No more of the budget is spent on measuring τ within the stages."""
+"""At most this share of the budget is spent on measuring τ within the stages."""
 MOST_MEASUREMENTS, FEWEST_MEASUREMENTS, PATIENCE = 8, 4, 3
-"""In a run; a stage ends early only where there are so many that its patience is less than half of them."""
+"""Measurements per run; stages end early only if there are more than twice as many measurements as the patience."""
 DEPTH = 5
-"""Guessed depths that memory is reckoned with before the drafter is there."""
+"""Number of guessed depths assumed when memory is estimated before the drafter exists."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A key of the recipe, the value that was chosen for it, and why."""
+    """A key of the recipe, its chosen value, and the reason."""
 
     key: str
     value: Any
     why: str
 
     def override(self) -> str:
-        """Return it as an override."""
+        """Return it in the form of an override."""
         return f"{self.key}={json.dumps(self.value)}"
 
 
@@ -51,10 +51,10 @@ def choose(
     values: Mapping[str, Any], overrides: Sequence[str], target: Target, bridge: EngineBridge, *, minutes: float,
     console: Console,
 ) -> tuple[Recipe, Pace]:
-    """Return the recipe with what nobody chose filled in, and what its steps take; say what was chosen and why.
+    """Return the recipe with open values chosen, and the time its steps take; print what was chosen and why.
 
     Args:
-        values: the recipe before the overrides, which win over every choice.
+        values: the recipe before the overrides; overrides win over every choice made here.
     """
     taken = keys_in(overrides)
 
@@ -76,14 +76,14 @@ def choose(
         pace = try_out(recipe, target, step, bridge.generate, bridge.every_prompt, bridge.new_tokens)
     choices += free(by_time(found, recipe, pace, minutes))
     measured = free(by_measurements(settled(choices), pace, minutes))
-    # Who says how often to measure also says when to stop.
+    # A user who sets how often to measure also decides when to stop.
     choices += measured if measured and measured[0].key == "evaluation.every" else []
     say(console, *(f"chosen: {choice.key} = {json.dumps(choice.value)}: {choice.why}" for choice in choices))
     return settled(choices), pace
 
 
 def keys_in(overrides: Sequence[str]) -> list[str]:
-    """Return the keys that overrides set; of a whole section, those that are named in it."""
+    """Return the keys that the overrides set; for an override of a whole section, the keys named in it."""
     found = []
     for override in overrides:
         key, _, value = override.partition("=")
@@ -122,7 +122,7 @@ def by_data(found: Survey, recipe: Recipe, target: Target) -> list[Choice]:
 
 
 def by_memory(recipe: Recipe, target: Target, room: int) -> list[Choice]:
-    """Choose how much is learnt at once: as much as a quarter of the free memory holds."""
+    """Choose the batch size and positions per step, so that a step fits into a quarter of the free memory."""
     choices = []
     if scored(recipe, target) > LARGE_VOCABULARY // 2:
         choices.append(
@@ -142,7 +142,7 @@ def with_batch(recipe: Recipe, batch: int) -> Recipe:
 
 
 def by_time(found: Survey, tried: Recipe, pace: Pace, minutes: float) -> list[Choice]:
-    """Choose the steps of the stages that there are by the minutes that measuring and saving leave."""
+    """Choose the steps of each stage by the minutes that remain after measuring and saving."""
     first, second = tried.stage1.steps > 0, tried.stage2.steps > 0
     measurements = 1 + first + second + measurements_within(pace, minutes)
     seconds = 60 * minutes - measurements * (pace.measurement + pace.save)
@@ -171,7 +171,7 @@ def measurements_within(pace: Pace, minutes: float) -> int:
 
 
 def by_measurements(recipe: Recipe, pace: Pace, minutes: float) -> list[Choice]:
-    """Choose how often τ is measured, and after how many measurements without a better one a stage ends."""
+    """Choose how often τ is measured, and after how many measurements without improvement a stage ends."""
     count = measurements_within(pace, minutes)
     every = (recipe.stage1.steps + recipe.stage2.steps) // max(1, count)
     if count < FEWEST_MEASUREMENTS or not every:
@@ -184,7 +184,7 @@ def by_measurements(recipe: Recipe, pace: Pace, minutes: float) -> list[Choice]:
 
 
 def bounded(steps: float) -> int:
-    """Return whole steps, neither too few to learn nor more than a first run needs."""
+    """Return a whole number of steps: enough to learn something, and no more than a first run needs."""
     return int(min(MOST_STEPS, max(FEWEST_STEPS, steps)))
 
 

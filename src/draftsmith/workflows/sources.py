@@ -19,7 +19,7 @@ def gather_prompts(source: "Path | str | Sequence[str | Prompt] | None", task: s
     """Return prompts from a file or from a sequence of texts; None takes the embedded held-out ones.
 
     Args:
-        source: a path (JSONL with `text` or `messages` a line, or a text file), or texts, with or without a task.
+        source: a path (JSONL with `text` or `messages` on each line, or a text file), or texts, with or without tasks.
         task: only prompts of this task; all by default.
     """
     from draftsmith.evaluation.prompts import Prompt, embedded_prompts, load_prompts
@@ -41,10 +41,10 @@ def gather_prompts(source: "Path | str | Sequence[str | Prompt] | None", task: s
 def fitting_conversations(
     target: "Target", prompts: "Sequence[Prompt]", new_tokens: int, console: "Console"
 ) -> list[list[int]]:
-    """Return the conversations among the prompts, whole; the console is told how many are too long for the target.
+    """Return the conversations among the prompts, uncut; the console reports how many are too long for the target.
 
     Raises:
-        DraftsmithError: that leaves no prompt at all.
+        DraftsmithError: no prompt is left.
     """
     from draftsmith.evaluation.prompts import whole
 
@@ -63,7 +63,7 @@ def fitting_conversations(
 
 
 def name_of_source(source: "Path | str | Sequence[str | Prompt] | None") -> str:
-    """Say in a result where the prompts came from, without folders."""
+    """Return a name for the origin of the prompts, as results show it, without folders."""
     if source is None:
         return EMBEDDED
     return Path(source).name if isinstance(source, str | Path) else f"{len(source)} texts"

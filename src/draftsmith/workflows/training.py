@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from draftsmith.training.step import TrainingStep
     from draftsmith.workflows.estimate import Pace
 
-# Whatever computes is imported where it is used, so that a mistake in names, paths and keys is told before.
+# Modules that compute are imported where they are used, so that wrong names, paths and keys are reported quickly.
 
 DRAFTER = "drafter"
-"""The section whose options a drafter may bring along."""
+"""The section whose options may come from a drafter."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What the run brought: `training.drafter` is the folder to decode with; `measured_on` says what τ is of.
+    """Result of a run: `training.drafter` is the folder to decode with; `measured_on` says what τ was measured on.
 
-    `target` is the folder or name of the target as it was given; None for the embedded one and for a `Target`.
+    `target` is the folder or name of the target as given; None for the embedded one and for a `Target` object.
     """
 
     provenance: Mapping[str, Any]
@@ -51,12 +51,12 @@ class TrainResult:
 
     @property
     def drafter(self) -> Path:
-        """The folder of the exported drafter, the best by τ."""
+        """The folder of the exported drafter, the one with the best τ."""
         return self.training.drafter
 
     @property
     def best(self) -> float | None:
-        """Its τ, tokens per step, by decoding; None where nothing was trained."""
+        """The best τ, in tokens per step, measured by decoding; None if nothing was trained."""
         return self.training.best
 
     def as_json(self) -> dict[str, Any]:
@@ -90,25 +90,25 @@ def train(
     """Train a drafter for a frozen target: on text, then on what the target itself writes.
 
     Args:
-        recipe: a YAML file, its values, or a `Recipe`. None is a small run for the target, data or family that is
-            named, see `starter_recipe`, its sizes chosen by target, data and machine; where none is, the second stage
-            of the embedded speculator. To resume, it is the recipe of the run in the folder.
+        recipe: a YAML file, its values, or a `Recipe`. None is a small run for the given target, data or family, see
+            `starter_recipe`, with sizes chosen by target, data and machine; if none of these is given, it is the
+            second stage of the embedded speculator. With `resume`, None takes the recipe of the run in the folder.
         overrides: `section.field=value`, as on the command line.
-        target: a folder or hub name, in place of the recipe's `target.name`; or a `Target`, taken as it is.
-        data: files or folders of text, in place of the recipe's `data.sources`.
-        family: of the drafter, with options or without, in place of the recipe's: "mlp", "mlp:n_predict=4".
+        target: a folder or hub name that replaces the recipe's `target.name`; or a `Target`, used as it is.
+        data: files or folders of text that replace the recipe's `data.sources`.
+        family: of the drafter, optionally with options, such as "mlp:n_predict=4"; replaces the recipe's.
         init_from: start a new run from this drafter (a warm start, not a resume).
-        out: folder of the run, in place of the recipe's `output.folder`.
-        minutes: what a run without a recipe may take, 20 by default.
-        resume: go on with the run in that folder.
+        out: folder of the run; replaces the recipe's `output.folder`.
+        minutes: time limit of a run without a recipe, 20 by default.
+        resume: continue the run in that folder.
         dry_run: write an untrained drafter only.
         evaluation: what τ is measured on.
         trust_remote_code: run the target's own code.
         console: where progress is shown; nowhere by default.
-        threads: to compute with on a CPU, in the whole process; by default those that fit, see docs/native.md.
+        threads: CPU threads of the whole process; by default as many as fit, see docs/native.md.
 
     Raises:
-        DraftsmithError: bad data, folder or recipe, a loss that is not finite. TrainingInterrupted after Ctrl-C.
+        DraftsmithError: bad data, folder or recipe, or a loss that is not finite. TrainingInterrupted after Ctrl-C.
     """
     wrapped = target if target is not None and not isinstance(target, str | Path) else None
     another = target is not None or data is not None or family is not None or names_another(overrides)
@@ -136,7 +136,7 @@ def train(
         planned = without_options(start, chosen)
         kept = kept_recipe(planned) if resume else None
         if kept is None:
-            # The options of the embedded drafter, and of one to start from, are read from its weights.
+            # The options of the embedded drafter, and of a drafter to start from, are read from its weights.
             check(planned)
         recipe = kept or (start if another else {**start, DRAFTER: options_in(assets.demo_first_stage())})
     if base is None and init_from is not None and family is None and family_of(init_from) is not None:
@@ -194,7 +194,7 @@ def named(
     target: "Target | str | Path | None", data: Path | str | Sequence[Path | str] | None, family: str | None,
     init_from: str | Path | None, out: str | Path | None,
 ) -> list[str]:
-    """Return the overrides that stand for what has an argument of its own."""
+    """Return the overrides that the arguments of `train` stand for."""
     found = []
     if isinstance(target, str | Path):
         found.append(f"target.name={json.dumps(str(target))}")
@@ -217,7 +217,7 @@ def names_another(overrides: Sequence[str]) -> bool:
 
 
 def family_in(family: str | None, overrides: Sequence[str]) -> str:
-    """Return the name of the family that is asked for."""
+    """Return the name of the requested family."""
     if family is not None:
         return read_spec(family)[0]
     for override in overrides:
@@ -228,16 +228,16 @@ def family_in(family: str | None, overrides: Sequence[str]) -> str:
 
 
 def kept_recipe(planned: Recipe) -> dict[str, Any] | None:
-    """Return the recipe of the run in the folder that is meant, so that its sizes need not be said again."""
+    """Return the recipe of the run to be continued, so that its sizes need not be given again."""
     path = Path(planned.output.folder).expanduser() / "recipe.yaml"
     return load_recipe(path).model_dump(mode="json") if path.is_file() else None
 
 
 def without_options(start: Mapping[str, Any], chosen: Sequence[str]) -> Recipe:
-    """Return what a run begins with and the overrides, but for those of options of the drafter, which rest on others.
+    """Return the starting recipe with all overrides except those of drafter options, which depend on the others.
 
     Raises:
-        DraftsmithError: a bad override; of options, only one that there is not.
+        DraftsmithError: a bad override; for drafter options, only one that does not exist.
     """
     own = (f"{DRAFTER}.family", f"{DRAFTER}.init_from")
     options = [word for word in chosen if key_of(word).startswith(f"{DRAFTER}.") and key_of(word) not in own]
@@ -255,7 +255,7 @@ def key_of(override: str) -> str:
 
 
 def check_paths(recipe: Recipe, target: str | None) -> None:
-    """Refuse paths that do not exist, and a folder that cannot be written, before a model is loaded."""
+    """Refuse missing paths, and a folder that cannot be written, before a model is loaded."""
     for section in recipe.data.sources:
         Source(section, recipe.data.held_out_every, recipe.data.piece_characters)
     RunFolder.check_place(Path(recipe.output.folder).expanduser())
@@ -265,13 +265,13 @@ def check_paths(recipe: Recipe, target: str | None) -> None:
 
 
 def reads_embedded(recipe: Recipe) -> bool:
-    """Whether all that is read is embedded, so that the embedded held-out prompts are like it."""
+    """Whether all training data are embedded, so that the embedded held-out prompts resemble them."""
     embedded = str(assets.prompt_file("train"))
     return all(section.path == embedded for section in recipe.data.sources)
 
 
 def read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of a file or of values, overrides applied."""
+    """Return the recipe of a file or of values, with the overrides applied."""
     if isinstance(recipe, str | Path):
         return load_recipe(recipe, list(overrides))
     values = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe
@@ -279,9 +279,9 @@ def read_recipe(recipe: Recipe | Mapping[str, Any] | str | Path, overrides: Sequ
 
 
 def embedded_run() -> dict[str, Any]:
-    """Return the run to do without a recipe: stage 2 of the embedded speculator, on the embedded training texts.
+    """Return the recipe of a run without a recipe: stage 2 of the embedded speculator, on the embedded training texts.
 
-    The options of the speculator are to be added.
+    The caller has to add the options of the speculator.
     """
     return {
         "data": {"sources": [{"path": str(assets.prompt_file("train"))}], "held_out_every": 0},
@@ -291,7 +291,7 @@ def embedded_run() -> dict[str, Any]:
 
 
 def options_in(folder: Path) -> dict[str, Any]:
-    """Return the section `drafter` of a recipe that goes on from the drafter in a folder."""
+    """Return the `drafter` section of a recipe that continues the drafter in a folder."""
     import torch
 
     family = family_of(folder)
@@ -301,9 +301,9 @@ def options_in(folder: Path) -> dict[str, Any]:
 
 
 def starter_recipe(family: str) -> dict[str, Any]:
-    """Return what a run without a recipe begins with; `sizes.choose` fills in steps, lengths, batch and vocabulary.
+    """Return the starting values of a run without a recipe; `sizes.choose` adds steps, lengths, batch and vocabulary.
 
-    Both stages, on the embedded training texts unless `data.sources` says otherwise; half of the loss is the
+    It has both stages and the embedded training texts, unless `data.sources` says otherwise; half of the loss is the
     divergence from the target's own distribution.
     """
     rate = family_named(family).rate

@@ -1,4 +1,4 @@
-"""Which layers of a target to leave out, so that the rest drafts for it: `draftsmith tune-layers`, from Python."""
+"""Finds the layers of a target to leave out, so that the rest drafts for it: `draftsmith tune-layers`, from Python."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,10 @@ class _Record(BaseModel):
 
 
 class TunedLayers(_Record):
-    """A choice of layers: what is left out, and what that brings; costs are of a token, in plain steps.
+    """A choice of layers: what is left out, and what that brings; costs are per token, in plain steps.
 
-    `tau` and `cost` are of the tuning texts. `measured_tau` is that of decoding on held-out prompts, None where nothing
-    was measured, and `measured_cost` goes with it.
+    `tau` and `cost` refer to the tuning texts. `measured_tau` is τ of decoding on held-out prompts, with
+    `measured_cost`; both are None if nothing was measured.
     """
 
     skip_attention: list[int]
@@ -49,12 +49,12 @@ class TunedLayers(_Record):
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What was found: `drafter` is the folder to decode with, None where nothing gains and so nothing was saved.
+    """What was found: `drafter` is the folder to decode with; None if nothing gains, so that nothing was saved.
 
     Args:
-        best: the cheapest of all.
-        first_layers: the cheapest of those that only read the first layers.
-        evaluations: every choice that was looked at, in order.
+        best: the cheapest of all choices.
+        first_layers: the cheapest of the choices that only read the first layers.
+        evaluations: every choice that was examined, in order.
         complete: whether the search ended by itself or by its limits, and not by Ctrl-C.
         sources: what was tuned on, and what was measured on.
     """
@@ -99,29 +99,29 @@ def tune_layers(
     console: Console | None = None,
     on_progress: Callable[[int, Candidate], None] = lambda done, best: None,
 ) -> TuneResult:
-    """Search the attentions and feed-forwards that a target drafts best without, and write a drafter of them.
+    """Search for the attentions and feed-forwards that a target drafts best without, and write such a drafter.
 
     Args:
         target: a folder, a hub name or a `Target`; the embedded one by default.
         out: folder of the drafter.
         prompts: a file, or texts, a quarter of which is held out; by default the embedded training texts are tuned on,
             and the embedded held-out ones measured on.
-        task: only prompts of this task.
+        task: use only the prompts of this task.
         guesses: the longest chain that is tried.
-        whole: leave out whole layers only. None does where native code reads whole layers alone.
-        evaluations: how many choices to look at, at most.
-        minutes: how long to look, at most.
-        prompt_count: texts to tune on.
-        prompt_tokens: their length, at most.
-        new_tokens: what the target writes behind each of them.
-        overhead: what a step costs beside target and drafted passes, in plain steps.
+        whole: leave out whole layers only. None does so if the native code can only skip whole layers.
+        evaluations: the most choices to examine.
+        minutes: the longest time to search.
+        prompt_count: number of texts to tune on.
+        prompt_tokens: their greatest length.
+        new_tokens: tokens that the target writes after each of them.
+        overhead: cost of a step besides target and drafted passes, in plain steps.
         seed: of the search.
         loading: how a model given by name is loaded.
-        console: where loading is told; nowhere by default.
-        on_progress: gets how many were looked at, and the best so far.
+        console: where loading is reported; nowhere by default.
+        on_progress: receives the number of choices examined, and the best so far.
 
     Raises:
-        DraftsmithError: numbers that make no sense, a folder that holds something else, layers that have no such parts.
+        DraftsmithError: impossible numbers, a folder that holds something else, or layers that have no such parts.
     """
     for name, value in (("guesses", guesses), ("evaluations", evaluations), ("prompts", prompt_count)):
         if value < 1:
@@ -165,7 +165,7 @@ def settle_prompts(
     target: Target, source: Path | str | Sequence[str | Prompt] | None, task: str | None, tokens: int, count: int,
     new_tokens: int,
 ) -> tuple[list[list[int]], list[list[int]], tuple[str, str]]:
-    """Return the prompts to tune on, others to measure on, and what both are in words."""
+    """Return the prompts to tune on, others to measure on, and a description of both."""
     room = target.max_length - new_tokens
     if room < 1:
         raise DraftsmithError(f"{new_tokens} new tokens do not fit the context of {target.max_length}; give fewer.")
@@ -189,13 +189,13 @@ def settle_prompts(
 
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return so many of them, or all, evenly out of the whole list."""
+    """Return `count` prompts, or all, spread evenly over the whole list."""
     taken = min(count, len(prompts))
     return [prompts[number * len(prompts) // taken] for number in range(taken)]
 
 
 def write(target: Target, prompts: Sequence[list[int]], new_tokens: int) -> list[Text]:
-    """Let the target write greedily behind every prompt, up to its end token."""
+    """Let the target write greedily after every prompt, up to its end token."""
     engine = Engine(target, max_batch=len(prompts), max_length=max(map(len, prompts)) + new_tokens)
     done = require_finished(engine.generate(prompts, SamplingParams(max_tokens=new_tokens), plan=NO_DRAFT))
     return [(len(prompt), [*prompt, *text.tokens]) for prompt, text in zip(prompts, done, strict=True)]

@@ -1,1 +1,1 @@
-"""One decoder layer with keys and values of its own: EAGLE, EAGLE-3, and the prefix layer of Hydra++."""
+"""Drafters with one decoder layer and its own keys and values: EAGLE, EAGLE-3, and the prefix layer of Hydra++."""

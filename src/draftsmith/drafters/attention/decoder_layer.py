@@ -45,7 +45,7 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn heads (…, W) by their position's angles, which broadcast; see `Rotary.tables` for the sign of `sin`."""
+    """Rotate heads (…, W) by their positions' angles, which broadcast; see `Rotary.tables` for the sign of `sin`."""
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin)
 
@@ -67,7 +67,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections to heads and back. `inputs` is the width that queries, keys and values are made from."""
+    """Projections to heads and back. `inputs` is the width from which queries, keys and values are made."""
 
     def __init__(self, sizes: LayerSizes, inputs: int) -> None:
         super().__init__()
@@ -80,13 +80,13 @@ class Attention(nn.Module):
         self.merged = False
 
     def merge(self) -> None:
-        """Make one product of three, in place; for decoding, where every call costs."""
+        """Merge three products into one, in place; for decoding, where every call costs time."""
         self.qkv_proj = _stacked([self.q_proj, self.k_proj, self.v_proj])
         del self.q_proj, self.k_proj, self.v_proj
         self.merged = True
 
     def project(self, x: Tensor) -> Tensor:
-        """Return queries, keys and values of inputs (…, F) as heads (…, H + 2 G, W), not turned yet."""
+        """Return queries, keys and values of inputs (…, F) as heads (…, H + 2 G, W), not rotated yet."""
         if self.merged:
             heads: Tensor = self.qkv_proj(x)
         else:
@@ -94,7 +94,7 @@ class Attention(nn.Module):
         return heads.unflatten(-1, (-1, self.sizes.head_dim))
 
     def turn(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split projected heads into turned queries (…, H, W), turned keys and values (…, G, W)."""
+        """Split projected heads into rotated queries (…, H, W), rotated keys and values (…, G, W)."""
         queries, keys = self.sizes.num_attention_heads, self.sizes.num_key_value_heads
         turned = rotate(heads[..., : queries + keys, :], cos, sin)
         return turned[..., :queries, :], turned[..., queries:, :], heads[..., queries + keys :, :]
@@ -111,7 +111,7 @@ class MLP(nn.Module):
         self.merged = False
 
     def merge(self) -> None:
-        """Make one product of two, in place."""
+        """Merge two products into one, in place."""
         self.gate_up_proj = _stacked([self.gate_proj, self.up_proj])
         del self.gate_proj, self.up_proj
         self.merged = True
@@ -124,10 +124,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP around a residual stream; what queries, keys and values are made of is the caller's business.
+    """Attention and MLP around a residual stream; the caller makes the inputs of queries, keys and values.
 
     Args:
-        inputs: width of what queries, keys and values are made from.
+        inputs: width from which queries, keys and values are made.
     """
 
     def __init__(self, sizes: LayerSizes, inputs: int) -> None:
@@ -137,7 +137,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """Take what attention gathered (…, H·W) and the residual stream (…, F) through the rest of the layer."""
+        """Apply the rest of the layer to the attention's result (…, H·W) and the residual stream (…, F)."""
         state: Tensor = residual + self.self_attn.o_proj(attended)
         state = state + self.mlp(self.post_attention_layernorm(state))
         return state
@@ -149,13 +149,13 @@ class DecoderLayer(nn.Module):
 
 
 def attend_committed(q_BQHW: Tensor, keys_BSGW: Tensor, values_BSGW: Tensor, mask_BQS: Tensor | None) -> Tensor:
-    """Attend over committed entries; the mask, bool, may have 1 for B. Returns (B, Q, H·W)."""
+    """Attend over committed entries; the bool mask may have size 1 for B. Returns (B, Q, H·W)."""
     batch, queries, heads, width = q_BQHW.shape
     kv_heads = keys_BSGW.shape[2]
     mask_B1QS = None if mask_BQS is None else mask_BQS.unsqueeze(1)
     keys_BGSW, values_BGSW = keys_BSGW.transpose(1, 2), values_BSGW.transpose(1, 2)
     if queries == 1:
-        # The heads that share keys stand in for queries, so that no key is copied.
+        # The query heads that share a key head are treated as further queries, so that no key is copied.
         q_BGgW = q_BQHW.reshape(batch, kv_heads, -1, width)
         return F.scaled_dot_product_attention(q_BGgW, keys_BGSW, values_BGSW, mask_B1QS).reshape(batch, 1, -1)
     out_BHQW = F.scaled_dot_product_attention(
@@ -168,9 +168,9 @@ def attend_with_path(
     q_BQHW: Tensor, keys_BSGW: Tensor, values_BSGW: Tensor, mask_BQS: Tensor | None,
     path_keys_BQDGW: Tensor, path_values_BQDGW: Tensor,
 ) -> Tensor:
-    """Attend over committed entries and, query by query, over the entries of its own path. Returns (B, Q, H·W).
+    """Attend over committed entries and, for each query, over the entries of its own path. Returns (B, Q, H·W).
 
-    `mask_BQS` (bool) hides committed entries; it may have 1 for B and for Q. Nothing committed is copied.
+    `mask_BQS` (bool) hides committed entries; it may have size 1 for B and Q. Committed entries are not copied.
     """
     batch, queries, _, width = q_BQHW.shape
     span, kv_heads = keys_BSGW.shape[1:3]
@@ -188,7 +188,7 @@ def attend_with_path(
 
 
 def _stacked(layers: list[nn.Linear]) -> nn.Linear:
-    """Return one layer whose outputs are those of all, in order."""
+    """Return one layer that computes the outputs of all these layers, in order."""
     outputs = sum(layer.out_features for layer in layers)
     whole = nn.Linear(layers[0].in_features, outputs, bias=layers[0].bias is not None, device="meta")
     whole.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)

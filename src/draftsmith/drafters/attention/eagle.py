@@ -5,13 +5,13 @@
     state_t = layer(fc(cat(emb[token_t], feature_t)))_{<= t}        logits_t = target's head · state_t
 
 feature_t is the state that predicted token_t, so token and feature are shifted against each other by one as in the
-paper; the layer has no norm before its attention, as published. state_t stands in for feature_{t+1} at the next depth.
-With the tree "dynamic" it is EAGLE-2 (arXiv:2406.16858): the same weights, another draft.
+paper. As published, the layer has no norm before its attention. state_t takes the place of feature_{t+1} at the next
+depth. With the tree "dynamic" it is EAGLE-2 (arXiv:2406.16858): the same weights, another draft.
 
 Layout, as in the authors' code and checkpoints: a Llama-like config.json, often with the key `bias`, tensors
 `fc.weight`, `fc.bias`, `layers.0.self_attn.{q,k,v,o}_proj.weight`, `layers.0.mlp.{gate,up,down}_proj.weight` and
-`layers.0.post_attention_layernorm.weight`; a copy of the target's `embed_tokens.weight` is passed over. The keys that
-shape the draft, and `draft_vocab_size` with the tensor `d2t` (token ids), are ours.
+`layers.0.post_attention_layernorm.weight`; a copy of the target's `embed_tokens.weight` is ignored. The keys that
+shape the draft, and `draft_vocab_size` with the tensor `d2t` (token ids), are Draftsmith's own.
 
 Shapes: B sequences, T tokens, L tokens of one of them, P positions trained on, F target width, V vocabulary,
 W drafted vocabulary.
@@ -57,7 +57,7 @@ class Eagle(FeatureDrafter):
 
     @property
     def layer(self) -> DecoderLayer:
-        """The only one."""
+        """The only decoder layer."""
         layer = self.layers[0]
         assert isinstance(layer, DecoderLayer)
         return layer
@@ -67,7 +67,7 @@ class Eagle(FeatureDrafter):
         return features.to(self.embedding.weight.dtype)
 
     def read(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Join both; the residual stream starts from the same."""
+        """Join both; the residual stream starts from the result too."""
         joined: Tensor = self.fc(torch.cat([embedded, states], dim=-1))
         return joined, joined
 
@@ -76,11 +76,11 @@ class Eagle(FeatureDrafter):
         return self.logit_form(self.head(states))
 
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the regression of the next feature plus the cross-entropy with the target itself (section 4.2).
+        """Return the next feature's regression plus the cross-entropy with the target's distribution (section 4.2).
 
-        That is its head on the true feature; another divergence takes the place of the cross-entropy where one is
-        chosen. Only the first depth is trained, as in the paper, on features with noise, which stands for what the
-        depths below will see.
+        The target's distribution is that of its head on the true feature; another divergence replaces the cross-entropy
+        if one is chosen. As in the paper, only the first depth is trained, on noisy features; the noise stands for the
+        inputs of the depths below.
         """
         positions_BP = examples.positions_BP
         features_BTF = self.fuse(examples.features_BTF)
@@ -100,7 +100,7 @@ class Eagle(FeatureDrafter):
         return loss.unsqueeze(0), accuracy.unsqueeze(0)
 
     def _distance_R(self, kind: Divergence, own_RW: Tensor, scores_RW: Tensor) -> Tensor:
-        """Return how far the scores are from the target's own."""
+        """Return the distance of the scores from the target's own."""
         if kind == "forward_kl":
             return scores_RW.logsumexp(-1) - (own_RW.softmax(-1) * scores_RW).sum(-1)
         log_p_RW = own_RW.log_softmax(-1)
@@ -109,8 +109,8 @@ class Eagle(FeatureDrafter):
     def _noise_BTF(self, examples: TrainingBatch, features_BTF: Tensor) -> Tensor:
         """Draw the noise of every row by itself, so that neither neighbours nor padding change it.
 
-        As in the authors' code it is the weaker the longer a text is: up to its last learnt token, behind which nothing
-        counts.
+        As in the authors' code, the noise is weaker for longer texts. The length counts up to the last learnt token,
+        because nothing behind it affects the loss.
         """
         noise_BTF, width = torch.zeros_like(features_BTF), features_BTF.shape[2]
         generator = torch.Generator(features_BTF.device)
@@ -124,7 +124,7 @@ class Eagle(FeatureDrafter):
 
     @staticmethod
     def _lengths(examples: TrainingBatch) -> list[int]:
-        """Return how many tokens each row has up to its last learnt one."""
+        """Return the number of tokens of each row up to its last learnt one."""
         rows, most = examples.tokens_BT.shape
         if examples.learnt_BT is None:
             return [most] * rows
@@ -142,18 +142,18 @@ class Eagle(FeatureDrafter):
         self.logit_form = target.logit_form
 
     def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
-        """Pack the borrowed head too: scoring is a product like any other."""
+        """Pack the borrowed head too, because scoring is a product like any other."""
         assert isinstance(self.head, FrozenTable)
         self.head = self.head.as_layer()
         super().pack(pack_layers)
 
     def native_form(self) -> NativeObject | None:
-        """Return the operator; it makes chains of best tokens, which the form of the logits does not change."""
+        """Return the native operator; it drafts the best tokens, which are the same whatever the form of the logits."""
         norm = self.layer.post_attention_layernorm
         return self.native_layer(self.fc, self.head, [norm], self.config.hidden_size)
 
     def hidden_matrices(self) -> list[nn.Parameter]:
-        """Return the matrices of the layer and the one that joins its inputs."""
+        """Return the matrices of the layer and of the projection that joins its inputs."""
         return [self.fc.get_parameter("weight"), *super().hidden_matrices()]
 
     def describe(self) -> dict[str, Any]:
@@ -162,14 +162,14 @@ class Eagle(FeatureDrafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the architecture, or by what a Llama has not."""
+        """Recognise it by the architecture, or by what a Llama lacks."""
         return is_eagle(config)
 
     @classmethod
     def read_config(
         cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
     ) -> tuple[EagleConfig, Tensor | None]:
-        """Return what config.json and the tensors tell; without the key `bias` the tensors tell that too."""
+        """Return what config.json and the tensors say; if the key `bias` is missing, the tensors decide that too."""
         draft_tokens = tensors.get("d2t")
         known = {**config, "bias": bool(config.get("bias", "fc.bias" in tensors))}
         scored = 0 if draft_tokens is None else len(draft_tokens)
@@ -177,6 +177,6 @@ class Eagle(FeatureDrafter):
 
     @torch.no_grad()
     def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:
-        """Copy checkpoint tensors in; the embedding in published files is the target's own and is passed over."""
+        """Copy checkpoint tensors in; the embedding in published files is the target's own and is ignored."""
         own = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
         super().load_published(own, origin)

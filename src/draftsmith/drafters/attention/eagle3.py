@@ -1,4 +1,4 @@
-"""EAGLE-3: one decoder layer over tokens and fused states of several layers, with a head of its own, trained as used.
+"""EAGLE-3: one decoder layer over tokens and fused states of several layers, with its own head, trained as it is used.
 
 "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (arXiv:2503.01840),
 section 3:
@@ -7,8 +7,8 @@ section 3:
     a_t = g_t, or at drafted positions the layer's own output at the position before
     state_t = layer(cat(norm_e(emb[token_t]), norm_h(a_t)))_{<= t}       logits_t = lm_head(norm(state_t))
 
-Attention reads both halves, the residual stream starts from a_t (from norm_h(a_t) with `norm_before_residual`), and no
-feature is regressed: every depth is trained on its tokens, fed what the depths above put out.
+Attention reads both halves. The residual stream starts from a_t (from norm_h(a_t) with `norm_before_residual`). No
+feature is regressed: every depth is trained on its tokens, and reads the outputs of the depths above.
 
 Layout: config.json with `architectures: ["LlamaForCausalLMEagle3"]` and `draft_vocab_size`; tensors `fc.weight`,
 `midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight`, `midlayer.self_attn.{q,k,v,o}_proj.weight`,
@@ -66,7 +66,7 @@ class Eagle3(FeatureDrafter):
         self.lm_head = nn.Linear(width, config.scored, bias=False)
 
     def start_new(self, target: "Target") -> None:
-        """Start the head as the target's, unless the config says otherwise."""
+        """Start the head as a copy of the target's, unless the config says otherwise."""
         if self.config.init_head_from_target:
             head_VF = target.logit_form.scaled(target.head_weight_VF.detach().float().cpu())
             with torch.no_grad():
@@ -74,36 +74,36 @@ class Eagle3(FeatureDrafter):
 
     @property
     def layer(self) -> Eagle3Layer:
-        """The only one."""
+        """The only decoder layer."""
         return self.midlayer
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Project the tapped states to one."""
+        """Project the tapped states to one state."""
         fused: Tensor = self.fc(features.to(self.embedding.weight.dtype))
         return fused
 
     def read(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Put both halves side by side, each normalised; the residual stream starts from the state."""
+        """Concatenate both halves, each normalised; the residual stream starts from the state."""
         normal = self.midlayer.hidden_norm(states)
         joined = torch.cat([self.midlayer.input_layernorm(embedded), normal], dim=-1)
         return joined, normal if self.config.norm_before_residual else states
 
     def score(self, states: Tensor) -> Tensor:
-        """Apply the head; what is fed back is the state before this norm."""
+        """Apply the head; the state that is fed back is the one before this norm."""
         scores: Tensor = self.lm_head(self.norm(states))
         return scores
 
     def native_form(self) -> NativeObject | None:
-        """Return the operator."""
+        """Return the native operator."""
         layer = self.midlayer
         norms = [layer.post_attention_layernorm, layer.input_layernorm, layer.hidden_norm, self.norm]
         taps = len(self.taps) * self.config.hidden_size
         return self.native_layer(self.fc, self.lm_head, norms, taps, self.config.norm_before_residual)
 
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for.
+        """Return the cross-entropy of every depth, mixed with the divergence from the target if that is requested.
 
-        The training-time test (section 3.2): depths below the first read the layer's own outputs.
+        This is the training-time test (section 3.2): depths below the first read the layer's own outputs.
         """
         depths = self.max_depth
         soft = examples.soft_labels(depths, self.d2t)
@@ -117,7 +117,7 @@ class Eagle3(FeatureDrafter):
         return torch.stack(losses), torch.stack(accuracies)
 
     def hidden_matrices(self) -> list[nn.Parameter]:
-        """Return the matrices of the layer and the one that fuses states."""
+        """Return the matrices of the layer and of the fusing projection."""
         return [self.fc.get_parameter("weight"), *super().hidden_matrices()]
 
     def describe(self) -> dict[str, Any]:
@@ -126,15 +126,15 @@ class Eagle3(FeatureDrafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the architecture, or by a Llama of one layer with a drafted vocabulary."""
+        """Recognise it by the architecture, or as a Llama of one layer with a drafted vocabulary."""
         return is_eagle3(config)
 
     @classmethod
     def read_config(
         cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
     ) -> tuple[Eagle3Config, Tensor | None]:
-        """Return what config.json and the tensors tell; DraftsmithError for what computes something else."""
-        # The speculators layout has the layer's sizes in an object of their own, and another default.
+        """Return what config.json and the tensors say; DraftsmithError for a model that computes something else."""
+        # The speculators layout has the layer's sizes in a nested object, and another default.
         nested = config.get("transformer_layer_config")
         flat = config if nested is None else {**nested, **config}
         if flat.get("norm_before_fc") or flat.get("eagle_config", {}).get("use_aux_hidden_state") is False:
@@ -153,7 +153,7 @@ class Eagle3(FeatureDrafter):
         return told, tokens
 
     def to_published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tell the drafted vocabulary as offsets and as a mask."""
+        """Write the drafted vocabulary as offsets and as a mask."""
         if self.d2t is None:
             return tensors
         mask_V = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.d2t.device)
@@ -162,7 +162,7 @@ class Eagle3(FeatureDrafter):
 
     @torch.no_grad()
     def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:
-        """Copy checkpoint tensors in, those of the speculators layout too; the target's embedding is passed over."""
+        """Copy checkpoint tensors in, also those of the speculators layout; the target's embedding is ignored."""
         own = {
             name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
             for name, tensor in tensors.items() if name not in ("embed_tokens.weight", "d2t", "t2d")
@@ -173,7 +173,7 @@ class Eagle3(FeatureDrafter):
 
 
 def draft_tokens(config: Mapping[str, Any], tensors: Mapping[str, Tensor], origin: Path) -> Tensor | None:
-    """Return the token ids that a checkpoint scores (W), or None for all; its mask has to say the same."""
+    """Return the token ids that a checkpoint scores (W), or None for all; the checkpoint's mask has to agree."""
     whole = config.get("vocab_size")
     size = config.get("draft_vocab_size") or whole
     offsets_W = tensors.get("d2t")

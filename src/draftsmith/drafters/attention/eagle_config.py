@@ -1,4 +1,4 @@
-"""What can be set of the EAGLE families, and how it stands in a Llama-like config.json."""
+"""The options of the EAGLE families, and how a Llama-like config.json stores them."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ JOINING = "fc.weight"
 
 
 class FeatureConfig(LayerSizes, TrainedConfig):
-    """What families of one attending layer share: the sizes of the layer, and the draft where no plan is given.
+    """Options shared by families of one attending layer: the sizes of the layer, and the draft if no plan is given.
 
     The draft is a chain, a static tree (EAGLE-1), or the dynamic one of EAGLE-2, which expands the `beam` most probable
     nodes of each depth by their `beam` best tokens and keeps the best `nodes` of all. EAGLE-2 published 10 and 59.
@@ -48,7 +48,7 @@ class FeatureConfig(LayerSizes, TrainedConfig):
     needed = ("vocab_size",)
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """What has to hold between fields."""
+        """Yield the conditions between fields."""
         yield from super().rules()
         yield len(self.branching) <= self.depth, "branching", f"at most depth = {self.depth} numbers"
 
@@ -58,7 +58,7 @@ class FeatureConfig(LayerSizes, TrainedConfig):
         return "borrows its target's embedding"
 
     def plan(self) -> Plan:
-        """Return the draft to make when nobody chose one, with no more children a node than there are tokens."""
+        """Return the draft to make if no plan was chosen, with no more children per node than there are tokens."""
         if self.tree == "chain":
             return Plan((1,) * self.depth)
         if self.tree == "static":
@@ -74,7 +74,7 @@ class FeatureConfig(LayerSizes, TrainedConfig):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], origin: Path, **told: Any) -> Self:
-        """Read a config.json's object; keys of other programs are passed over."""
+        """Read a config.json's object; keys of other programs are ignored."""
         return super().from_json(values, origin, **read_llama(values, origin), **told)
 
 
@@ -123,14 +123,14 @@ class Eagle3Config(FeatureConfig):
     only_if_set = ()
 
     def for_target(self, target: "Target") -> Self:
-        """Return a copy in which the target's sizes and layers are filled in; DraftsmithError for layers it lacks."""
+        """Return a copy with the target's sizes and layers filled in; DraftsmithError for layers that it lacks."""
         taps, layers = self.taps or default_taps(target.layers), target.layers
         if not all(0 <= tap < layers for tap in taps):
             raise DraftsmithError(f"taps is {taps}, but the target's layers are 0 to {layers - 1}; name some of these.")
         return super().for_target(target).changed(taps=taps)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the keys of config.json, in its order; the published one tells the number of scored tokens always."""
+        """Return the keys of config.json, in its order; `draft_vocab_size` is always included."""
         values = super().to_json()
         tree = {name: values.pop(name) for name in TREE}
         return values | {
@@ -142,7 +142,7 @@ class Eagle3Config(FeatureConfig):
 def default_taps(layers: int) -> tuple[int, ...]:
     """Return the low, middle and high layer that the authors read: the inputs of layers 2, L / 2 and L - 3.
 
-    A tap counts outputs, so each is one less. Targets too shallow for that give their first, middle and last layer.
+    Taps count outputs, so each number is one less. Targets that are too shallow use the first, middle and last layer.
     """
     published = (1, layers // 2 - 1, layers - 4)
     if published[0] < published[1] < published[2]:
@@ -151,10 +151,10 @@ def default_taps(layers: int) -> tuple[int, ...]:
 
 
 def taps_from_json(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the taps that a config.json names; () where it names none.
+    """Return the taps that a config.json names; () if it names none.
 
-    `eagle_config.eagle_aux_hidden_state_layer_ids` counts layers by their outputs, as SGLang reads it and as we do; the
-    same key outside counts them by their inputs, as vLLM and speculators read it.
+    `eagle_config.eagle_aux_hidden_state_layer_ids` counts layers by their outputs, as SGLang and Draftsmith do; the
+    same key outside `eagle_config` counts them by their inputs, as vLLM and speculators do.
     """
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     outer = config.get("eagle_aux_hidden_state_layer_ids")
@@ -170,7 +170,7 @@ def taps_to_json(taps: tuple[int, ...]) -> dict[str, Any]:
 
 
 def is_eagle(config: Mapping[str, Any]) -> bool:
-    """Tell by the architecture, or by the key `bias` or the tensor `fc.weight`: a Llama has neither."""
+    """Recognise EAGLE by the architecture, or by the key `bias` or the tensor `fc.weight`, which a Llama lacks."""
     named = set(config.get("architectures") or ())
     if named & set(ARCHITECTURES):
         return True
@@ -180,7 +180,7 @@ def is_eagle(config: Mapping[str, Any]) -> bool:
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Tell by the architecture, or by a Llama of one layer with a drafted vocabulary, as the authors' files are."""
+    """Recognise EAGLE-3 by the architecture, or a one-layer Llama with a drafted vocabulary, as the authors write."""
     named = config.get("architectures") or ()
     if config.get("speculators_model_type") == "eagle3" or any("eagle3" in name.lower() for name in named):
         return True

@@ -1,11 +1,12 @@
 """Autoregression on features: one decoder layer whose own output takes the place of the target's next state.
 
-What EAGLE (arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840) share. The entry at position t is the pair (token t, state
-that predicted it). Entries of committed tokens are made from the target's true states, those of drafted tokens from the
-layer's own outputs: the root's output predicts the first guess, and together with that guess it is the next entry.
+This is what EAGLE (arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840) share. The entry at position t is the pair (token
+t, state that predicted it). Entries of committed tokens are made from the target's true states, those of drafted tokens
+from the layer's own outputs: the root's output predicts the first guess, and together with that guess it is the next
+entry.
 
-Because there is one layer, the key and value of an entry depend on nothing but that entry. So reading a prompt, or what
-a step committed, projects the new entries and runs the rest of the layer at the root alone.
+Because there is only one layer, the key and value of an entry depend on that entry alone. So to read a prompt, or the
+tokens that a step committed, only the new entries are projected, and the rest of the layer runs at the root alone.
 
 Shapes: B rows, T positions, P positions asked for, Q nodes of a frontier, R = B × Q, N new entries, S committed
 entries, d drafted entries on a path, F target width, E width of what attention reads, G key/value heads, W head
@@ -47,11 +48,11 @@ DraftedPath = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Committed:
-    """What all nodes of a draft share: entries of their rows (B, S, G, W), and the angles of the depths to come.
+    """What all nodes of a draft share: entries of their rows (B, S, G, W), and the angles of the coming depths.
 
     Args:
-        mask_B1S: which entries a row has; None where all are.
-        cos_BDW, sin_BDW: of the position of the root and those after it.
+        mask_B1S: which entries a row has; None if all rows have all entries.
+        cos_BDW, sin_BDW: of the positions of the root and of those after it.
     """
 
     keys_BSGW: Tensor
@@ -62,23 +63,23 @@ class Committed:
 
 
 State = tuple[Tensor, Tensor | None, Tensor | None, Committed]
-"""The layer's output at every node (R, F), keys and values of its path (R, d, G, W), and what is committed."""
+"""The layer's output at every node (R, F), keys and values of its path (R, d, G, W), and the committed entries."""
 
 
 class FeatureDrafter(TrainableDrafter):
-    """A drafter of one decoder layer with a cache of its own; families say what goes into the layer, and what scores.
+    """A drafter of one decoder layer with its own cache; a family defines the layer's inputs and the scoring.
 
-    A family implements `layer`, `fuse`, `read` and `score`, sets `taps`, and says how its checkpoints look. Caches,
-    chains, trees, sampled drafts, `forward` and `losses` come from here; most families have losses of their own, made
-    from what `unroll` returns. One rule holds for `fuse`, `read` and `score`: each position by itself. What looks at
-    other positions is the layer's attention alone, which the drafts and the training forward lay out alike.
+    A family implements `layer`, `fuse`, `read` and `score`, sets `taps`, and describes its checkpoints. This class
+    provides caches, chains, trees, sampled drafts, `forward` and `losses`; most families override `losses` and use what
+    `unroll` returns. `fuse`, `read` and `score` must treat each position by itself: only the layer's attention may look
+    at other positions, because drafting and the training forward lay it out alike.
 
-    In an engine, `attach` makes the storage (`RowCache`) before a call decodes. Every step then calls either `propose`
-    or, where nothing is drafted, `follow`; both first store the entries that the context adds, each row's in the slot
-    that `context.slots_B` names, behind those it has. `reset_rows` says which rows ended, whose slots others then take.
+    In an engine, `attach` allocates the storage (`RowCache`) before a call decodes. Every step then calls `propose` or,
+    if nothing is drafted, `follow`. Both first store the entries that the context adds: each row's in the slot that
+    `context.slots_B` names, behind the entries it has. `reset_rows` names the rows that ended, whose slots are reused.
 
     Args:
-        config: the sizes of the layer, and the draft to make when nobody chose a plan.
+        config: the sizes of the layer, and the draft to make if no plan was chosen.
     """
 
     config_class: type[FeatureConfig] = FeatureConfig
@@ -95,21 +96,21 @@ class FeatureDrafter(TrainableDrafter):
     @property
     @abstractmethod
     def layer(self) -> DecoderLayer:
-        """The layer, a module of the drafter; its `inputs` is the width E of what `read` returns first."""
+        """The layer, a module of the drafter; its `inputs` is the width E of the first tensor that `read` returns."""
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """Turn tapped states (…, F · taps) into states (…, F) such as the layer itself puts out, in its dtype."""
+        """Turn tapped states (…, F · taps) into states (…, F) like the layer's own outputs, in its dtype."""
 
     @abstractmethod
     def read(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Join embedded tokens and states, both (…, F).
 
-        The state is the one that predicted the token: the target's for a committed token, and for a drafted one the
-        layer's own output that it was chosen from.
+        The state is the one that predicted the token: for a committed token the target's state, for a drafted token the
+        layer's own output from which it was chosen.
 
         Returns:
-            what queries, keys and values are made from (…, E), and the start of the residual stream (…, F).
+            the input of queries, keys and values (…, E), and the start of the residual stream (…, F).
         """
 
     @abstractmethod
@@ -118,7 +119,7 @@ class FeatureDrafter(TrainableDrafter):
 
     @property
     def max_depth(self) -> int:
-        """As configured: the layer itself could go on for ever."""
+        """The configured depth; the layer itself has no limit."""
         return self.config.depth
 
     def default_plan(self) -> Plan:
@@ -135,16 +136,16 @@ class FeatureDrafter(TrainableDrafter):
         self.embedding.weight = target.embedding_weight_VF.detach().to(self.layer.mlp.down_proj.weight)
 
     def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
-        """Merge products that read the same input, and pack; native operators draft chains."""
+        """Merge products that read the same input, and pack the layers; native operators draft chains."""
         self.layer.merge()
         super().pack(pack_layers)
 
     def native_layer(
         self, entry: nn.Module, head: nn.Module, norms: Sequence[RMSNorm], taps: int, keeps_normal: bool = False
     ) -> NativeObject | None:
-        """Return the operator for the layer, what its entries are made by, its head, and the width of tapped states.
+        """Return the native operator made of the layer, the module that makes its entries, its head and its norms.
 
-        None for odd widths, which it does not read.
+        None for odd widths, which the operator does not support.
         """
         if self.config.hidden_size % 2 or self.config.intermediate_size % 2:
             return None
@@ -162,17 +163,17 @@ class FeatureDrafter(TrainableDrafter):
         )
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
-        """Begin with empty storage of the same slots and capacity, in the dtype that drafts of this plan read."""
-        self._memory = None  # first, so that there are never two
+        """Start with empty storage of the same slots and capacity, in the dtype that drafts of this plan read."""
+        self._memory = None  # released first, so that there are never two
         if plan.depth:
             self._memory = RowCache(self.config, cache, self.embedding.weight, native=self._knows(plan))
 
     def _knows(self, plan: Plan) -> bool:
-        """Whether the native operator makes drafts of this plan: it makes chains."""
+        """Whether the native operator can make drafts of this plan: it makes chains."""
         return self._native is not None and plan.is_chain and not plan.sampled and plan.depth <= self.max_depth
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        """Draft a chain or tree, chains natively where the layer is."""
+        """Draft a chain or tree; chains natively if the layer is native."""
         memory = self._memory
         if memory is None or memory.dtype != torch.bfloat16 or not self._knows(plan):
             return grow(self, context, plan)
@@ -196,10 +197,10 @@ class FeatureDrafter(TrainableDrafter):
         return self.read(F.embedding(tokens, self.embedding.weight), states)
 
     def _store(self, context: Context) -> tuple[NewTokens, Tensor, Tensor, Tensor, Tensor]:
-        """Store what was committed.
+        """Store the committed tokens.
 
         Returns:
-            where it went; its queries (N, H, W) and residual stream (N, F); what the rows hold, (B, S, G, W) twice.
+            where they went; their queries (N, H, W) and residual stream (N, F); the rows' keys and values (B, S, G, W).
         """
         memory = attached(self._memory)
         new = memory.lay_out(context)
@@ -208,7 +209,7 @@ class FeatureDrafter(TrainableDrafter):
         return new, q_NHW, residual_NF, keys_BSGW, values_BSGW
 
     def follow(self, context: Context) -> None:
-        """Store what was committed, and guess nothing."""
+        """Store the committed tokens, without guessing."""
         memory = self._memory
         if self._native is not None and memory is not None and memory.dtype == torch.bfloat16:
             self._chain(context, memory, NO_DRAFT)
@@ -216,14 +217,14 @@ class FeatureDrafter(TrainableDrafter):
             self._store(context)
 
     def begin(self, context: Context) -> tuple[Tensor, State]:
-        """Store what was committed, and run the layer at the roots."""
+        """Store the committed tokens, and run the layer at the roots."""
         new, q_NHW, residual_NF, keys_BSGW, values_BSGW = self._store(context)
         cos_PW, sin_PW = self._rotary.tables(new.span + self.max_depth, q_NHW.dtype, q_NHW.device)
         if isinstance(new.places, slice):
             ahead = slice(new.span - 1, new.span - 1 + self.max_depth)
             cos_BDW, sin_BDW = cos_PW[ahead].unsqueeze(0), sin_PW[ahead].unsqueeze(0)
         else:
-            # The positions of padding rows mean nothing.
+            # The positions of padding rows may be anything.
             ahead_BD = (new.last_B1 + torch.arange(self.max_depth, device=q_NHW.device)).clamp(max=len(cos_PW) - 1)
             cos_BDW, sin_BDW = cos_PW[ahead_BD], sin_PW[ahead_BD]
         committed = Committed(keys_BSGW, values_BSGW, new.mask_B1S, cos_BDW, sin_BDW)
@@ -236,7 +237,7 @@ class FeatureDrafter(TrainableDrafter):
         self, tokens_BQ: Tensor, states_BQF: Tensor, path: DraftedPath | None, committed: Committed,
         mask_BQS: Tensor | None, cos: Tensor, sin: Tensor,
     ) -> tuple[Tensor, DraftedPath]:
-        """Read one drafted token a node: return the layer's outputs (B, Q, F), and the paths, one entry longer.
+        """Read one drafted token per node; return the layer's outputs (B, Q, F), and the paths with one more entry.
 
         `cos` and `sin` broadcast to (B, Q, heads, W).
         """
@@ -250,12 +251,12 @@ class FeatureDrafter(TrainableDrafter):
         attended_BQA = attend_with_path(
             q_BQHW, committed.keys_BSGW, committed.values_BSGW, mask_BQS, keys_BQdGW, values_BQdGW
         )
-        # The cache may be wider than the weights.
+        # The cache may have a wider dtype than the weights.
         attended_BQA = attended_BQA.to(inputs_BQE.dtype)
         return self.layer.finish(attended_BQA, residual_BQF), (keys_BQdGW, values_BQdGW)
 
     def _advance(self, depth: int, state: State, tokens_R: Tensor) -> State:
-        # The roots were read along with all that is committed.
+        # The roots were already read, together with the committed tokens.
         if depth == 0:
             return state
         states_RF, path_keys, path_values, committed = state
@@ -285,11 +286,12 @@ class FeatureDrafter(TrainableDrafter):
     def unroll(
         self, tokens_BT: Tensor, features_BTF: Tensor, depths: int, positions_BP: Tensor | None = None
     ) -> list[Tensor]:
-        """Return the layer's outputs at every depth, (B, P, F), fed true tokens and, below the first, its own outputs.
+        """Return the layer's outputs at every depth, (B, P, F); it reads true tokens and, below depth 0, its outputs.
 
-        At depth d, position t attends to the true entries up to t and to its own d entries behind them, which is what
-        decoding does from root t: the "training-time test" of EAGLE-3 (section 3.2). Keys and values are made at all
-        positions, everything else at `positions_BP` only; without them at all, of which T - d have a token to read.
+        At depth d, position t attends to the true entries up to t and to its own d entries behind them, as decoding
+        does from root t: the "training-time test" of EAGLE-3 (section 3.2). Keys and values are computed at all
+        positions, everything else only at `positions_BP`; None stands for all T - d positions that still have a token
+        to read.
         """
         attention, length = self.layer.self_attn, tokens_BT.shape[1]
         inputs_BTE, residual_BTF = self._enter(tokens_BT, self.fuse(features_BTF))
@@ -325,7 +327,7 @@ class FeatureDrafter(TrainableDrafter):
         return [self.to_vocabulary(self.score(state)) for state in self.unroll(tokens_BT, features_BTF, self.max_depth)]
 
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss of every depth, each fed the layer's own outputs of the one before as in a draft."""
+        """Return the loss of every depth; as in a draft, each reads the layer's own outputs of the depth before."""
         depths = self.max_depth
         soft, labels_RN = examples.soft_labels(depths, self.d2t), examples.labels_RN(depths, self.d2t, self.vocab_size)
         states = self.unroll(examples.tokens_BT, examples.features_BTF, depths, examples.positions_BP)

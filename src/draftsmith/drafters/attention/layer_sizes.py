@@ -1,4 +1,4 @@
-"""The sizes of one decoder layer: as the target has them unless set, and as a Llama-like config.json holds them."""
+"""The sizes of one decoder layer: the target's unless set, stored like in a Llama's config.json."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,12 +12,12 @@ from draftsmith.types import DraftsmithError
 if TYPE_CHECKING:
     from draftsmith.targets import Target
 
-# Scalings whose frequencies do not depend on the length of the text.
+# Kinds of scaling whose frequencies do not depend on the length of the text.
 ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class LayerSizes(Config):
-    """The sizes of a layer, under the names of a Llama config.json; sizes of 0 are the target's own."""
+    """The sizes of a layer, under the names of a Llama config.json; 0 stands for the target's own size."""
 
     hidden_size: Annotated[Size, OF_TARGET] = Field(default=0, description="width of the target's states")
     intermediate_size: Size = Field(default=0, description="inner width of the layer's MLP; 0 takes the target's")
@@ -34,7 +34,7 @@ class LayerSizes(Config):
     )
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """What has to hold between fields."""
+        """Yield the conditions between fields."""
         yield from super().rules()
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         yield not (heads and groups) or heads % groups == 0, "num_attention_heads", (
@@ -45,7 +45,7 @@ class LayerSizes(Config):
         yield kind in ROTARY_KINDS, "rope_parameters", f"of a rope_type among {', '.join(ROTARY_KINDS)}"
 
     def for_target(self, target: "Target") -> Self:
-        """Return a copy in which the target's sizes are filled in."""
+        """Return a copy with the target's sizes filled in."""
         kv_heads, width, _, _ = target.kv_shapes[-1]
         told = target.config.to_dict()
         heads = self.num_attention_heads or target.config.num_attention_heads
@@ -60,7 +60,7 @@ class LayerSizes(Config):
         )
 
     def to_llama(self) -> dict[str, Any]:
-        """Return the keys that Llama-like config.json files have behind their model_type."""
+        """Return the keys that follow the model_type in Llama-like config.json files."""
         rotary = dict(self.rope_parameters)
         theta, kind = rotary.pop("rope_theta", 10000.0), rotary.get("rope_type", "default")
         return {
@@ -73,7 +73,7 @@ class LayerSizes(Config):
 
 
 def read_llama(values: Mapping[str, Any], origin: Path) -> dict[str, Any]:
-    """Read the sizes of the layer in a Llama-like config.json; DraftsmithError for what is missing or not supported."""
+    """Read the layer's sizes from a Llama-like config.json; DraftsmithError for missing or unsupported ones."""
     missing = [key for key in ("hidden_size", "intermediate_size", "num_attention_heads") if not values.get(key)]
     if missing:
         raise DraftsmithError(f"{origin} lacks {', '.join(missing)}; use a whole config.json.")
@@ -97,7 +97,7 @@ def read_llama(values: Mapping[str, Any], origin: Path) -> dict[str, Any]:
 
 
 def rotary_of(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary parameters of a target's config, plain where it has none, or several, or another kind."""
+    """Return the rotary parameters of a target's config; plain ones if it has none, several, or an unsupported kind."""
     given = told.get("rope_parameters") or {}
     theta = given.get("rope_theta") or 10000.0
     if given.get("rope_type", "default") in ("llama3", "linear", "yarn") and "partial_rotary_factor" not in given:

@@ -1,8 +1,8 @@
-"""One decoder layer over the target's states, with a cache of its own: a state that knows of those before it.
+"""One decoder layer over the target's states, with its own cache; its output also depends on the earlier states.
 
-The prefix attention of Hydra++ (arXiv:2402.05109, section 4): what predicted a token goes through norm, attention, norm
-and MLP, and a last norm, as in a Llama of one layer. It reads no token. What was committed is stored, and the layer is
-run at the roots alone, because the keys and values of one layer depend on nothing but their own entry.
+This is the prefix attention of Hydra++ (arXiv:2402.05109, section 4): the state that predicted a token goes through
+norm, attention, norm and MLP, and a last norm, as in a Llama of one layer. It reads no tokens. Committed entries are
+stored, and the layer runs at the roots alone, because the keys and values of one layer depend only on their own entry.
 
 Shapes: B rows, T positions, P positions asked for, N new entries of all rows, S committed entries, F width of the
 target's states, G key/value heads, H heads, W head width.
@@ -31,7 +31,7 @@ class PrefixLayer(DecoderLayer):
 
 
 class PrefixAttention(nn.Module):
-    """The layer and the norm behind it. A new one adds nothing to the states, so that at first it only norms them."""
+    """The layer and the norm behind it. A new layer adds nothing, so at first the states are only normalised."""
 
     def __init__(self, sizes: LayerSizes) -> None:
         super().__init__()
@@ -46,26 +46,26 @@ class PrefixAttention(nn.Module):
 
     @property
     def layer(self) -> PrefixLayer:
-        """The only one."""
+        """The only decoder layer."""
         layer = self.layers[0]
         assert isinstance(layer, PrefixLayer)
         return layer
 
     def attach(self, cache: "KVCache", weight: Tensor) -> None:
-        """Begin with empty storage of the same slots and capacity, for states of this tensor's dtype and device."""
+        """Start with empty storage of the same slots and capacity, for states of this tensor's dtype and device."""
         self._memory = None
         self._memory = RowCache(self.sizes, cache, weight)
 
     def forget(self, rows: list[int]) -> None:
-        """Let go of rows that ended."""
+        """Forget rows that ended."""
         if self._memory is not None:
             self._memory.forget(rows)
 
     def store(self, context: Context, dtype: torch.dtype) -> tuple[NewTokens, Tensor, Tensor, Tensor, Tensor]:
-        """Store what was committed.
+        """Store the committed entries.
 
         Returns:
-            where it went; its queries (N, H, W) and states (N, F); what the rows hold, (B, S, G, W) twice.
+            where they went; their queries (N, H, W) and states (N, F); the rows' keys and values (B, S, G, W).
         """
         memory, layer = attached(self._memory), self.layer
         new = memory.lay_out(context)
@@ -75,7 +75,7 @@ class PrefixAttention(nn.Module):
         return new, q_NHW, states_NF, keys_BSGW, values_BSGW
 
     def roots(self, context: Context, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Store what was committed; return the root tokens (B) and what the layer makes of their states (B, F)."""
+        """Store the committed entries; return the root tokens (B) and the layer's outputs for their states (B, F)."""
         new, q_NHW, states_NF, keys_BSGW, values_BSGW = self.store(context, dtype)
         roots = new.roots
         attended_B1A = attend_committed(q_NHW[roots].unsqueeze(1), keys_BSGW, values_BSGW, new.mask_B1S)
@@ -83,7 +83,7 @@ class PrefixAttention(nn.Module):
         return new.tokens_N[roots], self.norm(state_BF)
 
     def forward(self, states_BTF: Tensor, positions_BP: Tensor | None = None) -> Tensor:
-        """Return what `roots` would make of every position (B, T, F), or of those asked for (B, P, F)."""
+        """Return the outputs that `roots` would give at every position (B, T, F), or at the given ones (B, P, F)."""
         attention, length = self.layer.self_attn, states_BTF.shape[1]
         heads = attention.project(self.layer.input_layernorm(states_BTF))
         cos_PW, sin_PW = self._rotary.tables(length, heads.dtype, heads.device)

@@ -1,12 +1,12 @@
-"""Keys and values that a drafter keeps of its own, and where the new ones of each row go.
+"""A drafter's own keys and values, and where the new ones of each row go.
 
-A row has the slot here that it has in the target's cache, and keeps it as long as it runs, so that nothing moves when
-others leave. Where the slots of a batch follow each other, what it needs is a slice and never a copy.
+A row has the same slot here as in the target's cache. It keeps the slot as long as it runs, so nothing moves when other
+rows end. If the slots of a batch are consecutive, they are read as a slice, without a copy.
 
 A drafter's `attach` makes a `RowCache`. Every step, whether it drafts or not, calls `lay_out` on its context, makes the
-layer's inputs from `tokens_N` and `features_NF` of what that returns, and hands them to `store`; `reset_rows` calls
-`forget`. Entry t of a row is the token at position t + 1 of its text, with the state that predicted it: the first token
-of a text was predicted by nothing. A drafter of several attending layers keeps a `RowCache` for each of them.
+layer's inputs from the returned `tokens_N` and `features_NF`, and passes them to `store`; `reset_rows` calls `forget`.
+Entry t of a row is the token at position t + 1 of its text, with the state that predicted it, because no state predicts
+the first token of a text. A drafter with several attending layers keeps a `RowCache` for each.
 
 Shapes: B rows, N newly committed entries of all rows together, S entries looked at, C capacity of a slot, H query
 heads, G key/value heads, W head width, E width of what attention reads, T context tokens, F feature width.
@@ -25,18 +25,18 @@ from draftsmith.types import Context, DraftsmithError
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a context adds to every row, row after row without padding.
+    """The tokens that a context adds to every row, row after row without padding.
 
     Args:
         tokens_N: the tokens.
         features_NF: the states that predicted them.
         slots: slot of every entry (N), or the slot of a batch of one.
-        rows: the slots of the rows (B), or a slice where they follow each other.
+        rows: the slots of the rows (B), or a slice if they are consecutive.
         places: position of every entry in its row, as indices (N) or, for a batch of one, as a slice.
         roots: index of every row's root among the entries (B), or a slice for a batch of one.
         last_B1: position of every row's root.
         span: S, one more than the last position of any row.
-        mask_B1S: the committed entries of every row, root included; None where all are.
+        mask_B1S: the committed entries of every row, including the root; None if all rows have all entries.
     """
 
     tokens_N: Tensor
@@ -54,14 +54,14 @@ class RowCache:
     """Storage for the rows of one call to the engine.
 
     Args:
-        sizes: of the layer whose keys and values it keeps.
-        like: the engine's cache, whose slots and capacity this one has.
-        weight: one of the drafter's, whose device it has, and whose dtype unless another is faster.
-        native: whether the native operator uses it, which knows no dtype but its weights'.
+        sizes: of the layer whose keys and values are stored.
+        like: the engine's cache; this one has the same slots and capacity.
+        weight: one of the drafter's weights; gives the device, and the dtype unless another is faster.
+        native: whether the native operator uses the storage; it only reads the dtype of its weights.
     """
 
     def __init__(self, sizes: LayerSizes, like: KVCache, weight: Tensor, native: bool = False) -> None:
-        # In fp32 on a CPU, where one text's whole trees are drafted faster so.
+        # On a CPU, whole trees of one text are drafted faster in fp32.
         slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
         self.dtype = torch.float32 if slow and not native else weight.dtype
         heads, width = sizes.num_key_value_heads, sizes.head_dim
@@ -74,15 +74,15 @@ class RowCache:
         self._longest = 0
 
     def forget(self, rows: list[int]) -> None:
-        """Let go of rows that ended, and of what they held: NaN left there would reach later rows through a mask."""
+        """Forget rows that ended, and clear their memory: NaN left there would reach later rows through a mask."""
         slots = [self._slot_of.pop(row) for row in rows if row in self._slot_of]
         for storage_RCGW in (self.keys_RCGW, self.values_RCGW):
             storage_RCGW[slots, : self._longest] = 0
         self._seen = None
 
     def _note(self, rows_B: Tensor, slots_B: Tensor | None) -> None:
-        """Take note of which row has which slot."""
-        # The engine hands over the same tensors until rows come or go, which saves asking the device.
+        """Note which row has which slot."""
+        # The engine passes the same tensors until rows come or go; comparing objects avoids waiting for the device.
         if self._seen is not None and self._seen[0] is rows_B and self._seen[1] is slots_B:
             return
         rows = rows_B.tolist()
@@ -102,24 +102,24 @@ class RowCache:
         self._seen = (rows_B, slots_B)
 
     def _starts(self, context: Context) -> Tensor:
-        """Return how many entries each row held before what the context adds (B)."""
+        """Return how many entries each row held before those that the context adds (B)."""
         starts_B = context.lengths_B - 1 - context.counts_B
         if self._padded:
-            # The lengths of padding rows go on growing and mean nothing.
+            # The lengths of padding rows keep growing, and mean nothing.
             starts_B = starts_B.masked_fill(context.rows_B < 0, 0)
         return starts_B
 
     def settle(self, context: Context) -> Tensor:
-        """Take note of the rows; return how many entries each held before what the context adds (B)."""
+        """Note the rows of a context; return how many entries each held before those that the context adds (B)."""
         self._note(context.rows_B, context.slots_B)
         starts_B = self._starts(context)
         self._longest = max(self._longest, 1, int((starts_B + context.counts_B).max()))
         return starts_B
 
     def lay_out(self, context: Context) -> NewTokens:
-        """Find the place of everything that the context adds."""
+        """Determine the place of every token that the context adds."""
         self._note(context.rows_B, context.slots_B)
-        # Of n committed tokens n - 1 are entries: the first token of a text was predicted by nothing.
+        # n committed tokens give n - 1 entries, because no state predicted the first token of a text.
         if self._padded:
             end = int(context.lengths_B[context.rows_B >= 0].max()) - 1
         else:
@@ -146,10 +146,10 @@ class RowCache:
     def store(
         self, new: NewTokens, attention: Attention, rotary: Rotary, inputs_NE: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep the keys and values of the new entries, made from these inputs of the layer's attention.
+        """Store the keys and values of the new entries, made from these inputs of the layer's attention.
 
         Returns:
-            the queries of the entries (N, H, W); what the rows hold now, keys and values (B, S, G, W), as views.
+            the queries of the entries (N, H, W); all keys and values of the rows (B, S, G, W), as views.
         """
         heads = attention.project(inputs_NE).to(self.dtype)
         cos_PW, sin_PW = rotary.tables(new.span, heads.dtype, heads.device)
@@ -160,7 +160,7 @@ class RowCache:
 
 
 def attached(memory: RowCache | None) -> RowCache:
-    """Return the storage that a drafter began with when it was attached; DraftsmithError if it was not."""
+    """Return the storage that `attach` made; DraftsmithError if the drafter is not attached."""
     if memory is None:
         raise DraftsmithError("the drafter does not know where rows are kept; call attach(cache, plan) first.")
     return memory

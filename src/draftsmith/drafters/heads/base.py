@@ -1,4 +1,4 @@
-"""What the families of heads on the target's last state share: options, residual blocks, vocabulary, checkpoints.
+"""What families of heads on the target's last state share: options, residual blocks, vocabulary, checkpoints.
 
 Shapes: N heads, F width of the target's states, V vocabulary, W drafted vocabulary, R rows of any origin.
 """
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(linear x), at first the identity (arXiv:2401.10774, section 2.1.1).
+    """x + SiLU(linear x), which starts as the identity (arXiv:2401.10774, section 2.1.1).
 
-    With `conditions`, that many embeddings stand beside the state in x, and a linear map of x to the state's width, at
-    first the choice of the state, takes the place of x in the sum (arXiv:2402.05109, section 3). With `drawn` the layer
-    starts as PyTorch's do.
+    With `conditions`, x also holds that many embeddings beside the state. In the sum, x is then replaced by a linear
+    map of x to the state's width, which starts by selecting the state (arXiv:2402.05109, section 3). With `drawn`, the
+    layer starts at random, as PyTorch's layers do.
     """
 
     def __init__(self, width: int, conditions: int = 0, drawn: bool = False) -> None:
@@ -32,7 +32,7 @@ class ResidualBlock(nn.Module):
         self.linear = nn.Linear((conditions + 1) * width, width)
         if not drawn:
             nn.init.zeros_(self.linear.weight)
-            # The published code leaves the bias random, which moves the first guesses off the target's own.
+            # The published code leaves the bias random, so that its first guesses differ from the target's own.
             nn.init.zeros_(self.linear.bias)
         self.res_connection: nn.Module | None = None
         if conditions:
@@ -47,7 +47,7 @@ class ResidualBlock(nn.Module):
 
 
 def native_steps(blocks: nn.Module) -> list[tuple[int, list[nn.Module]]]:
-    """Return what the native operator is told of a sequence of residual blocks."""
+    """Return the description of a sequence of residual blocks for the native operator."""
     steps: list[tuple[int, list[nn.Module]]] = []
     for block in blocks.children():
         assert isinstance(block, ResidualBlock)
@@ -82,7 +82,7 @@ class HeadDrafter(RowwiseDrafter):
 
     @property
     def work_dtype(self) -> torch.dtype:
-        """What the weights are in; packed ones are bf16."""
+        """The dtype of the weights; packed ones are bf16."""
         return next((parameter.dtype for parameter in self.parameters()), torch.bfloat16)
 
     def hidden_matrices(self) -> list[nn.Parameter]:
@@ -92,23 +92,23 @@ class HeadDrafter(RowwiseDrafter):
 
     @classmethod
     def new(cls, config: HeadConfig, target: "Target", draft_tokens: Tensor | None) -> Self:
-        """Make untrained heads, which say what the target's own head says unless the config draws them."""
+        """Make untrained heads, which start like the target's own head unless the config starts them at random."""
         return super().new(config.changed(base_name=target.name), target, draft_tokens)
 
     def start_new(self, target: "Target") -> None:
-        """Let every head say what the target's own head says."""
+        """Let every head start like the target's own head."""
         if self.config.init_from_target:
             self.start_as_target(target)
 
     def head_rows_WF(self, target: "Target") -> Tensor:
-        """Return the rows of the target's head that stand for the drafted tokens, where and as the weights are."""
+        """Return the rows of the target's head for the drafted tokens, with the device and dtype of the weights."""
         device = next(self.parameters()).device
         head_VF = target.head_weight_VF.detach().to(device, self.work_dtype)[: self.vocab_size]
         return head_VF if self.d2t is None else head_VF[self.d2t.to(device)]
 
     @torch.no_grad()
     def start_as_target(self, target: "Target") -> None:
-        """Let every head say what the target's own head says, but for a cap of its logits."""
+        """Let every head start like the target's own head, without a cap of its logits."""
         rows_WF = target.logit_form.scaled(self.head_rows_WF(target))
         for projection in self.projections():
             projection.weight.copy_(rows_WF)

@@ -7,16 +7,16 @@ of layer l at the position that predicted the root. For every depth d from 0,
     y_0 … y_{N-1} = layers l+1 … L (x_0 … x_{N-1})  each attends to the keys and values of the text and of x_0 … x_d
     logits_d = head(norm(y_d))                      guesses the token d + 1 after the root
 
-The layers, the norm, the head and the keys and values of the text are the target's own, shared and frozen; the maps are
-all that is trained. Guesses depend on the text up to the root's predecessor and on no drafted token, so a tree is a
-product of what each depth guesses.
+The layers, the norm, the head and the keys and values of the text are the target's own, shared and frozen; only the
+maps are trained. Guesses depend on the text before the root and on no drafted token, so a tree is a product of the
+guesses of each depth.
 
-As the paper's abstract says: states of tokens to come are predicted by linear transformations at a middle layer, and go
-through all layers behind it, in the context of the text and of each other. Different, or not known to be the same,
-because no more of the paper than abstract and introduction was at hand:
-- The paper predicts them in the forward that yields the next token. Here they go through the last layers in a pass of
-  their own right after it, behind the path that was accepted: from the same state, over the same keys and values, for
-  the price of reading the last layers once more a step.
+The paper's abstract says that linear transformations at a middle layer predict the states of future tokens, which then
+go through all later layers, in the context of the text and of each other. Only the abstract and the introduction of the
+paper were at hand. The following points differ from the paper, or are not known to agree with it:
+- The paper predicts the states in the forward that yields the next token. Here they go through the last layers in a
+  separate pass right after it, behind the accepted path: from the same state, over the same keys and values, at the
+  price of reading the last layers once more per step.
 - Loss: cross-entropy, or with distillation the divergence from the target's distribution, plus `state_weight` times
   |x - h|² / |h|², h being the true state there.
 - One map a depth, all at one layer, without bias, beginning as the identity.
@@ -55,7 +55,7 @@ class FIRPDrafter(ParallelDrafter):
     borrows_layers = True
 
     def __init__(self, config: FIRPConfig, draft_tokens: Tensor | None = None) -> None:
-        """Build an untrained one, of no use before `bind`."""
+        """Build an untrained drafter, which cannot be used before `bind`."""
         super().__init__(config, draft_tokens)
         assert config.layer is not None
         self.taps = (config.layer,)
@@ -76,10 +76,10 @@ class FIRPDrafter(ParallelDrafter):
 
     @torch.no_grad()
     def bind(self, target: "Target") -> None:
-        """Borrow the target's last layers and head; DraftsmithError for a target without layers behind `layer`."""
+        """Borrow the target's last layers and head; DraftsmithError if the target has no layers behind `layer`."""
         self._upper = UpperLayers(target, self.taps[0])
         if isinstance(self.head, FrozenTable):
-            # In the target's dtype, as what comes out of its layers.
+            # In the target's dtype, like the outputs of its layers.
             self.head.weight = target.head_weight_VF.detach()[self.d2t]
         self.logit_form = target.logit_form
 
@@ -98,14 +98,14 @@ class FIRPDrafter(ParallelDrafter):
         return self.logit_form((upper.head if self.head is None else self.head)(final))
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
-        """Keep the target's cache: guesses attend to its keys and values, and write theirs where the draft will be."""
+        """Keep a reference to the target's cache: guesses read its keys and values, and write theirs behind them."""
         self._cache = cache
 
     def guess(self, context: Context, root_B: Tensor, feature_BF: Tensor) -> Tensor:
         """Guess and refine the states of all depths in one pass behind the committed text.
 
-        The cache has all committed tokens but the root, whose position is that of the first guessed state. What is
-        written behind them is free until the next verification.
+        The cache has all committed tokens but the root, whose position is that of the first guessed state. The entries
+        behind them may be overwritten until the next verification.
         """
         if self._cache is None:
             raise RuntimeError("a FIRP drafter drafts within an engine, which attaches its cache first.")
@@ -116,10 +116,10 @@ class FIRPDrafter(ParallelDrafter):
         return self.score(self.upper.refine(states_BDF, chain), self.upper)
 
     def _refined(self, features_BTF: Tensor, positions_BP: Tensor) -> tuple[Tensor, Tensor]:
-        """Guess and refine behind every one of these positions of whole texts, each as decoding would do it there.
+        """Guess and refine behind each of these positions of whole texts, as decoding would do there.
 
-        The text is read into a scratch cache first, as the target read it; entry t of the features stands at position
-        t, and the guesses behind it at t + 1, t + 2 …, out of sight of all others.
+        The text is read into a scratch cache first, as the target read it. Entry t of the features is at position t,
+        and the guesses behind it are at t + 1, t + 2 …; no other entry sees them.
 
         Returns:
             guessed states and refined ones, both (B, P, D, F).
@@ -136,11 +136,11 @@ class FIRPDrafter(ParallelDrafter):
         return guessed_BPDF, final_BMF.unflatten(1, (-1, self.max_depth))
 
     def guess_at(self, tokens_BT: Tensor, features_BTF: Tensor, positions_BP: Tensor) -> Tensor:
-        """Return what is guessed behind these positions; the features have to begin with the text."""
+        """Return the guesses behind these positions; the features must start at the beginning of the text."""
         return self.score(self._refined(features_BTF, positions_BP)[1], self.upper.differentiable)
 
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss of every depth: what its guess says, and how far its state is from the true one."""
+        """Return the loss of every depth, from its guess and from the distance of its state from the true one."""
         guessed_BPDF, final_BPDF = self._refined(examples.features_BTF, examples.positions_BP)
         losses, accuracy = self.losses_from(examples, self.score(final_BPDF, self.upper.differentiable))
         batch, reads_BPN = examples.reads_BPN(self.max_depth)

@@ -1,4 +1,4 @@
-"""What can be set of a FIRP drafter, and what the registry knows of it."""
+"""The options of a FIRP drafter, and what the registry knows of it."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Self
@@ -44,7 +44,7 @@ class FIRPConfig(TrainedConfig):
     needed = ("hidden_size", "vocab_size", "layer", "n_predict")
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """What has to hold between fields."""
+        """Yield the conditions between fields."""
         yield from super().rules()
         yield len(self.branching) <= self.n_predict, "branching", f"at most n_predict = {self.n_predict} numbers"
 

@@ -1,4 +1,4 @@
-"""What can be set of the families of heads on the target's last state."""
+"""The options of the families of heads on the target's last state."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -43,18 +43,18 @@ class HeadConfig(TrainedConfig):
     only_if_set = ("base_name", "draft_vocab_size", "default_branching", "default_beam", "default_nodes")
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """What has to hold between fields."""
+        """Yield the conditions between fields."""
         yield from super().rules()
         yield len(self.default_branching) <= self.num_heads, "default_branching", (
             f"at most num_heads = {self.num_heads} numbers"
         )
 
     def made_for(self) -> dict[str, Any]:
-        """Return what is known of the target, see `check_target`."""
+        """Return what is known about the target, see `check_target`."""
         return super().made_for() | {"name": self.base_name}
 
     def sized_by(self, tensors: Mapping[str, "Tensor"], wide: str, tall: str) -> Self:
-        """Return a copy with the target's sizes, which published files tell in two tensors only, (·, F) and (W, ·)."""
+        """Return a copy with the target's sizes, which published files give only in two tensors, (·, F) and (W, ·)."""
         hidden_size = self.hidden_size or (tensors[wide].shape[-1] if wide in tensors else 0)
         vocab_size = self.vocab_size or (tensors[tall].shape[0] if tall in tensors else 0)
         return self.changed(hidden_size=hidden_size, vocab_size=vocab_size)

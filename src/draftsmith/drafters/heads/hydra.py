@@ -5,8 +5,8 @@
     x_d = [state; emb(root); emb(guess 1); … emb(guess d)]        logits_d = head_d block_d(… block_d(x_d))
 
 emb is the target's own, frozen table. The first block of head d narrows d + 2 widths to one. Hydra++ (section 4) has
-more blocks (`num_layers: 4`), the target's own distribution as the teacher (`distillation.weight: 1`), and in the place
-of the state what a decoder layer makes of it and of the states before it (`prefix_attention: true`).
+more blocks (`num_layers: 4`), the target's own distribution as the teacher (`distillation.weight: 1`), and instead of
+the state, a decoder layer's output for it and the states before it (`prefix_attention: true`).
 
 The folder is the published one: config.json with hydra_num_heads, hydra_num_layers, hydra_head_arch "mlp",
 grounded_heads, hidden_state_offset, base_model_name_or_path; tensors `hydra_mlp.{head}.{layer}.linear.{weight,bias}`,
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 GROUNDED = {"grounded_heads": True, "hidden_state_offset": 0}
 BORROWED = ("input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight")
-"""What published files have beside the heads: the target's table, and one that is never read."""
+"""Tensors that published files have besides the heads: the target's table, and one that is never read."""
 
 
 class HydraDrafter(HeadDrafter):
-    """The heads. What they read grows by an embedding a depth, and is all of their state."""
+    """The heads. Their input grows by one embedding per depth, and is their whole state."""
 
     family_name = "a set of Hydra heads"
     weights_file = "hydra_lm_head.safetensors"
@@ -70,7 +70,7 @@ class HydraDrafter(HeadDrafter):
             nn.init.zeros_(projection.bias)
 
     def later_blocks(self) -> list[ResidualBlock]:
-        """Return new blocks for one head, without its first."""
+        """Return new blocks for one head, except its first."""
         return [ResidualBlock(self.config.hidden_size) for _ in range(self.config.num_layers - 1)]
 
     def projections(self) -> list[nn.Linear]:
@@ -78,7 +78,7 @@ class HydraDrafter(HeadDrafter):
         return [layer for layer in self.hydra_lm_head if isinstance(layer, nn.Linear)]
 
     def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
-        """Put the token's embedding beside what was read before: (…, (d + 1) F) becomes (…, (d + 2) F)."""
+        """Append the token's embedding to what was read before: (…, (d + 1) F) becomes (…, (d + 2) F)."""
         return torch.cat([state, F.embedding(tokens, self.embedding.weight)], dim=-1)
 
     def score(self, depth: int, state: Tensor) -> Tensor:
@@ -108,14 +108,14 @@ class HydraDrafter(HeadDrafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by hydra_num_heads."""
+        """Recognise it by hydra_num_heads."""
         return recognises(config)
 
     @classmethod
     def read_config(
         cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
     ) -> tuple[HydraConfig, Tensor | None]:
-        """Return what is told; DraftsmithError for heads of another architecture."""
+        """Return the config; DraftsmithError for heads of another architecture."""
         for key, supported in {"hydra_head_arch": cls.architecture, **GROUNDED}.items():
             if config.get(key, supported) != supported:
                 raise DraftsmithError(
@@ -129,7 +129,7 @@ class HydraDrafter(HeadDrafter):
 
     @classmethod
     def read_tensors(cls, folder: Path) -> dict[str, Tensor]:
-        """Read the weights, without the tables that published files have beside them."""
+        """Read the weights, without the other tables in published files."""
         tensors = super().read_tensors(folder)
         return {name: tensor for name, tensor in tensors.items() if name not in BORROWED}
 
@@ -149,11 +149,11 @@ class HydraPrefixDrafter(HydraDrafter):
         self.prefix = PrefixAttention(config.prefix_layer)
 
     def later_blocks(self) -> list[ResidualBlock]:
-        """Return one new block as often as there are layers: the published code repeats it."""
+        """Return one new block, repeated as often as there are layers, as in the published code."""
         return super().later_blocks()[:1] * (self.config.num_layers - 1)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
-        """Begin with an empty memory."""
+        """Start with an empty memory."""
         self.prefix.attach(cache, self.embedding.weight)
 
     def reset_rows(self, rows: list[int]) -> None:
@@ -161,11 +161,11 @@ class HydraPrefixDrafter(HydraDrafter):
         self.prefix.forget(rows)
 
     def follow(self, context: Context) -> None:
-        """Store what was committed, and guess nothing."""
+        """Store the committed entries, without guessing."""
         self.prefix.store(context, self.work_dtype)
 
     def begin(self, context: Context) -> tuple[Tensor, Tensor]:
-        """Start from the root and what the layer makes of the state that predicted it."""
+        """Start from the root and the layer's output for the state that predicted it."""
         return self.prefix.roots(context, self.work_dtype)
 
     def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
@@ -173,7 +173,7 @@ class HydraPrefixDrafter(HydraDrafter):
         return self.predict(tokens_BT, self.prefix(self.start(features_BTF)))
 
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for."""
+        """Return the cross-entropy of every depth, mixed with the divergence from the target if that is requested."""
         return self.losses_from(
             examples, self.prefix(self.start(examples.features_BTF), examples.positions_BP).flatten(0, 1)
         )
@@ -189,7 +189,7 @@ class HydraPrefixDrafter(HydraDrafter):
         super().pack(pack_layers)
 
     def native_form(self) -> NativeObject | None:
-        """Return None: the operator knows of no layer in front."""
+        """Return None: the operator does not support a layer in front."""
         return None
 
     def published_name(self, name: str) -> str:
@@ -203,7 +203,7 @@ class HydraPrefixDrafter(HydraDrafter):
 
     @torch.no_grad()
     def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:
-        """Copy checkpoint tensors in, but for tables of angles; the repeated block has to be the same everywhere."""
+        """Copy checkpoint tensors in, except tables of angles; all copies of the repeated block have to be equal."""
         own = {name: tensor for name, tensor in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
         for name, tensor in own.items():
             part, *rest = name.split(".")
@@ -222,30 +222,29 @@ class HydraPrefixDrafter(HydraDrafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the architecture that Hydra's config names."""
+        """Recognise it by the architecture that Hydra's config names."""
         return HydraDrafter.recognises(config) and config.get("hydra_head_arch") == PREFIX_ARCH
 
 
 def make_hydra(config: HydraConfig, target: "Target", draft_tokens: Tensor | None) -> HydraDrafter:
     """Make untrained heads of either architecture.
 
-    With prefix attention they say of the normed state what the target's head says of it; its likeliest token is the
-    same.
+    With prefix attention, they score the normalised state by the target's head; its likeliest token is the same.
     """
     return (HydraPrefixDrafter if config.prefix_attention else HydraDrafter).new(config, target, draft_tokens)
 
 
 def hydra_in(folder: Path) -> type[HydraDrafter]:
-    """Tell the architecture of the heads in a folder."""
+    """Return the class for the architecture of the heads in a folder."""
     config = storage.read_json(Path(folder) / "config.json")
     return HydraPrefixDrafter if HydraPrefixDrafter.recognises(config) else HydraDrafter
 
 
 def load_hydra(folder: Path, target: "Target") -> HydraDrafter:
-    """Load for decoding heads of either architecture."""
+    """Load heads of either architecture for decoding."""
     return hydra_in(folder).load(folder, target)
 
 
 def reopen_hydra(folder: Path, target: "Target | None", dtype: torch.dtype) -> HydraDrafter:
-    """Load for training heads of either architecture."""
+    """Load heads of either architecture for training."""
     return hydra_in(folder).from_pretrained(folder, target, dtype)

@@ -1,4 +1,4 @@
-"""What can be set of Hydra heads, and what the registry knows of them."""
+"""The options of Hydra heads, and what the registry knows of them."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -37,7 +37,7 @@ class HydraConfig(HeadConfig):
         return "has a layer as large as its target's" if lacking else ""
 
     def for_target(self, target: "Target") -> Self:
-        """Return a copy in which the target's sizes are filled in, those of the layer too."""
+        """Return a copy with the target's sizes filled in, including those of the layer."""
         made = super().for_target(target)
         if not self.prefix_attention or self.prefix_layer is not None:
             return made
@@ -45,7 +45,7 @@ class HydraConfig(HeadConfig):
 
 
 def recognises(config: Mapping[str, Any]) -> bool:
-    """Tell by hydra_num_heads: published files have no model_type."""
+    """Recognise it by hydra_num_heads: published files have no model_type."""
     return "hydra_num_heads" in config and config.get("model_type", "hydra") == "hydra"
 
 

@@ -4,8 +4,8 @@
 
     state_d = block_d(… block_d(state))        logits_d = head_d state_d        block(x) = x + SiLU(linear x)
 
-The root is what the target's own head said of the state; head d guesses the (d + 1)-th token after it. With
-`tie_to_target` the heads have blocks only and share the target's own projection, read once for all of them.
+The root is what the target's own head says of the state; head d guesses the (d + 1)-th token after it. With
+`tie_to_target` the heads have blocks only and share the target's own projection, which is read once for all of them.
 
 The folder is the published one: config.json with medusa_num_heads, medusa_num_layers, base_model_name_or_path, and
 medusa_lm_head.safetensors with `{head}.{layer}.linear.{weight,bias}` and `{head}.{layers}.weight`, in some files behind
@@ -41,14 +41,14 @@ PREFIX = "medusa_head."
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """What the heads say of every row: the scores of all, or the states (B, F) that each head has yet to read."""
+    """The heads' outputs for every row: the scores of all, or the states (B, F) that each head has yet to read."""
 
     state_BF: Tensor
     scores_NBW: Tensor | None
 
 
 class MedusaDrafter(ParallelSteps, HeadDrafter):
-    """The heads. They read no tokens, so each is asked once a row, however many nodes its guesses go under."""
+    """The heads. They read no tokens, so each runs once per row, however many nodes its guesses go under."""
 
     family_name = "a set of Medusa heads"
     weights_file = "medusa_lm_head.safetensors"
@@ -59,7 +59,7 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
     def __init__(self, config: MedusaConfig, draft_tokens: Tensor | None = None) -> None:
         super().__init__(config, draft_tokens)
         width, scored = config.hidden_size, config.scored
-        # The projection of tied heads comes with `bind`.
+        # Tied heads get their projection in `bind`.
         self.shared: nn.Module | None = FrozenTable(scored, width) if config.tie_to_target else None
         heads = []
         for _ in range(config.num_heads):
@@ -70,7 +70,7 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
         self.heads = nn.ModuleList(heads)
 
     def default_plan(self) -> Plan:
-        """Return the draft that the config asks for, or the authors' default tree as far as there are heads."""
+        """Return the draft that the config asks for, or the authors' default tree as deep as there are heads."""
         config = self.config
         if config.default_branching or config.default_beam or config.default_nodes:
             return super().default_plan()
@@ -82,7 +82,7 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
         return [layer for layer in last if isinstance(layer, nn.Linear)]
 
     def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
-        """Return the state as it is: no head reads a token or another head."""
+        """Return the state unchanged: no head reads a token or another head."""
         return state
 
     def score(self, depth: int, state: Tensor) -> Tensor:
@@ -91,10 +91,10 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
         return read if self.shared is None else self.logit_form(self.shared(read))
 
     def prepare(self, context: Context, root_B: Tensor, feature_BF: Tensor) -> HeadOutputs:
-        """Ask tied heads; the others are asked only as deep as the draft goes."""
+        """Run tied heads at once; other heads run only as deep as the draft goes."""
         state_BF, scores_NBW = self.start(feature_BF), None
         if self.shared is not None:
-            # One pass over the projection, whose weights are most of what is read, for all heads.
+            # All heads share one pass over the projection, whose weights are most of what is read.
             scores_NBW = self.logit_form(self.shared(torch.stack([head(state_BF) for head in self.heads])))
         return HeadOutputs(state_BF, scores_NBW)
 
@@ -110,13 +110,13 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
             self.logit_form = target.logit_form
 
     def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
-        """Pack as others do, the shared projection too."""
+        """Pack as other families do, and the shared projection too."""
         if isinstance(self.shared, FrozenTable):
             self.shared = self.shared.as_layer()
         super().pack(pack_layers)
 
     def native_form(self) -> NativeObject | None:
-        """Return the operator of heads that read no tokens; None where scores are more than products."""
+        """Return the operator of heads that read no tokens; None if scores are more than products."""
         if not self.logit_form.plain:
             return None
         heads = []
@@ -127,7 +127,7 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
         return native_heads(heads, self.config.hidden_size, d2t=self.d2t)
 
     def published_name(self, name: str) -> str:
-        """Heads are published as a bare list."""
+        """Return the name in the published files, which hold the heads as a bare list."""
         return name.removeprefix("heads.")
 
     @classmethod
@@ -144,14 +144,14 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by medusa_num_heads."""
+        """Recognise it by medusa_num_heads."""
         return recognises(config)
 
     @classmethod
     def read_config(
         cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
     ) -> tuple[MedusaConfig, Tensor | None]:
-        """Return what is told; published configs count their heads wrongly (2 for 5), so the tensors say how many."""
+        """Return the config; published configs give a wrong number of heads (2 for 5), so the tensors are counted."""
         counted = {int(name.split(".")[0]) for name in tensors if name[0].isdigit()}
         if not counted:
             raise DraftsmithError(f"{origin.parent / cls.weights_file} holds no Medusa heads; give a folder that does.")

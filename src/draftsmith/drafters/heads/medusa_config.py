@@ -1,4 +1,4 @@
-"""What can be set of Medusa heads, and what the registry knows of them."""
+"""The options of Medusa heads, and what the registry knows of them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -28,7 +28,7 @@ class MedusaConfig(HeadConfig):
 
 
 def recognises(config: Mapping[str, Any]) -> bool:
-    """Tell by medusa_num_heads: published files have no model_type, and whole models with heads have their own."""
+    """Recognise it by medusa_num_heads: published files have no model_type; whole models with heads have theirs."""
     return "medusa_num_heads" in config and config.get("model_type", "medusa") == "medusa"
 
 

@@ -1,4 +1,4 @@
-"""The MLP speculator: one small stage a depth, fed the target's state and each drafted token in turn.
+"""The MLP speculator: one small stage per depth, which reads the target's state and each drafted token in turn.
 
 "Accelerating Production LLMs with Combined Token/Embedding Speculators" (arXiv:2404.19124), section 3:
 
@@ -91,7 +91,7 @@ class MLPSpeculator(RowwiseDrafter):
         return weight
 
     def start(self, features: Tensor) -> Tensor:
-        """Turn tapped states (…, F) into what the first stage reads, of the same shape."""
+        """Turn tapped states (…, F) into the input of the first stage, of the same shape."""
         features = features.to(self._weight(self.ln, 0).dtype)
         return (rms_normalise(features) / math.sqrt(2)).to(features.dtype) if self.config.scale_input else features
 
@@ -103,14 +103,14 @@ class MLPSpeculator(RowwiseDrafter):
     def _next(self, depth: int, state: Tensor, read: Tensor | None) -> Tensor:
         mixed = self.proj[depth](state)
         if read is not None:
-            # The norm that follows makes only the ratio of the two weights matter.
+            # Only the ratio of the two weights matters, because a norm follows.
             mixed = mixed + self.ratio * read
         return F.gelu(self.ln[depth](mixed))
 
     def states(self, state: Tensor, tokens_RN: Tensor) -> Iterator[Tensor]:
-        """Give the state of every depth in turn; a table that all stages share is looked up once.
+        """Yield the state of every depth; a table that all stages share is looked up only once.
 
-        Each lookup has a gradient of the whole table's size.
+        Each lookup would have a gradient of the whole table's size.
         """
         if not (self.config.condition_on_tokens and self.config.tie_weights):
             yield from super().states(state, tokens_RN)
@@ -124,14 +124,14 @@ class MLPSpeculator(RowwiseDrafter):
         return self.logit_form(self.head[depth](state))
 
     def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
-        """Pack as others do, a borrowed head too."""
+        """Pack as other families do, and a borrowed head too."""
         shared = self.head[0]
         if isinstance(shared, FrozenTable):
             self.head = nn.ModuleList([shared.as_layer()] * self.config.n_predict)
         super().pack(pack_layers)
 
     def native_form(self) -> NativeObject | None:
-        """Return the operator of this family; None where scores are more than products."""
+        """Return the operator of this family; None if scores are more than products."""
         if not self.logit_form.plain:
             return None
         weights, scales, sums, _ = packed_parts([*self.proj, *self.head])
@@ -156,7 +156,7 @@ class MLPSpeculator(RowwiseDrafter):
 
     @torch.no_grad()
     def bind(self, target: "Target") -> None:
-        """Point a speculator that is tied to its target at the target's embedding and head; others stay as they are."""
+        """Point a speculator that is tied to its target at the target's embedding and head; leave others unchanged."""
         if self.config.tie_to_target:
             if self.config.width != target.hidden_size:
                 raise DraftsmithError(
@@ -178,12 +178,12 @@ class MLPSpeculator(RowwiseDrafter):
         """Return the published config.json.
 
         Readers of tied checkpoints differ: text-generation-inference reads stage 0 (and proj 1) only; vLLM ignores
-        names it does not look for, but its newer versions keep one head a stage and look for each.
+        names that it does not look for, but its newer versions keep one head per stage and look for each.
         """
         return {"architectures": ["MLPSpeculatorPreTrainedModel"], **super().describe()}
 
     def start_new(self, target: "Target") -> None:
-        """Start from the target's tables where the config says so."""
+        """Initialise weights from the target's tables if the config says so."""
         initialise_from_target(self, target, self.config.init_from_target)
 
 
@@ -203,9 +203,9 @@ def initialise_from_target(speculator: MLPSpeculator, target: "Target", what: st
     Args:
         what: "none", "embeddings" or "embeddings+head".
 
-    The embedding is scaled to the RMS 1/sqrt(D) that the stage weights w_s and w_e are made for; the head is taken as
-    it is, with the scale of the target's logits if they have one. Where D is not the target's width, both are rotated
-    into D dimensions by one random orthogonal map, which keeps what tokens are near to each other.
+    The embedding is scaled to the RMS 1/sqrt(D) for which the stage weights w_s and w_e are made. The head is copied
+    unscaled, except for the scale of the target's logits if they have one. If D is not the target's width, both are
+    rotated into D dimensions by one random orthogonal map, which keeps similar tokens similar.
     """
     if what == "none" or speculator.config.tie_to_target:
         return

@@ -1,4 +1,4 @@
-"""What can be set of an MLP speculator, and how it stands in the published config.json."""
+"""The options of an MLP speculator, and how the published config.json stores them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -55,7 +55,7 @@ class MLPConfig(TrainedConfig):
     needed = ("hidden_size", "vocab_size", "n_predict")
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """What has to hold between fields."""
+        """Yield the conditions between fields."""
         yield from super().rules()
         yield self.n_predict > 1 or not self.tie_weights, "n_predict", "at least 2 where tie_weights is set"
         for name in ("top_k_tokens_per_head", "default_branching"):
@@ -68,7 +68,7 @@ class MLPConfig(TrainedConfig):
 
     @property
     def branching(self) -> tuple[int, ...]:
-        """Children a node for all depths."""
+        """Children per node, for all depths."""
         given = self.top_k_tokens_per_head
         return given + (1,) * (self.n_predict - len(given))
 
@@ -78,7 +78,7 @@ class MLPConfig(TrainedConfig):
         return "borrows its target's embedding and head" if self.tie_to_target else ""
 
     def shapes(self) -> dict[str, Any]:
-        """Return what has to agree for weights to be taken over; a width may be told in two ways."""
+        """Return what has to agree so that weights can be taken over; a width may be given in two ways."""
         return super().shapes() | {"inner_dim": self.width}
 
     def to_json(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from draftsmith.types import DraftsmithError
 def pad_speculator(source: Path, folder: Path, times: int) -> None:
     """Write the MLP speculator in `source` for a target whose states are `times` as wide.
 
-    It guesses what it guessed. (With `scale_input` up to a rounding: its epsilon cannot be set.)
+    Its guesses stay the same. (With `scale_input` up to rounding: its epsilon cannot be set.)
 
     Raises:
         DraftsmithError: the source is no MLP speculator with tables of its own, or the folder is not empty.
@@ -29,7 +29,7 @@ def pad_speculator(source: Path, folder: Path, times: int) -> None:
     ours = json.loads(json.dumps(config.get("draftsmith", {})))
     if "target" in ours:
         ours["target"] |= {"hidden_size": times * width, "name": "padded"}
-        ours["target"].pop("weights_hash", None)  # that of the target as it was
+        ours["target"].pop("weights_hash", None)  # the hash of the original target
     padded = {**config, "emb_dim": times * width, "inner_dim": config.get("inner_dim") or width, "draftsmith": ours}
 
     def fill(aside: Path) -> None:

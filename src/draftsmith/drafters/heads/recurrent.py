@@ -1,4 +1,4 @@
-"""The recurrent drafter (ReDrafter): a small recurrent network reads each drafted token, beside the target's state.
+"""The recurrent drafter (ReDrafter): a small recurrent network reads each drafted token, besides the target's state.
 
 "Recurrent Drafter for Fast Speculative Decoding in Large Language Models" (arXiv:2403.09919), section 3.1, as its
 published code (apple/ml-recurrent-drafter) computes it:
@@ -7,13 +7,13 @@ published code (apple/ml-recurrent-drafter) computes it:
 
 h is the state of the target that predicted the root, e_0 the root's embedding and e_d that of the d-th drafted token.
 Without `rnn`, s_d = s_{d-1} + e_{d-1}. The head is an optional projection, residual blocks x + SiLU(A x + a), and the
-output projection. The paper writes s_1 = e_0 instead of a first step from zero. The beam search of section 3.2 and the
-packing of shared prefixes of section 3.3 are those of `grow`, with branching w at all depths, beam w and paths w.
+output projection. The paper writes s_1 = e_0 instead of a first step from zero. `grow` provides the beam search of
+section 3.2 and the packing of shared prefixes of section 3.3, with branching w at all depths, beam w and paths w.
 
 Checkpoints have the published layout: `model_type` recurrent_drafting_drafter, the keys vocab_size, hidden_size,
 exit_dim, num_draft_layers and rnn, the tensors input_proj.{weight,bias} (only if exit_dim is not 2 F),
-lm_head.{i}.linear.{weight,bias}, lm_head.{num_draft_layers}.weight, rnn_u.{weight,bias} and rnn_w.weight. Ours alone
-are beam_width, beam_length, own_embeddings with embeddings.weight, and draft_vocab_size with d2t.
+lm_head.{i}.linear.{weight,bias}, lm_head.{num_draft_layers}.weight, rnn_u.{weight,bias} and rnn_w.weight. Only
+Draftsmith uses beam_width, beam_length, own_embeddings with embeddings.weight, and draft_vocab_size with d2t.
 
 Shapes: R rows of any origin, F target width, E width of the residual blocks, V vocabulary, W drafted vocabulary.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RecurrentDrafter(RowwiseDrafter):
-    """The drafter itself. Its state is [h, s] (…, 2 F): what the head reads. Weights start as PyTorch's layers do."""
+    """The drafter itself. Its state, the head's input, is [h, s] (…, 2 F). Weights start as PyTorch's layers do."""
 
     taps = (-1,)
     can_compile = True
@@ -71,7 +71,7 @@ class RecurrentDrafter(RowwiseDrafter):
         return torch.cat([features, torch.zeros_like(features)], dim=-1)
 
     def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
-        """Let the recurrent half of [h, s] read the token chosen from it."""
+        """Let the recurrent half of [h, s] read the token that was chosen from it."""
         context, recurrent = state.split(self.config.hidden_size, dim=-1)
         read = F.embedding(tokens, self._table_VF)
         recurrent = F.silu(self.rnn_w(read) + self.rnn_u(recurrent)) if self.config.rnn else recurrent + read
@@ -83,7 +83,7 @@ class RecurrentDrafter(RowwiseDrafter):
         return scores
 
     def native_form(self) -> NativeObject | None:
-        """Return the operator of heads over a recurrent state; all depths have the same one."""
+        """Return the operator of heads over a recurrent state; all depths share one head."""
         steps = native_steps(self.lm_head[:-1])
         if not isinstance(self.input_proj, nn.Identity):
             steps.insert(0, (PROJECT, [self.input_proj]))
@@ -98,7 +98,7 @@ class RecurrentDrafter(RowwiseDrafter):
 
     @property
     def max_depth(self) -> int:
-        """The depths it was trained for."""
+        """The number of depths it was trained for."""
         return self.config.beam_length
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class RecurrentDrafter(RowwiseDrafter):
             self.embeddings.weight = target.embedding_weight_VF.detach().to(like)[: self.config.vocab_size]
 
     def hidden_matrices(self) -> list[nn.Parameter]:
-        """Return the recurrent matrices, the projection and those of the residual blocks."""
+        """Return the recurrent matrices, the projection and the matrices of the residual blocks."""
         tables = ("embeddings.weight", f"lm_head.{self.config.num_draft_layers}.weight")
         return [one for name, one in self.named_parameters() if one.ndim == 2 and name not in tables]
 
@@ -118,7 +118,7 @@ class RecurrentDrafter(RowwiseDrafter):
         return {"architectures": ["Drafter"], **super().describe()}
 
     def start_new(self, target: "Target") -> None:
-        """Start an embedding of its own as the target's."""
+        """Initialise the drafter's own embedding, if it has one, from the target's."""
         if self.config.own_embeddings:
             with torch.no_grad():
                 self._table_VF.copy_(target.embedding_weight_VF)

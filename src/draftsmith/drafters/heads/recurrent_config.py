@@ -1,4 +1,4 @@
-"""What can be set of a recurrent drafter, and how it stands in the published config.json."""
+"""The options of a recurrent drafter, and how the published config.json stores them."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,7 +33,7 @@ class RecurrentConfig(TrainedConfig):
         description="learn an embedding, begun as the target's; false reads the target's own, which is not saved",
     )
 
-    # The published code counts the root as one of beam_length; here it is none.
+    # The published code includes the root in beam_length; here it is not included.
     layout = (
         "vocab_size", "hidden_size", "exit_dim", "num_draft_layers", "rnn", "beam_width", "beam_length",
         "own_embeddings", "draft_vocab_size",
@@ -42,7 +42,7 @@ class RecurrentConfig(TrainedConfig):
     needed = ("vocab_size", "hidden_size", "exit_dim", "num_draft_layers")
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """What has to hold between fields."""
+        """Yield the conditions between fields."""
         yield from super().rules()
         yield not self.vocab_size or self.beam_width <= self.scored, "beam_width", (
             f"between 1 and the {self.scored} tokens that are scored"
@@ -59,20 +59,20 @@ class RecurrentConfig(TrainedConfig):
         return self.exit_dim or 2 * self.hidden_size
 
     def shapes(self) -> dict[str, Any]:
-        """Return what has to agree for weights to be taken over; a width may be told in two ways."""
+        """Return what has to agree so that weights can be taken over; a width may be given in two ways."""
         return super().shapes() | {"exit_dim": self.width}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the keys of config.json, which has no 0 for a width."""
+        """Return the keys of config.json, which cannot have 0 for a width."""
         return super().to_json() | {"exit_dim": self.width}
 
     def limited_to(self, tokens: int) -> Self:
-        """Return a copy that scores so many tokens, its beam no wider than that."""
+        """Return a copy that scores `tokens` tokens, with a beam no wider than that."""
         return self.changed(draft_vocab_size=tokens, beam_width=min(self.beam_width, tokens))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], origin: Path, **told: Any) -> Self:
-        """Read a config.json's object; the published class leaves `rnn` out where it is false."""
+        """Read a config.json's object; the published class omits `rnn` if it is false."""
         return super().from_json({"rnn": False, **values}, origin, **told)
 
 

@@ -1,1 +1,1 @@
-"""Drafters without weights, in plain Python: what followed the newest tokens before."""
+"""Drafters without weights, in plain Python: they guess what followed the newest tokens earlier."""

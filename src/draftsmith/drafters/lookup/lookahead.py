@@ -1,17 +1,18 @@
-"""Lookahead decoding: the target itself extends guesses at many later positions; what it says becomes n-grams to guess.
+"""Lookahead decoding: the target itself extends guesses at many later positions, which gives n-grams to guess with.
 
 Fu et al., "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding" (arXiv:2402.02057, section 3).
-The window has W columns. Column j is a trajectory of guesses for the positions j, j + 1, … after the root, each what
-the target chose after the one before in an earlier step. When a column has grown to N tokens it goes into the pool of
+The window has W columns. Column j is a trajectory of guesses for the positions j, j + 1, … after the root; in an
+earlier step, the target chose each of them after the one before. When a column has N tokens, it goes into the pool of
 n-grams, and it loses its first token. Every step verifies two things at once:
 
     verification branch   up to G n-grams of the pool that begin with the root
     lookahead branch      root → first tokens of columns 1, 2, … as a trunk; column j hangs from its first token
 
-In the lookahead branch a token sees what is before it in its column and the first tokens of the columns on the left:
-the paper's mask, which in columns is an ordinary tree. So all of it are tree nodes, and the text is exact whatever they
-hold. Differences to the paper: guesses of the lookahead branch may be accepted too, which costs nothing; the window
-starts with the end of the prompt instead of random tokens; the target's argmax extends columns at any temperature.
+In the lookahead branch a token sees the tokens before it in its column, and the first tokens of the columns to its
+left. This is the paper's mask, and in columns it is an ordinary tree. So all these tokens are tree nodes, and the text
+is exact whatever they are. Differences from the paper: guesses of the lookahead branch may be accepted too, which costs
+nothing; the window starts with the end of the prompt instead of random tokens; the target's argmax extends columns at
+any temperature.
 """
 
 from typing import TYPE_CHECKING
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """N-grams by their first token, the latest few of each."""
+    """N-grams by their first token; for each, only the latest few."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._rest: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, gram: list[int]) -> None:
-        """Keep an n-gram as the latest of its first token."""
+        """Store an n-gram as the latest with its first token."""
         known = self._rest.setdefault(gram[0], {})
         rest = tuple(gram[1:])
         known.pop(rest, None)
@@ -44,7 +45,7 @@ class Pool:
             del known[next(iter(known))]
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """Return what followed a token, latest first."""
+        """Return the continuations of a token, latest first."""
         return list(reversed(self._rest.get(token, {})))
 
 
@@ -53,28 +54,29 @@ class LookaheadRow:
 
     def __init__(self, config: LookaheadConfig) -> None:
         self._config = config
-        # Until columns have their full height the window moves on by one each step, and loses its first column.
+        # Until columns have their full height, the window moves on by one per step, and loses its first column.
         self._wide = config.window + config.length - 2
         self._newest: list[int] = []
         self._pool = Pool(config.guesses)
         self._columns: list[list[int]] = []
-        # The node behind which the target extends each column: `ROOT`, or None if it was not drafted.
+        # For each column the node that the target extends: `ROOT`, or None if it was not drafted.
         self._tips: list[int | None] = []
 
     def extend(self, tokens: list[int]) -> None:
-        """Add committed tokens, however the text is divided."""
+        """Add committed tokens; they may be split in any way."""
         length = self._config.length
         kept = self._newest[1 - length :]
         if self._config.from_text:
             text = kept + tokens
             for end in range(max(length, len(kept) + 1), len(text) + 1):
                 self._pool.add(text[end - length : end])
-        # The n-grams to come need the last N - 1 tokens, the columns as many as they are until there are columns.
+        # The next n-grams need the last N - 1 tokens; the columns, until they exist, need as many tokens as there are
+        # columns.
         most = length - 1 if self._columns else max(length - 1, self._wide)
         self._newest = (self._newest + tokens)[-most:]
 
     def advance(self, choices: list[int]) -> None:
-        """Extend every column by what the target chose after the root (entry 0) and after node n (entry n + 1)."""
+        """Extend every column by the target's choice after the root (entry 0) or after node n (entry n + 1)."""
         for column, tip in zip(self._columns, self._tips, strict=True):
             if tip is None:
                 continue
@@ -103,7 +105,7 @@ class LookaheadRow:
 
 
 class LookaheadDrafter(PythonDrafter[LookaheadRow]):
-    """Drafts n-grams that the target made at later positions of the same text, and has it make more of them."""
+    """Drafts n-grams that the target made at later positions of the same text, and lets it make more of them."""
 
     observes = True
 
@@ -115,7 +117,7 @@ class LookaheadDrafter(PythonDrafter[LookaheadRow]):
     def default_plan(self) -> Plan:
         config = self.config
         height = config.length - 1
-        # While columns grow there are more of them; with f tokens each there are W + N - 1 - f.
+        # While columns grow there are more of them: with f tokens each, there are W + N - 1 - f.
         window = max((config.window + height - f) * f - 1 for f in range(1, height + 1))
         depth = max(height, config.window + height - 2)
         return Plan((config.guesses + 2,) * depth, nodes=config.guesses * height + window)
@@ -128,7 +130,7 @@ class LookaheadDrafter(PythonDrafter[LookaheadRow]):
         return LookaheadRow(self.config)
 
     def observe(self, context: Context, draft: Draft, choice_BM: Tensor) -> None:
-        # Read with the next context, when the device has finished anyway.
+        # Read together with the next context, when the device has finished anyway.
         self._observed.append((context.rows_B, choice_BM))
 
     def propose(self, context: Context, plan: Plan) -> Draft:

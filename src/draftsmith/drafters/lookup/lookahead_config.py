@@ -1,4 +1,4 @@
-"""What can be set of lookahead decoding, and what the registry knows of it."""
+"""The options of lookahead decoding, and what the registry knows of it."""
 
 from typing import Annotated
 

@@ -1,7 +1,7 @@
-"""A lookup drafts where it finds something, and another drafter where it does not.
+"""A lookup drafts if it finds something, and another drafter if it does not.
 
-Each row has the one or the other at every step: guesses that were looked up stay oftener than those of a small network
-where text repeats itself, and there are none where it does not.
+Each row uses one of the two at every step: in text that repeats itself, looked-up guesses are accepted more often than
+those of a small network; in other text there are none.
 
 Shapes: B rows, N drafted nodes.
 """
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 LOOKUP, THEN = 0, 1
-"""Numbers of its parts: so of a row it is also whether the lookup missed."""
+"""Numbers of its parts, chosen so that a row's number also says whether the lookup missed."""
 
 
 class LookupFirst(Drafter):
-    """Guesses by a lookup, and by another drafter in the rows in which that finds nothing.
+    """Guesses by a lookup, and by another drafter in the rows in which the lookup finds nothing.
 
     Args:
-        lookup: a drafter that makes no guesses where it finds none, and looks at no states of the target.
-        then: who guesses elsewhere.
+        lookup: a drafter that makes no guesses if it finds none, and reads no states of the target.
+        then: the drafter that guesses in the other rows.
         names: of both.
 
     Raises:
-        DraftsmithError: the first always has guesses or wants states.
+        DraftsmithError: the first always has guesses, or reads states.
     """
 
     def __init__(self, lookup: Drafter, then: Drafter, names: tuple[str, ...] = ("lookup", "then")) -> None:
@@ -50,14 +50,14 @@ class LookupFirst(Drafter):
         self.lookup, self.then = lookup, then
         self.parts, self.part_names, self.taps = (lookup, then), names, then.taps
         self.factors, self.longest, self.confidences = lookup.factors, lookup.longest, then.confidences
-        # For whoever stands between this and an engine, which works with the parts themselves.
+        # For code between this drafter and an engine; the engine works with the parts themselves.
         self.reads_prompt = lookup.reads_prompt or then.reads_prompt
         self.can_sample, self.in_python = then.can_sample, lookup.in_python or then.in_python
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        """Let the lookup draft, and the other one where that made no guesses, unless no guess is likely enough.
+        """Let the lookup draft, and the other drafter where it made no guesses, unless no guess is likely enough.
 
-        What is sampled the other one drafts alone.
+        For sampled plans, only the other drafter drafts.
         """
         if plan.sampled:
             self.lookup.follow(context)
@@ -70,9 +70,9 @@ class LookupFirst(Drafter):
             return looked_up
         if not looked_up.tokens_BN.shape[1]:
             return self._guessed(context, plan)
-        # The first node is there if any is. Rows that only fill up a batch need no guesses.
+        # If a row has any node, it has the first. Rows that only fill up a batch need no guesses.
         missed_B = looked_up.parents_BN[:, 0] == UNUSED
-        parts = (missed_B & (context.rows_B >= 0)).long().tolist()  # the one question to the device
+        parts = (missed_B & (context.rows_B >= 0)).long().tolist()  # the only wait for the device
         left, found = ([row for row, part in enumerate(parts) if part == number] for number in (THEN, LOOKUP))
         if not left:
             if self.then.reads_prompt:
@@ -96,74 +96,74 @@ class LookupFirst(Drafter):
         )
 
     def _guessed(self, context: Context, plan: Plan) -> Draft:
-        """Let the other drafter guess in all rows, as deep as it reaches."""
+        """Let the other drafter guess in all rows, as deep as it can."""
         draft = self.then.propose(context, self._of_other(plan))
         draft.parts = THEN
         return draft
 
     def _of_other(self, plan: Plan) -> Plan:
-        """Return what the other drafter has to make of a plan that may be deeper than it reaches."""
+        """Return the other drafter's part of a plan that may be deeper than it can draft."""
         deepest = self.then.max_depth
         return plan if deepest is None else shortened(plan, deepest)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
-        """Let both begin."""
+        """Attach both drafters."""
         self.lookup.attach(cache, plan)
         self.then.attach(cache, self._of_other(plan))
 
     def follow(self, context: Context) -> None:
-        """Let those follow that read the prompt."""
+        """Let the drafters that read the prompt follow."""
         for part in self.parts:
             if part.reads_prompt:
                 part.follow(context)
 
     def follow_prompts(self, context: Context) -> None:
-        """The same with pieces of prompts."""
+        """Do the same with pieces of prompts."""
         for part in self.parts:
             if part.reads_prompt:
                 part.follow_prompts(context)
 
     def reset_rows(self, rows: list[int]) -> None:
-        """Let both forget them."""
+        """Let both forget the rows."""
         for part in self.parts:
             part.reset_rows(rows)
 
     def default_plan(self) -> Plan:
-        """Return a chain as deep as either drafts, as long as its guesses are likely."""
+        """Return a chain as deep as either drafter goes, which ends where guesses become unlikely."""
         depth = max(self.longest, self.lookup.default_plan().depth, self.then.default_plan().depth)
         return Plan((1,) * depth, factor=self.factors[0], confidence=next(iter(self.confidences), None))
 
     def with_parts(self, parts: Sequence[Drafter]) -> "LookupFirst":
-        """Return one of another lookup and another drafter behind it."""
+        """Return a drafter made of another lookup and another drafter behind it."""
         lookup, then = parts
         return LookupFirst(lookup, then, self.part_names)
 
     def parameter_count(self) -> int:
-        """Count those of the other drafter."""
+        """Return the count of the other drafter."""
         return self.then.parameter_count()
 
     def memory_bytes(self) -> int:
-        """Return what the other drafter takes."""
+        """Return the memory of the other drafter."""
         return self.then.memory_bytes()
 
     def note_for_user(self, texts: Sequence[str]) -> str | None:
-        """Return the other drafter's."""
+        """Return the note of the other drafter."""
         return self.then.note_for_user(texts)
 
 
 def short_name(drafter: str) -> str:
-    """Return the last part of a drafter's folder, or the word that it is made from."""
+    """Return the last part of a drafter's folder, or the word from which it is made."""
     return Path(drafter).name if Path(drafter).exists() else drafter.partition(":")[0]
 
 
 @lru_cache(maxsize=64)
 def shortened(plan: Plan, depth: int) -> Plan:
-    """Return a plan without what lies deeper, made once: it is asked for at every step."""
+    """Return a plan limited to this depth; cached, because it is needed at every step."""
     return plan.shortened(depth)
 
 
 def widened(nodes_BN: Tensor, nodes: int, unused: int) -> Tensor:
-    """Return what nodes have, with so many columns."""
+    """Return the nodes' values, extended to `nodes` columns."""
     return pad(nodes_BN, (0, nodes - nodes_BN.shape[1]), value=unused)
 
 

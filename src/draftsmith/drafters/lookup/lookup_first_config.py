@@ -1,4 +1,4 @@
-"""What can be set of a lookup with another drafter behind it, and what the registry knows of it."""
+"""The options of a lookup with another drafter behind it, and what the registry knows of it."""
 
 from pydantic import Field, field_validator
 
@@ -18,7 +18,7 @@ class LookupFirstConfig(Config):
     @field_validator("lookup", "then")
     @classmethod
     def _known(cls, value: str) -> str:
-        """Refuse at once what is no drafter."""
+        """Refuse at once a value that is no drafter."""
         from draftsmith.drafters.registry import meant
 
         try:

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the newest tokens where they last stood, in the prompt or in the output.
+"""Prompt lookup: guesses what followed the newest tokens at their last occurrence, in the prompt or in the output.
 
 The idea is Saxena's prompt lookup decoding (github.com/apoorvumang/prompt-lookup-decoding, 2023), and that of Yang et
 al., "Inference with Reference" (arXiv:2304.04487, section 3). Every n-gram of a row is indexed once, so a step looks up
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 
 NOWHERE = -1
 OWN = 8
-"""Guesses of its own plan where nothing bounds them by the length of a match: more would fail too often."""
-# Only so many of the latest places of an n-gram are looked at; common words of a long text have thousands.
+"""Guesses of its own plan if nothing limits them by the length of a match: more would fail too often."""
+# Only this many of an n-gram's latest places are examined; common words of a long text have thousands.
 MOST_PLACES = 64
 
 
 class NgramIndex:
-    """A growing text, and where each of its n-grams was followed by what; n from `shortest` to `longest`."""
+    """A growing text, and the places behind each of its n-grams, for n from `shortest` to `longest`."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.text: list[int] = []
         self._longest = longest
-        # The latest place behind each n-gram, and for every place the one before it, length by length.
+        # The latest place behind each n-gram, and for every place the one before it, for each length.
         self._latest: dict[tuple[int, ...], int] = {}
         self._earlier: list[tuple[int, list[int]]] = [(n, []) for n in range(shortest, longest + 1)]
 
     def extend(self, tokens: list[int]) -> None:
-        """Add committed tokens; they are indexed when somebody looks something up."""
+        """Add committed tokens; they are indexed only when something is looked up."""
         self.text += tokens
 
     def _index(self) -> None:
-        """File the n-grams that each of the tokens since the last time follows."""
+        """Index the n-grams before each of the tokens added since the last call."""
         text, latest = self.text, self._latest
         for n, earlier in self._earlier:
             for place in range(len(earlier), len(text)):
@@ -62,10 +62,10 @@ class NgramIndex:
                 latest[gram] = place
 
     def places(self, match: Match, wanted: int, ahead: Sequence[int] = ()) -> list[int]:
-        """Return up to `wanted` places to continue from: of longer matches first, each with another token there.
+        """Return up to `wanted` places to continue from, longer matches first, each with a different next token.
 
         Args:
-            ahead: tokens behind the text, which belong to the match but not to the index.
+            ahead: tokens behind the text; they take part in the match, but are not indexed.
         """
         self._index()
         text = self.text
@@ -82,7 +82,7 @@ class NgramIndex:
                 times[token] = times.get(token, 0) + 1
                 first.setdefault(token, place)
                 place, left = earlier[place], left - 1
-            # Sorting keeps the more recent of equally frequent ones in front.
+            # Sorting is stable, so the more recent of equally frequent ones comes first.
             order = sorted(first, key=lambda token: -times[token]) if match == "frequent" else first
             for token in order:
                 found.setdefault(token, first[token])
@@ -104,14 +104,14 @@ class NgramIndex:
         return int(min(count, factor * matched))
 
     def copy(self, place: int, count: int, ahead: Sequence[int] = ()) -> list[int]:
-        """Return `count` tokens from `place` on; behind the end of text and `ahead` the copy goes on with itself."""
+        """Return `count` tokens from `place` on; where the text and `ahead` end, the copy repeats itself."""
         piece = self.text[place : place + count]
         piece += ahead[: count - len(piece)]
         return piece if len(piece) == count else (piece * (count // len(piece) + 1))[:count]
 
 
 class NgramLookup(LookupDrafter[K]):
-    """Drafts the continuation of an earlier occurrence of the newest tokens, and nothing when there is none."""
+    """Drafts the continuation of an earlier occurrence of the newest tokens, or nothing if there is none."""
 
     config: NgramConfig
 
@@ -120,17 +120,17 @@ class NgramLookup(LookupDrafter[K]):
         return Plan((self.config.branches,) + (1,) * (depth - 1))
 
     def factor(self, plan: Plan) -> float | None:
-        """Return the guesses for every token of a match: the plan's or its own, whichever are fewer."""
+        """Return the guesses per token of a match: the plan's or the drafter's own number, whichever is smaller."""
         return min((factor for factor in (plan.factor, self.config.factor) if factor is not None), default=None)
 
 
 def factors_of(config: NgramConfig) -> tuple[float, ...]:
-    """Return the bounds by the length of a match that are worth asking for beside its own."""
+    """Return the limits by the length of a match that are worth setting besides the drafter's own."""
     return (1.0, 0.5) if config.factor is None else (config.factor / 2,)
 
 
 class NgramDrafter(PythonDrafter[NgramIndex], NgramLookup[NgramIndex]):
-    """In Python, which says what is computed."""
+    """The Python version, which serves as the reference."""
 
     def __init__(self, config: NgramConfig) -> None:
         super().__init__()
@@ -151,9 +151,9 @@ class NgramDrafter(PythonDrafter[NgramIndex], NgramLookup[NgramIndex]):
 
 
 class NativeNgramDrafter(NgramLookup[int]):
-    """By a native operator for all rows, which keeps their texts too: a look costs a row microseconds.
+    """The version with a native operator, which also keeps the texts of all rows: a lookup costs a row microseconds.
 
-    Rows are known by their numbers.
+    Rows are identified by their numbers.
     """
 
     def __init__(self, config: NgramConfig) -> None:
@@ -162,11 +162,11 @@ class NativeNgramDrafter(NgramLookup[int]):
         self._unread: list[News] = []
 
     def __deepcopy__(self, _: Any) -> "NativeNgramDrafter":
-        """Return one with the same options and no texts; two that wrote into the same would spoil them."""
+        """Return a drafter with the same options and no texts; two drafters must not write into the same texts."""
         return NativeNgramDrafter(self.config)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
-        # A core that was dropped halfway did not say that its rows ended, and others may have their numbers.
+        # A core that was dropped halfway did not report that its rows ended, and other rows may get their numbers.
         self._texts, self._unread = self._no_texts(), []
 
     def reset_rows(self, rows: list[int]) -> None:
@@ -174,7 +174,7 @@ class NativeNgramDrafter(NgramLookup[int]):
         self._texts.by("forget_ngrams", rows)
 
     def follow(self, context: Context) -> None:
-        # Read when somebody drafts again, which costs less than at every step.
+        # Read when this drafter drafts again, which costs less than at every step.
         self._unread.append((context.rows_B, context.counts_B, context.tokens_BT))
         if len(self._unread) == MOST_UNREAD:
             self._catch_up()
@@ -202,12 +202,12 @@ class NativeNgramDrafter(NgramLookup[int]):
         return NativeObject("make_ngrams", "draft_ngrams", self.config.min_length, self.config.max_length)
 
     def _catch_up(self) -> None:
-        """Read what was followed."""
+        """Read the collected contexts."""
         if self._unread:
             self._texts.by("read_ngrams", *self._news())
 
     def _news(self, context: Context | None = None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the rows, counts and tokens of all that was not read, on the CPU, those of a context as the last."""
+        """Return the rows, counts and tokens of all unread contexts, on the CPU; the given context comes last."""
         news, self._unread = on_the_cpu(self._unread), []
         if context is not None:
             news = [*news, *on_the_cpu([(context.rows_B, context.counts_B, context.tokens_BT)])]
@@ -215,7 +215,7 @@ class NativeNgramDrafter(NgramLookup[int]):
 
 
 def on_the_cpu(news: Sequence[News]) -> Sequence[News]:
-    """Return what was committed where the CPU reads it: from elsewhere, with as many transfers as widths in a row."""
+    """Return committed tokens on the CPU; from another device, with one transfer per run of the same width."""
     if not news or news[0][0].device.type == "cpu":
         return news
     tables = [table_of(list(alike)).cpu() for _, alike in groupby(news, lambda one: one[2].shape[1])]

@@ -1,4 +1,4 @@
-"""What can be set of prompt lookup, and what the registry knows of it."""
+"""The options of prompt lookup, and what the registry knows of it."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -27,7 +27,7 @@ class NgramConfig(Config):
     branches: Count = Field(default=1, description="continuations to draft, which differ in their first token")
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
-        """What has to hold between fields."""
+        """Yield the conditions between fields."""
         yield self.min_length <= self.max_length, "min_length", f"at most max_length, which is {self.max_length}"
 
 

@@ -1,8 +1,8 @@
 """Predicted outputs: a text that a request expects is a draft for this request alone.
 
-A text that is edited goes mostly as it went before. So its tokens are guessed from the place where the output stands in
-it, which is the one behind what agreed last. Where the two part, the place is found again by the newest tokens: the
-longest end of the output that the prediction holds, the nearest of several. Until then others draft.
+An edited text is mostly the same as before. So the guesses are the tokens of the prediction behind the place that the
+output has reached in it. If the two part, the place is searched by the newest tokens: the longest end of the output
+that the prediction contains, the nearest of several. Until it is found, other drafters draft.
 """
 
 import sys
@@ -15,29 +15,29 @@ from draftsmith.plan import Plan
 from draftsmith.types import ROOT, Context, Draft
 
 MOST_GUESSES = 16
-"""Guesses of a draft, once so many tokens have agreed."""
+"""The most guesses of a draft, made once enough tokens have agreed."""
 FIRST_GUESSES = 4
-"""The same where nothing has."""
+"""Guesses per draft before any token has agreed."""
 LONGEST = 32
-"""Tokens by which two places that agree with the newest tokens are told apart."""
+"""The most tokens compared to choose between places that agree with the newest tokens."""
 NEAR = 8
-"""So far ahead of where the two parted, one token that agrees is enough; elsewhere it takes two."""
+"""Within this distance ahead of the place where the two parted, one agreeing token suffices; elsewhere two."""
 MOST_PLACES = 64
-"""Of the places of a token, so many are looked at, the nearest ones."""
+"""At most this many places of a token are examined, the nearest ones."""
 
 
 class Prediction:
-    """What one request expects, and where its output stands in it.
+    """What one request expects, and the place that its output has reached in it.
 
     Args:
         tokens: of the expected text.
-        room: tokens that the output may have at most; None for no end.
+        room: the most tokens that the output may have; None for no limit.
     """
 
     def __init__(self, tokens: Sequence[int], room: int | None = None) -> None:
         self._tokens = list(tokens)
         self._room = sys.maxsize if room is None else room
-        # Where every token stands, in rising order.
+        # The places of every token, in rising order.
         self._places: dict[int, list[int]] = {}
         for place, token in enumerate(self._tokens):
             self._places.setdefault(token, []).append(place)
@@ -46,16 +46,16 @@ class Prediction:
         self._place = 0
         self._is_lost = False
         self.guessed = 0
-        """Tokens that were guessed last, until their step is recorded."""
+        """Number of tokens guessed last, until their step is recorded."""
 
     @property
     def has_guesses(self) -> bool:
-        """Whether it is known how the prediction goes on."""
-        # The last token of an output is the target's own.
+        """Whether the place in the prediction is known, and tokens follow it."""
+        # The last token of an output always comes from the target.
         return self._room > 1 and not self._is_lost and self._place < len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Go on by committed tokens of the output."""
+        """Move on by committed tokens of the output."""
         self._room -= len(tokens)
         for token in tokens:
             self._newest.append(token)
@@ -68,14 +68,14 @@ class Prediction:
         del self._newest[:-LONGEST]
 
     def guess(self, most: int) -> list[int]:
-        """Return up to `most` tokens, the more the longer the two agreed; none where they have parted."""
+        """Return up to `most` tokens, more of them the longer the two have agreed; none if they have parted."""
         if not self.has_guesses:
             return []
         count = min(most, FIRST_GUESSES + self._agreed, self._room - 1)
         return self._tokens[self._place : self._place + count]
 
     def _find(self) -> None:
-        """Find the place behind the newest tokens; `_place` stays where the two parted if there is none."""
+        """Find the place behind the newest tokens; if there is none, `_place` stays where the two parted."""
         parted, best, found = self._place, (1, 0), None
         places = self._places.get(self._newest[-1], [])
         middle = bisect_left(places, parted)
@@ -84,7 +84,7 @@ class Prediction:
             distance = place - parted
             if length == 1 and not 0 <= distance < NEAR:
                 continue
-            # What lies ahead is nearer than what was passed, because a text is written from its beginning on.
+            # Places ahead are preferred over passed ones, because a text is written from its beginning on.
             rank = (length, -distance if distance >= 0 else 2 * distance - len(self._tokens))
             if found is None or rank > best:
                 best, found = rank, place
@@ -94,16 +94,16 @@ class Prediction:
             self._place = found + 1
 
     def _agreement(self, place: int) -> int:
-        """Return how many of the newest tokens the prediction has up to this place, the last of them there."""
+        """Return how many of the newest tokens agree with the prediction up to this place, the last of them there."""
         newest, tokens = self._newest, self._tokens
         most = min(len(newest), place + 1)
         return next((n for n in range(most) if tokens[place - n] != newest[-1 - n]), most)
 
 
 class PredictionDrafter(Drafter):
-    """Drafts the predictions of the rows that have one, as chains, and nothing for the others.
+    """Drafts chains for the rows that have a prediction, and nothing for the others.
 
-    It keeps no text: what moves a prediction is the output of its request, which whoever gave it tells it.
+    It keeps no text: the code that sets a prediction also tells it the request's output.
     """
 
     taps = ()
@@ -112,7 +112,7 @@ class PredictionDrafter(Drafter):
         self._rows: dict[int, Prediction] = {}
 
     def give(self, row: int, prediction: Prediction) -> None:
-        """Let a row have a prediction, until it is reset."""
+        """Give a row a prediction, until it is reset."""
         self._rows[row] = prediction
 
     def reset_rows(self, rows: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""What drafters in plain Python share: rows found again, contexts to lists, trees in lists, lists to a draft.
+"""What drafters in plain Python share: finding rows, turning contexts into lists, and lists of trees into a draft.
 
 Shapes: B rows, N drafted nodes, T context tokens.
 """
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 MOST_UNREAD = 64
-"""What was committed while nobody drafted is read together: of so many calls of `follow`, at most."""
+"""Contexts of steps without a draft are collected and read together, at most this many calls of `follow`."""
 
 
 class DraftTree:
-    """The draft of one row while it grows: a path that is given twice is kept once, and what exceeds the plan is not.
+    """The draft of one row while it grows. A path that is added twice is kept once; nodes beyond the plan are dropped.
 
     Args:
         branching: the most children of a node, depth by depth.
@@ -38,12 +38,12 @@ class DraftTree:
         self.parents: list[int] = []
         self.depth = 0
         self._branching, self._room = branching, room
-        # Entry n + 1 is node n's, entry 0 the root's.
+        # Entry n + 1 belongs to node n, entry 0 to the root.
         self._depths = [0]
         self._children: list[dict[int, int]] = [{}]
 
     def add(self, parent: int, token: int) -> int | None:
-        """Return the node of this guess under `parent` (a node or `ROOT`), new or known; None if there is no room."""
+        """Return the node of this guess under `parent` (a node or `ROOT`), new or old; None if there is no room."""
         below = self._children[parent + 1]
         known = below.get(token)
         if known is not None:
@@ -71,17 +71,17 @@ class DraftTree:
 
 
 News = tuple[Tensor, Tensor, Tensor]
-"""Every row's number (B), its count of newly committed tokens (B), and these (B, T)."""
+"""Each row's number (B), its count of newly committed tokens (B), and these tokens (B, T)."""
 
 
 def table_of(news: Sequence[News]) -> Tensor:
-    """Return the lines of all, a row's number, count and tokens in each, as one tensor; all are of one width."""
+    """Return one tensor with a line per row: its number, its count and its tokens; all items have the same width."""
     rows, counts, tokens = zip(*news, strict=True)
     return torch.cat([torch.cat(rows).unsqueeze(1), torch.cat(counts).unsqueeze(1), torch.cat(tokens)], dim=1)
 
 
 def to_draft(trees: Sequence[DraftTree], context: Context, plan: Plan) -> Draft:
-    """Make one draft of the trees of all rows, as wide as the largest; without any guess it has no column at all."""
+    """Combine the trees of all rows into one draft, as wide as the largest; without any guess it has no columns."""
     width = max(len(tree.tokens) for tree in trees)
     device = context.tokens_BT.device
     if width == 0:
@@ -94,7 +94,7 @@ def to_draft(trees: Sequence[DraftTree], context: Context, plan: Plan) -> Draft:
 
 
 class RowState(Protocol):
-    """What a drafter keeps of one request."""
+    """What a drafter stores for one request."""
 
     def extend(self, tokens: list[int]) -> None:
         """Add committed tokens: first the prompt from its second token on, in pieces, then those of the output."""
@@ -116,14 +116,14 @@ class PythonDrafter(Drafter, Generic[R]):
 
     @abstractmethod
     def new_row(self) -> R:
-        """Return the state of a request of which nothing is known yet."""
+        """Return the state of a new request."""
 
     @abstractmethod
     def draft_row(self, row: R, plan: Plan, room: int) -> DraftTree:
         """Guess ahead of a row's newest token, `room` being the plan's nodes."""
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
-        # A core that was dropped halfway did not say that its rows ended, and others may have their numbers.
+        # A core that was dropped halfway did not report that its rows ended, and other rows may get their numbers.
         self._rows.clear()
         self._unread.clear()
 
@@ -133,7 +133,7 @@ class PythonDrafter(Drafter, Generic[R]):
             self._rows.pop(number, None)
 
     def follow(self, context: Context) -> None:
-        # Read when somebody drafts again: while nobody does, a step should cost what it costs without a drafter.
+        # Read when this drafter drafts again: until then, a step should cost no more than without a drafter.
         self._unread.append((context.rows_B, context.counts_B, context.tokens_BT))
         if len(self._unread) == MOST_UNREAD:
             self.catch_up()
@@ -147,27 +147,27 @@ class PythonDrafter(Drafter, Generic[R]):
         )
 
     def take_in(self, context: Context) -> list[R | None]:
-        """Tell every row its new tokens; None stands for padding."""
+        """Give every row its new tokens; None stands for padding."""
         if self._unread:
             self.catch_up()
         news = (context.rows_B, context.counts_B, context.tokens_BT)
-        if context.rows_B.device.type == "cpu":  # where three small lists cost less than a table
+        if context.rows_B.device.type == "cpu":  # on a CPU, three small lists are cheaper than a table
             rows, counts, tokens = (tensor.tolist() for tensor in news)
             return [self._tell(*row) for row in zip(rows, counts, tokens, strict=True)]
         return self._read(table_of([news]).tolist())
 
     def catch_up(self) -> None:
-        """Read what was followed, in as many transfers as there were widths in a row."""
+        """Read the collected contexts, with one transfer per run of contexts of the same width."""
         unread, self._unread = self._unread, []
         for _, alike in groupby(unread, lambda news: news[2].shape[1]):
             self._read(table_of(list(alike)).tolist())
 
     def _read(self, lines: Sequence[list[int]]) -> list[R | None]:
-        """Tell rows their new tokens; None stands for padding."""
+        """Give rows their new tokens; None stands for padding."""
         return [self._tell(number, count, tokens) for number, count, *tokens in lines]
 
     def _tell(self, number: int, count: int, tokens: list[int]) -> R | None:
-        """Tell a row its new tokens; None stands for padding."""
+        """Give a row its new tokens; None stands for padding."""
         if number < 0:
             return None
         row = self._rows.get(number)
@@ -181,7 +181,7 @@ K = TypeVar("K")
 
 
 class LookupDrafter(Drafter, Generic[K]):
-    """One that finds its guesses in texts, and so can guess behind tokens that a row may never have."""
+    """A drafter that finds its guesses in texts, and so can also guess behind tokens that are only guesses."""
 
     taps = ()
     reads_prompt = True
@@ -189,11 +189,11 @@ class LookupDrafter(Drafter, Generic[K]):
 
     @abstractmethod
     def take_in(self, context: Context) -> Sequence[K | None]:
-        """Read what was committed, and return what `continue_row` knows every row by; None stands for padding."""
+        """Read committed tokens, and return every row's key for `continue_row`; None stands for padding."""
 
     @abstractmethod
     def continue_row(self, row: K, ahead: Sequence[int], count: int) -> list[int]:
-        """Return up to `count` guesses, one after another, behind a row's text and the tokens `ahead` of it.
+        """Return up to `count` guesses, one after another, behind a row's text followed by the tokens `ahead`.
 
-        Nothing of these is remembered. None where it knows nothing.
+        Nothing of these is remembered. Empty if it knows nothing.
         """

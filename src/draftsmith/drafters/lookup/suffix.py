@@ -1,11 +1,11 @@
-"""Suffix drafting: what followed the newest tokens earlier, in this request or in earlier outputs, by how often.
+"""Suffix drafting: guesses what followed the newest tokens most often, in this request or in earlier outputs.
 
 Oliaro et al., "SuffixDecoding" (arXiv:2411.04975, section 4). Every row has a trie of the suffixes of its prompt and
-output, the drafter one of earlier outputs if it is to remember them. A match of p tokens is worth factor × p guesses;
-the tree is grown from the most probable node on, where a node's probability is how often its path followed the match;
-of several matches the one with the largest sum of probabilities, the guesses expected to be right, is drafted. The
-paper weighs matches of every length; here matches with the same occurrences count as one, and only the longest few
-are weighed.
+output; a drafter that remembers earlier outputs also has one of those. A match of p tokens allows factor × p guesses.
+Their tree is grown from the most probable node on; a node's probability is how often its path followed the match. Of
+several matches, the one with the largest sum of probabilities, i.e. of expected right guesses, is drafted. The paper
+weighs matches of every length; here matches with the same occurrences count as one, and only the longest few are
+weighed.
 """
 
 from collections import deque
@@ -24,15 +24,15 @@ from draftsmith.types import ROOT, Context
 if TYPE_CHECKING:
     from draftsmith.targets import KVCache, Target
 
-# So many matches with different occurrences are weighed against each other, from the longest on, in either trie.
+# At most this many matches with different occurrences are weighed against each other, the longest ones of each trie.
 MOST_MATCHES = 3
 
 
 class Node:
     """A string of tokens that occurred `count` times.
 
-    It has no children (None) as long as it occurred once, or if it is as long as strings get: what followed is then
-    read in `text` from place `end` on.
+    It has no children (None) while it has occurred only once, or if it has the greatest length of a string. The tokens
+    that followed are then read in `text`, from place `end` on.
     """
 
     __slots__ = ("children", "count", "end", "text")
@@ -44,7 +44,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Match:
-    """Newest tokens that occurred earlier: how many, `times` with something behind them; `skip` tokens below `node`."""
+    """Newest tokens that occurred earlier: how many, `times` with a next token; `skip` of them lie below `node`."""
 
     length: int
     node: Node
@@ -53,10 +53,10 @@ class Match:
 
 
 class SuffixTrie:
-    """Counts every string of at most `depth` tokens in some texts, and is built as they grow.
+    """Counts every string of at most `depth` tokens in some texts, while the texts grow.
 
-    A node gets children only when its string occurs a second time, so that a token costs as many steps as the longest
-    match of the text behind it, and memory goes with what repeats.
+    A node gets children only when its string occurs a second time. So a token takes as many steps as the longest match
+    of the text that ends in it, and memory grows only with repeated text.
     """
 
     def __init__(self, depth: int) -> None:
@@ -65,13 +65,13 @@ class SuffixTrie:
         self.root.children = {}
 
     def extend(self, text: list[int], start: int, repeated: list[Node]) -> list[Node]:
-        """Count the strings that end at `text[start]` and later; the list is kept and may grow at its end only.
+        """Count the strings that end at `text[start]` or later; the list is kept, and may only grow at its end.
 
         Args:
             repeated: nodes of the strings of 0, 1, 2 … tokens that end before `start`, as far as they occur elsewhere.
 
         Returns:
-            the same before the end of the text.
+            the same nodes for the end of the text.
         """
         for place in range(start, len(text)):
             token, after = text[place], [self.root]
@@ -84,18 +84,18 @@ class SuffixTrie:
                 child.count += 1
                 if length < self.depth:
                     if child.children is None:
-                        # Its first occurrence had something behind it, unless it was the end of its text.
+                        # Something followed its first occurrence, unless that was at the end of its text.
                         told = child.end < len(child.text)
                         child.children = {child.text[child.end]: Node(child.text, child.end + 1)} if told else {}
-                        child.text = self.root.text  # what is forgotten shall not stay alive here
+                        child.text = self.root.text  # drops the reference, so that a forgotten text can be freed
                     after.append(child)
                 elif child.text is not text:
-                    child.text, child.end = text, place + 1  # the latest text is the last to be forgotten
+                    child.text, child.end = text, place + 1  # the latest text will be forgotten last
             repeated = after
         return repeated
 
     def forget(self, text: list[int]) -> None:
-        """Take back a text that was added in one piece and no later than all others."""
+        """Remove a text that was added in one piece; no remaining text may be older."""
         for start in range(len(text)):
             below = self.root.children
             for token in text[start : start + self.depth]:
@@ -110,7 +110,7 @@ class SuffixTrie:
                     break
 
     def find(self, pattern: list[int]) -> Match | None:
-        """Return where this string occurred, if it did."""
+        """Return the occurrences of this string, or None if it did not occur."""
         node = self.root
         for done, token in enumerate(pattern):
             if node.children is None:
@@ -137,9 +137,9 @@ class SuffixTrie:
 
 
 class SuffixRow:
-    """A request: its text from the second token on, and the trie of it.
+    """A request: its text from the second token on, and the trie of that text.
 
-    `reach` bounds how long a match with earlier outputs can be: as long as the last one and what came since.
+    `reach` limits the length of a match with earlier outputs: that of the last match plus the tokens added since.
     """
 
     def __init__(self, depth: int) -> None:
@@ -150,17 +150,17 @@ class SuffixRow:
         self._counted = 0
 
     def extend(self, tokens: list[int]) -> None:
-        """Add committed tokens; they are counted when asked for."""
+        """Add committed tokens; they are counted only when matches are requested."""
         self.text += tokens
         self.reach += len(tokens)
 
     def _count(self) -> None:
-        """Count the strings that end in what was added since the last time."""
+        """Count the strings that end in the tokens added since the last call."""
         self._repeated = self._trie.extend(self.text, self._counted, self._repeated)
         self._counted = len(self.text)
 
     def matches(self) -> Iterator[Match]:
-        """Yield matches as `SuffixTrie.matches` does; the end of the text itself is counted, but nothing follows it."""
+        """Yield matches as `SuffixTrie.matches` does; the text's own end is counted too, but nothing follows it."""
         self._count()
         times = yielded = 0
         for length in range(len(self._repeated) - 1, 0, -1):
@@ -178,7 +178,7 @@ class SuffixRow:
 
 
 class Memory:
-    """Earlier outputs as one trie, the oldest forgotten when there are more than `most` tokens."""
+    """A trie of earlier outputs; the oldest are forgotten if there are more than `most` tokens."""
 
     def __init__(self, depth: int, most: int) -> None:
         self.trie = SuffixTrie(depth)
@@ -187,7 +187,7 @@ class Memory:
         self._texts: deque[list[int]] = deque()
 
     def add(self, text: list[int]) -> None:
-        """Remember a text, or its last part if all of it is too long."""
+        """Remember a text, or its last part if it is too long as a whole."""
         text = text[-self._most :]
         while self.tokens + len(text) > self._most:
             oldest = self._texts.popleft()
@@ -205,10 +205,10 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
         super().__init__()
         self.config = config
         self.factors = (config.factor / 2,)
-        # One deeper than a match can be, so that the longest match still has counts behind it.
+        # One token deeper than a match can be, so that the longest match still has counts of what follows.
         self._depth = config.max_length + 1
         self.memory = Memory(self._depth, config.memory_tokens)
-        # Of every row, how many tokens it was told of its prompt: all but the first.
+        # For every row, the number of prompt tokens it received: all but the first.
         self._prompts: dict[int, int] = {}
 
     def default_plan(self) -> Plan:
@@ -232,7 +232,7 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
         for number in rows:
             prompt, row = self._prompts.pop(number, 0), self._rows.get(number)
             if self.config.remember and row is not None:
-                # With the end of the prompt in front, so that the first guesses have something to match.
+                # Includes the end of the prompt, so that the first guesses of an output have something to match.
                 self.memory.add(row.text[max(0, prompt - self.config.max_length) :])
         super().reset_rows(rows)
 
@@ -254,10 +254,10 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
     def _best(
         self, sources: Sequence[Iterator[Match]], branching: tuple[int, ...], room: int, factor: float | None = None
     ) -> DraftTree:
-        """Return the tree of up to `room` nodes behind one of the matches that has the largest sum of probabilities.
+        """Return the tree of up to `room` nodes behind the match that has the largest sum of probabilities.
 
         Args:
-            factor: guesses for every token of a match, where that is less than the drafter's own.
+            factor: guesses per token of a match, if that is less than the drafter's own number.
         """
         best, most = DraftTree((), 0), 0.0
         for source in sources:
@@ -265,7 +265,7 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
                 limit = min(room, max(1, int(self.config.factor * match.length)))
                 if factor is not None:
                     limit = int(min(limit, factor * match.length))
-                if most >= limit:  # a shorter match is worth fewer guesses still
+                if most >= limit:  # a shorter match allows even fewer guesses
                     break
                 tree, score = self._grow(match, branching, limit)
                 if score > most:
@@ -284,7 +284,8 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
         """Return up to `limit` nodes, the most probable first, and the sum of their probabilities."""
         tree, score, serial = DraftTree(branching, limit), 0.0, 0
         least = self.config.min_probability
-        # Entries are (-probability, serial, parent, token, trie node, tokens below it); equals go first in, first out.
+        # Entries: (-probability, serial, parent, token, trie node, tokens below it); equal probabilities: first in,
+        # first out.
         heap: list[tuple[float, int, int, int, Node, int]] = []
         parent, node, skip, each = ROOT, match.node, match.skip, 1 / match.times if match.times else 0.0
         while True:

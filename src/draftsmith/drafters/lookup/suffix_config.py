@@ -1,4 +1,4 @@
-"""What can be set of suffix drafting, and what the registry knows of it."""
+"""The options of suffix drafting, and what the registry knows of it."""
 
 from typing import Annotated
 
@@ -11,7 +11,7 @@ from draftsmith.drafters.family import Compared, Family, later
 class SuffixConfig(Config):
     """The options of suffix drafting.
 
-    With `remember`, speed tells of other requests, and a prompt that is decoded twice is no measurement.
+    With `remember`, speed depends on other requests, so decoding a prompt twice does not measure it.
     """
 
     max_length: Count = Field(default=24, description="the longest match looked for; longer ones count as this long")

@@ -1,10 +1,11 @@
 """Drafting in two levels: a copy of the target in fewer bits drafts for it, and a cheap drafter guesses for the copy.
 
-After "ML-SpecQD: Multi-Level Speculative Decoding with Quantized Drafts" (arXiv:2503.13565). The copy says nearly what
-the target says, but each token costs it the reading of all its weights. So it reads some guesses of the inner drafter
-in one pass, keeps those that it would have chosen itself, adds its own choice, and goes on until the chain is long
-enough. What it says is the same, token for token, as if it had drafted alone, in fewer passes. The target then verifies
-the chain. Behind its end come a few guesses that the copy has not read: each costs the verification a row, and no pass.
+After "ML-SpecQD: Multi-Level Speculative Decoding with Quantized Drafts" (arXiv:2503.13565). The copy chooses nearly
+the tokens of the target, but each token costs it the reading of all its weights. So it reads several guesses of the
+inner drafter in one pass, keeps those that it would have chosen itself, adds its own choice, and goes on until the
+chain is long enough. The tokens are the same as if the copy had drafted alone, in fewer passes. The target then
+verifies the chain. A few guesses that the copy has not read follow its end: each costs the verification a row, but no
+pass of the copy.
 
 Shapes: B rows, R of them that go on, M tokens of a pass, F feature width, V vocabulary.
 """
@@ -32,16 +33,16 @@ if TYPE_CHECKING:
     from draftsmith.targets import KVCache, Target
 
 SHORT = 4
-"""The tail is at most one of so many tokens of a chain: where a step verifies few, all should be good guesses."""
+"""At most one in this many tokens of a chain belongs to the tail: short chains should hold only good guesses."""
 
 
 class Cascade(Drafter):
     """Drafts chains in two levels, and any other shape by the copy alone.
 
     Args:
-        copy: of the target, over the target's cache.
-        inner: guesses for it.
-        guesses: tokens of the chain that is drafted when nobody chose a plan.
+        copy: a copy of the target, over the target's cache.
+        inner: the drafter that guesses for the copy.
+        guesses: tokens of the chain that is drafted if no plan was chosen.
         tail: tokens at the end of a chain that may be guesses which the copy has not read.
     """
 
@@ -56,7 +57,7 @@ class Cascade(Drafter):
         self.reads_prompt = bool(remembering)
         self.follows_cheaply = all(drafter.follows_cheaply for drafter in remembering)
         self.passes = self.tokens_read = 0
-        """How many passes of the copy drafted chains so far, and how many tokens of rows it read in them."""
+        """How many passes of the copy drafted chains so far, and how many tokens of rows they read."""
         self._cache: KVCache | None = None
 
     def parameter_count(self) -> int:
@@ -64,7 +65,7 @@ class Cascade(Drafter):
         return sum(one.parameter_count() for one in (self.copy, *self.inner.drafters))
 
     def memory_bytes(self) -> int:
-        """Return the memory of what is not the target's."""
+        """Return the memory of the parts that are not the target's."""
         return sum(one.memory_bytes() for one in (self.copy, *self.inner.drafters))
 
     def default_plan(self) -> Plan:
@@ -72,30 +73,30 @@ class Cascade(Drafter):
         return Plan((1,) * self.guesses)
 
     def note_for_user(self, texts: Sequence[str]) -> str | None:
-        """Say what the first of the inner drafters has to say."""
+        """Return the note of the first inner drafter that has one."""
         return next(filter(None, (drafter.note_for_user(texts) for drafter in self.inner.drafters)), None)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
-        """Let all take note of it."""
+        """Attach all drafters."""
         self._cache = cache
         for drafter in (self.copy, *self.inner.drafters):
             drafter.attach(cache, plan)
 
     def follow(self, context: Context) -> None:
-        """Hand it on to the inner drafters; the copy has all text in the target's cache."""
+        """Pass it on to the inner drafters; the copy finds all text in the target's cache."""
         for drafter in self.inner.drafters:
             if drafter.reads_prompt:
                 drafter.follow(context)
 
     def follow_prompts(self, context: Context) -> None:
-        """The same with pieces of prompts."""
+        """Do the same with pieces of prompts."""
         for drafter in self.inner.drafters:
             if drafter.reads_prompt:
                 drafter.follow_prompts(context)
 
     @property
     def max_depth(self) -> int:
-        """As deep as the copy."""
+        """The depth of the copy."""
         return self.copy.max_depth
 
     def reset_rows(self, rows: list[int]) -> None:
@@ -104,7 +105,7 @@ class Cascade(Drafter):
             drafter.reset_rows(rows)
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        """Draft a chain in two levels; of sampled plans, trees, and plans with a confidence by the copy alone."""
+        """Draft a chain in two levels; for sampled plans, trees, and plans with a confidence, the copy drafts alone."""
         if not plan.is_chain or plan.sampled or plan.confidence is not None:
             if self.reads_prompt:
                 self.inner.begin(context)
@@ -125,7 +126,7 @@ class Cascade(Drafter):
         return to_draft(trees, context, plan)
 
     def _chains(self, context: Context, length: int) -> list[list[int]]:
-        """Return the chain of every row, of up to `length` tokens; all but the tail are the copy's own."""
+        """Return the chain of every row, of up to `length` tokens; all tokens but the tail are the copy's own."""
         enough = length - min(self.tail, length // SHORT)
         root_B, states_RF = context.root()
         newest, held = root_B.tolist(), (context.lengths_B - 1).tolist()
@@ -169,7 +170,7 @@ class Cascade(Drafter):
     def _read(
         self, context: Context, pieces: Sequence[Sequence[int]], held: Sequence[int]
     ) -> tuple[list[list[int]], Tensor]:
-        """Let the copy read a piece behind the first `held` tokens of every row: its choices, and states (R, M, F)."""
+        """Let the copy read a piece behind the first `held` tokens of every row; return choices, states (R, M, F)."""
         assert self._cache is not None, "a drafter is attached to a cache before it drafts"
         self.passes, self.tokens_read = self.passes + 1, self.tokens_read + sum(map(len, pieces))
         model, device, widest = self.copy.model, context.tokens_BT.device, max(map(len, pieces))
@@ -186,7 +187,7 @@ class Cascade(Drafter):
         return self._choices(context, logits_RMV, held_R).tolist(), states_RMF
 
     def _choices(self, context: Context, logits_RMV: Tensor, held_R: Tensor) -> Tensor:
-        """Return the token (R, M) that the copy chooses behind every token it read, as it would have drafted it."""
+        """Return the tokens (R, M) that the copy chooses behind every token it read, as if it drafted them."""
         if not bool((context.temperature_B > 0).any()):
             # On a CPU a maximum is found several times faster than an argmax.
             return logits_RMV.max(dim=-1).indices
@@ -199,7 +200,7 @@ class Cascade(Drafter):
 
 
 def agreed(piece: Sequence[int], chosen: Sequence[int]) -> int:
-    """Return how many guesses behind the first token of a piece are what was chosen in their places."""
+    """Return how many guesses behind the first token of a piece agree with the choices in their places."""
     for stay, guess in enumerate(piece[1:]):
         if guess != chosen[stay]:
             return stay
@@ -207,7 +208,7 @@ def agreed(piece: Sequence[int], chosen: Sequence[int]) -> int:
 
 
 def make_cascade(config: CascadeConfig, target: "Target", draft_tokens: Tensor | None) -> Cascade:
-    """Load the inner drafter and copy the target; DraftsmithError where the two cannot share its cache."""
+    """Load the inner drafter and copy the target; DraftsmithError if the two cannot share its cache."""
     if target.dtype != torch.bfloat16:
         raise DraftsmithError(
             f"{NAME} drafts over the cache of a bf16 target, but {target.name} is in {target.dtype}; give --dtype bf16."

@@ -1,4 +1,4 @@
-"""What can be set of a cascade, and what the registry knows of it."""
+"""The options of a cascade, and what the registry knows of it."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from draftsmith.types import DraftsmithError
 
 NAME = "cascade"
 OPTION = re.compile(r"\w+=")
-"""How what belongs to the word before it begins."""
+"""The start of a part that belongs to the word before it."""
 
 
 class CascadeConfig(Config):
@@ -36,7 +36,7 @@ class CascadeConfig(Config):
     @field_validator("inner", mode="before")
     @classmethod
     def _words(cls, value: Any) -> Any:
-        """Take one word for a list, and the three parts of `[ngram:min_length=1,max_length=3,suffix]` for two words."""
+        """Make a tuple of one word; join `[ngram:min_length=1,max_length=3,suffix]`, three parts, to two words."""
         if isinstance(value, str):
             return (value,)
         if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
@@ -52,7 +52,7 @@ class CascadeConfig(Config):
     @field_validator("inner")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse at once what is no drafter."""
+        """Refuse at once a value that is no drafter."""
         from draftsmith.drafters.registry import meant
 
         for word in value:

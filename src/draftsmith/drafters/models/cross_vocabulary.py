@@ -2,8 +2,8 @@
 
 "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies"
 (arXiv:2502.05202), the token-level intersection: the draft's distribution is restricted to the tokens that both
-vocabularies have and renormalised. What it drafts are tokens of the target with a q of their own, so acceptance is the
-usual one. The text that it reads is encoded anew in its own tokens.
+vocabularies have, and renormalised. The drafted tokens are tokens of the target with that distribution as their q, so
+acceptance works as usual. The text that the draft model reads is encoded again in its own tokens.
 
 Shapes: R rows of logits, V the target's vocabulary, W the draft's, I shared tokens.
 """
@@ -25,25 +25,25 @@ from draftsmith.targets.token_ids import body_ids, opening_ids
 from draftsmith.types import DraftsmithError
 
 WINDOW = 16
-"""Tokens of the target whose encoding may still change when text follows; the texts before them are settled."""
+"""Number of the target's newest tokens whose encoding may still change when text follows; earlier text is settled."""
 LONGER = 2
-"""How many times the target's tokens a text may have of the draft's before it gets no guesses any more."""
+"""A text gets no more guesses if it has more than this many times as many tokens of the draft as of the target."""
 SPACE = "\u2581"
-# How Python's "surrogateescape" writes bytes that are not UTF-8.
+# Bytes that are not UTF-8, as Python's "surrogateescape" writes them.
 NOT_TEXT = re.compile("([\udc80-\udcff]+)")
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 BYTE_OF = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
-# A token that nothing merges with, for tokenizers that put a space before every text.
+# A token that never merges with others, for tokenizers that put a space before every text.
 MARK = "\n"
 
 log = logging.getLogger(__name__)
 
 
 class TokenTable:
-    """What every id of a tokenizer stands for, whatever its markers.
+    """What every id of a tokenizer stands for, whatever marks the tokenizer uses.
 
     Attributes:
-        text: the bytes of every ordinary token; a byte-fallback token only where no other has its byte.
+        text: the bytes of every ordinary token; a byte-fallback token is included only if no other has its byte.
         special: the ids of tokens that stand for no text, by their content.
         marks_spaces: whether the tokenizer writes spaces as a mark (sentencepiece), and may put one before a text.
     """
@@ -70,7 +70,7 @@ class TokenTable:
                 self.text[number] = token.replace(SPACE, " ").encode()
             else:
                 self.text[number] = str(tokenizer.decode([number], clean_up_tokenization_spaces=False)).encode()
-        # Ids by text: of tokens that mean the same, the one that is not a byte in disguise, then the first.
+        # Ids by text: of tokens with the same text, one that is no byte-fallback token, then the first.
         ranked = sorted(self.text, key=lambda n: (BYTE_TOKEN.fullmatch(self._name(n)) is not None, n), reverse=True)
         self.of_text = {self.text[number]: number for number in ranked if self.text[number]}
 
@@ -84,7 +84,7 @@ class TokenTable:
     def encode_run(self, run: bytes, at_start: bool) -> list[int]:
         """Return the ids of any bytes, at the start of a text or inside it.
 
-        What is not UTF-8 goes byte by byte, and is left out where there are no tokens for bytes.
+        Bytes that are not UTF-8 are encoded one by one, or left out if there are no tokens for bytes.
         """
         ids: list[int] = []
         for piece in NOT_TEXT.split(run.decode("utf-8", "surrogateescape")):
@@ -149,7 +149,7 @@ class SharedTokens:
 
 
 class TranslatedText(RowText):
-    """A row's text in the draft's tokens, whose end is encoded anew as it grows.
+    """A row's text in the draft's tokens; its end is encoded again as it grows.
 
     The window holds the target's tokens since the last settled place.
     """
@@ -163,18 +163,18 @@ class TranslatedText(RowText):
         self._at_start = True
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """Append newly committed tokens of the target; settled tokens stay, those of the window may change."""
+        """Append committed tokens of the target; settled tokens stay, the draft's tokens for the window may change."""
         stay = self._settled
         self._window += tokens
         own = self._encode()
-        # A text of which the draft can read nothing yet needs something to go on from.
+        # A text without any token that the draft can read still needs one token to continue from.
         self.tokens[self._settled :] = own if own or self._settled else [0]
         if len(self._window) > 2 * WINDOW:
             self._settle(own)
         return stay
 
     def _encode(self) -> list[int]:
-        """Encode the window, special tokens by themselves."""
+        """Encode the window, with special tokens encoded separately."""
         target, draft = self._shared.target, self._shared.draft
         own: list[int] = []
         run = b""
@@ -190,11 +190,11 @@ class TranslatedText(RowText):
         return own + draft.encode_run(run, self._at_start and not own)
 
     def _settle(self, own: list[int]) -> None:
-        """Move the start of the window to the last place, but for `WINDOW` tokens, where tokens of both sides end."""
+        """Move the window's start to the last place, `WINDOW` tokens before its end, where both sides' tokens end."""
         sizes, own_sizes = self._shared.target.text, self._shared.draft.text
         ends = list(accumulate(len(sizes.get(token, b"")) for token in self._window))
         own_ends = list(accumulate(len(own_sizes.get(token, b"")) for token in own))
-        # A space that the draft's tokenizer put before the text shifts its ends by one.
+        # A space that the draft's tokenizer put before the text shifts the ends of its tokens by one.
         shift = own_ends[-1] - ends[-1] if own_ends else 0
         places = {end: index + 1 for index, end in enumerate(own_ends)}
         for index in reversed(range(len(self._window) - WINDOW)):
@@ -228,7 +228,7 @@ class CrossVocabularyDraftModel(DraftModel):
         return self.shared.coverage
 
     def sharing(self, texts: Sequence[str] = ()) -> str:
-        """Say how much of the target's vocabulary is shared and, of its tokens in these texts, how many are."""
+        """Say how much of the target's vocabulary is shared, and how many of its tokens in these texts."""
         (model, target), shared = self._names, self.shared
         all_told = f"{len(shared.pairs)} of {shared.known} tokens ({shared.coverage:.0%}) are shared"
         by_use = f", and {shared.coverage_of(texts):.1%} of those in the texts" if texts else ""
@@ -243,7 +243,7 @@ class CrossVocabularyDraftModel(DraftModel):
         return TranslatedText(self.shared)
 
     def longest_text(self, cache: KVCache) -> int:
-        """Leave room for a tokenizer that needs more tokens."""
+        """Leave room for a tokenizer that needs more tokens for the same text."""
         return LONGER * cache.capacity
 
     def to_own(self, tokens: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class CrossVocabularyDraftModel(DraftModel):
         return self._own_V[tokens]
 
     def to_target(self, logits_RW: Tensor) -> Tensor:
-        """Keep the logits of the shared tokens; whatever turns them into probabilities renormalises them."""
+        """Keep only the logits of the shared tokens; the step that turns them into probabilities renormalises them."""
         whole_RV = logits_RW.new_full((logits_RW.shape[0], self.vocab_size), -torch.inf)
         return whole_RV.index_copy(1, self._of_target, logits_RW.index_select(1, self._of_draft))
 

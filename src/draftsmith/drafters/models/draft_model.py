@@ -1,6 +1,6 @@
-"""The family of separate draft models: any causal language model that can be a target can draft for one.
+"""The family of separate draft models: any causal language model that can be a target can also draft for one.
 
-Where its tokenizer is the target's, ids pass through; otherwise they are translated, see `cross_vocabulary`.
+If its tokenizer is the target's, ids pass through; otherwise they are translated, see `cross_vocabulary`.
 """
 
 from pathlib import Path
@@ -17,10 +17,10 @@ from draftsmith.types import DraftsmithError
 
 
 def draft_with(model: Target, target: Target, guesses: int = 4) -> DraftModel:
-    """Make a drafter of a model that is loaded, translating between vocabularies where they differ.
+    """Make a drafter from a loaded model, translating between vocabularies if they differ.
 
     Raises:
-        DraftsmithError: vocabularies that cannot be compared, or that share nothing.
+        DraftsmithError: vocabularies that cannot be compared, or have no token in common.
     """
     if model.tokenizer is None or target.tokenizer is None:
         if model.vocab_size != target.vocab_size:

@@ -1,4 +1,4 @@
-"""What can be set of a draft model, and what the registry knows of it."""
+"""The options of a draft model, and what the registry knows of it."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ class DraftModelConfig(Config):
 
 
 def is_language_model(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a causal language model of transformers, by the class that it names."""
+    """Whether a config.json belongs to a causal language model of transformers, by the class that it names."""
     named = config.get("architectures") or ()
     if not named:
         return False

@@ -1,4 +1,4 @@
-"""What can be set of early exit, and what the registry knows of it."""
+"""The options of early exit, and what the registry knows of it."""
 
 from typing import Annotated
 

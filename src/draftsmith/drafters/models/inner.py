@@ -1,4 +1,4 @@
-"""Cheap drafters that guess for a drafter: behind tokens that are only guesses themselves.
+"""Cheap drafters that guess for another drafter, behind tokens that are only guesses themselves.
 
 Shapes: B rows, R of them, F feature width.
 """
@@ -19,19 +19,19 @@ S = TypeVar("S")
 
 
 FEW, MANY = 2, 5
-"""Guesses at once where nobody chose: of a drafter that always has some, and of one that says nothing unless it knows.
+"""Default number of guesses at once: for a drafter that always has some, and for one that guesses only what it found.
 
-A row of a forward costs a copy in 4 bits less than a pass, but not nothing: the second guess of a small head still pays
-for itself, the third hardly.
+A further row in a forward of the 4-bit copy costs less than another pass, but not nothing: the second guess of a small
+head still pays for itself, the third hardly.
 """
 
 
 class Inner(ABC):
-    """One drafter in this role, or several; it is asked many times for each draft, and remembers nothing of it.
+    """One or several drafters in this role. It is called many times for each draft, and remembers none of the calls.
 
     Args:
-        drafters: who guesses.
-        most: guesses at once, at most.
+        drafters: the drafters that guess.
+        most: the most guesses at once.
     """
 
     def __init__(self, drafters: Sequence[Drafter], most: int) -> None:
@@ -39,23 +39,23 @@ class Inner(ABC):
 
     @abstractmethod
     def begin(self, context: Context) -> None:
-        """Take in what was committed, of all rows."""
+        """Read committed tokens of all rows."""
 
     @abstractmethod
     def guess(
         self, rows: Sequence[int], chains: Sequence[Sequence[int]], states_RF: Tensor, count: int
     ) -> Sequence[Sequence[int]]:
-        """Guess up to `count` tokens, at least one being wanted, behind the chains of some rows.
+        """Guess up to `count` tokens, at least one, behind the chains of some rows.
 
         Args:
             rows: their indices in the context, in rising order.
-            chains: what stands behind the root of each.
-            states_RF: the states that predicted the last token of each.
+            chains: the tokens behind the root of each row.
+            states_RF: the states that predicted the last token of each chain.
         """
 
 
 class ByState(Inner):
-    """A drafter without a memory: a token and the state that predicted it are all it looks at."""
+    """A drafter without a memory: it reads only a token and the state that predicted it."""
 
     def __init__(self, drafter: Drafter, most: int = FEW) -> None:
         reach = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else drafter.default_plan().depth
@@ -64,7 +64,7 @@ class ByState(Inner):
         self._context: Context | None = None
 
     def begin(self, context: Context) -> None:
-        """Keep what does not change within a draft."""
+        """Keep the part of the context that does not change within a draft."""
         self._context = context
 
     def guess(
@@ -90,7 +90,7 @@ class ByText(Inner, Generic[S]):
         self._rows: Sequence[S | None] = ()
 
     def begin(self, context: Context) -> None:
-        """Let it read what was committed."""
+        """Let it read committed tokens."""
         self._rows = self._lookup.take_in(context)
 
     def guess(
@@ -105,7 +105,7 @@ class ByText(Inner, Generic[S]):
 
 
 class InTurn(Inner):
-    """Several drafters: each guesses for the rows of which those before it know nothing."""
+    """Several drafters: each guesses for the rows for which the earlier ones found nothing."""
 
     def __init__(self, members: Sequence[Inner]) -> None:
         super().__init__(
@@ -114,14 +114,14 @@ class InTurn(Inner):
         self._members = members
 
     def begin(self, context: Context) -> None:
-        """Let all take it in."""
+        """Let all drafters begin."""
         for member in self._members:
             member.begin(context)
 
     def guess(
         self, rows: Sequence[int], chains: Sequence[Sequence[int]], states_RF: Tensor, count: int
     ) -> Sequence[Sequence[int]]:
-        """Ask one after the other."""
+        """Let them guess one after the other."""
         found: list[Sequence[int]] = [()] * len(rows)
         for member in self._members:
             left = [at for at, guesses in enumerate(found) if not guesses]
@@ -147,7 +147,7 @@ def behind(context: Context, rows: Sequence[int], chains: Sequence[Sequence[int]
 
 
 def chains_of(draft: Draft) -> list[list[int]]:
-    """Return of every row the guesses that follow each other from the first on."""
+    """Return for every row the guesses that form a chain from the first guess on."""
     tokens: list[list[int]] = draft.tokens_BN.tolist()
     if draft.is_chain and draft.depth == draft.tokens_BN.shape[1]:
         return tokens
@@ -159,10 +159,10 @@ def chains_of(draft: Draft) -> list[list[int]]:
 
 
 def inside(drafter: Drafter, name: str, most: int = 0) -> Inner:
-    """Return a drafter in the inner role; DraftsmithError, with its name, for one that cannot guess behind guesses.
+    """Return a drafter in the inner role; DraftsmithError, with its name, if it cannot guess behind guesses.
 
     Args:
-        most: guesses at once, at most; 0 takes what is usual for its kind.
+        most: the most guesses at once; 0 takes the default of its kind.
     """
     if isinstance(drafter, LookupDrafter):
         return ByText(drafter, most or MANY)
@@ -175,9 +175,9 @@ def inside(drafter: Drafter, name: str, most: int = 0) -> Inner:
 
 
 def all_inside(drafters: Mapping[str, Drafter], most: int = 0) -> Inner:
-    """Return several drafters, by name, of which the first that knows something guesses; DraftsmithError as `inside`.
+    """Return several named drafters as one, in which the first that finds something guesses; errors as in `inside`.
 
-    All but the last have to find their guesses in texts: another always has some.
+    All but the last have to find their guesses in texts, because other drafters always have guesses.
     """
     members = [inside(drafter, name, most) for name, drafter in drafters.items()]
     if len(members) == 1:

@@ -1,8 +1,8 @@
-"""Which parts of a target to leave out, so that the rest drafts best for it: "Draft & Verify" (arXiv:2309.08168), 3.2.
+"""Finds parts of a target to leave out, so that the rest drafts best: "Draft & Verify" (arXiv:2309.08168), section 3.2.
 
-What is minimised is the time a token, in plain decoding steps: (γ · share + 1 + overhead) / τ, for γ guesses a step.
-`share` is the part of the weights that a drafted token goes through, and τ what greedy decoding brings a step on texts
-that the target wrote. Both are the same whenever they are computed, which times are not.
+The search minimises the time per token, in plain decoding steps: (γ · share + 1 + overhead) / τ, for γ guesses a step.
+`share` is the share of the weights that a drafted token passes through, and τ the tokens per step of greedy decoding on
+texts that the target wrote. Both are reproducible, unlike measured times.
 
 Shapes: B rows (texts), V vocabulary.
 """
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 __all__ = ["Candidate", "LayerSearch", "Replay", "Text", "tokens_per_step"]
 
 PREFIXES = 8
-"""How many forms that only read the first layers are looked at, at most."""
+"""The most forms to examine that only read the first layers."""
 PATIENCE = 4
-"""After so many parts more without a gain, leaving out parts in the order of their harm ends."""
+"""Parts are left out in the order of their harm, until this many more in a row bring no gain."""
 KICK = 3
-"""Parts that change at once where no single change is a gain any more."""
+"""Number of parts to change at once when no single change is a gain any more."""
 
 Text = tuple[int, list[int]]
-"""Tokens of a prompt with what the target wrote behind it, and how many of them are the prompt."""
+"""Tokens of a prompt and of the target's text behind it, and how many of them belong to the prompt."""
 
 
 class Replay:
-    """Texts that the target wrote greedily, and its keys and values of them: what would a view of it have guessed?
+    """Texts that the target wrote greedily, with its keys and values: they show what a view of it would have guessed.
 
-    A chain of guesses is read behind every token as in decoding: of the text before, the view finds the whole target's
-    keys and values, and of root and guesses its own. As far as guesses are right they are the text itself, so nothing
-    is approximated: what is accepted is what greedy decoding accepts, up to the rounding of forwards of another shape.
+    As in decoding, a chain of guesses is read behind every token: for the text before it, the view uses the whole
+    target's keys and values, and for the root and the guesses its own. Right guesses are the text itself, so nothing is
+    approximated: what is accepted here is what greedy decoding accepts, up to the rounding of forwards of other shapes.
 
     Args:
-        texts: with at least `guesses` + 1 tokens behind one of the prompts; shorter ones have no say.
+        texts: with at least `guesses` + 1 tokens behind the prompt in one of them; shorter ones are not counted.
         guesses: G, the longest chain.
     """
 
@@ -64,15 +64,15 @@ class Replay:
         self._written = [tensor.clone() for tensor in self._cache.tensors]
 
     def runs(self, view: "Target") -> list[list[int]]:
-        """Return of every text how many guesses (0 … G) the target accepts at every token that it wrote.
+        """Return for every text how many guesses (0 … G) the target accepts at every token that it wrote.
 
-        Only tokens with G more behind them count.
+        Only tokens with at least G more behind them count.
         """
         for tensor, written in zip(self._cache.tensors, self._written, strict=True):
             tensor.copy_(written)
         counts = [len(tokens) - prompt - self.guesses for prompt, tokens in self.texts]
         found: list[list[int]] = [[0] * count for count in counts]
-        # From the end on: what a chain overwrites is behind all that is read later.
+        # From the end backwards: a chain overwrites only entries behind everything that is read later.
         for at in reversed(range(max(counts))):
             rows = [b for b, count in enumerate(counts) if at < count]
             for depth in range(self.guesses):
@@ -87,7 +87,7 @@ class Replay:
         return found
 
     def _guess(self, view: "Target", rows: list[int], places: list[int]) -> list[int]:
-        """Read one token of each of these texts; return what the view takes to be the next."""
+        """Read one token of each of these texts; return the view's guesses of the next tokens."""
         device = view.device
         tokens = [[self.texts[b][1][place]] for b, place in zip(rows, places, strict=True)]
         logits_B1V, _ = view.read_chain(
@@ -99,7 +99,7 @@ class Replay:
 
 
 def tokens_per_step(runs: Sequence[Sequence[int]], guesses: int) -> float:
-    """Return τ of greedy decoding with chains of so many guesses, by what is accepted at every token."""
+    """Return τ of greedy decoding with chains of `guesses` guesses, from the numbers accepted at every token."""
     steps = tokens = 0
     for run in runs:
         at = 0
@@ -111,12 +111,12 @@ def tokens_per_step(runs: Sequence[Sequence[int]], guesses: int) -> float:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What was left out, the best length of its chain, and what that brings on the tuning texts.
+    """The parts left out, the best chain length, and the result on the tuning texts.
 
     Args:
-        share: of the weights that a drafted token goes through.
-        tau: tokens a step.
-        cost: of a token, in plain steps.
+        share: share of the weights that a drafted token passes through.
+        tau: tokens per step.
+        cost: cost of a token, in plain steps.
     """
 
     skipped: Skipped
@@ -135,12 +135,12 @@ class Candidate:
 
 
 class LayerSearch:
-    """Looks for the parts to leave out; what was looked at lies in `seen`.
+    """Searches for the parts to leave out; `seen` holds the examined candidates.
 
     Args:
-        replay: what candidates are judged by.
-        whole: leave out whole layers only; otherwise attention and feed-forward by themselves.
-        overhead: what a step costs beside target and drafted passes, in plain steps.
+        replay: judges the candidates.
+        whole: leave out whole layers only; otherwise also attention or feed-forward alone.
+        overhead: cost of a step besides target and drafted passes, in plain steps.
         seed: of the random changes.
     """
 
@@ -157,19 +157,19 @@ class LayerSearch:
 
     @property
     def best(self) -> Candidate:
-        """The cheapest of all seen, the first of equals."""
+        """The cheapest candidate; of equals, the one seen first."""
         return min(self.seen.values(), key=lambda candidate: candidate.cost)
 
     @property
     def best_of_first_layers(self) -> Candidate | None:
-        """The cheapest of those that end after the first layers, as early exit does; None where none was seen."""
+        """The cheapest candidate that ends after the first layers, as early exit does; None if none was seen."""
         layers = self.replay.target.layers
         forms = [whole_layers(range(first, layers)) for first in range(1, layers)]
         found = [self.seen[form] for form in forms if form in self.seen]
         return min(found, key=lambda candidate: candidate.cost, default=None)
 
     def judge(self, skipped: Skipped) -> Candidate:
-        """Measure what leaving out these parts brings, with the length of chain that suits it best."""
+        """Measure the result of leaving out these parts, with the chain length that suits it best."""
         target = self.replay.target
         share, runs = share_read(target, skipped), self.replay.runs(target.without(skipped))
         lengths = range(1, self.replay.guesses + 1)
@@ -180,12 +180,12 @@ class LayerSearch:
         return Candidate(skipped, lengths[at], share, taus[at], cost)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Judge one after another, none twice, until everything near was tried or nobody asks for more.
+        """Judge one candidate after another, none twice, until all near ones were tried or the caller stops.
 
-        1. Nothing left out, and the forms that end after the first layers.
-        2. Every part by itself, then more and more of them in the order of the harm that they did alone.
-        3. From the best so far, single changes and swaps in random order, each gain taken at once. Where none is left,
-           a few random changes of the best, and on from there.
+        1. Nothing left out, and the forms that end after the first layers. 2. Every part by itself, then more and more
+        parts in the order of the harm that they did alone. 3. From the best so far, single changes and swaps in random
+        order, keeping every gain. When no gain is left, a few
+           random changes of the best, and on from there.
         """
         layers = self.replay.target.layers
         yield from self._new(Skipped())
@@ -198,7 +198,7 @@ class LayerSearch:
         yield from self._local()
 
     def _new(self, skipped: Skipped) -> Iterator[Candidate]:
-        """Judge it, unless it was judged or leaves nothing."""
+        """Judge these parts, unless they were judged before or nothing would be left."""
         everything = whole_layers(range(self.replay.target.layers))
         if skipped not in self.seen and skipped != everything:
             self.seen[skipped] = self.judge(skipped)
@@ -240,7 +240,7 @@ class LayerSearch:
 
 
 def changed(skipped: Skipped, parts: Sequence[Skipped]) -> Skipped:
-    """Return what leaves out these parts as well, or no longer where it does."""
+    """Return `skipped` with each of these parts added, or removed if it was in it."""
     attention, mlp = set(skipped.attention), set(skipped.mlp)
     for part in parts:
         attention ^= part.attention

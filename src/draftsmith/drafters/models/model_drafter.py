@@ -1,4 +1,4 @@
-"""Drafting with a whole language model: it reads the text behind its own cache, then its own guesses.
+"""Drafting with a whole language model: it reads the text with its own cache, then its own guesses.
 
 "Fast Inference from Transformers via Speculative Decoding" (arXiv:2211.17192), section 2.
 
@@ -24,15 +24,15 @@ from draftsmith.types import UNUSED, Context, Draft, empty_draft
 
 
 class ModelDrafter(StagewiseDrafter):
-    """What whole models have in common: a chain goes on by one token a level, wider trees are read path by path.
+    """What whole models have in common: a chain grows by one token per level, wider trees are read path by path.
 
-    The state of a node is its path of tokens below the root. Of a frontier with several nodes each path is read anew
+    The state of a node is its path of tokens below the root. If a frontier has several nodes, every path is read again
     at every level, all in one forward.
 
     Args:
-        model: what drafts.
+        model: the model that drafts.
         vocab_size: of the target.
-        guesses: depth of the chain that is drafted when nobody chose a plan.
+        guesses: depth of the chain that is drafted if no plan was chosen.
     """
 
     taps = ()
@@ -43,7 +43,7 @@ class ModelDrafter(StagewiseDrafter):
         self._held: list[int] = []
         self._fresh: list[list[int]] = []
         self._slots_B: Tensor | None = None
-        # Of the guesses, those that the cache holds as if they were text; see `PathReader.read_paths`.
+        # The guesses that the cache holds as if they were text; see `PathReader.read_paths`.
         self._ahead_BD: Tensor | None = None
         self._is_chain = True
 
@@ -52,23 +52,23 @@ class ModelDrafter(StagewiseDrafter):
         return self.model.weights
 
     def memory_bytes(self) -> int:
-        """Return the memory of the model's weights, its cache left out."""
+        """Return the memory of the model's weights, without its cache."""
         return sum(bytes_by_place(self.model.model).values())
 
     @abstractmethod
     def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:
-        """Return of every row how many tokens the cache holds, and the tokens to read behind them, the root last."""
+        """Return for every row how many tokens the cache holds, and the tokens to read behind them, the root last."""
 
     def to_own(self, tokens: Tensor) -> Tensor:
-        """Turn ids of the target into the model's; a token that it lacks becomes any other."""
+        """Translate ids of the target into the model's; a token that the model lacks becomes any other token."""
         return tokens.clamp(max=self.model.vocab_size - 1)
 
     def to_target(self, logits_RW: Tensor) -> Tensor:
-        """Turn logits over the model's vocabulary into logits over the target's (R, V)."""
+        """Translate logits over the model's vocabulary into logits over the target's (R, V)."""
         return pad(logits_RW[:, : self.vocab_size], (0, max(0, self.vocab_size - logits_RW.shape[1])), value=-torch.inf)
 
     def begin(self, context: Context) -> tuple[Tensor, Tensor]:
-        """Take in what was committed; reading it is left to the first step."""
+        """Note the committed tokens; the first step reads them."""
         self._held, self._fresh = self.take_in(context)
         self._slots_B = context.slots_B
         self._ahead_BD, self._is_chain = None, True
@@ -97,7 +97,7 @@ class ModelDrafter(StagewiseDrafter):
         batch = len(self._held)
         paths_BFD = paths_RD.view(batch, -1, depth)
         ends = [held + len(fresh) for held, fresh in zip(self._held, self._fresh, strict=True)]
-        # A frontier may also narrow to one node, whose path the cache does not hold.
+        # A frontier may also narrow to one node, but then the cache does not hold that node's path.
         self._is_chain = self._is_chain and paths_BFD.shape[1] == 1
         if self._is_chain:
             newest = [end + depth - 1 for end in ends]
@@ -117,7 +117,7 @@ class ModelDrafter(StagewiseDrafter):
 
     @property
     def max_depth(self) -> int:
-        """As deep as anybody may want."""
+        """The limit for whole models; they have no depth of their own."""
         return MAX_DEPTH
 
 
@@ -128,17 +128,17 @@ class RowText:
         self.tokens: list[int] = []
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """Append newly committed tokens, given in ids of the target; return how many of those before surely stay."""
+        """Append committed tokens, given as ids of the target; return how many earlier own tokens surely stay."""
         before = len(self.tokens)
         self.tokens += tokens
         return before
 
 
 class DraftModel(ModelDrafter):
-    """A separate model with the target's tokenizer, and a cache of its own with the engine's slots.
+    """A separate model with the target's tokenizer, and its own cache with the engine's slots.
 
-    What it read of its own guesses stays in the cache as far as they were accepted. Texts longer than the model's
-    context get no guesses any more.
+    What it read of its own guesses stays in the cache as far as the guesses were accepted. Texts longer than the
+    model's context get no more guesses.
     """
 
     reads_prompt = True
@@ -148,21 +148,21 @@ class DraftModel(ModelDrafter):
         self._cache: KVCache | None = None
         self._limit = 0
         self._texts: dict[int, RowText] = {}
-        # Of rows, the guesses that the cache holds behind their texts.
+        # For each row, the guesses that the cache holds behind its text.
         self._guesses: dict[int, list[int]] = {}
         self._too_long: set[int] = set()
         self._order: list[int] = []
 
     def new_text(self) -> RowText:
-        """Return the text of a row of which nothing was committed yet."""
+        """Return the text of a new row."""
         return RowText()
 
     def longest_text(self, cache: KVCache) -> int:
-        """Return how many of its own tokens the model may have to hold for a row of the target's cache."""
+        """Return how many of its own tokens the model may have to store for a row of the target's cache."""
         return cache.capacity
 
     def attach(self, cache: KVCache, plan: Plan) -> None:
-        """Make room for as many rows, and forget all of them."""
+        """Allocate a cache for as many rows, and forget all rows."""
         self._limit = min(self.model.max_length, self.longest_text(cache))
         sizes = (cache.slots, self._limit + ROOM)
         if self._cache is None or (self._cache.slots, self._cache.capacity) != sizes:
@@ -178,7 +178,7 @@ class DraftModel(ModelDrafter):
             self._too_long.discard(row)
 
     def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:
-        """Find for every row the longest prefix of its text that the cache holds; the rest is to be read."""
+        """Find for every row the longest prefix of its text that the cache holds; return the rest as tokens to read."""
         first_B = context.first_B
         head_BX = [context.rows_B, context.counts_B, *([] if first_B is None else [first_B])]
         table = torch.cat([torch.stack(head_BX, dim=1), context.tokens_BT], dim=1).tolist()  # one transfer
@@ -202,7 +202,7 @@ class DraftModel(ModelDrafter):
                 fresh.append([0])
                 continue
             text = self._texts[row].tokens
-            # The root is read even if it is there, for the logits after it.
+            # The root is always read, even if it is in the cache, because its logits are needed.
             stay = min(stay, len(there), len(text) - 1)
             same = stay + shared_prefix(there[stay:], text[stay:-1])
             held.append(same)
@@ -213,7 +213,7 @@ class DraftModel(ModelDrafter):
         return [min(token, self.model.vocab_size - 1) for token in tokens]
 
     def _note_guesses(self) -> None:
-        """Write down which guesses of the last draft lie in the cache behind the texts of its rows."""
+        """Note which guesses of the last draft are in the cache behind the texts of its rows."""
         if self._ahead_BD is not None:
             for row, guesses in zip(self._order, self._ahead_BD.tolist(), strict=True):
                 if row in self._texts and row not in self._too_long:
@@ -221,7 +221,7 @@ class DraftModel(ModelDrafter):
             self._ahead_BD = None
 
     def follow(self, context: Context) -> None:
-        """Read what was committed, and guess nothing."""
+        """Read committed tokens, without guessing."""
         assert self._reader is not None, "a drafter is attached to a cache before it drafts"
         held, fresh = self.take_in(context)
         self._reader.read(held, fresh, context.slots_B)
@@ -239,7 +239,7 @@ class DraftModel(ModelDrafter):
         return draft
 
     def _nothing(self, context: Context, plan: Plan) -> Draft:
-        """Return a draft without nodes, which spares the target reading unused ones."""
+        """Return a draft without nodes, so that the target need not read unused ones."""
         draft = empty_draft(context)
         if plan.sampled:
             batch, device = context.tokens_BT.shape[0], context.tokens_BT.device

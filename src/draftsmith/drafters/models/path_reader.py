@@ -1,4 +1,4 @@
-"""Reads tokens with a whole model behind what the rows of its cache hold.
+"""Reads tokens with a whole model, behind the tokens that its cache holds.
 
 Shapes: B rows, M nodes of a forward, F frontier nodes a row, D tokens of a path, R = B × F, V vocabulary.
 """
@@ -11,9 +11,9 @@ from torch import Tensor
 from draftsmith.targets import KVCache, Nodes, Target
 
 ROOM = 256
-"""Entries that a cache needs behind the longest text, for the paths of a forward."""
+"""Cache entries needed behind the longest text, for the paths of a forward."""
 SCRATCH = -1
-"""The number of a row that is only padding."""
+"""The row number that marks padding."""
 
 
 class PathReader:
@@ -21,7 +21,7 @@ class PathReader:
 
     Args:
         cache: of the model's own shapes, or one whose first layers are the model's.
-        chunk: most tokens a row in one forward, at most `ROOM`.
+        chunk: the most tokens per row in one forward, at most `ROOM`.
     """
 
     def __init__(self, model: Target, cache: KVCache, chunk: int = ROOM) -> None:
@@ -30,8 +30,8 @@ class PathReader:
     def read(self, held: Sequence[int], fresh: Sequence[Sequence[int]], slots_B: Tensor | None = None) -> Tensor:
         """Read `fresh[b]`, at least one token, behind the first `held[b]` tokens of row b.
 
-        Returns the logits after the last token of every row (B, V). Rows from the first with a whole text to read on
-        go by themselves, so that the others do not wait for their length.
+        Returns the logits after the last token of every row (B, V). The rows before the first one with a whole text to
+        read are read separately, so that they do not wait for its length.
 
         Args:
             slots_B: slot of every row in the cache; None for row b in slot b.
@@ -70,16 +70,16 @@ class PathReader:
     def read_paths(
         self, held: Sequence[int], paths_BFD: Tensor, slots_B: Tensor | None = None
     ) -> tuple[Tensor, int]:
-        """Read F paths a row behind its first `held[b]` tokens, none seeing another.
+        """Read F paths per row behind the row's first `held[b]` tokens; no path sees another.
 
-        They are read as one tree, or as several where the cache has no room for it.
+        They are read as one tree, or as several if the cache has too little room.
 
         Args:
             slots_B: slot of every row in the cache; None for row b in slot b.
 
         Returns:
-            the logits after the last token of every path (R, V), and which path lies right behind the `held` tokens
-            in the end, token after token, as if it were text.
+            the logits after the last token of every path (R, V), and the index of the path that ends up right behind
+            the `held` tokens in the cache, token after token, as if it were text.
         """
         frontier, length = paths_BFD.shape[1:]
         most = max(1, min(self.cache.capacity - max(held), ROOM) // length)

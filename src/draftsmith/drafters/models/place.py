@@ -1,4 +1,4 @@
-"""Where a drafter that leaves out layers may be written."""
+"""Checks where a drafter that leaves out layers may be written."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from draftsmith.types import DraftsmithError
 
 
 def check_place(folder: Path) -> None:
-    """Refuse to write over anything but an older drafter of this family; DraftsmithError says so."""
+    """Refuse to overwrite anything but an older drafter of this family; raises DraftsmithError."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / "config.json").is_file() or not FAMILY.recognises(storage.read_json(folder / "config.json")):

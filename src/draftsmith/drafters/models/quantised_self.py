@@ -1,9 +1,9 @@
 """Self-speculation: a copy of the target with weights in fewer bits drafts for it, over the target's own cache.
 
-Of a bf16 target it reads half the bytes (int8) or less than a third (int4), and makes nearly its choices. Worth it
-where reading weights is what a step costs, and verification reads several tokens for little more than one. Of the text
-it reads the keys and values that the target wrote, so it has no prompt to read and no cache of its own.
-Self-speculation with weights in 4 bits is that of "QuantSpec" (arXiv:2502.10424), which quantises the cache too.
+It reads half the bytes of a bf16 target (int8) or less than a third (int4), and makes nearly the same choices. It pays
+where reading weights takes most of a step, and verification reads several tokens for little more than one. It uses the
+text's keys and values that the target wrote, so it has no prompt to read and no cache of its own. "QuantSpec"
+(arXiv:2502.10424) describes self-speculation with weights in 4 bits, and quantises the cache too.
 """
 
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class QuantisedSelf(SelfDrafter):
-    """Drafts with a quantised copy of a bf16 target, sharing its cache, and of its weights what is not packed."""
+    """Drafts with a quantised copy of a bf16 target; it shares the target's cache and weights that are not packed."""
 
     def __init__(
         self, target: "Target", quantize: Quantization, guesses: int, name: str = "a copy", calibrate: int = 0
@@ -37,7 +37,7 @@ class QuantisedSelf(SelfDrafter):
         return self.model.weights
 
     def memory_bytes(self) -> int:
-        """Return the memory of what is not the target's."""
+        """Return the memory of the parts that are not the target's."""
         held = bytes_by_place(self.model.model)
         return sum(size for place, size in held.items() if place not in self._shared)
 
@@ -45,9 +45,9 @@ class QuantisedSelf(SelfDrafter):
 def make_quantised(
     name: str, quantize: Quantization, guesses: int, target: "Target", calibrate: int = 0
 ) -> ModelDrafter:
-    """Copy the target, of any dtype; DraftsmithError where the native kernels cannot run the copy.
+    """Copy the target, of any dtype; DraftsmithError if the native kernels cannot run the copy.
 
-    The copy computes in bf16, so that it can share the cache of a bf16 target alone; beside others it keeps its own.
+    The copy computes in bf16. So it can share the cache only of a bf16 target; for others it keeps its own.
     """
     if not can_pack(target.device, torch.bfloat16):
         reason = why_missing() or f"{target.name} is on {target.device}"

@@ -1,4 +1,4 @@
-"""What can be set of quantised copies, and what the registry knows of them."""
+"""The options of quantised copies, and what the registry knows of them."""
 
 from typing import Annotated
 

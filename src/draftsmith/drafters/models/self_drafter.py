@@ -1,9 +1,9 @@
-"""Self-speculation: a part of the target's layers under its norm and head, or a copy of it in fewer bits, drafts.
+"""Self-speculation: the target drafts for itself with a part of its layers, or as a copy in fewer bits.
 
-They share the target's cache. The text is there already, but for the root, which the drafter reads first; of all
-committed text it reads what the whole target wrote. What it writes for the root and its guesses, in the layers that
-attend, lies behind the committed tokens, where the verification writes the same root and the draft's nodes anew, and
-nobody looks further back.
+The drafter shares the target's cache. For committed text it uses the keys and values that the whole target wrote; only
+the root is missing, so the drafter reads it first. In the layers that attend, its own entries for the root and the
+guesses lie behind the committed tokens, where the verification overwrites them with those of the same root and of the
+draft's nodes.
 """
 
 from typing import TYPE_CHECKING
@@ -29,11 +29,11 @@ class SelfDrafter(ModelDrafter):
         super().__init__(view, target.vocab_size, guesses)
 
     def parameter_count(self) -> int:
-        """All weights are the target's."""
+        """Return 0, because all weights are the target's."""
         return 0
 
     def memory_bytes(self) -> int:
-        """All weights are the target's."""
+        """Return 0, because all weights are the target's."""
         return 0
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
@@ -41,13 +41,13 @@ class SelfDrafter(ModelDrafter):
         self._reader = PathReader(self.model, cache)
 
     def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:
-        """Find all but the root in the cache; padding rows read over whatever they hold."""
+        """Find all but the root in the cache; padding rows overwrite whatever they hold."""
         roots, lengths, rows = context.root()[0].tolist(), context.lengths_B.tolist(), context.rows_B.tolist()
         held = [0 if row == SCRATCH else length - 1 for length, row in zip(lengths, rows, strict=True)]
         return held, [[root] for root in roots]
 
     def propose(self, context: Context, plan: Plan) -> Draft:
-        """Draft a chain by one native operator where there is one, and any other shape as all models do."""
+        """Draft a chain by one native operator if there is one, and any other shape as all models do."""
         if not plan.is_chain or plan.confidence is not None or plan.depth > self.max_depth:
             return super().propose(context, plan)
         assert self._reader is not None, "a drafter is attached to a cache before it drafts"

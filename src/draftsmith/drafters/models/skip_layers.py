@@ -1,7 +1,7 @@
 """The target without some attentions and feed-forwards drafts for it: "Draft & Verify" (arXiv:2309.08168), section 3.
 
-Which are left out is set by hand or found by `draftsmith tune-layers`, see `layer_search`; the folder that it writes
-holds no weights, because all are the target's.
+The parts to leave out are set by hand or found by `draftsmith tune-layers`, see `layer_search`. The folder that it
+writes holds no weights, because all weights are the target's.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ class SkipLayers(SelfDrafter):
     """Drafts with what is left of the target."""
 
     def __init__(self, target: "Target", skipped: Skipped, guesses: int) -> None:
-        """Leave these parts out; DraftsmithError where the target has no such parts."""
+        """Leave these parts out; DraftsmithError if the target has no such parts."""
         super().__init__(target, target.without(skipped), guesses)
 
 
 def make_skip_layers(config: SkipLayersConfig, target: "Target", draft_tokens: Tensor | None) -> SkipLayers:
-    """Make the drafter that is asked for."""
+    """Make the drafter that the config describes."""
     skipped = Skipped(frozenset(config.skip_attention), frozenset(config.skip_mlp))
     return SkipLayers(target, skipped, config.guesses)
 
@@ -39,13 +39,13 @@ def make_skip_layers(config: SkipLayersConfig, target: "Target", draft_tokens: T
 def save_skip_layers(
     folder: Path, skipped: Skipped, guesses: int, target: "Target", found: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the folder of a drafter at once or not at all.
+    """Write the folder of a drafter completely or not at all.
 
     Args:
-        found: how it was found and measured, kept under the key `draftsmith`.
+        found: how the parts were found and measured, stored under the key `draftsmith`.
 
     Raises:
-        DraftsmithError: something else stands there, or the place cannot be written.
+        DraftsmithError: something else is in that place, or the folder cannot be written.
     """
     check_place(folder)
     config = {

@@ -1,4 +1,4 @@
-"""What can be set of skipped layers, and what the registry knows of them."""
+"""The options of skipped layers, and what the registry knows of them."""
 
 from typing import Annotated
 

@@ -48,7 +48,7 @@ class SmallLM(TrainableModel):
         return self.config.guesses
 
     def published_name(self, name: str) -> str:
-        """Return the name that transformers has for it."""
+        """Return the name in transformers."""
         return name.removeprefix("lm.")
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
@@ -57,12 +57,12 @@ class SmallLM(TrainableModel):
         return logits_BTV
 
     def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
-        """Predict at every depth, see `TrainableModel.forward`; how deep makes no difference to a language model."""
+        """Predict at every depth, see `TrainableModel.forward`; a language model does the same at all depths."""
         logits_BTV = self.logits(tokens_BT)
         return [logits_BTV[:, depth:] for depth in range(min(self.config.guesses, tokens_BT.shape[1]))]
 
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss at the batch's positions, one entry: all depths have the same."""
+        """Return the loss at the batch's positions, as one entry, because all depths have the same."""
         batch, reads_BP1 = examples.reads_BPN(1)
         first_BX = [] if examples.first_B is None else [examples.first_B.unsqueeze(1)]
         logits_BTV = self.logits(torch.cat([*first_BX, examples.tokens_BT], dim=1))[:, len(first_BX) :]
@@ -77,14 +77,14 @@ class SmallLM(TrainableModel):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the class that the config names."""
+        """Recognise it by the class that the config names."""
         return is_llama(config)
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], origin: Path, target: "Target | None", tensors: Mapping[str, Tensor]
     ) -> "SmallLM":
-        """Build what config.json describes."""
+        """Build the model that config.json describes."""
         llama = LlamaConfig.from_dict(dict(config))
         if target is not None:
             check_target(origin.parent, {"vocab_size": llama.vocab_size}, target.facts())
@@ -94,7 +94,7 @@ class SmallLM(TrainableModel):
         return cls(told, llama)
 
     def sizes(self) -> dict[str, Any]:
-        """Return what a model of the same shapes may differ in and yet compute something else."""
+        """Return the settings that may differ between models of the same shapes and change what they compute."""
         config = self.lm.config
         return {
             "layers": config.num_hidden_layers, "width": config.hidden_size, "inner width": config.intermediate_size,

@@ -1,4 +1,4 @@
-"""What can be set of a small language model, and what the registry knows of it."""
+"""The options of a small language model, and what the registry knows of it."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -29,12 +29,12 @@ class SmallLMConfig(TrainedConfig):
 
 
 def is_llama(config: Mapping[str, Any]) -> bool:
-    """Tell by the class that the config names."""
+    """Recognise it by the class that the config names."""
     return bool(config.get("architectures") == ["LlamaForCausalLM"])
 
 
 def trained_here(config: Mapping[str, Any]) -> bool:
-    """Tell a folder of ours from any other language model's by what is ours alone in its config.json."""
+    """Tell a folder of ours from that of another language model by the keys that only we write into config.json."""
     return "draftsmith" in config and is_llama(config)
 
 

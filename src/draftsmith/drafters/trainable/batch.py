@@ -1,4 +1,4 @@
-"""What a drafter learns from: text, the target's states that predicted it, and optionally its distributions.
+"""Training examples: text, the target's states that predicted it, and optionally the target's distributions.
 
 Shapes: B sequences, T tokens a sequence, P positions trained on a sequence, R = B × P rows, S places of the text, N
 depths, F feature width, V vocabulary, W drafted vocabulary.
@@ -18,7 +18,7 @@ IGNORED = -100
 
 
 def counted(learnt_BT: Tensor, positions_BP: Tensor, depths: int) -> Tensor:
-    """Return which guesses behind these roots count (B, P, N): those with nothing but learnt tokens up to their own."""
+    """Return which guesses behind these roots count (B, P, N): those whose tokens, up to their own, are all learnt."""
     batch = torch.arange(len(learnt_BT), device=learnt_BT.device).view(-1, 1, 1)
     labels_BPN = positions_BP.unsqueeze(2) + torch.arange(1, depths + 1, device=positions_BP.device)
     return learnt_BT[batch, labels_BPN].long().cumprod(2).bool()
@@ -32,16 +32,16 @@ class TrainingBatch:
         tokens_BT: the text from its second token on.
         features_BTF: the target's tapped states.
         positions_BP: roots t to train on; depth d reads tokens up to t + d and predicts token t + d + 1.
-        logits_BTV: the target's logits behind `tokens_BT[:, t]` (they predict token t + 1); None without distillation.
+        logits_BTV: the target's logits after `tokens_BT[:, t]` (they predict token t + 1); None without distillation.
             With `row_BT`, (S, V), only those that are needed.
         weight: share of the loss that is the divergence from the target's own distribution.
         temperature: of both distributions in that divergence.
-        seed: of what a family draws while it learns, another one for every micro-batch of a run.
-        learnt_BT: which tokens are learnt: not padding, and of a conversation only what the assistant wrote. A guess
-            counts if its token and those between it and the root are learnt; None where all are.
-        first_B: the tokens before the second, which no state predicted; for those who read whole texts.
-        divergence: which one, see `draftsmith.drafters.trainable.divergence`.
-        row_BT: which of the logits stand behind which token; None where those of all tokens are there, in order.
+        seed: seed of the random numbers that a family draws in training; different in every micro-batch of a run.
+        learnt_BT: which tokens are learnt: not padding, and in a conversation only what the assistant wrote. A guess
+            counts if its token, and those between it and the root, are learnt; None if all are.
+        first_B: the tokens before the second, which no state predicted; for families that read whole texts.
+        divergence: which divergence, see `draftsmith.drafters.trainable.divergence`.
+        row_BT: which of the logits belong to which token; None if there are logits for all tokens, in order.
     """
 
     tokens_BT: Tensor
@@ -67,12 +67,12 @@ class TrainingBatch:
         return self.features_BTF[batch.squeeze(2), reads_BP1.squeeze(2)].flatten(0, 1)
 
     def tokens_RN(self, depths: int) -> Tensor:
-        """Return what the depths read: the root and the true tokens after it."""
+        """Return the tokens that the depths read: the root and the true tokens after it."""
         batch, reads_BPN = self.reads_BPN(depths)
         return self.tokens_BT[batch, reads_BPN].flatten(0, 1)
 
     def labels_RN(self, depths: int, d2t: Tensor | None, vocab_size: int) -> Tensor:
-        """Return what the depths should say, as indices into the drafted vocabulary; IGNORED where it is not in it."""
+        """Return the right guesses, as indices into the drafted vocabulary; IGNORED for tokens that are not in it."""
         batch, reads_BPN = self.reads_BPN(depths)
         labels_RN = self.tokens_BT[batch, reads_BPN + 1].flatten(0, 1)
         if d2t is not None:
@@ -83,7 +83,7 @@ class TrainingBatch:
         return labels_RN if counts_RN is None else labels_RN.masked_fill(~counts_RN, IGNORED)
 
     def counts_RN(self, depths: int) -> Tensor | None:
-        """Return which guesses count; None where all do."""
+        """Return which guesses count; None if all do."""
         if self.learnt_BT is None:
             return None
         return counted(self.learnt_BT, self.positions_BP, depths).flatten(0, 1)
@@ -97,7 +97,7 @@ class TrainingBatch:
         return values_R.where(counts_R, 0).sum() / counts_R.sum().clamp(min=1)
 
     def soft_labels(self, depths: int, d2t: Tensor | None) -> SoftLabels | None:
-        """Return what the target itself would say, or None where nothing is to be distilled."""
+        """Return the target's own distributions, or None if nothing is to be distilled."""
         if self.logits_BTV is None or self.weight == 0:
             return None
         batch, reads_BPN = self.reads_BPN(depths)
@@ -110,7 +110,7 @@ class TrainingBatch:
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of one depth in nats and the share of right first guesses, given true tokens as input.
 
-        The share is no acceptance when serving.
+        That share is not the acceptance in serving.
         """
         labels_R = labels_RN[:, depth]
         if self.divergence == "forward_kl" and not torch.compiler.is_compiling():
@@ -131,7 +131,7 @@ class TrainingBatch:
     def _fused(
         self, depth: int, logits_RW: Tensor, labels_R: Tensor, soft: SoftLabels | None
     ) -> tuple[Tensor, Tensor]:
-        """Do the same in one pass, several times as fast where nothing is compiled."""
+        """Compute the same in one pass, which is several times as fast if nothing is compiled."""
         valid_R = labels_R != IGNORED
         hard_R = valid_R / valid_R.sum().clamp(min=1)
         if soft is None:

@@ -1,6 +1,6 @@
-"""How far a drafter's distribution q is from the target's own p: what can be learnt beside the true token.
+"""How far a drafter's distribution q is from the target's own p: a training loss besides that of the true token.
 
-With α = Σ min(p, q), the probability that a guess drawn from q is accepted where the target samples,
+With α = Σ min(p, q), the probability that a guess drawn from q is accepted if the target samples,
 
     forward_kl    Σ p log(p / q)
     reverse_kl    Σ q log(q / p)
@@ -21,13 +21,13 @@ from torch import Tensor
 from draftsmith.drafters.config import Divergence
 
 ACCEPTANCE: tuple[Divergence, ...] = ("tv", "lk")
-"""Those made of α, for which it matters how much the target says of tokens that are never drafted."""
+"""The divergences made of α; they depend on the probability that the target gives to tokens that are never drafted."""
 
 SHARPNESS = 3.0
 """The η of the LK loss, λ = exp(-η α)."""
 
 LEAST = math.log(torch.finfo(torch.float32).tiny)
-"""The logarithm of the least probability told from none: where one is none, its logarithm has to stay a number."""
+"""The smallest log-probability that is told from zero probability: the logarithm of zero has to stay finite."""
 
 
 def entropy(log_p: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def forward_kl(log_p_RW: Tensor, entropy_R: Tensor, scores_RW: Tensor) -> Tensor
 
 
 def acceptance(log_p_RW: Tensor, log_q_RW: Tensor) -> Tensor:
-    """Return α of every guess; p may be a part of a distribution, the rest of it being tokens that q never draws."""
+    """Return α of every guess; p may be incomplete, with the rest on tokens that q never draws."""
     return torch.minimum(log_p_RW.exp(), log_q_RW.exp()).sum(-1)
 
 
@@ -53,12 +53,12 @@ def divergence(
     """Return one divergence for every guess, in fp32.
 
     Args:
-        log_p_RW: of the target's distribution, given that the token is drafted at all.
-        scores_RW: what the drafter says, already divided by the temperature.
-        entropy_R: of the target's distribution.
-        log_share_R: how probable the target finds it that the token is drafted at all; None where it always is.
+        log_p_RW: the target's distribution, given that the token is drafted at all.
+        scores_RW: the drafter's scores, already divided by the temperature.
+        entropy_R: the entropy of the target's distribution.
+        log_share_R: the target's log-probability that the token is drafted at all; None if it always is.
         temperature: of both. The gradient of a KL divergence falls with its square, that of α with its first power; so
-            that the caller's square fits all, α counts by so much less.
+            1 - α is divided by the temperature here, and the caller's square fits all.
     """
     if kind == "forward_kl":
         return forward_kl(log_p_RW, entropy_R, scores_RW)

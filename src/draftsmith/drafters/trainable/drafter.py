@@ -35,24 +35,24 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
     """
 
     config_class: type[TrainedConfig]
-    """What can be set of it; the annotation of `config` says the same to a type checker."""
+    """The class of its options; the annotation of `config` says the same to a type checker."""
     model_type: str
-    """What config.json calls the family."""
+    """The family's name in config.json."""
     confidences = (0.05, 0.15, 0.35)
     _weighed: tuple[int, int] | None = None
-    """How many weights it has, and their bytes; set when it is made ready to decode, after which it can neither be
+    """Number of its weights, and their bytes; set when it is made ready to decode, after which it can neither be
     trained nor saved."""
     logit_form: LogitForm = LogitForm()
-    """What becomes of the products of a borrowed head before they are scores, as in the target; set by `bind`."""
+    """How products of a borrowed head become scores, as in the target; set by `bind`."""
     _native: NativeObject | None = None
-    """The operator that drafts with the packed layers; None where PyTorch's operations do."""
+    """The operator that drafts with the packed layers; None if PyTorch's operations draft."""
 
     def __init__(self, config: Any, draft_tokens: Tensor | None = None) -> None:
-        """Begin an untrained one; families go on with their modules, drawn from PyTorch's global generator.
+        """Begin an untrained one; families add their modules, initialised from PyTorch's global generator.
 
         Args:
-            config: with the target's sizes.
-            draft_tokens: the tokens (W) to score where the config limits them.
+            config: the options, with the target's sizes.
+            draft_tokens: the tokens (W) to score if the config limits them.
         """
         super().__init__()
         self.config = config
@@ -68,7 +68,7 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
 
     @torch.no_grad()
     def start_new(self, target: "Target") -> None:
-        """Take from the target's tables what new weights start from; most families draw all."""
+        """Initialise weights from the target's tables; most families initialise all weights at random."""
         return
 
     def describe(self) -> dict[str, Any]:
@@ -77,14 +77,14 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
-        """Tell by the model_type."""
+        """Recognise it by the model_type."""
         return config.get("model_type") == cls.model_type
 
     @classmethod
     def read_config(
         cls, config: Mapping[str, Any], origin: Path, tensors: Mapping[str, Tensor]
     ) -> tuple[Any, Tensor | None]:
-        """Return what config.json and the tensors tell: the config, and the tokens that are scored, or None for all."""
+        """Return what config.json and the tensors say: the config, and the tokens that are scored, or None for all."""
         return cls.config_class.from_json(config, origin), tensors.get(f"{cls.tensor_prefix}d2t")
 
     @classmethod
@@ -104,12 +104,12 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
 
     @torch.no_grad()
     def restricted(self, draft_tokens: Tensor) -> Self:
-        """Return a copy that scores only these tokens (W), with the rows of tables that stand for them."""
+        """Return a copy that scores only these tokens (W), with the matching rows of tables."""
         if self.d2t is not None:
             raise DraftsmithError(f"this drafter scores {len(self.d2t)} tokens only; start from a whole one.")
         fewer = type(self)(self.config.limited_to(len(draft_tokens)), draft_tokens.to(self.device))
         wanted = fewer.to(next(self.parameters())).state_dict()
-        # What differs in shape has a row for every token that is scored.
+        # Tensors whose shapes differ have a row for every token that is scored.
         own = {
             name: tensor if tensor.shape == wanted[name].shape else tensor[draft_tokens.to(self.device)]
             for name, tensor in self.state_dict().items()
@@ -118,43 +118,43 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
         return fewer
 
     def default_plan(self) -> Plan:
-        """Return the draft to make when nobody chose a plan: a chain."""
+        """Return the draft to make if no plan was chosen: a chain."""
         return Plan((1,) * self.max_depth)
 
     def check_savable(self) -> None:
-        """Refuse what was packed."""
+        """Refuse packed weights."""
         if self._weighed is not None:
             raise DraftsmithError("this drafter is packed for decoding; save the one it was made from.")
 
     def parameter_count(self) -> int:
-        """Count what is trained."""
+        """Count the trained weights."""
         return self._weighed[0] if self._weighed else sum(parameter.numel() for parameter in self.parameters())
 
     def memory_bytes(self) -> int:
-        """Return the memory that its weights take as it decodes; before that, as it learns."""
+        """Return the memory of its weights as it decodes; before it is made ready, as it learns."""
         if self._weighed:
             return self._weighed[1]
         return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
 
     def pack(self, pack_layers: Callable[[nn.Module], bool]) -> None:
-        """Turn into what decodes fastest, in place; drafting is native where the layers are and there is an operator.
+        """Convert to the form that decodes fastest, in place; with native layers and an operator, drafting is native.
 
-        Families that merge layers or make layers of borrowed tables do so first.
+        Families that merge layers, or make layers of borrowed tables, do so first.
 
         Args:
-            pack_layers: packs the linear layers of a module, and says whether for native operators: `Backend.pack`.
+            pack_layers: packs a module's linear layers, and returns whether for native operators: `Backend.pack`.
         """
         if pack_layers(self):
             self._native = self.native_form()
             self.can_compile = self.can_compile and self._native is None
 
     def native_form(self) -> NativeObject | None:
-        """Return the operator that drafts with the packed layers; None where the family has none."""
+        """Return the operator that drafts with the packed layers; None if the family has none."""
         return None
 
     def make_ready(self, target: "Target") -> Self:
-        """Turn into what decodes for this target, in place: its dtype and device, no gradients, packed."""
-        # Packing turns parameters into buffers, and binding brings in tables of the target's.
+        """Make it decode for this target, in place: the target's dtype and device, no gradients, packed."""
+        # Count first: packing turns parameters into buffers, and binding adds tables of the target's.
         count = self.parameter_count()
         self.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         self.bind(target)
@@ -166,7 +166,7 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
 
     @torch.no_grad()
     def for_decoding(self, target: "Target") -> Self:
-        """Return a copy as it decodes. The copy guesses; only the original can be trained or saved."""
+        """Return a copy that decodes. The copy guesses; only the original can be trained or saved."""
         if self._weighed is not None:
             raise DraftsmithError("this drafter is packed for decoding already; use it, or load it anew.")
         return copy.deepcopy(self).make_ready(target)
@@ -183,21 +183,21 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
 
     @classmethod
     def load(cls, folder: Path, target: "Target") -> Self:
-        """Load for decoding: in the target's dtype, on its device, packed; not to be trained."""
+        """Load for decoding: in the target's dtype, on its device, packed; it cannot be trained."""
         return cls.from_pretrained(folder, target, dtype=target.dtype).make_ready(target)
 
 
 class RowwiseDrafter(TrainableDrafter):
     """A drafter whose guesses depend on the root's state and the tokens after it, and on no other position.
 
-    So every position of a text is an example of its own, and a few of them can be trained on alone. The family gives
-    the three functions that its paper gives: what starts, what a depth makes of state and token, and how it scores.
-    Where it has a native form besides, one operator makes the whole draft.
+    So every position of a text is an example of its own, and a few of them can be trained on alone. The family provides
+    the three functions of its paper: the start, the step of a depth from state and token, and the scoring. If the
+    family also has a native form, one operator makes the whole draft.
     """
 
     @abstractmethod
     def start(self, features: Tensor) -> Tensor:
-        """Turn tapped states (…, F) into what the first depth reads."""
+        """Turn tapped states (…, F) into the input of the first depth."""
 
     @abstractmethod
     def stage(self, depth: int, state: Tensor, tokens: Tensor) -> Tensor:
@@ -227,7 +227,8 @@ class RowwiseDrafter(TrainableDrafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain or tree, natively where there is an operator that knows the plan."""
-        # What a beam leaves unexpanded is kept only where whole paths are not asked for, which is left to `grow`.
+        # The native operator cannot keep nodes that a beam leaves unexpanded, which is needed unless the plan asks for
+        # whole paths; such plans are left to `grow`.
         general = plan.sampled or plan.choices or plan.nodes or (plan.beam is not None and plan.paths is None)
         if self._native is None or general or not 0 < plan.depth <= self.max_depth:
             return grow(self, context, plan)
@@ -242,7 +243,7 @@ class RowwiseDrafter(TrainableDrafter):
         return self.predict(tokens_BT, self.start(features_BTF))
 
     def predict(self, tokens_BT: Tensor, state: Tensor) -> list[Tensor]:
-        """Predict at every depth from what starts at every position (B, T, S)."""
+        """Predict at every depth, given the start state of every position (B, T, S)."""
         length, logits = tokens_BT.shape[1], []
         for depth in range(min(self.max_depth, length)):
             state = self.stage(depth, state[:, : length - depth], tokens_BT[:, depth:])
@@ -250,17 +251,17 @@ class RowwiseDrafter(TrainableDrafter):
         return logits
 
     def states(self, state: Tensor, tokens_RN: Tensor) -> Iterator[Tensor]:
-        """Give the state (R, S) of every depth in turn, from what starts at the roots and what the depths read."""
+        """Yield the state (R, S) of every depth, given the roots' start states and the tokens that the depths read."""
         for depth, tokens_R in enumerate(tokens_RN.unbind(1)):
             state = self.stage(depth, state, tokens_R)
             yield state
 
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for."""
+        """Return the cross-entropy of every depth, mixed with the divergence from the target if that is requested."""
         return self.losses_from(examples, self.start(examples.roots_RF()))
 
     def losses_from(self, examples: TrainingBatch, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses and accuracies of every depth from what starts at the roots (R, S)."""
+        """Return losses and accuracies of every depth, given the start states at the roots (R, S)."""
         depths = self.max_depth
         tokens_RN, soft = examples.tokens_RN(depths), examples.soft_labels(depths, self.d2t)
         labels_RN = examples.labels_RN(depths, self.d2t, self.vocab_size)
@@ -273,7 +274,7 @@ class RowwiseDrafter(TrainableDrafter):
 
 
 class FrozenTable(nn.Module):
-    """A table of the target's: a buffer that is never trained or saved, so `.to()` cannot alter the target."""
+    """A table of the target's: a buffer that is never trained or saved, so that `.to()` cannot alter the target."""
 
     weight: Tensor
 
@@ -282,11 +283,11 @@ class FrozenTable(nn.Module):
         self.register_buffer("weight", torch.zeros(rows, width), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Score as a head; an embedding is looked up in `weight`."""
+        """Score with the table as a head; an embedding is looked up in `weight` instead."""
         return torch.nn.functional.linear(x, self.weight)
 
     def as_layer(self) -> nn.Linear:
-        """Return a linear layer with this very weight, which packing then takes for one."""
+        """Return a linear layer with this very weight, which packing then treats like any other layer."""
         rows, width = self.weight.shape
         layer = nn.Linear(width, rows, bias=False, device="meta")
         layer.weight = nn.Parameter(self.weight, requires_grad=False)

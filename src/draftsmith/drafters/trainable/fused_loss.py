@@ -1,8 +1,8 @@
-"""Cross-entropy and forward KL in one pass over the logits, which makes their gradient on the way.
+"""Cross-entropy and forward KL in one pass over the logits, which also computes their gradient.
 
-The gradient of both is a difference of distributions, softmax(x) - what is wanted, so nothing of the size of the
-logits has to be kept or read again but that gradient itself. Rows are taken some at a time, so that the wide numbers
-in between stay in a processor's cache.
+The gradient of both is a difference of distributions, softmax(x) minus the wanted one. So this gradient is the only
+tensor of the logits' size that has to be kept or read again. Rows are processed a few at a time, so that the
+intermediate values of wider dtype stay in the processor's cache.
 
 Shapes: R guesses, C of them at a time, S places of the text, W drafted vocabulary.
 """
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 AT_A_TIME_CPU, AT_A_TIME = 2**18, 2**26
-"""Logits that are made wide together."""
+"""Number of logits that are converted to the wider dtype together."""
 
 
 def rows_at_a_time(width: int, device: torch.device) -> int:
-    """Return how many rows of so many logits are made wide together; a compiler fuses, so that it needs no pieces."""
+    """Return how many rows of `width` logits to process together; compiled code is fused, so it takes all rows."""
     most = AT_A_TIME_CPU if device.type == "cpu" and not torch.compiler.is_compiling() else AT_A_TIME
     return max(1, most // width)
 
 
 class MixedLoss(torch.autograd.Function):
-    """Σ hard · cross-entropy + Σ soft · forward KL, a weight for each guess and term."""
+    """Σ hard · cross-entropy + Σ soft · forward KL, with weights per guess and term."""
 
     @staticmethod
     def forward(
@@ -33,10 +33,10 @@ class MixedLoss(torch.autograd.Function):
         """Return the loss and the best guesses (R).
 
         Args:
-            labels_R: the true tokens; any index where `hard_R` is 0.
-            log_p_SW: the target's distributions; `index_R` says which guess wants which. None without `soft_R`.
-            entropy_R: those of these distributions in nats.
-            temperature: of the divergence; the target's distributions are softened by it already.
+            labels_R: the true tokens; any index if `hard_R` is 0.
+            log_p_SW: the target's distributions; `index_R` says which guess needs which. None without `soft_R`.
+            entropy_R: the entropies of these distributions in nats.
+            temperature: of the divergence; the target's distributions are already softened by it.
         """
         gradient_RW = torch.empty_like(logits_RW)
         best_R = torch.empty_like(labels_R)
@@ -69,7 +69,7 @@ class MixedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale what was made on the way."""
+        """Scale the gradient that the forward pass computed."""
         (gradient_RW,) = ctx.saved_tensors
         return gradient_RW * gradients[0], None, None, None, None, None, None, None
 

@@ -28,15 +28,15 @@ class TrainableModel(ABC, nn.Module):
     """Weights that learn to guess ahead. Most families draft with the same object, see `TrainableDrafter`."""
 
     taps: tuple[int, ...]
-    """The hidden states of the target that it learns from, see `Drafter.taps`."""
+    """The hidden states of the target from which it learns, see `Drafter.taps`."""
     d2t: Tensor | None
-    """The ids of the tokens that are scored (W), or None when all are."""
+    """The ids of the tokens that are scored (W), or None if all are."""
     family_name: str
     config: TrainedConfig
-    """What it was made from."""
+    """The config from which it was made."""
     weights_file: str = "model.safetensors"
     tensor_prefix: str = ""
-    """What the published checkpoints put before the names of the tensors."""
+    """The prefix of tensor names in the published checkpoints."""
 
     @abstractmethod
     def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
@@ -48,9 +48,10 @@ class TrainableModel(ABC, nn.Module):
 
     @abstractmethod
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss of every depth, loss_N, and the share of right first guesses accuracy_N.
+        """Return the loss of every depth, loss_N, and the share of right first guesses, accuracy_N.
 
-        What is minimised is their sum, each depth counting `config.decay` of the one before.
+        Training minimises the sum of the losses, in which each depth counts `config.decay` times as much as the one
+        before.
         """
 
     @property
@@ -60,7 +61,7 @@ class TrainableModel(ABC, nn.Module):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return the object of config.json, in the published layout where the family has one."""
+        """Return the object of config.json, in the published layout if the family has one."""
 
     @classmethod
     @abstractmethod
@@ -74,38 +75,38 @@ class TrainableModel(ABC, nn.Module):
     ) -> Self:
         """Build the drafter that a config.json at `origin` describes; `tensors` are then copied in.
 
-        They are given because some families tell the drafted vocabulary, or a size, only there. DraftsmithError for a
+        They are passed because in some families only they tell the drafted vocabulary, or a size. DraftsmithError for a
         config that lacks something, or a drafter that does not fit the target.
         """
 
     @property
     @abstractmethod
     def max_depth(self) -> int:
-        """The deepest draft that it learns to make."""
+        """The depth of the deepest draft that it learns to make."""
 
     @abstractmethod
     def for_decoding(self, target: "Target") -> Drafter:
         """Return a copy that drafts for this target. Only the original can be trained or saved."""
 
     def check_savable(self) -> None:
-        """Raise DraftsmithError where the weights are no longer those that were trained."""
+        """Raise DraftsmithError if the weights are no longer those that were trained."""
         return
 
     def hidden_matrices(self) -> list[nn.Parameter]:
-        """Return the matrices between hidden states, which some optimizers treat apart from tables and norms."""
+        """Return the matrices between hidden states, which some optimizers treat differently from tables and norms."""
         return []
 
     def published_name(self, name: str) -> str:
-        """Return what a tensor of `state_dict` is called in the checkpoint."""
+        """Return the name of a `state_dict` tensor in the checkpoint."""
         return self.tensor_prefix + name
 
     @torch.no_grad()
     def bind(self, target: "Target") -> None:
-        """Point whatever is borrowed from the target at it; most families borrow nothing."""
+        """Point everything that is borrowed from the target at it; most families borrow nothing."""
         return
 
     def limit_vocabulary(self, draft_tokens: Tensor | None) -> None:
-        """Register the drafted vocabulary: as many token ids as the config says, or None where that is 0, for all."""
+        """Register the drafted vocabulary: as many token ids as the config says, or None (all tokens) if it says 0."""
         size = self.config.draft_vocab_size
         if (draft_tokens is None) != (size == 0) or (draft_tokens is not None and draft_tokens.shape != (size,)):
             raise DraftsmithError(f"draft_vocab_size is {size}, so exactly that many draft tokens have to be given.")
@@ -134,9 +135,9 @@ class TrainableModel(ABC, nn.Module):
     def write_files(
         self, folder: Path, facts: TargetFacts, extra: Mapping[str, Any] | None = None, repeat_tied: bool = True
     ) -> None:
-        """Write config.json and the weights; what is ours alone goes under the key `draftsmith`.
+        """Write config.json and the weights; keys that only Draftsmith uses go under `draftsmith`.
 
-        With `repeat_tied`, a tied tensor is written under each of its names, as some readers expect; else once.
+        With `repeat_tied`, a tied tensor is written under each of its names, as some readers expect; else only once.
         """
         self.check_savable()
         config = {
@@ -159,12 +160,12 @@ class TrainableModel(ABC, nn.Module):
         storage.write_folder(Path(folder), lambda aside: self.write_files(aside, facts, extra, repeat_tied))
 
     def to_published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the checkpoint holds of these tensors, by their published names; `load_published` undoes it."""
+        """Return these tensors as the checkpoint holds them, by published names; `load_published` undoes it."""
         return tensors
 
     @torch.no_grad()
     def load_published(self, tensors: Mapping[str, Tensor], origin: Path) -> None:
-        """Copy checkpoint tensors in; a tied tensor may stand under one of its names or under all of them."""
+        """Copy checkpoint tensors in; a tied tensor may be stored under one of its names or under all of them."""
         wanted = self.state_dict()
         twins: dict[int, list[str]] = {}
         for name, tensor in self.state_dict(keep_vars=True).items():
@@ -193,12 +194,12 @@ class TrainableModel(ABC, nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: Path, target: "Target | None" = None, dtype: torch.dtype | None = None) -> Self:
-        """Read a published or own checkpoint; `target` is compared with it, and lends what is borrowed from it.
+        """Read a published checkpoint or our own; `target` is checked against it, and lends what it borrows.
 
         Args:
             dtype: of the weights; None keeps the file's.
         Raises:
-            DraftsmithError: missing, damaged or foreign files, pickles, own code, or another target.
+            DraftsmithError: missing, damaged or foreign files, pickles, a model's own code, or another target.
         """
         folder = Path(folder)
         storage.require_folder(folder)
@@ -220,12 +221,12 @@ class TrainableModel(ABC, nn.Module):
         return drafter
 
     def sizes(self) -> dict[str, Any]:
-        """Return what has to agree for weights to be taken over from another, under the names a recipe has for it."""
+        """Return what has to agree so that weights can be taken over from another drafter, by the recipe's names."""
         return self.config.shapes()
 
     @torch.no_grad()
     def start_from(self, folder: Path, target: "Target") -> None:
-        """Take over the weights of a checkpoint of the same shape; one that scores all tokens may become limited.
+        """Take over the weights of a checkpoint of the same shape; a full vocabulary may be limited on the way.
 
         Raises:
             DraftsmithError: a checkpoint of another shape, or anything that `from_pretrained` refuses.
@@ -243,7 +244,7 @@ class TrainableModel(ABC, nn.Module):
         self.load_state_dict(other.state_dict())
 
     def restricted(self, draft_tokens: Tensor) -> Self:
-        """Return a copy that scores only these tokens (W); DraftsmithError where the family cannot."""
+        """Return a copy that scores only these tokens (W); DraftsmithError if the family cannot."""
         raise DraftsmithError(
             f"{self.family_name} that scores all tokens cannot be cut down to {len(draft_tokens)}; set "
             "drafter.draft_vocab_size to 0."
@@ -254,7 +255,7 @@ def check_target(origin: Path, made_for: Mapping[str, Any], facts: TargetFacts) 
     """Refuse a target that differs in width, vocabulary or tokenizer from the one the checkpoint was made for.
 
     Args:
-        made_for: `hidden_size`, `vocab_size`, `tokenizer_hash`, `name` and `fingerprint` as far as they are known.
+        made_for: `hidden_size`, `vocab_size`, `tokenizer_hash`, `name` and `fingerprint`, as far as they are known.
     """
     drafts = f"{origin} drafts for {made_for['name']!r}" if made_for.get("name") else f"{origin} drafts for a target"
     for word, key, theirs in (
@@ -268,7 +269,7 @@ def check_target(origin: Path, made_for: Mapping[str, Any], facts: TargetFacts) 
                 f"{drafts} with {word} {own}, but {facts.name!r} has {theirs}; load the target it was trained for, or "
                 "train a drafter for this one."
             )
-    # Unlike the others, none is a statement here: the weights are as their makers left them.
+    # Unlike for the others, None is a statement here: the weights are as their makers left them.
     own = made_for.get("fingerprint", facts.fingerprint)
     if own != facts.fingerprint:
         raise DraftsmithError(
@@ -278,12 +279,12 @@ def check_target(origin: Path, made_for: Mapping[str, Any], facts: TargetFacts) 
 
 
 def other_tokens(origin: Path, made_for: Mapping[str, Any], target: "Target") -> str | None:
-    """Say how the target makes other tokens of a text or a conversation than when the drafter was trained, if it does.
+    """Describe how the target's tokens of a text or a conversation differ from those in training; None if they agree.
 
-    The text stays right, so this is no refusal; but the drafter meets what it never saw, and guesses worse.
+    The text stays right, so this is no refusal; but the drafter meets tokens it never saw, and guesses worse.
 
     Args:
-        made_for: the facts recorded with the drafter, or None for those that are not known.
+        made_for: the facts recorded with the drafter; facts that are not known are None.
     """
     now, name = ways(target.tokenizer), repr(target.name)
     known = Ways(*(made_for.get(field) for field in Ways._fields))
@@ -302,9 +303,9 @@ def other_tokens(origin: Path, made_for: Mapping[str, Any], target: "Target") ->
 
 
 def other_weights(origin: Path, made_for: Mapping[str, Any], facts: TargetFacts) -> str | None:
-    """Say that the drafter was trained for other weights than the target's, if both are known and differ.
+    """Return a sentence if the drafter was trained for other weights than the target's, and both are known.
 
-    The text stays right, so this is no refusal; but what it learnt to guess is what another model says.
+    The text stays right, so this is no refusal; but the drafter learnt to guess what another model says.
 
     Args:
         made_for: as in `check_target`, with `weights_hash` if it is known.

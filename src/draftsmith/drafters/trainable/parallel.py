@@ -1,7 +1,7 @@
 """Drafters that guess all depths at once: no guess depends on a drafted token, so a tree is a product of the depths.
 
-What is guessed is a property of the row and not of a node, and may be large (whole vocabularies). So it is kept once a
-row, and a node only knows which row it belongs to; `draftsmith.drafters.grow` gathers these numbers and nothing else.
+The guesses belong to a row and not to a node, and may be large (whole vocabularies). So they are kept once per row, and
+a node only stores the index of its row; `draftsmith.drafters.grow` gathers these indices and nothing else.
 
 Shapes: B rows, R = B × frontier nodes, T positions of a text, P positions that are drafted from, D depths, F feature
 width, V vocabulary, W drafted vocabulary, k children.
@@ -21,32 +21,32 @@ from draftsmith.types import Context
 
 @dataclass(frozen=True)
 class Shared:
-    """What all nodes of a row share. The grower gathers tensors; this is none, so it stays one entry a row."""
+    """What all nodes of a row share. The grower gathers only tensors, so this object stays one entry per row."""
 
     guessed: Any
 
 
 ParallelState = tuple[Shared, Tensor]
-"""What was guessed for every row, and the row of every node (R)."""
+"""The guesses of every row, and the row of every node (R)."""
 
 
 class ParallelSteps(TrainableDrafter):
-    """How a draft grows where a row is guessed for once: a family says what to guess, and how a depth scores.
+    """Grows drafts whose guesses are made once per row: a family defines the guesses, and how a depth is scored.
 
-    Most families derive from `ParallelDrafter`, which wants the scores of all depths together. Derive from this one
-    where deep scores are worth leaving out as long as no plan reaches them, or where training comes from another base.
+    Most families derive from `ParallelDrafter`, which takes the scores of all depths together. Derive from this class
+    if scores of depths that no plan reaches are worth skipping, or if training comes from another base class.
     """
 
     @abstractmethod
     def prepare(self, context: Context, root_B: Tensor, feature_BF: Tensor) -> Any:
-        """Do what has to be done once a draft; return what `depth_scores` reads, see `ParallelDrafter.guess`."""
+        """Do the work needed once per draft; return the input of `depth_scores`, see `ParallelDrafter.guess`."""
 
     @abstractmethod
     def depth_scores(self, depth: int, guessed: Any) -> Tensor:
         """Return the logits (B, W) of one depth from what `prepare` returned."""
 
     def begin(self, context: Context) -> tuple[Tensor, ParallelState]:
-        """Guess for every row; the root is the row's only node yet."""
+        """Guess for every row; the root is still the row's only node."""
         root_B, feature_BF = context.root()
         guessed = self.prepare(context, root_B, feature_BF)
         return root_B, (Shared(guessed), torch.arange(len(root_B), device=root_B.device))
@@ -71,8 +71,8 @@ class ParallelSteps(TrainableDrafter):
 class ParallelDrafter(ParallelSteps):
     """A drafter that scores all depths of a row in one go.
 
-    The family gives one function for decoding, `guess`, and one for whole texts, `guess_at`, which have to agree: that
-    is what `check_forward_agreement` of the tests compares. Drafting in any plan, sampled or not, a drafted vocabulary
+    The family provides one function for decoding, `guess`, and one for whole texts, `guess_at`. Both have to agree,
+    which `check_forward_agreement` of the tests checks. Drafting with any plan, sampled or not, a drafted vocabulary
     and training follow from these.
 
     A family that looks at earlier tokens sets `reads_prompt`, makes its storage in `attach` and writes it in `guess`,
@@ -93,14 +93,14 @@ class ParallelDrafter(ParallelSteps):
 
     @abstractmethod
     def guess_at(self, tokens_BT: Tensor, features_BTF: Tensor, positions_BP: Tensor) -> Tensor:
-        """Return the logits (B, P, D, W) that `guess` returns where the tokens at these positions are the roots.
+        """Return the logits (B, P, D, W) that `guess` returns if the tokens at these positions are the roots.
 
         `features_BTF[:, t]` predicted `tokens_BT[:, t]`. Nothing behind a position may be read for it, and gradients
         have to pass.
         """
 
     def prepare(self, context: Context, root_B: Tensor, feature_BF: Tensor) -> Any:
-        """Guess everything."""
+        """Guess all depths."""
         return self.guess(context, root_B, feature_BF)
 
     def depth_scores(self, depth: int, guessed: Any) -> Tensor:
@@ -119,13 +119,13 @@ class ParallelDrafter(ParallelSteps):
         ]
 
     def losses(self, examples: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the cross-entropy of every depth, mixed with the divergence from the target where it is asked for."""
+        """Return the cross-entropy of every depth, mixed with the divergence from the target if that is requested."""
         return self.losses_from(
             examples, self.guess_at(examples.tokens_BT, examples.features_BTF, examples.positions_BP)
         )
 
     def losses_from(self, examples: TrainingBatch, logits_BPDW: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses and accuracies of every depth (D) for what was guessed at the positions trained on."""
+        """Return losses and accuracies of every depth (D), given the guesses at the positions trained on."""
         depths, logits_RDW = self.max_depth, logits_BPDW.flatten(0, 1)
         soft, labels_RN = examples.soft_labels(depths, self.d2t), examples.labels_RN(depths, self.d2t, self.vocab_size)
         scored = [examples.loss_and_accuracy(depth, logits_RDW[:, depth], labels_RN, soft) for depth in range(depths)]

@@ -1,6 +1,6 @@
-"""What the target itself says of the tokens a drafter learns to guess, only where guesses want it.
+"""The target's own distributions over the tokens that a drafter learns to guess, computed only where guesses need them.
 
-Shapes: B sequences, T tokens a sequence, S places of the text that guesses want, R rows, N depths, V vocabulary, W
+Shapes: B sequences, T tokens a sequence, S places of the text that guesses need, R rows, N depths, V vocabulary, W
 drafted vocabulary.
 """
 
@@ -15,11 +15,11 @@ from draftsmith.drafters.trainable.fused_loss import rows_at_a_time
 
 @dataclass(frozen=True)
 class SoftLabels:
-    """The target's own distribution at places of a batch: log p, its entropy in nats, and which row wants which.
+    """The target's own distribution at places of a batch: log p, its entropy in nats, and which row needs which place.
 
-    With a drafted vocabulary it is the distribution given that the token is in it; how probable the target finds that
-    is told apart, where it is asked for. Rows share it, because what depth d of one position learns is what depth d - 1
-    of the next does.
+    With a drafted vocabulary, it is the distribution given that the token is in it; the probability of that is stored
+    separately, if requested. Rows share distributions, because depth d of one position learns the same as depth d - 1
+    of the next.
     """
 
     log_p_SW: Tensor
@@ -31,16 +31,16 @@ class SoftLabels:
 def soft_labels(
     logits_BTV: Tensor, places_RN: Tensor, d2t: Tensor | None, temperature: float, share: bool
 ) -> SoftLabels:
-    """Return the distributions at the places, indices into all but the last dimension, that rows and depths want.
+    """Return the distributions at the places (indices into all but the last dimension) that rows and depths need.
 
     Args:
-        share: whether it is told how probable the drafted tokens are together.
+        share: whether to return the total probability of the drafted tokens too.
     """
     logits_SV = logits_BTV.flatten(0, -2)
     device, wanted_S, index_RN = logits_SV.device, None, places_RN
     if device.type == "cpu" and not torch.compiler.is_compiling():
-        # Prompts, and padding, are places that no guess wants. Another device would have to be waited for to learn how
-        # many are left, and what a compiler makes must not depend on it.
+        # No guess needs the places of prompts and padding. On another device, their number would have to be waited for,
+        # and compiled code must not depend on it.
         wanted_S, index_RN = places_RN.unique(return_inverse=True)
     count = len(logits_SV) if wanted_S is None else len(wanted_S)
     share = share and d2t is not None

@@ -1,6 +1,6 @@
-"""Folders that are either whole or not there: written aside, flushed, sealed with SHA-256 sums, then renamed.
+"""Writes folders that are either complete or absent: written aside, flushed, sealed with SHA-256 sums, then renamed.
 
-safetensors carries no checksum, so a flipped bit would load as a slightly wrong weight; the manifest finds it. Pickles
+safetensors has no checksum, so a flipped bit would load as a slightly wrong weight; the manifest detects it. Pickles
 are never read.
 """
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 TENSOR_NAMES = "tensor_names"
 ASIDE = ".tmp"
-"""How the names of folders end that are not in place yet, or any more."""
+"""Suffix of folders that are not in place yet, or no longer."""
 LONGEST_HEADER = 100_000_000
-"""Bytes of a safetensors header, as the format limits it."""
+"""The most bytes of a safetensors header, by the format's definition."""
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file and wait until the disk has it."""
+    """Write a file and wait until it is on the disk."""
     with open(path, "wb") as handle:
         handle.write(content)
         handle.flush()
@@ -71,9 +71,9 @@ def sha256(path: Path) -> str:
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write files into a temporary folder, seal it with a manifest, and put it in place of `folder`.
 
-    Whoever else writes it is waited for.
+    If another process is writing it, wait for that process.
 
-    Raises DraftsmithError when the disk is full or the place cannot be written; what stood there before still stands.
+    Raises DraftsmithError if the disk is full or the place cannot be written; the old folder then stays in place.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -99,21 +99,21 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; OSError if it cannot be renamed first, so that a kill leaves no half of it under its name."""
+    """Remove a folder; OSError if it cannot first be renamed, so that a kill leaves no half of it under its name."""
     aside = beside(folder, ASIDE)
     os.rename(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Finish or undo what killed writers of a folder left half done, unless somebody is writing it."""
+    """Finish or undo what killed writers of a folder left half done, unless a process is writing it."""
     with locked(_lock(folder), wait=False) as held:
         if held:
             _tidy(folder)
 
 
 def refuse_full(folder: Path) -> None:
-    """Raise DraftsmithError where something is there already, so that nobody's files are replaced."""
+    """Raise DraftsmithError if something is there already, so that no files are replaced."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DraftsmithError(f"{folder} is there already; choose a folder that is not, or remove it.")
 
@@ -127,9 +127,9 @@ def _lock(folder: Path) -> Path:
 
 
 def _tidy(folder: Path) -> None:
-    """Do what killed writers did not; only for who holds the lock."""
+    """Clean up after killed writers; the caller must hold the lock."""
     _recover(folder)
-    # The exact length of the name leaves alone what is written for a folder whose name goes on behind a dot.
+    # The exact length of the random part excludes the files of folders whose name continues after a dot.
     names = f".{glob.escape(folder.name)}.{'[0-9a-f]' * 8}{ASIDE}"
     for leftover in (_set_aside(folder), *folder.parent.glob(names)):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -142,7 +142,7 @@ def _replace(new: Path, folder: Path) -> None:
             os.rename(folder, _set_aside(folder))
         os.rename(new, folder)
     except OSError as error:
-        # What is whole is never deleted before the next save.
+        # A complete folder is never deleted before the next save.
         raise DraftsmithError(
             f"cannot put {new} in place of {folder} ({error.strerror}); rename it yourself, or save again."
         ) from error
@@ -159,13 +159,13 @@ def _recover(folder: Path) -> None:
 
 
 def standing(folder: Path) -> Path:
-    """Return where a folder can be read, also while it is replaced, or when that was killed between its two renames."""
+    """Return a readable path of a folder, also while it is replaced, or if that was killed between its two renames."""
     old = _set_aside(folder)
     return old if old.is_dir() and not folder.exists() else folder
 
 
 def verify_folder(folder: Path) -> None:
-    """Compare every file with the manifest, where there is one; DraftsmithError names the first that differs."""
+    """Compare every file with the manifest, if there is one; DraftsmithError names the first that differs."""
     folder = standing(folder)
     manifest = folder / MANIFEST
     if not manifest.exists():
@@ -192,10 +192,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json, with the names of the tensors in model.safetensors under `TENSOR_NAMES`.
+    """Read config.json; the names of the tensors in model.safetensors are added under `TENSOR_NAMES`.
 
-    Some published files can be told apart by nothing else. Weights that are missing or damaged have no names here; who
-    reads them says so.
+    Some published files can only be told apart by these names. If the weights are missing or damaged, there are no
+    names; reading the weights will report that.
     """
     folder = standing(folder)
     exported = folder / "drafter"
@@ -205,9 +205,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Return the names of the tensors in a safetensors file by its header alone; none of one that is damaged.
+    """Return the tensor names in a safetensors file, from its header alone; none if the file is damaged.
 
-    safetensors' own reader would import PyTorch, which takes longer than all that is told by a name.
+    safetensors' own reader would import PyTorch, which takes longer than everything that the names are needed for.
     """
     try:
         with open(path, "rb") as handle:

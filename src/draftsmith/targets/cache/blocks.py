@@ -1,11 +1,11 @@
-"""Which blocks of a cache belong to which slot: they come as texts grow, serve texts that begin alike, and stay on.
+"""Says which blocks of a cache belong to which slot: slots get blocks as texts grow, and texts share common beginnings.
 
-A block holds `BLOCK` tokens. Full blocks of a text can be made findable (`publish`) and then serve other texts that
-begin with the same tokens (`share`), because keys and values depend on nothing but the tokens up to theirs. Only full
-blocks are shared, and nobody writes into them. A findable block that nobody uses any more stays until its memory is
-needed; those that were used longest ago go first.
+A block holds `BLOCK` tokens. The full blocks of a text can be made findable (`publish`) and then serve other texts that
+begin with the same tokens (`share`), because keys and values depend only on the tokens up to theirs. Only full blocks
+are shared, and nothing is written into them. A findable block that no slot uses any more stays until its memory is
+needed; those that were unused longest go first.
 
-All of this is bookkeeping of the host. The device sees the tables alone, and those only when a slot gets or loses
+All of this is bookkeeping on the host. The device only sees the tables, which are sent when a slot gets or loses
 blocks.
 """
 
@@ -21,7 +21,7 @@ from draftsmith.targets.cache.cache import BLOCK, NO_BLOCK, KVCache
 
 Namespace = bytes | int
 WARM = 32
-"""Blocks whose memory stays when a slot is emptied: to ask the system for it again takes longer than to write it."""
+"""Blocks whose memory is kept when a slot is emptied: getting it from the system again takes longer than writing it."""
 
 
 class OutOfBlocks(RuntimeError):
@@ -30,18 +30,18 @@ class OutOfBlocks(RuntimeError):
 
 @dataclass(eq=False)
 class _Piece:
-    """A block of a text that can be found: by the pieces before it and then by its tokens, which are compared whole."""
+    """A block of a findable text. It is found through the pieces before it and then by its tokens, compared exactly."""
 
     block: int
     tokens: tuple[int, ...]
-    home: "dict[tuple[int, ...], _Piece]"  # where it is found, by its tokens
+    home: "dict[tuple[int, ...], _Piece]"  # the dictionary that holds it, by its tokens
     behind: "dict[tuple[int, ...], _Piece]" = field(default_factory=dict)
     findable: bool = True
 
 
 @dataclass
 class _Slot:
-    """What one slot holds: its blocks, and of the first of them the findable pieces with the same text."""
+    """What one slot holds: its blocks, and for the first of them the findable pieces with the same text."""
 
     blocks: list[int] = field(default_factory=list)
     pieces: list[_Piece] = field(default_factory=list)
@@ -49,10 +49,10 @@ class _Slot:
 
 
 class Blocks:
-    """Owner of the tables of one cache.
+    """Owns the tables of one cache.
 
     Args:
-        cache: made with a number of blocks, none of them in use.
+        cache: made with a number of blocks, none of which is in use.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -65,32 +65,32 @@ class Blocks:
         self._room = [0] * cache.slots
         self._references = [0] * self._count
         self._free = list(range(self._count))[::-1]
-        # Free ones whose memory has not gone back to the system, those that were freed first first.
+        # Free blocks whose memory has not gone back to the system, in the order in which they were freed.
         self._warm: dict[int, None] = {}
-        # Findable blocks that no slot has, least recently used first; a dictionary keeps the order.
+        # Findable blocks that no slot uses, least recently used first; a dictionary keeps the order.
         self._idle: dict[int, None] = {}
         self._piece_of: dict[int, _Piece] = {}
         self._roots: dict[Namespace, dict[tuple[int, ...], _Piece]] = {}
         self.block_bytes = sum(tensor[0].nbytes for tensor in self._storage) if self._count else 0
-        """Memory of a block, in all layers."""
+        """Memory of one block, in all layers."""
         self.hits = 0
-        """Tokens that `share` found and that nobody had to read again."""
+        """Tokens that `share` found, so that they did not have to be read again."""
 
-    # ---- how much there is
+    # ---- amounts
 
     @property
     def limit(self) -> int:
-        """How many tokens all blocks hold together."""
+        """How many tokens all blocks together can hold."""
         return self._count * BLOCK
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that slots can still get, those of texts that nobody uses any more included."""
+        """Blocks that slots can still get, including those of texts that no slot uses any more."""
         return len(self._free) + len(self._idle)
 
     @property
     def held_tokens(self) -> int:
-        """Tokens that fit the blocks of the slots; blocks of several slots count once."""
+        """Tokens that fit into the blocks of the slots; a block of several slots counts once."""
         return (self._count - self.free_blocks) * BLOCK
 
     @property
@@ -100,29 +100,29 @@ class Blocks:
 
     @property
     def cached_bytes(self) -> int:
-        """Memory of findable blocks that no slot has."""
+        """Memory of the findable blocks that no slot uses."""
         return len(self._idle) * self.block_bytes
 
     def room(self, slot: int) -> int:
-        """Return how many tokens the blocks of a slot hold."""
+        """Return how many tokens fit into the blocks of a slot."""
         return self._room[slot]
 
     def blocks_of(self, slot: int) -> tuple[int, ...]:
         """Return the blocks of a slot, in the order of its text."""
         return tuple(self._slots[slot].blocks)
 
-    # ---- getting and giving back
+    # ---- taking and giving back
 
     def missing(self, slot: int, tokens: int) -> int:
         """Return how many more blocks a slot needs to hold its first `tokens` tokens."""
         return max(0, -(-tokens // BLOCK) - self._room[slot] // BLOCK)
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Give a slot blocks for its first `tokens` tokens; it keeps those it has.
+        """Give a slot enough blocks for its first `tokens` tokens; it keeps the blocks it has.
 
         Raises:
-            OutOfBlocks: there are not enough, and nothing has changed.
-            ValueError: a slot does not hold so many tokens.
+            OutOfBlocks: there are not enough free blocks; nothing has changed.
+            ValueError: a slot cannot hold that many tokens.
         """
         if tokens <= self._room[slot]:
             return
@@ -131,12 +131,12 @@ class Blocks:
         self._append(slot, self._take(self.missing(slot, tokens)))
 
     def release(self, slot: int) -> None:
-        """Empty a slot. What it alone had and nobody can find goes back to the system where that is possible."""
+        """Empty a slot. The memory of blocks that only it used, and that are not findable, goes back to the system."""
         held = self._slots[slot]
         if not held.blocks:
             return
         gone = []
-        # Backwards, so that of an idle text the end is forgotten first: what it begins with serves more texts.
+        # Backwards, so that the end of an unused text is forgotten first: its beginning may serve more texts.
         for block in reversed(held.blocks):
             self._references[block] -= 1
             assert self._references[block] >= 0
@@ -151,10 +151,10 @@ class Blocks:
         self._set_free(gone, WARM)
 
     def trim(self, keep_tokens: int = 0) -> int:
-        """Forget findable blocks that no slot has until they hold at most so many tokens; return how many went.
+        """Forget unused findable blocks until they hold at most `keep_tokens` tokens; return how many were forgotten.
 
-        Their memory goes back to the system on Linux with a cache on the CPU, where they read as zeros from then on.
-        On other devices memory stays PyTorch's.
+        On Linux with a cache on the CPU, their memory goes back to the system and reads as zeros from then on. On other
+        devices PyTorch keeps the memory.
         """
         before, gone = len(self._idle), []
         while len(self._idle) * BLOCK > max(0, keep_tokens):
@@ -165,14 +165,14 @@ class Blocks:
     # ---- sharing
 
     def share(self, slot: int, tokens: Sequence[int], namespace: Namespace = 0) -> int:
-        """Let an empty slot begin with the blocks of the longest findable text that `tokens` begin with.
+        """Let an empty slot begin with the blocks of the longest findable text that is a beginning of `tokens`.
 
         Args:
             tokens: the text that is to be read into the slot. At least its last token is left to be read.
-            namespace: texts of different namespaces are not found for each other.
+            namespace: a text is found only within its own namespace.
 
         Returns:
-            how many tokens the slot holds now, a multiple of `BLOCK`.
+            the number of tokens that the slot now holds, a multiple of `BLOCK`.
         """
         held = self._slots[slot]
         if held.blocks:
@@ -189,14 +189,14 @@ class Blocks:
         return len(self._find(tokens, namespace)) * BLOCK
 
     def publish(self, slot: int, tokens: Sequence[int]) -> None:
-        """Make the full blocks of a slot findable, which holds exactly these tokens so far.
+        """Make the full blocks of a slot findable; the slot has to hold exactly these tokens.
 
-        What was published before is not looked at again, so that this costs next to nothing until a block is full.
+        Blocks published before are not looked at again, so this costs almost nothing until a block is full.
         """
         held = self._slots[slot]
         full = len(tokens) // BLOCK
         if held.pieces and not held.pieces[-1].findable:
-            held.pieces = []  # forgotten in the meantime: found again, or published anew
+            held.pieces = []  # forgotten in the meantime: they are found again below, or published anew
         if full <= len(held.pieces):
             return
         assert full <= len(held.blocks), "a slot holds the tokens that it is said to hold"
@@ -205,15 +205,15 @@ class Blocks:
             home = held.pieces[-1].behind if held.pieces else self._roots.setdefault(held.namespace, {})
             piece = home.get(own)
             if piece is None:
-                # Several slots may have read the same text; the first one's blocks are those that are found.
+                # Several slots may have read the same text; the blocks of the first one are those that are found.
                 piece = home[own] = _Piece(held.blocks[index], own, home)
                 self._piece_of[piece.block] = piece
             held.pieces.append(piece)
 
-    # ---- inside
+    # ---- internal
 
     def _find(self, tokens: Sequence[int], namespace: Namespace) -> list[_Piece]:
-        """Follow a text through the findable pieces, as far as they go and its last token is left."""
+        """Follow a text through the findable pieces; at least its last token is left to be read."""
         pieces: list[_Piece] = []
         behind = self._roots.get(namespace, {})
         for begin in range(0, (len(tokens) - 1) // BLOCK * BLOCK, BLOCK):
@@ -225,14 +225,14 @@ class Blocks:
         return pieces
 
     def _refer(self, slot: int, blocks: list[int]) -> None:
-        """Give a slot blocks that exist already."""
+        """Add existing blocks to a slot."""
         for block in blocks:
             self._references[block] += 1
             self._idle.pop(block, None)
         self._note(slot, blocks)
 
     def _append(self, slot: int, blocks: list[int]) -> None:
-        """Give a slot fresh blocks."""
+        """Add fresh blocks to a slot."""
         for block in blocks:
             assert self._references[block] == 0
             self._references[block] = 1
@@ -249,13 +249,13 @@ class Blocks:
         self._room[slot] = len(held) * BLOCK
 
     def _take(self, count: int) -> list[int]:
-        """Return blocks that nobody has any more, free ones first."""
+        """Return `count` blocks that no slot uses, free ones first."""
         if count > self.free_blocks:
             raise OutOfBlocks(
                 f"{count} blocks of {BLOCK} tokens are needed, and {self.free_blocks} of {self._count} are free."
             )
         while len(self._free) < count:
-            # Their memory is written at once, so it is not given back in between.
+            # Their memory is written right away, so it is not given back to the system in between.
             self._free += self._forget(next(iter(self._idle)))[::-1]
         taken = [self._free.pop() for _ in range(count)]
         for block in taken:
@@ -263,7 +263,7 @@ class Blocks:
         return taken
 
     def _forget(self, block: int) -> list[int]:
-        """Make a block unfindable with all pieces behind it; return those of their blocks that no slot has."""
+        """Make a block unfindable, with all pieces behind it; return those of their blocks that no slot uses."""
         first = self._piece_of[block]
         del first.home[first.tokens]
         gone, pieces = [], [first]
@@ -278,7 +278,7 @@ class Blocks:
         return gone
 
     def _set_free(self, blocks: list[int], keep: int = 0) -> None:
-        """Take blocks back, and give the memory of all but some to the system; those are taken first next time."""
+        """Free blocks; give the memory of all but `keep` of them to the system. The kept ones are reused first."""
         self._free += sorted(blocks, reverse=True)
         self._warm |= dict.fromkeys(blocks)
         cold = list(self._warm)[: max(0, len(self._warm) - keep)]
@@ -290,7 +290,7 @@ class Blocks:
 
 
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return what follows each other among these numbers: the first of each run, and the number behind its last."""
+    """Return the runs of consecutive numbers, each as its first number and the number behind its last."""
     runs: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number:
@@ -301,7 +301,7 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _system() -> ctypes.CDLL | None:
-    # Elsewhere the call of this name leaves what is there, or does nothing.
+    # On other systems the call of this name keeps the memory, or does nothing.
     return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -309,7 +309,7 @@ _LIBRARY = _system()
 
 
 def _give_back(storage: Tensor, first: int, behind: int) -> None:
-    """Let the system have the whole pages of some blocks; they read as zeros when they are touched again."""
+    """Give the whole pages of some blocks to the system; they read as zeros when they are touched again."""
     if _LIBRARY is None or storage.device.type != "cpu":
         return
     size = storage[0].nbytes

@@ -1,13 +1,13 @@
-"""Keys and values of everything the target has read: one slot a row, and the draft behind the committed tokens.
+"""Keys and values of everything the target has read: one slot a row, with the draft behind the committed tokens.
 
-A row keeps its slot as long as it runs; nothing moves when others leave. A slot is one piece of memory, or a table of
-blocks of `BLOCK` entries that lie anywhere in the storage and may serve several slots, see `Blocks`.
+A row keeps its slot as long as it runs; nothing moves when other rows end. A slot is one piece of memory, or a table of
+blocks of `BLOCK` entries. Blocks may lie anywhere in the storage and belong to several slots, see `Blocks`.
 
 Shapes: N pieces of storage (slots, or blocks) of E entries each, R slots, J blocks of a slot, C capacity of a slot in
 tokens, H key/value heads, D head width, B active rows, P places or path nodes, K entries of all rows, F state width.
 
-Storage starts as zeros, because attention multiplies even what its mask hides, and NaN left in old memory would
-survive that. On a CPU the zeros come from the operating system, which backs only the pages that hold tokens.
+Storage starts as zeros, because attention multiplies even masked entries, and NaN left in old memory would survive the
+mask. On a CPU the zeros come from the operating system, which backs only the pages that hold tokens.
 """
 
 from math import prod
@@ -18,21 +18,21 @@ from torch import Tensor
 
 ALIGNMENT = 64
 BLOCK = 64
-"""Entries of a block. The native kernels know this number."""
+"""Entries of a block. The native kernels contain the same number."""
 NO_BLOCK = -1
-"""Stands in a table where a slot has no block."""
+"""Marks table entries where a slot has no block."""
 
 
 class KVCache:
-    """Own storage for keys and values, which the attention function writes and reads.
+    """The storage for keys and values, which the attention function writes and reads.
 
     Args:
         shapes: (key heads, key width, value heads, value width) of every layer.
-        slots: most rows at a time.
-        capacity: most tokens a row, the nodes of a draft included.
+        slots: the most rows at a time.
+        capacity: the most tokens of a row, including the nodes of a draft.
         blocks: how many blocks all slots share; `Blocks` says which slot has which. None gives every slot memory of its
             own for its whole capacity.
-        features: width of the states that are kept beside keys and values, for drafters that read prompts; 0 for none.
+        features: width of the states kept beside keys and values, for drafters that read prompts; 0 keeps none.
     """
 
     def __init__(
@@ -47,24 +47,26 @@ class KVCache:
     ) -> None:
         self.slots, self.capacity = slots, capacity
         size = (slots, capacity) if blocks is None else (blocks, BLOCK)
-        # One tensor a layer and side: compiled code mutates each in place, which aliases of one tensor would prevent.
+        # One tensor per layer and side: compiled code changes each in place, which views of one large tensor would
+        # prevent.
         self.keys_NEHD = [_lazy_zeros((*size, h, d), dtype, device) for h, d, _, _ in shapes]
         self.values_NEHD = [_lazy_zeros((*size, h, d), dtype, device) for _, _, h, d in shapes]
         self.tensors = self.keys_NEHD + self.values_NEHD
-        """Keys of every layer and then values, (N, E, H, D) each."""
+        """Keys of every layer, then values, (N, E, H, D) each."""
         self.states_NEF = _lazy_zeros((*size, features), dtype, device) if features else None
-        """States of the entries; None where none are kept."""
+        """States of the entries; None if none are kept."""
         self.tables_RJ: Tensor | None = None
-        """The blocks of every slot, int32; None where every slot is one piece."""
+        """The blocks of every slot, int32; None if every slot is one piece."""
         if blocks is not None:
             self.tables_RJ = torch.full((slots, -(-capacity // BLOCK)), NO_BLOCK, dtype=torch.int32, device=device)
 
     def entries(self, slots_B: Tensor | None, places_BP: Tensor) -> Tensor:
-        """Return where places of rows lie in the storage, as numbers of entries (B, P).
+        """Return the storage entries (B, P) of places in rows.
 
         Args:
             slots_B: slot of every row; None for row b in slot b.
-            places_BP: numbers of tokens in their rows. Where the slot has no block for a place, the number is negative.
+            places_BP: indices of tokens in their rows. If the slot has no block for a place, the returned number is
+                negative.
         """
         if self.tables_RJ is not None:
             tables_BJ = self.tables_RJ[: len(places_BP)] if slots_B is None else self.tables_RJ.index_select(0, slots_B)
@@ -91,7 +93,7 @@ class KVCache:
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks for zeroed memory, which costs nothing until touched; torch.zeros would write it all.
+    # numpy takes zeroed memory, which costs nothing until it is touched; torch.zeros would write all of it.
     size = prod(shape) * dtype.itemsize
     memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
     skip = -memory.ctypes.data % ALIGNMENT
@@ -104,11 +106,11 @@ def keep_path(
     """Move the accepted nodes of every row into place behind its committed tokens.
 
     Args:
-        cached_B: tokens the row held before the verification; the root sits at this index, node n at + 1 + n.
+        cached_B: tokens the row held before the verification; the root is at this index, node n at cached + 1 + n.
         path_BP: nodes of the accepted path, 1-based (0 is the root) and increasing; entry p moves to index
             cached + 1 + p. Entries past a row's accepted count may be anything: what they move is not committed.
         slots_B: slot of every row; None for row b in slot b.
-        counts_B: nodes that the row has, the root included; None for all. Nothing moves behind them.
+        counts_B: nodes that the row has, including the root; None for all. Nothing moves behind them.
     """
     targets_BP = torch.arange(1, 1 + path_BP.shape[1], device=path_BP.device).expand_as(path_BP)
     if counts_B is not None:

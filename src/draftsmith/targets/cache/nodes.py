@@ -1,4 +1,4 @@
-"""What a forward reads: the nodes of every row, and where the row lies in the cache.
+"""The input of a forward: the nodes of every row, and where the row lies in the cache.
 
 Shapes: B rows, M nodes, S cached entries looked at.
 """
@@ -11,20 +11,20 @@ from torch import Tensor
 
 @dataclass
 class Nodes:
-    """Tokens to read behind what a cache holds of every row: a draft tree, root first, or the next tokens of a text.
+    """Tokens to read behind what a cache holds for every row: a draft tree, root first, or the next tokens of a text.
 
     Args:
         tokens_BM: the tokens.
-        cached_B: tokens of every row that the cache holds; the first node goes behind them.
+        cached_B: number of tokens that the cache holds for every row; the first node goes behind them.
         slots_B: slot of every row in the cache; None for row b in slot b.
         depths_BM: depth of every node, 0 for the root.
         visible_BMM: entry (i, j) says whether node i may see node j: itself and its ancestors. Without depths and
-            visible every row is a chain, each node seeing those before it.
-        counts_B: how many of the nodes a row really has, from the first on, at least one; None for all. The others are
+            visible, every row is a chain, in which each node sees those before it.
+        counts_B: how many nodes a row really has, counted from the first, at least one; None for all. Further nodes are
             not read, and write nothing.
-        columns_S: 0, 1, 2 … S - 1: the cached entries to look at, as `Backend.columns` gives them; S is at least the
-            largest cached_B + M. A tensor, so that compiled code can leave its length open; None where the device may
-            be asked for the largest.
+        columns_S: 0, 1, 2 … S - 1: the cached entries to look at, as `Backend.columns` returns them; S is at least the
+            largest cached_B + M. A tensor, so that compiled code can leave its length open. None computes the largest
+            value, which waits for the device.
     """
 
     tokens_BM: Tensor
@@ -37,7 +37,7 @@ class Nodes:
 
 
 def neighbours(slots_B: Tensor | None, rows: int) -> slice | None:
-    """Return the slots as a slice where they follow each other and that is known without waiting, else None."""
+    """Return consecutive slots as a slice if that can be decided without waiting for the device, else None."""
     if slots_B is None:
         return slice(0, rows)
     if torch.compiler.is_compiling() or slots_B.device.type != "cpu":

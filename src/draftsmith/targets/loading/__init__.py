@@ -1,1 +1,1 @@
-"""From a name to a target: model, tokenizer, what is supported, and a check against the model's own code."""
+"""From a name to a target: model, tokenizer, the check for support, and a check against the model's own code."""

@@ -1,4 +1,4 @@
-"""What is said of files that do not load: whether the config, the weights or a missing permission is to blame."""
+"""Error messages for files that do not load: whether the config, the weights or a missing permission is to blame."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ LOOK_AT_THE_CONFIG = "correct it, or fetch the file again"
 
 
 def config_fault(error: Exception, name: str) -> DraftsmithError:
-    """Return what to say where a config could not be read."""
+    """Return the error for a config that could not be read."""
     if needs_own_code(error):
         return own_code(name)
-    if isinstance(error, StrictDataclassError):  # its first line says which rule was broken, the second by what
+    if isinstance(error, StrictDataclassError):  # its first line names the broken rule, its second line the reason
         said = str(error).strip().splitlines()[-1].strip()
         reason = said.partition(": ")[2].partition(". Errors:")[0].rstrip(".")
         return DraftsmithError(f"the config.json of {name!r} has a wrong value ({reason}); {LOOK_AT_THE_CONFIG}.")
@@ -28,7 +28,7 @@ def config_fault(error: Exception, name: str) -> DraftsmithError:
 
 
 def model_fault(error: Exception, config: Any, name: str, trust_remote_code: bool) -> DraftsmithError:
-    """Return what to say where a model could not be loaded although its config was read."""
+    """Return the error for a model that could not be loaded although its config was read."""
     if needs_own_code(error):
         return own_code(name)
     fault = _building_fault(config, trust_remote_code)
@@ -49,7 +49,7 @@ def model_fault(error: Exception, config: Any, name: str, trust_remote_code: boo
 
 
 def _building_fault(config: Any, trust_remote_code: bool) -> Exception | None:
-    """Return what goes wrong without any weights; None where nothing does."""
+    """Return the exception that building the model raises even without weights; None if it raises none."""
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -59,7 +59,7 @@ def _building_fault(config: Any, trust_remote_code: bool) -> Exception | None:
 
 
 def _field_of(value: object, fields: Mapping[str, Any]) -> str | None:
-    """Return which field has a value, such as "rope_parameters.rope_type"."""
+    """Return the name of the field that has this value, such as "rope_parameters.rope_type"."""
     for name, held in fields.items():
         if held == value:
             return name

@@ -1,4 +1,4 @@
-"""Whether the model hub can be asked at all, so that a slip in a name is answered at once where there is no network."""
+"""Checks whether the model hub can be reached, so that without a network a mistyped name is reported at once."""
 
 import os
 import socket
@@ -10,13 +10,13 @@ TIMEOUT_S = 5.0
 
 
 def check_hub(name: str, what: str) -> None:
-    """Refuse a hub name that is not in the local cache where the hub cannot be reached.
+    """Refuse a hub name that is not in the local cache if the hub cannot be reached.
 
-    The hub's own client would try again for half a minute first. Behind a proxy nothing is said, since only the client
+    The hub's own client would first retry for half a minute. Behind a proxy nothing is checked, since only the client
     knows the way.
 
     Args:
-        what: what the name is to be, such as "target".
+        what: what the name stands for, such as "target".
 
     Raises:
         DraftsmithError: the hub does not answer.
@@ -30,7 +30,7 @@ def check_hub(name: str, what: str) -> None:
         if try_to_load_from_cache(name, "config.json") is not None:
             return
     except HFValidationError:
-        return  # the client says what is wrong with the name
+        return  # the client reports what is wrong with the name
     address = urlsplit(constants.ENDPOINT)
     port = address.port or (80 if address.scheme == "http" else 443)
     try:

@@ -1,4 +1,4 @@
-"""Reads models from disk or the hub, and says plainly what is wrong with them."""
+"""Reads models from disk or the hub, and reports plainly what is wrong with them."""
 
 import logging
 import math
@@ -28,7 +28,7 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote
     check_place(name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each model's config checks itself, and raises its own kinds
+    except Exception as error:  # each model's config checks itself and raises its own kinds of exceptions
         raise config_fault(error, name) from error
     refuse_unsupported(config, name)
     refuse_quantised(config, name)
@@ -40,18 +40,18 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, trust_remote
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, with both sizes
+            ignore_mismatched_sizes=True,  # refused below, with both sizes in the message
         )
         model, info = loaded
         model.to(device)
-    except Exception as error:  # the loaders raise a dozen kinds for damaged files
+    except Exception as error:  # the loaders raise many kinds of exceptions for damaged files
         raise model_fault(error, config, name, trust_remote_code) from error
     _compare_tensors(info, name)
     return cast(PreTrainedModel, model)
 
 
 def _compare_tensors(info: Mapping[str, Collection[Any]], name: str) -> None:
-    """Refuse tensors that the files lack or that have another shape there; tell of those that have no place."""
+    """Refuse tensors that are missing in the files or have another shape there; report those that the model lacks."""
     misfits = sorted(info["mismatched_keys"])
     if misfits:
         tensor, stored, wanted = misfits[0]
@@ -78,7 +78,7 @@ def _shape(sizes: Collection[int]) -> str:
 
 
 def precision_on_disk(name: str, dtype: torch.dtype, trust_remote_code: bool) -> str:
-    """Return the short name, such as "fp32", of what a loaded model is stored in if `dtype` cannot hold it, else ""."""
+    """Return the short name ("fp32") of the dtype in a loaded model's files if `dtype` cannot hold it, else ""."""
     stored = _stored_dtype(Path(name)) if Path(name).is_dir() else None
     if stored is None:
         stored = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).dtype
@@ -88,7 +88,7 @@ def precision_on_disk(name: str, dtype: torch.dtype, trust_remote_code: bool) ->
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """Return how options call a dtype."""
+    """Return the name of a dtype as options write it."""
     return {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
 
 
@@ -96,7 +96,7 @@ _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def _stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype of the largest tensor in the first file of a folder; None where it holds no floats."""
+    """Return the dtype of the largest tensor in the first file of a folder; None if that holds no floats."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:

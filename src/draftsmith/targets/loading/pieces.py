@@ -1,8 +1,8 @@
-"""The bytes that every token writes, for whoever has to know a text token by token, such as a grammar.
+"""The bytes that every token writes, for code that follows a text token by token, such as a grammar.
 
-Three ways of spelling tokens are known: bytes as characters (as GPT-2 has it), spaces as "▁" with bytes such as
-`<0x0A>` (as SentencePiece has it), and the text as it is. Which of them is a tokenizer's is found out by decoding.
-Where none of them says what it writes, as for WordPiece, its tokens are no pieces of a text.
+Tokenizers spell tokens in three known ways: bytes as characters (GPT-2), spaces as "▁" with bytes such as `<0x0A>`
+(SentencePiece), and the text as it is. Decoding some tokens shows which way a tokenizer uses. If none of them gives the
+right text, as for WordPiece, its tokens are no pieces of a text.
 """
 
 import re
@@ -14,7 +14,7 @@ from draftsmith.targets.token_ids import body_ids
 from draftsmith.types import DraftsmithError
 
 PROBES = 400
-"""Tokens that are decoded to find out how they are spelt."""
+"""Number of tokens that are decoded to find out how tokens are spelt."""
 
 _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -28,15 +28,15 @@ def silent_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def token_pieces(
     tokenizer: PreTrainedTokenizerBase, width: int, ends: frozenset[int], name: str
 ) -> list[bytes]:
-    """Return what every token writes behind others; nothing for special tokens and for ids that no token has.
+    """Return the bytes that every token writes behind others; empty for special tokens and for unused ids.
 
     Args:
-        width: of the logits, which may be more or fewer than the tokenizer has tokens.
-        ends: tokens that end a text, and are no part of it, whatever the tokenizer says.
+        width: of the logits; the tokenizer may have fewer or more tokens.
+        ends: tokens that end a text; they write nothing, whatever the tokenizer says.
         name: of the target, for the message.
 
     Raises:
-        DraftsmithError: for a tokenizer whose tokens are no pieces of a text in a row.
+        DraftsmithError: a tokenizer whose tokens do not write consecutive pieces of a text.
     """
     silent = silent_tokens(tokenizer) | ends
     names: list[str | None] = [None] * width
@@ -55,7 +55,7 @@ def token_pieces(
 
 
 def _writes(tokenizer: PreTrainedTokenizerBase, pieces: dict[int, bytes]) -> bool:
-    """Whether these tokens write these bytes, as far as each makes a text by itself."""
+    """Whether these tokens write these bytes behind other text; bytes that are not valid UTF-8 are not checked."""
     text, before = TokenText(tokenizer), body_ids(tokenizer, "a")
     if not before or not pieces:
         return False
@@ -72,7 +72,7 @@ def _writes(tokenizer: PreTrainedTokenizerBase, pieces: dict[int, bytes]) -> boo
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of every character that stands for one: itself if it is printed, or one from U+0100 on."""
+    """Return the byte of each character that GPT-2 writes for it: itself if it is printed, or one from U+0100 on."""
     printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -84,7 +84,7 @@ _ALPHABET = _byte_alphabet()
 def _as_bytes(token: str) -> bytes:
     try:
         return bytes(_ALPHABET[character] for character in token)
-    except KeyError:  # a word that was added, with a space in it
+    except KeyError:  # an added word that contains a space
         return token.encode()
 
 

@@ -1,4 +1,4 @@
-"""Whether a target is where it is said to be, told by its name alone."""
+"""Checks from its name alone whether a target is where the user says it is."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -7,17 +7,17 @@ from draftsmith.targets.loading.hub import check_hub
 from draftsmith.types import DraftsmithError
 
 ALIKE, MUCH_ALIKE = 0.6, 0.8
-"""So much like a path the folder of a model has to be to be meant by it; and like what may be a name on the hub."""
+"""How similar a folder's name has to be to the given path, or to a name that may be on the hub, to be suggested."""
 
 
 def check_place(name: str) -> None:
-    """Refuse a folder that is none, or that holds no model, and a slip in the name of a model's folder.
+    """Refuse a folder that does not exist or holds no model, and a mistyped name of a model's folder.
 
-    A name alone, or owner/name, may stand for a model on the hub. It is taken for a slip only where a model here is
-    called much the same, with the same digits: another number is another model.
+    A name alone, or owner/name, may mean a model on the hub. It counts as mistyped only if a model here has almost the
+    same name, with the same digits: another number means another model.
 
     Raises:
-        DraftsmithError: it cannot be loaded; the sentence names the folder that may be meant.
+        DraftsmithError: it cannot be loaded; the message names the folder that may be meant.
     """
     folder = Path(name)
     if folder.is_dir():

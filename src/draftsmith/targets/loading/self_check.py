@@ -1,12 +1,12 @@
-"""Holds a target that loads against its model's own code, on a few tokens: no model is taken on trust.
+"""Compares a target, as it loads, with the model's own code on a few tokens, so that no model is taken on trust.
 
-The reference is the model as it came, with its own attention, reading two short texts whole. Held against it are the
-same texts read whole through `tree_attention`, as for training, and read as generation reads them: a few tokens into
-the cache, then behind them a draft tree a row, with siblings and chains, at different lengths. Compared are the logits
-and the states after every layer. Three forwards of a dozen tokens are what it costs, and they find attention that does
-more than transformers' interface shows, other masks, positions that are not read from `position_ids`, and memory beside
-keys and values. Sliding windows are shortened meanwhile, so that the texts reach past them. What else only long texts
-show is out of reach.
+The reference is the model as it came: it reads two short texts whole, with its own attention. Two other readings of
+the same texts are compared with it: whole through `tree_attention`, as in training, and as in generation, where a few
+tokens go into the cache, and then each row reads a draft tree behind them, with siblings and chains, at different
+lengths. Logits, and the states after every layer, are compared. This costs three forwards of a dozen tokens. It finds
+attention that does more than transformers' interface shows, other masks, positions that are not read from
+`position_ids`, and memory besides keys and values. Sliding windows are shortened for the check, so that the texts
+reach past them. Other faults that only long texts show are not found.
 
 Shapes: R = 2 texts, T tokens of each, M = 5 nodes a tree (root first), L layers, F hidden width, V vocabulary.
 """
@@ -31,21 +31,22 @@ from draftsmith.types import DraftsmithError
 if TYPE_CHECKING:
     from draftsmith.targets.target import Target
 
-# How far logits and states of a layer may be from the model's own, as a part of their size. Two ways to compute the
-# same differ by the rounding of their dtype, which grows from layer to layer; what is left out, masked or placed
-# otherwise differs by a tenth and more. Some models compute norms and softmax in fp32 whatever their dtype, so that
-# fp64 is held to a little more than the rounding of fp32.
+# The largest allowed difference of logits and layer states from the model's own, relative to their size. Two ways of
+# computing the same differ by the rounding of their dtype, which grows from layer to layer; a part that is left out,
+# masked or placed wrongly makes a difference of a tenth or more. Some models compute norms and softmax in fp32 whatever
+# their dtype, so fp64 is allowed a little more than the rounding of fp32 too.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.004, torch.bfloat16: 0.03}
-# In these all places have to agree. In fewer bits the choice between two experts of nearly the same score falls one
-# way or the other with the shape of a forward, and one place is then far from itself, which is rounding and no fault:
-# half of the places have to agree. A fault of attention, positions or memory moves all places behind the first.
+# In these dtypes all places have to agree. With fewer bits, the choice between two experts of nearly the same score may
+# depend on the shape of a forward. One place is then far off, which is rounding and no fault, so only half of the
+# places have to agree. A fault of attention, positions or memory moves all places behind the first.
 ALL_BITS = frozenset({torch.float64, torch.float32})
-# Deep models enlarge what rounding does. More than the above is rounding still up to so many times the model's own
-# distance from itself when the states of all layers are moved by a rounding, but no further than this.
+# Deep models amplify rounding. A larger difference than above still counts as rounding up to this many times the
+# difference that appears in the model's own output when all layer states are moved by a rounding, but never beyond
+# MOST.
 TIMES_ITS_OWN = 3
 MOST = 0.3
 PREFIX = 3
-"""Tokens in the cache when the tree is read; with the tree they reach past a window of `SHORT_WINDOW`."""
+"""Tokens in the cache when the tree is read; together with the tree they reach past a window of `SHORT_WINDOW`."""
 DEPTH = 2
 
 R = TypeVar("R")
@@ -54,15 +55,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sample:
-    """Two texts that part behind their first `prefix` + 1 tokens, and the same tokens as trees behind a cache.
+    """Two texts that differ behind their first `prefix` + 1 tokens, and the same tokens as trees behind a cache.
 
     Args:
         tokens_RT: the texts.
         prefix: tokens that are read into the cache.
-        cached_R: how many of them each row keeps: the second one less, which makes the batch ragged.
-        places_RM: of every node of the two trees, where in the flattened texts the same token stands.
+        cached_R: how many of them each row keeps; the second row keeps one less, which makes the batch ragged.
+        places_RM: for every node of the two trees, the index of the same token in the flattened texts.
         depths_RM: depth of every node.
-        visible_RMM: which nodes each may see.
+        visible_RMM: the nodes that each node may see.
     """
 
     tokens_RT: Tensor
@@ -74,7 +75,7 @@ class Sample:
 
 
 def draw_sample(vocabulary: int, prefix: int, shift: int, device: torch.device) -> Sample:
-    """Take tokens from all over the vocabulary, others for another `shift`."""
+    """Take tokens from all over the vocabulary; another `shift` gives other tokens."""
     few = [(k * max(1, vocabulary // 9) + shift) % vocabulary for k in range(1, 9)]
     head = [few[k % 3] for k in range(prefix)] + [few[3]]
     length = prefix + 1 + DEPTH
@@ -101,38 +102,38 @@ def draw_sample(vocabulary: int, prefix: int, shift: int, device: torch.device) 
 
 @dataclass(frozen=True)
 class LogitsAndStates:
-    """What was read at some places: logits (…, V), and the states of all taps one behind the other (…, (L + 1) · F)."""
+    """What was read at some places: logits (…, V), and the states of all taps, concatenated (…, (L + 1) · F)."""
 
     logits: Tensor
     states: Tensor
 
     def at(self, places_RM: Tensor) -> "LogitsAndStates":
-        """Take these places of the flattened texts."""
+        """Select these places of the flattened texts."""
         return LogitsAndStates(self.logits.flatten(0, 1)[places_RM], self.states.flatten(0, 1)[places_RM])
 
     @property
     def finite(self) -> bool:
-        """Whether all of it is a number."""
+        """Whether all logits and states are finite."""
         return bool(self.logits.isfinite().all() and self.states.isfinite().all())
 
 
 def distances(own: LogitsAndStates, other: LogitsAndStates, layers: int) -> Tensor:
-    """Return of every place how far two readings are apart there, of the logits or the layer where that is most.
+    """Return the difference of two readings at every place, the largest among the logits and the layers.
 
-    Each is a part of its own size, that of logits being their distance from their mean.
+    Each difference is relative to the size of the model's own value; that of logits is their distance from their mean.
     """
     parts = [(off / size).amax(-1) for off, size in _norms(own, other, layers)]
     return torch.maximum(*parts).flatten()
 
 
 def distance(own: LogitsAndStates, other: LogitsAndStates, layers: int) -> float:
-    """Return how far two readings are apart over all places together, of the logits or the layer where that is most."""
+    """Return the difference of two readings over all places together, the largest among the logits and the layers."""
     norms = _norms(own, other, layers)
     return most(torch.cat([off.flatten(0, -2).norm(dim=0) / size.flatten(0, -2).norm(dim=0) for off, size in norms]))
 
 
 def _norms(own: LogitsAndStates, other: LogitsAndStates, layers: int) -> list[tuple[Tensor, Tensor]]:
-    """Return norms of the difference and of the model's own, of the logits (…, 1) and of the states (…, L + 1)."""
+    """Return the norms of the differences and of the model's own values: logits (…, 1) and states (…, L + 1)."""
     wide = torch.float64 if own.logits.dtype == torch.float64 else torch.float32
     logits, states = own.logits.to(wide), own.states.to(wide).unflatten(-1, (layers + 1, -1))
     off_states = other.states.to(wide).unflatten(-1, (layers + 1, -1)) - states
@@ -145,20 +146,21 @@ def _norms(own: LogitsAndStates, other: LogitsAndStates, layers: int) -> list[tu
 
 
 def most(apart: Tensor) -> float:
-    """Return the largest distance at any place; NaN if there is one."""
+    """Return the largest difference at any place; NaN if there is one."""
     return apart.max().item()
 
 
 def usual(apart: Tensor) -> float:
-    """Return the distance that half of the places have or pass, which a few far ones leave alone."""
+    """Return the difference that half of the places reach, which a few outliers do not change."""
     return apart.sort().values[len(apart) // 2].item()
 
 
 class SelfCheck:
-    """Has the model read a sample by itself, at once, and holds against that what the target reads afterwards.
+    """Lets the model read a sample by itself when it is made, and later compares with that what the target reads.
 
     Args:
-        target: set up as far as its hooks.
+        target: set up except for its backend.
+        own_attention: the name of the attention that the model came with.
         own_attention: the name of the attention that the model came with.
 
     Raises:
@@ -178,7 +180,7 @@ class SelfCheck:
             with original_attention(target.model, own_attention):
                 self.own = self._guarded("its own forward does not run", self._read_whole)
             # Damaged weights are no reason for a refusal: rows that meet them end one by one. With other tokens there
-            # may be something to compare; where there is not, nothing can be said of this model.
+            # may be finite values to compare; if not, nothing can be said of this model.
             self.comparable = self.own.finite
             if self.comparable:
                 return
@@ -187,7 +189,8 @@ class SelfCheck:
     def whole_texts(self) -> ShapeProbe:
         """Read whole texts through our attention, and return what its layers asked for.
 
-        Refuses the target if that is not known, or if they are read otherwise than by the model itself.
+        Refuses the target if a layer asked for something unknown, or if the result differs from the model's own
+        reading.
         """
         target, probe = self.target, ShapeProbe()
         other = self._read_whole(probe)
@@ -197,7 +200,7 @@ class SelfCheck:
         return probe
 
     def trees(self) -> None:
-        """Refuse the target if it reads draft trees behind its cache otherwise than the model reads their texts."""
+        """Refuse the target if it reads draft trees behind its cache differently than the model reads their texts."""
         pairs = self._tree_pairs()
         if self.comparable:
             self._refuse_if_apart(
@@ -205,14 +208,14 @@ class SelfCheck:
             )
 
     def tree_distance(self) -> float:
-        """Return how far draft trees are read from what the model itself says, NaN where that is not finite."""
+        """Return how far the reading of draft trees differs from the model's own; NaN if values are not finite."""
         pairs = self._tree_pairs()
         if not self.comparable:
             return math.nan
         return most(torch.tensor([distance(*pair, self.target.layers) for pair in pairs]))
 
     def _tree_pairs(self) -> list[tuple[LogitsAndStates, LogitsAndStates]]:
-        """Read prefixes and trees; return each beside the model's own reading of the same places."""
+        """Read prefixes and trees; return each together with the model's own reading of the same places."""
         prefix, tree = self._guarded("it cannot read a draft tree behind a cache", self._read_trees)
         count = self.sample.prefix
         own = LogitsAndStates(self.own.logits[:, :count], self.own.states[:, :count])
@@ -235,7 +238,7 @@ class SelfCheck:
             )
 
     def _shaken(self) -> float:
-        """Return how far the model is from itself when the output of every layer is moved by a rounding."""
+        """Return how far the model differs from itself when the output of every layer is moved by a rounding."""
         target = self.target
         noise = torch.Generator(target.device).manual_seed(0)
 
@@ -257,7 +260,7 @@ class SelfCheck:
 
     @torch.no_grad()
     def _read_whole(self, probe: ShapeProbe | None = None) -> LogitsAndStates:
-        """Read the texts by the model's own code, through whichever attention it has now."""
+        """Read the texts by the model's own code, with the attention that is set at the moment."""
         states, logits = encode_by_model(self.target, self.sample.tokens_RT, self.taps, logits=True, probe=probe)
         assert logits is not None
         return LogitsAndStates(logits, states)
@@ -279,12 +282,12 @@ class SelfCheck:
         return LogitsAndStates(*prefix), LogitsAndStates(*tree)
 
     def _guarded(self, what: str, read: Callable[[], R]) -> R:
-        """Read, and turn what the model's code raises into one sentence."""
+        """Call `read`, and turn exceptions of the model's code into a one-sentence error."""
         try:
             return read()
         except (MemoryError, torch.OutOfMemoryError, DraftsmithError):
             raise
-        except Exception as error:  # the code of two hundred kinds of models raises as many kinds
+        except Exception as error:  # models come in two hundred kinds, and their code raises as many kinds
             target = self.target
             raise DraftsmithError(
                 f"{target.name} ({target.config.model_type}) cannot be a target: {what} ({first_line(error)})."

@@ -1,4 +1,4 @@
-"""Which models can be targets, the others being refused by name with the reason; and which were changed by us."""
+"""Says which models can be targets, refuses the others with a reason, and recognises models that Draftsmith changed."""
 
 import hashlib
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from draftsmith.targets.attention import ATTENTION_NAME, ShapeProbe, tree_attent
 from draftsmith.types import DraftsmithError
 
 LABEL = "draftsmith"
-"""The key of config.json under which a target that was changed together with its drafter says so."""
+"""The key of config.json that marks a target which was changed together with its drafter."""
 
 SAMPLES = 64
-"""Of every tensor, so many weights tell a model from one that was trained further."""
+"""This many weights of every tensor identify a model, so that one that was trained further is recognised as another."""
 
 SHORT_WINDOW = 4
-"""Of what windows are cut to where a few tokens have to reach past them."""
+"""The length to which sliding windows are shortened where a few tokens have to reach past them."""
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
 
 
 def refuse_unsupported(config: Any, name: str) -> None:
-    """Raise DraftsmithError for a kind of model, by its config, that cannot be a target yet."""
+    """Raise DraftsmithError if a model's config shows that it cannot be a target yet."""
     if config.is_encoder_decoder:
         raise DraftsmithError(
             f"{name} ({config.model_type}) is an encoder-decoder; only decoder-only language models can be targets."
@@ -48,11 +48,11 @@ def refuse_unsupported(config: Any, name: str) -> None:
 
 
 def refuse_quantised(config: Any, name: str) -> None:
-    """Raise DraftsmithError for weights that were stored quantised, by whatever method."""
+    """Raise DraftsmithError for weights that are stored quantised, by whatever method."""
     for part in (config, config.get_text_config(decoder=True)):
         settings = getattr(part, "quantization_config", None)
         if settings:
-            # Before methods had names there was only one.
+            # In the time before methods had names, there was only this one.
             kind = settings.get("quant_method", "bitsandbytes")
             raise DraftsmithError(
                 f"{name} is quantised ({kind}), and quantised checkpoints are not supported; give the unquantised one, "
@@ -61,7 +61,7 @@ def refuse_quantised(config: Any, name: str) -> None:
 
 
 def refuse_attention(probe: ShapeProbe, layers: int, name: str) -> None:
-    """Raise DraftsmithError if attention was asked for what it does not know, or not by every layer."""
+    """Raise DraftsmithError if a layer needs more than our attention supports, or does not use it at all."""
     if probe.unknown:
         raise DraftsmithError(
             f"{name} hands its attention {', '.join(sorted(probe.unknown))}, which is not supported yet; leaving it "
@@ -75,7 +75,7 @@ def refuse_attention(probe: ShapeProbe, layers: int, name: str) -> None:
 
 
 def longest_text(config: Any, name: str) -> int:
-    """Return how many tokens a model can read; DraftsmithError where its config does not say."""
+    """Return how many tokens a model can read; DraftsmithError if its config does not say."""
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int):
         raise DraftsmithError(
@@ -86,17 +86,17 @@ def longest_text(config: Any, name: str) -> int:
 
 
 def fingerprint(config: Any) -> str | None:
-    """Return what tells a target that was changed together with its drafter from all others; None for these."""
+    """Return the fingerprint of a target that was changed together with its drafter; None for all other targets."""
     label = getattr(config, LABEL, None) or {}
     found: str | None = label.get("fingerprint")
     return found
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """Return what tells a model from one of the same shape with other weights, such as one trained further.
+    """Return a hash that tells a model from another of the same shape, such as one that was trained further.
 
-    A few weights of every tensor, as bf16: so it is the same whatever precision a model is loaded in, and looking at
-    them does not read a large model from its files.
+    It covers a few weights of every tensor, as bf16. So it is the same whatever precision a model is loaded in, and
+    does not read all of a large model from its files.
     """
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
@@ -109,11 +109,11 @@ def weights_hash(model: PreTrainedModel) -> str:
 def use_tree_attention(model: PreTrainedModel, name: str) -> str:
     """Make the model attend through `tree_attention`; return the name of the attention that it came with.
 
-    Where it came with ours already, or with one that is not made for a few tokens in any dtype, that is transformers'
-    plain one, which says the same.
+    If it came with ours already, or with one that cannot read a few tokens in any dtype, the name of transformers'
+    plain attention is returned, which computes the same.
 
     Raises:
-        DraftsmithError: when it cannot.
+        DraftsmithError: the model cannot use our attention.
     """
     if model._is_stateful:
         raise DraftsmithError(
@@ -135,7 +135,7 @@ def use_tree_attention(model: PreTrainedModel, name: str) -> str:
 
 @contextmanager
 def original_attention(model: PreTrainedModel, own: str) -> Iterator[None]:
-    """Let a model attend as it did when it came, for the time being."""
+    """Let a model use its original attention inside the `with` block."""
     model.set_attn_implementation(own)
     try:
         yield
@@ -145,17 +145,17 @@ def original_attention(model: PreTrainedModel, own: str) -> Iterator[None]:
 
 @contextmanager
 def short_windows(model: PreTrainedModel, config: Any) -> Iterator[int | None]:
-    """Make the sliding windows of a model `SHORT_WINDOW` tokens for the time being, so that few tokens reach past them.
+    """Shorten a model's sliding windows to `SHORT_WINDOW` inside the `with` block, so that few tokens reach past them.
 
-    Masks are made from the config's window, and what attention is handed comes from the layers': both are changed.
-    Yields the window that was, None where there is none that is longer.
+    Masks are made from the config's window, but attention receives the layers' own window, so both are changed.
+    Yields the original window, or None if there is none that is longer than `SHORT_WINDOW`.
     """
     window = vars(config).get("sliding_window")
     if not isinstance(window, int) or window <= SHORT_WINDOW:
         yield None
         return
     holders = [config, *(module for module in model.modules() if vars(module).get("sliding_window") == window)]
-    for holder in holders:  # past the checks of configs, which know of full sizes only
+    for holder in holders:  # bypasses the checks of configs, which only know full sizes
         vars(holder)["sliding_window"] = SHORT_WINDOW
     try:
         yield window

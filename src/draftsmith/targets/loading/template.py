@@ -1,11 +1,11 @@
-"""Whose fault it is that a chat template writes nothing: its own, or that of the messages."""
+"""Decides whether a failing chat template itself is at fault, or the messages it was given."""
 
 from draftsmith.targets.loading.tokens import first_line
 from draftsmith.types import DraftsmithError
 
 
 def template_fault(error: Exception, name: str, prompt: str) -> DraftsmithError:
-    """Return what to say of an error that came out of a chat template.
+    """Return the error to raise for an exception that came out of a chat template.
 
     Args:
         name: of the target.

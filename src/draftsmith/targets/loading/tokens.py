@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to a target: loading it, telling it from others, its tokens' text and ends."""
+"""The tokenizer of a target: loads and fingerprints it, and gives the text of its tokens and the end tokens."""
 
 import hashlib
 import json
@@ -21,17 +21,17 @@ _BYTE_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenKind(Enum):
-    """What a token does to a text that is decoded without special tokens."""
+    """What a token contributes to a text that is decoded without special tokens."""
 
     TEXT = "text"
     BYTE = "byte"
-    """One byte of a character that the vocabulary does not have; decoded together with the bytes beside it."""
+    """One byte of a character that is not in the vocabulary; decoded together with the neighbouring bytes."""
     SILENT = "silent"
-    """Nothing: it is special, or unknown to the tokenizer."""
+    """Nothing: the token is special, or unknown to the tokenizer."""
 
 
 class TokenText:
-    """The text of tokens as a tokenizer writes it, without special tokens, nothing cleaned up."""
+    """The text of tokens as the tokenizer writes it, without special tokens and without any clean-up."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -52,14 +52,14 @@ class TokenText:
         return isinstance(token, int) and self._name(token) == "<0x41>" and self.decode([token]) == "A"
 
     def kind(self, token: int) -> TokenKind:
-        """Return what a token does to a text."""
+        """Return what a token contributes to a text."""
         found = self._kinds.get(token)
         if found is None:
             found = self._kinds[token] = self._tell(token)
         return found
 
     def byte(self, token: int) -> bytes:
-        """Return the byte of a `TokenKind.BYTE`."""
+        """Return the byte that a token of `TokenKind.BYTE` stands for."""
         found = _BYTE_NAME.fullmatch(self._name(token) or "")
         assert found is not None
         return bytes.fromhex(found[1])
@@ -84,7 +84,7 @@ def load_tokenizer(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBas
         return None
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the loaders raise a dozen kinds for damaged files
+    except Exception as error:  # the loaders raise many kinds of exceptions for damaged files
         if needs_own_code(error):
             raise own_code(name) from error
         raise DraftsmithError(
@@ -101,12 +101,12 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
 
 
 def needs_own_code(error: Exception) -> bool:
-    """Whether transformers refused to run code that came with a model; it names its argument, and nothing else does."""
+    """Whether transformers refused to run a model's own code; only that error names `trust_remote_code`."""
     return isinstance(error, ValueError) and "pass the argument `trust_remote_code=True`" in str(error)
 
 
 def own_code(name: str) -> DraftsmithError:
-    """Return what to say of a model that loads only with code that came with it."""
+    """Return the error for a model that loads only with code that came with it."""
     return DraftsmithError(
         f"{name!r} comes with code of its own, which is not run unasked; read it, and if you trust it, add "
         "--trust-remote-code (trust_remote_code=True): the code then runs here, as you."
@@ -114,7 +114,7 @@ def own_code(name: str) -> DraftsmithError:
 
 
 def check_generation_config(name: str) -> None:
-    """Refuse a folder's generation_config.json that cannot be read: without it transformers takes other end tokens.
+    """Refuse a generation_config.json that cannot be read: transformers would silently use other end tokens.
 
     Raises:
         DraftsmithError: it is no JSON object.
@@ -133,10 +133,10 @@ def check_generation_config(name: str) -> None:
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the tokens that end a text, as the model's generation settings, its config or the tokenizer say.
+    """Return the tokens that end a text, according to the model's generation settings, its config or the tokenizer.
 
     Raises:
-        DraftsmithError: what they say are no token ids.
+        DraftsmithError: they give something other than token ids.
     """
     generation = model.generation_config
     ids = generation.eos_token_id if generation is not None else None
@@ -155,5 +155,5 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or its kind where it says nothing."""
+    """Return the first line of an exception's message, or its class name if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,1 +1,1 @@
-"""Training text: sources, windows, text of the target's own, batches."""
+"""Training text: sources, windows, texts written by the target, batches."""

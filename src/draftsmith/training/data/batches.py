@@ -21,9 +21,9 @@ from draftsmith.types import DraftsmithError
 
 @dataclass(frozen=True)
 class Task:
-    """A batch, the roots to train on in it, how many guesses of every depth count there, and its learnt tokens.
+    """A batch, the roots to train on, the number of guesses that count at every depth, and of learnt tokens.
 
-    Position t is the root that is the window's token t + 1: the first token was predicted by no state.
+    Position t is the root that is the window's token t + 1, because no state predicted the first token.
     """
 
     batch: Batch
@@ -33,9 +33,9 @@ class Task:
 
 
 def draw(batch: Batch, depth: int, count: int | None, seed: tuple[object, ...]) -> Task:
-    """Draw roots: all behind which a learnt token stands, or `count` random ones of each window.
+    """Draw roots: all that a learnt token follows, or `count` random ones of each window.
 
-    Windows with fewer of them fill up with others, which do not count.
+    Windows with fewer roots are filled up with others, which do not count.
     """
     positions_BP = choose_positions(batch.learnt_BL, depth, count, seed)
     counts_BPN = counted(batch.learnt_BL[:, 1:], positions_BP, depth)
@@ -67,7 +67,7 @@ def prepare(
     drafter: TrainableModel, target: Target, task: Task, *, distillation: DistillationSection,
     seed: tuple[object, ...], readings: Readings | None = None,
 ) -> TrainingBatch:
-    """Let the frozen target read the windows, or take what it made of them before from `readings`."""
+    """Let the frozen target read the windows, or take earlier readings of them from `readings`."""
     batch, wants_logits = task.batch, distillation.weight > 0
     if readings is None or not readings.keeps(batch):
         tokens_BL = batch.tokens_BL.to(target.device)
@@ -88,7 +88,7 @@ def as_training_batch(
     tokens_BL: Tensor, features_BLF: Tensor, logits_BLV: Tensor | None, task: Task, *,
     distillation: DistillationSection, seed: tuple[object, ...],
 ) -> TrainingBatch:
-    """Align what the target made of the windows: the state behind token t predicted token t + 1."""
+    """Align the target's outputs with the windows: the state behind token t predicted token t + 1."""
     learnt_BL = task.batch.learnt_BL
     everything = bool(learnt_BL[:, FIRST_LEARNT:].all())
     return TrainingBatch(

@@ -1,4 +1,4 @@
-"""How many documents there are, how many are used, and what is left out and why, before a run begins."""
+"""Counts documents before a run begins: how many there are, how many are used, and what is left out and why."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -11,16 +11,16 @@ from draftsmith.training.sections import DataSection
 from draftsmith.training.terminal import progress_bar
 
 COUNTING_SECONDS = 4.0
-"""No longer is spent on counting, so that a run on very much text does not wait for it."""
+"""The most seconds spent on counting, so that a run on very much text does not wait for it."""
 SHOWN_EVERY = 500
 
 
 def take_census(data: DataSection, console: Console, seconds: float = COUNTING_SECONDS) -> list[dict[str, Any]]:
-    """Read every source on this machine once and return what is in it, as plain JSON; nothing is made into tokens.
+    """Read every local source once and return what is in it, as plain JSON; nothing is turned into tokens.
 
-    `whole` tells whether all of a source was counted: data sets on the hub, which come over the network, are not
-    counted at all, and a source that takes more than its share of the seconds, and what others left of theirs, is
-    counted so far.
+    `whole` says whether a source was counted completely. Data sets on the hub, which come over the network, are not
+    counted at all. A source that takes more than its share of the seconds, plus what other sources left over, is
+    counted only in part.
 
     Raises:
         DraftsmithError: a file that cannot be read, or a source without a document to train on.
@@ -43,7 +43,7 @@ def take_census(data: DataSection, console: Console, seconds: float = COUNTING_S
 
 
 def census_lines(census: Sequence[dict[str, Any]]) -> list[str]:
-    """Say it, a line a source."""
+    """Return the census as text, one line per source."""
     lines = []
     for source in census:
         if source["whole"]:
@@ -57,7 +57,7 @@ def census_lines(census: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def account_lines(account: dict[str, Any], purpose: str, counted: Collection[str]) -> list[str]:
-    """Say what was met while reading for a purpose: sources that were not `counted` first, and what was of no use."""
+    """Return lines about reading for a purpose: sources that were not `counted` first, and unusable pieces."""
     lines = [
         f"data: {source['source']}: {_in_words(source)}, in the last pass over it"
         for source in account["sources"] if source["source"] not in counted

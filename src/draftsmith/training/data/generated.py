@@ -1,7 +1,7 @@
-"""Text that the target wrote after prompts from the data: made once, kept in the run's folder, read several times.
+"""Texts that the target wrote after prompts from the data: written once, kept in the run's folder, read several times.
 
-It is made in numbered batches, each with its own prompts and seed, so a run that was killed goes on with the first
-batch that is missing.
+They are made in numbered batches, each with its own prompts and seed, so that a run that was killed continues with the
+first missing batch.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -17,17 +17,17 @@ from draftsmith.training.sections import OnPolicySection
 from draftsmith.types import DraftsmithError
 
 BATCHES_SORTED = 8
-"""So many batches' texts are taken together, and those of a batch are about equally long."""
+"""The texts of this many batches are grouped, and those of a batch in the group have similar lengths."""
 FRESH_READS = 2
-"""So many times what was just written is read before more is written, which takes longer than learning; three times
-teach a little less a step, see benchmarks/README.md."""
+"""New texts are read this many times before more are written, because writing takes longer than learning. Three times
+teach a little less per step, see benchmarks/README.md."""
 
 Generate = Callable[[list[list[int]], int, int], list[list[int]]]
-"""(prompts, max_tokens, seed) to continuations: each of so many tokens, or up to the target's end token."""
+"""(prompts, max_tokens, seed) to continuations: each of `max_tokens` tokens, or up to the target's end token."""
 
 
 class Prompts(Protocol):
-    """Where prompts come from, such as a `Loader`."""
+    """A source of prompts, such as a `Loader`."""
 
     def next_window(self) -> Window:
         """Return the next prompt."""
@@ -41,7 +41,7 @@ class GeneratedText:
         self.path, self.section, self.seed = path, section, seed
         self.count = section.texts_needed
         self._orders: dict[tuple[int, int], list[int]] = {}
-        # What a kill left of the last line is made again.
+        # A last line that a kill cut off is made again.
         self.log = JsonLines(path, "restore it from a good copy, or delete it to write again", "go on with the run")
         self.sequences: list[list[int]] = []
         self.prompts: list[int] = []
@@ -53,10 +53,10 @@ class GeneratedText:
 
     @classmethod
     def of(cls, path: Path, section: OnPolicySection, seed: int) -> "GeneratedText":
-        """Take up a file that another run wrote.
+        """Open a file that another run wrote.
 
         Raises:
-            DraftsmithError: it is not there, or holds too few sequences, or longer continuations.
+            DraftsmithError: the file is missing, or holds too few sequences, or longer continuations.
         """
         if not path.is_file():
             raise DraftsmithError(f"stage2.texts {path} does not exist; give the generated.jsonl of a run.")
@@ -76,7 +76,7 @@ class GeneratedText:
 
     @property
     def missing(self) -> int:
-        """Sequences still to be made."""
+        """The number of sequences still to be made."""
         return max(0, self.count - len(self.sequences))
 
     @property
@@ -88,17 +88,17 @@ class GeneratedText:
         return min(FRESH_READS, self.section.epochs)
 
     def needed(self, number: int) -> int:
-        """Return how many sequences micro-batch `number` needs: at first they are read as they are written."""
+        """Return how many sequences micro-batch `number` needs: at first, they are read as they are written."""
         last = (number + 1) * self.section.batch - 1
         group = last // (self._together * self._fresh_reads)
         return min(self.count, (group + 1) * self._together)
 
     def make(self, prompts: Prompts, generate: Generate, end_tokens: Collection[int] = ()) -> Iterator[int]:
-        """Make what is missing, a batch each time it is asked for, and yield how many sequences there are then.
+        """Make the missing sequences, one batch per iteration; yield the number of sequences after each.
 
         Raises:
-            DraftsmithError: a continuation is shorter than it should be, without one of the end tokens at its end, or
-                the file cannot be written.
+            DraftsmithError: a continuation is too short and does not end with one of the end tokens, or the file cannot
+                be written.
         """
         for _ in range(len(self.sequences)):
             prompts.next_window()
@@ -120,21 +120,21 @@ class GeneratedText:
             yield len(self.sequences)
 
     def window(self, place: int) -> Window:
-        """Return a sequence, of which only what the target wrote is learnt."""
+        """Return a sequence, in which only the target's text is learnt."""
         tokens = self.sequences[place]
         return Window(tokens, [(self.prompts[place], len(tokens))])
 
     def batch(self, number: int, room: int = 0) -> Batch:
-        """Return micro-batch `number` of the stage, see `collate`; every epoch reads the sequences in another order."""
+        """Return micro-batch `number` of the stage, see `collate`; every epoch has another order."""
         size, most = self.section.batch, max(map(len, self.sequences[: self.needed(number)]))
         windows = [self.window(self._place(number * size + i)) for i in range(size)]
         return collate(windows, most, room, again=self.section.epochs > 1)
 
     def _place(self, draw: int) -> int:
-        """Return the sequence of a draw, counted from the beginning of the stage."""
+        """Return the sequence of a draw, where draws are counted from the beginning of the stage."""
         epoch, index = divmod(draw, self.count)
         if epoch < self._fresh_reads:
-            # Group by group, each as often as all the epochs that are still to write would read it.
+            # Group by group, each as often as all epochs during which texts are still written would read it.
             group, rest = divmod(draw, self._together * self._fresh_reads)
             size = min(self._together, self.count - group * self._together)
             epoch, at = divmod(rest, size)
@@ -143,10 +143,10 @@ class GeneratedText:
         return self._order(epoch, group)[at]
 
     def _order(self, epoch: int, group: int) -> list[int]:
-        """Return sequences that are read one after the other, those of a batch about equally long.
+        """Return sequences in the order of reading, those of a batch with similar lengths.
 
-        The target reads padding too. So some sequences are taken together, as they were written in the first epochs, at
-        random later; of these the shortest make one batch, and so on; and their batches come at random.
+        The target reads padding too. So sequences are grouped, in the order of writing in the first epochs, at random
+        later. Within a group, the shortest sequences make one batch, and so on; the batches come in random order.
         """
         if (epoch, group) not in self._orders:
             size, generator = self.section.batch, torch.Generator().manual_seed(noise(self.seed, "order", epoch))

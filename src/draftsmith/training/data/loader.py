@@ -1,8 +1,8 @@
-"""A streaming, shuffled loader of token windows that can be stopped anywhere and goes on exactly there.
+"""A streaming, shuffled loader of token windows that can be stopped anywhere and continues exactly there.
 
 Pieces of documents are drawn from all sources in one global order that depends on the seed alone; piece k belongs to
-rank k mod world. The state names what was drawn, not the text: going on reads the files again up to that place. A state
-saved by one number of ranks is taken up by another: no piece is lost or seen twice.
+rank k mod world. The state holds what was drawn, not the text; to continue, the files are read again up to that place.
+A state that was saved by one number of ranks can be loaded by another: no piece is lost or seen twice.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ from draftsmith.types import DraftsmithError
 
 SAMPLE_PIECES = 256
 LENGTH_CLASSES = 8
-"""Windows of a batch are alike in length: so many classes of it are told apart."""
+"""Windows of a batch have similar lengths; this is the number of length classes."""
 
 
 def noise(*labels: object) -> int:
-    """Return 63 random bits that are a function of the labels alone, so that no generator state has to be kept."""
+    """Return 63 random bits that depend on the labels alone, so that no generator state has to be saved."""
     digest = hashlib.blake2b(repr(labels).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -37,7 +37,7 @@ class ShuffledSource:
         self._begin(0, 0, [])
 
     def _begin(self, epoch: int, drawn: int, kept: Sequence[int], read: int = 0) -> None:
-        """Open pass `epoch` where `read` pieces were taken from the stream and those in `kept` are in the buffer."""
+        """Start pass `epoch` where `read` pieces were taken from the stream, and those in `kept` are in the buffer."""
         self.epoch, self.drawn, self.read = epoch, drawn, 0
         self._stream: Iterator[Piece] = self.source.pieces()
         self._buffer: list[tuple[int, Piece]] = []
@@ -63,7 +63,7 @@ class ShuffledSource:
         return sum(lengths) / len(lengths)
 
     def peek(self, chance: int) -> Piece | None:
-        """Return one of the pieces in memory without drawing it; None where there are none."""
+        """Return one of the pieces in memory without drawing it; None if there are none."""
         return self._buffer[chance % len(self._buffer)][1] if self._buffer else None
 
     def draw(self) -> Piece:
@@ -78,14 +78,14 @@ class ShuffledSource:
         return self._buffer.pop()[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this source stands, as plain JSON."""
+        """Return the position in this source, as plain JSON."""
         return {
             "epoch": self.epoch, "drawn": self.drawn, "read": self.read,
             "buffer": [ordinal for ordinal, _ in self._buffer],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where a state was taken."""
+        """Go to the position of a saved state."""
         try:
             self._begin(state["epoch"], state["drawn"], state["buffer"], state["read"])
         except StopIteration as error:
@@ -98,8 +98,8 @@ class ShuffledSource:
 class Windowing:
     """How pieces become windows of at most `length` tokens.
 
-    With `prompts`, each piece gives one prompt: of exactly `length` tokens if it is a text, else whole, up to so many
-    tokens. Without, each piece is cut into windows, all of which are learnt.
+    With `prompts`, each piece gives one prompt: a text of exactly `length` tokens, other documents whole, up to
+    `prompts` tokens. Without `prompts`, each piece is cut into windows, all of which are learnt.
     """
 
     length: int
@@ -137,13 +137,13 @@ class Loader:
 
     @property
     def epochs(self) -> list[int]:
-        """Finished passes over each source."""
+        """The number of finished passes over each source."""
         return [source.epoch for source in self.sources]
 
     def account(self) -> dict[str, Any]:
         """Return what was read and what was left out, as plain JSON.
 
-        Documents are those read so far in the current pass over each source, some of which wait to be shuffled;
+        Documents are those read so far in the current pass over each source; some of them still wait to be shuffled.
         `unusable` counts pieces that were drawn and gave no tokens to learn from.
         """
         sources = [shuffled.source.account() for shuffled in self.sources]
@@ -199,7 +199,7 @@ class Loader:
         return self._pool[:count]
 
     def waiting(self) -> Iterator[Piece]:
-        """Give pieces that wait to be drawn, at random, the same one now and then, without drawing them; endless."""
+        """Yield random pieces that wait to be drawn, without drawing them and without end; pieces may repeat."""
         self._fill()
         for number in count(1):
             piece = self._pick(-number).peek(noise(self.seed, "waiting", number))
@@ -207,7 +207,7 @@ class Loader:
                 yield piece
 
     def next_window(self, near: int | None = None) -> Window:
-        """Return the next window, drawn at random from a pool; as long as another, about, where the pool has such."""
+        """Return the next window, drawn at random from a pool; with `near`, of about that length if there is one."""
         self._fill()
         places = list(range(len(self._pool)))
         if near is not None:
@@ -224,14 +224,14 @@ class Loader:
         return -(-length * LENGTH_CLASSES // self.windowing.length)
 
     def next_batch(self, size: int, room: int = 0) -> Batch:
-        """Return the next `size` windows, of about the same length, side by side; see `collate`."""
+        """Return the next `size` windows, of similar length, side by side; see `collate`."""
         rows = [self.next_window()]
         while len(rows) < size:
             rows.append(self.next_window(len(rows[0].tokens)))
         return collate(rows, self.windowing.length, room)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank stands, as plain JSON."""
+        """Return the position of this rank, as plain JSON."""
         return {
             "rank": self.rank, "world": self.world, "pieces": self.pieces, "windows": self.windows,
             "past": self.past, "sources": [source.state_dict() for source in self.sources],
@@ -239,7 +239,7 @@ class Loader:
         }
 
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """Go on from the states of all ranks, saved by as many ranks as now or by another number of them.
+        """Continue from the states of all ranks, saved by the same or another number of ranks.
 
         Raises:
             DraftsmithError: a rank's state is missing or of an earlier version, or the sources are not those of the

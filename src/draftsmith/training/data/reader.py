@@ -1,4 +1,4 @@
-"""From documents to token ids: whole texts to learn from, and prompts for the target to go on from.
+"""From documents to token ids: whole texts to learn from, and prompts for the target to continue.
 
 All tokens are those of `targets.token_ids`, which serving uses too.
 """
@@ -30,7 +30,7 @@ from draftsmith.types import DraftsmithError
 Learn = Literal["assistant", "everything"]
 
 ENOUGH_CHARACTERS = 8
-"""So many a token are surely enough."""
+"""Characters per token that are surely enough."""
 
 _SPACE = re.compile(r"\s+")
 
@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 
 class Unusable(Exception):
-    """A document that cannot be used; the message says why, for counting."""
+    """A document that cannot be used; the message gives the reason, by which such documents are counted."""
 
 
 class Reader:
-    """Makes tokens of documents as the target's tokenizer and chat template do.
+    """Turns documents into tokens as the target's tokenizer and chat template do.
 
     Args:
-        learn: of a conversation, and of what has a prompt: what the assistant wrote, or everything.
+        learn: what is learnt in conversations and in completions of a prompt: the assistant's text, or everything.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: frozenset[int], name: str, learn: Learn) -> None:
@@ -54,7 +54,7 @@ class Reader:
 
     @classmethod
     def of(cls, target: Target, learn: Learn) -> "Reader":
-        """Return the reader for a target; DraftsmithError where it has no tokenizer."""
+        """Return the reader for a target; DraftsmithError if it has no tokenizer."""
         if target.tokenizer is None:
             raise DraftsmithError(
                 f"the target {target.name!r} has no tokenizer, so it cannot read the data; put its tokenizer.json into "
@@ -63,11 +63,11 @@ class Reader:
         return cls(target.tokenizer, frozenset(target.eos_token_ids), target.name, learn)
 
     def text(self, piece: Piece) -> Window:
-        """Return the tokens of a piece and which of them are learnt; an end token stands where its document ends.
+        """Return the tokens of a piece, and which are learnt; an end token is added if the document ends there.
 
         Raises:
-            Unusable: nothing in it can be learnt.
-            DraftsmithError: it is a conversation, and the target has no chat template.
+            Unusable: nothing in the piece can be learnt.
+            DraftsmithError: the piece is a conversation, and the target has no chat template.
         """
         content = piece.content
         if isinstance(content, Conversation):
@@ -100,14 +100,14 @@ class Reader:
     def prompt(self, piece: Piece, length: int, longest: int, chance: Callable[[str], int]) -> list[int]:
         """Return a prompt from a piece.
 
-        That is the beginning of a text, of `length` tokens, from a word of the piece on; or a conversation up to a turn
-        of the assistant; or the prompt of a completion. The latter two are taken whole.
+        A text gives `length` tokens from the beginning of a word in the piece on. A conversation gives everything up to
+        a turn of the assistant, and a completion its prompt; these two are taken whole.
 
         Args:
             longest: the most tokens of a prompt that is taken whole.
-            chance: a large random number for every purpose.
+            chance: returns a large random number for each purpose.
         Raises:
-            Unusable: it is too short or too long.
+            Unusable: the prompt is too short or too long.
         """
         content = piece.content
         if isinstance(content, str):
@@ -125,7 +125,7 @@ class Reader:
             if not turns:
                 raise Unusable("no turn of an assistant")
             turn = chance("turn") % len(turns)
-            # Where the chosen turn comes too late, an earlier one is taken.
+            # If the prompt up to the chosen turn is too long, an earlier turn is taken.
             begun = (Conversation(content.messages[:at], content.more) for at in reversed(turns[: turn + 1]))
             candidates = (self._through_template(partial(prompt_ids, self.tokenizer, some)) for some in begun)
         fitting = next((tokens for tokens in candidates if len(tokens) <= longest), None)
@@ -143,5 +143,5 @@ class Reader:
             )
         try:
             return made()
-        except Exception as error:  # a template is a program of somebody else's
+        except Exception as error:  # a template is somebody else's program, and can raise anything
             raise Unusable(f"refused by the chat template ({first_line(error)})") from error

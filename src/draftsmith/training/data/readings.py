@@ -1,8 +1,8 @@
-"""What the frozen target made of texts that are learnt from several times, so that it reads each of them once.
+"""Keeps the frozen target's states of texts that are used several times, so that it reads each of them only once.
 
-Reading is most of a step on a processor, and texts of the target's own writing are learnt from in every epoch. Only
-where a text is read as if it were alone does it not matter whether it was kept: a run that was killed, which kept
-nothing, goes on with the same bits.
+On a CPU, reading takes most of a step, and the target's own texts are used in every epoch. Readings are kept only if
+every text is read as if it were alone, because only then do they not depend on what was kept: a run that was killed,
+which kept nothing, continues with the same bits.
 
 Shapes: B windows, R of them that are new, L tokens a window, S places of them, F feature width, H width of the target's
 states, X of all that is kept of a token, V vocabulary.
@@ -16,16 +16,16 @@ from draftsmith.training.data.windows import Batch
 
 KEPT_BYTES = 2**30
 FINAL = -1
-"""The tap of what the output projection reads."""
+"""The tap of the output projection's input."""
 
 
 class Readings:
-    """Reads texts, and keeps their states in memory up to a limit; what came first stays.
+    """Reads texts, and keeps their states in memory up to a limit; the first ones stay.
 
     Args:
         taps: of the drafter.
-        logits: whether the states behind the logits are wanted too.
-        room: bytes that may be kept; with none, texts are read as if for once.
+        logits: whether the states from which logits are made are needed too.
+        room: bytes that may be kept; with 0, every text is read as if it were used once.
     """
 
     def __init__(self, target: Target, taps: tuple[int, ...], logits: bool, room: int = KEPT_BYTES) -> None:
@@ -39,10 +39,10 @@ class Readings:
         return batch.again and self._may_keep
 
     def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the states at the drafter's taps (B, L, F) and those behind the logits (B, L, H).
+        """Return the states at the drafter's taps (B, L, F), and those from which logits are made (B, L, H).
 
-        Behind the last learnt token that token's are repeated, so that nobody meets a state that no token has; where no
-        logits are wanted, the second has no width.
+        Behind the last learnt token its states are repeated, so that no invalid states are used; if no logits are
+        needed, H is 0.
         """
         lengths = [1 + int(row.nonzero()[-1]) if row.any() else 1 for row in batch.learnt_BL]
         keys = [
@@ -66,7 +66,7 @@ class Readings:
         return own, states_BLX[..., begin : begin + self.target.hidden_size]
 
     def _read(self, tokens_BL: Tensor, lengths: list[int], rows: dict[bytes, int]) -> dict[bytes, Tensor]:
-        """Let the target read the rows that are named by these keys."""
+        """Let the target read the rows with these keys."""
         if not rows or not self._all_taps:
             return {key: torch.empty((lengths[row], 0), dtype=self.target.dtype) for key, row in rows.items()}
         longest = max(lengths[row] for row in rows.values())
@@ -76,6 +76,6 @@ class Readings:
 
     @torch.no_grad()
     def logits(self, states_SH: Tensor) -> Tensor:
-        """Return what the target says behind states (S, V)."""
+        """Return the target's logits for states (S, V)."""
         products_SV: Tensor = self.target.model.get_output_embeddings()(states_SH)
         return self.target.logit_form(products_SV)

@@ -16,18 +16,18 @@ from draftsmith.types import DraftsmithError
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson")
 Located = tuple[Mapping[str, Any], str]
-"""A record, and where it stands."""
+"""A record, and where it was found."""
 
 _BEGINS_RECORDS = re.compile(r"\s*\[\s*\{")
 LOOKED_AT = 8192
-"""So many bytes at a file's beginning tell text from what is none."""
+"""Number of bytes at a file's beginning that decide whether it is text."""
 
 
 def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
-    """Return the files to read at a path, and how many of a folder's are left out, by the reason.
+    """Return the files to read at a path, and how many files of a folder are left out, by reason.
 
     Raises:
-        DraftsmithError: the path is a file that is no text.
+        DraftsmithError: the path is a file that is not text.
     """
     if not path.is_dir():
         if _is_binary(path):
@@ -49,7 +49,7 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
 
 
 def _is_binary(file: Path) -> bool:
-    """Whether a file is neither text nor of a kind that is unpacked here."""
+    """Whether a file is neither text nor of a compressed kind that can be read here."""
     if file.name.endswith((*JSON_LINES, ".parquet")):
         return False
     try:
@@ -60,7 +60,7 @@ def _is_binary(file: Path) -> bool:
 
 
 def documents_in(file: Path) -> Iterator[Document]:
-    """Yield what a file holds; which kind it is of, its name says."""
+    """Yield the documents in a file; its name says of which kind it is."""
     for record, where in records_in(file):
         yield read_record(record, where)
 
@@ -78,7 +78,7 @@ def records_in(file: Path) -> Iterator[Located]:
 
 
 def documents_on_hub(section: SourceSection) -> Iterator[Document]:
-    """Yield what a hub data set holds, as it comes over the network."""
+    """Yield the documents of a hub data set, as they come over the network."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -87,7 +87,7 @@ def documents_on_hub(section: SourceSection) -> Iterator[Document]:
         ) from error
     try:
         rows = load_dataset(section.name, section.configuration, split=section.split, streaming=True)
-    except Exception as error:  # the library raises its own, the hub's and the network's kinds
+    except Exception as error:  # the library, the hub and the network raise their own kinds of exceptions
         raise DraftsmithError(
             f"cannot open the data set {section.name!r} ({error}); check its name, configuration and split, or the "
             "network."
@@ -100,7 +100,7 @@ def _records(text: str, file: Path) -> list[Any]:
     """Return the items of a JSON list of records, as conversations are often published; none for other JSON.
 
     Raises:
-        DraftsmithError: it begins as a list of records and is broken.
+        DraftsmithError: the text begins as a list of records and is broken.
     """
     try:
         found = json.loads(text)
@@ -131,7 +131,7 @@ def _open_text(path: Path) -> TextIO:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    # Nothing is yielded within the try: a reader that is dropped would meet its clauses while Python shuts down.
+    # Nothing is yielded inside the try: a generator that is dropped would run its handlers while Python shuts down.
     with _open_text(path) as lines:
         while True:
             try:
@@ -168,7 +168,7 @@ def _parquet(path: Path) -> Iterator[Located]:
 
 
 def missing_file(path: Path) -> DraftsmithError:
-    """Return the error that names a path which does not exist and its nearest neighbour."""
+    """Return the error for a path that does not exist; it names the most similar path that does."""
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, siblings, n=1)
     hint = f"did you mean {path.parent / near[0]}?" if near else "check the path."

@@ -1,4 +1,4 @@
-"""The training documents of one source, cut into pieces, with an account of what is left out."""
+"""The training documents of one source, cut into pieces, with a record of what is left out."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ EMPTY, HELD_OUT, HELD_OUT_END = "empty", "held out", "held out at its end"
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or a part of a long text; `ends` where it is the last one."""
+    """A document, or a part of a long text; `ends` marks the last part."""
 
     content: Document
     ends: bool = True
@@ -35,7 +35,7 @@ class Piece:
 
 
 def names_of(sections: Sequence[SourceSection]) -> list[str]:
-    """Return a short name for every source, by which its measurements are told; the whole one where two are alike."""
+    """Return a short name for every source, for its measurements; the full names if two short ones are the same."""
     short = [_short_name(section) for section in sections]
     return [
         name if short.count(name) == 1 else _whole_name(section) for name, section in zip(short, sections, strict=True)
@@ -62,9 +62,9 @@ def _whole_name(section: SourceSection) -> str:
 class Source:
     """The training documents of one source, always in the same order, cut into pieces.
 
-    Held-out and empty documents are passed over; `read` and `left_out` count documents in the last pass. What is
-    shuffled are pieces, so that one long book does not fill a batch. With `held_out` it is the other way round: the
-    pieces are those of the documents that are held out.
+    Held-out and empty documents are skipped; `read` and `left_out` count documents in the last pass. Pieces are
+    shuffled, not documents, so that one long book does not fill a batch. With `held_out` it is reversed: the pieces are
+    those of the held-out documents.
     """
 
     section: SourceSection
@@ -89,11 +89,11 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
         return str(self.section.path or self.section.name)
 
     def account(self) -> dict[str, Any]:
-        """Return what the last pass has met so far, as plain JSON."""
+        """Return what the last pass has found so far, as plain JSON."""
         return {
             "source": self.label, "files": len(self.files), "files_left_out": dict(self.files_left_out),
             "documents": self.read, "used": self.read - self.left_out[EMPTY] - self.left_out[HELD_OUT],
@@ -101,7 +101,7 @@ class Source:
         }
 
     def documents(self) -> Iterator[Document]:
-        """Yield all documents of the source, the held-out and empty ones too."""
+        """Yield all documents of the source, including held-out and empty ones."""
         if self.section.name is not None:
             yield from documents_on_hub(self.section)
         for file in self.files:
@@ -115,7 +115,7 @@ class Source:
         return self._split
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield one pass over the documents; DraftsmithError when there is none to train on."""
+        """Yield one pass over the documents, as pieces; DraftsmithError if there is none to train on."""
         self.read, self.left_out, seen = 0, Counter(), 0
         for document in self.documents():
             self.read += 1
@@ -137,7 +137,7 @@ class Source:
             )
 
     def _cut(self, document: Document, ends: bool = True) -> Iterator[Piece]:
-        """Cut a long text, where a word begins if there is one near; other documents stay whole.
+        """Cut a long text, at the beginning of a word if there is one near; other documents stay whole.
 
         Args:
             ends: whether the document ends here.
@@ -151,7 +151,7 @@ class Source:
 
 
 def cut_text(text: str, characters: int) -> list[str]:
-    """Cut a text into parts of at most so many characters, where a word begins if there is one near."""
+    """Cut a text into parts of at most `characters` characters, at the beginning of a word if there is one near."""
     parts, start = [], 0
     while len(text) - start > characters:
         end, near = start + characters, start + characters // 2

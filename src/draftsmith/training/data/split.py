@@ -1,4 +1,4 @@
-"""Which documents are held out: decided by the texts alone, so no list has to travel with the data."""
+"""Decides which documents are held out, by their texts alone, so that no list has to be kept with the data."""
 
 import hashlib
 from collections.abc import Iterable
@@ -8,30 +8,30 @@ from draftsmith.targets.records import Document, plain_text
 
 HELD_OUT_EVERY = 50
 LOOKED_AT = 20
-"""So many times that number of documents are looked at for the first one that is held out."""
+"""For the first held-out document, up to this many times `every` documents are examined."""
 FEW = 5
-"""Of fewer texts than these no whole one is given up."""
+"""If there are fewer texts than this, no whole text is held out."""
 TAIL = 10
-"""Of each of a few texts, one part in so many is held out: its end."""
+"""If there are only a few texts, one part in this many of each is held out: its end."""
 
 
 def is_held_out(text: str, every: int = HELD_OUT_EVERY) -> bool:
-    """Say whether a document belongs to the held-out split: one in `every`, by the SHA-256 of its UTF-8 bytes."""
+    """Whether a document belongs to the held-out split: one in `every`, by the SHA-256 of its UTF-8 bytes."""
     return place_of(text) % every == 0
 
 
 def place_of(text: str) -> int:
-    """Return 64 bits that are a function of the text alone."""
+    """Return 64 bits that depend on the text alone."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 @dataclass(frozen=True)
 class Split:
-    """How the documents of a source are told apart: one in `every` is held out, 0 holds out none.
+    """How the documents of a source are split: one in `every` is held out, 0 holds out none.
 
-    Where that would hold out none of the documents, or all of them, it is the `one` with this place. Where there are
-    only a few texts, it is the end of each (`ends`); an only conversation or completion is not held out.
+    If that would hold out none or all of the documents, only the document with the place `one` is held out. If there
+    are only a few texts, the end of each is held out (`ends`); a single conversation or completion is not.
     """
 
     every: int
@@ -39,7 +39,7 @@ class Split:
     ends: bool = False
 
     def parts(self, document: Document) -> tuple[Document | None, Document | None]:
-        """Return what of a document is trained on, and what of it is held out."""
+        """Return the part of a document that is trained on, and the part that is held out."""
         if self.every == 0:
             return document, None
         if self.ends:
@@ -50,7 +50,7 @@ class Split:
 
 
 def find_split(documents: Iterable[Document], every: int) -> Split:
-    """Return the split of a source's documents, of which only the first ones are read."""
+    """Return the split of a source's documents; only the first of them are read."""
     places: set[int] = set()
     held_out, all_texts = 0, True
     for document in documents if every else ():
@@ -68,7 +68,7 @@ def find_split(documents: Iterable[Document], every: int) -> Split:
 
 
 def _without_end(text: str) -> tuple[str, str | None]:
-    """Cut off the end of a text, where a word begins if there is one near."""
+    """Cut off the end of a text, at the beginning of a word if there is one near."""
     at = len(text) - len(text) // TAIL
     near = max(text.rfind(" ", at // 2, at), text.rfind("\n", at // 2, at))
     at = near + 1 if near >= 0 else at

@@ -1,4 +1,4 @@
-"""A first look at the data: how long its documents are, which tokens are learnt, and how many there are."""
+"""A first look at the data: the lengths of its documents, which tokens are learnt, and how many there are."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from draftsmith.training.sections import DataSection
 from draftsmith.types import DraftsmithError
 
 PIECES, TOKENS = 500, 400_000
-"""Of each source, no more is read."""
+"""At most this much of each source is read."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Tokens of the pieces that were read, shortest first, how often each token is learnt, and whether that is all."""
+    """Lengths of the pieces in tokens, shortest first; how often each token is learnt; whether that is all data."""
 
     lengths: Sequence[int]
     counts: Counter[int]
@@ -27,12 +27,12 @@ class Survey:
         return self.lengths[min(len(self.lengths) - 1, int(share * len(self.lengths)))]
 
     def coverage(self, size: int) -> float:
-        """Return the share of the learnt tokens that are among the `size` most frequent ones."""
+        """Return the share of the learnt tokens that belong to the `size` most frequent ones."""
         return sum(count for _, count in self.counts.most_common(size)) / max(1, self.counts.total())
 
 
 def survey(section: DataSection, reader: Reader) -> Survey:
-    """Read the beginning of every source; DraftsmithError where nothing of it can be learnt."""
+    """Read the beginning of every source; DraftsmithError if nothing in it can be learnt."""
     lengths: list[int] = []
     counts: Counter[int] = Counter()
     unusable: Counter[str] = Counter()

@@ -1,6 +1,6 @@
-"""Windows of tokens, each from one text alone, and batches of them.
+"""Windows of tokens, each from one text only, and batches of them.
 
-A window shorter than its neighbours is padded on the right, where causal attention keeps the padding out of sight.
+A window that is shorter than its neighbours is padded on the right, where causal attention does not see the padding.
 Shapes: B windows, L tokens.
 """
 
@@ -14,19 +14,19 @@ from torch import Tensor
 from draftsmith.targets.token_ids import Span
 
 FIRST_LEARNT = 2
-"""The first token that can be guessed: guesses stand behind a root, and a root behind the token that predicted it."""
+"""The first token that can be guessed: guesses follow a root, and a root follows the token whose state predicted it."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of one text, and the spans of them that are learnt."""
+    """Tokens of one text, and the spans that are learnt."""
 
     tokens: list[int]
     spans: list[Span]
 
     @property
     def learns(self) -> bool:
-        """Whether there is anything to learn."""
+        """Whether any of its tokens are learnt."""
         return any(max(begin, FIRST_LEARNT) < end for begin, end in self.spans)
 
     def to_json(self) -> list[Any]:
@@ -41,9 +41,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows side by side: `learnt_BL` tells the tokens to learn from padding and from what others wrote.
+    """Windows side by side: `learnt_BL` marks the tokens to learn, which are neither padding nor written by others.
 
-    `again` says that the same windows are learnt from several times.
+    `again` says that the same windows are used for learning several times.
     """
 
     tokens_BL: Tensor
@@ -52,7 +52,7 @@ class Batch:
 
 
 def cut(text: Window, opening: Sequence[int], length: int) -> list[Window]:
-    """Cut a text into windows of at most `length` tokens; `opening` stands before each that goes on with it.
+    """Cut a text into windows of at most `length` tokens; `opening` is put before every window that continues the text.
 
     Windows in which nothing is learnt are left out.
     """
@@ -72,9 +72,9 @@ def collate(windows: Iterable[Window], most: int, room: int = 0, again: bool = F
     """Put windows side by side, padded to the longest of them.
 
     Args:
-        most: as long as any window of the stage is.
-        room: padding behind the longest, up to `most`, so that deep guesses have a place behind its last tokens.
-        again: whether the windows are learnt from several times.
+        most: the greatest length of a window in the stage.
+        room: padding behind the longest window, up to `most`, so that deep guesses have places behind its last tokens.
+        again: whether the windows are used for learning several times.
     """
     rows = list(windows)
     longest = max(len(window.tokens) for window in rows)
