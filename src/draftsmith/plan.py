@@ -34,7 +34,7 @@ class Plan:
         delta: for typical acceptance: a guess more probable than delta × exp(-entropy) stays too.
         factor: for drafts that are looked up: at most this many guesses for every token of a match, as what follows a
             longer match is likelier to come again (the idea of SuffixDecoding, arXiv:2411.04975, section 4); None
-            leaves it to the drafter. Other drafters ignore it.
+            leaves it to the drafter, `NO_COPY` looks nothing up. Other drafters ignore it.
         confidence: for drafters that know how likely their guesses are: leave out guesses whose probability, times that
             of all guesses before them, is below this, so that a draft ends where its drafter becomes unsure. A guess
             for a sampled row counts as likely as the likeliest token there, see `grow`. None keeps all; `NEVER_SURE`
@@ -67,8 +67,8 @@ class Plan:
                 "a sampled draft cannot be pruned by rank, because the survivors would no longer be samples; "
                 "leave out paths, nodes and beam, or sampled."
             )
-        if self.factor is not None and not 0 < self.factor < float("inf"):
-            raise DraftsmithError(f"factor is {self.factor}; use a positive number, or leave it out.")
+        if self.factor is not None and not 0 <= self.factor < float("inf"):
+            raise DraftsmithError(f"factor is {self.factor}; use 0 or a positive number, or leave it out.")
         if self.confidence is not None:
             if not 0 < self.confidence <= 1:
                 raise DraftsmithError(
@@ -174,3 +174,5 @@ class Plan:
 NO_DRAFT = Plan()
 NEVER_SURE = 1.0
 """A confidence for plans: no guess is that likely, so that only what is looked up is drafted."""
+NO_COPY = 0.0
+"""A factor for plans: no match is worth a guess, so that nothing is looked up."""

@@ -113,7 +113,7 @@ def test_sampling_parameters_are_checked_and_named(field: str, value):
 
 
 @pytest.mark.parametrize("fields", [
-    {"branching": (2, 0)}, {"branching": (2,), "paths": 0}, {"nodes": -1}, {"beam": 0}, {"factor": 0.0},
+    {"branching": (2, 0)}, {"branching": (2,), "paths": 0}, {"nodes": -1}, {"beam": 0}, {"factor": -0.1},
     {"factor": float("nan")}, {"factor": float("inf")},
 ])
 def test_plans_are_checked(fields: dict):

@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.engine.arm import Arm, Behind
 from draftsmith.engine.profile import Profile, Sampled, candidates
-from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
+from draftsmith.plan import NEVER_SURE, NO_COPY, NO_DRAFT, Plan
 from tests.helpers.profiles import CHAINS, lookup, profile, tokens_found
 
 
@@ -187,3 +187,7 @@ def test_candidates_are_chains_and_trees_up_to_the_room():
     assert [(plan.depth, plan.factor) for plan in longer] == [(1, None), (4, None), (8, None), (4, 1.0), (16, 1.0)]
     alone = candidates(Plan((1,) * 8), False, 64, 8, factors=(1.0,), confidences=(0.1,), longest_copy=16)
     assert [plan.depth for plan in alone] == [16, 16]
+    unaided = candidates(Plan((1,) * 8), False, 64, 8, factors=(1.0,), confidences=(0.1,), deepest_behind=5)[2:]
+    assert unaided == [
+        *(Plan((1,) * deep, factor=NO_COPY) for deep in (1, 3, 5)), Plan((1,) * 5, factor=NO_COPY, confidence=0.1),
+    ], "the drafter behind a lookup may draft by itself, as deep as it can"

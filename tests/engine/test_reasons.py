@@ -11,7 +11,7 @@ from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Fixed, OffAbove, RowHistory
 from draftsmith.engine.profile import Profile
 from draftsmith.engine.reasons import LABELS, Weighed, shape_in_words
-from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.plan import NO_COPY, NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
 from tests.helpers.oracle import oracle_for
 from tests.helpers.profiles import CHAINS, go, load, profile
@@ -133,6 +133,11 @@ def test_no_share_pays_where_the_dearest_neighbours_need_the_time():
     (Plan((1, 1), factor=0.5), "chain of up to 2 with 0.5 guesses for each matched token"),
     (Plan((2, 1), factor=1.0), "tree of up to 4 with 1 guess for each matched token"),
     (Plan((1, 1), factor=1.0, confidence=1.0), "chain of up to 2 with 1 guess for each matched token and no others"),
+    (Plan((1, 1), factor=NO_COPY), "chain of up to 2 with nothing looked up"),
+    (
+        Plan((1, 1), factor=NO_COPY, confidence=0.1),
+        "chain of up to 2 with nothing looked up and guesses at least 10 % likely",
+    ),
 ])
 def test_shapes_are_told_in_words(plan: Plan, words: str):
     assert shape_in_words(plan) == words

@@ -9,11 +9,12 @@ from draftsmith.engine.known import Known
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Profile, Sampled
 from draftsmith.engine.reasons import Weighed
-from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
+from draftsmith.plan import NEVER_SURE, NO_COPY, NO_DRAFT, Plan
 from tests.helpers.profiles import load, tokens_found
 
 BOTH = Plan((1,) * 4, factor=1.0, confidence=0.1)
 ALONE = replace(BOTH, confidence=NEVER_SURE)
+UNAIDED = Plan((1, 1), factor=NO_COPY)
 USUAL = Sampled()
 
 
@@ -81,3 +82,46 @@ def test_in_a_sampled_text_the_first_trial_costs_no_more_than_a_share_of_what_wa
     assert 0 < lost < SAMPLED_LOST * len(plans)
     greedy = go(policy(), RowHistory(False, 5), 300, found=0, stay=0, stay_behind=0)
     assert sum(plan != NO_DRAFT for plan in greedy) > sum(plan != NO_DRAFT for plan in plans)
+
+
+def with_unaided() -> Fitted:
+    """The same, and the drafter behind the lookup may draft alone: it is as good there as behind it."""
+    measured = profile()
+    arms = (*measured.arms, Arm(UNAIDED, (0.6, 0.4), (1.4,)))
+    return Fitted(Known(Profile(measured.rows, arms), hope=100.0))
+
+
+def go_with_unaided(asked: Fitted, history: RowHistory, steps: int, copied: int, guessed: int) -> list[Plan]:
+    """Ask and answer: every second step something is found, of which so much stays; of other guesses so many."""
+    plans = []
+    for step in range(steps):
+        (choice,) = asked.choose(load(1), [history])
+        plans.append(choice.plan)
+        if choice.plan == UNAIDED:
+            history.note(guessed, 2, choice.plan)
+        elif choice.plan != NO_DRAFT and step % 2:
+            history.note(copied, 4, choice.plan)
+        elif choice.plan == BOTH:
+            history.note(guessed, 2, choice.plan, True)
+        else:
+            history.note(0, 0, choice.plan)
+    return plans
+
+
+def test_nothing_is_looked_up_where_matches_mislead():
+    plans = go_with_unaided(with_unaided(), RowHistory(False, 5), 400, copied=0, guessed=2)
+    assert plans[-200:].count(UNAIDED) > 180
+
+
+def test_lookups_come_back_where_matches_do_not_mislead():
+    asked, history = with_unaided(), RowHistory(False, 5)
+    go_with_unaided(asked, history, 300, copied=0, guessed=1)
+    plans = go_with_unaided(asked, history, 900, copied=4, guessed=1)
+    assert plans[-100:].count(UNAIDED) < 10 and plans[-100:].count(NO_DRAFT) < 10
+
+
+def test_how_many_likely_guesses_a_sampled_row_has_is_told_by_no_plan():
+    history = RowHistory(True, 5)
+    history.note(1, 3, replace(UNAIDED, confidence=0.1))
+    history.note(1, 3, UNAIDED)
+    assert history.drafted == [1, 3]

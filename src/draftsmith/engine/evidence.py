@@ -15,6 +15,8 @@ guessed; in a sampled text the first trials already show what is to come."""
 TRIAL, HOPELESS = 4, 3
 """Steps that a trial lasts, and after which it ends early if guesses were made and none has stayed. One guess says next
 to nothing, and the first steps do not show yet what a step costs."""
+NOBODY = -1
+"""No guesser."""
 SIXTEENTHS, QUARTERS, MOST = 16, 4, 16
 """Growths are rounded to sixteenths and lengths to quarters, see `Arm.accepted`; neither goes above `MOST`."""
 
@@ -142,7 +144,8 @@ def no_evidence(odds: int) -> Evidence:
 class RowEvidence:
     """A row's evidence of every guesser, how many of its steps were `seen`, and its last plan (`arm`, 0 is plain).
 
-    `trying` says that this plan was a trial, to see whether guesses stay now; `sampled` that its tokens are drawn.
+    `trying` says that this plan was a trial, to see whether guesses stay now; `tried` is the guesser whose trial begins
+    with it, if one does; `sampled` says that the row's tokens are drawn.
     """
 
     evidence: list[Evidence]
@@ -150,6 +153,7 @@ class RowEvidence:
     arm: int = 0
     trying: bool = False
     sampled: bool = False
+    tried: int = NOBODY
 
     @property
     def longer(self) -> int:

@@ -10,6 +10,7 @@ from draftsmith.engine.arm import Arm
 from draftsmith.engine.evidence import (
     FIRST_WAIT,
     LONGEST_WAIT,
+    NOBODY,
     PRIOR,
     QUARTERS,
     SIXTEENTHS,
@@ -51,7 +52,6 @@ NEARLY, CLEARLY = 0.95, 1.5
 """A plan that seems `CLEARLY` times as fast as plain decoding is not checked early: few measurements are that wrong."""
 HELD, HELD_DRAFTING = 7, 7
 """Steps without a draft, and with one, for which it need not be asked again, where all rows take the same plan."""
-NOBODY = -1
 
 
 class Fitted(Policy):
@@ -87,6 +87,10 @@ class Fitted(Policy):
         self._tokens = 0.0  # the length of a row's text, on average over the rows that were looked at last
         self._pace = Pace(self._whose, clock)
         self._learnt = Learnt(self._guessers, self._whose, self._expected)
+        # The plans whose steps say something about a guesser.
+        self._telling = [
+            [at for at, told in enumerate(self._learnt.told) if number in told] for number in range(len(self._guessers))
+        ]
         # Where all rows take the same plan: what is known about them together; and, of the last question, how many rows
         # decoded, which ones, and how many steps they had behind them.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in self._guessers], 0)
@@ -212,11 +216,10 @@ class Fitted(Policy):
         )
         self._taken = self._remind(count, values, price, spent)
         self._reasons = [self._reason(crowd, values, price, spent, count, patience)] * len(rows)
-        begun = [number for number, own in enumerate(crowd.evidence) if own.trial == TRIAL and crowd.trying]
         for row in known:
             row.arm = self._taken
-            for number in begun:
-                row.evidence[number].doubt()
+            if crowd.tried != NOBODY:
+                row.evidence[crowd.tried].doubt()
         self._steps[self._taken] += len(rows)
         self._asked = (count, list(rows), len(rows[0].accepted))
         return self._taken
@@ -320,6 +323,7 @@ class Fitted(Policy):
                 own.wait = FIRST_WAIT
         # How many more tokens drafts of several rows have to bring for a trial to lead to drafting.
         extra = 0.0 if chosen or rows == 1 else (patience - 1) * (values[0] + price * spent[0])
+        row.tried = NOBODY
         tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, extra, change)
         row.trying = tried != chosen or (on_trial and row.trying)
         return tried
@@ -333,22 +337,23 @@ class Fitted(Policy):
             if own.since < own.wait or number in self._learnt.told[chosen]:
                 continue
             highest = max(
-                (self._expected.most[arm] - price * hoped(arm) for arm in self._of[number]), default=values[chosen]
+                (self._expected.most[arm] - price * hoped(arm) for arm in self._telling[number]), default=values[chosen]
             )
             # If it is not tried now, the next question comes after as long a pause, not at every step.
             own.since = 0
             if highest <= values[chosen] + extra:
                 own.wait = max(own.wait, HELD + 1)  # so that this does not shorten how long an answer holds
                 continue
-            best = max(self._of[number], key=values.__getitem__)
+            best = max(self._telling[number], key=values.__getitem__)
             # What nearly pays is tried more often: its trial costs little, and without it much could be missed.
             loss = TRIAL * (values[chosen] + extra - values[best]) + 2 * price * change
             longest, soonest = max(FIRST_WAIT, round(loss / LOST)), min(LONGEST_WAIT, round(loss / SAMPLED_LOST))
             if row.sampled and own.wait < soonest:
                 own.since, own.wait = own.wait, soonest
                 continue
-            own.wait, own.trial = min(row.longer * own.wait, LONGEST_WAIT, longest), TRIAL
+            own.wait, row.tried = min(row.longer * own.wait, LONGEST_WAIT, longest), number
             own.doubt()
+            row.evidence[self._whose[best]].begin()
             return best
         return chosen
 

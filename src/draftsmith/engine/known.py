@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
-from draftsmith.engine.arm import MOST_ODDS, Arm
+from draftsmith.engine.arm import MOST_ODDS, Arm, Times
 from draftsmith.engine.profile import Profile
+from draftsmith.plan import NO_COPY
 
 ODDS = tuple(at / 20 for at in range(round(20 * MOST_ODDS) + 1))
 """The odds that are told apart: how many times as often as measured guesses may stay; see `Arm.accepted`."""
@@ -37,20 +39,40 @@ class Known:
         if all(profile.best(count, self.hope) is arms[0] for count in asked):
             return ()
         kept, costs = set[int](), [profile.costs(arms, count) for count in COUNTS]
-        for odds in ODDS:
-            tokens, times = [1 + arm.accepted(odds) for arm in arms], [arm.times_at(odds) for arm in arms]
+        # Where the drafter behind a lookup may draft by itself, it is best where matches mislead.
+        misled = (False, True) if any(arm.plan.factor == NO_COPY for arm in arms) else (False,)
+        for odds, misleads in product(ODDS, misled):
+            met = [_met(arm, odds, misleads) for arm in arms]
             for cost in costs:
-                speeds = [brings / took for brings, took in zip(tokens, cost.grown(times), strict=True)]
+                speeds = [brings / took for (brings, _), took in zip(met, cost.grown([t for _, t in met]), strict=True)]
                 enough = max(speeds[0], NEARLY * max(speeds))
                 kept.update(at for at, speed in enumerate(speeds) if at and speed >= enough)
         return tuple(arms[at] for at in sorted(kept))
 
     @property
     def guessers(self) -> tuple["Guesser", ...]:
-        """The guessers whose guesses are told apart: one, or a lookup and then the one behind it."""
+        """The guessers whose guesses are told apart: one; or a lookup, the one behind it, and that one by itself."""
         with_others = tuple(arm for arm in self.useful if arm.behind is not None)
-        alone = tuple(arm for arm in self.useful if arm.behind is None)
-        return Guesser(self, alone), *([Guesser(self, with_others, True)] if with_others else ())
+        unaided = tuple(arm for arm in self.useful if arm.plan.factor == NO_COPY)
+        alone = tuple(arm for arm in self.useful if arm not in with_others and arm not in unaided)
+        found = [Guesser(self, alone)]
+        if with_others:
+            found.append(Guesser(self, with_others, behind=True))
+        if unaided:
+            found.append(Guesser(self, unaided, unaided=True))
+        return tuple(found)
+
+
+def _met(arm: Arm, odds: float, misleads: bool) -> tuple[float, Times]:
+    """Return the tokens a step brings at these odds, and how many times as many guesses it makes.
+
+    Args:
+        misleads: whether no guess stays that was looked up, so that the odds are those of other guesses alone.
+    """
+    if not misleads or arm.found is None:
+        return 1 + arm.accepted(odds), arm.times_at(odds)
+    share = arm.share(1.0, 0.0, arm.kept_behind(odds))
+    return 1 + arm.accepted(0.0, 1.0, behind=odds), arm.made_times(share, 1.0, odds)
 
 
 @dataclass(frozen=True)
@@ -59,10 +81,12 @@ class Guesser:
 
     Args:
         arms: the plans that are decided by its guesses: for a lookup, those where it drafts alone; for the part behind
-            it, those where both draft.
+            it, those where both draft, or those where nothing is looked up.
         behind: whether it guesses where the guesser before it finds nothing.
+        unaided: whether it is such a part, and guesses at every step because nothing is looked up.
     """
 
     known: Known
     arms: tuple[Arm, ...]
     behind: bool = False
+    unaided: bool = False

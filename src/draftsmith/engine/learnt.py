@@ -26,10 +26,8 @@ class Learnt:
 
     def __init__(self, guessers: Sequence[Guesser], whose: Sequence[int], expected: Expected) -> None:
         self._guessers, self._expected = guessers, expected
-        self.told: list[tuple[int, ...]] = [
-            (at - 1, at) if plan and guessers[at].behind else (at,) if plan else () for plan, at in enumerate(whose)
-        ]
-        """For each plan, the guessers that its steps give evidence about: the deciding one, and a lookup before it."""
+        self.told: list[tuple[int, ...]] = [_told(guessers, at) if plan else () for plan, at in enumerate(whose)]
+        """For every plan, the guessers that its steps say something about, the one that decides for a lookup first."""
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Over all rows: greedy and sampled ones apart, since fewer guesses stay in sampled ones.
         self._common = {sampled: [no_evidence(USUAL) for _ in guessers] for sampled in (False, True)}
@@ -52,8 +50,9 @@ class Learnt:
 
     def _learn(self, number: int, row: RowEvidence, history: RowHistory) -> None:
         """Take in how a guesser did in the last steps of a row."""
-        behind, own, common = self._guessers[number].behind, row.evidence[number], self._common[history.sampled][number]
-        table, arm = self._table(number, row.arm), self._expected.arms[row.arm]
+        own, common = row.evidence[number], self._common[history.sampled][number]
+        arm, table = self._expected.arms[row.arm], self._table(number, row.arm)
+        behind = self._is_behind(number, row.arm)
         kept = table[USUAL]
         if not kept:
             return
@@ -67,23 +66,40 @@ class Learnt:
                 evidence.of_steps(history, row.seen, arm, kept, decay)
         own.odds = _odds_of(table, own.accepted / own.expected * kept)
 
+    def _is_behind(self, number: int, arm: int) -> bool:
+        """Return whether a guesser drafts only at the steps of a plan whose lookup finds nothing."""
+        guesser = self._guessers[number]
+        return self._expected.arms[arm].behind is not None and (guesser.behind or guesser.unaided)
+
     def _table(self, number: int, arm: int) -> Sequence[float]:
-        """Return how many guesses of a guesser stay under a plan, at each of the odds."""
-        expected = self._expected
-        return expected.kept_behind[arm] if self._guessers[number].behind else expected.kept[arm]
+        """Return how many guesses of a guesser stay with a plan, at each of the odds."""
+        return (self._expected.kept_behind if self._is_behind(number, arm) else self._expected.kept)[arm]
 
     def _begin(self, number: int, sampled: bool) -> Evidence:
         """Return the evidence that a guesser begins a new text with, from what was measured and from other texts."""
         guesser, common = self._guessers[number], self._common[sampled][number]
         measured = guesser.known.profile.sampled if sampled else Sampled()
-        usually = measured.behind if guesser.behind else measured.stayed
+        usually = measured.behind if guesser.behind or guesser.unaided else measured.stayed
         stayed = (common.accepted + PRIOR * usually) / (common.expected + PRIOR)
         growth = (common.found + PRIOR_TOKENS * measured.found) / (common.tokens + PRIOR_TOKENS)
-        length = (common.length_of_finds + PRIOR * measured.length) / (common.finds + PRIOR)
+        # How many guesses a confidence leaves of a sampled row's draft is not told, see `RowHistory.tells_any`.
+        usual = 1.0 if guesser.unaided else measured.length
+        length = (common.length_of_finds + PRIOR * usual) / (common.finds + PRIOR)
         tables = [self._table(number, arm) for arm, told in enumerate(self.told) if number in told]
         table = max(tables, key=lambda kept: kept[USUAL], default=())
         odds = _odds_of(table, stayed * table[USUAL]) if table else USUAL
         return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR_TOKENS * growth, length_of_finds=PRIOR * length)
+
+
+def _told(guessers: Sequence[Guesser], at: int) -> tuple[int, ...]:
+    """Return the guessers that the steps of a plan say something about, if `at` is the one that decides it.
+
+    A drafter that guesses behind a lookup, and by itself, is known from both; and the lookup from steps of both.
+    """
+    if guessers[at].behind:
+        unaided = at + 1 < len(guessers) and guessers[at + 1].unaided
+        return (at - 1, at, at + 1) if unaided else (at - 1, at)
+    return (at, at - 1) if guessers[at].unaided and guessers[at - 1].behind else (at,)
 
 
 def _odds_of(table: Sequence[float], kept: float) -> int:

@@ -78,7 +78,7 @@ class RowHistory:
 
 def _by_confidence(plan: Plan, behind: bool) -> bool:
     """Return whether a confidence bounds the guesses; if the plan has a factor too, it bounds only those `behind`."""
-    return plan.confidence is not None and (behind or plan.factor is None)
+    return plan.confidence is not None and (behind or not plan.factor)
 
 
 @dataclass(frozen=True)

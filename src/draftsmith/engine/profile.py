@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftsmith.engine.arm import Arm, Behind, Times
-from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
+from draftsmith.plan import NEVER_SURE, NO_COPY, NO_DRAFT, Plan
 from draftsmith.types import DraftsmithError
 
 
@@ -210,7 +210,7 @@ def plan_from_json(value: Mapping[str, Any]) -> Plan:
 
 def candidates(
     default: Plan, prunable: bool, room: int, longest: int, factors: Sequence[float] = (),
-    confidences: Sequence[float] = (), longest_copy: int = 0,
+    confidences: Sequence[float] = (), longest_copy: int = 0, deepest_behind: int = 0,
 ) -> list[Plan]:
     """Return the plans worth measuring for a drafter, those of few nodes first.
 
@@ -222,16 +222,23 @@ def candidates(
         factors: bounds by the length of a match, which a lookup can be given; such plans come last. They separate good
             guesses from bad ones better than the length of a chain does, so that few lengths are needed then.
         confidences: bounds by how likely the guesses are, which some drafters can be given; such plans come last too.
-            Where there are bounds of both kinds, every plan has both.
+            Where there are bounds of both kinds, every plan has both; in some only the lookup drafts, and in some only
+            the drafter behind it.
         longest_copy: the most guesses that a lookup makes where the length of a match bounds them, if that is more than
             in the default plan.
+        deepest_behind: the deepest draft of the drafter behind a lookup.
     """
     depth = min(default.depth, longest)
     whole = min(max(depth, longest_copy), room)
     if factors and confidences:
         chain = (1,) * whole
         sure = (*confidences, NEVER_SURE)  # with the last one, only what is looked up is drafted
-        return [Plan(chain, factor=factor, confidence=least) for factor in factors for least in sure if chain]
+        both = [Plan(chain, factor=factor, confidence=least) for factor in factors for least in sure if chain]
+        deepest = min(deepest_behind, room)
+        unaided = [Plan((1,) * deep, factor=NO_COPY) for deep in sorted({1, min(UNAIDED, deepest), deepest}) if deepest]
+        if deepest:
+            unaided += [Plan((1,) * deepest, factor=NO_COPY, confidence=least) for least in confidences]
+        return both + unaided
     copies = sorted({min(SHORT_COPY, depth, room), whole}) if factors and depth else []
     found = [Plan((1,) * deep) for deep in ([1, copies[0], min(depth, room)] if copies else ladder(depth))]
     if prunable and depth:
@@ -252,6 +259,8 @@ def ladder(depth: int) -> Sequence[int]:
     return [deep for deep in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48) if deep < depth] + [depth] * (depth > 0)
 
 
+UNAIDED = 3
+"""Guesses of the middle one of three chains to try for a drafter behind a lookup when nothing is looked up."""
 SHORT_COPY = 4
 """Guesses of the shorter chain to try for a lookup, besides the longest one."""
 WIDE = (3, 2, 1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from draftsmith.engine.arm import Arm
-from draftsmith.plan import NEVER_SURE, Plan
+from draftsmith.plan import NEVER_SURE, NO_COPY, Plan
 
 Label = Literal[
     "pays", "does_not_pay", "probing", "batch_too_large", "text_too_long", "never_pays", "fixed", "asked", "prediction"
@@ -188,7 +188,9 @@ def shape_in_words(plan: Plan) -> str:
         return "none"
     kind = "chain" if plan.is_chain else "tree"
     bounds = []
-    if plan.factor is not None:
+    if plan.factor == NO_COPY:
+        bounds.append("nothing looked up")
+    elif plan.factor is not None:
         bounds.append(f"{plan.factor:g} {'guess' if plan.factor == 1 else 'guesses'} for each matched token")
     if plan.confidence == NEVER_SURE:
         bounds.append("no others")

@@ -102,5 +102,7 @@ def plan_in_words(plan: Plan) -> str:
     shape = f"chain {plan.depth}" if plan.is_chain else ",".join(map(str, plan.branching))
     drawn = ["sampled"] if plan.sampled else []
     names = ("paths", "nodes", "beam"), ("factor", "confidence")
-    before, behind = ([f"{name} {getattr(plan, name):g}" for name in some if getattr(plan, name)] for some in names)
+    before, behind = (
+        [f"{name} {value:g}" for name in some if (value := getattr(plan, name)) is not None] for some in names
+    )
     return " ".join([shape, *before, *drawn, *behind])

@@ -17,7 +17,7 @@ from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Choice, Engine, Load, Policy, RowHistory
 from draftsmith.engine.core import Progress
 from draftsmith.engine.guarded import Guarded
-from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
+from draftsmith.plan import NEVER_SURE, NO_COPY, NO_DRAFT, Plan
 from draftsmith.types import UNUSED, Context, Draft, DraftsmithError, SamplingParams
 from tests.drafters.lookup.lookup_toy import context_of, trees
 from tests.helpers.contract import check_drafter, check_forward_agreement
@@ -236,6 +236,49 @@ def test_where_no_guess_is_likely_enough_the_lookup_drafts_alone(reads_prompt: b
     draft = drafter.propose(context_of({4: [7, 8, 9, 7], 2: [1, 2, 3]}), replace(ALONE, factor=9.0))
     assert [tokens for tokens, _ in trees(draft)] == [[8, 9, 7], []] and draft.parts == 0
     assert then.asked == [] and then.told == ([[4, 2]] if reads_prompt else [])
+
+
+def test_where_nothing_is_looked_up_the_other_drafter_drafts_in_every_row():
+    then = Counting()
+    drafter = first_of(then)
+    rows: dict[int, Sequence[int]] = {4: [7, 8, 9, 7], 2: [1, 2, 3]}
+    draft = drafter.propose(context_of(rows), replace(PLAN, factor=NO_COPY))
+    assert [tokens for tokens, _ in trees(draft)] == [[8, 9], [4, 5]] and draft.parts == 1
+    draft = drafter.propose(context_of({4: [7, 8, 9, 7], 2: [3, 1]}), replace(PLAN, factor=9.0))
+    assert draft.parts == 0, "meanwhile the lookup has taken note of the text"
+
+
+@pytest.mark.parametrize("lookup", ["ngram:min_length=1", "suffix"])
+def test_a_lookup_by_itself_may_look_nothing_up(lookup: str):
+    target, plan = tiny_target(), replace(PLAN, factor=NO_COPY)
+    asked, params = prompts(3), SamplingParams(max_tokens=24)
+    engine = Engine(target, load_drafter(lookup, target), plan=plan, max_batch=3)
+    found = engine.generate(asked, params)
+    assert [one.tokens for one in found] == [greedy_reference(tiny_model("llama"), prompt, 24) for prompt in asked]
+    assert not any(one.statistics.drafted for one in found)
+    again = engine.generate(asked, params, plan=PLAN)
+    assert any(one.statistics.drafted for one in again)
+
+
+def test_texts_stay_the_same_where_nothing_is_looked_up():
+    target = tiny_target()
+    plain = Engine(target, max_batch=3)
+    drafted = Engine(target, first_of(speculator()), plan=replace(PLAN, factor=NO_COPY), max_batch=3)
+    for params in (SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=1.0, seed=3)):
+        one, two = plain.generate(prompts(3), params), drafted.generate(prompts(3), params)
+        assert [each.tokens for each in one] == [each.tokens for each in two]
+        assert all(each.statistics.drafted for each in two)
+
+
+def test_no_step_counts_as_behind_a_lookup_where_nothing_is_looked_up():
+    engine = Engine(tiny_target(), first_of(Counting()), plan=replace(PLAN, factor=NO_COPY), max_batch=3)
+    requests = engine.admit_call(prompts(3), SamplingParams(max_tokens=24))
+    for request in requests:
+        engine.core.add(request)
+    while engine.core.has_work:
+        engine.core.step()
+    steps = [step for request in requests for step in request.history.steps(0)]
+    assert any(drafted for _, drafted, _ in steps) and not any(behind for _, _, behind in steps)
 
 
 def test_a_policy_is_told_at_which_steps_the_other_part_guessed():

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.lookup.lookup_first_config import NAME, LookupFirstConfig
-from draftsmith.plan import NEVER_SURE, Plan
+from draftsmith.plan import NEVER_SURE, NO_COPY, Plan
 from draftsmith.types import UNUSED, Context, Draft, DraftsmithError
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class LookupFirst(Drafter):
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Let the lookup draft, and the other drafter where it made no guesses, unless no guess is likely enough.
 
-        For sampled plans, only the other drafter drafts.
+        For sampled plans, and where a plan looks nothing up, only the other drafter drafts.
         """
-        if plan.sampled:
+        if plan.sampled or plan.factor == NO_COPY:
             self.lookup.follow(context)
             return self._guessed(context, plan)
         looked_up = self.lookup.propose(context, plan)

@@ -22,7 +22,7 @@ from draftsmith.drafters.lookup.python_drafter import (
     table_of,
 )
 from draftsmith.native import LIBRARY, NativeObject
-from draftsmith.plan import Plan
+from draftsmith.plan import NO_COPY, Plan
 from draftsmith.types import ROOT, Context, Draft
 
 if TYPE_CHECKING:
@@ -181,6 +181,10 @@ class NativeNgramDrafter(NgramLookup[int]):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         config = self.config
+        if plan.factor == NO_COPY:
+            self.follow(context)
+            nothing_B0 = context.tokens_BT[:, :0]
+            return Draft(nothing_B0, nothing_B0, 0, branching=())
         found_2BN, depth = self._texts(
             *self._news(context), min(config.branches, plan.branching[0]), config.match == "frequent",
             min(config.guesses, plan.depth), plan.max_nodes, self.factor(plan) or 0.0,

@@ -11,7 +11,7 @@ from draftsmith.engine.policy import Choice, RowHistory
 from draftsmith.engine.reasons import Reason
 from draftsmith.engine.requests.guide import Guide
 from draftsmith.engine.text import TextStream
-from draftsmith.plan import Plan
+from draftsmith.plan import NO_COPY, Plan
 from draftsmith.targets import Namespace
 from draftsmith.types import Completion, SamplingParams, Statistics, TokenLogprob
 
@@ -185,7 +185,8 @@ class Request:
             self.rejected_prediction += drafted - (taken - 1)
             self.prediction.guessed = 0
         else:
-            self.history.note(taken - 1, drafted, plan, part > 0)
+            # Where nothing was looked up, nobody guessed behind a lookup.
+            self.history.note(taken - 1, drafted, plan, part > 0 and plan.factor != NO_COPY)
         if depth > self.deepest:
             self.deepest = depth
 

@@ -21,7 +21,7 @@ from draftsmith.evaluation.measuring.copying import always_finding
 from draftsmith.evaluation.measuring.length_costs import measure_length_cost
 from draftsmith.evaluation.measuring.sampler import TASKS, UNSEEN, Sampler, bounds, has_both
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
-from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
+from draftsmith.plan import NEVER_SURE, NO_COPY, NO_DRAFT, Plan
 from draftsmith.processor import Watch
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
@@ -74,7 +74,7 @@ class Contest:
 
     def time(self, plan: Plan, rows: int) -> None:
         """Time a plan and plain decoding in turn, until there are enough measurements of both."""
-        guesses = shape_in_words(plan) if any(bounds(plan)) else f"{plan.max_nodes} guesses"
+        guesses = shape_in_words(plan) if bounds(plan) != (None, None) else f"{plan.max_nodes} guesses"
         self.on_progress(f"{_in_rows(rows)}, {guesses}")
         begun, longer = time.monotonic(), ALONE if len(self.rows) == 1 else 1
         fewest = FEWEST_TURNS if rows == 1 else FEWEST_OF_SEVERAL
@@ -101,7 +101,7 @@ class Contest:
         alike = [plan]
         if plan.is_chain:
             longer = [one for one in self.taken if one.is_chain and one.depth >= plan.depth and rows in self.taken[one]]
-            alike += [one for one in longer if bounds(one) in (bounds(plan), (None, None))]
+            alike += [one for one in longer if bounds(one) in (bounds(plan), bounds(_whole(plan)))]
         return plain * min(self._times(one, rows) for one in alike)
 
     def _times(self, plan: Plan, rows: int) -> float:
@@ -152,7 +152,7 @@ class Contest:
         misses, best = 0, 0.0
         for plan in plans:
             # With a bound other than the length fewer guesses fail, so such a plan may pay where others clearly lose.
-            if misses == MISSES and not any(bounds(plan)):
+            if misses == MISSES and bounds(plan) == (None, None):
                 continue
             self.time(plan, self.rows[0])
             best = max(best, self.speed(plan), self.speed(NO_DRAFT))
@@ -160,7 +160,7 @@ class Contest:
                 misses = misses + 1 if self.speed(plan) < HOPELESS * best else 0
         plain = self.speed(NO_DRAFT)
         # A bounded plan may pay with many rows even where it does not with one; the longest are kept to find out.
-        bounded = [plan for plan in self.taken if any(bounds(plan))]
+        bounded = [plan for plan in self.taken if bounds(plan) != (None, None)]
         always = {NO_DRAFT, *(plan for plan in bounded if plan.depth == max(one.depth for one in bounded))}
         kept = [plan for plan in self.taken if plan in always or self.speed(plan) >= HOPELESS * plain]
         if len(self.rows) > 1 and self.seconds(NO_DRAFT, self.rows[0]) > SLOW_STEP_S:
@@ -172,10 +172,10 @@ class Contest:
             for plan in kept:
                 self.time(plan, rows)
         for plan, rows in product(kept[1:], self.rows):
-            whole = Plan((1,) * plan.depth)
+            whole = _whole(plan)
             if plan.confidence not in (None, NEVER_SURE) and rows not in self.taken.get(whole, {}):
                 self.time(whole, rows)
-            if self.copying is not None:
+            if self.copying is not None and plan.factor != NO_COPY:
                 self.time_full(self.copying, plan.max_nodes, rows)
         return Profile(self.rows, tuple(self._with_costs(plan) for plan in kept))
 
@@ -184,7 +184,7 @@ class Contest:
         arm = self.sampler.arm(plan)
         seconds, full = tuple(self.seconds(plan, rows) for rows in self.rows), tuple[float, ...]()
         if arm.varies:
-            whole = Plan((1,) * plan.depth)
+            whole = _whole(plan)
             # Some drafters make fewer guesses than they may even without a bound. The cost of a guess comes from all
             # guesses of the whole chain, since both plans, timed on different texts, may make nearly as many.
             more = (plan.max_nodes - arm.usual) / self.sampler.brought[whole].usual
@@ -226,6 +226,11 @@ class Contest:
         return all(statistics.median(some) < NOISY * min(some) for some in self.taken[NO_DRAFT].values())
 
 
+def _whole(plan: Plan) -> Plan:
+    """Return a chain of the same depth and drafters in which no guess is left out."""
+    return Plan((1,) * plan.depth, factor=NO_COPY if plan.factor == NO_COPY else None)
+
+
 def _in_rows(rows: int) -> str:
     return f"{rows} row{'s' if rows > 1 else ''}"
 
@@ -246,9 +251,10 @@ def measure_profile(
     """
     default, most = drafter.default_plan(), rows[-1]
     longest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else default.depth
+    behind = drafter.parts[-1] if drafter.parts else None
     plans = candidates(
         default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.factors, drafter.confidences,
-        drafter.longest,
+        drafter.longest, 0 if behind is None else behind.max_depth or behind.default_plan().depth,
     )
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
     deepest = max((plan.depth for plan in plans), default=0)

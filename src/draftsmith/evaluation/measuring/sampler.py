@@ -9,7 +9,7 @@ from draftsmith.engine.evidence import no_evidence
 from draftsmith.engine.known import ODDS
 from draftsmith.engine.profile import Sampled
 from draftsmith.evaluation.measuring.steps import step_seconds
-from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.plan import NO_COPY, NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
 
 UNSEEN = 0.5
@@ -120,7 +120,7 @@ class Sampler:
     def arm(self, plan: Plan) -> Arm:
         """Return everything that is known about a plan except its costs."""
         brought = self._looked_up(plan)
-        if not self.looks_up or not plan.depth:
+        if not self.looks_up or not plan.depth or plan.factor == NO_COPY:
             made = None if plan.confidence is None else brought.usual
             share = brought.guessing / brought.steps if brought.guessing else UNSEEN / (1 + brought.steps)
             return Arm(plan, self._survival(plan, share), (), made=made)
@@ -197,7 +197,7 @@ def shares(counts: Sequence[Sequence[int]], depth: int, share: float = 1.0) -> t
 
 def has_both(plan: Plan) -> bool:
     """Return whether the length of a match bounds the plan's lookups, and a confidence the guesses behind them."""
-    return None not in bounds(plan)
+    return None not in bounds(plan) and plan.factor != NO_COPY
 
 
 def bounds(plan: Plan) -> tuple[float | None, float | None]:
