@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from draftsmith.engine.arm import Arm, Behind
 from draftsmith.engine.evidence import FIRST_WAIT
-from draftsmith.engine.fitted import SAMPLED_LOST, Fitted
+from draftsmith.engine.fitted import EARLY_LOST, Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Profile, Sampled
@@ -79,7 +79,7 @@ def test_in_a_sampled_text_the_first_trial_costs_no_more_than_a_share_of_what_wa
     plans = go(asked, RowHistory(True, 5), 300, found=0, stay=0, stay_behind=0)
     assert plans.index(BOTH) > 2 * FIRST_WAIT
     lost = sum(0.4 if plan == BOTH else 0.08 for plan in plans if plan != NO_DRAFT)
-    assert 0 < lost < SAMPLED_LOST * len(plans)
+    assert 0 < lost < EARLY_LOST * len(plans)
     greedy = go(policy(), RowHistory(False, 5), 300, found=0, stay=0, stay_behind=0)
     assert sum(plan != NO_DRAFT for plan in greedy) > sum(plan != NO_DRAFT for plan in plans)
 

@@ -37,9 +37,9 @@ CROWD_PATIENCE = 1.05
 some rows more than others: they no longer end together, and the last ones decode in steps that are hardly cheaper."""
 CHANGE_S, EARNED_BACK = 0.0002, 16
 """About how many seconds a change of plan takes, whatever the target, and within how many steps that must pay off."""
-LOST, SAMPLED_LOST = 0.02, 0.1
-"""The share of all tokens that trials of a drafter may cost in the long run; and, in a sampled text, the share of the
-tokens written before its first trial, because such a text seldom becomes easy to guess."""
+LOST, EARLY_LOST = 0.02, 0.1
+"""The share of all tokens that trials of a drafter may cost in the long run; and the share of the tokens written before
+its first trial, in a sampled text, which seldom becomes easy to guess, and where other drafts pay already."""
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""
@@ -347,8 +347,8 @@ class Fitted(Policy):
             best = max(self._telling[number], key=values.__getitem__)
             # What nearly pays is tried more often: its trial costs little, and without it much could be missed.
             loss = TRIAL * (values[chosen] + extra - values[best]) + 2 * price * change
-            longest, soonest = max(FIRST_WAIT, round(loss / LOST)), min(LONGEST_WAIT, round(loss / SAMPLED_LOST))
-            if row.sampled and own.wait < soonest:
+            longest, soonest = max(FIRST_WAIT, round(loss / LOST)), min(LONGEST_WAIT, round(loss / EARLY_LOST))
+            if (row.sampled or chosen) and own.wait < soonest:
                 own.since, own.wait = own.wait, soonest
                 continue
             own.wait, row.tried = min(row.longer * own.wait, LONGEST_WAIT, longest), number

@@ -27,7 +27,7 @@ class Learnt:
     def __init__(self, guessers: Sequence[Guesser], whose: Sequence[int], expected: Expected) -> None:
         self._guessers, self._expected = guessers, expected
         self.told: list[tuple[int, ...]] = [_told(guessers, at) if plan else () for plan, at in enumerate(whose)]
-        """For every plan, the guessers that its steps say something about, the one that decides for a lookup first."""
+        """For each plan, the guessers that its steps give evidence about: first its lookup, or else who decides it."""
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Over all rows: greedy and sampled ones apart, since fewer guesses stay in sampled ones.
         self._common = {sampled: [no_evidence(USUAL) for _ in guessers] for sampled in (False, True)}
