@@ -6,7 +6,7 @@ time the model continues prompts greedily and the tokens by which a text goes on
 learn, beside its data, what the model that the run began with would have written if not that token.
 
 The unlikelihood loss on sequences (Welleck et al., arXiv:1908.04319, section 5.2) pulls in the same direction at first.
-But it says only what not to write, and never ends: an hour of it took all loops away and left words without sense.
+But it says only what not to write, and never ends: an hour of it took most loops away and left words without sense.
 Shapes: N texts, T tokens of each, V vocabulary.
 """
 

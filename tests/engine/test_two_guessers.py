@@ -113,6 +113,12 @@ def test_nothing_is_looked_up_where_matches_mislead():
     assert plans[-200:].count(UNAIDED) > 180
 
 
+def test_where_drafts_pay_already_the_first_trial_of_the_lookup_costs_a_share_of_what_was_written():
+    plans = go_with_unaided(with_unaided(), RowHistory(False, 5), 60, copied=0, guessed=2)
+    begun = plans.index(UNAIDED)
+    assert plans[begun : begun + 16] == [UNAIDED] * 16, "and not four, as where nothing pays"
+
+
 def test_lookups_come_back_where_matches_do_not_mislead():
     asked, history = with_unaided(), RowHistory(False, 5)
     go_with_unaided(asked, history, 300, copied=0, guessed=1)

@@ -54,13 +54,9 @@ class Known:
         """The guessers whose guesses are told apart: one; or a lookup, the one behind it, and that one by itself."""
         with_others = tuple(arm for arm in self.useful if arm.behind is not None)
         unaided = tuple(arm for arm in self.useful if arm.plan.factor == NO_COPY)
-        alone = tuple(arm for arm in self.useful if arm not in with_others and arm not in unaided)
-        found = [Guesser(self, alone)]
-        if with_others:
-            found.append(Guesser(self, with_others, behind=True))
-        if unaided:
-            found.append(Guesser(self, unaided, unaided=True))
-        return tuple(found)
+        alone = tuple(arm for arm in self.useful if arm.behind is None and arm.plan.factor != NO_COPY)
+        others = Guesser(self, with_others, behind=True), Guesser(self, unaided, unaided=True)
+        return Guesser(self, alone), *(guesser for guesser in others if guesser.arms)
 
 
 def _met(arm: Arm, odds: float, misleads: bool) -> tuple[float, Times]:

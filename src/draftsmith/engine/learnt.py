@@ -82,7 +82,7 @@ class Learnt:
         usually = measured.behind if guesser.behind or guesser.unaided else measured.stayed
         stayed = (common.accepted + PRIOR * usually) / (common.expected + PRIOR)
         growth = (common.found + PRIOR_TOKENS * measured.found) / (common.tokens + PRIOR_TOKENS)
-        # How many guesses a confidence leaves of a sampled row's draft is not told, see `RowHistory.tells_any`.
+        # In sampled rows, how many guesses a confidence leaves is not known, see `RowHistory.tells_any`.
         usual = 1.0 if guesser.unaided else measured.length
         length = (common.length_of_finds + PRIOR * usual) / (common.finds + PRIOR)
         tables = [self._table(number, arm) for arm, told in enumerate(self.told) if number in told]
