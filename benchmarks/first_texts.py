@@ -8,7 +8,6 @@ has). Timed is from the first token to the last; ratios to no speculation are pa
 """
 
 import random
-import time
 
 from common import arguments, as_json, finish, main, print_table, say, span, start
 from policy import NONE, Run, Switched, prompts_of, write
@@ -49,7 +48,7 @@ def run() -> None:
     assert isinstance(fitted, Fitted)
 
     def fresh() -> Fitted:
-        return Fitted(*fitted.known, clock=time.perf_counter)
+        return Fitted(*fitted.known, learns_times=True)
 
     rng, cells, rows = random.Random(args.seed), [], []
     for temperature in args.temperatures:

@@ -100,6 +100,9 @@ class Switched(Policy):
     def holds(self) -> int:
         return self.policies[self.current].holds
 
+    def timed(self, seconds: float) -> None:
+        self.policies[self.current].timed(seconds)
+
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         return self.policies[self.current].choose(load, rows)
 

@@ -84,12 +84,12 @@ def test_of_a_lookup_every_guess_counts(drafted: int, stayed: int, constrained: 
     """
     found = tokens_found(0.25, 1.2)
     arm = Arm(Plan((1,) * 8, factor=0.5), (0.8, 0.4), (1.1,), found=found, full=(3.0,), made=2.0)
-    now = [0.0]
-    policy = Fitted(Known(Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm)), hope=100.0), clock=lambda: now[0])
+    known = Known(Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm)), hope=100.0)
+    policy = Fitted(known, learns_times=True)
     history = RowHistory(False, 5, constrained=constrained)
     for _ in range(300):
         (choice,) = policy.choose(load(1), [history])
-        now[0] += cost if choice.plan.depth else 1.0
+        policy.timed(cost if choice.plan.depth else 1.0)
         history.note(stayed if choice.plan.depth else 0, drafted if choice.plan.depth else 0, NO_DRAFT)
     (why,) = policy.reasons(load(1), [history])
     assert isinstance(why, Weighed) and why.label == "pays"
@@ -219,16 +219,15 @@ def test_several_rows_begin_to_draft_only_where_that_pays_clearly():
 
 def test_several_rows_go_on_where_drafts_pay_at_all_until_others_join():
     """Costs of steps are learnt: what was measured as a gain of 1.2 becomes one of 1.04 while they draft."""
-    time, plain, drafted = 0.0, 0.001, 0.002 / 1.2
+    plain, drafted = 0.001, 0.002 / 1.2
     arms = (Arm(NO_DRAFT, (), (plain,)), Arm(CHAINS[0], (1.0,), (drafted,)))
-    policy, rows = Fitted(Known(Profile((1,), arms), rows=None), clock=lambda: time), some(4)
+    policy, rows = Fitted(Known(Profile((1,), arms), rows=None), learns_times=True), some(4)
 
     def go_on(rows: Sequence[RowHistory], steps: int) -> list[int]:
-        nonlocal time
         found = []
         for _ in range(steps):
             found += alike(policy, rows, 1)
-            time += drafted if found[-1] else plain
+            policy.timed(drafted if found[-1] else plain)
         return found
 
     assert sum(go_on(rows, 100)) == 100 - REMINDERS, "plain steps are timed once"
@@ -243,16 +242,15 @@ def test_what_steps_cost_now_is_learnt_while_it_runs():
     """Drafted steps take three times as long as was measured: it decodes plainly, until they do no longer."""
     long = profile(cost=0.2)
     arms = tuple(replace(arm, seconds=tuple(0.001 * took for took in arm.seconds)) for arm in long.arms)
-    time, slow, history = 0.0, 3.0, RowHistory(False, 5)
-    policy = Fitted(Known(Profile(long.rows, arms)), clock=lambda: time)
+    slow, history = 3.0, RowHistory(False, 5)
+    policy = Fitted(Known(Profile(long.rows, arms)), learns_times=True)
 
     def go_on(steps: int) -> list[int]:
-        nonlocal time
         found = []
         for _ in range(steps):
             (choice,) = policy.choose(load(1), [history])
             depth = choice.plan.depth
-            time += 0.001 * (1 + 0.2 * depth) * (slow if depth else 1.0)
+            policy.timed(0.001 * (1 + 0.2 * depth) * (slow if depth else 1.0))
             found.append(depth)
             history.note(min(2, depth), depth, NO_DRAFT)
         return found
@@ -287,14 +285,14 @@ def test_nobody_need_ask_about_drafts_that_go_on_and_nothing_is_lost_by_that():
 
 def test_what_the_first_step_with_a_draft_takes_says_nothing_of_the_others():
     """It takes ten times as long as those that follow, as where caches were full of other things."""
-    time, before, history = 0.0, 0, RowHistory(False, 5)
+    before, history = 0, RowHistory(False, 5)
     arms = (Arm(NO_DRAFT, (), (0.001,)), Arm(CHAINS[0], (1.0,), (0.002 / 1.3,)))
-    policy = Fitted(Known(Profile((1,), arms), rows=None), clock=lambda: time)
+    policy = Fitted(Known(Profile((1,), arms), rows=None), learns_times=True)
     depths = []
     for step in range(600):
         (choice,) = policy.choose(load(1), [history])
         depth = choice.plan.depth
-        time += arms[depth].seconds[0] * (10 if depth and not before else 1)
+        policy.timed(arms[depth].seconds[0] * (10 if depth and not before else 1))
         before = depth
         depths.append(depth)
         history.note(depth if step < 100 or step > 200 else 0, depth, NO_DRAFT)

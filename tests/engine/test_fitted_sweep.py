@@ -1,6 +1,6 @@
 """No cliff: as acceptance sweeps up and down, the policy stays near the better of plain decoding and the best plan.
 
-All time is that of a table of costs, with a clock of its own, so nothing here depends on the machine.
+All time is that of a table of costs, so nothing here depends on the machine.
 """
 
 import random
@@ -52,7 +52,7 @@ class World:
 
     def __init__(self, rows: int, scale: float) -> None:
         self.time, self.rows, self.scale = 0.0, rows, scale
-        self.policy = Fitted(Known(profile(scale)), clock=lambda: self.time)
+        self.policy = Fitted(Known(profile(scale)), learns_times=True)
         self.histories = [RowHistory(False, 5) for _ in range(rows)]
         self.rng = random.Random(1)
 
@@ -65,13 +65,16 @@ class World:
             else:
                 choices = self.policy.choose(load(self.rows), self.histories)
                 held = self.policy.holds
+            took = 0.0
             for share, history, choice in zip(shares, self.histories, choices, strict=True):
                 depth, stayed = choice.plan.depth, 0
                 while stayed < depth and self.rng.random() < share:
                     stayed += 1
                 history.note(stayed, depth, NO_DRAFT)
                 tokens += expected(share, depth)
-                self.time += self.scale * cost(depth, self.rows) / self.rows
+                took += self.scale * cost(depth, self.rows) / self.rows
+            self.policy.timed(took)
+            self.time += took
         return tokens, self.time - begun
 
 

@@ -127,16 +127,15 @@ def test_rows_that_choose_for_themselves_pay_for_their_texts_too():
 
 def test_a_long_text_is_not_taken_for_a_slow_machine():
     """Plain steps take ten times as long behind it, as was measured: nothing is learnt that short texts suffer by."""
-    time, cost = 0.0, LengthCost(5, 1e-6, 0.0)
+    cost = LengthCost(5, 1e-6, 0.0)
     chains = tuple(replace(arm, seconds=(0.001 * arm.seconds[0],)) for arm in profile(cost=0.3, rows=(1,)).arms)
-    policy = Fitted(Known(Profile((1,), chains, cost)), clock=lambda: time)
+    policy = Fitted(Known(Profile((1,), chains, cost)), learns_times=True)
 
     def go_on(row: RowHistory, steps: int) -> list[int]:
-        nonlocal time
         found = []
         for _ in range(steps):
             found += decode(policy, [row], 1)
-            time += 0.001 * (1 + 0.3 * found[-1]) + 1e-6 * (row.prompt_tokens + row.written)
+            policy.timed(0.001 * (1 + 0.3 * found[-1]) + 1e-6 * (row.prompt_tokens + row.written))
         return found
 
     go_on(RowHistory(False, 5), 200)  # all plans are timed once

@@ -1,6 +1,6 @@
-"""What steps take now: each is told by a clock that the test turns, so nothing depends on the machine."""
+"""What steps take now: each is told by the test, so nothing depends on the machine."""
 
-from draftsmith.engine.pace import FIRST_RATE, MOST_SLOWER, SETTLES, SHARED, STALE, Pace
+from draftsmith.engine.pace import FIRST_RATE, MOST_SLOWER, SHARED, STALE, Pace
 from draftsmith.engine.policy import Load, RowHistory
 
 SECONDS = [1.0, 2.0, 3.0]
@@ -10,28 +10,29 @@ WHOSE = [-1, 0, 0]
 
 
 class Rows:
-    """Rows of an engine, and its time."""
+    """Rows of an engine, and the steps that they take."""
 
-    def __init__(self, clocked: bool = True) -> None:
-        self.time = 0.0
-        self.pace = Pace(WHOSE, (lambda: self.time) if clocked else None)
+    def __init__(self, learns: bool = True) -> None:
+        self.pace = Pace(WHOSE, learns)
         self.histories = [RowHistory(False, 5) for _ in range(16)]
 
-    def step(self, count: int, plan: int, took: float, reading: int = 0) -> list[float]:
-        """Let a step of so many rows take so many times as long as measured; return what is asked behind it.
+    def step(self, count: int, plan: int, *times: float, reading: int = 0) -> list[float]:
+        """Let steps of so many rows take so many times as long as measured; return what is known behind them.
 
-        Before it come some that take far longer: the first of a drafter, or without one, tell nothing.
+        Before them comes one that takes far longer: the first of a drafter, or without one, tells nothing.
         """
         self.pace.pause()
-        self.ask(count, plan, reading)
-        for times, steps in ((9.0, SETTLES), (took, 1)):
-            self.time += times * steps * SECONDS[plan] * count
-            found = self.ask(count, plan, reading, steps)
-        return found
+        self.pace.begin(Load(count, reading, 0, 16), self.histories[:count])
+        for each in (9.0, *times):
+            self.pace.timed(each * SECONDS[plan] * count)
+        self.ask(count, plan)
+        return list(self.pace.slower(count))
 
-    def ask(self, count: int, plan: int, reading: int = 0, steps: int = 1) -> list[float]:
-        load = Load(decoding=count, reading=reading, waiting=0, max_batch=16)
-        return list(self.pace.slower(load, self.histories[:count], count, plan, SECONDS[plan], steps))
+    def ask(self, count: int, plan: int, reading: int = 0) -> None:
+        heard = self.pace.heard(plan)
+        if heard is not None:
+            self.pace.learn(len(heard[0]), plan, heard[1], SECONDS[plan])
+        self.pace.begin(Load(count, reading, 0, 16), self.histories[:count])
 
 
 def test_a_plan_that_was_never_taken_counts_as_slowed_as_the_last_that_was():
@@ -60,31 +61,36 @@ def test_the_first_steps_of_a_plan_tell_most_and_none_tells_all():
     assert rows.step(4, 0, 50.0)[0] - settled < 0.06 * settled * (MOST_SLOWER - 1), "that was something else"
 
 
-def test_what_is_read_beside_a_step_and_other_rows_tell_nothing():
+def test_steps_beside_which_prompts_were_read_tell_nothing():
     rows = Rows()
     assert rows.step(4, 0, 3.0, reading=1) == [1.0] * 3
-    rows.ask(4, 0)
-    rows.time += 100
-    assert rows.ask(3, 0) == [1.0] * 3, "a row ended meanwhile"
-    rows.pace.pause()
-    rows.time += 100
-    assert rows.ask(3, 0) == [1.0] * 3
+    rows.pace.begin(Load(5, 0, 0, 16), rows.histories[:4])
+    assert not rows.pace.is_timing, "a fifth row decodes by a plan of its own"
+
+
+def test_the_steps_before_a_row_came_or_went_are_those_of_the_rows_that_were():
+    rows = Rows()
+    for _ in range(100):
+        rows.step(4, 0, 1.3)
+    rows.pace.timed(2 * 4 * SECONDS[0])
+    rows.ask(16, 0)
+    assert rows.pace.slower(4)[0] > 1.3 and rows.pace.slower(16) == [1.0] * 3
 
 
 def test_crowds_of_about_one_size_learn_together_and_others_apart():
     rows = Rows()
     for _ in range(50):
         rows.step(9, 0, 1.3)
-    assert rows.ask(15, 0)[0] > 1.2 and rows.ask(16, 0) == [1.0] * 3
+    assert rows.pace.slower(15)[0] > 1.2 and rows.pace.slower(16) == [1.0] * 3
 
 
-def test_several_steps_at_once_tell_what_one_takes():
-    rows, pace = Rows(), Pace(WHOSE, None)
-    assert pace.slower(Load(4, 0, 0, 16), rows.histories[:4], 4, 0, 1.0, 8) == [1.0] * 3
-    for _ in range(100):
-        rows.ask(4, 0, steps=8)
-        rows.time += 8 * 4 * 1.2
-    assert abs(rows.ask(4, 0, steps=8)[0] - 1.2) < 0.01
+def test_only_the_first_step_after_a_change_is_left_out():
+    rows = Rows()
+    assert rows.step(4, 0) == [1.0] * 3
+    rows.pace.timed(1.2 * 4)
+    rows.ask(4, 0)
+    assert abs(rows.pace.slower(4)[0] - (1 + 0.2 * FIRST_RATE)) < 1e-9, "the second step counts"
+    assert abs(Rows().step(4, 0, 1.1, 1.2, 1.3)[0] - (1 + 0.2 * FIRST_RATE)) < 1e-9, "several do by their mean"
 
 
 def test_what_was_learnt_long_ago_is_soon_forgotten():
@@ -99,6 +105,5 @@ def test_what_was_learnt_long_ago_is_soon_forgotten():
     assert 1.2 < before < 1.3 and after < 1.1, "four steps suffice"
 
 
-def test_without_a_clock_nothing_is_learnt():
-    rows = Rows(clocked=False)
-    assert rows.step(4, 0, 3.0) == [1.0] * 3
+def test_who_does_not_learn_times_relies_on_the_measured_ones():
+    assert Rows(learns=False).step(4, 0, 3.0) == [1.0] * 3

@@ -41,15 +41,14 @@ def test_more_guesses_cost_more_than_those_that_stay_are_worth():
 
 def test_what_a_drafter_costs_that_is_sure_of_nothing_is_learnt():
     """A step without guesses takes a fifth longer than a plain one, because it was asked."""
-    time, row = 0.0, RowHistory(False, 5)
-    fitted = Fitted(Known(Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), ARM))), clock=lambda: time)
+    row = RowHistory(False, 5)
+    fitted = Fitted(Known(Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), ARM))), learns_times=True)
 
     def go_on(steps: int, made: int, stay: int) -> list[int]:
-        nonlocal time
         depths = []
         for _ in range(steps):
             depths += decode(fitted, row, 1, made, stay)
-            time += 1.0 if not depths[-1] else 1.2 + 0.3 * made
+            fitted.timed(1.0 if not depths[-1] else 1.2 + 0.3 * made)
         return depths
 
     assert go_on(600, 0, 0)[-200:].count(4) < 60

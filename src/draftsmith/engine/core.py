@@ -173,7 +173,9 @@ class EngineCore:
             if not self._groups.are_settled:
                 self._groups.settle(list(self.scheduler.decoding.values()), self.scheduler.load())
             if self._groups.rows:
+                begun = time.perf_counter()
                 progress += self._decode()
+                self.policy.timed(time.perf_counter() - begun)
             pieces = self.scheduler.pieces()
             if pieces:
                 progress += self._read(pieces)

@@ -35,7 +35,7 @@ PATIENCE = 1.03
 CROWD_PATIENCE = 1.05
 """The same where several rows that take one plan begin to draft, or go on when others have joined them. Guesses bring
 some rows more than others: they no longer end together, and the last ones decode in steps that are hardly cheaper."""
-CHANGE_S, EARNED_BACK = 0.0002, 16
+CHANGE_S, EARNED_BACK = 0.0005, 24
 """About how many seconds a change of plan takes, whatever the target, and within how many steps that must pay off."""
 LOST, EARLY_LOST = 0.02, 0.1
 """The share of all tokens that trials of a drafter may cost in the long run; and the share of the tokens written before
@@ -43,13 +43,14 @@ its first trial, in a sampled text, which seldom becomes easy to guess, and wher
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""
-REMINDERS, EARLY_WAIT = 5, 48
+REMINDERS, EARLY_WAIT, NARROW_WAIT = 6, 48, 128
 """Where all rows take the same plan and have drafted for `LONGEST_WAIT` steps, `REMINDERS` steps without a draft come
-next, to see what those cost now; after `EARLY_WAIT` if that was never timed with so many rows. Then the drafter's other
-plans that would be at least `NEARLY` as fast come, each once, because their costs may not be those that were measured.
-"""
-NEARLY, CLEARLY = 0.95, 1.5
-"""A plan that seems `CLEARLY` times as fast as plain decoding is not checked early: few measurements are that wrong."""
+next, to see what those cost now; after `NARROW_WAIT` if drafts gain little, and after `EARLY_WAIT` if plain steps were
+never timed with so many rows. Then the drafter's other plans that would be at least `NEARLY` as fast come, each once,
+because their costs may not be those that were measured."""
+NEARLY, NARROWLY, CLEARLY = 0.95, 1.2, 1.5
+"""A plan that seems `CLEARLY` times as fast as plain decoding is not checked early: few measurements are that wrong.
+One that seems less than `NARROWLY` times as fast is checked more often, because no machine is that steady."""
 HELD, HELD_DRAFTING = 7, 7
 """Steps without a draft, and with one, for which it need not be asked again, where all rows take the same plan."""
 
@@ -64,11 +65,11 @@ class Fitted(Policy):
 
     Args:
         drafters: what was measured of one drafter or of several.
-        clock: returns seconds, from which it learns what steps cost now: a machine is slower at some times than at
-            others, and not equally for all plans. None relies on the measured costs for ever.
+        learns_times: whether it learns from the steps' seconds what they cost now: a machine is slower at some times
+            than at others, and not equally for all plans. Otherwise it relies on the measured costs for ever.
     """
 
-    def __init__(self, *drafters: Known, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, *drafters: Known, learns_times: bool = False) -> None:
         if not drafters:
             raise DraftsmithError("a fitted policy without drafters has nothing to choose; give at least one.")
         self.known = drafters
@@ -85,7 +86,7 @@ class Fitted(Policy):
         self._steps = [0] * len(self._arms)
         self._costs = StepCosts(self._arms, [first, *(known.profile for _, known, _ in owned)])
         self._tokens = 0.0  # the length of a row's text, on average over the rows that were looked at last
-        self._pace = Pace(self._whose, clock)
+        self._pace = Pace(self._whose, learns_times)
         self._learnt = Learnt(self._guessers, self._whose, self._expected)
         # The plans whose steps say something about a guesser.
         self._telling = [
@@ -140,7 +141,8 @@ class Fitted(Policy):
         costs = self._costs.of(count, self._tokens)
         if count == 1:
             self._taken = known[0].arm
-            costs = costs.slowed(self._pace.slower(load, rows, 1, self._taken, self._measured_s(rows, costs)))
+            self._learn_times(load, rows)
+            costs = costs.slowed(self._pace.slower(1))
         else:
             self._pace.pause()
         expected, worth = self._expected, dict[Stand, tuple[list[float], list[float]]]()
@@ -174,14 +176,16 @@ class Fitted(Policy):
         others = (own for number, own in enumerate(crowd.evidence) if number not in told)
         return max(0, min([left, *(own.wait - own.since - 1 for own in others)]))
 
+    def timed(self, seconds: float) -> None:
+        self._pace.timed(seconds)
+
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
         return self._reasons
 
     def _of_all(self, load: Load, rows: Sequence[RowHistory], count: int) -> int:
         """Return one plan for all rows, by what it brings them on average."""
         crowd, passed = self._crowd, 1 + self._unasked
-        took = self._measured_s(rows, self._costs.of(count, self._tokens))
-        slower = self._pace.slower(load, rows, count, self._taken, took, passed)
+        self._learn_times(load, rows)
         self._unasked = 0
         same = self._asked is not None and self._asked[:2] == (count, rows)
         if same and not crowd.arm and all(own.since + 1 < own.wait for own in crowd.evidence):
@@ -197,6 +201,7 @@ class Fitted(Policy):
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
         brings, times = self._expected.average([row.stand for row in known])
+        slower = self._pace.slower(count)
         spent = [took * longer for took, longer in zip(costs.grown(times), slower, strict=True)]
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
         values = values_of(brings, price, spent)
@@ -254,7 +259,9 @@ class Fitted(Policy):
             if one != arm and not pace.has_seen(count, one)
             and values[one] - values[arm] > (NEARLY - 1) * price * spent[one]
         ]
-        return (EARLY_WAIT, REMINDERS, max(unseen, key=values.__getitem__)) if unseen else (LONGEST_WAIT, REMINDERS, 0)
+        if unseen:
+            return EARLY_WAIT, REMINDERS, max(unseen, key=values.__getitem__)
+        return LONGEST_WAIT if beats(values, price, spent, arm, 0, NARROWLY) else NARROW_WAIT, REMINDERS, 0
 
     def _count_unasked(self) -> None:
         """Count the steps that were taken without a question since the last one, all with the same plan."""
@@ -270,15 +277,25 @@ class Fitted(Policy):
             self._unasked += unasked
             self._asked = (count, rows, before + unasked)
 
-    def _measured_s(self, rows: Sequence[RowHistory], costs: Costs) -> float:
-        """Return the seconds of a row's share of one of the last steps, all with one plan, by the measured costs.
+    def _learn_times(self, load: Load, rows: Sequence[RowHistory]) -> None:
+        """Take in how long the steps since the last question took; the next ones are those of these rows."""
+        heard = self._pace.heard(self._taken)
+        if heard is not None:
+            before, took = heard
+            count = len(before)
+            seconds = self._measured_s(before, self._costs.of(count, self._tokens), len(took))
+            self._pace.learn(count, self._taken, took, seconds)
+        self._pace.begin(load, rows)
+
+    def _measured_s(self, rows: Sequence[RowHistory], costs: Costs, steps: int) -> float:
+        """Return the seconds of a row's share of one of its last steps, all with one plan, by the measured costs.
 
         Where the number of guesses differs from step to step, it counts as many as were really made.
         """
         arm = self._arms[self._taken]
         if not arm.full:
             return costs.seconds[self._taken]
-        steps, looked_up, others = 1 + self._unasked, 0.0, 0.0
+        looked_up, others = 0.0, 0.0
         usual = 0.0 if arm.behind is None else arm.behind.made
         for row in rows:
             for _, drafted, behind in row.steps(-steps):
@@ -319,7 +336,7 @@ class Fitted(Policy):
             own.since = own.since + 1 if taken == (number in self._learnt.told[row.arm]) else 0
             if taken and own.since == 0 and number == self._whose[chosen]:
                 own.begin()  # a few guesses that fail say little
-            elif taken and own.since >= TRIAL:
+            elif taken and own.since >= TRIAL and not on_trial:
                 own.wait = FIRST_WAIT
         # How many more tokens drafts of several rows have to bring for a trial to lead to drafting.
         extra = 0.0 if chosen or rows == 1 else (patience - 1) * (values[0] + price * spent[0])
@@ -351,7 +368,12 @@ class Fitted(Policy):
             if (row.sampled or chosen) and own.wait < soonest:
                 own.since, own.wait = own.wait, soonest
                 continue
-            own.wait, row.tried = min(row.longer * own.wait, LONGEST_WAIT, longest), number
+            row.tried = number
+            # The same steps tell others whether theirs would pay, so that they need no trial of their own soon.
+            for told in {number, *self._learnt.told[best]}:
+                other = row.evidence[told]
+                later = min(row.longer * other.wait, LONGEST_WAIT, longest)
+                other.wait = later if told == number else max(other.wait, later)
             own.doubt()
             row.evidence[self._whose[best]].begin()
             return best

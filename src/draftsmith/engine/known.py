@@ -12,8 +12,9 @@ ODDS = tuple(at / 20 for at in range(round(20 * MOST_ODDS) + 1))
 """The odds that are told apart: how many times as often as measured guesses may stay; see `Arm.accepted`."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of rows for which plans are compared beforehand."""
-NEARLY = 0.95
-"""A plan is kept if it is somewhere this near to the best; which of them is really best is only learnt in use."""
+ENOUGH = 0.98
+"""Plans are kept until, for every number of rows and all odds, one of them is this near to the best. More would only be
+compared at every step, and each is one more that may look better than it is."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,31 @@ class Known:
 
     @cached_property
     def useful(self) -> tuple[Arm, ...]:
-        """Its plans that are the best, or nearly, for some number of rows and some odds."""
+        """A few of its plans, one of which is the best, or nearly, for any number of rows and any odds."""
         profile, asked = self.profile, COUNTS if self.rows is None else (self.rows,)
         arms = profile.arms
         if all(profile.best(count, self.hope) is arms[0] for count in asked):
             return ()
-        kept, costs = set[int](), [profile.costs(arms, count) for count in COUNTS]
+        costs = [profile.costs(arms, count) for count in COUNTS]
         # Where the drafter behind a lookup may draft by itself, it is best where matches mislead.
         misled = (False, True) if any(arm.plan.factor == NO_COPY for arm in arms) else (False,)
+        left = list[list[float]]()  # where no kept plan is near enough: all speeds, as shares of the best
         for odds, misleads in product(ODDS, misled):
             met = [_met(arm, odds, misleads) for arm in arms]
             for cost in costs:
                 speeds = [brings / took for (brings, _), took in zip(met, cost.grown([t for _, t in met]), strict=True)]
-                enough = max(speeds[0], NEARLY * max(speeds))
-                kept.update(at for at, speed in enumerate(speeds) if at and speed >= enough)
+                best = max(speeds)
+                if best > speeds[0]:
+                    left.append([speed / best for speed in speeds])
+        kept = set[int]()
+        while left:
+            # The plan that is near enough most often; of several, the faster one on the whole.
+            chosen = max(
+                range(1, len(arms)),
+                key=lambda at: (sum(speeds[at] >= ENOUGH for speeds in left), sum(speeds[at] for speeds in left)),
+            )
+            kept.add(chosen)
+            left = [speeds for speeds in left if speeds[chosen] < ENOUGH]
         return tuple(arms[at] for at in sorted(kept))
 
     @property

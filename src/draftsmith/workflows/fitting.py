@@ -128,7 +128,7 @@ def fitted_engines(
             if sentence not in said:
                 said.add(sentence)
                 console.print(f"[dim]{sentence}[/dim]", highlight=False)
-        policy = Fitted(*known, clock=time.perf_counter)
+        policy = Fitted(*known, learns_times=True)
         made[rows] = engine.under(policy, rows)
         made[rows].plan = NO_DRAFT if policy.is_fixed else policy.typical.plan
     return made
