@@ -116,7 +116,13 @@ def test_nothing_is_looked_up_where_matches_mislead():
 def test_where_drafts_pay_already_the_first_trial_of_the_lookup_costs_a_share_of_what_was_written():
     plans = go_with_unaided(with_unaided(), RowHistory(False, 5), 60, copied=0, guessed=2)
     begun = plans.index(UNAIDED)
-    assert plans[begun : begun + 16] == [UNAIDED] * 16, "and not four, as where nothing pays"
+    assert plans[begun : begun + 8] == [UNAIDED] * 8, "and not four, as where nothing pays"
+
+
+def test_steps_that_tell_of_both_count_as_a_trial_of_both():
+    """Neither what is looked up nor what is guessed stays: the pauses grow, whichever of them was tried."""
+    plans = go_with_unaided(with_unaided(), RowHistory(False, 5), 600, copied=0, guessed=0)
+    assert 0 < sum(plan != NO_DRAFT for plan in plans[300:]) < 60
 
 
 def test_lookups_come_back_where_matches_do_not_mislead():

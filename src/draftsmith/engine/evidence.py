@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from draftsmith.engine.arm import Arm
 from draftsmith.engine.policy import RowHistory
 
-PRIOR, PRIOR_TOKENS = 6.0, 16.0
+PRIOR, PRIOR_TOKENS = 12.0, 16.0
 """How much evidence (guesses or steps, and tokens) a new row begins with, from what was measured or other rows met."""
+DOUBTED = 6.0
+"""How much of what was known (guesses or steps) is kept when a guesser that failed is tried again."""
 FIRST_WAIT, LONGEST_WAIT = 4, 384
 """Steps without a drafter before it is tried; the pauses grow as long as no trial leads to drafting."""
 LONGER, SAMPLED_LONGER = 2, 4
@@ -118,13 +120,13 @@ class Evidence:
         self.trial, self.guessed, self.hit = TRIAL, False, False
 
     def doubt(self) -> None:
-        """Begin a trial: what is known is old, and so counts no more than what a new row begins with."""
-        if self.expected > PRIOR:
-            self.accepted, self.expected = self.accepted * PRIOR / self.expected, PRIOR
+        """Begin a trial: what is known is old, and so counts little."""
+        if self.expected > DOUBTED:
+            self.accepted, self.expected = self.accepted * DOUBTED / self.expected, DOUBTED
         if self.tokens > PRIOR_TOKENS:
             self.found, self.tokens = self.found * PRIOR_TOKENS / self.tokens, PRIOR_TOKENS
-        if self.finds > PRIOR:
-            self.length_of_finds, self.finds = self.length_of_finds * PRIOR / self.finds, PRIOR
+        if self.finds > DOUBTED:
+            self.length_of_finds, self.finds = self.length_of_finds * DOUBTED / self.finds, DOUBTED
         self.guessed = self.hit = False
 
     def goes_on(self, steps: int = 1) -> bool:

@@ -32,11 +32,15 @@ from draftsmith.types import DraftsmithError
 
 PATIENCE = 1.03
 """A change to another plan has to make decoding this many times as fast, and so does any draft against none."""
+SWITCH = 1.08
+"""The same for a change from one draft to another of all rows, which is made for the sake of their mean."""
 CROWD_PATIENCE = 1.05
-"""The same where several rows that take one plan begin to draft, or go on when others have joined them. Guesses bring
-some rows more than others: they no longer end together, and the last ones decode in steps that are hardly cheaper."""
+"""The same as `PATIENCE` where several rows that take one plan begin to draft, or go on when others have joined them.
+Guesses bring some rows more than others: they no longer end together, and the last ones decode in steps that are hardly
+cheaper."""
 CHANGE_S, EARNED_BACK = 0.0005, 24
-"""About how many seconds a change of plan takes, whatever the target, and within how many steps that must pay off."""
+"""About how many seconds a change of plan takes, with what is asked and computed for it, whatever the target; and
+within how many steps that must pay off."""
 LOST, EARLY_LOST = 0.02, 0.1
 """The share of all tokens that trials of a drafter may cost in the long run; and the share of the tokens written before
 its first trial, in a sampled text, which seldom becomes easy to guess, and where other drafts pay already."""
@@ -217,7 +221,7 @@ class Fitted(Policy):
         patience = CROWD_PATIENCE if begins else PATIENCE
         crowd.arm = self._settle(
             crowd, values, price, spent, lambda arm: costs.of(arm, self._expected.most_times[arm]) * slower[arm],
-            len(rows), patience, passed,
+            len(rows), patience, SWITCH, passed,
         )
         self._taken = self._remind(count, values, price, spent)
         self._reasons = [self._reason(crowd, values, price, spent, count, patience)] * len(rows)
@@ -310,7 +314,8 @@ class Fitted(Policy):
 
     def _settle(
         self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float],
-        hoped: Callable[[int], float], rows: int = 1, patience: float = PATIENCE, passed: int = 1,
+        hoped: Callable[[int], float], rows: int = 1, patience: float = PATIENCE, switch: float = PATIENCE,
+        passed: int = 1,
     ) -> int:
         """Return the plan of a row, or of `rows` rows that take the same one; a small gain changes nothing.
 
@@ -318,12 +323,13 @@ class Fitted(Policy):
             spent: seconds that every plan takes here.
             hoped: returns the seconds that a plan would take in the best case.
             patience: how many times as fast as plain decoding a plan has to be.
+            switch: how many times as fast as the plan taken so far another one has to be.
             passed: steps since the last call.
         """
         best = max(range(1, len(values)), key=values.__getitem__)
         change = CHANGE_S / rows
         earned = change / (EARNED_BACK * spent[row.arm])
-        if row.arm and not beats(values, price, spent, best, row.arm, PATIENCE + earned):
+        if row.arm and not beats(values, price, spent, best, row.arm, switch + earned):
             best = row.arm
         needed = patience if row.arm else patience + earned
         chosen = best if beats(values, price, spent, best, 0, needed) else 0

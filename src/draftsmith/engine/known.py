@@ -12,6 +12,8 @@ ODDS = tuple(at / 20 for at in range(round(20 * MOST_ODDS) + 1))
 """The odds that are told apart: how many times as often as measured guesses may stay; see `Arm.accepted`."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of rows for which plans are compared beforehand."""
+LENGTHS = (1.0, 3.0)
+"""Lengths of matches, relative to those measured, for which plans are compared beforehand."""
 ENOUGH = 0.98
 """Plans are kept until, for every number of rows and all odds, one of them is this near to the best. More would only be
 compared at every step, and each is one more that may look better than it is."""
@@ -43,8 +45,8 @@ class Known:
         # Where the drafter behind a lookup may draft by itself, it is best where matches mislead.
         misled = (False, True) if any(arm.plan.factor == NO_COPY for arm in arms) else (False,)
         left = list[list[float]]()  # where no kept plan is near enough: all speeds, as shares of the best
-        for odds, misleads in product(ODDS, misled):
-            met = [_met(arm, odds, misleads) for arm in arms]
+        for odds, misleads, length in product(ODDS, misled, LENGTHS):
+            met = [_met(arm, odds, misleads, length) for arm in arms]
             for cost in costs:
                 speeds = [brings / took for (brings, _), took in zip(met, cost.grown([t for _, t in met]), strict=True)]
                 best = max(speeds)
@@ -71,14 +73,18 @@ class Known:
         return Guesser(self, alone), *(guesser for guesser in others if guesser.arms)
 
 
-def _met(arm: Arm, odds: float, misleads: bool) -> tuple[float, Times]:
+def _met(arm: Arm, odds: float, misleads: bool, length: float) -> tuple[float, Times]:
     """Return the tokens a step brings at these odds, and how many times as many guesses it makes.
 
     Args:
         misleads: whether no guess stays that was looked up, so that the odds are those of other guesses alone.
+        length: how many times as long as measured the matches of a lookup are.
     """
-    if not misleads or arm.found is None:
+    if arm.found is None:
         return 1 + arm.accepted(odds), arm.times_at(odds)
+    if not misleads:
+        share = arm.share(odds, arm.stretched(length, arm.kept(odds)), arm.kept_behind(odds))
+        return 1 + arm.accepted(odds, length=length), arm.made_times(share, length, odds)
     share = arm.share(1.0, 0.0, arm.kept_behind(odds))
     return 1 + arm.accepted(0.0, 1.0, behind=odds), arm.made_times(share, 1.0, odds)
 
@@ -98,3 +104,8 @@ class Guesser:
     arms: tuple[Arm, ...]
     behind: bool = False
     unaided: bool = False
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether it guesses only where a lookup finds something."""
+        return not (self.behind or self.unaided) and any(arm.found is not None for arm in self.known.useful)

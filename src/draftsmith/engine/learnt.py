@@ -10,8 +10,9 @@ from draftsmith.engine.known import ODDS, Guesser
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Sampled
 
-DECAY, COMMON_DECAY = 0.93, 0.999
-"""By what a step's weight is multiplied at every further step: for its own row, and for rows that begin later."""
+DECAY, LOOKUP_DECAY, COMMON_DECAY = 0.96, 0.93, 0.999
+"""By what a step's weight is multiplied at every further step: for its own row, for a lookup in it, because texts begin
+and cease to repeat themselves within a few steps, and for rows that begin later."""
 USUAL = ODDS.index(1.0)
 
 
@@ -28,6 +29,7 @@ class Learnt:
         self._guessers, self._expected = guessers, expected
         self.told: list[tuple[int, ...]] = [_told(guessers, at) if plan else () for plan, at in enumerate(whose)]
         """For each plan, the guessers that its steps give evidence about: first its lookup, or else who decides it."""
+        self._decays = [LOOKUP_DECAY if guesser.looks_up else DECAY for guesser in guessers]
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Over all rows: greedy and sampled ones apart, since fewer guesses stay in sampled ones.
         self._common = {sampled: [no_evidence(USUAL) for _ in guessers] for sampled in (False, True)}
@@ -59,7 +61,7 @@ class Learnt:
         for stayed, drafted, whose in history.steps(row.seen):
             if whose == behind:
                 own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
-        for evidence, decay in ((own, DECAY), (common, COMMON_DECAY)):
+        for evidence, decay in ((own, self._decays[number]), (common, COMMON_DECAY)):
             if behind:
                 evidence.of_steps_behind(history, row.seen, arm, kept, decay)
             else:
@@ -88,7 +90,9 @@ class Learnt:
         tables = [self._table(number, arm) for arm, told in enumerate(self.told) if number in told]
         table = max(tables, key=lambda kept: kept[USUAL], default=())
         odds = _odds_of(table, stayed * table[USUAL]) if table else USUAL
-        return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR_TOKENS * growth, length_of_finds=PRIOR * length)
+        return Evidence(
+            PRIOR * stayed, PRIOR, odds, PRIOR_TOKENS * growth, PRIOR_TOKENS, PRIOR * length, PRIOR,
+        )
 
 
 def _told(guessers: Sequence[Guesser], at: int) -> tuple[int, ...]:
