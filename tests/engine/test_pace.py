@@ -1,6 +1,6 @@
 """What steps take now: each is told by the test, so nothing depends on the machine."""
 
-from draftsmith.engine.pace import FIRST_RATE, MOST_SLOWER, SETTLES, SETTLES_PLAIN, SHARED, STALE, Pace
+from draftsmith.engine.pace import MEASURED, MOST_SLOWER, SETTLES, SETTLES_PLAIN, SHARED, STALE, Pace
 from draftsmith.engine.policy import Load, RowHistory
 
 SECONDS = [1.0, 2.0, 3.0]
@@ -54,7 +54,7 @@ def test_slow_drafts_make_plain_decoding_look_less_slow():
 
 def test_the_first_steps_of_a_plan_tell_most_and_none_tells_all():
     rows = Rows()
-    assert abs(rows.step(4, 0, 1.2)[0] - (1 + 0.2 * FIRST_RATE)) < 1e-9
+    assert abs(rows.step(4, 0, 1.2)[0] - (1 + 0.2 / (1 + MEASURED))) < 1e-9
     for _ in range(300):
         settled = rows.step(4, 0, 1.2)[0]
     assert abs(settled - 1.2) < 1e-3
@@ -89,8 +89,8 @@ def test_only_the_first_steps_after_a_change_are_left_out():
     assert rows.step(4, 0) == [1.0] * 3
     rows.pace.timed(1.2 * 4)
     rows.ask(4, 0)
-    assert abs(rows.pace.slower(4)[0] - (1 + 0.2 * FIRST_RATE)) < 1e-9, "the next one counts"
-    assert abs(Rows().step(4, 0, 1.1, 1.2, 1.3)[0] - (1 + 0.2 * FIRST_RATE)) < 1e-9, "several do by their mean"
+    assert abs(rows.pace.slower(4)[0] - (1 + 0.2 / (1 + MEASURED))) < 1e-9, "the next one counts"
+    assert abs(Rows().step(4, 0, 1.1, 1.2, 1.3)[0] - (1 + 0.2 * 3 / (3 + MEASURED))) < 1e-9, "several do by their mean"
 
 
 def test_what_was_learnt_long_ago_is_soon_forgotten():

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 
 from draftsmith.engine.policy import Load, RowHistory
 
-RATE, FIRST_RATE = 0.05, 0.5
-"""The weight of what is learnt at once in the estimate of how long a plan's steps take: the least, and the first."""
+RATE, MEASURED = 0.05, 1
+"""The least weight of what is learnt at once in the estimate of how long a plan's steps take; and how many timed steps
+count as much as what was measured before."""
+SEEN = 4
+"""A plan's steps are known once so many were timed: fewer say little, above all of a lookup, whose steps differ."""
 SHARED = 0.5
 """The exponent with which a change learnt of one plan is applied to all others: a machine that is busy, or that was
 measured at a better time, seldom spares a single plan."""
@@ -55,8 +58,8 @@ class Pace:
         return self._rows is not None
 
     def has_seen(self, count: int, plan: int) -> bool:
-        """Whether a step of a plan was ever timed with about so many rows."""
-        return self._taken.get(count.bit_length(), (0,) * len(self._whose))[plan] > 0
+        """Whether enough steps of a plan were timed with about so many rows."""
+        return self._taken.get(count.bit_length(), (0,) * len(self._whose))[plan] >= SEEN
 
     def slower(self, count: int) -> list[float]:
         """Return how many times as long as measured a step takes now with so many rows, for every plan."""
@@ -106,8 +109,8 @@ class Pace:
         newest = self._newest.setdefault(size, [0] * len(self._whose))
         if self._lessons - newest[plan] > STALE:
             taken[plan] = 0
-        rate = max(RATE, FIRST_RATE / (1 + FIRST_RATE * taken[plan]))
-        taken[plan] += 1
+        taken[plan] += len(took)
+        rate = max(RATE, len(took) / (MEASURED + taken[plan]))
         self._lessons += 1
         newest[plan] = self._lessons
         before = found[plan]
