@@ -8,7 +8,7 @@ from draftsmith.engine.policy import Load, RowHistory
 RATE, MEASURED = 0.05, 1
 """The least weight of what is learnt at once in the estimate of how long a plan's steps take; and how many timed steps
 count as much as what was measured before."""
-SEEN = 4
+SEEN = 3
 """A plan's steps are known once so many were timed: fewer say little, above all of a lookup, whose steps differ."""
 SHARED = 0.5
 """The exponent with which a change learnt of one plan is applied to all others: a machine that is busy, or that was
