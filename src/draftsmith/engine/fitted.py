@@ -336,7 +336,7 @@ class Fitted(Policy):
         drafting = self._whose[row.arm]
         on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(passed)
         if on_trial:
-            chosen = max(self._of[drafting], key=values.__getitem__)
+            chosen = row.arm
         for number, own in enumerate(row.evidence):
             taken = number in self._learnt.told[chosen]
             own.since = own.since + 1 if taken == (number in self._learnt.told[row.arm]) else 0
