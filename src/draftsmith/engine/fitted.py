@@ -38,10 +38,11 @@ CROWD_PATIENCE = 1.05
 """The same as `PATIENCE` where several rows that take one plan begin to draft, or go on when others have joined them.
 Guesses bring some rows more than others: they no longer end together, and the last ones decode in steps that are hardly
 cheaper."""
-CHANGE_S, EARNED_BACK = 0.0005, 24
-"""About how many seconds a change of plan takes, with what is asked and computed for it, whatever the target; and
-within how many steps that must pay off."""
-LOST, EARLY_LOST = 0.02, 0.1
+CHANGE_S, CHANGE_ROW_S, EARNED_BACK = 0.0003, 0.0001, 24
+"""About how many seconds a change of plan takes, and how many more for each row, whatever the target: with what is
+asked and computed for it, and the steps after it, which find other data in the processor's caches. And within how many
+steps that must pay off."""
+LOST, EARLY_LOST = 0.01, 0.1
 """The share of all tokens that trials of a drafter may cost in the long run; and the share of the tokens written before
 its first trial, in a sampled text, which seldom becomes easy to guess, and where other drafts pay already."""
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
@@ -327,7 +328,7 @@ class Fitted(Policy):
             passed: steps since the last call.
         """
         best = max(range(1, len(values)), key=values.__getitem__)
-        change = CHANGE_S / rows
+        change = CHANGE_S / rows + CHANGE_ROW_S
         earned = change / (EARNED_BACK * spent[row.arm])
         if row.arm and not beats(values, price, spent, best, row.arm, switch + earned):
             best = row.arm
