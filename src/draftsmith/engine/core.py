@@ -173,9 +173,7 @@ class EngineCore:
             if not self._groups.are_settled:
                 self._groups.settle(list(self.scheduler.decoding.values()), self.scheduler.load())
             if self._groups.rows:
-                begun = time.perf_counter()
                 progress += self._decode()
-                self.policy.timed(time.perf_counter() - begun)
             pieces = self.scheduler.pieces()
             if pieces:
                 progress += self._read(pieces)
@@ -283,6 +281,7 @@ class EngineCore:
                     one.made.part = names[parts[b]] if parts and parts[b] < len(names) else None
                 progress.append(one)
         seconds["rest"] += time.perf_counter() - begun
+        self.policy.timed(sum(seconds.values()))
         rows_now = len(progress)
         for part in self._spent:
             self._spent[part] += seconds.get(part, 0.0) / rows_now

@@ -26,6 +26,7 @@ from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Costs
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
+from draftsmith.engine.reminders import Reminders
 from draftsmith.engine.step_costs import StepCosts
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
@@ -48,14 +49,6 @@ its first trial, in a sampled text, which seldom becomes easy to guess, and wher
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""
-REMINDERS, EARLY_WAIT, NARROW_WAIT = 6, 48, 128
-"""Where all rows take the same plan and have drafted for `LONGEST_WAIT` steps, `REMINDERS` steps without a draft come
-next, to see what those cost now; after `NARROW_WAIT` if drafts gain little, and after `EARLY_WAIT` if plain steps were
-never timed with so many rows. Then the drafter's other plans that would be at least `NEARLY` as fast come, each once,
-because their costs may not be those that were measured."""
-NEARLY, NARROWLY, CLEARLY = 0.95, 1.2, 1.5
-"""A plan that seems `CLEARLY` times as fast as plain decoding is not checked early: few measurements are that wrong.
-One that seems less than `NARROWLY` times as fast is checked more often, because no machine is that steady."""
 HELD, HELD_DRAFTING = 7, 7
 """Steps without a draft, and with one, for which it need not be asked again, where all rows take the same plan."""
 
@@ -92,6 +85,7 @@ class Fitted(Policy):
         self._costs = StepCosts(self._arms, [first, *(known.profile for _, known, _ in owned)])
         self._tokens = 0.0  # the length of a row's text, on average over the rows that were looked at last
         self._pace = Pace(self._whose, learns_times)
+        self._reminders = Reminders(self._pace, self._whose)
         self._learnt = Learnt(self._guessers, self._whose, self._expected)
         # The plans whose steps say something about a guesser.
         self._telling = [
@@ -102,9 +96,6 @@ class Fitted(Policy):
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in self._guessers], 0)
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
         self._taken = 0  # which plan all rows took last, reminders included
-        self._drafting = 0  # steps since one without a draft
-        # After how many of those a reminder follows, to see what another plan costs; which plan, and the steps left.
-        self._until, self._other, self._left = LONGEST_WAIT, 0, 0
         self._unasked = 0  # steps taken without a question since the last one
         self._reasons: Sequence[Reason] = ()
         self._hopeless: dict[tuple[int, float], bool] = {}
@@ -145,7 +136,6 @@ class Fitted(Policy):
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
         if count == 1:
-            self._taken = known[0].arm
             self._learn_times(load, rows)
             costs = costs.slowed(self._pace.slower(1))
         else:
@@ -164,7 +154,7 @@ class Fitted(Policy):
             self._steps[row.arm] += 1
             found.append(self._choices[row.arm])
             reasons.append(self._reason(row, values, price, spent, count))
-        self._reasons = reasons
+        self._reasons, self._taken = reasons, known[0].arm
         return found
 
     @property
@@ -177,7 +167,7 @@ class Fitted(Policy):
             drafting = crowd.evidence[self._whose[crowd.arm]]
             if drafting.trial:
                 return drafting.untold
-            left = min(HELD_DRAFTING, self._until - self._drafting)
+            left = min(HELD_DRAFTING, self._reminders.due_in)
         others = (own for number, own in enumerate(crowd.evidence) if number not in told)
         return max(0, min([left, *(own.wait - own.since - 1 for own in others)]))
 
@@ -224,7 +214,8 @@ class Fitted(Policy):
             crowd, values, price, spent, lambda arm: costs.of(arm, self._expected.most_times[arm]) * slower[arm],
             len(rows), patience, SWITCH, passed,
         )
-        self._taken = self._remind(count, values, price, spent)
+        on_trial = crowd.arm > 0 and crowd.evidence[self._whose[crowd.arm]].trial > 0
+        self._taken = self._reminders.plan(crowd.arm, on_trial, count, values, price, spent)
         self._reasons = [self._reason(crowd, values, price, spent, count, patience)] * len(rows)
         for row in known:
             row.arm = self._taken
@@ -233,40 +224,6 @@ class Fitted(Policy):
         self._steps[self._taken] += len(rows)
         self._asked = (count, list(rows), len(rows[0].accepted))
         return self._taken
-
-    def _remind(self, count: int, values: Sequence[float], price: float, spent: Sequence[float]) -> int:
-        """Return the plan that all rows take now: the settled one, or another as a reminder, to see what it costs."""
-        crowd = self._crowd
-        # Not during a trial, which counts its steps, and not where steps cannot be timed.
-        if not crowd.arm or crowd.evidence[self._whose[crowd.arm]].trial or not self._pace.is_timing:
-            self._left = 0
-        elif not self._left:
-            self._until, steps, other = self._next_reminder(count, values, price, spent)
-            if self._drafting >= self._until:
-                self._left, self._other, self._drafting = steps, other, 0
-        if self._left:
-            self._left -= 1
-            return self._other
-        self._drafting = self._drafting + 1 if crowd.arm else 0
-        return crowd.arm
-
-    def _next_reminder(
-        self, count: int, values: Sequence[float], price: float, spent: Sequence[float]
-    ) -> tuple[int, int, int]:
-        """Return the next reminder: after how many steps of drafting, for how many steps, and with which plan."""
-        pace, arm = self._pace, self._crowd.arm
-        clear = beats(values, price, spent, arm, 0, CLEARLY)
-        if not pace.has_seen(count, 0) and not clear:
-            return EARLY_WAIT, REMINDERS, 0
-        # A plan is slower by as much as it brings less after paying for its time.
-        unseen = [
-            one for one in self._of[self._whose[arm]]
-            if one != arm and not pace.has_seen(count, one)
-            and values[one] - values[arm] > (NEARLY - 1) * price * spent[one]
-        ]
-        if unseen:
-            return EARLY_WAIT, REMINDERS, max(unseen, key=values.__getitem__)
-        return LONGEST_WAIT if beats(values, price, spent, arm, 0, NARROWLY) else NARROW_WAIT, REMINDERS, 0
 
     def _count_unasked(self) -> None:
         """Count the steps that were taken without a question since the last one, all with the same plan."""
@@ -278,7 +235,7 @@ class Fitted(Policy):
             for own in self._crowd.evidence:
                 own.since += unasked
             self._steps[self._taken] += unasked * len(rows)
-            self._drafting += unasked if self._taken else 0
+            self._reminders.drafted(unasked if self._taken else 0)
             self._unasked += unasked
             self._asked = (count, rows, before + unasked)
 

@@ -90,9 +90,7 @@ class Learnt:
         tables = [self._table(number, arm) for arm, told in enumerate(self.told) if number in told]
         table = max(tables, key=lambda kept: kept[USUAL], default=())
         odds = _odds_of(table, stayed * table[USUAL]) if table else USUAL
-        return Evidence(
-            PRIOR * stayed, PRIOR, odds, PRIOR_TOKENS * growth, PRIOR_TOKENS, PRIOR * length, PRIOR,
-        )
+        return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR_TOKENS * growth, length_of_finds=PRIOR * length)
 
 
 def _told(guessers: Sequence[Guesser], at: int) -> tuple[int, ...]:

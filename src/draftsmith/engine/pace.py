@@ -19,8 +19,7 @@ the cause was something else, such as another program."""
 SETTLES, SETTLES_PLAIN = 1, 3
 """So many steps of one drafter, or without one, are not counted. The first ones find the processor's caches full of
 other data, which costs plain steps most, and a lookup that has waited takes in all tokens since: that is the cost of a
-change, not of further steps.
-"""
+change, not of further steps."""
 STALE, FORGOTTEN = 64, 1024
 """After how many lessons from other plans what was learnt of a plan is old, so that its next step counts like a first
 one; and after how many it is forgotten, as if never taken, so that a plan that was too slow to be tried is tried again.

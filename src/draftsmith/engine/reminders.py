@@ -1,0 +1,80 @@
+"""Steps now and then that show what another plan costs, where all rows have drafted by one plan for long."""
+
+from collections.abc import Sequence
+
+from draftsmith.engine.evidence import LONGEST_WAIT
+from draftsmith.engine.expected import beats
+from draftsmith.engine.pace import Pace
+
+REMINDERS, EARLY_WAIT, NARROW_WAIT = 6, 48, 128
+"""Where all rows take the same plan and have drafted for `LONGEST_WAIT` steps, `REMINDERS` steps without a draft come
+next, to see what those cost now; after `NARROW_WAIT` if drafts gain little, and after `EARLY_WAIT` if too few plain
+steps were timed with so many rows. Then the drafter's other plans that would be at least `NEARLY` as fast come, until
+each was timed, because their costs may not be those that were measured."""
+NEARLY, NARROWLY, CLEARLY = 0.95, 1.2, 1.5
+"""A plan that seems `CLEARLY` times as fast as plain decoding is not checked early: few measurements are that wrong.
+One that seems less than `NARROWLY` times as fast is checked more often, because no machine is that steady."""
+
+
+class Reminders:
+    """Counts the steps that all rows have drafted, and says which plan they take now.
+
+    Args:
+        pace: knows which plans were timed.
+        whose: which drafter each plan belongs to; the first plan drafts nothing.
+    """
+
+    def __init__(self, pace: Pace, whose: Sequence[int]) -> None:
+        self._pace, self._whose = pace, tuple(whose)
+        self._drafting = 0  # steps since one without a draft
+        # After how many of those a reminder follows; which plan it takes, and the steps left of it.
+        self._until, self._other, self._left = LONGEST_WAIT, 0, 0
+
+    @property
+    def due_in(self) -> int:
+        """How many more steps can be drafted before the next reminder."""
+        return self._until - self._drafting
+
+    def drafted(self, steps: int) -> None:
+        """Note that all rows have drafted for so many steps more."""
+        self._drafting += steps
+
+    def plan(
+        self, arm: int, on_trial: bool, count: int, values: Sequence[float], price: float, spent: Sequence[float]
+    ) -> int:
+        """Return the plan that all rows take now: the settled one, or another as a reminder.
+
+        Args:
+            arm: the settled plan.
+            on_trial: whether it is on trial, which counts its steps.
+            count: rows that decode.
+            values, price, spent: see `beats`.
+        """
+        if not arm or on_trial or not self._pace.is_timing:
+            self._left = 0
+        elif not self._left:
+            self._until, other = self._next(arm, count, values, price, spent)
+            if self._drafting >= self._until:
+                self._left, self._other, self._drafting = REMINDERS, other, 0
+        if self._left:
+            self._left -= 1
+            return self._other
+        self._drafting = self._drafting + 1 if arm else 0
+        return arm
+
+    def _next(
+        self, arm: int, count: int, values: Sequence[float], price: float, spent: Sequence[float]
+    ) -> tuple[int, int]:
+        """Return the next reminder: after how many steps of drafting, and with which plan."""
+        pace = self._pace
+        if not pace.has_seen(count, 0) and not beats(values, price, spent, arm, 0, CLEARLY):
+            return EARLY_WAIT, 0
+        # A plan is slower by as much as it brings less after paying for its time.
+        unseen = [
+            one for one, whose in enumerate(self._whose)
+            if whose == self._whose[arm] and one != arm and not pace.has_seen(count, one)
+            and values[one] - values[arm] > (NEARLY - 1) * price * spent[one]
+        ]
+        if unseen:
+            return EARLY_WAIT, max(unseen, key=values.__getitem__)
+        return LONGEST_WAIT if beats(values, price, spent, arm, 0, NARROWLY) else NARROW_WAIT, 0
