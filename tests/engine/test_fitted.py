@@ -163,7 +163,7 @@ def test_in_a_crowd_those_draft_whose_guesses_stay():
 
 def test_where_steps_are_short_all_rows_do_the_same():
     long = profile(cost=0.2)
-    arms = tuple(replace(arm, seconds=tuple(0.001 * took for took in arm.seconds)) for arm in long.arms)
+    arms = tuple(replace(arm, seconds=tuple(0.002 * took for took in arm.seconds)) for arm in long.arms)
     policy, rows = Fitted(Known(Profile(long.rows, arms))), [RowHistory(False, 5) for _ in range(4)]
 
     def go_on(rows: list[RowHistory], stays: tuple[int, ...], steps: int) -> list[int]:

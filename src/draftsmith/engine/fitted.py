@@ -39,7 +39,7 @@ CROWD_PATIENCE = 1.05
 """The same as `PATIENCE` where several rows that take one plan begin to draft, or go on when others have joined them.
 Guesses bring some rows more than others: they no longer end together, and the last ones decode in steps that are hardly
 cheaper."""
-CHANGE_S, CHANGE_ROW_S, EARNED_BACK = 0.0003, 0.0001, 24
+CHANGE_S, CHANGE_ROW_S, EARNED_BACK = 0.0003, 0.0001, 12
 """About how many seconds a change of plan takes, and how many more for each row, whatever the target: with what is
 asked and computed for it, and the steps after it, which find other data in the processor's caches. And within how many
 steps that must pay off."""
