@@ -11,6 +11,7 @@ from draftsmith.drafters.attention.eagle import Eagle, EagleConfig
 from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
+from draftsmith.engine.guarded import Guarded
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.requests.request import Request
 from draftsmith.native import LIBRARY
@@ -137,6 +138,19 @@ def test_first_come_first_served_within_a_priority():
     assert order == [2, 4, 3, 0, 1]
 
 
+def test_a_prompt_of_a_higher_priority_is_read_before_one_that_is_being_read():
+    engine = Engine(tiny_target(), max_batch=3, piece_tokens=8)
+    running, long, urgent = prompts(1, shortest=4, longest=4) + prompts(2, shortest=40, longest=40, seed=1)
+    for text, priority in ((running, 0), (long, 0), (urgent, 1)):
+        (request,) = engine.admit_call([text], SamplingParams(max_tokens=30), priority=priority)
+        engine.core.add(request)
+        engine.core.step()
+    begun: list[int] = []
+    while len(begun) < 2:
+        begun += [one.request.priority for one in engine.core.step() if one.made is None and one.tokens]
+    assert begun == [1, 0]
+
+
 def test_nothing_overtakes_a_request_that_waits_for_room():
     engine = Engine(tiny_target(), max_batch=3, max_tokens_in_flight=100)
     sizes = [(60, 20), (50, 30), (5, 3)]
@@ -249,8 +263,7 @@ def test_copies_of_a_prompt_read_it_once():
     assert engine.core.blocks.hits == 3 * BLOCK
 
 
-def test_a_drafter_with_a_memory_hears_of_what_was_not_read_again():
-    """EAGLE reads the target's states of the whole prompt, whoever's request they were computed for."""
+def eagle() -> tuple[Target, Eagle]:
     target = tiny_target()
     torch.manual_seed(0)
     drafter = Eagle.new(EagleConfig(), target, None)
@@ -258,6 +271,50 @@ def test_a_drafter_with_a_memory_hears_of_what_was_not_read_again():
         torch.nn.init.normal_(parameter, std=0.3)
     drafter = drafter.double()
     drafter.bind(target)
+    return target, drafter
+
+
+def test_a_drafter_that_the_policy_never_lets_draft_does_not_stop_the_others():
+    target, drafter = eagle()
+    policy = AtRandom([Choice(NO_DRAFT, "eagle"), Choice(CHAIN, "ngram")], seed=0)
+    engine = Engine(target, {"eagle": drafter, "ngram": NgramDrafter(NgramConfig())}, policy=policy, max_batch=2)
+    for completion, prompt in zip(engine.generate(prompts(2), SamplingParams(max_tokens=20)), prompts(2), strict=True):
+        assert completion.tokens == greedy_reference(tiny_model(), prompt, 20)
+
+
+def test_a_guarded_drafter_that_remembers_rows_serves_one_engine_at_a_time():
+    target, drafter = eagle()
+    guarded = Guarded(drafter, "eagle", target.vocab_size)
+    begun = Engine(target, guarded, plan=CHAIN).stream(prompts(1), SamplingParams(max_tokens=20))
+    next(begun)
+    with pytest.raises(DraftsmithError, match="drafting for another engine"):
+        Engine(target, drafter, plan=CHAIN).generate(prompts(1), SamplingParams(max_tokens=4))
+    begun.close()
+    assert Engine(target, drafter, plan=CHAIN).generate(prompts(1), SamplingParams(max_tokens=4))
+
+
+def test_pieces_of_a_stream_that_waited_carry_their_own_logprobs():
+    target = tiny_target()
+    engine = Engine(target, oracle_for(tiny_model(), prompts(1)), plan=CHAIN, max_batch=2)
+    params = SamplingParams(max_tokens=24, logprobs=2, prompt_logprobs=1)
+    (alone,) = engine.generate(prompts(1), params)
+    stream = engine.stream(prompts(1), params)
+    pieces = [next(stream)]
+    engine.generate(prompts(2)[1:], SamplingParams(max_tokens=60))
+    pieces += stream
+    assert len(pieces) > 3 and all(len(piece.logprobs or ()) == len(piece.tokens) for piece in pieces)
+    assert [one for piece in pieces for one in piece.logprobs or ()] == alone.logprobs
+    assert [piece.prompt_logprobs is not None for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+
+
+def test_a_short_engine_can_be_prepared():
+    target = tiny_target()
+    assert Engine(target, oracle_for(tiny_model(), prompts(1)), plan=Plan((1,) * 8), max_length=24).prepare() > 0
+
+
+def test_a_drafter_with_a_memory_hears_of_what_was_not_read_again():
+    """EAGLE reads the target's states of the whole prompt, whoever's request they were computed for."""
+    target, drafter = eagle()
     question = prompts(1, shortest=BLOCK - 14, longest=BLOCK - 14)[0]
     params = SamplingParams(max_tokens=30)
     answer = greedy_reference(tiny_model(), question, 30)

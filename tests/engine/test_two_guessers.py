@@ -132,8 +132,8 @@ def test_lookups_come_back_where_matches_do_not_mislead():
     assert plans[-100:].count(UNAIDED) < 10 and plans[-100:].count(NO_DRAFT) < 10
 
 
-def test_how_many_likely_guesses_a_sampled_row_has_is_told_by_no_plan():
-    history = RowHistory(True, 5)
-    history.note(1, 3, replace(UNAIDED, confidence=0.1))
-    history.note(1, 3, UNAIDED)
-    assert history.drafted == [1, 3]
+def test_how_many_guesses_a_sampled_row_has_is_told_only_where_they_were_looked_up():
+    history, copied = RowHistory(True, 5), replace(UNAIDED, factor=1.0)
+    for plan, behind in ((replace(UNAIDED, confidence=0.1), False), (UNAIDED, False), (copied, True), (copied, False)):
+        history.note(1, 3, plan, behind)
+    assert history.drafted == [1, 1, 1, 3]

@@ -113,6 +113,8 @@ def test_two_options_of_one_family(place: Path):
         (("--drafter", "x="), "not of the form FOLDER or NAME=FOLDER"),
         (("--drafter", "absent/x"), "folder absent/x does not exist"),
         (("--drafter", "a/drafter", "--drafter", "b/a"), "two drafters would be called 'a'"),
+        (("--family", "mlp", "--drafter", "runs/mlp/drafter"), "2 methods would be called 'mlp'; name a trained"),
+        (("--family", "eagle", "--drafter", "eagle2=x"), "2 methods would be called 'eagle2'"),
         (("--family", "mlp", "--rounds", "0"), "rounds is 0; it must be at least 1"),
         (("--family", "mlp", "--tasks", "poems"), "there are no prompts of task 'poems'"),
     ],
@@ -202,12 +204,14 @@ def test_a_killed_comparison_ends_as_one_that_was_not(place: Path):
 
     measurement_log, run = cut / "measurements.jsonl", cut / "runs" / "mlp-inner_dim=16"
     more += ("--out", str(cut))
-    kill_when(place, more, lambda: lines(measurement_log) > 3)
+    kill_when(place, more, lambda: lines(measurement_log) > 4)
     assert 2 <= trials(measurement_log) < trials(whole / "measurements.jsonl"), "killed as it searched"
     kill_when(place, more, lambda: (run / "latest").exists())
     (run / "latest").unlink()  # as if the kill had come between a checkpoint and the link to it
     searched = trials(measurement_log)
-    assert lines(measurement_log) == 2 + searched, "terms, beginning and search: it was killed as it trained"
+    assert lines(measurement_log) == 3 + searched, (
+        "terms, beginning, what is scored, and search: it was killed as it trained"
+    )
     assert searched == trials(whole / "measurements.jsonl")
     kill_when(place, more, lambda: lines(measurement_log) > 4 + searched)
     kept = measurement_log.read_bytes()
@@ -327,8 +331,8 @@ def test_trained_drafters_are_held_against_the_best_lookup():
         ["eagle over suffix", "prose", "1", "not told apart"],
     ]
     assert summary(found) == [
-        f"Of 2 trained drafters 1 guess prose better than {lookup}, the best lookup ({mode}); {worse} guess worse, "
-        f"{1 - worse} are not told apart."
+        f"Prose, {mode}: trained drafters that guess better than the best lookup ({lookup}): 1 of 2; worse: {worse}; "
+        f"too close to tell: {1 - worse}."
         for lookup, mode, worse in (("ngram", "greedy", 1), ("suffix", "T=1", 0))
     ]
     assert orderings(cells, ["prose"], facts("mlp", "eagle")) == []

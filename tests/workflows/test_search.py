@@ -1,6 +1,7 @@
 """The search for rate and start: by planted scores, and of a real family on a tiny target."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,15 @@ def test_what_was_asked_for_is_not_searched(tmp_path: Any):
     assert all(entry.family.trainable or not entry.starts for entry in read_entries([]))
     with pytest.raises(DraftsmithError, match="search_share is 1.5; give a number from 0 .no search. to 1"):
         Budget(tmp_path, search_share=1.5)
+
+
+def test_a_budget_reads_whole_texts_and_counts_what_is_read_again(tmp_path: Path):
+    budget = Budget(tmp_path)
+    assert budget.steps(lambda: (1.0, 1.0)) * 16 == budget.texts_read == 2048
+    assert "98,304 positions a family, of 2,048 texts" in budget.sentence()
+    few = Budget(tmp_path, positions=1000, texts=2048)
+    assert few.steps(lambda: (1.0, 1.0)) == 2 and few.texts_read == 32
+    twice = Budget(tmp_path, positions=100_000)
+    assert twice.texts_read == 1048, "131 steps take 2,096 texts, which are 1,048 read twice"
+    assert Budget(tmp_path, minutes=1.0, texts=160).steps(lambda: (5.0, 1.0)) == 10 + 10
+    assert Budget(tmp_path, minutes=0.5, texts=160).steps(lambda: (5.0, 1.0)) == 6

@@ -55,7 +55,8 @@ def compare(
         ),
     ] = None,
     positions: Annotated[
-        int | None, typer.Option(help="Positions that every family is trained on; 100,000 by default.")
+        int | None,
+        typer.Option(help="Positions that every family is trained on; 98,304 by default, each of 2,048 texts once."),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="Minutes that every family is trained for, in place of --positions.")
@@ -104,14 +105,14 @@ def compare(
     """
     check_outputs(json_path)
     from draftsmith.evaluation.comparison.questions import Settings
-    from draftsmith.workflows.entries import Budget, read_entries
+    from draftsmith.workflows.entries import Budget, check_names, read_entries
     from draftsmith.workflows.given import check_models, check_prompts, check_texts
 
     budget = Budget(out, positions, minutes, data, texts, text_tokens, seed, search_share)
     wanted = tuple(task for task in (tasks or "").replace(" ", "").split(",") if task)
     settings = Settings(wanted, prompt_count, sampled_prompt_count, prompt_tokens, new_tokens, rounds, seed)
     given = named_folders(drafter or [])
-    read_entries(family or [])
+    check_names(read_entries(family or []) if family or not given else [], given)
     check_models(target, map(Path, given.values()), (dtype,), device=device)
     check_texts(data)
     check_prompts(prompts)

@@ -303,10 +303,11 @@ class AsyncEngine:
             if self._failures > self._spare_failures:
                 raise
             log.exception("a step of the engine failed; all requests that were in have ended")
-            calls = set(self._listeners.values())
+            calls, open_ids = set(self._listeners.values()), set(self._listeners)
             self._listeners.clear()
             for call in calls:
-                self._note([Progress(request, [], True) for request in call.requests if request.error is not None])
+                # Those that the step itself had finished too, as their callers hear of the error alone.
+                self._note([Progress(request, [], True) for request in call.requests if request.id in open_ids])
                 call.tell(error)
             return []
         finally:

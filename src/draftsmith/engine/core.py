@@ -42,12 +42,14 @@ class Progress:
     """What a step brought to one request: tokens, and whether it has finished, so that its `completion` is ready.
 
     `made` says how the step produced the tokens; None for the first token of a text, which comes with the prompt.
+    `first` is how many tokens its text had before.
     """
 
     request: Request
     tokens: list[int]
     finished: bool
     made: Made | None = None
+    first: int = 0
 
 
 class EngineCore:
@@ -327,7 +329,7 @@ class EngineCore:
             request.raw_logits.append(raw_TV[:taken].to(torch.float32, copy=True))
         if request.finish_reason is not None:
             self._let_go(request)
-        return Progress(request, tokens, request.finish_reason is not None)
+        return Progress(request, tokens, request.finish_reason is not None, first=len(request.tokens) - len(tokens))
 
     def _expire(self, request: Request) -> Progress:
         """End a request whose deadline has passed; its tokens so far stand."""
@@ -397,8 +399,9 @@ class EngineCore:
             plans = [
                 choice.plan for choice in choices if drafter in workers([self.drafters[choice.drafter or first]])
             ]
-            # A request that is added while rows run may name any drafter.
-            plans = plans or [drafter.default_plan(), *(choice.plan for choice in self.policy.choices)]
+            # A request that is added while rows run may name any drafter, also one that the policy never lets draft.
+            if not any(plan.depth for plan in plans):
+                plans = [drafter.default_plan(), *(choice.plan for choice in self.policy.choices)]
             if drafter.max_depth is not None:
                 plans = [plan.shortened(drafter.max_depth) for plan in plans]
             drafter.attach(self.cache, max(plans, key=lambda plan: plan.max_nodes))

@@ -218,7 +218,7 @@ class Engine:
         chosen = plan if plan is not None else self.plan
         clock = Clock(self.target.device)
         clock.start("all")
-        params = SamplingParams(max_tokens=3 * (chosen.depth + 1), ignore_eos=True)
+        params = SamplingParams(max_tokens=min(3 * (chosen.depth + 1), self.max_length - 1), ignore_eos=True)
         require_finished(self.generate([[0]] * batch, params, chosen))
         return clock.stop()["all"]
 
@@ -312,14 +312,17 @@ class Engine:
 
 
 def chunk_of(progress: Progress) -> Chunk:
-    """Return what a step brought to a request as a piece of its text; call it exactly once for each `Progress`."""
+    """Return what a step brought to a request as a piece of its text; call it exactly once for each `Progress`.
+
+    If other steps have followed since, this piece has their characters too, and their own pieces have none.
+    """
     request = progress.request
     text = request.text.take()
     logprobs = None
     if request.params.logprobs is not None:
-        logprobs = request.logprobs[len(request.logprobs) - len(progress.tokens) :]
+        logprobs = request.logprobs[progress.first : progress.first + len(progress.tokens)]
     scored = None
-    if request.params.prompt_logprobs is not None and len(request.tokens) == len(progress.tokens):
+    if request.params.prompt_logprobs is not None and progress.tokens and progress.first == 0:
         scored = request.prompt_logprobs
     done = request.completion() if progress.finished else None
     return Chunk(request.index, progress.tokens, text, done, logprobs, progress.made, scored)

@@ -1,8 +1,10 @@
 """A drafter whose failures cost its guesses and nothing else: for servers, whose clients did not choose the drafter."""
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
@@ -59,6 +61,15 @@ class Guarded(Drafter):
             return empty_draft(context)
         return draft
 
+    @property
+    def owner(self) -> "weakref.ref[object] | None":
+        """Whose rows the inner drafter remembers, whoever guards it."""
+        return self.inner.owner
+
+    @owner.setter
+    def owner(self, owner: "weakref.ref[object] | None") -> None:
+        self.inner.owner = owner
+
     def default_plan(self) -> Plan:
         return self.inner.default_plan()
 
@@ -114,3 +125,5 @@ def _check(draft: Draft, rows: int, plan: Plan, vocab_size: int) -> None:
         before, last = map(int, draft.parents_BN.aminmax())
         if before < UNUSED or last >= shape[1]:
             raise ValueError(f"parents from {before} to {last} in a draft of {shape[1]} nodes")
+        if (draft.parents_BN >= torch.arange(shape[1])).any():
+            raise ValueError("a node comes before its parent")

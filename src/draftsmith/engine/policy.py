@@ -2,8 +2,9 @@
 answer differently for every row.
 
 Exactness does not depend on the answers, as long as a policy keeps to one rule, *non-anticipation*: its answer about
-the next tokens of a row may depend only on what was known before them, and it is given nothing else. A policy that
-looked at the noise of tokens to come, or at guesses already drawn, could favour some tokens over others.
+the next tokens of a row may depend only on what was known before them. It is given nothing else, except how long steps
+took. A policy that looked at the noise of tokens to come, or at guesses already drawn, could favour some tokens over
+others.
 """
 
 from abc import ABC, abstractmethod
@@ -48,11 +49,11 @@ class RowHistory:
     def tells_any(self, plan: Plan, behind: bool = False) -> bool:
         """Whether `drafted` only says if a draft of this plan had guesses, and not how many.
 
-        The number of guesses that a constraint left says which of them it forbids. The number that a confidence left
-        of a sampled row's draft says what was drawn for its first guesses. Both depend on the noise of tokens to come,
-        which a policy must not learn. What a lookup finds does not.
+        The number of guesses that a constraint left says which of them it forbids. In a sampled row, the number that a
+        confidence left, or that a lookup added behind other guesses, says what was drawn for these guesses. All depend
+        on the noise of tokens to come, which a policy must not learn. What a plan with a factor looks up does not.
         """
-        return self.constrained or (self.sampled and _by_confidence(plan, behind))
+        return self.constrained or (self.sampled and (behind or not plan.factor))
 
     def note(self, accepted: int, drafted: int, plan: Plan, behind: bool = False) -> None:
         """Record a step."""

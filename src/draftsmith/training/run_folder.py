@@ -112,7 +112,9 @@ class RunFolder:
             if not isinstance(value, dict) or not isinstance(old[section], dict):
                 changed = [(section, old[section], value)]
             else:
-                changed = [(f"{section}.{k}", old[section][k], v) for k, v in value.items() if old[section][k] != v]
+                # Another family has other options, so that a key may be on one side alone.
+                keys, before = dict.fromkeys([*value, *old[section]]), old[section]
+                changed = [(f"{section}.{k}", before.get(k), value.get(k)) for k in keys if before.get(k) != value.get(k)]
             name, before, now = changed[0]
             raise DraftsmithError(
                 f"{name} is {now!r}, but the run in {self.path} has {before!r}; go on with the same recipe, "

@@ -21,14 +21,14 @@ from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.comparison_texts import comparison_texts
-from draftsmith.workflows.entries import Budget, read_entries
+from draftsmith.workflows.entries import Budget, check_names, read_entries
 from draftsmith.workflows.methods import prepare_methods
 from draftsmith.workflows.models import Loading, load_target, quiet
 from draftsmith.workflows.partition import MEASURED, TUNING
 from draftsmith.workflows.search import Judge
 
 # Version of the kept measurements; a comparison in another format is not resumed.
-FORMAT = 3
+FORMAT = 4
 
 
 class _Record(BaseModel):
@@ -92,7 +92,8 @@ class Search(_Record):
 class MethodFacts(_Record):
     """A method's size and training cost; `rate` and `start` are those that the search chose.
 
-    `rate_at_edge` says that the chosen rate is the smallest or largest that was tried.
+    `scored_tokens` is how many tokens it scores if it was trained here. `rate_at_edge` says that the chosen rate is the
+    smallest or largest that was tried.
     """
 
     name: str
@@ -100,6 +101,7 @@ class MethodFacts(_Record):
     trained: bool
     parameters: int
     memory_bytes: int
+    scored_tokens: int | None = None
     training_s: float | None = None
     training_positions: int | None = None
     training_steps: int | None = None
@@ -236,6 +238,7 @@ def compare(
     budget, settings = budget or Budget(Path("comparison")), settings or Settings()
     loading, console, given = loading or Loading(), console or quiet(), dict(drafters or {})
     entries = [] if given and not families else read_entries(list(families))
+    check_names(entries, given)
     digests = {name: fingerprint(Path(folder)) for name, folder in given.items()}
     texts = comparison_texts(budget.data, prompts)
     loaded = load_target(target, loading, console)
@@ -244,7 +247,8 @@ def compare(
     ensure_folder(budget.folder)
     measurement_log = MeasurementLog(budget.folder / "measurements.jsonl")
     terms = {
-        "format": FORMAT, "target": loaded.name, "dtype": str(loaded.dtype), "texts": texts.digest(),
+        "format": FORMAT, "target": [loaded.name, loaded.weights_hash], "dtype": str(loaded.dtype),
+        "texts": texts.digest(),
         "positions": budget.positions, "minutes": budget.minutes, "written": [budget.texts, budget.text_tokens],
         "search_share": budget.search_share, "seed": budget.seed,
         "prompts": [settings.prompts, settings.sampled_prompts, settings.prompt_tokens, settings.new_tokens],

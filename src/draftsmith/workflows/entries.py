@@ -1,6 +1,7 @@
 """What takes part in a comparison, and the budget and recipe that every family is trained by."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 PROMPT_TOKENS, BATCH, POSITIONS = 64, 16, 48
-SCORED = 2048
-# Positions of the default budget. With search and decoding, all families take three quarters of an hour on two cores.
-DEFAULT_POSITIONS = 100_000
+# Positions of the default budget, by which each of the default texts is read once. With search and decoding, all
+# families take three quarters of an hour on two cores.
+DEFAULT_POSITIONS = 98_304
 SEARCH_SHARE = 0.15
 
 
@@ -28,7 +29,8 @@ class Budget:
 
     The target writes `texts` texts of `text_tokens` tokens each. They continue beginnings of `data`, or of the embedded
     texts if `data` is None. Runs are kept under `folder`. Each trial of the search for rate and start gets
-    `search_share` of the steps, in addition to the budget; 0 skips the search.
+    `search_share` of the steps, in addition to the budget; 0 skips the search. Drafters score the `scored` most
+    frequent tokens of the data; 0 is all, None as few as cover what the target wrote.
     """
 
     folder: Path
@@ -39,6 +41,7 @@ class Budget:
     text_tokens: int = 128
     seed: int = 0
     search_share: float = SEARCH_SHARE
+    scored: int | None = None
 
     def __post_init__(self) -> None:
         if self.positions is not None and self.minutes is not None:
@@ -62,17 +65,33 @@ class Budget:
         """The folder of the texts that are trained, tuned and measured on."""
         return self.folder / "parts"
 
-    def steps(self, seconds_a_step: Callable[[], float]) -> int:
-        """Return the steps that the budget allows; `seconds_a_step` is called only if the budget is in minutes."""
+    def steps(self, seconds_a_step: Callable[[], tuple[float, float]]) -> int:
+        """Return the steps that the budget allows.
+
+        Args:
+            seconds_a_step: returns the seconds of a step on texts that are read for the first time, and of one on texts
+                that were read before; it is called only if the budget is in minutes.
+        """
+        if self.minutes is None:
+            return -(-(self.positions or DEFAULT_POSITIONS) // (BATCH * POSITIONS))
+        (first, later), seconds, fresh = seconds_a_step(), 60 * self.minutes, self.texts // BATCH
+        if seconds <= first * fresh:
+            return max(1, int(seconds / first))
+        return fresh + int((seconds - first * fresh) / later)
+
+    @property
+    def texts_read(self) -> int:
+        """How many texts a family reads; with a budget in minutes, at most so many."""
         if self.minutes is not None:
-            return max(1, int(60 * self.minutes / seconds_a_step()))
-        return -(-(self.positions or DEFAULT_POSITIONS) // (BATCH * POSITIONS))
+            return self.texts
+        drawn = self.steps(lambda: (0.0, 0.0)) * BATCH
+        return -(-drawn // passes(drawn, self.texts))
 
     def sentence(self) -> str:
         """Return the budget in words."""
         positions = f"{self.positions or DEFAULT_POSITIONS:,} positions"
         each = f"{self.minutes:g} minutes" if self.minutes is not None else positions
-        return f"{each} a family, of {self.texts:,} texts of {self.text_tokens} tokens that the target wrote"
+        return f"{each} a family, of {self.texts_read:,} texts of {self.text_tokens} tokens that the target wrote"
 
 
 @dataclass(frozen=True)
@@ -91,6 +110,21 @@ class Entry:
     def folder(self) -> str:
         """A name for its run."""
         return "".join(c if c.isalnum() or c in "-_=." else "-" for c in self.name)
+
+    @property
+    def as_published(self) -> bool:
+        """Whether it has no options of its own, so that it takes the tree of its paper, if there is one."""
+        return self.name == self.family.name and bool(self.family.compared.static_tree)
+
+    @property
+    def twin(self) -> str | None:
+        """The name of the method that drafts with the same weights, but with a tree of what it is surest of."""
+        return self.family.compared.confident_twin if self.as_published else None
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names of the methods that it is compared as."""
+        return (self.name,) if self.twin is None else (self.name, self.twin)
 
     @property
     def starts(self) -> dict[str, tuple[Any, ...]]:
@@ -119,6 +153,21 @@ def read_entries(specs: list[str]) -> list[Entry]:
     return entries
 
 
+def check_names(entries: Iterable[Entry], given: Iterable[str]) -> None:
+    """Raise DraftsmithError where two methods have the same name, by which a comparison knows them."""
+    names = Counter([*given, *(name for entry in entries for name in entry.methods)])
+    for name, count in names.items():
+        if count > 1:
+            raise DraftsmithError(
+                f"{count} methods would be called {name!r}; name a trained drafter otherwise, as --drafter NAME=FOLDER."
+            )
+
+
+def passes(drawn: int, texts: int) -> int:
+    """Return how often each text is read if `drawn` are read in all, and there are `texts`."""
+    return -(-drawn // texts)
+
+
 def ready(family: Family) -> bool:
     """Tell whether a drafter of the family can be made with its defaults."""
     return not any(field.is_required() for field in family.config.options().values())
@@ -128,14 +177,14 @@ def recipe_for(
     entry: Entry, choice: Choice, target: "Target", budget: Budget, steps: int, run: str, epochs: int | None = None
 ) -> Recipe:
     """Return the recipe that trains an entry; it is saved beside the run, and `draftsmith train` can run it."""
-    scored = {} if target.vocab_size <= SCORED else {"draft_vocab_size": SCORED}
+    scored = {"draft_vocab_size": budget.scored} if budget.scored else {}
     return build_recipe(
         {
             "drafter": {"family": entry.family.name, **scored, **choice.options},
             "data": {"sources": [{"path": str(budget.parts / f"{TRAINING}.jsonl")}], "held_out_every": 0},
             "stage2": {
                 "steps": steps, "batch": BATCH, "prompt_tokens": PROMPT_TOKENS, "new_tokens": budget.text_tokens,
-                "temperature": 0, "epochs": epochs or -(-steps * BATCH // budget.texts), "generate_batch": 64,
+                "temperature": 0, "epochs": epochs or passes(steps * BATCH, budget.texts), "generate_batch": 64,
                 "positions_per_sequence": POSITIONS, "rate": choice.rate, "final_rate": choice.rate / 20,
                 "texts": str(budget.path),
             },

@@ -2,7 +2,9 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from draftsmith.evaluation.comparison.measurement_log import MeasurementLog
 from draftsmith.evaluation.comparison.methods import Method
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.targets import Target
-from draftsmith.training.build import build_drafter, build_prompts
+from draftsmith.training.build import build_drafter, build_prompts, frequent_tokens
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data.generated import GeneratedText
 from draftsmith.training.data.loader import noise
@@ -30,14 +32,17 @@ from draftsmith.workflows.choice import Choice
 from draftsmith.workflows.entries import BATCH, POSITIONS, PROMPT_TOKENS, Budget, Entry, recipe_for
 from draftsmith.workflows.models import open_drafter, telling
 from draftsmith.workflows.search import Judge, search, try_out
+from draftsmith.workflows.sizes import ENOUGH_COVERAGE
 
 EVALUATION_PROMPTS, EVALUATION_TOKENS = 2, 48
 PROBED_STEPS = 3
+FEWEST_SCORED = 2048
+"""The least number of tokens that drafters are made to score; it is doubled until they cover enough."""
 
 
 def write_texts(entry: Entry, target: Target, budget: Budget, bridge: EngineBridge, console: Console) -> None:
     """Let the target write the texts that all families learn from, unless that is done already."""
-    recipe = recipe_for(entry, entry.suggested(), target, budget, budget.texts // BATCH, "texts", epochs=1)
+    recipe = recipe_for(entry, entry.suggested(), target, budget, -(-budget.texts_read // BATCH), "texts", epochs=1)
     section = recipe.stage2
     texts = GeneratedText(budget.path, section, noise(recipe.seed, "stage2"))
     prompts = build_prompts(recipe, target)
@@ -47,27 +52,48 @@ def write_texts(entry: Entry, target: Target, budget: Budget, bridge: EngineBrid
             progress.update(bar, completed=made)
 
 
-def seconds_a_step(recipe: Recipe, target: Target, texts: Path) -> float:
-    """Train a throwaway drafter for a few steps, and return the seconds per step."""
+def scored_tokens(entry: Entry, target: Target, budget: Budget) -> dict[str, Any]:
+    """Return how many tokens drafters score, 0 for all: as few as cover nearly all that the target wrote."""
+    size, recipe = FEWEST_SCORED, recipe_for(entry, entry.suggested(), target, budget, 1, "texts")
+    texts = GeneratedText(budget.path, recipe.stage2, 0)
+    written = Counter(
+        token for tokens, prompt in zip(texts.sequences, texts.prompts, strict=True) for token in tokens[prompt:]
+    )
+    while size < target.vocab_size:
+        covered = sum(written[token] for token in frequent_tokens(recipe, target, size).tolist()) / written.total()
+        if covered >= ENOUGH_COVERAGE:
+            return {"tokens": size, "covered": covered}
+        size *= 2
+    return {"tokens": 0, "covered": 1.0}
+
+
+def seconds_a_step(recipe: Recipe, target: Target, texts: Path) -> tuple[float, float]:
+    """Train a throwaway drafter for a few steps; return the seconds of one on new texts, and of one on the same again.
+
+    The target's states of texts that are read several times are kept, so that it reads each of them once.
+    """
     section = recipe.stage2
     step = TrainingStep(build_drafter(recipe, target), target, recipe.optimizer, recipe.distillation)
     sequences = GeneratedText(texts, section, 0)
-    begun = time.monotonic()
+    seconds = [0.0, 0.0]
     for number in range(PROBED_STEPS + 1):
-        if number == 1:  # the first one warms up
-            begun = time.monotonic()
         batch = sequences.batch(number, step.drafter.max_depth - 1)
-        step([batch], rate=0.0, positions=section.positions_per_sequence, seed=(number,))
-    return (time.monotonic() - begun) / PROBED_STEPS
+        for again in (0, 1):
+            begun = time.monotonic()
+            step([batch], rate=0.0, positions=section.positions_per_sequence, seed=(number, again))
+            if number:  # the first one warms up
+                seconds[again] += (time.monotonic() - begun) / PROBED_STEPS
+    return seconds[0], seconds[1]
 
 
 def steps_for(entry: Entry, target: Target, budget: Budget, measurement_log: MeasurementLog) -> int:
     """Return the number of steps for which an entry is trained."""
 
-    def pace() -> float:
-        probe = recipe_for(entry, entry.suggested(), target, budget, PROBED_STEPS + 1, entry.folder)
-        seconds: float = measurement_log.once(f"pace|{entry.name}", lambda: seconds_a_step(probe, target, budget.path))
-        return seconds
+    def pace() -> tuple[float, float]:
+        # Two epochs of twice as many steps, so that the texts of the probe count as read several times.
+        probe = recipe_for(entry, entry.suggested(), target, budget, 2 * (PROBED_STEPS + 1), entry.folder, epochs=2)
+        first, later = measurement_log.once(f"pace|{entry.name}", lambda: seconds_a_step(probe, target, budget.path))
+        return first, later
 
     return budget.steps(pace)
 
@@ -132,6 +158,7 @@ def train_entry(
             "training_s": result.seconds,
             "training_positions": recipe.stage2.steps * BATCH * POSITIONS,
             "training_steps": recipe.stage2.steps,
+            "scored_tokens": recipe.drafter.config.draft_vocab_size or target.vocab_size,
         }
 
     trained: dict[str, Any] = measurement_log.once(f"train|{entry.name}", run)
@@ -169,6 +196,14 @@ def prepare_methods(
     )
     if trainable:
         write_texts(trainable[0], target, budget, bridge, console)
+        if budget.scored is None:
+            found = measurement_log.once("scored", lambda: scored_tokens(trainable[0], target, budget))
+            budget = replace(budget, scored=found["tokens"])
+            if budget.scored:
+                console.print(
+                    f"drafters score the {budget.scored:,} most frequent tokens of the data, {found['covered']:.1%} of "
+                    "what the target wrote; a family named with :draft_vocab_size=0 scores all"
+                )
     for entry in trainable:
         console.print(f"[bold]{entry.name}[/bold]: {entry.family.summary}")
         steps = steps_for(entry, target, budget, measurement_log)
@@ -177,12 +212,10 @@ def prepare_methods(
         facts = {**facts, **searched(entry, choice)}
         drafter = load_drafter(facts.pop("drafter"), target)
         # A family that was named with options is compared for these options, with the tree that all methods have.
-        as_published = entry.name == entry.family.name and entry.family.compared.static_tree
-        add(entry.name, drafter, entry.family.summary, tree=entry.family.tree if as_published else (), **facts)
-        twin = entry.family.compared.confident_twin
-        if as_published and twin is not None:
+        add(entry.name, drafter, entry.family.summary, tree=entry.family.tree if entry.as_published else (), **facts)
+        if entry.twin is not None:
             facts.pop("search")  # reported once, for the weights that it found
-            add(twin, drafter, f"the same weights as {entry.name}, with a tree of what it is surest of", **facts)
+            add(entry.twin, drafter, f"the same weights as {entry.name}, with a tree of what it is surest of", **facts)
     for entry in entries:
         if not entry.family.trainable:
             config = entry.family.config.read(entry.options, f"{entry.name}:")

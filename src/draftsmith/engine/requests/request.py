@@ -92,7 +92,8 @@ class Request:
     why: Reason | None = None
     """Why it drafts as it does in the next step; None without a reason."""
     never_drafts: bool = False
-    """Whether none of its steps will ever draft, so that drafters need not know it; set by the core."""
+    """Whether no drafter will ever guess for it, so that drafters need not know it; set by the core. Its prediction may
+    still be verified."""
     history: RowHistory = field(init=False)
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ the most it may ever hold fits beside the most that the others may hold, so none
 
 import heapq
 import time
+from bisect import insort
 from dataclasses import dataclass, field
 
 from draftsmith.engine.limits import SCORED_PIECE
@@ -67,7 +68,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn."""
-        heapq.heappush(self.waiting, (-request.priority, request.id, request))
+        heapq.heappush(self.waiting, (*_turn(request), request))
         self._deadlines += request.deadline is not None
 
     @property
@@ -88,7 +89,7 @@ class Scheduler:
         return [request for request in everybody if request.deadline is not None and request.deadline <= now]
 
     def pieces(self) -> list[Piece]:
-        """Give slots to the requests whose turn it is; return what to read next, in order of arrival."""
+        """Give slots to the requests whose turn it is; return what to read next, in the order of their turns."""
         while self.waiting and self._free:
             request = self.waiting[0][2]
             if self.tokens + whole(request) > self.max_tokens:
@@ -98,7 +99,7 @@ class Scheduler:
             request.slot = heapq.heappop(self._free)
             self.tokens += whole(request)
             request.began_at = time.monotonic()
-            self.reading.append(request)
+            insort(self.reading, request, key=_turn)
         budget = self.piece if self.decoding else self.largest_piece
         pieces: list[Piece] = []
         for request in self.reading:
@@ -167,6 +168,11 @@ class Scheduler:
         self.tokens -= whole(request)
         heapq.heappush(self._free, request.slot)
         request.slot = NO_SLOT
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    """Return what requests are ordered by: the larger priority goes first, among equals the one that came first."""
+    return -request.priority, request.id
 
 
 def whole(request: Request) -> int:

@@ -42,7 +42,7 @@ class Rows:
         count: rows that are requests.
         size: rows of the tensors.
         simple_rows: rows of the tensors that are simple; padding counts as simple only if all requests are.
-        never_drafts: whether none of these rows will ever draft.
+        never_drafts: whether no drafter will ever guess for these rows.
         has_logprobs: whether any row asks for log-probabilities or keeps its logits.
         depth, max_nodes: of the plan.
         constrained: the rows with a constraint, none of which is simple; None if there are none.

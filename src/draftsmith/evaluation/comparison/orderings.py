@@ -104,7 +104,8 @@ def summary(found: Sequence[Mapping[str, Any]]) -> list[str]:
             above = sum(item["difference_ci"][0] > 0 for item in mine)
             below = sum(item["difference_ci"][1] < 0 for item in mine)
             sentences.append(
-                f"Of {len(mine)} trained drafters {above} guess {NEW} better than {mine[0]['worse']}, the best lookup "
-                f"({mode}); {below} guess worse, {len(mine) - above - below} are not told apart."
+                f"{NEW.capitalize()}, {mode}: trained drafters that guess better than the best lookup "
+                f"({mine[0]['worse']}): {above} of {len(mine)}; worse: {below}; too close to tell: "
+                f"{len(mine) - above - below}."
             )
     return sentences

@@ -10,7 +10,7 @@ from draftsmith.evaluation.comparison.orderings import HEADER, Cells, ordering_r
 from draftsmith.evaluation.measuring.intervals import ratio_interval
 from draftsmith.evaluation.reporting.result_files import markdown_table
 
-FAMILY_HEADER = ["method", "parameters", "own memory, MB", "trained, s", "positions", "what it is"]
+FAMILY_HEADER = ["method", "parameters", "own memory, MB", "scores", "trained, s", "positions", "what it is"]
 HOW_TO_READ = """\
 - **τ** = 1 + accepted / steps: the tokens that a step brings. "τ chain" is of {chain} guesses in a row, so at most \
 {deepest}; "τ tree" of the {nodes} nodes that a drafter is surest of, at most {deepest} deep but for lookups. \
@@ -55,6 +55,7 @@ def family_rows(families: Sequence[Mapping[str, Any]]) -> list[list[str]]:
             family["name"],
             f"{family['parameters'] / 1e6:.2f} M" if family["parameters"] else "–",
             f"{family['memory_bytes'] / 1e6:.1f}" if family["memory_bytes"] else "–",
+            f"{family['scored_tokens']:,}" if family.get("scored_tokens") else "–",
             f"{family['training_s']:.0f}" if family.get("training_s") is not None else "–",
             f"{family['training_positions']:,}" if family.get("training_positions") else "–",
             family["summary"],

@@ -266,6 +266,8 @@ class Blocks:
         """Make a block unfindable, with all pieces behind it; return those of their blocks that no slot uses."""
         first = self._piece_of[block]
         del first.home[first.tokens]
+        if not first.home:
+            self._roots = {name: root for name, root in self._roots.items() if root is not first.home}
         gone, pieces = [], [first]
         while pieces:
             piece = pieces.pop()
