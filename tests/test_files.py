@@ -31,7 +31,8 @@ def test_texts_of_a_run_that_is_still_writing_lose_nothing_to_another_run(tmp_pa
         writer.write(line + line[:9])
         writer.flush()
         section = OnPolicySection(steps=1, batch=1, epochs=1, prompt_tokens=2, new_tokens=8)
-        assert GeneratedText.of(path, section, 0).sequences == [[1, 2, 3, 4]]
+        found = GeneratedText.of(path, section, 0, vocabulary=5, context=4)
+        assert found.sequences == [[1, 2, 3, 4]]
         writer.write(line[9:])
     assert path.read_text() == line + line
 

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -26,8 +28,9 @@ from draftsmith.evaluation.checking.check import check_drafter, check_files, che
 from draftsmith.evaluation.checking.parity import measure_parity, own_texts
 from draftsmith.evaluation.measuring.measure import Measurement
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
+from draftsmith.evaluation.proof.shared_rows import WrappedTarget
 from draftsmith.plan import Plan
-from draftsmith.targets import Target
+from draftsmith.targets import KVCache, Nodes, Target
 from draftsmith.types import Context, DraftsmithError, SamplingParams, TargetFacts
 from draftsmith.workflows import given
 from draftsmith.workflows.bridge import EngineBridge
@@ -113,6 +116,35 @@ class SeesOtherRows(MLPSpeculator):
         return root_B, state_BF[:1].expand_as(state_BF)
 
 
+class TurnsAtATie(MLPSpeculator):
+    """Of two guesses with the same score, makes one in a batch and the other alone."""
+
+    tied = (0, 0)
+
+    def top_k(self, depth, state, tokens_R, k, scores):  # type: ignore[no-untyped-def]
+        best, tokens_Rk, after = super().top_k(depth, state, tokens_R, k, scores)
+        alone, together = self.tied
+        either = (tokens_Rk == alone) | (tokens_Rk == together)
+        return best, tokens_Rk.masked_fill(either, together if len(tokens_R) > 1 else alone), after
+
+
+class TargetTurnsAtATie(WrappedTarget):
+    """Of two tokens with the same logit, prefers one in a batch and the other alone."""
+
+    def __init__(self, inner: Target, tied: tuple[int, int]) -> None:
+        super().__init__(inner)
+        self.tied = tied
+
+    def forward(
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, features_BMF = super().forward(cache, nodes, taps, keep_logits)
+        preferred = self.tied[len(nodes.tokens_BM) > 1]
+        logits = logits.clone()
+        logits[..., preferred] *= 1 + 4 * torch.finfo(logits.dtype).eps * logits[..., preferred].sign()
+        return logits, features_BMF
+
+
 class LosesTheFirstToken(DraftModel):
     """Reads a prompt from its second token on."""
 
@@ -147,6 +179,37 @@ def test_a_planted_fault_fails_with_depth_and_cause(kind: type[MLPSpeculator], f
     failed = {check.name: check.detail for check in report.checks if not check.passed}
     assert not report.passed and failing in failed
     assert re.search(words, failed[failing]), failed[failing]
+
+
+def tied_tokens(target: Target) -> tuple[int, int]:
+    """Return the most frequent token of the target's texts, and one that they do not have."""
+    counts = Counter(token for text in own_texts(target, NoDrafter(), 0, PROMPTS, NEW_TOKENS) for token in text.tokens)
+    return counts.most_common(1)[0][0], next(token for token in range(target.vocab_size) if not counts[token])
+
+
+def test_a_batch_that_turns_at_a_tie_of_the_drafters_has_no_fault():
+    target = tiny_target()
+    healthy = fitted(target)
+    drafter = TurnsAtATie(healthy.config).to(target.dtype).eval().requires_grad_(False)
+    drafter.load_state_dict(healthy.state_dict())
+    drafter.tied = tied_tokens(target)
+    for head in drafter.head:
+        head.weight[drafter.tied[1]] = head.weight[drafter.tied[0]]
+    report = check_drafter(target, drafter, drafter, PROMPTS, NEW_TOKENS)
+    assert report.passed, report.sentence()
+    assert re.search("make the same drafts, [1-9] of them up to a tie", report.checks[-1].detail)
+
+
+def test_a_batch_that_turns_at_a_tie_of_the_targets_has_no_fault():
+    healthy = tiny_target()
+    drafter, tied = fitted(healthy), tied_tokens(healthy)
+    model = deepcopy(tiny_model())
+    with torch.no_grad():
+        head = model.get_output_embeddings().weight
+        head[tied[1]] = head[tied[0]]
+    target = TargetTurnsAtATie(Target(model, native=False), tied)
+    report = check_drafter(target, drafter, drafter, PROMPTS, NEW_TOKENS)
+    assert re.search("make the same drafts, [1-9] of them up to a tie", report.checks[-1].detail), report.checks[-1]
 
 
 def test_a_small_lm_is_held_against_its_forward_and_a_token_that_it_loses_is_seen():

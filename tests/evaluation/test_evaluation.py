@@ -31,11 +31,12 @@ from draftsmith.evaluation.measuring.losslessness import (
 from draftsmith.evaluation.measuring.peers import transformers_peer
 from draftsmith.evaluation.measuring.speedup import measure_speedups
 from draftsmith.evaluation.prompts import Prompt, cut, distinct, embedded_prompts, load_prompts, whole
+from draftsmith.evaluation.proof.shared_rows import WrappedTarget
 from draftsmith.evaluation.reporting.result_files import ensure_writable, markdown_table, write_json
 from draftsmith.files import JsonLines, replace_text, replacing
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.provenance import provenance, without_folders
-from draftsmith.targets import Target
+from draftsmith.targets import KVCache, Nodes, Target
 from draftsmith.targets.token_ids import Conversation
 from draftsmith.types import DraftsmithError, SamplingParams
 from tests.helpers.tiny import prompts as token_prompts
@@ -239,6 +240,23 @@ def test_a_cell_has_every_figure_and_both_sides_counted_exactly(engine: Engine, 
         if cell["candidates"] == 0:
             assert cell["speedup"] == 1 and cell["tokens_per_step"] == 1 and cell["nodes"] == 0
     json.dumps(cells, allow_nan=False)
+
+
+class Garbling(WrappedTarget):
+    """Decodes another text than the model's own."""
+
+    def forward(
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, features_BMF = super().forward(cache, nodes, taps, keep_logits)
+        return -logits, features_BMF
+
+
+def test_a_baseline_that_is_not_the_targets_own_text_is_refused(engine: Engine, target: Target):
+    grid = Grid(batches=(2,), candidates=(0,), prompt_tokens=(12,), new_tokens=NEW_TOKENS, trials=1, warmups=0)
+    wrong = Engine(Garbling(target), engine.drafter, max_batch=2)
+    with pytest.raises(DraftsmithError, match="2 of 2 baseline texts are not .* run draftsmith prove"):
+        run_grid(wrong, engine.plan, embedded_prompts("prose"), grid)
 
 
 def test_the_engine_that_drafts_what_pays_is_one_more_setting(engine: Engine):

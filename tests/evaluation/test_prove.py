@@ -166,6 +166,10 @@ def test_nothing_to_prove_is_refused():
         prove(tiny_target(), TableDrafter(tiny_target()), NO_DRAFT, [[1]], None, Workload())  # type: ignore[arg-type]
     with pytest.raises(DraftsmithError, match="top_k is 1"):
         Workload(top_k=1)
+    with pytest.raises(DraftsmithError, match="--draws is 500; .* at least 1000"):
+        Workload(draws=500)
+    with pytest.raises(DraftsmithError, match="make 8,000 continuations, too many to enumerate"):
+        Workload(top_k=20)
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +216,8 @@ def test_short_prompts_do_and_each_counts_once(models: Path):
     ("words", "sentence"),
     [
         (("--draws", "10"), "--draws is 10"),
+        (("--quick", "--draws", "0"), "--draws is 0"),
+        (("--serving", "--top-k", "50"), "make 125,000 continuations, too many to enumerate"),
         (("--prompts", "0"), "--prompts is 0"),
         (("--top-k", "40"), "too many to enumerate"),
     ],
@@ -235,7 +241,8 @@ def test_texts_are_as_long_as_a_short_context_allows(tmp_path: Path, context: in
 
 
 def test_a_context_too_short_for_the_draws_says_what_to_set(tmp_path: Path):
-    words = ("--target", str(short_of_context(tmp_path, 8)), "--drafter", "ngram", "--joint-tokens", "5")
+    target = str(short_of_context(tmp_path, 8))
+    words = ("--target", target, "--drafter", "ngram", "--joint-tokens", "5", "--top-k", "4")
     found = CliRunner().invoke(app, ["prove", *words])
     said = " ".join(found.output.split())
     assert found.exit_code == 2

@@ -22,7 +22,7 @@ from draftsmith.training.data.batches import choose_positions, draw, prepare
 from draftsmith.training.data.generated import GeneratedText
 from draftsmith.training.data.loader import noise
 from draftsmith.training.data.windows import Window, collate
-from draftsmith.training.recipe import load_recipe
+from draftsmith.training.recipe import build_recipe, load_recipe
 from draftsmith.training.sections import DistillationSection, OnPolicySection
 from draftsmith.training.step import TrainingStep
 from draftsmith.training.train import train
@@ -335,6 +335,26 @@ def test_a_target_without_a_tokenizer_learns_from_sequences_of_another_run(tmp_p
     assert train(recipe, target=bare, generate=toy.generate, evaluate=toy.evaluate).step == 4
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "context", "words"),
+    [(99, 16, "has token 99, but the target's tokens end at 98; give"), (100, 15, "has a text of 16 tokens, but the")],
+)
+def test_texts_of_another_targets_run_are_refused(tmp_path: Path, vocabulary: int, context: int, words: str):
+    path, section = tmp_path / "generated.jsonl", OnPolicySection(steps=1, batch=1, prompt_tokens=6, new_tokens=10)
+    path.write_text(json.dumps({"sequences": [[99, *range(15)]], "prompts": [6]}) + "\n")
+    assert not GeneratedText.of(path, section, 1, vocabulary=100, context=16).missing
+    with pytest.raises(DraftsmithError, match=words):
+        GeneratedText.of(path, section, 1, vocabulary=vocabulary, context=context)
+
+
+def test_a_run_refuses_texts_that_its_target_cannot_read(tmp_path: Path, data: Path):
+    written = tmp_path / "generated.jsonl"
+    record = {"sequences": [[toy.target().vocab_size, *range(15)]] * 4, "prompts": [6] * 4}
+    written.write_text(json.dumps(record) + "\n")
+    with pytest.raises(DraftsmithError, match="generated.jsonl has token .* give the generated.jsonl of a run of this"):
+        toy.run(tmp_path / "run", data, "stage1.steps=0", f"stage2.texts={written}")
+
+
 def test_curves_on_a_board_have_every_step_once_after_resuming(tmp_path: Path, data: Path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = tmp_path / "run"
@@ -456,6 +476,9 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(tmp_path: Path, dat
         toy.run(folder, data)
     with pytest.raises(DraftsmithError, match=r"stage1\.rate is 0\.5, but the run in .* has 0\.01; go on with"):
         toy.run(folder, data, "stage1.rate=0.5", resume=True)
+    other = toy.recipe(folder, data).model_dump() | {"drafter": {"family": "eagle"}}
+    with pytest.raises(DraftsmithError, match=r"drafter\.family is 'eagle', but the run in .* has 'mlp'; go on with"):
+        train(build_recipe(other), target=toy.target(), generate=toy.generate, evaluate=toy.evaluate, resume=True)
     assert toy.run(folder, data, "output.keep=1", resume=True).step == 10
     after = toy.outcome(folder)
     del after["recipe.yaml"]

@@ -3,7 +3,9 @@
 import io
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from draftsmith.training.data.windows import collate
 from draftsmith.training.measuring import HeldOutLoss, source_lines, tau_in_words, with_loss
 from draftsmith.training.progress import Work
 from draftsmith.training.step import TrainingStep
-from draftsmith.types import SamplingParams, Statistics
+from draftsmith.types import DraftsmithError, SamplingParams, Statistics
 from draftsmith.workflows.bridge import FIRST_PROMPTS, TOO_LOW, EngineBridge, scores
 from draftsmith.workflows.estimate import Pace, foretold
 from draftsmith.workflows.held_out import Evaluation, held_out_prompts
@@ -149,6 +151,29 @@ def test_an_estimate_comes_with_a_dry_run_and_is_of_the_rest_when_resumed(place:
         rest = said(resume=True)
     assert "resuming at step 3 of 4" in rest and "of measuring τ 1 times, " in rest and "of saving 1 times; " in rest
     assert "estimate" not in said(resume=True), "nothing is left to be done"
+
+
+def test_a_run_is_not_resumed_with_other_prompts_to_measure_on(place: Path, tmp_path: Path):
+    words = {"target": place / "model", "data": place / "code.jsonl", "out": tmp_path / "run"}
+    recipe = {"stage1": {"steps": 1}, "stage2": {"steps": 0}, "target": {"dtype": "fp32"}}
+    asked = Evaluation(prompts_a_task=2, new_tokens=8, prompt_tokens=8)
+    train(recipe, *SMALL, evaluation=asked, **words)
+    changes: tuple[dict[str, Any], ...] = (
+        {"prompts": place / "prose.jsonl"}, {"prompts_a_task": 1}, {"new_tokens": 9}, {"prompt_tokens": 7},
+    )
+    for change in changes:
+        with pytest.raises(DraftsmithError, match="has measured τ on other prompts or lengths .* give the same data"):
+            train(recipe, *SMALL, evaluation=replace(asked, **change), resume=True, **words)
+    assert train(recipe, *SMALL, evaluation=asked, resume=True, **words).training.step == 1
+    kept = tmp_path / "run" / "run.json"
+    record = json.loads(kept.read_text())
+    for earlier in record["runs"]:  # as an earlier version wrote it
+        del earlier["measured_on"]
+    kept.write_text(json.dumps(record))
+    other = replace(asked, new_tokens=9)
+    assert train(recipe, *SMALL, evaluation=other, resume=True, **words).training.step == 1
+    with pytest.raises(DraftsmithError, match="has measured τ on other prompts"):
+        train(recipe, *SMALL, evaluation=asked, resume=True, **words)
 
 
 PACE = Pace(first=0.5, second=1.0, text=0.25, measurement=6.0, save=0.0, parameters=10**6, depth=3)

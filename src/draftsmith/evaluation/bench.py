@@ -20,7 +20,7 @@ from draftsmith.evaluation.measuring.losslessness import first_divergence, is_ta
 from draftsmith.evaluation.measuring.measure import Measurement, measure
 from draftsmith.evaluation.prompts import Prompt, cut
 from draftsmith.plan import Plan
-from draftsmith.types import SamplingParams
+from draftsmith.types import DraftsmithError, SamplingParams
 
 PEER_NAME = "transformers"
 FITTED = "fitted"
@@ -224,11 +224,14 @@ def decoding_figures(measured: Sequence[Measurement], new_tokens: int) -> dict[s
 
 
 def _check_baseline(engine: Engine, runs: Sequence[TimedCall]) -> None:
-    """Raise RuntimeError where the baseline is not the target's own text: a ratio to nonsense would mean nothing."""
+    """Raise DraftsmithError where the baseline is not the target's own text: a ratio to nonsense would mean nothing."""
     texts = [c for run in runs if run.measurement is not None for c in run.measurement.completions]
     wrong = sum(not is_targets_own(engine.target, text) for text in texts)
     if wrong:
-        raise RuntimeError(f"{wrong} of {len(texts)} baseline texts are not what one plain forward of the target says")
+        raise DraftsmithError(
+            f"{wrong} of {len(texts)} baseline texts are not what one plain forward of the target says, so ratios to "
+            "them would mean nothing; run draftsmith prove on this target to see where they part."
+        )
 
 
 def _check_counts(tokens: list[list[int]], new_tokens: int, who: str) -> None:

@@ -95,7 +95,10 @@ class Material:
         return noise(self.recipe.seed, "stage2")
 
     def _given_text(self, texts: str) -> GeneratedText:
-        return GeneratedText.of(Path(texts), self.recipe.stage2, self._seed)
+        return GeneratedText.of(
+            Path(texts), self.recipe.stage2, self._seed, vocabulary=self.target.vocab_size,
+            context=self.target.max_length,
+        )
 
     def samples(self, stage: int) -> list[Window]:
         """Return the first few windows of a stage."""

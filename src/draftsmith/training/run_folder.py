@@ -1,8 +1,8 @@
 """The files of a run besides its checkpoints: recipe, commands, metrics, curves.
 
 `recipe.yaml` is the effective recipe and can be run again. `run.json` lists every command with its versions, the
-seconds it took and the data that were left out. `samples.jsonl` shows what is learnt, `metrics.jsonl` has one record
-per line, and `curves.png` draws the metrics.
+seconds it took, a digest of what τ is measured on and the data that were left out. `samples.jsonl` shows what is
+learnt, `metrics.jsonl` has one record per line, and `curves.png` draws the metrics.
 """
 
 import json
@@ -21,6 +21,7 @@ from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.types import DraftsmithError, TargetFacts
 
 FREE_TO_CHANGE = ("output", "evaluation")
+MEASURED_ON = "measured_on"
 REPLACED = ("metrics.jsonl", "recipe.yaml", "run.json", "samples.jsonl", "generated.jsonl", "curves.png")
 """Files that are first written under another name, and then renamed."""
 
@@ -35,6 +36,8 @@ class RunFolder:
         self._board: Any = None
         self._runs: list[dict[str, Any]] = []
         self._begun = 0.0
+        self.measured_on: str | None = None
+        """Digest of what τ is measured on, kept in run.json; None if nobody says."""
         self._log = JsonLines(self.metrics, "restore it from a good copy, or delete it", "go on with the run")
 
     @property
@@ -76,7 +79,8 @@ class RunFolder:
         """Create the folder, or open an old one; records after `resumed_step` are dropped, since they come again.
 
         Raises:
-            DraftsmithError: the folder cannot be written, or holds a run of another recipe.
+            DraftsmithError: the folder cannot be written, or holds a run of another recipe, or one whose τ was measured
+                on other prompts.
         """
         self._begun = time.monotonic()
         try:
@@ -87,6 +91,7 @@ class RunFolder:
             if resumed_step is not None:
                 self._check_recipe()
                 self._check_target()
+                self._check_measured_on()
                 self._rewind(resumed_step)
             else:
                 for leftover in (self.metrics, self.generated, self.samples):
@@ -113,8 +118,9 @@ class RunFolder:
                 changed = [(section, old[section], value)]
             else:
                 # Another family has other options, so that a key may be on one side alone.
-                keys, before = dict.fromkeys([*value, *old[section]]), old[section]
-                changed = [(f"{section}.{k}", before.get(k), value.get(k)) for k in keys if before.get(k) != value.get(k)]
+                kept_value, keys = old[section], dict.fromkeys([*value, *old[section]])
+                pairs = [(f"{section}.{key}", kept_value.get(key), value.get(key)) for key in keys]
+                changed = [pair for pair in pairs if pair[1] != pair[2]]
             name, before, now = changed[0]
             raise DraftsmithError(
                 f"{name} is {now!r}, but the run in {self.path} has {before!r}; go on with the same recipe, "
@@ -146,6 +152,20 @@ class RunFolder:
                 "it began with, or start a new run (drafter.init_from takes its weights along)."
             )
 
+    def _check_measured_on(self) -> None:
+        """Refuse other prompts, on which τ could not compete with the best so far; earlier versions kept no digest."""
+        path = self.path / "run.json"
+        runs = storage.read_json(path)["runs"] if path.exists() else []
+        before = next((run[MEASURED_ON] for run in reversed(runs) if run.get(MEASURED_ON) is not None), None)
+        if self.measured_on is None:
+            self.measured_on = before
+        elif before not in (None, self.measured_on):
+            raise DraftsmithError(
+                f"the run in {self.path} has measured τ on other prompts or lengths than are given now; give the same "
+                "data, --eval-data, --eval-prompts, --eval-prompt-tokens and --eval-tokens, or start a new run "
+                "(drafter.init_from takes its weights along)."
+            )
+
     def note_data(self, purpose: str, account: dict[str, Any]) -> None:
         """Record what was read for a purpose, and what was left out of it."""
         self._runs[-1].setdefault("data", {})[purpose] = account
@@ -162,7 +182,9 @@ class RunFolder:
     def _note_command(self, resumed_step: int | None) -> None:
         path = self.path / "run.json"
         self._runs = storage.read_json(path)["runs"] if path.exists() and resumed_step is not None else []
-        self._runs.append(provenance(target=asdict(self.facts)) | {"from_step": resumed_step or 0})
+        self._runs.append(
+            provenance(target=asdict(self.facts)) | {"from_step": resumed_step or 0, MEASURED_ON: self.measured_on}
+        )
         self.note_time()
 
     def note_time(self) -> None:

@@ -27,6 +27,7 @@ def train(
     on_drafter: Callable[[TrainableModel], None] | None = None,
     foretell: Foretell | None = None,
     go_on: str | None = None,
+    measured_on: str | None = None,
 ) -> TrainingResult:
     """Train the recipe's drafter for a frozen target or, with a section `joint`, the target as well.
 
@@ -39,6 +40,7 @@ def train(
         dry_run: print the plan and write an initialised checkpoint only.
         go_on: how to resume after Ctrl-C, for the message, if not with `resume`.
         on_drafter: receives the speculator so far before stage 2 generates, to make generating faster.
+        measured_on: digest of what `evaluate` decodes; a run is not resumed with another one.
         foretell: receives the work before it is done, and a step to try out that changes nothing.
 
     Raises:
@@ -48,6 +50,7 @@ def train(
     run = kind(recipe, target, generate, evaluate, console or Console(quiet=True), on_drafter, foretell)
     if go_on is not None:
         run.go_on = go_on
+    run.folder.measured_on = measured_on
     if dry_run:
         return run.plan_only()
     with one_gentle_interrupt() as interrupted:

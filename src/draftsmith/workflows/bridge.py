@@ -1,5 +1,7 @@
 """Connects training to an engine, which it does not import: text that the target writes, and τ measured by decoding."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -47,6 +49,12 @@ class EngineBridge:
     def every_prompt(self) -> list[list[int]]:
         """The prompts of all tasks in one list."""
         return [prompt for prompts in self.prompts.values() for prompt in prompts]
+
+    @property
+    def digest(self) -> str:
+        """A hash of what τ is measured on: the tokens of the prompts of each task, and the number of new tokens."""
+        measured_on = json.dumps([[*self.prompts.values()], self.new_tokens])
+        return hashlib.sha256(measured_on.encode()).hexdigest()
 
     def use(self, drafter: TrainableModel) -> None:
         """Draft with this drafter while writing, for speed; the distribution of the texts does not depend on it."""

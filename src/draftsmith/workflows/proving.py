@@ -16,6 +16,7 @@ from draftsmith.evaluation.proof.prove import Proof, SmallPair, Verdict, Workloa
 from draftsmith.evaluation.proof.prove import prove as prove_pair
 from draftsmith.evaluation.proof.sampling import SamplingProof
 from draftsmith.evaluation.proof.small_target import small_drafter, small_target
+from draftsmith.evaluation.proof.workload import LEAST_DRAWS
 from draftsmith.plan import Plan
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
@@ -102,7 +103,7 @@ def prove(
     loading, console, work = loading or Loading(), console or quiet(), work or Workload()
     if quick:
         prompt_count = max(8, prompt_count // QUICK_SHARE)
-        draws = max(1000, work.draws // QUICK_SHARE)
+        draws = max(LEAST_DRAWS, work.draws // QUICK_SHARE)
         work = replace(work, draws=draws, small_draws=draws * work.small_draws // work.draws)
     asked = Drafts(plan, rules=replace(plan, branching=(), choices=())) if isinstance(plan, Plan) else plan or Drafts()
     texts = gather_prompts(prompts, task)

@@ -103,7 +103,9 @@ def train_briefly(recipe: Recipe, target: Target) -> TrainingStep:
     section = recipe.stage2
     assert section.texts is not None
     step = TrainingStep(build_drafter(recipe, target), target, recipe.optimizer, recipe.distillation)
-    sequences = GeneratedText.of(Path(section.texts), section, 0)
+    sequences = GeneratedText.of(
+        Path(section.texts), section, 0, vocabulary=target.vocab_size, context=target.max_length
+    )
     for number in range(section.steps):
         step(
             [sequences.batch(number, step.drafter.max_depth - 1)],

@@ -184,7 +184,7 @@ def train(
 
     result = run(
         settled, target=loaded, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, dry_run=dry_run,
-        console=shown, on_drafter=bridge.use, foretell=foretell,
+        console=shown, on_drafter=bridge.use, foretell=foretell, measured_on=bridge.digest,
     )
     given = None if wrapped is not None else settled.target.name
     return TrainResult(provenance(target=loaded.name), result, probe, given)

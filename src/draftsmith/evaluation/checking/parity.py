@@ -15,6 +15,7 @@ from torch import Tensor
 from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.engine import Engine
+from draftsmith.evaluation.measuring.losslessness import first_divergence, last_logits
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import Completion, SamplingParams, require_finished
@@ -173,6 +174,27 @@ def measure_parity(
             root += measured + 1
     share = max(1, steps)
     return Parity(steps, [count / share for count in predicted_D], [count / share for count in measured_D], gaps)
+
+
+def parts_at_a_tie(
+    target: Target, trained_model: TrainableModel, one: Completion, other: Completion, step: int
+) -> bool:
+    """Whether two decodings of a prompt, the first to accept different numbers at this step, do so only by rounding.
+
+    Then the texts part before the first guess that only one of them accepts, or at it, where two tokens are a tie of
+    the target's; or the drafts part there, at two tokens that are a tie of the drafter's.
+    """
+    root = sum(accepted + 1 for accepted in one.accepted_lengths[:step])
+    at = min(one.accepted_lengths[step], other.accepted_lengths[step])
+    item = first_divergence(0, one.tokens, other.tokens)
+    if item is not None and item.position <= root + at + 1:
+        scores_V = last_logits(target, one.prompt_tokens + one.tokens[: item.position])
+        best_2 = scores_V.topk(2)
+        slack = TIE_STEPS * torch.finfo(target.dtype).eps * float(best_2.values.abs().max())
+        gap = float(best_2.values[0] - best_2.values[1])
+        return {item.expected, item.got} == set(best_2.indices.tolist()) and gap <= slack
+    near_TD = predict(target, trained_model, one).near_TD
+    return at < near_TD.shape[1] and bool(near_TD[len(one.prompt_tokens) + root, at])
 
 
 def likely_cause(target: Target, trained_model: TrainableModel, texts: Sequence[Completion], found: Parity) -> str:

@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftsmith.evaluation.proof.workload import check_continuations
 from draftsmith.targets import Target
-from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.types import SamplingParams
 
 READ_AT_ONCE = 64
 
@@ -126,11 +127,7 @@ def next_distribution(logits_V: Tensor, prompt: Sequence[int], output: Sequence[
     return scores_V.softmax(-1)
 
 
-def check_size(target: Target, params: SamplingParams, length: int, most: int = 5_000) -> None:
+def check_size(target: Target, params: SamplingParams, length: int) -> None:
     """Raise DraftsmithError when there are too many continuations to enumerate."""
     kept = min(params.top_k or target.vocab_size, target.vocab_size)
-    if kept**length > most:
-        raise DraftsmithError(
-            f"{kept} tokens at each of {length} positions make {kept**length:,} continuations, too many to enumerate "
-            f"({most:,}); lower --top-k or --joint-tokens."
-        )
+    check_continuations(kept, length)

@@ -25,11 +25,11 @@ from draftsmith.evaluation.proof.exact_distribution import (
 )
 from draftsmith.evaluation.proof.shared_rows import SharedRows
 from draftsmith.evaluation.proof.small_target import PROMPT
-from draftsmith.evaluation.proof.workload import SMALL_PLANS
+from draftsmith.evaluation.proof.workload import LEAST_DRAWS, SMALL_PLANS, check_draws
 from draftsmith.evaluation.reporting.plan_names import plan_name
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
-from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.types import SamplingParams
 
 ALPHA = 1e-6
 CANDIDATES = 12
@@ -158,10 +158,7 @@ def prove_sampling_here(
         draws: draws of each plan; an eighth with penalties, which cost the most, but at least 1000.
         exact_shapes: whether logits are the same bits in every shape of the forward, so that rounding excuses nothing.
     """
-    if draws < 1000:
-        raise DraftsmithError(
-            f"--draws is {draws}; a distribution of {top_k**length} continuations needs at least 1000."
-        )
+    check_draws(draws)
     unpenalised = SamplingParams(temperature=1.0, top_k=top_k, max_tokens=length, ignore_eos=True)
     check_size(target, unpenalised, length)
     punished = with_penalties(unpenalised)
@@ -181,7 +178,7 @@ def prove_sampling_here(
     guessed = Plan((1,) * depth)
     runs: list[tuple[str, Plan, SamplingParams, list[int], int]] = [
         (plan_name(tree), tree, unpenalised, prompt, draws),
-        (f"{plan_name(tree)}, penalties", tree, punished, repetitive, max(1000, draws // COSTLY)),
+        (f"{plan_name(tree)}, penalties", tree, punished, repetitive, max(LEAST_DRAWS, draws // COSTLY)),
         (plan_name(guessed), guessed, unpenalised, prompt, draws),
     ]
     if drafter.can_sample:
@@ -236,8 +233,8 @@ def prove_sampling_small(
     """
     whole = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)
     runs: list[tuple[str, Plan | None, SamplingParams, int]] = [(plan_name(plan), plan, whole, draws) for plan in plans]
-    runs.append((f"{plan_name(plans[-1])}, penalties", plans[-1], with_penalties(whole), max(1000, draws // 10)))
-    runs.append((NAME, None, whole, max(1000, draws // 20)))
+    runs.append((f"{plan_name(plans[-1])}, penalties", plans[-1], with_penalties(whole), max(LEAST_DRAWS, draws // 10)))
+    runs.append((NAME, None, whole, max(LEAST_DRAWS, draws // 20)))
     cells, done, total = [], 0, sum(count for *_, count in runs)
     for number, (name, plan, params, count) in enumerate(runs):
 

@@ -12,6 +12,8 @@ SMALL_PLANS = (
     Plan((1, 1), sampled=True, acceptance="block"),
     Plan((2, 1), sampled=True),
 )
+LEAST = (("new_tokens", 1), ("batch", 1), ("small_draws", 1), ("joint_tokens", 2), ("top_k", 2), ("rows", 1))
+LEAST_DRAWS, MOST_CONTINUATIONS = 1_000, 5_000
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,23 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("new_tokens", 1), ("batch", 1), ("joint_tokens", 2), ("top_k", 2), ("rows", 1)):
+        check_draws(self.draws)
+        for name, least in LEAST:
             if getattr(self, name) < least:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+        check_continuations(self.top_k, self.joint_tokens)
+
+
+def check_draws(draws: int) -> None:
+    """Raise DraftsmithError when there are too few draws to test a distribution by."""
+    if draws < LEAST_DRAWS:
+        raise DraftsmithError(f"--draws is {draws}; the test of a distribution needs at least {LEAST_DRAWS}.")
+
+
+def check_continuations(kept: int, length: int, most: int = MOST_CONTINUATIONS) -> None:
+    """Raise DraftsmithError when `kept` tokens at each of `length` positions are too many to enumerate."""
+    if kept**length > most:
+        raise DraftsmithError(
+            f"{kept} tokens at each of {length} positions make {kept**length:,} continuations, too many to enumerate "
+            f"({most:,}); lower --top-k or --joint-tokens."
+        )

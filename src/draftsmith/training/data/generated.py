@@ -52,11 +52,18 @@ class GeneratedText:
             self.prompts += record["prompts"]
 
     @classmethod
-    def of(cls, path: Path, section: OnPolicySection, seed: int) -> "GeneratedText":
+    def of(
+        cls, path: Path, section: OnPolicySection, seed: int, *, vocabulary: int, context: int
+    ) -> "GeneratedText":
         """Open a file that another run wrote.
 
+        Args:
+            vocabulary: number of the target's tokens.
+            context: most tokens that the target reads.
+
         Raises:
-            DraftsmithError: the file is missing, or holds too few sequences, or longer continuations.
+            DraftsmithError: the file is missing, or holds too few sequences, or longer continuations, or texts that the
+                target cannot read.
         """
         if not path.is_file():
             raise DraftsmithError(f"stage2.texts {path} does not exist; give the generated.jsonl of a run.")
@@ -72,7 +79,21 @@ class GeneratedText:
                 f"stage2.texts {path} has continuations of {written} tokens, but stage2.new_tokens is "
                 f"{section.new_tokens}; make them agree."
             )
+        found._check_readable(vocabulary, context)
         return found
+
+    def _check_readable(self, vocabulary: int, context: int) -> None:
+        largest, longest = max(map(max, self.sequences)), max(map(len, self.sequences))
+        if largest >= vocabulary:
+            raise DraftsmithError(
+                f"stage2.texts {self.path} has token {largest}, but the target's tokens end at {vocabulary - 1}; give "
+                "the generated.jsonl of a run of this target."
+            )
+        if longest > context:
+            raise DraftsmithError(
+                f"stage2.texts {self.path} has a text of {longest} tokens, but the target's context has {context}; "
+                "give the generated.jsonl of a run of this target."
+            )
 
     @property
     def missing(self) -> int:
