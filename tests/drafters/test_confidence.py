@@ -101,10 +101,10 @@ def test_confidence_goes_with_the_likeliest_guesses():
 
 
 def test_a_policy_does_not_learn_how_many_guesses_a_sampled_row_had():
-    """How many there were goes by what was drawn for the first of them, with the noise of tokens to come."""
+    """How many there were may go by what was drawn for the first of them, with the noise of tokens to come."""
     bounded, plain = Plan((1, 1, 1), confidence=0.3), Plan((1, 1, 1))
     for sampled, plan, entry, stands_for in (
-        (True, bounded, 1, 1.7), (True, plain, 3, 3), (False, bounded, 3, 3), (False, plain, 3, 3),
+        (True, bounded, 1, 1.7), (True, plain, 1, 1.7), (False, bounded, 3, 3), (False, plain, 3, 3),
     ):
         history = RowHistory(sampled, 5)
         history.note(1, 3, plan)
