@@ -138,7 +138,7 @@ def test_prompts_are_shared_within_a_namespace():
 
 
 class Wild(OracleDrafter):
-    """Guesses what is no token at every other step, and hangs guesses on one that is not there at every third."""
+    """Guesses what is no token at every other step; at others, hangs guesses on one that is absent or comes later."""
 
     calls = 0
 
@@ -148,7 +148,8 @@ class Wild(OracleDrafter):
         if self.calls % 2:
             draft.tokens_BN[:, -1] = (VOCABULARY, -1)[self.calls % 4 // 2]
         elif self.calls % 3 == 0:
-            draft.parents_BN[:, -1] = draft.parents_BN.shape[1]
+            last = draft.parents_BN.shape[1] - 1
+            draft.parents_BN[:, 0] = (last + 1, last)[self.calls % 4 // 2]
         return draft
 
 

@@ -105,14 +105,14 @@ def compare(
     """
     check_outputs(json_path)
     from draftsmith.evaluation.comparison.questions import Settings
-    from draftsmith.workflows.entries import Budget, check_names, read_entries
+    from draftsmith.workflows.entries import Budget, entries_beside
     from draftsmith.workflows.given import check_models, check_prompts, check_texts
 
     budget = Budget(out, positions, minutes, data, texts, text_tokens, seed, search_share)
     wanted = tuple(task for task in (tasks or "").replace(" ", "").split(",") if task)
     settings = Settings(wanted, prompt_count, sampled_prompt_count, prompt_tokens, new_tokens, rounds, seed)
     given = named_folders(drafter or [])
-    check_names(read_entries(family or []) if family or not given else [], given)
+    entries_beside(given, family or [])
     check_models(target, map(Path, given.values()), (dtype,), device=device)
     check_texts(data)
     check_prompts(prompts)

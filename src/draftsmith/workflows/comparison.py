@@ -21,7 +21,7 @@ from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.comparison_texts import comparison_texts
-from draftsmith.workflows.entries import Budget, check_names, read_entries
+from draftsmith.workflows.entries import Budget, entries_beside
 from draftsmith.workflows.methods import prepare_methods
 from draftsmith.workflows.models import Loading, load_target, quiet
 from draftsmith.workflows.partition import MEASURED, TUNING
@@ -237,8 +237,7 @@ def compare(
     """
     budget, settings = budget or Budget(Path("comparison")), settings or Settings()
     loading, console, given = loading or Loading(), console or quiet(), dict(drafters or {})
-    entries = [] if given and not families else read_entries(list(families))
-    check_names(entries, given)
+    entries = entries_beside(given, list(families))
     digests = {name: fingerprint(Path(folder)) for name, folder in given.items()}
     texts = comparison_texts(budget.data, prompts)
     loaded = load_target(target, loading, console)
@@ -250,7 +249,7 @@ def compare(
         "format": FORMAT, "target": [loaded.name, loaded.weights_hash], "dtype": str(loaded.dtype),
         "texts": texts.digest(),
         "positions": budget.positions, "minutes": budget.minutes, "written": [budget.texts, budget.text_tokens],
-        "search_share": budget.search_share, "seed": budget.seed,
+        "search_share": budget.search_share, "scored": budget.scored, "seed": budget.seed,
         "prompts": [settings.prompts, settings.sampled_prompts, settings.prompt_tokens, settings.new_tokens],
         "device": str(loaded.device), "implementation": loaded.backend.description, "given": digests,
     }

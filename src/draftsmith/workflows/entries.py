@@ -1,7 +1,7 @@
 """What takes part in a comparison, and the budget and recipe that every family is trained by."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 PROMPT_TOKENS, BATCH, POSITIONS = 64, 16, 48
+DEFAULT_TEXTS = 2048
 # Positions of the default budget, by which each of the default texts is read once. With search and decoding, all
 # families take three quarters of an hour on two cores.
-DEFAULT_POSITIONS = 98_304
+DEFAULT_POSITIONS = DEFAULT_TEXTS * POSITIONS
 SEARCH_SHARE = 0.15
 
 
@@ -37,7 +38,7 @@ class Budget:
     positions: int | None = None
     minutes: float | None = None
     data: Path | None = None
-    texts: int = 2048
+    texts: int = DEFAULT_TEXTS
     text_tokens: int = 128
     seed: int = 0
     search_share: float = SEARCH_SHARE
@@ -153,14 +154,20 @@ def read_entries(specs: list[str]) -> list[Entry]:
     return entries
 
 
-def check_names(entries: Iterable[Entry], given: Iterable[str]) -> None:
-    """Raise DraftsmithError where two methods have the same name, by which a comparison knows them."""
+def entries_beside(given: Collection[str], specs: list[str]) -> list[Entry]:
+    """Parse the entries to compare with trained drafters of these names; without either, take all families.
+
+    Raises:
+        DraftsmithError: an unknown family or option, or two methods of the same name, by which a comparison knows them.
+    """
+    entries = read_entries(specs) if specs or not given else []
     names = Counter([*given, *(name for entry in entries for name in entry.methods)])
     for name, count in names.items():
         if count > 1:
             raise DraftsmithError(
                 f"{count} methods would be called {name!r}; name a trained drafter otherwise, as --drafter NAME=FOLDER."
             )
+    return entries
 
 
 def passes(drawn: int, texts: int) -> int:

@@ -35,6 +35,7 @@ class _Piece:
     block: int
     tokens: tuple[int, ...]
     home: "dict[tuple[int, ...], _Piece]"  # the dictionary that holds it, by its tokens
+    namespace: Namespace
     behind: "dict[tuple[int, ...], _Piece]" = field(default_factory=dict)
     findable: bool = True
 
@@ -206,7 +207,7 @@ class Blocks:
             piece = home.get(own)
             if piece is None:
                 # Several slots may have read the same text; the blocks of the first one are those that are found.
-                piece = home[own] = _Piece(held.blocks[index], own, home)
+                piece = home[own] = _Piece(held.blocks[index], own, home, held.namespace)
                 self._piece_of[piece.block] = piece
             held.pieces.append(piece)
 
@@ -266,8 +267,8 @@ class Blocks:
         """Make a block unfindable, with all pieces behind it; return those of their blocks that no slot uses."""
         first = self._piece_of[block]
         del first.home[first.tokens]
-        if not first.home:
-            self._roots = {name: root for name, root in self._roots.items() if root is not first.home}
+        if not self._roots[first.namespace]:
+            del self._roots[first.namespace]
         gone, pieces = [], [first]
         while pieces:
             piece = pieces.pop()
