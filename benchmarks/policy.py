@@ -139,7 +139,8 @@ def write(
         DraftsmithError: a text failed, or was over before the last had begun.
     """
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=1)
-    requests = engine.admit_call(prompts, params, plan)
+    # Each comes by itself, as from clients of a server.
+    requests = [request for prompt in prompts for request in engine.admit_call([prompt], params, plan)]
     core = engine.core
     for request in requests:
         core.add(request)

@@ -228,8 +228,8 @@ def test_several_rows_begin_to_draft_only_where_that_pays_clearly():
 
 
 def test_several_rows_go_on_where_drafts_pay_at_all_until_others_join():
-    """Costs of steps are learnt: what was measured as a gain of 1.2 becomes one of 1.04 while they draft."""
-    plain, drafted = 0.001, 0.002 / 1.2
+    """Costs of steps are learnt: what was measured as a gain of 1.15 becomes one of 1.04 while they draft."""
+    plain, drafted = 0.001, 0.002 / 1.15
     arms = (Arm(NO_DRAFT, (), (plain,)), Arm(CHAINS[0], (1.0,), (drafted,)))
     policy, rows = Fitted(Known(Profile((1,), arms), rows=None), learns_times=True), some(4)
 
@@ -243,9 +243,10 @@ def test_several_rows_go_on_where_drafts_pay_at_all_until_others_join():
     assert sum(go_on(rows, 100)) == 100 - REMINDERS, "plain steps are timed once"
     drafted = 0.002 / 1.04
     depths = go_on(rows, 1200)
-    assert depths.count(0) == 1200 // NARROW_WAIT * REMINDERS, "they are reminded of plain steps, and go on"
+    reminders = 1200 // (NARROW_WAIT + REMINDERS)
+    assert depths.count(0) in (reminders * REMINDERS, (reminders + 1) * REMINDERS), "they are reminded, and go on"
     assert sum(go_on([*rows, *some(2)], 20)) < 10
-    assert sum(go_on(some(1), 100)) > 90 and sum(go_on(some(4), 20)) < 10, "whoever drafted last"
+    assert sum(go_on(some(1), 100)) >= 100 - REMINDERS and sum(go_on(some(4), 20)) < 10, "whoever drafted last"
 
 
 def test_what_steps_cost_now_is_learnt_while_it_runs():

@@ -1,6 +1,6 @@
 """What steps take now: each is told by the test, so nothing depends on the machine."""
 
-from draftsmith.engine.pace import MEASURED, MOST_SLOWER, SETTLES, SETTLES_PLAIN, SHARED, STALE, Pace
+from draftsmith.engine.pace import COLD_STEPS, MEASURED, MOST_SLOWER, SETTLES, SETTLES_PLAIN, SHARED, STALE, Pace
 from draftsmith.engine.policy import Load, RowHistory
 
 SECONDS = [1.0, 2.0, 3.0]
@@ -14,7 +14,8 @@ class Rows:
 
     def __init__(self, learns: bool = True) -> None:
         self.pace = Pace(WHOSE, learns)
-        self.histories = [RowHistory(False, 5) for _ in range(16)]
+        # Their prompts were read long ago.
+        self.histories = [RowHistory(False, 5, accepted=[0] * 1000) for _ in range(16)]
 
     def step(self, count: int, plan: int, *times: float, reading: int = 0) -> list[float]:
         """Let steps of so many rows take so many times as long as measured; return what is known behind them.
@@ -91,6 +92,19 @@ def test_only_the_first_steps_after_a_change_are_left_out():
     rows.ask(4, 0)
     assert abs(rows.pace.slower(4)[0] - (1 + 0.2 / (1 + MEASURED))) < 1e-9, "the next one counts"
     assert abs(Rows().step(4, 0, 1.1, 1.2, 1.3)[0] - (1 + 0.2 * 3 / (3 + MEASURED))) < 1e-9, "several do by their mean"
+
+
+def test_steps_soon_after_a_prompt_are_left_out_whatever_they_draft():
+    for plan in (0, 1):
+        rows = Rows()
+        rows.histories[2] = young = RowHistory(False, 5)
+        assert rows.step(4, plan, 9.0)[plan] == 1.0, "of the first ones, nothing is known"
+        young.accepted += [0] * (COLD_STEPS - 2)
+        rows.pace.begin(Load(4, 0, 0, 16), rows.histories[:4])
+        for took in (9.0, 9.0, 1.2):
+            rows.pace.timed(took * 4 * SECONDS[plan])
+        rows.ask(4, plan)
+        assert rows.pace.slower(4)[plan] > 1.05, "later ones count"
 
 
 def test_what_was_learnt_long_ago_is_soon_forgotten():

@@ -2,8 +2,11 @@
 
 from itertools import pairwise
 
+import pytest
+
 from draftsmith.engine import Engine
 from draftsmith.engine.arm import Arm
+from draftsmith.engine.pace import COLD_STEPS
 from draftsmith.evaluation.measuring.profiling import Contest
 from draftsmith.evaluation.measuring.sampler import Brought, Sampler
 from draftsmith.evaluation.measuring.steps import step_seconds
@@ -116,3 +119,15 @@ def engine_steps(found: Sampler) -> list[tuple[int, int, bool]]:
     [request] = found.engine.admit_call(found.prompts[:1], params, BOTH)
     step_seconds(found.engine, [request], found.new_tokens)
     return list(request.history.steps(0))
+
+
+def test_the_first_steps_behind_a_prompt_are_not_timed():
+    """They find cold caches: by this clock each of them takes 1 s, and every later step 0.1 s."""
+    engine = Engine(tiny_target(), None, max_batch=1)
+    for tokens, took in ((3 * COLD_STEPS, 0.1), (COLD_STEPS, 1.0)):
+        [request] = engine.admit_call([[1, 2, 3]], SamplingParams(max_tokens=tokens + 1, ignore_eos=True))
+
+        def clock(steps: list[int] = request.accepted) -> float:
+            return min(len(steps), COLD_STEPS) + 0.1 * max(0, len(steps) - COLD_STEPS)
+
+        assert step_seconds(engine, [request], tokens, clock) == pytest.approx(took)

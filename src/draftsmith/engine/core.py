@@ -172,10 +172,11 @@ class EngineCore:
                 return self.step()
         try:
             progress = [self._expire(request) for request in self.scheduler.overdue()]
+            begun = time.perf_counter()
             if not self._groups.are_settled:
                 self._groups.settle(list(self.scheduler.decoding.values()), self.scheduler.load())
             if self._groups.rows:
-                progress += self._decode()
+                progress += self._decode(time.perf_counter() - begun)
             pieces = self.scheduler.pieces()
             if pieces:
                 progress += self._read(pieces)
@@ -249,8 +250,12 @@ class EngineCore:
                 self.blocks.publish(request.slot, request.prompt[: piece.end])
         return progress
 
-    def _decode(self) -> list[Progress]:
-        """Advance every row, and hand its tokens to its request."""
+    def _decode(self, settled_s: float) -> list[Progress]:
+        """Advance every row, and hand its tokens to its request.
+
+        Args:
+            settled_s: how long it took to find out what the rows draft, which is a part of the step.
+        """
         for rows in self._groups.rows:
             # A draft needs its nodes, and room for drafters that write here; plain decoding only one more place.
             room = rows.max_nodes + (self.scheduler.room if rows.depth else 1)
@@ -282,7 +287,7 @@ class EngineCore:
                     names = self.stepper.drafters[drafter].part_names
                     one.made.part = names[parts[b]] if parts and parts[b] < len(names) else None
                 progress.append(one)
-        seconds["rest"] += time.perf_counter() - begun
+        seconds["rest"] += settled_s + time.perf_counter() - begun
         self.policy.timed(sum(seconds.values()))
         rows_now = len(progress)
         for part in self._spent:
@@ -316,6 +321,7 @@ class EngineCore:
             request.break_text(error)
             self._let_go(request)
             return Progress(request, [], True)
+        request.history.written = len(request.tokens)
         if request.prediction is not None:
             request.prediction.extend(tokens[:taken])
         if taken < count:

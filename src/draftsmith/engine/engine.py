@@ -275,8 +275,10 @@ class Engine:
         """
         check_timeout(timeout)
         requests = admit(prompts, params, self.target, self.max_length, self.grammars)
+        call = object()
         for request in requests:
             request.plan, request.drafter, request.priority = plan, drafter, priority
+            request.history.call = call
             request.namespace, request.shows_drafts = namespace, shows_drafts
             request.deadline = None if timeout is None else time.monotonic() + timeout
             self.core.check(request)

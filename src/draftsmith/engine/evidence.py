@@ -11,9 +11,8 @@ DOUBTED = 6.0
 """How much of what was known (guesses or steps) is kept when a guesser that failed is tried again."""
 FIRST_WAIT, LONGEST_WAIT = 4, 384
 """Steps without a drafter before it is tried; the pauses grow as long as no trial leads to drafting."""
-LONGER, SAMPLED_LONGER = 2, 4
-"""How many times as long as the last pause the next one is. Greedy texts can still fall into loops, which are easily
-guessed; in a sampled text the first trials already show what is to come."""
+LONGER = 2
+"""How many times as long as the last pause the next one is."""
 TRIAL, HOPELESS = 4, 3
 """Steps that a trial lasts, and after which it ends early if guesses were made and none has stayed. One guess says next
 to nothing, and the first steps do not show yet what a step costs."""
@@ -156,11 +155,6 @@ class RowEvidence:
     trying: bool = False
     sampled: bool = False
     tried: int = NOBODY
-
-    @property
-    def longer(self) -> int:
-        """How many times as long as the last pause the next one is after a trial that led to nothing."""
-        return SAMPLED_LONGER if self.sampled else LONGER
 
     @property
     def stand(self) -> Stand:

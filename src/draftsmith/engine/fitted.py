@@ -4,12 +4,14 @@ What a step costs comes from a `Profile`. How often guesses stay differs from te
 runs, from the row's past steps and nothing else: no answer depends on what is still to be drawn.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from functools import cache
 
-from draftsmith.engine.arm import Arm
+from draftsmith.engine.arm import Arm, Times
+from draftsmith.engine.closing import is_closing, seconds_left, spread
 from draftsmith.engine.evidence import (
     FIRST_WAIT,
-    LONGEST_WAIT,
     NOBODY,
     PRIOR,
     QUARTERS,
@@ -28,6 +30,7 @@ from draftsmith.engine.profile import Costs
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
 from draftsmith.engine.reminders import Reminders
 from draftsmith.engine.step_costs import StepCosts
+from draftsmith.engine.trials import END_S, HELD, SHORT, Offer, Trials
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
 
@@ -38,19 +41,14 @@ SWITCH = 1.08
 CROWD_PATIENCE = 1.05
 """The same as `PATIENCE` where several rows that take one plan begin to draft, or go on when others have joined them.
 Guesses bring some rows more than others: they no longer end together, and the last ones decode in steps that are hardly
-cheaper."""
-CHANGE_S, CHANGE_ROW_S, EARNED_BACK = 0.0003, 0.0001, 12
-"""About how many seconds a change of plan takes, and how many more for each row, whatever the target: with what is
-asked and computed for it, and the steps after it, which find other data in the processor's caches. And within how many
-steps that must pay off."""
-LOST, EARLY_LOST = 0.01, 0.1
-"""The share of all tokens that trials of a drafter may cost in the long run; and the share of the tokens written before
-its first trial, in a sampled text, which seldom becomes easy to guess, and where other drafts pay already."""
+cheaper. (For the rows of one call, that loss is computed, see `closing`.)"""
+EARNED_BACK = 12
+"""Within how many steps a change of plan must have paid for what it costs."""
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""
-HELD, HELD_DRAFTING = 7, 7
-"""Steps without a draft, and with one, for which it need not be asked again, where all rows take the same plan."""
+HELD_DRAFTING = 7
+"""Steps with a draft for which it need not be asked again, where all rows take the same plan."""
 
 
 class Fitted(Policy):
@@ -87,10 +85,7 @@ class Fitted(Policy):
         self._pace = Pace(self._whose, learns_times)
         self._reminders = Reminders(self._pace, self._whose)
         self._learnt = Learnt(self._guessers, self._whose, self._expected)
-        # The plans whose steps say something about a guesser.
-        self._telling = [
-            [at for at, told in enumerate(self._learnt.told) if number in told] for number in range(len(self._guessers))
-        ]
+        self._trials = Trials(self._whose, self._learnt.told, len(self._guessers), self._expected.most)
         # Where all rows take the same plan: what is known about them together; and, of the last question, how many rows
         # decoded, which ones, and how many steps they had behind them.
         self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in self._guessers], 0)
@@ -98,7 +93,8 @@ class Fitted(Policy):
         self._taken = 0  # which plan all rows took last, reminders included
         self._unasked = 0  # steps taken without a question since the last one
         self._reasons: Sequence[Reason] = ()
-        self._hopeless: dict[tuple[int, float], bool] = {}
+        self._left = math.inf  # the most tokens that any row could still write at the last question
+        self._most_gains: dict[int, float] = {}
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -124,6 +120,9 @@ class Fitted(Policy):
 
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         self._count_unasked()
+        if self._asked is not None and self._asked[1] != rows:
+            for history in self._asked[1]:  # the last steps of those that have left would teach nothing otherwise
+                self._learnt.of(history)
         if len(self._choices) == 1 or not rows:
             self._reasons, self._asked = [NEVER] * len(rows), None
             self._pace.pause()
@@ -141,16 +140,21 @@ class Fitted(Policy):
         else:
             self._pace.pause()
         expected, worth = self._expected, dict[Stand, tuple[list[float], list[float]]]()
+
+        def hoped(arm: int) -> float:
+            return costs.of(arm, expected.most_times[arm])
+
         price = expected.price(costs, [row.stand for row in known])
         found, reasons = [], []
-        for row in known:
+        for history, row in zip(rows, known, strict=True):
             stand = row.stand
             if stand not in worth:
                 brings, times = expected.of(stand)
                 spent = costs.grown(times)
                 worth[stand] = values_of(brings, price, spent), spent
             values, spent = worth[stand]
-            row.arm = self._settle(row, values, price, spent, lambda arm: costs.of(arm, expected.most_times[arm]))
+            offer = Offer(values, price, spent, hoped, history.left)
+            row.arm = self._settle(row, offer)
             self._steps[row.arm] += 1
             found.append(self._choices[row.arm])
             reasons.append(self._reason(row, values, price, spent, count))
@@ -160,14 +164,18 @@ class Fitted(Policy):
     @property
     def holds(self) -> int:
         crowd = self._crowd
-        if self._asked is None or crowd.arm != self._taken:
+        if self._asked is None:
             return 0
+        if crowd.arm != self._taken:
+            return self._reminders.left
         left, told = HELD, self._learnt.told[crowd.arm]
         if crowd.arm:
             drafting = crowd.evidence[self._whose[crowd.arm]]
             if drafting.trial:
                 return drafting.untold
             left = min(HELD_DRAFTING, self._reminders.due_in)
+        if self._left <= SHORT:  # nothing is tried any more
+            return max(0, left)
         others = (own for number, own in enumerate(crowd.evidence) if number not in told)
         return max(0, min([left, *(own.wait - own.since - 1 for own in others)]))
 
@@ -186,6 +194,7 @@ class Fitted(Policy):
         if same and not crowd.arm and all(own.since + 1 < own.wait for own in crowd.evidence):
             # Nothing was drafted, so nothing was learnt. This case is frequent, and must cost next to nothing.
             self._tokens += passed
+            self._trials.purse.earn(crowd.sampled, passed, rows=len(rows))
             for own in crowd.evidence:
                 own.since += 1
             self._steps[0] += len(rows)
@@ -195,7 +204,8 @@ class Fitted(Policy):
         known = [self._learnt.of(history) for history in rows]
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
-        brings, times = self._expected.average([row.stand for row in known])
+        stands = [row.stand for row in known]
+        brings, times = self._expected.average(stands)
         slower = self._pace.slower(count)
         spent = [took * longer for took, longer in zip(costs.grown(times), slower, strict=True)]
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
@@ -209,14 +219,21 @@ class Fitted(Policy):
             own.length_of_finds, own.finds = sum([one.length for one in others]), QUARTERS * len(others)
             own.odds = round(sum([one.odds for one in others]) / len(others))
         begins = len(rows) > 1 and (joined or crowd.trying or not crowd.arm)
-        patience = CROWD_PATIENCE if begins else PATIENCE
-        crowd.arm = self._settle(
-            crowd, values, price, spent, lambda arm: costs.of(arm, self._expected.most_times[arm]) * slower[arm],
-            len(rows), patience, SWITCH, passed,
-        )
+        usual = patience = CROWD_PATIENCE if begins else PATIENCE
+        left, ends = [row.left for row in rows], 0
+        if is_closing(load, rows):
+            ends = count - len(set(left))
+            patience = PATIENCE * self._lost_at_the_end(left, ends, stands, brings, times, spent)
+        self._left = max(left)
+
+        def hoped(arm: int) -> float:
+            return costs.of(arm, self._expected.most_times[arm]) * slower[arm]
+
+        offer = Offer(values, price, spent, hoped, self._left, count, ends)
+        crowd.arm = self._settle(crowd, offer, patience, SWITCH, passed)
         on_trial = crowd.arm > 0 and crowd.evidence[self._whose[crowd.arm]].trial > 0
         self._taken = self._reminders.plan(crowd.arm, on_trial, count, values, price, spent)
-        self._reasons = [self._reason(crowd, values, price, spent, count, patience)] * len(rows)
+        self._reasons = [self._reason(crowd, values, price, spent, count, patience, usual)] * len(rows)
         for row in known:
             row.arm = self._taken
             if crowd.tried != NOBODY:
@@ -224,6 +241,35 @@ class Fitted(Policy):
         self._steps[self._taken] += len(rows)
         self._asked = (count, list(rows), len(rows[0].accepted))
         return self._taken
+
+    def _lost_at_the_end(
+        self, left: Sequence[float], ends: int, stands: Sequence[Stand], brings: Sequence[float],
+        times: Sequence[Times], spent: Sequence[float],
+    ) -> float:
+        """Return how many times less the fastest plan gains in a batch whose rows end apart than in a full one.
+
+        Args:
+            left: the tokens that each row may still write.
+            ends: how many rows end by themselves only because of drafts.
+            stands: of every row.
+            brings, times: of every plan, on average over the rows; see `Expected.average`.
+            spent: a row's share of the seconds of a step, for every plan.
+        """
+        count, now = len(left), self._pace.slower(len(left))
+        best = max(range(1, len(spent)), key=lambda arm: brings[arm] / spent[arm])
+        rates = spread([self._expected.of(stand)[0][best] for stand in stands])
+
+        @cache
+        def later(rows: int) -> float:
+            # Fewer rows may never have been timed; what is known of these says most then.
+            costs, slower = self._costs.of(rows, self._tokens), now
+            if self._pace.has_seen(rows, 0) and self._pace.has_seen(rows, best):
+                slower = self._pace.slower(rows)
+            return rows * min(costs.plain * slower[0], costs.of(best, times[best]) * slower[best] / brings[best])
+
+        plainly = seconds_left(left, [1.0] * count, count * spent[0], later)
+        drafting = seconds_left(left, rates, count * spent[best], later) + ends * END_S
+        return max(1.0, drafting / plainly * brings[best] * spent[0] / spent[best])
 
     def _count_unasked(self) -> None:
         """Count the steps that were taken without a question since the last one, all with the same plan."""
@@ -235,7 +281,7 @@ class Fitted(Policy):
             for own in self._crowd.evidence:
                 own.since += unasked
             self._steps[self._taken] += unasked * len(rows)
-            self._reminders.drafted(unasked if self._taken else 0)
+            self._reminders.passed(unasked, self._taken > 0)
             self._unasked += unasked
             self._asked = (count, rows, before + unasked)
 
@@ -271,22 +317,20 @@ class Fitted(Policy):
         ))
 
     def _settle(
-        self, row: RowEvidence, values: Sequence[float], price: float, spent: Sequence[float],
-        hoped: Callable[[int], float], rows: int = 1, patience: float = PATIENCE, switch: float = PATIENCE,
-        passed: int = 1,
+        self, row: RowEvidence, offer: Offer, patience: float = PATIENCE, switch: float = PATIENCE, passed: int = 1
     ) -> int:
-        """Return the plan of a row, or of `rows` rows that take the same one; a small gain changes nothing.
+        """Return the plan of a row, or of several rows that take the same one; a small gain changes nothing.
 
         Args:
-            spent: seconds that every plan takes here.
-            hoped: returns the seconds that a plan would take in the best case.
             patience: how many times as fast as plain decoding a plan has to be.
             switch: how many times as fast as the plan taken so far another one has to be.
             passed: steps since the last call.
         """
+        values, price, spent = offer.values, offer.price, offer.spent
         best = max(range(1, len(values)), key=values.__getitem__)
-        change = CHANGE_S / rows + CHANGE_ROW_S
-        earned = change / (EARNED_BACK * spent[row.arm])
+        gained = passed * (values[row.arm] - values[0])
+        self._trials.purse.earn(row.sampled, passed * offer.brings(row.arm), gained, offer.rows)
+        earned = offer.change_s / (min(EARNED_BACK, offer.left) * spent[row.arm])
         if row.arm and not beats(values, price, spent, best, row.arm, switch + earned):
             best = row.arm
         needed = patience if row.arm else patience + earned
@@ -303,58 +347,29 @@ class Fitted(Policy):
             elif taken and own.since >= TRIAL and not on_trial:
                 own.wait = FIRST_WAIT
         # How many more tokens drafts of several rows have to bring for a trial to lead to drafting.
-        extra = 0.0 if chosen or rows == 1 else (patience - 1) * (values[0] + price * spent[0])
+        extra = 0.0 if chosen or offer.rows == 1 else (patience - 1) * offer.brings(0)
         row.tried = NOBODY
-        tried = chosen if on_trial else self._tried(row, chosen, values, price, hoped, extra, change)
+        tried = chosen if on_trial else self._trials.due(row, offer, chosen, extra)
         row.trying = tried != chosen or (on_trial and row.trying)
         return tried
 
-    def _tried(
-        self, row: RowEvidence, chosen: int, values: Sequence[float], price: float, hoped: Callable[[int], float],
-        extra: float, change: float,
-    ) -> int:
-        """Return a plan of a guesser whose trial is due, or else `chosen`; none is tried that could not pay at best."""
-        for number, own in enumerate(row.evidence):
-            if own.since < own.wait or number in self._learnt.told[chosen]:
-                continue
-            highest = max(
-                (self._expected.most[arm] - price * hoped(arm) for arm in self._telling[number]), default=values[chosen]
-            )
-            # If it is not tried now, the next question comes after as long a pause, not at every step.
-            own.since = 0
-            if highest <= values[chosen] + extra:
-                own.wait = max(own.wait, HELD + 1)  # so that this does not shorten how long an answer holds
-                continue
-            best = max(self._telling[number], key=values.__getitem__)
-            # What nearly pays is tried more often: its trial costs little, and without it much could be missed.
-            loss = TRIAL * (values[chosen] + extra - values[best]) + 2 * price * change
-            longest, soonest = max(FIRST_WAIT, round(loss / LOST)), min(LONGEST_WAIT, round(loss / EARLY_LOST))
-            if (row.sampled or chosen) and own.wait < soonest:
-                own.since, own.wait = own.wait, soonest
-                continue
-            row.tried = number
-            # The same steps tell others whether theirs would pay, so that they need no trial of their own soon.
-            for told in {number, *self._learnt.told[best]}:
-                other = row.evidence[told]
-                later = min(row.longer * other.wait, LONGEST_WAIT, longest)
-                other.wait = later if told == number else max(other.wait, later)
-            own.doubt()
-            row.evidence[self._whose[best]].begin()
-            return best
-        return chosen
-
     def _reason(
         self, row: RowEvidence, values: Sequence[float], price: float, seconds: Sequence[float], count: int,
-        patience: float = PATIENCE,
+        patience: float = PATIENCE, usual: float = PATIENCE,
     ) -> Weighed:
-        """Return why a row takes the plan that was just settled."""
+        """Return why a row takes the plan that was just settled.
+
+        Args:
+            patience: how many times as fast as plain decoding a plan had to be.
+            usual: the same if the rows are not those of one call.
+        """
         at = row.arm or max(range(1, len(values)), key=values.__getitem__)
         kind: Label = "does_not_pay"
         if row.arm:
             kind = "probing" if row.trying else "pays"
-        elif self._is_hopeless(count, patience):
+        elif self._most_gain_of(count) <= usual:
             kind = "batch_too_large"
-        elif self._most_gain(self._costs.of(count, self._tokens)) <= patience:
+        elif self._most_gain(self._costs.of(count, self._tokens)) <= usual:
             kind = "text_too_long"
         whose = self._whose[at]
         own = row.evidence[whose]
@@ -365,11 +380,11 @@ class Fitted(Policy):
             count,
         )
 
-    def _is_hopeless(self, count: int, patience: float) -> bool:
-        """Return whether, with so many rows, too little would be gained even if all guesses stayed."""
-        found = self._hopeless.get((count, patience))
+    def _most_gain_of(self, count: int) -> float:
+        """Return `_most_gain` for so many rows of short texts."""
+        found = self._most_gains.get(count)
         if found is None:
-            found = self._hopeless[count, patience] = self._most_gain(self._costs.of(count)) <= patience
+            found = self._most_gains[count] = self._most_gain(self._costs.of(count))
         return found
 
     def _most_gain(self, costs: Costs) -> float:

@@ -16,10 +16,14 @@ measured at a better time, seldom spares a single plan."""
 MOST_SLOWER, MOST_FASTER = 1.5, 0.5
 """A step counts as at most and at least this many times as long as such steps take by the estimate. If it took longer,
 the cause was something else, such as another program."""
-SETTLES, SETTLES_PLAIN = 1, 3
-"""So many steps of one drafter, or without one, are not counted. The first ones find the processor's caches full of
-other data, which costs plain steps most, and a lookup that has waited takes in all tokens since: that is the cost of a
-change, not of further steps."""
+COLD_STEPS = 10
+"""So many steps behind a prompt find the processor's caches full of other data, and are not counted. Plain steps of a
+small target take up to twice as long then, steps with many guesses hardly longer."""
+SETTLES, SETTLES_PLAIN = 1, 6
+"""So many steps of one drafter, or without one, are not counted for the same reason, and because a lookup that has
+waited takes in all tokens since: that is the cost of a change, not of further steps."""
+LESSON = 8
+"""Up to so many steps between two questions are one lesson; more are accordingly more."""
 STALE, FORGOTTEN = 64, 1024
 """After how many lessons from other plans what was learnt of a plan is old, so that its next step counts like a first
 one; and after how many it is forgotten, as if never taken, so that a plan that was too slow to be tried is tried again.
@@ -42,19 +46,23 @@ class Pace:
         self._whose, self._learns = tuple(whose), learns
         self._slower: dict[int, list[float]] = {}
         self._taken: dict[int, list[int]] = {}
-        self._lessons = 0  # how often something was learnt
-        self._newest: dict[int, list[int]] = {}  # when a plan was learnt from last
+        self._lessons = 0.0
+        self._newest: dict[int, list[float]] = {}  # how many lessons there were when a plan was learnt from last
         # The rows of the last question, if the steps after it do nothing else, and the seconds of these steps.
         self._rows: list[RowHistory] | None = None
         self._took: list[float] = []
+        self._youngest = 0  # how many steps the youngest of them had behind it
         # Which drafter drafted at the last question, and for how many steps in a row.
         self._drafter: int | None = None
         self._run = 0
 
     @property
     def is_timing(self) -> bool:
-        """Whether something is learnt from the steps after the last question: they do nothing but decode these rows."""
-        return self._rows is not None
+        """Whether something is learnt from the steps after the last question, soon if not at once.
+
+        They do nothing but decode these rows, and no row's prompt was read just now.
+        """
+        return self._rows is not None and self._youngest >= COLD_STEPS - SETTLES_PLAIN
 
     def has_seen(self, count: int, plan: int) -> bool:
         """Whether enough steps of a plan were timed with about so many rows."""
@@ -73,6 +81,7 @@ class Pace:
         """Note that the coming steps are those of these rows, which all take the same plan."""
         self._took.clear()
         self._rows = list(rows) if self._learns and load.reading == 0 and len(rows) == load.decoding else None
+        self._youngest = min((len(row.accepted) for row in rows), default=0)
 
     def timed(self, seconds: float) -> None:
         """Take in how long a step took."""
@@ -90,7 +99,7 @@ class Pace:
         before = self._run if self._drafter == self._whose[plan] else 0
         self._drafter, self._run = self._whose[plan], before + len(self._took)
         settles = SETTLES if plan else SETTLES_PLAIN
-        counted = self._took[max(0, settles - before):]
+        counted = self._took[max(0, settles - before, COLD_STEPS - self._youngest):]
         return (self._rows, counted) if counted else None
 
     def learn(self, count: int, plan: int, took: Sequence[float], seconds: float) -> None:
@@ -105,12 +114,13 @@ class Pace:
         ratio = statistics.fmean(took) / (count * seconds)
         found, size = self.slower(count), count.bit_length()
         taken = self._taken.setdefault(size, [0] * len(self._whose))
-        newest = self._newest.setdefault(size, [0] * len(self._whose))
+        newest = self._newest.setdefault(size, [0.0] * len(self._whose))
         if self._lessons - newest[plan] > STALE:
             taken[plan] = 0
         taken[plan] += len(took)
-        rate = max(RATE, len(took) / (MEASURED + taken[plan]))
-        self._lessons += 1
+        lessons = max(1.0, len(took) / LESSON)
+        rate = max(1 - (1 - RATE) ** lessons, len(took) / (MEASURED + taken[plan]))
+        self._lessons += lessons
         newest[plan] = self._lessons
         before = found[plan]
         found[plan] += rate * (min(max(ratio, MOST_FASTER * before), MOST_SLOWER * before) - before)

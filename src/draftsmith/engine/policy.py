@@ -7,6 +7,7 @@ took. A policy that looked at the noise of tokens to come, or at guesses already
 others.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class RowHistory:
         drafted: for each of these steps, how many guesses were verified, or only whether any was, see `tells_any`.
         behind: for each of these steps, whether another part of the drafter guessed because its lookup found nothing.
         constrained: whether it has a constraint.
+        most: tokens after the prompt at which it ends at the latest; infinite if there is no such number.
+        call: what all rows of one call have in common, and no others; None for a request made by hand.
     """
 
     sampled: bool
@@ -45,6 +48,13 @@ class RowHistory:
     drafted: list[int] = field(default_factory=list)
     behind: list[bool] = field(default_factory=list)
     constrained: bool = field(default=False, kw_only=True)
+    most: float = field(default=math.inf, kw_only=True)
+    call: object | None = field(default=None, kw_only=True)
+
+    @property
+    def left(self) -> float:
+        """How many tokens it may still write, at least 1."""
+        return max(1, self.most - self.written)
 
     def tells_any(self, plan: Plan, behind: bool = False) -> bool:
         """Whether `drafted` only says if a draft of this plan had guesses, and not how many.

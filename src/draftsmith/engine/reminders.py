@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from draftsmith.engine.evidence import LONGEST_WAIT
 from draftsmith.engine.expected import beats
-from draftsmith.engine.pace import Pace
+from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 
-REMINDERS, EARLY_WAIT, NARROW_WAIT = 6, 48, 128
+REMINDERS, EARLY_WAIT, NARROW_WAIT = SETTLES_PLAIN + SEEN, 64, 192
 """Where all rows take the same plan and have drafted for `LONGEST_WAIT` steps, `REMINDERS` steps without a draft come
-next, to see what those cost now; after `NARROW_WAIT` if drafts gain little, and after `EARLY_WAIT` if too few plain
-steps were timed with so many rows. Then the drafter's other plans that would be at least `NEARLY` as fast come, until
-each was timed, because their costs may not be those that were measured."""
+next, to see what those cost now; after `NARROW_WAIT` if drafts gain little, after twice as many if they gain much, and
+after `EARLY_WAIT` if too few plain steps were timed with so many rows. Then the drafter's other plans that would be at
+least `NEARLY` as fast come, until each was timed, because their costs may not be those that were measured."""
 NEARLY, NARROWLY, CLEARLY = 0.95, 1.2, 1.5
-"""A plan that seems `CLEARLY` times as fast as plain decoding is not checked early: few measurements are that wrong.
+"""A plan that seems `CLEARLY` times as fast as plain decoding is only checked late: few measurements are that wrong.
 One that seems less than `NARROWLY` times as fast is checked more often, because no machine is that steady."""
 
 
@@ -32,12 +32,20 @@ class Reminders:
 
     @property
     def due_in(self) -> int:
-        """How many more steps can be drafted before the next reminder."""
-        return self._until - self._drafting
+        """How many more steps can be drafted before the next reminder; many while none could teach anything."""
+        return max(0, self._until - self._drafting) if self._pace.is_timing else LONGEST_WAIT
 
-    def drafted(self, steps: int) -> None:
-        """Note that all rows have drafted for so many steps more."""
-        self._drafting += steps
+    @property
+    def left(self) -> int:
+        """How many steps of a reminder are still to come; 0 if there is none."""
+        return self._left
+
+    def passed(self, steps: int, drafting: bool) -> None:
+        """Note that so many steps were taken without a question: of a reminder, or as before, `drafting` or not."""
+        if self._left:
+            self._left = max(0, self._left - steps)
+        elif drafting:
+            self._drafting += steps
 
     def plan(
         self, arm: int, on_trial: bool, count: int, values: Sequence[float], price: float, spent: Sequence[float]
@@ -66,8 +74,8 @@ class Reminders:
         self, arm: int, count: int, values: Sequence[float], price: float, spent: Sequence[float]
     ) -> tuple[int, int]:
         """Return the next reminder: after how many steps of drafting, and with which plan."""
-        pace = self._pace
-        if not pace.has_seen(count, 0) and not beats(values, price, spent, arm, 0, CLEARLY):
+        pace, gains_much = self._pace, beats(values, price, spent, arm, 0, NARROWLY)
+        if not pace.has_seen(count, 0) and not gains_much:
             return EARLY_WAIT, 0
         # A plan is slower by as much as it brings less after paying for its time.
         unseen = [
@@ -77,4 +85,6 @@ class Reminders:
         ]
         if unseen:
             return EARLY_WAIT, max(unseen, key=values.__getitem__)
-        return LONGEST_WAIT if beats(values, price, spent, arm, 0, NARROWLY) else NARROW_WAIT, 0
+        if beats(values, price, spent, arm, 0, CLEARLY):
+            return 2 * LONGEST_WAIT, 0
+        return LONGEST_WAIT if gains_much and pace.has_seen(count, 0) else NARROW_WAIT, 0

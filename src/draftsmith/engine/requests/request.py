@@ -98,7 +98,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.history = RowHistory(
-            self.params.temperature > 0, len(self.prompt), constrained=self.guide is not None
+            self.params.temperature > 0, len(self.prompt), constrained=self.guide is not None,
+            most=self.params.max_tokens,
         )
         self.statistics.prompt_tokens = len(self.prompt)
 
@@ -180,7 +181,6 @@ class Request:
             drafted -= self.guide.refused
         self.accepted.append(taken - 1)
         self.drafted += drafted
-        self.history.written = len(self.tokens)
         if self.prediction is not None and self.prediction.guessed:
             self.accepted_prediction += taken - 1
             self.rejected_prediction += drafted - (taken - 1)

@@ -8,8 +8,9 @@ from itertools import chain
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Choice, Engine, Load, Policy, RowHistory
+from draftsmith.engine.pace import COLD_STEPS
 from draftsmith.engine.profile import LengthCost
-from draftsmith.evaluation.measuring.steps import raise_failures
+from draftsmith.evaluation.measuring.steps import Clock, raise_failures
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
@@ -19,8 +20,6 @@ TURNS, STEPS = 4, 4
 each change is not timed, because it includes the cost of the change."""
 LONGER = 4
 """The long text is at least this many times as long as the short one: what less adds cannot be told from noise."""
-
-Clock = Callable[[], float]
 
 
 class Told(Policy):
@@ -62,7 +61,11 @@ class Decoding:
 
     @contextmanager
     def of(self, prompt: list[int]) -> Iterator[Callable[[bool], float]]:
-        """Read a prompt; yield a function that decodes one turn, with drafts or without, and returns seconds a step."""
+        """Read a prompt and decode until the caches are warm.
+
+        Yields:
+            a function that decodes one turn, with drafts or without, and returns seconds a step.
+        """
         [request] = self._engine.admit_call([prompt], self._params)
 
         def step() -> float:
@@ -78,6 +81,9 @@ class Decoding:
         self._engine.core.add(request)
         try:
             while not request.tokens:
+                step()
+            self._policy.drafts = False
+            for _ in range(COLD_STEPS):
                 step()
             yield turn
         finally:
@@ -101,7 +107,7 @@ def measure_length_cost(
     Raises:
         DraftsmithError: the target, or the drafter, cannot read the long text.
     """
-    room = max(rounds, 2 + plan.depth) * TURNS * STEPS + 1 + plan.depth
+    room = max(rounds, 2 + plan.depth) * TURNS * STEPS + COLD_STEPS + 1 + plan.depth
     stream = list(chain.from_iterable(texts))[: max(0, min(long, target.max_length - room))]
     if len(stream) < LONGER * short:
         return LengthCost(short)
@@ -115,7 +121,7 @@ def measure_length_cost(
 
 def _more_plain_s(target: Target, prompts: Sequence[list[int]], rounds: int, clock: Clock) -> float:
     """Return how many seconds longer a plain step takes after the second prompt than after the first."""
-    new_tokens = rounds * TURNS * STEPS + 1
+    new_tokens = rounds * TURNS * STEPS + COLD_STEPS + 1
     short, long = (Decoding(target, None, NO_DRAFT, new_tokens, len(prompt), clock) for prompt in prompts)
     with short.of(prompts[0]) as beside, long.of(prompts[1]) as behind:
         return _clearly([behind(False) - beside(False) for _ in range(rounds * TURNS)])
@@ -128,7 +134,8 @@ def _more_of_guesses_s(
 
     The texts decode one after the other, because a drafter that remembers rows serves one engine at a time.
     """
-    decoding = Decoding(target, drafter, plan, TURNS * STEPS * (2 + plan.depth) + 1, len(prompts[1]), clock)
+    new_tokens = TURNS * STEPS * (2 + plan.depth) + COLD_STEPS + 1
+    decoding = Decoding(target, drafter, plan, new_tokens, len(prompts[1]), clock)
     found: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for prompt, more in zip(prompts, found, strict=True):

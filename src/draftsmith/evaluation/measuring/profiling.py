@@ -15,6 +15,7 @@ from itertools import islice, product
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.engine import Engine
 from draftsmith.engine.arm import Arm
+from draftsmith.engine.pace import COLD_STEPS
 from draftsmith.engine.profile import Profile, candidates
 from draftsmith.engine.reasons import shape_in_words
 from draftsmith.evaluation.measuring.copying import always_finding
@@ -27,8 +28,8 @@ from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 
 ROWS = (1, 2, 4, 8, 16)
-PROMPT_TOKENS, NEW_TOKENS = 48, 20
-FULL_TOKENS = 8
+PROMPT_TOKENS, NEW_TOKENS = 48, 40
+FULL_TOKENS = 2 * COLD_STEPS + 2
 """New tokens of runs in which all rows guess at every step; fewer are enough, because such steps are all alike."""
 FEWEST_TEXTS = 24
 """The fewest texts, even for few rows, because acceptance differs from text to text."""
@@ -275,7 +276,9 @@ def measure_profile(
     for plan in (largest, NO_DRAFT):
         sampler.seconds(plan, 1)  # warms up
     if sampler.seconds(NO_DRAFT, 1) > SLOW_STEP_S:
-        sampler.new_tokens = min(FEW_TOKENS, new_tokens)
+        for one in (sampler, copying):
+            if one is not None:
+                one.new_tokens = min(FEW_TOKENS, new_tokens)
     contest, watch = Contest(sampler, rows, on_progress, copying), Watch()
     found = contest.run(plans)
     if len(found.arms) > 1:

@@ -1,0 +1,123 @@
+"""A batch of one call: it is over when its last row is, so drafts have to gain more there than in a full batch."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from draftsmith.engine import Choice, Engine
+from draftsmith.engine.arm import Arm
+from draftsmith.engine.closing import is_closing, seconds_left, spread
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.known import Known
+from draftsmith.engine.policy import Load, Policy, RowHistory
+from draftsmith.engine.profile import Profile
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.types import SamplingParams
+from tests.helpers.tiny import prompts, tiny_target
+
+ROWS = 4
+
+
+def rows_of(calls: list[object], most: float = 64) -> list[RowHistory]:
+    return [RowHistory(False, 5, most=most, call=call) for call in calls]
+
+
+def gaining(gain: float) -> Profile:
+    """Drafting four rows brings so many times as many tokens a second; fewer rows are hardly cheaper.
+
+    Steps are so short that all rows take the same plan.
+    """
+    rows, plain = (1, 2, 4), (0.008, 0.009, 0.01)
+    drafted = tuple(1.5 * took / gain for took in plain)
+    return Profile(rows, (Arm(NO_DRAFT, (), plain), Arm(Plan((1,)), (0.5,), drafted)))
+
+
+def depth_of(profile: Profile, rows: list[RowHistory], load: Load) -> int:
+    return max(choice.plan.depth for choice in Fitted(Known(profile)).choose(load, rows))
+
+
+def test_rows_that_end_together_take_as_many_steps_as_the_last_of_them():
+    assert seconds_left([10, 10, 10], [1, 1, 1], 2.0, lambda rows: 99.0) == 20.0
+    assert seconds_left([8, 12, 20], [1, 1, 1], 3.0, {2: 2.0, 1: 1.0}.__getitem__) == 8 * 3 + 4 * 2 + 8 * 1
+    # The first row ends after two steps; the second then has four tokens left, and the third twelve.
+    assert seconds_left([8, 8, 16], [4, 2, 2], 3.0, {2: 2.0, 1: 1.0}.__getitem__) == 2 * 3 + 4 * 2 + 8 * 1
+
+
+def test_texts_differ_in_what_stays_and_no_step_brings_less_than_a_token():
+    rates = spread([2.0, 3.0, 2.0, 1.0])
+    assert rates[1] == max(rates) > 3.0 and rates[3] == min(rates) == 1.0
+    assert 1.0 < min(rates[0], rates[2]) < 2.0 <= max(rates[0], rates[2])
+    assert spread([1.7]) == [1.7]
+
+
+def test_only_the_rows_of_one_call_that_nobody_waits_for_are_closing():
+    call = object()
+    alone = Load(ROWS, 0, 0, ROWS)
+    assert is_closing(alone, rows_of([call] * ROWS))
+    assert not is_closing(alone, rows_of([object() for _ in range(ROWS)])), "others may follow each of them"
+    assert not is_closing(alone, rows_of([None] * ROWS))
+    assert not is_closing(Load(ROWS, 0, 1, ROWS), rows_of([call] * ROWS)), "one waits for a place"
+    assert not is_closing(Load(ROWS, 1, 0, ROWS), rows_of([call] * ROWS)), "one reads its prompt"
+    assert not is_closing(Load(ROWS + 1, 0, 0, 8), rows_of([call] * ROWS)), "one drafts by a plan of its own"
+    assert not is_closing(Load(1, 0, 0, 1), rows_of([call]))
+
+
+@pytest.mark.parametrize(("gain", "closing", "drafts"), [(1.1, False, 1), (1.1, True, 0), (1.4, True, 1)])
+def test_rows_of_one_call_draft_where_that_gains_clearly(gain: float, closing: bool, drafts: int):
+    call = object()
+    rows = rows_of([call if closing else object() for _ in range(ROWS)])
+    assert depth_of(gaining(gain), rows, Load(ROWS, 0, 0, ROWS)) == drafts
+
+
+def test_nothing_is_tried_where_no_time_is_left_to_gain_by_it():
+    for most, tried in ((12, 0), (1000, 4)):
+        policy, row = Fitted(Known(gaining(0.9), hope=2.0)), RowHistory(False, 5, most=most)
+        depths = []
+        for _ in range(9):
+            (choice,) = policy.choose(Load(1, 0, 0, 1), [row])
+            depths.append(choice.plan.depth)
+            row.note(choice.plan.depth, choice.plan.depth, choice.plan)
+            row.written += 1
+        assert (sum(depths) >= tried) if tried else not any(depths)
+
+
+class Noting(Policy):
+    """Never drafts, takes its time, and notes what it is told."""
+
+    def __init__(self, thinks_s: float = 0.0) -> None:
+        self.thinks_s, self.heard = thinks_s, list[float]()
+        self.seen: list[tuple[list[object | None], list[float]]] = []
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return Choice(NO_DRAFT), Choice(Plan((1,)))
+
+    def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
+        time.sleep(self.thinks_s)
+        self.seen.append(([row.call for row in rows], [row.left for row in rows]))
+        return [Choice(NO_DRAFT)] * len(rows)
+
+    def timed(self, seconds: float) -> None:
+        self.heard.append(seconds)
+
+
+def test_a_policy_knows_whose_rows_it_sees_and_how_much_they_may_still_write():
+    policy = Noting()
+    engine = Engine(tiny_target(), None, policy=policy, max_batch=4)
+    engine.generate(prompts(2), [SamplingParams(max_tokens=most, ignore_eos=True) for most in (3, 5)])
+    assert [left for _, left in policy.seen if left] == [[2, 4], [1, 3], [2], [1]], "each prompt has given a token"
+    assert len({call for calls, _ in policy.seen for call in calls}) == 1
+    policy.seen.clear()
+    for question in prompts(2):
+        (request,) = engine.admit_call([question], SamplingParams(max_tokens=4, ignore_eos=True))
+        engine.core.add(request)
+    while engine.core.has_work:
+        engine.core.step()
+    assert len(set(policy.seen[-1][0])) == len(policy.seen[-1][0]) == 2, "these came by themselves"
+
+
+def test_the_time_that_a_policy_takes_is_part_of_the_step():
+    policy = Noting(thinks_s=0.02)
+    Engine(tiny_target(), None, policy=policy).generate(prompts(1), SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(policy.heard) == 3 and min(policy.heard) >= 0.02

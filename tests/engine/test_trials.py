@@ -1,0 +1,42 @@
+"""What trials cost: a share of all tokens, however many texts there are, and of what drafts gain."""
+
+from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.known import Known
+from draftsmith.engine.policy import RowHistory
+from draftsmith.engine.purse import LENT, LOST, LOST_SAMPLED, SAVED, Purse
+from tests.helpers.profiles import go, profile
+
+
+def test_a_trial_is_paid_from_what_was_written_or_lent():
+    purse = Purse()
+    assert purse.tokens_until(False, 2.0, 0.0) == 2.0 / LOST
+    purse.earn(False, 1.0 / LOST)
+    assert not purse.pay(False, 2.0, 0.0) and purse.pay(False, 2.0, 1.5), "half a token is owed now, and more"
+    assert not purse.pay(False, 1.0, 1.5) and purse.tokens_until(False, 1.0, 1.5) == 0.5 / LOST
+    purse.earn(False, 0.0, 1e9)
+    assert purse.pay(False, SAVED, 0.0) and not purse.pay(False, 0.1, 0.0), "no more than so much is saved up"
+    assert not purse.pay(True, 0.1, 0.0), "sampled texts have a purse of their own"
+
+
+def test_what_short_texts_lose_by_trials_is_a_share_of_all_of_them():
+    """Every text begins anew, and no guess ever stays: a step with a guess costs 0.3 steps more for each guess."""
+    for sampled, share, lent in ((False, LOST, LENT), (True, LOST_SAMPLED, 0.0)):
+        policy = Fitted(Known(profile(cost=0.3)))
+        for _ in range(20):  # it learns that nothing stays
+            go(policy, RowHistory(sampled, 5), 50, 0)
+        depths = [depth for _ in range(100) for depth in go(policy, RowHistory(sampled, 5), 50, 0)]
+        # A trial was expected to lose less: some of its guesses might have stayed.
+        assert 0 < 0.3 * sum(depths) < 1.5 * share * len(depths) + lent
+
+
+def test_where_trials_lead_to_drafts_more_can_be_tried():
+    failing, fruitful = (Fitted(Known(profile(cost=0.3))) for _ in range(2))
+    for _ in range(20):
+        go(failing, RowHistory(False, 5), 50, 0)
+    row = RowHistory(False, 5)
+    go(fruitful, row, 300, 4)
+    tries = []
+    for policy in (failing, fruitful):
+        depths = go(policy, RowHistory(False, 5), 300, 0)
+        tries.append(sum(depth > 0 for depth in depths[20:]))
+    assert tries[1] > tries[0]
