@@ -229,7 +229,7 @@ class Fitted(Policy):
         def hoped(arm: int) -> float:
             return costs.of(arm, self._expected.most_times[arm]) * slower[arm]
 
-        offer = Offer(values, price, spent, hoped, self._left, count, ends)
+        offer = Offer(values, price, spent, hoped, self._left, len(rows), ends)
         crowd.arm = self._settle(crowd, offer, patience, SWITCH, passed)
         on_trial = crowd.arm > 0 and crowd.evidence[self._whose[crowd.arm]].trial > 0
         self._taken = self._reminders.plan(crowd.arm, on_trial, count, values, price, spent)
