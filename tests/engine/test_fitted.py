@@ -249,6 +249,18 @@ def test_several_rows_go_on_where_drafts_pay_at_all_until_others_join():
     assert sum(go_on(some(1), 100)) >= 100 - REMINDERS and sum(go_on(some(4), 20)) < 10, "whoever drafted last"
 
 
+@pytest.mark.parametrize(("gain", "wait"), [(1.15, NARROW_WAIT), (1.35, LONGEST_WAIT), (1.8, 2 * LONGEST_WAIT)])
+def test_the_more_drafts_gain_the_later_plain_steps_are_looked_at(gain: float, wait: int):
+    plain, drafted = 0.001, 0.002 / gain
+    arms = (Arm(NO_DRAFT, (), (plain,)), Arm(CHAINS[0], (1.0,), (drafted,)))
+    policy, rows, depths = Fitted(Known(Profile((1,), arms), rows=None), learns_times=True), some(4), list[int]()
+    while len(depths) < 3000:
+        depths += alike(policy, rows, 1)
+        policy.timed(drafted if depths[-1] else plain)
+    begins = [at for at, depth in enumerate(depths) if not depth and depths[at - 1]]
+    assert {second - first for first, second in pairwise(begins[1:])} == {wait + REMINDERS}
+
+
 def test_what_steps_cost_now_is_learnt_while_it_runs():
     """Drafted steps take three times as long as was measured: it decodes plainly, until they do no longer."""
     long = profile(cost=0.2)

@@ -1,9 +1,11 @@
 """What trials cost: a share of all tokens, however many texts there are, and of what drafts gain."""
 
+from draftsmith.engine.evidence import FIRST_WAIT, PRIOR, TRIAL, Evidence, RowEvidence
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import RowHistory
-from draftsmith.engine.purse import LENT, LOST, LOST_SAMPLED, SAVED, Purse
+from draftsmith.engine.purse import LENT, LENT_BESIDE, LOST, LOST_SAMPLED, SAVED, Purse
+from draftsmith.engine.trials import SHORT, Offer, Trials
 from tests.helpers.profiles import go, profile
 
 
@@ -40,3 +42,16 @@ def test_where_trials_lead_to_drafts_more_can_be_tried():
         depths = go(policy, RowHistory(False, 5), 300, 0)
         tries.append(sum(depth > 0 for depth in depths[20:]))
     assert tries[1] > tries[0]
+
+
+def test_less_is_lent_where_other_drafts_pay_and_nothing_in_sampled_texts():
+    """Two guessers with a plan each; steps take no time, so that a trial loses just what its plan brings less."""
+    asks = ((LENT - 1, 0, False, 2), (LENT + 1, 0, False, 0), (LENT_BESIDE - 1, 1, False, 2),
+            (LENT_BESIDE + 1, 1, False, 1), (1.0, 0, True, 0))
+    for loss, chosen, sampled, taken in asks:
+        trials = Trials([-1, 0, 1], [(), (0,), (1,)], 2, [1.0, 9.0, 9.0])
+        evidence = [Evidence(PRIOR, PRIOR, 20, since=since) for since in (0, FIRST_WAIT)]
+        values = [1.0, 1.0, 1.0 - loss / TRIAL]
+        offer = Offer(values, 0.0, [0.0] * 3, lambda arm: 0.0, left=SHORT + 1)
+        row = RowEvidence(evidence, 0, arm=chosen, sampled=sampled)
+        assert trials.due(row, offer, chosen, extra=0.0) == taken, (loss, chosen, sampled)

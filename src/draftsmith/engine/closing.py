@@ -24,9 +24,7 @@ def is_closing(load: Load, rows: Sequence[RowHistory]) -> bool:
     return alone and call is not None and all(row.call is call and math.isfinite(row.most) for row in rows)
 
 
-def seconds_left(
-    left: Sequence[float], rates: Sequence[float], now: float, later: Callable[[int], float]
-) -> float:
+def seconds_left(left: Sequence[float], rates: Sequence[float], now: float, later: Callable[[int], float]) -> float:
     """Return the seconds until the last row has written what is left of it.
 
     Args:

@@ -94,7 +94,7 @@ class Fitted(Policy):
         self._unasked = 0  # steps taken without a question since the last one
         self._reasons: Sequence[Reason] = ()
         self._left = math.inf  # the most tokens that any row could still write at the last question
-        self._most_gains: dict[int, float] = {}
+        self._most_gains: dict[int, float] = {}  # by the number of rows, see `_most_gain`
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -121,7 +121,7 @@ class Fitted(Policy):
     def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
         self._count_unasked()
         if self._asked is not None and self._asked[1] != rows:
-            for history in self._asked[1]:  # the last steps of those that have left would teach nothing otherwise
+            for history in self._asked[1]:  # otherwise the last steps of rows that have ended would teach nothing
                 self._learnt.of(history)
         if len(self._choices) == 1 or not rows:
             self._reasons, self._asked = [NEVER] * len(rows), None

@@ -8,9 +8,10 @@ from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 
 REMINDERS, EARLY_WAIT, NARROW_WAIT = SETTLES_PLAIN + SEEN, 64, 192
 """Where all rows take the same plan and have drafted for `LONGEST_WAIT` steps, `REMINDERS` steps without a draft come
-next, to see what those cost now; after `NARROW_WAIT` if drafts gain little, after twice as many if they gain much, and
-after `EARLY_WAIT` if too few plain steps were timed with so many rows. Then the drafter's other plans that would be at
-least `NEARLY` as fast come, until each was timed, because their costs may not be those that were measured."""
+next, to see what those cost now. They come after twice as many steps if drafts gain much, and after `NARROW_WAIT` if
+they gain little, or if too few plain steps were timed with so many rows; after `EARLY_WAIT` if both is so. Then the
+drafter's other plans that would be at least `NEARLY` as fast come, until each was timed, because their costs may not be
+those that were measured."""
 NEARLY, NARROWLY, CLEARLY = 0.95, 1.2, 1.5
 """A plan that seems `CLEARLY` times as fast as plain decoding is only checked late: few measurements are that wrong.
 One that seems less than `NARROWLY` times as fast is checked more often, because no machine is that steady."""
