@@ -307,19 +307,19 @@ def test_nobody_need_ask_about_drafts_that_go_on_and_nothing_is_lost_by_that():
 
 
 def test_what_the_first_step_with_a_draft_takes_says_nothing_of_the_others():
-    """It takes ten times as long as those that follow, as where caches were full of other things."""
+    """It takes three times as long as those that follow, as where caches were full of other things."""
     before, history = 0, RowHistory(False, 5)
     arms = (Arm(NO_DRAFT, (), (0.001,)), Arm(CHAINS[0], (1.0,), (0.002 / 1.3,)))
     policy = Fitted(Known(Profile((1,), arms), rows=None), learns_times=True)
     depths = []
-    for step in range(600):
+    for step in range(900):
         (choice,) = policy.choose(load(1), [history])
         depth = choice.plan.depth
-        policy.timed(arms[depth].seconds[0] * (10 if depth and not before else 1))
+        policy.timed(arms[depth].seconds[0] * (3 if depth and not before else 1))
         before = depth
         depths.append(depth)
         history.note(depth if step < 100 or step > 200 else 0, depth, NO_DRAFT)
-    assert 0 in depths[100:200] and sum(depths[-200:]) > 190
+    assert 0 in depths[100:200] and sum(depths[-200:]) >= 200 - REMINDERS
 
 
 def test_where_not_even_guesses_that_all_stay_would_pay_none_is_tried():

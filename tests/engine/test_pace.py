@@ -1,6 +1,16 @@
 """What steps take now: each is told by the test, so nothing depends on the machine."""
 
-from draftsmith.engine.pace import COLD_STEPS, MEASURED, MOST_SLOWER, SETTLES, SETTLES_PLAIN, SHARED, STALE, Pace
+from draftsmith.engine.pace import (
+    COLD_STEPS,
+    HALVED,
+    HICCUP,
+    MEASURED,
+    MOST_SLOWER,
+    SETTLES,
+    SETTLES_PLAIN,
+    SHARED,
+    Pace,
+)
 from draftsmith.engine.policy import Load, RowHistory
 
 SECONDS = [1.0, 2.0, 3.0]
@@ -107,11 +117,16 @@ def test_steps_soon_after_a_prompt_are_left_out_whatever_they_draft():
         assert rows.pace.slower(4)[plan] > 1.05, "later ones count"
 
 
+def test_one_step_far_longer_than_the_others_counts_as_twice_as_long():
+    rows = Rows()
+    assert abs(rows.step(4, 0, 1.0, 1.0, 9.0)[0] - (1 + (HICCUP - 1) / 3 * 3 / (3 + MEASURED))) < 1e-9
+
+
 def test_what_was_learnt_long_ago_is_soon_forgotten():
     rows = Rows()
     for _ in range(100):
         rows.step(4, 0, 1.6)
-    for _ in range(STALE + 1):
+    for _ in range(4 * HALVED):
         rows.step(4, 1, 1.0)
     before = rows.step(4, 1, 1.0)[0]
     for _ in range(4):

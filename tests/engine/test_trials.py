@@ -3,8 +3,8 @@
 from draftsmith.engine.evidence import FIRST_WAIT, PRIOR, TRIAL, Evidence, RowEvidence
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
-from draftsmith.engine.policy import RowHistory
-from draftsmith.engine.purse import LENT, LENT_BESIDE, LOST, LOST_SAMPLED, SAVED, Purse
+from draftsmith.engine.policy import Load, RowHistory
+from draftsmith.engine.purse import LENT, LENT_LITTLE, LOST, LOST_LITTLE, MOST_CHARGED, SAVED, Purse, share_lost
 from draftsmith.engine.trials import SHORT, Offer, Trials
 from tests.helpers.profiles import go, profile
 
@@ -22,13 +22,39 @@ def test_a_trial_is_paid_from_what_was_written_or_lent():
 
 def test_what_short_texts_lose_by_trials_is_a_share_of_all_of_them():
     """Every text begins anew, and no guess ever stays: a step with a guess costs 0.3 steps more for each guess."""
-    for sampled, share, lent in ((False, LOST, LENT), (True, LOST_SAMPLED, 0.0)):
+    for sampled, share, lent in ((False, LOST, LENT), (True, LOST_LITTLE, 0.0)):
         policy = Fitted(Known(profile(cost=0.3)))
         for _ in range(20):  # it learns that nothing stays
             go(policy, RowHistory(sampled, 5), 50, 0)
         depths = [depth for _ in range(100) for depth in go(policy, RowHistory(sampled, 5), 50, 0)]
         # A trial was expected to lose less: some of its guesses might have stayed.
         assert 0 < 0.3 * sum(depths) < 1.5 * share * len(depths) + lent
+
+
+def test_a_trial_whose_steps_take_longer_than_expected_is_paid_for_later():
+    """No guess ever stays, and the steps of trials take as long as was measured, or three times as long."""
+    tries = []
+    for slow in (1, 3):
+        policy, history, tried = Fitted(Known(profile(cost=0.3)), learns_times=True), RowHistory(False, 5), []
+        for _ in range(3000):
+            (choice,) = policy.choose(Load(1, 0, 0, 1), [history])
+            depth = choice.plan.depth
+            policy.timed(policy.known[0].profile.arms[depth].seconds[0] * (slow if depth else 1))
+            history.note(0, depth, choice.plan)
+            tried.append(depth > 0)
+        tries.append(sum(tried[200:]))
+    assert 0 < tries[1] < 0.7 * tries[0]
+
+
+def test_several_rows_lose_less_to_trials_than_one():
+    assert share_lost(False) == LOST > LOST_LITTLE == share_lost(True) == share_lost(False, rows=2)
+    purse = Purse()
+    purse.earn(False, 1 / LOST_LITTLE, rows=4)
+    assert purse.pay(False, 1.0, 0.0, rows=4) and not purse.pay(False, 0.1, 0.0, rows=4)
+    purse.charge(False, -1.0, rows=4)
+    assert purse.pay(False, 1.0, 0.0, rows=4), "what a trial did not lose is given back"
+    purse.charge(False, 1e9, rows=4)
+    assert not purse.pay(False, 0.1, MOST_CHARGED, rows=4) and purse.pay(False, 0.0, MOST_CHARGED, rows=4)
 
 
 def test_where_trials_lead_to_drafts_more_can_be_tried():
@@ -46,8 +72,8 @@ def test_where_trials_lead_to_drafts_more_can_be_tried():
 
 def test_less_is_lent_where_other_drafts_pay_and_nothing_in_sampled_texts():
     """Two guessers with a plan each; steps take no time, so that a trial loses just what its plan brings less."""
-    asks = ((LENT - 1, 0, False, 2), (LENT + 1, 0, False, 0), (LENT_BESIDE - 1, 1, False, 2),
-            (LENT_BESIDE + 1, 1, False, 1), (1.0, 0, True, 0))
+    asks = ((LENT - 1, 0, False, 2), (LENT + 1, 0, False, 0), (LENT_LITTLE - 1, 1, False, 2),
+            (LENT_LITTLE + 1, 1, False, 1), (1.0, 0, True, 0))
     for loss, chosen, sampled, taken in asks:
         trials = Trials([-1, 0, 1], [(), (0,), (1,)], 2, [1.0, 9.0, 9.0])
         evidence = [Evidence(PRIOR, PRIOR, 20, since=since) for since in (0, FIRST_WAIT)]

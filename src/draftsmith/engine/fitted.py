@@ -47,7 +47,7 @@ EARNED_BACK = 12
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""
-HELD_DRAFTING = 7
+HELD_DRAFTING = 15
 """Steps with a draft for which it need not be asked again, where all rows take the same plan."""
 
 
@@ -223,7 +223,8 @@ class Fitted(Policy):
         left, ends = [row.left for row in rows], 0
         if is_closing(load, rows):
             ends = count - len(set(left))
-            patience = PATIENCE * self._lost_at_the_end(left, ends, stands, brings, times, spent)
+            if price * spent[0] > patience:
+                patience = PATIENCE * self._lost_at_the_end(left, ends, stands, brings, times, spent)
         self._left = max(left)
 
         def hoped(arm: int) -> float:
@@ -287,6 +288,8 @@ class Fitted(Policy):
 
     def _learn_times(self, load: Load, rows: Sequence[RowHistory]) -> None:
         """Take in how long the steps since the last question took; the next ones are those of these rows."""
+        if self._crowd.trying and self._asked is not None and self._pace.took:
+            self._charge_trial(self._asked[1], self._pace.took)
         heard = self._pace.heard(self._taken)
         if heard is not None:
             before, took = heard
@@ -294,6 +297,18 @@ class Fitted(Policy):
             seconds = self._measured_s(before, self._costs.of(count, self._tokens), len(took))
             self._pace.learn(count, self._taken, took, seconds)
         self._pace.begin(load, rows)
+
+    def _charge_trial(self, rows: Sequence[RowHistory], took: Sequence[float]) -> None:
+        """Let the last steps of several rows, which were on trial, be paid for by the seconds that they really took.
+
+        A row by itself has more to gain, and its trials go on as long as they may pay by what is known.
+        """
+        count, steps = len(rows), len(took)
+        if count == 1:
+            return
+        plain_s = count * self._costs.of(count, self._tokens).plain * self._pace.slower(count)[0]
+        stayed = sum([sum(row.accepted[-steps:]) for row in rows]) / count
+        self._trials.charge(self._crowd.sampled, steps, sum(took) / plain_s - steps - stayed, count)
 
     def _measured_s(self, rows: Sequence[RowHistory], costs: Costs, steps: int) -> float:
         """Return the seconds of a row's share of one of its last steps, all with one plan, by the measured costs.

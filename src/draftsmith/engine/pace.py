@@ -5,9 +5,13 @@ from collections.abc import Sequence
 
 from draftsmith.engine.policy import Load, RowHistory
 
-RATE, MEASURED = 0.05, 1
-"""The least weight of what is learnt at once in the estimate of how long a plan's steps take; and how many timed steps
-count as much as what was measured before."""
+MEASURED = 1
+"""How many timed steps count as much as what was measured before."""
+HALVED = 16
+"""After so many lessons, of whatever plan, a timed step counts half as much: a machine is slower at some times than at
+others, and a plan that is seldom taken must not be judged by how it was long ago."""
+HICCUP = 2.0
+"""A step counts as at most this many times as long as the median of those that are learnt with it."""
 SEEN = 3
 """A plan's steps are known once so many were timed: fewer say little, above all of a lookup, whose steps differ."""
 SHARED = 0.5
@@ -24,10 +28,9 @@ SETTLES, SETTLES_PLAIN = 1, 6
 waited takes in all tokens since: that is the cost of a change, not of further steps."""
 LESSON = 8
 """Up to so many steps between two questions are one lesson; more are accordingly more."""
-STALE, FORGOTTEN = 64, 1024
-"""After how many lessons from other plans what was learnt of a plan is old, so that its next step counts like a first
-one; and after how many it is forgotten, as if never taken, so that a plan that was too slow to be tried is tried again.
-"""
+FORGOTTEN = 1024
+"""After how many lessons from other plans what was learnt of a plan is forgotten, as if it was never taken, so that one
+that was too slow to be tried is tried again."""
 
 
 class Pace:
@@ -45,9 +48,11 @@ class Pace:
     def __init__(self, whose: Sequence[int], learns: bool) -> None:
         self._whose, self._learns = tuple(whose), learns
         self._slower: dict[int, list[float]] = {}
-        self._taken: dict[int, list[int]] = {}
+        self._taken: dict[int, list[int]] = {}  # timed steps
         self._lessons = 0.0
-        self._newest: dict[int, list[float]] = {}  # how many lessons there were when a plan was learnt from last
+        # How many lessons there were when a plan was learnt from last, and for how many steps its estimate counted.
+        self._newest: dict[int, list[float]] = {}
+        self._weight: dict[int, list[float]] = {}
         # The rows of the last question, if the steps after it do nothing else, and the seconds of these steps.
         self._rows: list[RowHistory] | None = None
         self._took: list[float] = []
@@ -88,6 +93,11 @@ class Pace:
         if self._rows is not None:
             self._took.append(seconds)
 
+    @property
+    def took(self) -> Sequence[float]:
+        """The seconds of the steps since the last question, if they did nothing but decode its rows."""
+        return self._took
+
     def heard(self, plan: int) -> tuple[list[RowHistory], list[float]] | None:
         """Return the rows of the last question, and the seconds of those of their last steps that tell something.
 
@@ -111,17 +121,17 @@ class Pace:
             took: seconds of each step.
             seconds: of a row's share of such a step, by the measured costs.
         """
-        ratio = statistics.fmean(took) / (count * seconds)
+        most = HICCUP * statistics.median(took)
+        ratio = statistics.fmean([min(one, most) for one in took]) / (count * seconds)
         found, size = self.slower(count), count.bit_length()
         taken = self._taken.setdefault(size, [0] * len(self._whose))
         newest = self._newest.setdefault(size, [0.0] * len(self._whose))
-        if self._lessons - newest[plan] > STALE:
-            taken[plan] = 0
+        weight = self._weight.setdefault(size, [0.0] * len(self._whose))
+        self._lessons += max(1.0, len(took) / LESSON)
+        known = weight[plan] * 0.5 ** ((self._lessons - newest[plan]) / HALVED)
         taken[plan] += len(took)
-        lessons = max(1.0, len(took) / LESSON)
-        rate = max(1 - (1 - RATE) ** lessons, len(took) / (MEASURED + taken[plan]))
-        self._lessons += lessons
-        newest[plan] = self._lessons
+        newest[plan], weight[plan] = self._lessons, known + len(took)
+        rate = len(took) / (MEASURED + weight[plan])
         before = found[plan]
         found[plan] += rate * (min(max(ratio, MOST_FASTER * before), MOST_SLOWER * before) - before)
         shared = (found[plan] / before) ** SHARED

@@ -6,7 +6,7 @@ from draftsmith.engine.evidence import LONGEST_WAIT
 from draftsmith.engine.expected import beats
 from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 
-REMINDERS, EARLY_WAIT, NARROW_WAIT = SETTLES_PLAIN + SEEN, 64, 192
+REMINDERS, EARLY_WAIT, NARROW_WAIT = SETTLES_PLAIN + 2 * SEEN, 64, 192
 """Where all rows take the same plan and have drafted for `LONGEST_WAIT` steps, `REMINDERS` steps without a draft come
 next, to see what those cost now. They come after twice as many steps if drafts gain much, and after `NARROW_WAIT` if
 they gain little, or if too few plain steps were timed with so many rows; after `EARLY_WAIT` if both is so. Then the

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from draftsmith.engine.evidence import FIRST_WAIT, LONGER, LONGEST_WAIT, TRIAL, RowEvidence
-from draftsmith.engine.purse import LENT, LENT_BESIDE, Purse, share_lost
+from draftsmith.engine.purse import LENT, LENT_LITTLE, Purse, share_lost
 
 HELD = 31
 """Steps without a draft for which a policy need not be asked again, where all rows take the same plan."""
@@ -67,7 +67,16 @@ class Trials:
         self.purse = Purse()
         """Pays for them."""
         self._whose, self._told, self._most = whose, told, most
+        self._paid = 0.0  # what the steps of the last trial were expected to lose
         self._telling = [[at for at, those in enumerate(told) if number in those] for number in range(guessers)]
+
+    def charge(self, sampled: bool, steps: int, lost: float, rows: int) -> None:
+        """Pay for steps of the last trial what they lost, in tokens of each row, beyond what was expected.
+
+        The first drafts of a text may take longer than later ones: a lookup reads the text then, and the processor's
+        caches hold other data.
+        """
+        self.purse.charge(sampled, lost - self._paid * steps / TRIAL, rows)
 
     def due(self, row: RowEvidence, offer: Offer, chosen: int, extra: float) -> int:
         """Return a plan of a guesser whose trial is due, or else `chosen`; none is tried that could not pay at best.
@@ -89,16 +98,17 @@ class Trials:
             best = max(telling, key=offer.values.__getitem__)
             # What nearly pays is tried more often: its trial costs little, and without it much could be missed.
             changes_s = 2 * offer.change_s + offer.ends * END_S / offer.rows
-            loss = TRIAL * max(0.0, worth - offer.values[best]) + offer.price * changes_s
-            lent = 0.0 if row.sampled else LENT_BESIDE if chosen else LENT
+            expected = TRIAL * max(0.0, worth - offer.values[best])
+            loss = expected + offer.price * changes_s
+            lent = 0.0 if row.sampled else LENT_LITTLE if chosen or offer.rows > 1 else LENT
             if not self.purse.pay(row.sampled, loss, lent, offer.rows):
                 tokens = self.purse.tokens_until(row.sampled, loss, lent, offer.rows)
                 later = min(LONGEST_WAIT, max(HELD + 1, ceil(tokens / offer.brings(chosen))))
                 own.wait = max(own.wait, later)
                 own.since = own.wait - later
                 continue
-            row.tried = number
-            longest = max(FIRST_WAIT, round(loss / share_lost(row.sampled)))
+            row.tried, self._paid = number, expected
+            longest = max(FIRST_WAIT, round(loss / share_lost(row.sampled, offer.rows)))
             # The same steps tell others whether theirs would pay, so that they need no trial of their own soon.
             for told in {number, *self._told[best]}:
                 other = row.evidence[told]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
+from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter, NgramIndex
 from draftsmith.drafters.lookup.suffix import Memory, SuffixConfig, SuffixDrafter
 from draftsmith.drafters.registry import load_drafter
-from draftsmith.engine import Engine
+from draftsmith.engine import Engine, OffAbove
 from draftsmith.engine.guarded import Guarded
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
@@ -256,6 +256,8 @@ def test_the_memory_counts_what_it_holds_and_forgets_the_oldest():
     for _ in range(60):
         given.append([random.randrange(3) for _ in range(random.randint(1, 30))])
         memory.add(given[-1])
+        memory.count(random.choice((1, 40, None)))
+        memory.count()
         held: list[list[int]] = []
         for text in reversed(given):
             if sum(map(len, held)) + len(text) > most:
@@ -271,9 +273,23 @@ def test_the_memory_counts_what_it_holds_and_forgets_the_oldest():
     assert seen == {0, 1, 2, 3}
 
 
+def test_what_waits_to_be_counted_is_counted_in_pieces_and_forgotten_like_the_rest():
+    memory = Memory(depth=4, most=12)
+    for first in (10, 20, 30):
+        memory.add(list(range(first, first + 4)))
+    assert memory.tokens == 12 and all(memory.trie.find([first, first + 1]) is None for first in (10, 20, 30))
+    memory.count(1)
+    assert memory.trie.find([10, 11]) is not None and memory.trie.find([20, 21]) is None
+    memory.add(list(range(40, 48)))  # the first two make room, one counted and one not
+    memory.count()
+    found = [first for first in (10, 20, 30, 40) if memory.trie.find([first, first + 1]) is not None]
+    assert memory.tokens == 12 and found == [30, 40]
+
+
 def test_a_text_longer_than_the_memory_leaves_its_end():
     memory = Memory(depth=4, most=5)
     memory.add(list(range(9)))
+    memory.count()
     assert memory.tokens == 5
     assert memory.trie.find([3, 4]) is None and memory.trie.find([7, 8]) is not None
 
@@ -310,8 +326,29 @@ def test_prompts_are_not_remembered_however_they_are_read(piece: int, guarded: b
     engine = Engine(tiny_target(), drafter, max_length=120, piece_tokens=piece)
     for _ in range(2):  # the second one begins with what the first has left in the cache
         engine.generate([question], SamplingParams(max_tokens=20))
+    own.catch_up()
     # Of each the end of the prompt, by which it is found, and the output, but for its last step.
     assert 2 * (16 + 8) < own.memory.tokens <= 2 * (16 + 19)
+
+
+def test_a_text_for_which_nothing_is_looked_up_is_not_read():
+    class Watched(NgramDrafter):
+        """Notes which rows were read."""
+
+        def __init__(self) -> None:
+            super().__init__(NgramConfig(min_length=1))
+            self.read = 0
+
+        def new_row(self) -> NgramIndex:
+            self.read += 1
+            return super().new_row()
+
+    drafter = Watched()
+    engine = Engine(tiny_target(), drafter, policy=OffAbove(Plan((1,)), rows=1), max_batch=2)
+    engine.generate(prompts(2, seed=4), SamplingParams(max_tokens=20, ignore_eos=True))
+    assert drafter.read == 0
+    engine.generate(prompts(1, seed=4), SamplingParams(max_tokens=20, ignore_eos=True))
+    assert drafter.read == 1
 
 
 @pytest.mark.parametrize("make", [ngram, suffix])

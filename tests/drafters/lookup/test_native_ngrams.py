@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.drafters.lookup.ngram import NativeNgramDrafter, NgramDrafter
 from draftsmith.drafters.lookup.ngram_config import NgramConfig
-from draftsmith.drafters.lookup.python_drafter import MOST_UNREAD
+from draftsmith.drafters.lookup.unread import MOST_UNREAD
 from draftsmith.native import LIBRARY
 from draftsmith.plan import Plan
 from draftsmith.targets import Target

@@ -6,21 +6,18 @@ and never searches.
 """
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from draftsmith.drafters.lookup.ngram_config import Match, NgramConfig
 from draftsmith.drafters.lookup.python_drafter import (
-    MOST_UNREAD,
     DraftTree,
     K,
     LookupDrafter,
-    News,
     PythonDrafter,
-    table_of,
 )
+from draftsmith.drafters.lookup.unread import Unread, joined
 from draftsmith.native import LIBRARY, NativeObject
 from draftsmith.plan import NO_COPY, Plan
 from draftsmith.types import ROOT, Context, Draft
@@ -159,7 +156,7 @@ class NativeNgramDrafter(NgramLookup[int]):
     def __init__(self, config: NgramConfig) -> None:
         self.config, self.factors, self.longest = config, factors_of(config), config.guesses
         self._texts = self._no_texts()
-        self._unread: list[News] = []
+        self._unread = Unread()
 
     def __deepcopy__(self, _: Any) -> "NativeNgramDrafter":
         """Return a drafter with the same options and no texts; two drafters must not write into the same texts."""
@@ -167,16 +164,14 @@ class NativeNgramDrafter(NgramLookup[int]):
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         # A core that was dropped halfway did not report that its rows ended, and other rows may get their numbers.
-        self._texts, self._unread = self._no_texts(), []
+        self._texts = self._no_texts()
+        self._unread.clear()
 
     def reset_rows(self, rows: list[int]) -> None:
-        self._catch_up()
-        self._texts.by("forget_ngrams", rows)
+        self._unread.end(rows)
 
     def follow(self, context: Context) -> None:
-        # Read when this drafter drafts again, which costs less than at every step.
-        self._unread.append((context.rows_B, context.counts_B, context.tokens_BT))
-        if len(self._unread) == MOST_UNREAD:
+        if self._unread.add(context):
             self._catch_up()
 
     def propose(self, context: Context, plan: Plan) -> Draft:
@@ -185,8 +180,10 @@ class NativeNgramDrafter(NgramLookup[int]):
             self.follow(context)
             nothing_B0 = context.tokens_BT[:, :0]
             return Draft(nothing_B0, nothing_B0, 0, branching=())
+        self._catch_up()
+        rows_B, counts_B, tokens_BT = joined([(context.rows_B, context.counts_B, context.tokens_BT)])
         found_2BN, depth = self._texts(
-            *self._news(context), min(config.branches, plan.branching[0]), config.match == "frequent",
+            [rows_B], [counts_B], [tokens_BT], min(config.branches, plan.branching[0]), config.match == "frequent",
             min(config.guesses, plan.depth), plan.max_nodes, self.factor(plan) or 0.0,
         )
         tokens_BN, parents_BN = found_2BN.to(context.tokens_BT.device).unbind(0)
@@ -206,24 +203,13 @@ class NativeNgramDrafter(NgramLookup[int]):
         return NativeObject("make_ngrams", "draft_ngrams", self.config.min_length, self.config.max_length)
 
     def _catch_up(self) -> None:
-        """Read the collected contexts."""
-        if self._unread:
-            self._texts.by("read_ngrams", *self._news())
-
-    def _news(self, context: Context | None = None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return the rows, counts and tokens of all unread contexts, on the CPU; the given context comes last."""
-        news, self._unread = on_the_cpu(self._unread), []
-        if context is not None:
-            news = [*news, *on_the_cpu([(context.rows_B, context.counts_B, context.tokens_BT)])]
-        return [rows for rows, _, _ in news], [counts for _, counts, _ in news], [tokens for _, _, tokens in news]
-
-
-def on_the_cpu(news: Sequence[News]) -> Sequence[News]:
-    """Return committed tokens on the CPU; from another device, with one transfer per run of the same width."""
-    if not news or news[0][0].device.type == "cpu":
-        return news
-    tables = [table_of(list(alike)).cpu() for _, alike in groupby(news, lambda one: one[2].shape[1])]
-    return [(table_BX[:, 0], table_BX[:, 1], table_BX[:, 2:]) for table_BX in tables]
+        """Read what was collected."""
+        for news, ended in self._unread.take():
+            if news:
+                rows, counts, tokens = zip(*news, strict=True)
+                self._texts.by("read_ngrams", list(rows), list(counts), list(tokens))
+            if ended:
+                self._texts.by("forget_ngrams", ended)
 
 
 def make_ngram(config: NgramConfig, target: "Target", draft_tokens: Tensor | None) -> NgramLookup[Any]:

@@ -5,22 +5,17 @@ Shapes: B rows, N drafted nodes, T context tokens.
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.lookup.unread import Unread, table_of
 from draftsmith.plan import Plan
 from draftsmith.types import UNUSED, Context, Draft, empty_draft
 
 if TYPE_CHECKING:
     from draftsmith.targets import KVCache
-
-
-MOST_UNREAD = 64
-"""Contexts of steps without a draft are collected and read together, at most this many calls of `follow`."""
 
 
 class DraftTree:
@@ -70,16 +65,6 @@ class DraftTree:
         return node
 
 
-News = tuple[Tensor, Tensor, Tensor]
-"""Each row's number (B), its count of newly committed tokens (B), and these tokens (B, T)."""
-
-
-def table_of(news: Sequence[News]) -> Tensor:
-    """Return one tensor with a line per row: its number, its count and its tokens; all items have the same width."""
-    rows, counts, tokens = zip(*news, strict=True)
-    return torch.cat([torch.cat(rows).unsqueeze(1), torch.cat(counts).unsqueeze(1), torch.cat(tokens)], dim=1)
-
-
 def to_draft(trees: Sequence[DraftTree], context: Context, plan: Plan) -> Draft:
     """Combine the trees of all rows into one draft, as wide as the largest; without any guess it has no columns."""
     width = max(len(tree.tokens) for tree in trees)
@@ -112,7 +97,7 @@ class PythonDrafter(Drafter, Generic[R]):
 
     def __init__(self) -> None:
         self._rows: dict[int, R] = {}
-        self._unread: list[News] = []
+        self._unread = Unread()
 
     @abstractmethod
     def new_row(self) -> R:
@@ -128,14 +113,10 @@ class PythonDrafter(Drafter, Generic[R]):
         self._unread.clear()
 
     def reset_rows(self, rows: list[int]) -> None:
-        self.catch_up()
-        for number in rows:
-            self._rows.pop(number, None)
+        self._unread.end(rows)
 
     def follow(self, context: Context) -> None:
-        # Read when this drafter drafts again: until then, a step should cost no more than without a drafter.
-        self._unread.append((context.rows_B, context.counts_B, context.tokens_BT))
-        if len(self._unread) == MOST_UNREAD:
+        if self._unread.add(context):
             self.catch_up()
 
     def propose(self, context: Context, plan: Plan) -> Draft:
@@ -148,19 +129,25 @@ class PythonDrafter(Drafter, Generic[R]):
 
     def take_in(self, context: Context) -> list[R | None]:
         """Give every row its new tokens; None stands for padding."""
-        if self._unread:
-            self.catch_up()
+        self.catch_up()
         news = (context.rows_B, context.counts_B, context.tokens_BT)
         if context.rows_B.device.type == "cpu":  # on a CPU, three small lists are cheaper than a table
             rows, counts, tokens = (tensor.tolist() for tensor in news)
             return [self._tell(*row) for row in zip(rows, counts, tokens, strict=True)]
-        return self._read(table_of([news]).tolist())
+        return self._read(table_of(news).tolist())
 
     def catch_up(self) -> None:
-        """Read the collected contexts, with one transfer per run of contexts of the same width."""
-        unread, self._unread = self._unread, []
-        for _, alike in groupby(unread, lambda news: news[2].shape[1]):
-            self._read(table_of(list(alike)).tolist())
+        """Read what was collected."""
+        for news, ended in self._unread.take():
+            for alike in news:
+                self._read(table_of(alike).tolist())
+            for number in ended:
+                row = self._rows.pop(number, None)
+                if row is not None:
+                    self.forget_row(number, row)
+
+    def forget_row(self, number: int, row: R) -> None:
+        """Hear that a request has ended, with what was stored for it."""
 
     def _read(self, lines: Sequence[list[int]]) -> list[R | None]:
         """Give rows their new tokens; None stands for padding."""

@@ -24,6 +24,8 @@ from draftsmith.types import ROOT, Context
 if TYPE_CHECKING:
     from draftsmith.targets import KVCache, Target
 
+COUNTED = 256
+"""Where earlier outputs wait to be counted, each draft counts so many tokens of them, or one text."""
 # At most this many matches with different occurrences are weighed against each other, the longest ones of each trie.
 MOST_MATCHES = 3
 
@@ -178,24 +180,40 @@ class SuffixRow:
 
 
 class Memory:
-    """A trie of earlier outputs; the oldest are forgotten if there are more than `most` tokens."""
+    """A trie of earlier outputs; the oldest are forgotten if there are more than `most` tokens.
+
+    Texts wait until they are counted, which takes longest, so that where nothing is drafted nothing is counted.
+    """
 
     def __init__(self, depth: int, most: int) -> None:
         self.trie = SuffixTrie(depth)
         self.tokens = 0
+        """Tokens of all texts, counted and waiting."""
         self._most = most
         self._texts: deque[list[int]] = deque()
+        self._waiting: deque[list[int]] = deque()
 
     def add(self, text: list[int]) -> None:
         """Remember a text, or its last part if it is too long as a whole."""
         text = text[-self._most :]
         while self.tokens + len(text) > self._most:
-            oldest = self._texts.popleft()
+            if self._texts:
+                oldest = self._texts.popleft()
+                self.trie.forget(oldest)
+            else:
+                oldest = self._waiting.popleft()
             self.tokens -= len(oldest)
-            self.trie.forget(oldest)
-        self._texts.append(text)
+        self._waiting.append(text)
         self.tokens += len(text)
-        self.trie.extend(text, 0, [self.trie.root])
+
+    def count(self, least: int | None = None) -> None:
+        """Count waiting texts, the oldest first, until they have `least` tokens together; None counts all."""
+        counted = 0
+        while self._waiting and (least is None or counted < least):
+            text = self._waiting.popleft()
+            self._texts.append(text)
+            self.trie.extend(text, 0, [self.trie.root])
+            counted += len(text)
 
 
 class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
@@ -218,6 +236,7 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
         return SuffixRow(self._depth)
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
+        self.catch_up()  # rows that have ended are remembered
         super().attach(cache, plan)
         self._prompts.clear()
 
@@ -227,14 +246,16 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
             for number, count in zip(context.rows_B.tolist(), context.counts_B.tolist(), strict=True):
                 self._prompts[number] = self._prompts.get(number, 0) + count
 
-    def reset_rows(self, rows: list[int]) -> None:
-        self.catch_up()
-        for number in rows:
-            prompt, row = self._prompts.pop(number, 0), self._rows.get(number)
-            if self.config.remember and row is not None:
-                # Includes the end of the prompt, so that the first guesses of an output have something to match.
-                self.memory.add(row.text[max(0, prompt - self.config.max_length) :])
-        super().reset_rows(rows)
+    def forget_row(self, number: int, row: SuffixRow) -> None:
+        prompt = self._prompts.pop(number, 0)
+        if self.config.remember:
+            # Includes the end of the prompt, so that the first guesses of an output have something to match.
+            self.memory.add(row.text[max(0, prompt - self.config.max_length) :])
+
+    def take_in(self, context: Context) -> list[SuffixRow | None]:
+        rows = super().take_in(context)
+        self.memory.count(COUNTED)
+        return rows
 
     def draft_row(self, row: SuffixRow, plan: Plan, room: int) -> DraftTree:
         """Return the tree with the largest sum of probabilities."""
