@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
-from draftsmith.engine import AsyncEngine, Engine
+from draftsmith.engine import AsyncEngine, Engine, async_engine
+from draftsmith.engine.engine import Chunk
 from draftsmith.engine.policy import Choice, Fixed
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
@@ -340,3 +341,76 @@ def test_prompts_are_tokenized_one_at_a_time():
 def test_bad_sizes_are_refused():
     with pytest.raises(DraftsmithError, match="max_waiting is 0"):
         AsyncEngine(engine(), max_waiting=0)
+
+
+def readable(max_batch: int = 2, kind: type[OracleDrafter] = OracleDrafter) -> tuple[Engine, OracleDrafter]:
+    """An engine whose texts can be read, and its drafter, which is always right."""
+    drafter = oracle_for(tiny_model(), prompts(8), kind=kind)
+    return Engine(Target(tiny_model(), tiny_tokenizer()), drafter, plan=CHAIN, max_batch=max_batch), drafter
+
+
+def test_what_short_steps_bring_is_handed_out_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(async_engine, "WAKE_S", 1e9)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    (whole,) = readable()[0].generate([prompts(1)[0]], params)
+
+    async def main() -> list[Chunk]:
+        async with AsyncEngine(readable()[0]) as served:
+            return [chunk async for chunk in served.stream(prompts(1)[0], params)]
+
+    first, *others = asyncio.run(main())
+    assert len(first.tokens) == 1 and len(others) > 8
+    assert [token for chunk in (first, *others) for token in chunk.tokens] == whole.tokens
+    # Text is read when pieces are handed out, so the first of those that go together has that of all.
+    assert first.text + others[0].text == whole.text and not any(chunk.text for chunk in others[1:])
+
+
+def test_nothing_is_kept_back_while_another_call_waits_for_its_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(async_engine, "WAKE_S", 1e9)
+
+    async def main() -> list[Chunk]:
+        own, gate = readable(max_batch=1, kind=Gate)
+        assert isinstance(gate, Gate)
+        async with AsyncEngine(own) as served:
+            check_prompts_one_by_one()
+
+            async def first() -> list[Chunk]:
+                params = SamplingParams(max_tokens=90, ignore_eos=True)
+                return [chunk async for chunk in served.stream(prompts(2)[0], params)]
+
+            running = asyncio.create_task(first())
+            await until(gate.reached.is_set)
+            other = asyncio.create_task(served.generate(prompts(2)[1], SamplingParams(max_tokens=4)))
+            await asked()
+            gate.open.set()
+            chunks, _ = await asyncio.gather(running, other)
+            return chunks
+
+    chunks = asyncio.run(main())
+    assert [token for one in chunks for token in one.tokens] == greedy_reference(tiny_model(), prompts(2)[0], 90)
+    assert sum(bool(one.text) for one in chunks) > 8
+
+
+class Tiring(Failing):
+    """An oracle whose device goes away behind some tokens."""
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        draft = super().propose(context, plan)
+        if self.longest > 60:
+            raise RuntimeError("the device is gone")
+        return draft
+
+
+def test_what_came_before_a_step_that_failed_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(async_engine, "WAKE_S", 1e9)
+
+    async def main() -> list[int]:
+        tokens = list[int]()
+        async with AsyncEngine(readable(kind=Tiring)[0]) as served:
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                async for chunk in served.stream(prompts(1)[0], SamplingParams(max_tokens=90, ignore_eos=True)):
+                    tokens.extend(chunk.tokens)
+        return tokens
+
+    tokens = asyncio.run(main())
+    assert len(tokens) > 10 and tokens == greedy_reference(tiny_model(), prompts(1)[0], len(tokens))
