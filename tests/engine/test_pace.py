@@ -108,7 +108,7 @@ def test_steps_soon_after_a_prompt_are_left_out_whatever_they_draft():
     for plan in (0, 1):
         rows = Rows()
         rows.histories[2] = young = RowHistory(False, 5)
-        assert rows.step(4, plan, 9.0)[plan] == 1.0, "of the first ones, nothing is known"
+        assert rows.step(4, plan)[plan] == 1.0, "of the first ones, nothing is known"
         young.accepted += [0] * (COLD_STEPS - 2)
         rows.pace.begin(Load(4, 0, 0, 16), rows.histories[:4])
         for took in (9.0, 9.0, 1.2):

@@ -145,14 +145,15 @@ def no_evidence(odds: int) -> Evidence:
 class RowEvidence:
     """A row's evidence of every guesser, how many of its steps were `seen`, and its last plan (`arm`, 0 is plain).
 
-    `trying` says that this plan was a trial, to see whether guesses stay now; `tried` is the guesser whose trial begins
-    with it, if one does; `sampled` says that the row's tokens are drawn.
+    `trying` says that this plan was a trial, to see whether guesses stay now, and `settled` is the plan before that;
+    `tried` is the guesser whose trial begins with it, if one does; `sampled` says that the row's tokens are drawn.
     """
 
     evidence: list[Evidence]
     seen: int
     arm: int = 0
     trying: bool = False
+    settled: int = 0
     sampled: bool = False
     tried: int = NOBODY
 

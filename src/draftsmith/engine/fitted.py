@@ -37,8 +37,9 @@ from draftsmith.types import DraftsmithError
 PATIENCE = 1.03
 """A change to another plan has to make decoding this many times as fast, and so does any draft against none."""
 SWITCH = 1.08
-"""The same for a change from one draft to another of all rows, which is made for the sake of their mean."""
-CROWD_PATIENCE = 1.05
+"""The same for a change from one draft to another of all rows, which is made for the sake of their mean, unless all of
+them have just begun."""
+CROWD_PATIENCE = 1.08
 """The same as `PATIENCE` where several rows that take one plan begin to draft, or go on when others have joined them.
 Guesses bring some rows more than others: they no longer end together, and the last ones decode in steps that are hardly
 cheaper. (For the rows of one call, that loss is computed, see `closing`.)"""
@@ -47,8 +48,9 @@ EARNED_BACK = 12
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""
-HELD_DRAFTING = 15
-"""Steps with a draft for which it need not be asked again, where all rows take the same plan."""
+HELD_EARLY, HELD_DRAFTING, EARLY = 7, 15, 24
+"""Steps with a draft for which it need not be asked again, where all rows take the same plan: while the first of them
+has fewer than `EARLY` steps behind it, in which most is learnt about a text, and later."""
 
 
 class Fitted(Policy):
@@ -173,7 +175,7 @@ class Fitted(Policy):
             drafting = crowd.evidence[self._whose[crowd.arm]]
             if drafting.trial:
                 return drafting.untold
-            left = min(HELD_DRAFTING, self._reminders.due_in)
+            left = min(HELD_EARLY if self._asked[2] < EARLY else HELD_DRAFTING, self._reminders.due_in)
         if self._left <= SHORT:  # nothing is tried any more
             return max(0, left)
         others = (own for number, own in enumerate(crowd.evidence) if number not in told)
@@ -200,7 +202,8 @@ class Fitted(Policy):
             self._steps[0] += len(rows)
             self._asked = (count, rows, len(rows[0].accepted))
             return 0
-        joined = any(not self._learnt.knows(history) for history in rows)
+        new = [not self._learnt.knows(history) for history in rows]
+        joined = any(new)
         known = [self._learnt.of(history) for history in rows]
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
@@ -224,14 +227,15 @@ class Fitted(Policy):
         if is_closing(load, rows):
             ends = count - len(set(left))
             if price * spent[0] > patience:
-                patience = PATIENCE * self._lost_at_the_end(left, ends, stands, brings, times, spent)
+                lost = self._lost_at_the_end(left, ends, stands, brings, times, spent)
+                patience = max(patience, PATIENCE * lost)
         self._left = max(left)
 
         def hoped(arm: int) -> float:
             return costs.of(arm, self._expected.most_times[arm]) * slower[arm]
 
         offer = Offer(values, price, spent, hoped, self._left, len(rows), ends)
-        crowd.arm = self._settle(crowd, offer, patience, SWITCH, passed)
+        crowd.arm = self._settle(crowd, offer, patience, PATIENCE if all(new) else SWITCH, passed)
         on_trial = crowd.arm > 0 and crowd.evidence[self._whose[crowd.arm]].trial > 0
         self._taken = self._reminders.plan(crowd.arm, on_trial, count, values, price, spent)
         self._reasons = [self._reason(crowd, values, price, spent, count, patience, usual)] * len(rows)
@@ -346,12 +350,15 @@ class Fitted(Policy):
         gained = passed * (values[row.arm] - values[0])
         self._trials.purse.earn(row.sampled, passed * offer.brings(row.arm), gained, offer.rows)
         earned = offer.change_s / (min(EARNED_BACK, offer.left) * spent[row.arm])
-        if row.arm and not beats(values, price, spent, best, row.arm, switch + earned):
+        drafting = self._whose[row.arm]
+        on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(passed)
+        if row.trying and row.settled:
+            # Another draft was taken before the trial, and is taken again unless this one is clearly better.
+            best = best if beats(values, price, spent, best, row.settled, switch) else row.settled
+        elif row.arm and not beats(values, price, spent, best, row.arm, switch + earned):
             best = row.arm
         needed = patience if row.arm else patience + earned
         chosen = best if beats(values, price, spent, best, 0, needed) else 0
-        drafting = self._whose[row.arm]
-        on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(passed)
         if on_trial:
             chosen = row.arm
         for number, own in enumerate(row.evidence):
@@ -366,6 +373,8 @@ class Fitted(Policy):
         row.tried = NOBODY
         tried = chosen if on_trial else self._trials.due(row, offer, chosen, extra)
         row.trying = tried != chosen or (on_trial and row.trying)
+        if tried != chosen:
+            row.settled = chosen
         return tried
 
     def _reason(

@@ -23,7 +23,7 @@ the cause was something else, such as another program."""
 COLD_STEPS = 10
 """So many steps behind a prompt find the processor's caches full of other data, and are not counted. Plain steps of a
 small target take up to twice as long then, steps with many guesses hardly longer."""
-SETTLES, SETTLES_PLAIN = 1, 6
+SETTLES, SETTLES_PLAIN = 1, COLD_STEPS
 """So many steps of one drafter, or without one, are not counted for the same reason, and because a lookup that has
 waited takes in all tokens since: that is the cost of a change, not of further steps."""
 LESSON = 8

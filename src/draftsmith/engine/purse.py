@@ -9,7 +9,7 @@ from math import ceil
 LOST, LOST_LITTLE = 0.02, 0.01
 """The share of all tokens that trials may cost if none of them leads to drafting: of a greedy text by itself, which may
 begin to repeat itself, and where there is less to gain, as in sampled texts and in several rows that take one plan."""
-GAINED = 0.1
+GAINED = 0.05
 """The share of what drafts gain over plain decoding that may be spent on further trials."""
 LENT, LENT_LITTLE = 6.0, 3.0
 """What may be owed for trials in greedy texts, in tokens of each row, which is enough for a trial or two: where nothing
