@@ -37,8 +37,8 @@ from draftsmith.types import DraftsmithError
 PATIENCE = 1.03
 """A change to another plan has to make decoding this many times as fast, and so does any draft against none."""
 SWITCH = 1.08
-"""The same for a change from one draft to another of all rows, which is made for the sake of their mean, unless all of
-them have just begun."""
+"""The same for a change from one draft to another of several rows that take one plan, for the sake of their mean, unless
+all of them have just begun."""
 CROWD_PATIENCE = 1.08
 """The same as `PATIENCE` where several rows that take one plan begin to draft, or go on when others have joined them.
 Guesses bring some rows more than others: they no longer end together, and the last ones decode in steps that are hardly
@@ -235,7 +235,8 @@ class Fitted(Policy):
             return costs.of(arm, self._expected.most_times[arm]) * slower[arm]
 
         offer = Offer(values, price, spent, hoped, self._left, len(rows), ends)
-        crowd.arm = self._settle(crowd, offer, patience, PATIENCE if all(new) else SWITCH, passed)
+        switch = PATIENCE if len(rows) == 1 or all(new) else SWITCH
+        crowd.arm = self._settle(crowd, offer, patience, switch, passed)
         on_trial = crowd.arm > 0 and crowd.evidence[self._whose[crowd.arm]].trial > 0
         self._taken = self._reminders.plan(crowd.arm, on_trial, count, values, price, spent)
         self._reasons = [self._reason(crowd, values, price, spent, count, patience, usual)] * len(rows)
