@@ -37,8 +37,8 @@ from draftsmith.types import DraftsmithError
 PATIENCE = 1.03
 """A change to another plan has to make decoding this many times as fast, and so does any draft against none."""
 SWITCH = 1.08
-"""The same for a change from one draft to another of several rows that take one plan, for the sake of their mean, unless
-all of them have just begun."""
+"""The same for a change from one draft to another of several rows that take one plan, which is made for the sake of
+their mean, unless all of them have just begun."""
 CROWD_PATIENCE = 1.08
 """The same as `PATIENCE` where several rows that take one plan begin to draft, or go on when others have joined them.
 Guesses bring some rows more than others: they no longer end together, and the last ones decode in steps that are hardly
