@@ -1,11 +1,16 @@
 """What trials cost: a share of all tokens, however many texts there are, and of what drafts gain."""
 
+from itertools import groupby
+
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.evidence import FIRST_WAIT, PRIOR, TRIAL, Evidence, RowEvidence
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Load, RowHistory
+from draftsmith.engine.profile import Profile
 from draftsmith.engine.purse import LENT, LENT_LITTLE, LOST, LOST_LITTLE, MOST_CHARGED, SAVED, Purse, share_lost
 from draftsmith.engine.trials import SHORT, Offer, Trials
+from draftsmith.plan import NO_DRAFT, Plan
 from tests.helpers.profiles import go, profile
 
 
@@ -81,3 +86,19 @@ def test_less_is_lent_where_other_drafts_pay_and_nothing_in_sampled_texts():
         offer = Offer(values, 0.0, [0.0] * 3, lambda arm: 0.0, left=SHORT + 1)
         row = RowEvidence(evidence, 0, arm=chosen, sampled=sampled)
         assert trials.due(row, offer, chosen, extra=0.0) == taken, (loss, chosen, sampled)
+
+
+def test_what_was_tried_in_vain_does_not_stay_instead_of_what_was_drafted_before():
+    """Of two drafters one is somewhat better, too little for a change from one to the other."""
+    first, second = (
+        Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), Arm(Plan((1,) * 2), (kept, kept), (1.3,)))) for kept in (0.8, 0.76)
+    )
+    policy, history, names = Fitted(Known(first, "first"), Known(second, "second")), RowHistory(False, 5), []
+    for step in range(2000):
+        (choice,) = policy.choose(Load(1, 0, 0, 1), [history])
+        assert choice.drafter is not None
+        names.append(choice.drafter)
+        history.note(1 + (step % 5 < 3), 2, choice.plan)
+    runs = [(name, len(list(alike))) for name, alike in groupby(names)]
+    tried = [steps for name, steps in runs if name == "second"]
+    assert tried and max(tried) <= TRIAL and runs[0][0] == "first"
