@@ -36,16 +36,22 @@ def test_what_short_texts_lose_by_trials_is_a_share_of_all_of_them():
         assert 0 < 0.3 * sum(depths) < 1.5 * share * len(depths) + lent
 
 
-def test_a_trial_whose_steps_take_longer_than_expected_is_paid_for_later():
-    """No guess ever stays, and the steps of trials take as long as was measured, or three times as long."""
+def test_a_trial_of_several_rows_that_loses_more_than_expected_is_paid_for_later():
+    """No guess ever stays, and the first step of a trial takes as long as was measured, or four times as long."""
     tries = []
-    for slow in (1, 3):
-        policy, history, tried = Fitted(Known(profile(cost=0.3)), learns_times=True), RowHistory(False, 5), []
-        for _ in range(3000):
-            (choice,) = policy.choose(Load(1, 0, 0, 1), [history])
+    for slow in (1, 4):
+        # The steps take so short that all rows draft alike.
+        arms = (Arm(NO_DRAFT, (), (1e-3, 2e-3)), Arm(Plan((1,)), (0.6,), (1.3e-3, 2.6e-3)))
+        policy, before, tried = Fitted(Known(Profile((1, 2), arms)), learns_times=True), 0, []
+        rows = [RowHistory(False, 5), RowHistory(False, 5)]
+        for _ in range(4000):
+            choice, other = policy.choose(Load(2, 0, 0, 2), rows)
+            assert choice == other
             depth = choice.plan.depth
-            policy.timed(policy.known[0].profile.arms[depth].seconds[0] * (slow if depth else 1))
-            history.note(0, depth, choice.plan)
+            policy.timed(arms[depth].seconds[1] * (slow if depth and not before else 1))
+            for row in rows:
+                row.note(0, depth, choice.plan)
+            before = depth
             tried.append(depth > 0)
         tries.append(sum(tried[200:]))
     assert 0 < tries[1] < 0.7 * tries[0]
@@ -60,6 +66,10 @@ def test_several_rows_lose_less_to_trials_than_one():
     assert purse.pay(False, 1.0, 0.0, rows=4), "what a trial did not lose is given back"
     purse.charge(False, 1e9, rows=4)
     assert not purse.pay(False, 0.1, MOST_CHARGED, rows=4) and purse.pay(False, 0.0, MOST_CHARGED, rows=4)
+    for _ in range(9):
+        purse.charge(False, MOST_CHARGED, rows=64)
+    purse.earn(False, SAVED * 64 / LOST)
+    assert purse.pay(False, 0.0, 0.0), "no more than so much is owed"
 
 
 def test_where_trials_lead_to_drafts_more_can_be_tried():

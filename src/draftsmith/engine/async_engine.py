@@ -300,12 +300,15 @@ class AsyncEngine:
                 self._hand_out()
             for command in commands:
                 command()
+            begun = time.monotonic()
             progress = self._step()
             self._note(progress)  # first, so that a caller who has an answer finds it counted
             self._hold(progress)
-            load = core.scheduler.load()
+            load, now = core.scheduler.load(), time.monotonic()
             busy = load.reading + load.waiting > 0  # so that the next step may take long
-            if busy or any(one.finished or one.made is None for one in progress) or self._is_time:
+            # After one more step like this one it would be too late.
+            is_time = now + (now - begun) - self._handed >= WAKE_S
+            if busy or is_time or any(one.finished or one.made is None for one in progress):
                 self._hand_out()
 
     def _step(self) -> list[Progress]:
@@ -344,11 +347,6 @@ class AsyncEngine:
                 self._held.append((call, one))
                 if one.finished:
                     del self._listeners[one.request.id]
-
-    @property
-    def _is_time(self) -> bool:
-        """Whether event loops have slept for long enough."""
-        return time.monotonic() - self._handed >= WAKE_S
 
     def _hand_out(self) -> None:
         """Give every caller its pieces, waking each event loop only once."""

@@ -67,7 +67,12 @@ class Pace:
 
         They do nothing but decode these rows, and no row's prompt was read just now.
         """
-        return self._rows is not None and self._youngest >= COLD_STEPS - SETTLES_PLAIN
+        return self._rows is not None and self._youngest >= COLD_STEPS // 2
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the prompts of all rows of the last question were read long before it."""
+        return self._youngest >= COLD_STEPS
 
     def has_seen(self, count: int, plan: int) -> bool:
         """Whether enough steps of a plan were timed with about so many rows."""

@@ -33,8 +33,7 @@ class Purse:
 
     def earn(self, sampled: bool, tokens: float, gained: float = 0.0, rows: int = 1) -> None:
         """Take in how many tokens were written, and how many more these are expected to be than without drafts."""
-        found = self._held[sampled] + rows * (share_lost(sampled, rows) * tokens + GAINED * max(0.0, gained))
-        self._held[sampled] = min(rows * SAVED, found)
+        self._add(sampled, rows * (share_lost(sampled, rows) * tokens + GAINED * max(0.0, gained)), rows)
 
     def pay(self, sampled: bool, tokens: float, lent: float, rows: int = 1) -> bool:
         """Pay for a trial that may lose so many tokens, some of them `lent`; return whether there was enough."""
@@ -45,8 +44,11 @@ class Purse:
 
     def charge(self, sampled: bool, tokens: float, rows: int = 1) -> None:
         """Pay what a trial lost beyond what was paid for it; a negative number is given back."""
-        more = min(MOST_CHARGED, max(-MOST_CHARGED, tokens))
-        self._held[sampled] = min(rows * SAVED, self._held[sampled] - rows * more)
+        self._add(sampled, -rows * min(MOST_CHARGED, max(-MOST_CHARGED, tokens)), rows)
+
+    def _add(self, sampled: bool, tokens: float, rows: int) -> None:
+        # Not more is owed than may be saved, so that what a crowd has lost does not keep a single text from trials.
+        self._held[sampled] = max(-rows * SAVED, min(rows * SAVED, self._held[sampled] + tokens))
 
     def tokens_until(self, sampled: bool, tokens: float, lent: float, rows: int = 1) -> int:
         """Return how many tokens have to be written before a trial that may lose so many can be paid."""

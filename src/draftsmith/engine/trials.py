@@ -76,7 +76,7 @@ class Trials:
         The first drafts of a text may take longer than later ones: a lookup reads the text then, and the processor's
         caches hold other data.
         """
-        self.purse.charge(sampled, lost - self._paid * steps / TRIAL, rows)
+        self.purse.charge(sampled, max(0.0, lost) - self._paid * steps / TRIAL, rows)
 
     def due(self, row: RowEvidence, offer: Offer, chosen: int, extra: float) -> int:
         """Return a plan of a guesser whose trial is due, or else `chosen`; none is tried that could not pay at best.

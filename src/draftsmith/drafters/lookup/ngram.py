@@ -205,11 +205,13 @@ class NativeNgramDrafter(NgramLookup[int]):
     def _catch_up(self) -> None:
         """Read what was collected."""
         for news, ended in self._unread.take():
-            if news:
-                rows, counts, tokens = zip(*news, strict=True)
-                self._texts.by("read_ngrams", list(rows), list(counts), list(tokens))
-            if ended:
-                self._texts.by("forget_ngrams", ended)
+            try:
+                if news:
+                    rows, counts, tokens = zip(*news, strict=True)
+                    self._texts.by("read_ngrams", list(rows), list(counts), list(tokens))
+            finally:
+                if ended:
+                    self._texts.by("forget_ngrams", ended)
 
 
 def make_ngram(config: NgramConfig, target: "Target", draft_tokens: Tensor | None) -> NgramLookup[Any]:

@@ -139,12 +139,14 @@ class PythonDrafter(Drafter, Generic[R]):
     def catch_up(self) -> None:
         """Read what was collected."""
         for news, ended in self._unread.take():
-            for alike in news:
-                self._read(table_of(alike).tolist())
-            for number in ended:
-                row = self._rows.pop(number, None)
-                if row is not None:
-                    self.forget_row(number, row)
+            try:
+                for alike in news:
+                    self._read(table_of(alike).tolist())
+            finally:
+                for number in ended:
+                    row = self._rows.pop(number, None)
+                    if row is not None:
+                        self.forget_row(number, row)
 
     def forget_row(self, number: int, row: R) -> None:
         """Hear that a request has ended, with what was stored for it."""

@@ -206,6 +206,11 @@ class Memory:
         self._waiting.append(text)
         self.tokens += len(text)
 
+    @property
+    def waits(self) -> bool:
+        """Whether there are texts that were not counted yet."""
+        return bool(self._waiting)
+
     def count(self, least: int | None = None) -> None:
         """Count waiting texts, the oldest first, until they have `least` tokens together; None counts all."""
         counted = 0
@@ -296,7 +301,8 @@ class SuffixDrafter(PythonDrafter[SuffixRow], LookupDrafter[SuffixRow]):
     def _remembered(self, row: SuffixRow) -> Iterator[Match]:
         """Yield matches with earlier outputs."""
         newest = row.text[-min(row.reach, self.config.max_length) :]
-        row.reach = 0
+        if not self.memory.waits:  # what is counted later may match as much
+            row.reach = 0
         for match in self.memory.trie.matches(newest):
             row.reach = max(row.reach, match.length)
             yield match

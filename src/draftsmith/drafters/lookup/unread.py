@@ -1,5 +1,5 @@
 """What a lookup was told while it did not draft: it is read when guesses are wanted, so that until then a step costs
-hardly more than without a drafter, and a text for which nothing is ever looked up costs next to nothing.
+hardly more than without a drafter, and texts for which nothing is ever looked up cost little.
 
 Shapes: B rows, T context tokens.
 """
