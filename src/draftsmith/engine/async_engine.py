@@ -27,7 +27,7 @@ from draftsmith.types import Completion, Constraint, DraftsmithError, SamplingPa
 log = logging.getLogger(__name__)
 
 WAKE_S = 0.01
-"""Where steps are shorter than so many seconds, what they bring is handed out together: waking an event loop and
+"""What several steps bring is handed out together if that takes no more than so many seconds: waking an event loop and
 sending a piece of text costs about as much for ten tokens as for one, and no screen shows pieces that come more often.
 Nobody waits for what is done, or has just begun."""
 
