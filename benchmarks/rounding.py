@@ -88,6 +88,7 @@ def run() -> None:
     parser.add_argument("--calibrate", nargs="+", type=int, default=[512, 2048], help="of the target's own text")
     parser.add_argument("--costs", type=Path, default=RESULTS, help="the folder with what quantised_self.py measured")
     args = start(parser)
+    costs = costs_of(args.costs)
     target = Target.from_pretrained(args.target or assets.demo_target(), dtype=args.dtype)
     copy = target.quantised("int4")
     if any(isinstance(module, PackedExperts) for module in copy.model.modules()):
@@ -101,7 +102,6 @@ def run() -> None:
         for (task, heat), text_BT in texts.items():
             found[task, heat, name, bits] = read_along(target, copy, text_BT, heat, args)
         say(f"{bits} bits, {name}: error {errors[name, bits]:.4f}")
-    costs = costs_of(args.costs)
     cells = [cell(found, key, costs, args) | {"error": errors[key[2:]]} for key in found]
     results = {"costs": costs, "cells": sorted(cells, key=lambda one: (one["temperature"], one["task"]))}
     show(results, target, args)
@@ -238,7 +238,7 @@ def costs_of(folder: Path) -> dict[str, Any]:
     for heat, file in COSTS.items():
         tasks = json.loads((folder / file).read_text(encoding="utf-8"))["tasks"].values()
         found = [item for task in tasks for item in task.items() if item[0].startswith(f"{INT4} ")]
-        mine = [(int(name.split()[1]), one) for name, one in found]
+        mine = [(int(name.split()[1].rstrip(",")), one) for name, one in found]
         guesses[heat] = float(np.mean([one["drafting"] / chain for chain, one in mine]))
         rest += [(chain, one["verifying"] + one["rest"]) for chain, one in mine]
     more, once = np.polyfit(*np.array(rest).T, 1)
