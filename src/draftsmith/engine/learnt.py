@@ -10,9 +10,12 @@ from draftsmith.engine.known import ODDS, Guesser
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Sampled
 
-DECAY, LOOKUP_DECAY, COMMON_DECAY = 0.96, 0.93, 0.999
+DECAY, LOOKUP_DECAY, COMMON_DECAY = 0.96, 0.93, 0.993
 """By what a step's weight is multiplied at every further step: for its own row, for a lookup in it, because texts begin
-and cease to repeat themselves within a few steps, and for rows that begin later."""
+and cease to repeat themselves within a few steps, and for rows that begin later (their texts may be of another kind
+than those before them, so few of these count)."""
+MEASURED = 6.0
+"""How much evidence (guesses or steps) what was measured counts as, beside that from texts that were written since."""
 USUAL = ODDS.index(1.0)
 
 
@@ -82,11 +85,11 @@ class Learnt:
         guesser, common = self._guessers[number], self._common[sampled][number]
         measured = guesser.known.profile.sampled if sampled else Sampled()
         usually = measured.behind if guesser.behind or guesser.unaided else measured.stayed
-        stayed = (common.accepted + PRIOR * usually) / (common.expected + PRIOR)
+        stayed = (common.accepted + MEASURED * usually) / (common.expected + MEASURED)
         growth = (common.found + PRIOR_TOKENS * measured.found) / (common.tokens + PRIOR_TOKENS)
         # In sampled rows, how many guesses a confidence leaves is not known, see `RowHistory.tells_any`.
         usual = 1.0 if guesser.unaided else measured.length
-        length = (common.length_of_finds + PRIOR * usual) / (common.finds + PRIOR)
+        length = (common.length_of_finds + MEASURED * usual) / (common.finds + MEASURED)
         tables = [self._table(number, arm) for arm, told in enumerate(self.told) if number in told]
         table = max(tables, key=lambda kept: kept[USUAL], default=())
         odds = _odds_of(table, stayed * table[USUAL]) if table else USUAL
