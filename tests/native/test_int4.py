@@ -16,7 +16,7 @@ if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
 
 ops = torch.ops.draftsmith
-GROUP = 32
+GROUP, BLOCK = 32, 1024
 ALL_SHAPES = (*SHAPES, (17, 32), (40, 95), (33, 300))
 
 
@@ -97,42 +97,68 @@ def test_weights_that_are_all_alike_come_back(value: float):
 
 
 def factors(x_MK: Tensor) -> Tensor:
-    """Return the upper Cholesky factors of the inverses of the products of a group's inputs, (G, 32, 32)."""
-    rows_GMI = in_groups(x_MK).transpose(0, 1).double()
-    products_GII = rows_GMI.transpose(1, 2) @ rows_GMI / len(x_MK) + 0.01 * torch.eye(GROUP, dtype=torch.float64)
-    return torch.linalg.cholesky(torch.linalg.inv(products_GII), upper=True).float().contiguous()
+    """Return the lower Cholesky factors of the inverses of the products of a block's inputs, (P, inputs of a block)."""
+    rows_MP = in_groups(x_MK).flatten(1).double()
+    found_PW = torch.zeros(rows_MP.shape[1], min(rows_MP.shape[1], BLOCK))
+    for first in range(0, len(found_PW), BLOCK):
+        own_MW = rows_MP[:, first : first + BLOCK]
+        size = own_MW.shape[1]
+        products_WW = own_MW.T @ own_MW / len(x_MK) + 0.01 * torch.eye(size, dtype=torch.float64)
+        found_PW[first : first + size, :size] = torch.linalg.cholesky(torch.linalg.inv(products_WW)).float()
+    return found_PW
 
 
-def fed_back(weight_NK: Tensor, factors_GII: Tensor) -> tuple[Tensor, Tensor]:
-    """Round one input of a group after the other by what kernels.h says, in fp32; as `read_back`."""
-    inputs = weight_NK.shape[1]
-    weight_NGI = weight_NK[:, [min(k, inputs - 1) for k in range(inputs + -inputs % GROUP)]].float()
-    weight_NGI = weight_NGI.unflatten(1, (-1, GROUP))
-    low, high = weight_NGI.amin(-1), weight_NGI.amax(-1)
+def fed_back(weight_NK: Tensor, factors_PW: Tensor) -> tuple[Tensor, Tensor]:
+    """Round one input after the other, and give the others of its block what is left, as kernels.h says, in fp32.
+
+    Returns:
+        as `read_back`.
+    """
+    inputs, padded = weight_NK.shape[1], len(factors_PW)
+    left_NP = weight_NK[:, [min(k, inputs - 1) for k in range(padded)]].float()
+    whole, scales = [], []
+    for first in range(0, padded, GROUP):
+        begins = first % BLOCK
+        own_II = factors_PW[first : first + GROUP, begins : begins + GROUP]
+        whole_NI, scale_N, errors_NI = group_in_turn(left_NP[:, first : first + GROUP], own_II)
+        whole.append(whole_NI)
+        scales.append(scale_N)
+        for later in range(first + GROUP, min(padded, first - begins + BLOCK)):
+            handed_N = torch.zeros(len(weight_NK))
+            for k in range(GROUP):
+                handed_N = handed_N + errors_NI[:, k] * factors_PW[later, begins + k]
+            left_NP[:, later] = left_NP[:, later] - handed_N
+    return torch.stack(whole, 1).long(), torch.stack(scales, 1)
+
+
+def group_in_turn(weight_NI: Tensor, factors_II: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Round the inputs of one group; return whole numbers (N, 32), scales (N), and what is left (N, 32)."""
+    low, high = weight_NI.amin(-1), weight_NI.amax(-1)
     farthest = high.maximum(-low)
     best = torch.full_like(low, torch.inf)
-    whole_NGI, scale_NG = torch.zeros_like(weight_NGI), torch.zeros_like(low)
+    whole_NI, scale_N, errors_NI = torch.zeros_like(weight_NI), torch.zeros_like(low), torch.zeros_like(weight_NI)
     for share in torch.tensor([1.0, 0.95, 0.9, 0.85]):
         for aside in (-0.25, 0.25):
             step = ((high / 15 - low / 15) * share).maximum(farthest / 2000).clamp(min=2.0**-118).bfloat16().float()
             inverse = 1 / step
             zero = ((aside - (low + (1 - share) / 2 * (high - low)) * inverse) * 16).round()
-            left_NGI, error, levels = weight_NGI.clone(), torch.zeros_like(low), []
+            left_NI, error, levels, errors = weight_NI.clone(), torch.zeros_like(low), [], []
             for k in range(GROUP):
-                levels.append((left_NGI[..., k] * inverse + zero / 16).clamp(0, 15).round())
-                over = (left_NGI[..., k] - (levels[k] - zero / 16) * step) / factors_GII[:, k, k]
-                error = error + over * over
-                left_NGI[..., k + 1 :] -= over.unsqueeze(-1) * factors_GII[:, k, k + 1 :]
+                levels.append((left_NI[:, k] * inverse + zero / 16).clamp(0, 15).round())
+                errors.append((left_NI[:, k] - (levels[k] - zero / 16) * step) / factors_II[k, k])
+                error = error + errors[k] * errors[k]
+                left_NI[:, k + 1 :] -= errors[k].unsqueeze(-1) * factors_II[k + 1 :, k]
             better = error < best
-            best, scale_NG = torch.where(better, error, best), torch.where(better, step / 16, scale_NG)
+            best, scale_N = torch.where(better, error, best), torch.where(better, step / 16, scale_N)
             whole = 16 * torch.stack(levels, -1) - zero.unsqueeze(-1)
-            whole_NGI = torch.where(better.unsqueeze(-1), whole, whole_NGI)
-    counts = farthest > 0
-    return (whole_NGI * counts.unsqueeze(-1)).long(), scale_NG * counts
+            whole_NI = torch.where(better.unsqueeze(-1), whole, whole_NI)
+            errors_NI = torch.where(better.unsqueeze(-1), torch.stack(errors, -1), errors_NI)
+    counts_N1 = (farthest > 0).unsqueeze(-1)
+    return whole_NI * counts_N1, scale_N * (farthest > 0), errors_NI * counts_N1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("outputs", "inputs"), ALL_SHAPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [*ALL_SHAPES, (3, 1100)])
 def test_weights_rounded_by_their_inputs_are_those_of_the_definition(
     instructions: str, outputs: int, inputs: int, dtype: torch.dtype
 ):
@@ -160,21 +186,22 @@ def test_a_group_that_is_not_finite_spoils_no_other(instructions: str, value: fl
     weight_NK[7, 40] = value
     of_inputs = factors(draw(50, 96, seed=3).float())
     found_NK = ops.unpack_int4(ops.pack_all_int4([weight_NK], [of_inputs])[0], 20, 96)
-    weight_NK[7, 32:64] = 0
-    expected_NK = ops.unpack_int4(ops.pack_all_int4([weight_NK], [of_inputs])[0], 20, 96)
-    assert found_NK[7, 32:64].isnan().all() and not expected_NK[7, 32:64].any()
-    expected_NK[7, 32:64] = torch.nan
-    assert same_bits(found_NK.nan_to_num(), expected_NK.nan_to_num()) and found_NK.isnan().sum() == 32
+    assert found_NK[7, 32:64].isnan().all() and found_NK.isnan().sum() == 32
+    weight_NK[7, 40] = 0
+    finite_NK = ops.unpack_int4(ops.pack_all_int4([weight_NK], [of_inputs])[0], 20, 96)
+    assert same_bits(found_NK[:, :32], finite_NK[:, :32]), "what comes before it"
+    others = [n for n in range(20) if n != 7]
+    assert same_bits(found_NK[others], finite_NK[others])
 
 
 @pytest.mark.parametrize(
-    "wrong", [torch.ones(2, 32, 32), torch.ones(3, 32, 32).double(), torch.ones(3, 32, 64)[..., ::2]]
+    "wrong", [torch.ones(96, 32), torch.ones(96, 96).double(), torch.ones(96, 192)[..., ::2]]
 )
 def test_factors_of_other_inputs_are_refused(wrong: Tensor):
     with pytest.raises(RuntimeError, match="these factors are not those of 96 inputs"):
         ops.pack_all_int4([draw(20, 96)], [wrong])
     with pytest.raises(RuntimeError, match="there are factors of 1 matrices, not 2"):
-        ops.pack_all_int4([draw(20, 96)] * 2, [torch.ones(3, 32, 32)])
+        ops.pack_all_int4([draw(20, 96)] * 2, [torch.ones(96, 96)])
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), ALL_SHAPES)

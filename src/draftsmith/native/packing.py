@@ -182,9 +182,10 @@ class Rounding(Protocol):
     """Says how the weights of linear layers are rounded to 4 bits, where not by the weights alone."""
 
     def factors(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return upper Cholesky factors (groups, 32, 32) of the inverses of these layers' inputs' products, by name.
+        """Return lower Cholesky factors of the inverses of these layers' inputs' products, by name.
 
-        A layer without any is rounded by its weights alone.
+        They are (inputs up to whole groups, inputs of a block), and row k has those of input k. A layer without any is
+        rounded by its weights alone.
         """
 
 

@@ -1,37 +1,40 @@
 """Rounds weights with regard to their typical inputs, taken from a text that the target writes itself.
 
-The rounding error of one weight can be made up for by another weight only as far as the inputs of both vary together,
-which a few hundred tokens show. Within each group of 32 inputs, in order, the error of rounding one weight is made up
-for by the weights behind it. This is GPTQ (arXiv:2210.17323), here within groups only, so that the statistics of the
-inputs are small and a short text suffices.
+The rounding error of one weight can be made up for by other weights of the same output as far as their inputs vary
+together, which a text shows. The inputs are rounded in order, and the weights behind each make up for its error: GPTQ
+(arXiv:2210.17323, section 3), here within blocks of inputs, so that the statistics of the inputs stay smaller than the
+model, and layers of every width can be rounded.
 
-Shapes: B texts, T tokens, R rows, K inputs, G groups of I = 32 inputs.
+Shapes: B texts, T tokens, R rows, K inputs, P = K up to whole groups of 32, W inputs of a block.
 """
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from draftsmith.targets.encode import encode_by_model
 
 if TYPE_CHECKING:
     from draftsmith.targets.target import Target
 
-GROUP = 32
-"""Number of inputs that share a scale and a zero point. The native kernels contain the same number."""
+GROUP, BLOCK = 32, 1024
+"""Number of inputs that share a scale and a zero point, and of those among which errors are made up for. The native
+kernels contain the same numbers."""
 DAMPING = 0.01
-"""This share of the mean square of a group's inputs is added to each, since a short text does not show every input."""
+"""This share of the mean square of a block's inputs is added to each, since a text does not show every input."""
 LONGEST = 64
 """Tokens per text. Many short texts differ more than one long text, and are written together."""
-TOGETHER = 8
+TOGETHER = 16
 """Number of texts that are written, and read, at a time."""
 SEED = 0
-METHOD = "fed back within groups, 1"
+METHOD = "fed back within blocks of 1024, 1"
 """The method and its version. Increase the version when the same tokens give other weights."""
+TOLD_S = 10.0
+"""Seconds after which it is said again how far the text is."""
 
 progress = logging.getLogger("draftsmith.progress")
 
@@ -54,12 +57,18 @@ class Calibration:
         return f"{METHOD}; {self.tokens} tokens; {self.target.weights_hash}"
 
     def factors(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return for each of these layers, by name, the factors (G, I, I) of its inputs that native packing takes."""
+        """Return for each of these layers, by name, the factors (P, W) of its inputs that native packing takes."""
         progress.info(
-            "%s: %s writes %d tokens, by which the weights are rounded.", self.name, self.target.name, self.tokens
+            "%s: %s writes %s tokens, by which the weights are rounded.", self.name, self.target.name,
+            f"{self.tokens:,}",
         )
-        found = products_of(self.target, names, own_texts(self.target, self.tokens))
-        return {name: factors_of(one) for name, one in found.items() if one.isfinite().all()}
+        products, readers = products_of(self.target, names, own_texts(self.target, self.tokens))
+        found: dict[str, Tensor] = {}
+        while products:
+            name, own_PW = products.popitem()  # so that both are never held of all layers
+            if own_PW.isfinite().all():
+                found |= dict.fromkeys(readers[name], factors_of(own_PW))
+        return found
 
 
 def own_texts(target: "Target", tokens: int) -> Tensor:
@@ -68,7 +77,14 @@ def own_texts(target: "Target", tokens: int) -> Tensor:
     texts = -(-tokens // LONGEST)
     length = -(-tokens // texts)
     first_B1 = torch.randint(target.vocab_size, (texts, 1), generator=dice)
-    return torch.cat([_written(target, some_B1, length, dice) for some_B1 in first_B1.split(TOGETHER)])
+    written, begun, told = list[Tensor](), time.monotonic(), 0.0
+    for some_B1 in first_B1.split(TOGETHER):
+        written.append(_written(target, some_B1, length, dice))
+        done, took = sum(map(len, written)), time.monotonic() - begun
+        if took > told + TOLD_S and done < texts:
+            told, left = took, took / done * (texts - done)
+            progress.info("%s tokens written; %.0f s to go.", f"{done * length:,}", left)
+    return torch.cat(written)
 
 
 def _written(target: "Target", first_B1: Tensor, length: int, dice: torch.Generator) -> Tensor:
@@ -83,35 +99,56 @@ def _written(target: "Target", first_B1: Tensor, length: int, dice: torch.Genera
 
 
 @torch.no_grad()
-def products_of(target: "Target", names: Sequence[str], tokens_BT: Tensor) -> dict[str, Tensor]:
-    """Return the mean products (G, I, I) of the inputs within each group, by layer, for the layers that are read.
+def products_of(
+    target: "Target", names: Sequence[str], tokens_BT: Tensor
+) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Return the mean products of a layer's inputs with those of their block, for the layers that are read.
 
-    For indices beyond the last input of a layer the products are zero.
+    Returns:
+        products (P, W), by layer, with zeros behind the last input; and which layers read the same inputs as that one,
+        itself included: a model's queries, keys and values do, of which only one is computed.
     """
     sums: dict[str, Tensor] = {}
+    readers: dict[str, list[str]] = {}
     layers = {target.model.get_submodule(name): name for name in names}
+    last: tuple[Tensor, str] | None = None
 
     def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-        rows_RK = given[0].flatten(0, -2).float()
-        rows_GRI = pad(rows_RK, (0, -rows_RK.shape[1] % GROUP)).unflatten(1, (-1, GROUP)).transpose(0, 1)
-        own_GII = rows_GRI.transpose(1, 2) @ rows_GRI / tokens_BT.numel()
-        name = layers[module]
-        sums[name] = sums[name] + own_GII if name in sums else own_GII
+        nonlocal last
+        name, inputs = layers[module], given[0]
+        if last is not None and inputs is last[0]:
+            if name not in readers[last[1]]:
+                readers[last[1]].append(name)
+            return
+        last = inputs, name
+        rows_RK = inputs.flatten(0, -2).float()
+        padded = rows_RK.shape[1] + -rows_RK.shape[1] % GROUP
+        if name not in sums:
+            readers[name], sums[name] = [name], torch.zeros(padded, min(padded, BLOCK))
+        for first, some_RW in zip(range(0, padded, BLOCK), rows_RK.split(BLOCK, 1), strict=True):
+            size = some_RW.shape[1]
+            sums[name][first : first + size, :size] += some_RW.T @ some_RW / tokens_BT.numel()
 
     hooks = [module.register_forward_pre_hook(note) for module in layers]
     try:
         for some_BT in tokens_BT.split(TOGETHER):
             encode_by_model(target, some_BT, (), logits=True)
+            last = None
     finally:
         for hook in hooks:
             hook.remove()
-    return sums
+    return sums, readers
 
 
-def factors_of(products_GII: Tensor) -> Tensor:
-    """Return the upper Cholesky factors, fp32, of the inverses of products (G, I, I), whatever their scale."""
-    wide_GII = products_GII.double()
-    mean_G11 = wide_GII.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    even_II = torch.eye(GROUP, dtype=torch.float64)
-    sized_GII = torch.where(mean_G11 > 0, wide_GII / mean_G11, even_II) + DAMPING * even_II
-    return torch.linalg.cholesky(torch.linalg.inv(sized_GII), upper=True).float().contiguous()
+def factors_of(products_PW: Tensor) -> Tensor:
+    """Return the lower Cholesky factors, fp32, of the inverses of blocks of products (P, W), whatever their scale."""
+    factors_PW = torch.zeros_like(products_PW)
+    for first in range(0, len(products_PW), products_PW.shape[1]):
+        own = products_PW[first : first + products_PW.shape[1]].double()
+        size = len(own)
+        own, even = own[:, :size], torch.eye(size, dtype=torch.float64)
+        mean = own.diagonal().mean()
+        damped = (own / mean if mean > 0 else even) + DAMPING * even
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        factors_PW[first : first + size, :size] = torch.linalg.cholesky(inverse).float()
+    return factors_PW

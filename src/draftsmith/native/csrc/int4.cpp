@@ -10,6 +10,10 @@
 namespace draftsmith {
 namespace {
 
+// Inputs, as whole groups, among which what rounding leaves is handed on: so many that hardly any gain is missed, and few
+// enough for factors that are small beside the weights.
+constexpr int64_t kBlock = 1024;
+
 // A matrix on its way into panels, in bf16 or fp32, with the factors of its inputs where it is rounded by them.
 struct Packing {
   Tensor held;
@@ -19,39 +23,22 @@ struct Packing {
 
   int64_t panels() const { return (outputs + kPanel - 1) / kPanel; }
   int64_t groups() const { return (inputs + kGroup - 1) / kGroup; }
+  // How many inputs a row of factors is about.
+  int64_t across() const { return std::min(groups() * kGroup, kBlock); }
+  // Parts of a panel that are rounded one by one: groups, or blocks of them.
+  int64_t parts() const { return factors == nullptr ? groups() : (groups() * kGroup + kBlock - 1) / kBlock; }
 
+  // Gives the weight of an output and an input; behind the last input stands another's.
   template <class T>
-  static float value(const T* from) {
+  float value(const T* from, int64_t n, int64_t k) const {
+    const T one = from[n * held.stride(0) + std::min(k, inputs - 1) * held.stride(1)];
     if constexpr (std::is_same_v<T, bf16>)
-      return widen(*from);
+      return widen(one);
     else
-      return *from;
+      return one;
   }
 
-  template <class T>
-  void group(const T* from, int64_t row, int64_t column, int64_t p, int64_t g) const {
-    uint8_t levels[kGroup * kPanel] = {};
-    bf16 scales[kPanel] = {};
-    int16_t zeros[kPanel] = {};
-    const int64_t first = p * kPanel, present = std::min(kPanel, outputs - first);
-    // Behind the last input stands another's value.
-    const auto at = [&](int64_t n, int64_t k) {
-      return value(from + (first + n) * row + std::min(g * kGroup + k, inputs - 1) * column);
-    };
-    if (factors != nullptr) {
-      float values[kGroup * kPanel] = {};
-      for (int64_t k = 0; k < kGroup; ++k)
-        for (int64_t n = 0; n < present; ++n) values[k * kPanel + n] = at(n, k);
-      kernels().round_panel(values, factors + g * kGroup * kGroup, levels, scales, zeros);
-    } else {
-      for (int64_t n = 0; n < present; ++n) {
-        float values[kGroup];
-        uint8_t own[kGroup];
-        for (int64_t k = 0; k < kGroup; ++k) values[k] = at(n, k);
-        kernels().round_group(values, own, scales + n, zeros + n);
-        for (int64_t k = 0; k < kGroup; ++k) levels[k * kPanel + n] = own[k];
-      }
-    }
+  void write(int64_t p, int64_t g, const uint8_t* levels, const bf16* scales, const int16_t* zeros) const {
     uint8_t* lines = to + (p * groups() + g) * kGroupBytes;
     for (int64_t n = 0; n < kPanel; ++n) {
       for (int64_t k = 0; k < kGroup / 2; ++k) {
@@ -63,36 +50,71 @@ struct Packing {
     }
   }
 
-  void group(int64_t p, int64_t g) const {
-    const int64_t row = held.stride(0), column = held.stride(1);
-    if (held.scalar_type() == kBFloat16)
-      group(bits(held), row, column, p, g);
-    else
-      group(held.const_data_ptr<float>(), row, column, p, g);
+  template <class T>
+  void group(const T* from, int64_t p, int64_t g) const {
+    uint8_t levels[kGroup * kPanel] = {};
+    bf16 scales[kPanel] = {};
+    int16_t zeros[kPanel] = {};
+    const int64_t first = p * kPanel;
+    for (int64_t n = 0; n < std::min(kPanel, outputs - first); ++n) {
+      float values[kGroup];
+      uint8_t own[kGroup];
+      for (int64_t k = 0; k < kGroup; ++k) values[k] = value(from, first + n, g * kGroup + k);
+      kernels().round_group(values, own, scales + n, zeros + n);
+      for (int64_t k = 0; k < kGroup; ++k) levels[k * kPanel + n] = own[k];
+    }
+    write(p, g, levels, scales, zeros);
+  }
+
+  template <class T>
+  void block(const T* from, int64_t p, int64_t b) const {
+    alignas(64) float values[kBlock * kPanel] = {};
+    const int64_t first = p * kPanel, begins = b * kBlock, count = std::min(kBlock, groups() * kGroup - begins);
+    for (int64_t k = 0; k < count; ++k)
+      for (int64_t n = 0; n < std::min(kPanel, outputs - first); ++n)
+        values[k * kPanel + n] = value(from, first + n, begins + k);
+    for (int64_t k = 0; k < count; k += kGroup) {
+      uint8_t levels[kGroup * kPanel];
+      bf16 scales[kPanel];
+      int16_t zeros[kPanel];
+      kernels().round_panel(values + k * kPanel, count - k, factors + (begins + k) * across() + k, across(), levels,
+                            scales, zeros);
+      write(p, (begins + k) / kGroup, levels, scales, zeros);
+    }
+  }
+
+  template <class T>
+  void part(const T* from, int64_t p, int64_t i) const {
+    factors == nullptr ? group(from, p, i) : block(from, p, i);
+  }
+
+  void part(int64_t p, int64_t i) const {
+    held.scalar_type() == kBFloat16 ? part(bits(held), p, i) : part(held.const_data_ptr<float>(), p, i);
   }
 };
 
-// Packs several matrices into one piece of memory; those with factors are rounded by them. There may be none, and those
-// of a matrix may be empty.
+// Packs several matrices into one piece of memory; those with factors (inputs up to whole groups, inputs of a block) are
+// rounded by them. There may be none, and those of a matrix may be empty.
 Tensors pack_all_int4(const Tensors& weights, const Tensors& factors) {
   REQUIRE(factors.empty() || factors.size() == weights.size(), "draftsmith: there are factors of ", factors.size(),
           " matrices, not ", weights.size());
   std::vector<Packing> work;
   std::vector<std::vector<int64_t>> shapes;
-  int64_t groups = 0;
+  int64_t groups = 0, parts = 0;
   for (size_t i = 0; i < weights.size(); ++i) {
     const Tensor& weight = weights[i];
     REQUIRE(weight.dim() == 2 && weight.is_cpu(), "draftsmith: only matrices on a CPU are packed");
     const Tensor held = weight.scalar_type() == kBFloat16 ? weight : weight.to(kFloat);
     work.push_back({held, weight.size(0), weight.size(1), nullptr, nullptr});
+    Packing& matrix = work.back();
     if (!factors.empty() && factors[i].numel() > 0) {
       REQUIRE(factors[i].is_contiguous() && factors[i].is_cpu() && factors[i].scalar_type() == kFloat &&
-                  factors[i].sizes() == Sizes({work.back().groups(), kGroup, kGroup}),
+                  factors[i].sizes() == Sizes({matrix.groups() * kGroup, matrix.across()}),
               "draftsmith: these factors are not those of ", weight.size(1), " inputs");
-      work.back().factors = factors[i].const_data_ptr<float>();
+      matrix.factors = factors[i].const_data_ptr<float>();
     }
-    shapes.push_back({work.back().panels(), work.back().groups(), kGroupBytes / 64, 64});
-    groups += work.back().panels() * work.back().groups();
+    shapes.push_back({matrix.panels(), matrix.groups(), kGroupBytes / 64, 64});
+    groups += matrix.panels() * matrix.groups(), parts += matrix.panels() * matrix.parts();
   }
   Tensor memory = fresh_memory(groups * kGroupBytes, kByte);
   Tensors packed;
@@ -103,12 +125,12 @@ Tensors pack_all_int4(const Tensors& weights, const Tensors& factors) {
     taken += Sizes(shapes[i]).product();
   }
   run_team(get_num_threads(), [&](const Team& team) {
-    const auto [first, last] = team.share(groups);
-    int64_t begins = 0;  // of the matrix, among all groups
+    const auto [first, last] = team.share(parts);
+    int64_t begins = 0;  // of the matrix, among all parts
     for (const Packing& matrix : work) {
-      const int64_t across = matrix.groups(), own = matrix.panels() * across;
+      const int64_t each = matrix.parts(), own = matrix.panels() * each;
       for (int64_t i = std::max<int64_t>(0, first - begins); i < std::min(own, last - begins); ++i)
-        matrix.group(i / across, i % across);
+        matrix.part(i / each, i % each);
       begins += own;
     }
   });

@@ -103,10 +103,14 @@ struct Kernels {
   // levels, scale and zero = the 32 weights of a group and an output, a weight being (16 · level - zero) · scale: of some
   // scales and zero points, those with the least squared error. The scale is NaN where a weight is not finite.
   void (*round_group)(const float* values, uint8_t* levels, bf16* scale, int16_t* zero);
-  // The same for a group of sixteen outputs, input by input: values and levels are (32, 16). Of what rounding leaves of
-  // an input, over factors[k][k], the later ones are given factors[k][later] times; factors (32, 32) are the upper Cholesky
-  // factor of the inverse of the inputs' products with each other. The least sum of what is left is chosen.
-  void (*round_panel)(const float* values, const float* factors, uint8_t* levels, bf16* scales, int16_t* zeros);
+  // The same for the first group of sixteen outputs, input by input: values are (inputs, 16), the inputs of the group and
+  // those behind them; levels are (32, 16). What rounding leaves of an input, over its own factor, is taken off the inputs
+  // behind it, so many times as their factors say: row k of factors has those of input k, the last one its own. They are
+  // the lower Cholesky factor of the inverse of the inputs' products with each other. Of some scales and zero points, those
+  // with the least sum of squares of what is left are chosen. A group that is not finite leaves the inputs behind it as
+  // they are.
+  void (*round_panel)(float* values, int64_t inputs, const float* factors, int64_t stride, uint8_t* levels, bf16* scales,
+                      int16_t* zeros);
   // Rotary positions: pairs (d, d + half) of a head turned by their angles, every product and the sum rounded to bf16.
   void (*rotate)(const bf16* head, const float* cosines, const float* sines, int64_t half, bf16* to);
   // The columns first … last - 1 of out = bf16(GELU(bf16(norm(x) · scale + shift))), x = bf16(projected + ratio · token);

@@ -92,20 +92,21 @@ void round_group(const float* values, uint8_t* levels, bf16* scale, int16_t* zer
 
 // Rounds the weights of sixteen outputs input by input; what each leaves is made up for by those behind it. Returns the
 // error of every output.
-inline Lanes round_in_turn(const float* values, const float* factors, Lanes step, Lanes inverse, Lanes zero,
-                           Lanes* levels) {
+inline Lanes round_in_turn(const float* values, const float* factors, int64_t stride, Lanes step, Lanes inverse,
+                           Lanes zero, Lanes* levels, Lanes* errors) {
   Lanes left[kGroup], total{};
   for (int64_t k = 0; k < kGroup; ++k) left[k] = lanes_at(values + k * kLanes);
-  for (int64_t k = 0; k < kGroup; ++k, factors += kGroup) {
+  for (int64_t k = 0; k < kGroup; ++k) {
     levels[k] = levels_of(left[k], inverse, zero);
-    const Lanes error = (left[k] - (levels[k] - zero) * step) / factors[k];
-    total += error * error;
-    for (int64_t later = k + 1; later < kGroup; ++later) left[later] -= error * factors[later];
+    errors[k] = (left[k] - (levels[k] - zero) * step) / factors[k * stride + k];
+    total += errors[k] * errors[k];
+    for (int64_t later = k + 1; later < kGroup; ++later) left[later] -= errors[k] * factors[later * stride + k];
   }
   return total;
 }
 
-void round_panel(const float* values, const float* factors, uint8_t* levels, bf16* scales, int16_t* zeros) {
+void round_panel(float* values, int64_t inputs, const float* factors, int64_t stride, uint8_t* levels, bf16* scales,
+                 int16_t* zeros) {
   Lanes low = lanes_at(values), high = low, broken{};
   for (int64_t k = 0; k < kGroup; ++k) {
     const Lanes value = lanes_at(values + k * kLanes);
@@ -113,7 +114,8 @@ void round_panel(const float* values, const float* factors, uint8_t* levels, bf1
     broken += value * Lanes{};  // NaN where one is not finite
   }
   const Lanes farthest = high > -low ? high : -low, magic = Lanes{} + 12582912.0f, least = Lanes{} + 0x1p-118f;
-  Lanes best{}, best_step{}, best_zero{}, best_levels[kGroup] = {}, tried[kGroup];
+  Lanes best{}, best_step{}, best_zero{}, best_levels[kGroup] = {}, best_errors[kGroup] = {};
+  Lanes tried[kGroup], errors[kGroup];
   for (const float share : kShares)
     for (const float aside : kAside) {
       // As in `round_group`.
@@ -122,17 +124,28 @@ void round_panel(const float* values, const float* factors, uint8_t* levels, bf1
       step = lanes_through_bf16(step > least ? step : least);
       const Lanes inverse = 1 / step, bottom = low + (1 - share) / 2 * (high - low);
       const Lanes nearest = ((aside - bottom * inverse) * 16 + magic) - magic;
-      const Lanes error = round_in_turn(values, factors, step, inverse, nearest / 16, tried);
+      const Lanes error = round_in_turn(values, factors, stride, step, inverse, nearest / 16, tried, errors);
       const auto better = (error < best) | (best_step == Lanes{});
       best = better ? error : best, best_step = better ? step : best_step, best_zero = better ? nearest : best_zero;
-      for (int64_t k = 0; k < kGroup; ++k) best_levels[k] = better ? tried[k] : best_levels[k];
+      for (int64_t k = 0; k < kGroup; ++k) {
+        best_levels[k] = better ? tried[k] : best_levels[k];
+        best_errors[k] = better ? errors[k] : best_errors[k];
+      }
     }
+  const auto counts = (broken == broken) & (farthest != Lanes{});
+  for (int64_t k = 0; k < kGroup; ++k) best_errors[k] = counts ? best_errors[k] : Lanes{};
+  for (int64_t later = kGroup; later < inputs; ++later) {
+    const float* own = factors + later * stride;
+    Lanes handed{};
+    for (int64_t k = 0; k < kGroup; ++k) handed += best_errors[k] * own[k];
+    const Lanes left = lanes_at(values + later * kLanes) - handed;
+    for (int64_t n = 0; n < kLanes; ++n) values[later * kLanes + n] = left[n];
+  }
   for (int64_t n = 0; n < kPanel; ++n) {
-    const bool finite = broken[n] == broken[n], counts = finite && farthest[n] != 0;
-    scales[n] = counts ? narrow(best_step[n] / 16) : finite ? bf16{0} : narrow(__builtin_nanf(""));
-    zeros[n] = counts ? static_cast<int16_t>(best_zero[n]) : int16_t{0};
+    scales[n] = counts[n] ? narrow(best_step[n] / 16) : broken[n] == broken[n] ? bf16{0} : narrow(__builtin_nanf(""));
+    zeros[n] = counts[n] ? static_cast<int16_t>(best_zero[n]) : int16_t{0};
     for (int64_t k = 0; k < kGroup; ++k)
-      levels[k * kPanel + n] = counts ? static_cast<uint8_t>(best_levels[k][n]) : uint8_t{0};
+      levels[k * kPanel + n] = counts[n] ? static_cast<uint8_t>(best_levels[k][n]) : uint8_t{0};
   }
 }
 
