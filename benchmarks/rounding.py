@@ -6,8 +6,8 @@
 own weights, so that all are read by the same kernels: `even` has levels from the least weight of a group to its
 largest; `searched` tries more scales and zero points than the packing does; `weighted` does so with the mean squares
 of the inputs over so many tokens of embedded training texts; `fed back` lets later inputs of a group make up for the
-errors of earlier ones, as `calibrate` does with the target's own text, and `across` those of all later groups (GPTQ).
-The prompts are held out.
+errors of earlier ones, and `across` those of all later groups (GPTQ), as `calibrate` does with the target's own text,
+within blocks. The prompts are held out.
 
 Chains are read along the target's own texts, over its own keys and values, as the copy reads them when it drafts, from
 every few tokens on. On greedy texts a guess agrees or does not; on texts drawn at temperature 1 a guess is kept with
@@ -55,7 +55,7 @@ from draftsmith.types import DraftsmithError, SamplingParams
 
 TODAY = "packed"
 INT4 = "int4-self"
-DETAILS = 32
+DETAILS = 16
 """Bits of the scale and the zero point of a group."""
 PIECE = 64
 """Tokens of a piece of training text."""
@@ -85,7 +85,7 @@ def run() -> None:
     parser.add_argument("--chain", type=int, default=8, help="the longest")
     parser.add_argument("--every", type=int, default=4, help="tokens from one chain's start to the next")
     parser.add_argument("--tokens", nargs=2, type=int, default=[512, 8192], help="of training text, few and many")
-    parser.add_argument("--calibrate", nargs="+", type=int, default=[512, 2048], help="of the target's own text")
+    parser.add_argument("--calibrate", nargs="+", type=int, default=[512, 2048, 8192], help="of the target's own text")
     parser.add_argument("--costs", type=Path, default=RESULTS, help="the folder with what quantised_self.py measured")
     args = start(parser)
     costs = costs_of(args.costs)

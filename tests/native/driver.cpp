@@ -128,11 +128,15 @@ void grouped_products(const Kernels& k, int64_t rows, int64_t inputs, int64_t pa
       EXPECT(sum == sums[at], k.name, "quantise_groups, sum" + sizes({inputs, g}));
     }
   }
-  Exact<uint8_t> w(panels * groups * kGroupBytes);
+  const Int4Panel panel{groups};
+  Exact<uint8_t> w(panels * panel.bytes());
   for (int64_t i = 0; i < w.count; ++i) w[i] = static_cast<uint8_t>(below(256));
   std::vector<int64_t> whole(panels * kPanel * groups * kGroup);
-  std::vector<double> steps(panels * kPanel * groups);
-  for (int64_t n = 0; n < panels * kPanel; ++n)
+  std::vector<float> steps(panels * kPanel * groups), units(panels * kPanel);
+  for (int64_t n = 0; n < panels * kPanel; ++n) {
+    units[n] = 20.0f / (15 * 8 * 255) * static_cast<float>(1 + n % 2);
+    std::copy_n(reinterpret_cast<const uint8_t*>(&units[n]), 4,
+                w.data() + n / kPanel * panel.bytes() + panel.units() + n % kPanel * 4);
     for (int64_t g = 0; g < groups; ++g) {
       Exact<float> weights(kGroup);
       Exact<uint8_t> levels(kGroup);
@@ -141,21 +145,24 @@ void grouped_products(const Kernels& k, int64_t rows, int64_t inputs, int64_t pa
         weights[i] = drawn() + static_cast<float>(n % 3);
         least = std::min(least, weights[i]), most = std::max(most, weights[i]);
       }
-      bf16 scale;
-      int16_t zero;
-      k.round_group(weights.data(), levels.data(), &scale, &zero);
-      uint8_t* lines = w.data() + (n / kPanel * groups + g) * kGroupBytes;
+      uint8_t scale, zero;
+      k.round_group(weights.data(), units[n], levels.data(), &scale, &zero);
+      const double unit = static_cast<double>(units[n]), from = std::min(0.0, static_cast<double>(least));
+      const double range = std::max(static_cast<double>(most), from / 2) - from;
+      uint8_t* lines = w.data() + n / kPanel * panel.bytes() + panel.levels(g);
       for (int64_t i = 0; i < kGroup; ++i) {
         const int64_t at = n * groups + g;
-        whole[at * kGroup + i] = 16 * levels[i] - zero, steps[at] = widen(scale);
-        EXPECT(levels[i] < 16 && std::abs(static_cast<double>(whole[at * kGroup + i]) * steps[at] - weights[i]) <=
-                                     (most - least) / 15 * 2, k.name, "round_group" + sizes({n, g, i}));
+        whole[at * kGroup + i] = 8 * levels[i] - zero, steps[at] = scale;
+        EXPECT(levels[i] < 16 && std::abs(static_cast<double>(whole[at * kGroup + i]) * scale * unit -
+                                          static_cast<double>(weights[i])) <= range / 15 * 2 + 8 * unit,
+               k.name, "round_group" + sizes({n, g, i}));
         uint8_t& both = lines[i / 8 * 64 + n % kPanel * 4 + i % 4];
         both = static_cast<uint8_t>(i % 8 < 4 ? (both & 0xf0) | levels[i] : (both & 0x0f) | levels[i] << 4);
       }
-      const uint16_t halves[2] = {static_cast<uint16_t>(zero), scale};
-      std::copy_n(reinterpret_cast<const uint8_t*>(halves), 4, lines + 4 * 64 + n % kPanel * 4);
+      uint8_t* details = w.data() + n / kPanel * panel.bytes() + panel.details(g) + n % kPanel * 4 + g % 2;
+      details[0] = zero, details[2] = scale;
     }
+  }
   k.gemm_int4({values.data(), scales.data(), sums.data()}, rows, w.data(), groups, panels,
               rows % 2 ? w.data() : nullptr, y.data(), y_stride);
   for (int64_t r = 0; r < rows; ++r)
@@ -165,11 +172,11 @@ void grouped_products(const Kernels& k, int64_t rows, int64_t inputs, int64_t pa
         int64_t exact = 0;
         for (int64_t i = 0; i < kGroup; ++i)
           exact += whole[(n * groups + g) * kGroup + i] * values[(r * groups + g) * kGroup + i];
-        const float scale = static_cast<float>(steps[n * groups + g]) * scales[r * groups + g];
+        const float scale = steps[n * groups + g] * scales[r * groups + g];
         const float part = static_cast<float>(exact) * scale;
         total += part;
       }
-      EXPECT(total == y[r * y_stride + n], k.name, "gemm_int4" + sizes({rows, inputs, panels, r, n}));
+      EXPECT(total * units[n] == y[r * y_stride + n], k.name, "gemm_int4" + sizes({rows, inputs, panels, r, n}));
     }
 }
 

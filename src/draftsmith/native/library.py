@@ -109,8 +109,9 @@ def seconds_short() -> float:
 
 
 def _int4_sizes(weight: Tensor) -> tuple[int, ...]:
-    """Return the sizes of packed int4 weights: panels of 16 outputs, groups of 32 inputs, 5 lines of 64 bytes."""
-    return (weight.shape[0] + 15) // 16, (weight.shape[1] + 31) // 32, 5, 64
+    """Return the sizes of packed int4 weights: panels of 16 outputs, lines of 64 bytes (`Int4Panel` in kernels.h)."""
+    groups = (weight.shape[1] + 31) // 32
+    return (weight.shape[0] + 15) // 16, 4 * groups + (groups + 1) // 2 + 1, 64
 
 
 if LIBRARY:

@@ -25,7 +25,7 @@ from draftsmith.native.packing import Packable
 from draftsmith.system import bytes_in_words
 from draftsmith.user_cache import most_packed, packed_folder, prune
 
-LAYOUT = 1
+LAYOUT = 2
 """Version of the packed weights. Increase it when the packing operators give other bits for the same weights."""
 LEAST = 1 << 18
 """Bytes; smaller models are packed as quickly as a file is found."""

@@ -14,7 +14,7 @@ namespace draftsmith {
 using bf16 = uint16_t;           // the bits of a bfloat16
 constexpr int64_t kPanel = 16;   // output features that are computed together
 constexpr int64_t kGroup = 32;   // input features that share a scale and a zero point, in 4 bits
-constexpr int64_t kGroupBytes = 5 * 64;  // of a group of a panel
+constexpr int64_t kPairBytes = 9 * 64;   // of two groups of a panel
 constexpr int64_t kBlockEntries = 64;  // of a cache whose rows lie in blocks
 constexpr int64_t kStretch = 256;  // scores that are summed up as one
 constexpr int64_t kParts = 16;     // of a stretch, of which the largest scores are known
@@ -57,6 +57,21 @@ struct AttentionTask {
   const bf16* value(int64_t e) const { return values + line(e) * value_stride; }
 };
 
+// Where the parts of a panel of 4-bit weights lie, in lines of 64 bytes. Two groups lie together: four lines of levels
+// each, and a line of details; of an odd number, the last one by itself. Behind all groups is a line of units, in fp32.
+//
+// Line l of a group has the levels of the inputs 8 l … 8 l + 3 in the lower halves of the bytes 4 n … 4 n + 3, and the next
+// four in the upper ones. The bytes 4 n … 4 n + 3 of the details are the zero points of both groups and their scales.
+struct Int4Panel {
+  int64_t groups;
+
+  int64_t lines() const { return 4 * groups + (groups + 1) / 2 + 1; }
+  int64_t bytes() const { return lines() * 64; }
+  int64_t levels(int64_t group) const { return group / 2 * kPairBytes + group % 2 * 256; }
+  int64_t details(int64_t group) const { return group / 2 * kPairBytes + (group / 2 * 2 + 1 < groups ? 512 : 256); }
+  int64_t units() const { return bytes() - 64; }
+};
+
 // Rows in whole numbers, a scale for every group of a row, and the sum of every group's numbers; one row behind the other.
 struct GroupedRows {
   const int8_t* values;  // (R, groups, 32), zero behind the last input
@@ -74,11 +89,9 @@ struct Kernels {
   // The same in whole numbers, exact: x is signed, packed is (panels, quads, 16, 4), sums[n] = Σ_k w[n, k].
   void (*gemm_int8)(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,
                     int64_t quads, int64_t panels, const void* ahead, int32_t* y, int64_t y_stride);
-  // y[r, n] = Σ over groups of (Σ_k x[r, k] · (16 · q[n, k] - zero[n])) · (scale[n] · scale[r]), the inner sum in whole
-  // numbers, the outer one in fp32 and in the order of the groups: the same bits on every instruction set. packed is
-  // (panels, groups, 5, 64): of four lines, line l has the inputs 8 l … 8 l + 3 of a group in the lower halves of the
-  // bytes 4 n … 4 n + 3, and the next four in the upper ones; the fifth has of every output the zero point, in 16 bits,
-  // and behind it the scale, in bf16.
+  // y[r, n] = unit[n] · Σ over groups of (Σ_k x[r, k] · (8 · q[n, k] - zero[n])) · (scale[n] · scale[r]), the inner sum in
+  // whole numbers, the outer one in fp32 and in the order of the groups: the same bits on every instruction set. packed is
+  // (panels, lines, 64), see `Int4Panel`.
   void (*gemm_int4)(const GroupedRows& x, int64_t rows, const uint8_t* packed, int64_t groups, int64_t panels,
                     const void* ahead, float* y, int64_t y_stride);
   void (*attend)(const AttentionTask& task);
@@ -100,17 +113,17 @@ struct Kernels {
   // The same for every group of a row, and the sums of what comes out; behind the last input it is 0. Where a group is not
   // finite, its numbers and their sum mean nothing.
   void (*quantise_groups)(const bf16* x, int64_t count, int8_t* to, float* scales, int32_t* sums);
-  // levels, scale and zero = the 32 weights of a group and an output, a weight being (16 · level - zero) · scale: of some
-  // scales and zero points, those with the least squared error. The scale is NaN where a weight is not finite.
-  void (*round_group)(const float* values, uint8_t* levels, bf16* scale, int16_t* zero);
+  // levels, scale and zero = the 32 weights of a group and an output, a weight being (8 · level - zero) · scale · unit: of
+  // some scales and zero points, those with the least squared error. All are 0 where a weight is not finite.
+  void (*round_group)(const float* values, float unit, uint8_t* levels, uint8_t* scale, uint8_t* zero);
   // The same for the first group of sixteen outputs, input by input: values are (inputs, 16), the inputs of the group and
   // those behind them; levels are (32, 16). What rounding leaves of an input, over its own factor, is taken off the inputs
   // behind it, so many times as their factors say: row k of factors has those of input k, the last one its own. They are
   // the lower Cholesky factor of the inverse of the inputs' products with each other. Of some scales and zero points, those
   // with the least sum of squares of what is left are chosen. A group that is not finite leaves the inputs behind it as
   // they are.
-  void (*round_panel)(float* values, int64_t inputs, const float* factors, int64_t stride, uint8_t* levels, bf16* scales,
-                      int16_t* zeros);
+  void (*round_panel)(float* values, int64_t inputs, const float* factors, int64_t stride, const float* units,
+                      uint8_t* levels, uint8_t* scales, uint8_t* zeros);
   // Rotary positions: pairs (d, d + half) of a head turned by their angles, every product and the sum rounded to bf16.
   void (*rotate)(const bf16* head, const float* cosines, const float* sines, int64_t half, bf16* to);
   // The columns first … last - 1 of out = bf16(GELU(bf16(norm(x) · scale + shift))), x = bf16(projected + ratio · token);

@@ -64,12 +64,17 @@ struct Int4Halves {
   static Whole add(Whole sum, Whole weights, Whole inputs) {
     return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, inputs));
   }
-  static Whole exact(Whole sum, Whole steps, Whole minus) {
-    return _mm256_add_epi32(_mm256_madd_epi16(sum, _mm256_set1_epi16(16)), _mm256_madd_epi16(steps, minus));
+  static Whole exact(Whole sum, Whole zeros, Whole minus) {
+    return _mm256_add_epi32(_mm256_madd_epi16(sum, _mm256_set1_epi16(8)), _mm256_madd_epi16(zeros, minus));
   }
-  static Real scaled(Real total, Whole exact, Whole steps, float scale) {
-    return _mm256_add_ps(total, _mm256_mul_ps(_mm256_cvtepi32_ps(exact), _mm256_mul_ps(highs(steps), _mm256_set1_ps(scale))));
+  template <int kByte>
+  static Whole byte(Whole words) {
+    return _mm256_and_si256(kByte == 0 ? words : _mm256_srli_epi32(words, 8 * kByte), _mm256_set1_epi32(255));
   }
+  static Real each(float value) { return _mm256_set1_ps(value); }
+  static Real real(Whole words) { return _mm256_cvtepi32_ps(words); }
+  static Real times(Real a, Real b) { return _mm256_mul_ps(a, b); }
+  static Real plus(Real a, Real b) { return _mm256_add_ps(a, b); }
 };
 
 // Transposes 8 × 8 words of 32 bits in registers: within halves of 128 bits, then the halves.

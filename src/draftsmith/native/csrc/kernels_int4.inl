@@ -48,6 +48,7 @@ void quantise_groups(const bf16* x, int64_t count, int8_t* to, float* scales, in
 
 // Scales and zero points that are tried: shares of a group's range, levels moved aside by parts of a step.
 constexpr float kShares[] = {1.0f, 0.95f, 0.9f, 0.85f}, kAside[] = {-0.25f, 0.25f};
+constexpr float kMagic = 12582912.0f;  // what is added and taken off again becomes a whole number
 
 // The levels, 0 … 15, of sixteen values.
 template <class Step>
@@ -57,33 +58,31 @@ inline Lanes levels_of(Lanes values, Step inverse, Step zero) {
   return ((above > most ? most : above) + magic) - magic;
 }
 
-void round_group(const float* values, uint8_t* levels, bf16* scale, int16_t* zero) {
+void round_group(const float* values, float unit, uint8_t* levels, uint8_t* scale, uint8_t* zero) {
   const Lanes first = lanes_at(values), second = lanes_at(values + kLanes);
-  float low = values[0], high = values[0], broken = 0;
+  float low = values[0], high = values[0], broken = unit * 0;
   for (int64_t k = 0; k < kGroup; ++k) {
     low = values[k] < low ? values[k] : low, high = values[k] > high ? values[k] : high;
     broken += values[k] * 0;  // NaN where one is not finite
     levels[k] = 0;
   }
-  *zero = 0, *scale = broken == broken ? 0 : narrow(__builtin_nanf(""));
-  const float farthest = high > -low ? high : -low;
-  if (!(broken == broken) || farthest == 0) return;
+  *zero = 0, *scale = 0;
+  if (!(broken == broken) || (low == 0 && high == 0)) return;
+  low = low < 0 ? low : 0, high = high > low / 2 ? high : low / 2;  // which zero points can tell
   float best = __builtin_inff(), best_inverse = 0, best_zero = 0;
   for (const float share : kShares)
     for (const float aside : kAside) {
-      // So large that neither its inverse nor the zero point leaves its format.
-      float step = (high / 15 - low / 15) * share;
-      step = step > farthest / 2000 ? step : farthest / 2000;
-      step = through_bf16(step > 0x1p-118f ? step : 0x1p-118f);
+      const float wanted = ((high / 15 - low / 15) * share / (8 * unit) + kMagic) - kMagic;
+      const float whole = wanted < 1 ? 1 : wanted > 255 ? 255 : wanted, step = 8 * (whole * unit);
       const float inverse = 1 / step, bottom = low + (1 - share) / 2 * (high - low);
-      const float sixteenths = (aside - bottom * inverse) * 16, nearest = (sixteenths + 12582912.0f) - 12582912.0f;
-      const float by = nearest / 16;
+      const float eighths = ((aside - bottom * inverse) * 8 + kMagic) - kMagic;
+      const float nearest = eighths < 0 ? 0 : eighths > 255 ? 255 : eighths, by = nearest / 8;
       const Lanes a = (levels_of(first, inverse, by) - by) * step - first;
       const Lanes b = (levels_of(second, inverse, by) - by) * step - second;
       const float error = sum_of(a * a + b * b);
       if (error < best || best_inverse == 0) {
         best = error, best_inverse = inverse, best_zero = by;
-        *scale = narrow(step / 16), *zero = static_cast<int16_t>(nearest);
+        *scale = static_cast<uint8_t>(whole), *zero = static_cast<uint8_t>(nearest);
       }
     }
   Lanes whole[2] = {levels_of(first, best_inverse, best_zero), levels_of(second, best_inverse, best_zero)};
@@ -105,35 +104,37 @@ inline Lanes round_in_turn(const float* values, const float* factors, int64_t st
   return total;
 }
 
-void round_panel(float* values, int64_t inputs, const float* factors, int64_t stride, uint8_t* levels, bf16* scales,
-                 int16_t* zeros) {
-  Lanes low = lanes_at(values), high = low, broken{};
+void round_panel(float* values, int64_t inputs, const float* factors, int64_t stride, const float* units,
+                 uint8_t* levels, uint8_t* scales, uint8_t* zeros) {
+  const Lanes unit = lanes_at(units), none{}, one = none + 1.0f, most = none + 255.0f, magic = none + kMagic;
+  Lanes low = lanes_at(values), high = low, broken = unit * none;
   for (int64_t k = 0; k < kGroup; ++k) {
     const Lanes value = lanes_at(values + k * kLanes);
     low = value < low ? value : low, high = value > high ? value : high;
-    broken += value * Lanes{};  // NaN where one is not finite
+    broken += value * none;  // NaN where one is not finite
   }
-  const Lanes farthest = high > -low ? high : -low, magic = Lanes{} + 12582912.0f, least = Lanes{} + 0x1p-118f;
-  Lanes best{}, best_step{}, best_zero{}, best_levels[kGroup] = {}, best_errors[kGroup] = {};
+  const auto counts = (broken == broken) & ((low != none) | (high != none));
+  low = low < none ? low : none, high = high > low / 2 ? high : low / 2;
+  Lanes best{}, best_scale{}, best_zero{}, best_levels[kGroup] = {}, best_errors[kGroup] = {};
   Lanes tried[kGroup], errors[kGroup];
   for (const float share : kShares)
     for (const float aside : kAside) {
       // As in `round_group`.
-      Lanes step = (high / 15 - low / 15) * share;
-      step = step > farthest / 2000 ? step : farthest / 2000;
-      step = lanes_through_bf16(step > least ? step : least);
+      const Lanes wanted = ((high / 15 - low / 15) * share / (8 * unit) + magic) - magic;
+      const Lanes above = wanted < one ? one : wanted;
+      const Lanes whole = above > most ? most : above, step = 8 * (whole * unit);
       const Lanes inverse = 1 / step, bottom = low + (1 - share) / 2 * (high - low);
-      const Lanes nearest = ((aside - bottom * inverse) * 16 + magic) - magic;
-      const Lanes error = round_in_turn(values, factors, stride, step, inverse, nearest / 16, tried, errors);
-      const auto better = (error < best) | (best_step == Lanes{});
-      best = better ? error : best, best_step = better ? step : best_step, best_zero = better ? nearest : best_zero;
+      const Lanes eighths = ((aside - bottom * inverse) * 8 + magic) - magic, least = eighths < none ? none : eighths;
+      const Lanes nearest = least > most ? most : least;
+      const Lanes error = round_in_turn(values, factors, stride, step, inverse, nearest / 8, tried, errors);
+      const auto better = (error < best) | (best_scale == none);
+      best = better ? error : best, best_scale = better ? whole : best_scale, best_zero = better ? nearest : best_zero;
       for (int64_t k = 0; k < kGroup; ++k) {
         best_levels[k] = better ? tried[k] : best_levels[k];
         best_errors[k] = better ? errors[k] : best_errors[k];
       }
     }
-  const auto counts = (broken == broken) & (farthest != Lanes{});
-  for (int64_t k = 0; k < kGroup; ++k) best_errors[k] = counts ? best_errors[k] : Lanes{};
+  for (int64_t k = 0; k < kGroup; ++k) best_errors[k] = counts ? best_errors[k] : none;
   for (int64_t later = kGroup; later < inputs; ++later) {
     const float* own = factors + later * stride;
     Lanes handed{};
@@ -142,8 +143,8 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
     for (int64_t n = 0; n < kLanes; ++n) values[later * kLanes + n] = left[n];
   }
   for (int64_t n = 0; n < kPanel; ++n) {
-    scales[n] = counts[n] ? narrow(best_step[n] / 16) : broken[n] == broken[n] ? bf16{0} : narrow(__builtin_nanf(""));
-    zeros[n] = counts[n] ? static_cast<int16_t>(best_zero[n]) : int16_t{0};
+    scales[n] = counts[n] ? static_cast<uint8_t>(best_scale[n]) : uint8_t{0};
+    zeros[n] = counts[n] ? static_cast<uint8_t>(best_zero[n]) : uint8_t{0};
     for (int64_t k = 0; k < kGroup; ++k)
       levels[k * kPanel + n] = counts[n] ? static_cast<uint8_t>(best_levels[k][n]) : uint8_t{0};
   }
@@ -152,55 +153,47 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
 // Plain C++, for any processor.
 [[maybe_unused]] void gemm_int4_plain(const GroupedRows& x, int64_t rows, const uint8_t* packed, int64_t groups,
                                       int64_t panels, const void*, float* y, int64_t y_stride) {
-  for (int64_t p = 0; p < panels; ++p, packed += groups * kGroupBytes)
+  const Int4Panel panel{groups};
+  for (int64_t p = 0; p < panels; ++p, packed += panel.bytes())
     for (int64_t r = 0; r < rows; ++r) {
       float total[kPanel] = {};
-      const uint8_t* line = packed;
       for (int64_t g = 0; g < groups; ++g) {
         const int8_t* inputs = x.values + (r * groups + g) * kGroup;
+        const uint8_t *line = packed + panel.levels(g), *details = packed + panel.details(g) + g % 2;
         int32_t sum[kPanel] = {};
         for (int64_t i = 0; i < kGroup; i += 8, line += kLineBytes)
           for (int64_t n = 0; n < kPanel; ++n)
             for (int64_t j = 0; j < 4; ++j)
               sum[n] += (line[4 * n + j] & 15) * inputs[i + j] + (line[4 * n + j] >> 4) * inputs[i + 4 + j];
         for (int64_t n = 0; n < kPanel; ++n) {
-          uint32_t step;
-          __builtin_memcpy(&step, line + 4 * n, sizeof step);
-          const int32_t exact = 16 * sum[n] - static_cast<int16_t>(step & 0xffffu) * x.sums[r * groups + g];
-          const float scale = widen(static_cast<bf16>(step >> 16)) * x.scales[r * groups + g];
-          total[n] += static_cast<float>(exact) * scale;
+          const int32_t exact = 8 * sum[n] - details[4 * n] * x.sums[r * groups + g];
+          total[n] += static_cast<float>(exact) * (static_cast<float>(details[4 * n + 2]) * x.scales[r * groups + g]);
         }
-        line += kLineBytes;
       }
-      for (int64_t n = 0; n < kPanel; ++n) y[r * y_stride + p * kPanel + n] = total[n];
+      for (int64_t n = 0; n < kPanel; ++n) {
+        float unit;
+        __builtin_memcpy(&unit, packed + panel.units() + 4 * n, sizeof unit);
+        y[r * y_stride + p * kPanel + n] = total[n] * unit;
+      }
     }
 }
 
-constexpr int64_t kGroupsAhead = 64;  // of the one that a single row is multiplied by: 20 KiB
+constexpr int64_t kBytesAhead = 32 * kPairBytes;  // of what a single row is multiplied by: 18 KiB
 
 // Some rows by some panels. `Set` has the instructions: registers of `kBytes`, of which a line takes several.
 template <class Set, int kRows, int kPanels>
 inline void block_int4(const GroupedRows& x, int64_t first, const uint8_t* w, int64_t groups, float* y, int64_t y_stride,
                        const Ahead& ahead) {
   constexpr int kPieces = static_cast<int>(kLineBytes) / Set::kBytes, kColumns = kPanels * kPieces;
+  const Int4Panel panel{groups};
+  const int64_t size = panel.bytes();
   typename Set::Real total[kRows][kColumns];
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kColumns; ++c) total[r][c] = Set::nothing();
   const char* next = ahead.from;
   int64_t turn = ahead.number;
-  for (int64_t g = 0; g < groups; ++g) {
-    if constexpr (kRows * kPanels == 1) {
-      // So little is computed that reading is all: one stream, asked for further on than the processor itself looks.
-      const int64_t on = g + kGroupsAhead;
-      const char* from = on < groups ? reinterpret_cast<const char*>(w) + on * kGroupBytes
-                                     : next + (on - groups) * kGroupBytes;
-      for (int64_t i = 0; i < kGroupBytes && next != nullptr; i += kLineBytes) __builtin_prefetch(from + i, 0, 2);
-    } else if (next != nullptr && turn-- == 0) {
-      for (int64_t i = 0; i < kPanels * kGroupBytes; i += kLineBytes)
-        __builtin_prefetch(next + g * kPanels * kGroupBytes + i, 0, 2);
-      turn = ahead.blocks - 1;
-    }
-    const uint8_t* lines = w + g * kGroupBytes;
+  // A group by its lines and those of its details; `kSecond` says that it is the second of two.
+  const auto add_group = [&]<bool kSecond>(int64_t g, const uint8_t* lines, const uint8_t* details) {
     const int64_t at = first * groups + g;  // of the first row's group
     typename Set::Whole sum[kRows][kColumns];
     for (int r = 0; r < kRows; ++r)
@@ -209,8 +202,7 @@ inline void block_int4(const GroupedRows& x, int64_t first, const uint8_t* w, in
     for (int l = 0; l < static_cast<int>(kGroup) / 8; ++l) {
       typename Set::Whole low[kColumns], high[kColumns];
       for (int c = 0; c < kColumns; ++c)
-        Set::split(lines + c / kPieces * groups * kGroupBytes + l * kLineBytes + c % kPieces * Set::kBytes, low[c],
-                   high[c]);
+        Set::split(lines + c / kPieces * size + l * kLineBytes + c % kPieces * Set::kBytes, low[c], high[c]);
       for (int r = 0; r < kRows; ++r) {
         int quads[2];
         __builtin_memcpy(quads, x.values + (at + r * groups) * kGroup + 8 * l, sizeof quads);
@@ -220,18 +212,44 @@ inline void block_int4(const GroupedRows& x, int64_t first, const uint8_t* w, in
       }
     }
     for (int c = 0; c < kColumns; ++c) {
-      const typename Set::Whole steps =
-          Set::load(lines + c / kPieces * groups * kGroupBytes + (kGroup / 8) * kLineBytes + c % kPieces * Set::kBytes);
+      const typename Set::Whole both = Set::load(details + c / kPieces * size + c % kPieces * Set::kBytes);
+      const typename Set::Whole zeros = Set::template byte<kSecond ? 1 : 0>(both);
+      const typename Set::Real scales = Set::real(Set::template byte<kSecond ? 3 : 2>(both));
       for (int r = 0; r < kRows; ++r) {
-        // Beside minus the sum stands a zero for the scale's bits.
+        // Beside a zero point stands a zero.
         const typename Set::Whole minus = Set::all(-x.sums[at + r * groups] & 0xffff);
-        total[r][c] = Set::scaled(total[r][c], Set::exact(sum[r][c], steps, minus), steps, x.scales[at + r * groups]);
+        const typename Set::Real exact = Set::real(Set::exact(sum[r][c], zeros, minus));
+        total[r][c] = Set::plus(total[r][c], Set::times(exact, Set::times(scales, Set::each(x.scales[at + r * groups]))));
       }
     }
+  };
+  const uint8_t* pair = w;
+  for (int64_t g = 0; g < groups; g += 2, pair += kPairBytes) {
+    if constexpr (kRows * kPanels == 1) {
+      // So little is computed that reading is all: one stream, asked for further on than the processor itself looks.
+      const int64_t on = pair - w + kBytesAhead;
+      const char* from = on < size ? reinterpret_cast<const char*>(w) + on : next + (on - size);
+      for (int64_t i = 0; i < kPairBytes && next != nullptr; i += kLineBytes) __builtin_prefetch(from + i, 0, 2);
+    } else if (next != nullptr && turn-- == 0) {
+      for (int64_t i = 0; i < kPanels * kPairBytes; i += kLineBytes)
+        __builtin_prefetch(next + kPanels * (pair - w) + i, 0, 2);
+      turn = ahead.blocks - 1;
+    }
+    if (g + 1 < groups) {
+      add_group.template operator()<false>(g, pair, pair + 512);
+      add_group.template operator()<true>(g + 1, pair + 256, pair + 512);
+    } else {
+      add_group.template operator()<false>(g, pair, pair + 256);
+    }
   }
-  for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kColumns; ++c)
-      __builtin_memcpy(reinterpret_cast<char*>(y + r * y_stride) + c * Set::kBytes, &total[r][c], Set::kBytes);
+  for (int c = 0; c < kColumns; ++c) {
+    typename Set::Real units;
+    __builtin_memcpy(&units, w + c / kPieces * size + panel.units() + c % kPieces * Set::kBytes, Set::kBytes);
+    for (int r = 0; r < kRows; ++r) {
+      const typename Set::Real result = Set::times(total[r][c], units);
+      __builtin_memcpy(reinterpret_cast<char*>(y + r * y_stride) + c * Set::kBytes, &result, Set::kBytes);
+    }
+  }
 }
 
 template <class Set, int kRows, int kPanels>
@@ -247,7 +265,7 @@ inline void rows_int4(int64_t rows, const GroupedRows& x, int64_t first, const u
 template <class Set, int kRows, int kPanels>
 inline void walk_int4(const GroupedRows& x, int64_t rows, const uint8_t* packed, int64_t groups, int64_t panels,
                       const void* ahead, float* y, int64_t y_stride) {
-  const int64_t blocks = (rows + kRows - 1) / kRows, panel = groups * kGroupBytes;
+  const int64_t blocks = (rows + kRows - 1) / kRows, panel = Int4Panel{groups}.bytes();
   int64_t p = 0;
   for (; p + kPanels <= panels; p += kPanels) {
     const uint8_t* w = packed + p * panel;
@@ -290,24 +308,28 @@ struct Int4Lines {
     const Whole both = load(from), nibble = _mm512_set1_epi8(15);
     low = _mm512_and_si512(both, nibble), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
   }
+  template <int kByte>
+  static Whole byte(Whole words) {
+    return _mm512_and_si512(kByte == 0 ? words : _mm512_srli_epi32(words, 8 * kByte), _mm512_set1_epi32(255));
+  }
 #ifdef DRAFTSMITH_VNNI
   static Whole add(Whole sum, Whole weights, Whole inputs) { return _mm512_dpbusd_epi32(sum, weights, inputs); }
-  static Whole exact(Whole sum, Whole steps, Whole minus) {
-    return _mm512_dpwssd_epi32(_mm512_slli_epi32(sum, 4), steps, minus);
+  static Whole exact(Whole sum, Whole zeros, Whole minus) {
+    return _mm512_dpwssd_epi32(_mm512_slli_epi32(sum, 3), zeros, minus);
   }
 #else
   // Sums of 16 bits hold a group: eight times two products of 15 · 127 at most.
   static Whole add(Whole sum, Whole weights, Whole inputs) {
     return _mm512_add_epi16(sum, _mm512_maddubs_epi16(weights, inputs));
   }
-  static Whole exact(Whole sum, Whole steps, Whole minus) {
-    return _mm512_add_epi32(_mm512_madd_epi16(sum, _mm512_set1_epi16(16)), _mm512_madd_epi16(steps, minus));
+  static Whole exact(Whole sum, Whole zeros, Whole minus) {
+    return _mm512_add_epi32(_mm512_madd_epi16(sum, _mm512_set1_epi16(8)), _mm512_madd_epi16(zeros, minus));
   }
 #endif
-  static Real scaled(Real total, Whole exact, Whole steps, float scale) {
-    const Real step = _mm512_castsi512_ps(_mm512_and_si512(steps, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
-    return _mm512_add_ps(total, _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_mul_ps(step, _mm512_set1_ps(scale))));
-  }
+  static Real each(float value) { return _mm512_set1_ps(value); }
+  static Real real(Whole words) { return _mm512_cvtepi32_ps(words); }
+  static Real times(Real a, Real b) { return _mm512_mul_ps(a, b); }
+  static Real plus(Real a, Real b) { return _mm512_add_ps(a, b); }
 };
 #endif
 

@@ -21,7 +21,8 @@ void check_packed_int8(const Tensor& packed, const Tensor& scales, int64_t outpu
 void check_packed_int4(const Tensor& packed, int64_t outputs, int64_t inputs);
 
 // One linear layer, without its PyTorch tensors (whose owner outlives it). Its weights are bf16; or int8 with a scale for
-// each output; or int4 with a scale and a zero point for each output and group of inputs. Rows are quantised as they
+// each output; or int4 with a scale and a zero point for each output and group of inputs, and a unit of the scales for
+// each output. Rows are quantised as they
 // come where weights are: with a scale each, or with one for each group.
 struct Linear {
   const bf16* data = nullptr;
@@ -46,13 +47,13 @@ struct Linear {
 
   // Where a panel begins.
   const void* panel(int64_t index) const {
-    if (nibbles != nullptr) return nibbles + index * groups() * kGroupBytes;
+    if (nibbles != nullptr) return nibbles + index * Int4Panel{groups()}.bytes();
     if (quantised != nullptr) return quantised + index * quads() * 4 * kPanel;
     return data + index * pairs() * 2 * kPanel;
   }
 
   int64_t bytes() const {
-    if (nibbles != nullptr) return panels * groups() * kGroupBytes;
+    if (nibbles != nullptr) return panels * Int4Panel{groups()}.bytes();
     return panels * kPanel * (quantised == nullptr ? pairs() * 2 * 2 : quads() * 4);
   }
 
@@ -65,7 +66,7 @@ struct Linear {
     if (data != nullptr) part.data += panel * pairs() * 2 * kPanel;
     if (quantised != nullptr)
       part.quantised += panel * quads() * 4 * kPanel, part.scales += panel * kPanel, part.sums += panel * kPanel;
-    if (nibbles != nullptr) part.nibbles += panel * groups() * kGroupBytes;
+    if (nibbles != nullptr) part.nibbles += panel * Int4Panel{groups()}.bytes();
     if (bias != nullptr) part.bias += panel * kPanel;
     part.panels = count;
     part.outputs = std::min(count * kPanel, outputs - panel * kPanel);
