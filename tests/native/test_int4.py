@@ -28,7 +28,7 @@ def in_groups(x_MK: Tensor) -> Tensor:
 
 
 class Read(NamedTuple):
-    """Packed weights read by what kernels.h says: whole numbers (N, G, 32), eight times the levels less the zero points,
+    """Packed weights read by what kernels.h says: whole numbers (N, G, 32), eight times the levels less zero points,
     scales (N, G) as whole numbers, and units (N)."""
 
     whole_NGI: Tensor

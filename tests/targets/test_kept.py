@@ -227,4 +227,4 @@ def test_the_layout_is_the_one_that_files_are_named_after():
     weight_NK = (torch.arange(48 * 96).reshape(48, 96) * 7919 % 251 - 125).bfloat16() / 16
     packed = [torch.ops.draftsmith.pack_int4(weight_NK), *torch.ops.draftsmith.pack_int8(weight_NK)]
     digests = [sha256(part.contiguous().view(torch.uint8).numpy()).hexdigest()[:16] for part in packed]
-    assert (LAYOUT, digests) == (2, ["", "40fb95c8e86782ab", "6bca153d52ce05b5", "ef26d4d7b09558ac"])
+    assert (LAYOUT, digests) == (2, ["c6799244a75aa95c", "40fb95c8e86782ab", "6bca153d52ce05b5", "ef26d4d7b09558ac"])
