@@ -26,9 +26,11 @@ from draftsmith.types import CompileLevel, DraftsmithError
 
 LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "4-bit cascade"
 BEHIND = "lookup, then live"
-LENGTHS = {LIVE: (1, 2, 3, 4), SHIPPED: (1, 2, 3, 4), COPY: (3, 4, 5, 6), CASCADE: (4, 6, 7, 9)}
+LENGTHS = {LIVE: (2, 3, 4), SHIPPED: (2, 3, 4), COPY: (4, 5, 7), CASCADE: (4, 6, 8)}
 """The chain lengths tried for each drafter; drafters that are not listed use their own plan."""
-TRIALS, TRIAL_TOKENS = 4, 48
+TRIALS, TRIAL_TOKENS = 4, 40
+CALIBRATE = 2048
+"""Tokens of the target's own text by which the copy is rounded."""
 ROOM_GB = 4.0
 """An upper bound of what the larger target, its packed weights and their copy take together."""
 
@@ -104,7 +106,7 @@ def drafters_for(target: Target, live: Path, shipped: Path | None, tell: Say) ->
     found = {name: load_drafter(folder, target) for name, folder in folders.items()}
     quoted = json.dumps(str(live), ensure_ascii=False)
     words = {
-        BEHIND: f"lookup-first:then={quoted}", COPY: f"int4-self:guesses={max(LENGTHS[COPY])}",
+        BEHIND: f"lookup-first:then={quoted}", COPY: f"int4-self:guesses={max(LENGTHS[COPY])},calibrate={CALIBRATE}",
         CASCADE: f"cascade:inner=[ngram,{quoted}]",
     }
     for name, word in words.items() if target.backend.native else ():

@@ -135,12 +135,15 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
       }
     }
   for (int64_t k = 0; k < kGroup; ++k) best_errors[k] = counts ? best_errors[k] : none;
-  for (int64_t later = kGroup; later < inputs; ++later) {
-    const float* own = factors + later * stride;
-    Lanes handed{};
-    for (int64_t k = 0; k < kGroup; ++k) handed += best_errors[k] * own[k];
-    const Lanes left = lanes_at(values + later * kLanes) - handed;
-    for (int64_t n = 0; n < kLanes; ++n) values[later * kLanes + n] = left[n];
+  constexpr int64_t kTogether = 4;  // sums that do not wait for each other
+  for (int64_t later = kGroup; later < inputs; later += kTogether) {
+    Lanes handed[kTogether] = {};
+    for (int64_t k = 0; k < kGroup; ++k)
+      for (int64_t i = 0; i < kTogether; ++i) handed[i] += best_errors[k] * factors[(later + i) * stride + k];
+    for (int64_t i = 0; i < kTogether; ++i) {
+      const Lanes left = lanes_at(values + (later + i) * kLanes) - handed[i];
+      __builtin_memcpy(values + (later + i) * kLanes, &left, sizeof left);
+    }
   }
   for (int64_t n = 0; n < kPanel; ++n) {
     scales[n] = counts[n] ? static_cast<uint8_t>(best_scale[n]) : uint8_t{0};
