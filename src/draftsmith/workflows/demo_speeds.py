@@ -30,7 +30,7 @@ LENGTHS = {LIVE: (2, 3, 4), SHIPPED: (2, 3, 4), COPY: (4, 5, 7), CASCADE: (4, 6,
 """The chain lengths tried for each drafter; drafters that are not listed use their own plan."""
 TRIALS, TRIAL_TOKENS = 4, 40
 CALIBRATE = 2048
-"""Tokens of the target's own text by which the copy is rounded."""
+"""Tokens of the target's own text by which the copy is rounded, and the same copy in the cascade."""
 ROOM_GB = 4.0
 """An upper bound of what the larger target, its packed weights and their copy take together."""
 
@@ -107,7 +107,7 @@ def drafters_for(target: Target, live: Path, shipped: Path | None, tell: Say) ->
     quoted = json.dumps(str(live), ensure_ascii=False)
     words = {
         BEHIND: f"lookup-first:then={quoted}", COPY: f"int4-self:guesses={max(LENGTHS[COPY])},calibrate={CALIBRATE}",
-        CASCADE: f"cascade:inner=[ngram,{quoted}]",
+        CASCADE: f"cascade:inner=[ngram,{quoted}],calibrate={CALIBRATE}",
     }
     for name, word in words.items() if target.backend.native else ():
         try:

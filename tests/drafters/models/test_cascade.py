@@ -19,6 +19,7 @@ from draftsmith.drafters.models.quantised_self import QuantisedSelf
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
+from draftsmith.native.layers import Int4Linear
 from draftsmith.plan import Plan
 from draftsmith.targets import KVCache, Target
 from draftsmith.types import UNUSED, Context, Draft, DraftsmithError, SamplingParams
@@ -243,6 +244,14 @@ def test_a_cascade_says_what_it_needs(tmp_path: Path):
     assert made.memory_bytes() == load_drafter("int8-self", target).memory_bytes()
     both = load_drafter("cascade:inner=[ngram:min_length=1,max_length=3,suffix]", target)
     assert isinstance(both, Cascade) and len(both.inner.drafters) == 2 and both.default_plan().depth == 8
+    plain, calibrated = (load_drafter(name, target) for name in ("cascade", "cascade:calibrate=64"))
+    alike = load_drafter("int4-self:calibrate=64", target)
+    assert isinstance(plain, Cascade) and isinstance(calibrated, Cascade) and isinstance(alike, QuantisedSelf)
+    first, second, third = (
+        torch.cat([one.packed.flatten() for one in copy.model.model.modules() if isinstance(one, Int4Linear)])
+        for copy in (calibrated.copy, alike, plain.copy)
+    )
+    assert torch.equal(first, second) and not torch.equal(first, third), "the copy is that of int4-self, rounded alike"
     for spec, sentence in {
         "cascade:inner=lookahead": "'lookahead' cannot guess for a copy of the target, because it keeps a memory",
         "cascade:inner=int4-self": "'int4-self' cannot guess for a copy of the target",
@@ -251,6 +260,7 @@ def test_a_cascade_says_what_it_needs(tmp_path: Path):
         "cascade:inner=mlp": "has to be trained; give the folder of one",
         f"cascade:inner={tmp_path / 'gone'}": "does not exist",
         "cascade:quantize=int5": "cascade:quantize is 'int5'; give 'int8' or 'int4'",
+        "cascade:quantize=int8,calibrate=64": "calibrate is 64, but only weights in 4 bits are rounded by a text",
         "cascade:inner=[]": "cascade:inner is .*; .*at least 1",
         "cascade:tail=-1": "cascade:tail is -1; use at least 0",
     }.items():

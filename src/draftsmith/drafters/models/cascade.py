@@ -214,6 +214,6 @@ def make_cascade(config: CascadeConfig, target: "Target", draft_tokens: Tensor |
             f"{NAME} drafts over the cache of a bf16 target, but {target.name} is in {target.dtype}; give --dtype bf16."
         )
     inner = all_inside({name: load_drafter(name, target) for name in config.inner}, config.ahead)
-    copy = make_quantised(NAME, config.quantize, config.guesses, target)
+    copy = make_quantised(NAME, config.quantize, config.guesses, target, config.calibrate)
     assert isinstance(copy, QuantisedSelf)
     return Cascade(copy, inner, config.guesses, config.tail)

@@ -3,11 +3,12 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftsmith.drafters.config import Config, Size
 from draftsmith.drafters.family import Family, later
 from draftsmith.drafters.models.depth import MAX_DEPTH
+from draftsmith.drafters.models.quantised_self_config import Calibrate
 from draftsmith.types import DraftsmithError
 
 NAME = "cascade"
@@ -23,6 +24,7 @@ class CascadeConfig(Config):
         description="who guesses for the copy, a word or a trained drafter's folder; of several, in brackets, in turn",
     )
     quantize: Literal["int8", "int4"] = Field(default="int4", description="weights of the copy of the target")
+    calibrate: Calibrate = 0
     guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
         default=8, description="tokens that are drafted, as a chain"
     )
@@ -65,6 +67,15 @@ class CascadeConfig(Config):
                     f"{NAME}:inner is {word!r}, but a {NAME} has none inside; use ngram, suffix or a trained drafter."
                 )
         return value
+
+    @model_validator(mode="after")
+    def _in_four_bits(self) -> "CascadeConfig":
+        """Refuse a calibration that would change nothing."""
+        if self.calibrate and self.quantize != "int4":
+            raise DraftsmithError(
+                f"{NAME}:calibrate is {self.calibrate}, but only weights in 4 bits are rounded by a text; leave it out."
+            )
+        return self
 
 
 FAMILY = Family(

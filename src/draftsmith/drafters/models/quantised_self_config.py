@@ -9,6 +9,10 @@ from draftsmith.drafters.family import Family, later
 from draftsmith.drafters.models.depth import MAX_DEPTH
 
 MOST_TOKENS = 65_536
+Calibrate = Annotated[int, Field(
+    ge=0, le=MOST_TOKENS,
+    description="tokens that the target writes first, by which the weights in 4 bits are rounded; 0 for none",
+)]
 
 
 class QuantisedSelfConfig(Config):
@@ -22,9 +26,7 @@ class QuantisedSelfConfig(Config):
 class Int4SelfConfig(QuantisedSelfConfig):
     """The options of a copy in 4 bits."""
 
-    calibrate: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = Field(
-        default=0, description="tokens that the target writes first, by which the weights are rounded; 0 for none"
-    )
+    calibrate: Calibrate = 0
 
 
 MODULE = "draftsmith.drafters.models.quantised_self"
