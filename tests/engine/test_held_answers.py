@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from draftsmith.engine import Engine
-from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT
-from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.evidence import LONGEST_WAIT
+from draftsmith.engine.fitted import LAID_ASIDE, Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Profile
@@ -83,7 +83,7 @@ def test_a_fitted_policy_counts_the_steps_that_nobody_asked_about():
             row.note(0, choice.plan.depth, NO_DRAFT)
     assert sum(policy.steps) == len(depths), "those that nobody asked about too, as soon as they are taken"
     pauses = "".join("d" if depth else "." for depth in depths).strip(".").replace("d", " ").split()
-    assert len(pauses[0]) == FIRST_WAIT, "no trial comes late"
+    assert len(pauses[0]) == LAID_ASIDE, "no trial comes late"
     assert asked < len(depths) / 20, "trials are asked about more often than every other answer's time is over"
 
 

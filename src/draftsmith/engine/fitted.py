@@ -11,7 +11,6 @@ from functools import cache
 from draftsmith.engine.arm import Arm, Times
 from draftsmith.engine.closing import is_closing, seconds_left, spread
 from draftsmith.engine.evidence import (
-    FIRST_WAIT,
     NOBODY,
     PRIOR,
     QUARTERS,
@@ -24,7 +23,7 @@ from draftsmith.engine.evidence import (
 from draftsmith.engine.expected import Expected, beats, values_of
 from draftsmith.engine.known import ODDS, Known
 from draftsmith.engine.learnt import USUAL, Learnt
-from draftsmith.engine.pace import Pace
+from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Costs
 from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
@@ -45,6 +44,9 @@ Guesses bring some rows more than others: they no longer end together, and the l
 cheaper. (For the rows of one call, that loss is computed, see `closing`.)"""
 EARNED_BACK = 12
 """Within how many steps a change of plan must have paid for what it costs."""
+LAID_ASIDE = SETTLES_PLAIN + SEEN
+"""Steps before what was drafted for long, and no longer pays, is tried again: by then it is known what plain steps take
+now, which may be why it did not pay."""
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""
@@ -370,7 +372,7 @@ class Fitted(Policy):
             if taken and own.since == 0 and number == self._whose[chosen]:
                 own.begin()  # a few guesses that fail say little
             elif taken and own.since >= TRIAL and not on_trial:
-                own.wait = FIRST_WAIT
+                own.wait = LAID_ASIDE
         # How many more tokens drafts of several rows have to bring for a trial to lead to drafting.
         extra = 0.0 if chosen or offer.rows == 1 else (patience - 1) * offer.brings(0)
         row.tried = NOBODY
