@@ -3,8 +3,8 @@
     python benchmarks/rounding.py
 
 `packed` is how `int4-self` rounds, and `calibrate=N` how it does with that option. The others are put into the copy's
-own weights, so that all are read by the same kernels: `even` has levels from the least weight of a group to its
-largest; `searched` tries more scales and zero points than the packing does; `weighted` does so with the mean squares
+own weights, so that all are read by the same kernels: `even` has levels evenly over the whole range of a
+group; `searched` tries more scales and zero points than the packing does; `weighted` does so with the mean squares
 of the inputs over so many tokens of embedded training texts; `fed back` lets later inputs of a group make up for the
 errors of earlier ones, and `across` those of all later groups (GPTQ), as `calibrate` does with the target's own text,
 within blocks. The prompts are held out.

@@ -104,12 +104,22 @@ def test_it_drafts_as_deep_as_pays_and_no_deeper_where_guesses_fail():
     assert go(policy, history, 140, 0)[-40:].count(0) >= 32, "none does; now and then it looks whether one does again"
 
 
+def test_a_text_begins_as_the_last_ones_ended():
+    """Every guess stayed in a long text; then come forty short ones, of another kind, in which none does."""
+    policy = Fitted(Known(profile(cost=0.3)))
+    go(policy, RowHistory(False, 5), 400, 4)
+    assert go(policy, RowHistory(False, 5), 1, 4) != [0]
+    for _ in range(40):
+        go(policy, RowHistory(False, 5), 40, 0)
+    assert go(policy, RowHistory(False, 5), 1, 0) == [0]
+
+
 def test_what_fails_is_tried_again_after_growing_pauses_and_taken_up_when_it_works():
     policy, history = Fitted(Known(profile(cost=0.3))), RowHistory(False, 5)
     depths = go(policy, history, 3000, 0)
     tries = [at for at, depth in enumerate(depths) if depth]
     pauses = [b - a - 1 for a, b in pairwise(tries) if b - a > 1]
-    assert pauses[0] == LAID_ASIDE and LONGEST_WAIT > pauses[-1] > 8 * FIRST_WAIT
+    assert pauses[0] == LAID_ASIDE > pauses[1] == FIRST_WAIT and LONGEST_WAIT > pauses[-1] > 8 * FIRST_WAIT
     assert all(one <= following <= 2 * one for one, following in pairwise(pauses[1:]))
     assert 0 < 0.3 * sum(depths[-2000:]) < 0.025 * 2000, "what trials cost, a fiftieth of all steps"
     assert sum(depth > 0 for depth in go(policy, history, 4000, 4)[-100:]) == 100

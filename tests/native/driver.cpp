@@ -163,6 +163,24 @@ void grouped_products(const Kernels& k, int64_t rows, int64_t inputs, int64_t pa
       details[0] = zero, details[2] = scale;
     }
   }
+  // By factors that hand nothing on, what comes out is as near, and nothing behind the group is changed.
+  const int64_t count = groups * kGroup;
+  Exact<float> left(count * kPanel), factors(count * count), room(kPanel);
+  for (int64_t i = 0; i < left.count; ++i) left[i] = drawn();
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t j = 0; j < count; ++j) factors[i * count + j] = i == j ? 0.5f : 0;
+  for (int64_t n = 0; n < kPanel; ++n) room[n] = 20.0f / (15 * 8 * 255);
+  const std::vector<float> before(left.data(), left.data() + left.count);
+  Exact<uint8_t> rounded(kGroup * kPanel), by(kPanel), from(kPanel);
+  k.round_panel(left.data(), count, factors.data(), count, room.data(), rounded.data(), by.data(), from.data());
+  for (int64_t i = 0; i < kGroup * kPanel; ++i) {
+    const int64_t n = i % kPanel;
+    float least = 0, most = 0;
+    for (int64_t j = n; j < kGroup * kPanel; j += kPanel) least = std::min(least, before[j]), most = std::max(most, before[j]);
+    EXPECT(std::abs(static_cast<float>(8 * rounded[i] - from[n]) * static_cast<float>(by[n]) * room[n] - before[i]) <=
+               (std::max(most, -least / 2) - least) / 15 * 2 + 8 * room[n], k.name, "round_panel" + sizes({inputs, i}));
+  }
+  for (int64_t i = 0; i < left.count; ++i) EXPECT(left[i] == before[i], k.name, "round_panel, behind" + sizes({inputs, i}));
   k.gemm_int4({values.data(), scales.data(), sums.data()}, rows, w.data(), groups, panels,
               rows % 2 ? w.data() : nullptr, y.data(), y_stride);
   for (int64_t r = 0; r < rows; ++r)

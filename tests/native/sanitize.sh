@@ -11,7 +11,7 @@ sanitizers="-fsanitize=address,undefined -fno-sanitize-recover=all"
 compile() {  # from, to, flags
   from=$1 to=$2
   shift 2
-  "$compiler" -std=c++17 -O1 -g1 -fno-omit-frame-pointer -Wno-unknown-pragmas -Wno-psabi -Wno-uninitialized \
+  "$compiler" -std=c++20 -O1 -g1 -fno-omit-frame-pointer -Wno-unknown-pragmas -Wno-psabi -Wno-uninitialized \
     -Wno-maybe-uninitialized -fno-math-errno -fno-trapping-math -ffp-contract=off "$@" -I"$source" -c "$from" -o "$folder/$to.o"
 }
 

@@ -45,8 +45,8 @@ cheaper. (For the rows of one call, that loss is computed, see `closing`.)"""
 EARNED_BACK = 12
 """Within how many steps a change of plan must have paid for what it costs."""
 LAID_ASIDE = SETTLES_PLAIN + SEEN
-"""Steps before what was drafted for long, and no longer pays, is tried again: by then it is known what plain steps take
-now, which may be why it did not pay."""
+"""Steps before what was drafted for longer than a trial is tried again. If it was laid aside because plain steps were
+thought to be faster than they are, it is known by then how long they take now."""
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""

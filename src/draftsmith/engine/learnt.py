@@ -12,10 +12,10 @@ from draftsmith.engine.profile import Sampled
 
 DECAY, LOOKUP_DECAY, COMMON_DECAY = 0.96, 0.93, 0.993
 """By what a step's weight is multiplied at every further step: for its own row, for a lookup in it, because texts begin
-and cease to repeat themselves within a few steps, and for rows that begin later (their texts may be of another kind
-than those before them, so few of these count)."""
-MEASURED = 6.0
-"""How much evidence (guesses or steps) what was measured counts as, beside that from texts that were written since."""
+and cease to repeat themselves within a few steps, and for rows that begin later. Those count about the last 140 steps
+with drafts, of all rows together, because texts of another kind may follow."""
+COUNTS = 6.0
+"""How many guesses or steps count as much, for rows that begin later, as what was measured."""
 USUAL = ODDS.index(1.0)
 
 
@@ -85,11 +85,11 @@ class Learnt:
         guesser, common = self._guessers[number], self._common[sampled][number]
         measured = guesser.known.profile.sampled if sampled else Sampled()
         usually = measured.behind if guesser.behind or guesser.unaided else measured.stayed
-        stayed = (common.accepted + MEASURED * usually) / (common.expected + MEASURED)
+        stayed = (common.accepted + COUNTS * usually) / (common.expected + COUNTS)
         growth = (common.found + PRIOR_TOKENS * measured.found) / (common.tokens + PRIOR_TOKENS)
         # In sampled rows, how many guesses a confidence leaves is not known, see `RowHistory.tells_any`.
         usual = 1.0 if guesser.unaided else measured.length
-        length = (common.length_of_finds + MEASURED * usual) / (common.finds + MEASURED)
+        length = (common.length_of_finds + COUNTS * usual) / (common.finds + COUNTS)
         tables = [self._table(number, arm) for arm, told in enumerate(self.told) if number in told]
         table = max(tables, key=lambda kept: kept[USUAL], default=())
         odds = _odds_of(table, stayed * table[USUAL]) if table else USUAL

@@ -262,6 +262,7 @@ def pack_linears(
             replaced[one.module] = one.packed(ready[name])
         for one in some.values():
             one.free(shared)
+            one.factors = NONE
     if keeper is not None and rounded and not found:
         keeper.keep({name: made[name] for name in rounded})
     _replace(modules, replaced)

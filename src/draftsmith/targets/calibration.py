@@ -2,21 +2,25 @@
 
 The rounding error of one weight can be made up for by other weights of the same output as far as their inputs vary
 together, which a text shows. The inputs are rounded in order, and the weights behind each make up for its error: GPTQ
-(arXiv:2210.17323, section 3), here within blocks of inputs, so that the statistics of the inputs stay smaller than the
-model, and layers of every width can be rounded.
+(arXiv:2210.17323, section 3), here within blocks of inputs. So the statistics of a layer's inputs grow with its width
+and not with the square of it, and those of all layers together take less memory than a bf16 model does.
 
 Shapes: B texts, T tokens, R rows, K inputs, P = K up to whole groups of 32, W inputs of a block.
 """
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from draftsmith.system import bytes_in_words, free_memory
 from draftsmith.targets.encode import encode_by_model
+from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.targets.target import Target
@@ -58,10 +62,17 @@ class Calibration:
 
     def factors(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Return for each of these layers, by name, the factors (P, W) of its inputs that native packing takes."""
-        progress.info(
-            "%s: %s writes %s tokens, by which the weights are rounded.", self.name, self.target.name,
-            f"{self.tokens:,}",
+        needed, free = sum(4 * size * min(size, BLOCK) for size in self._sizes(names)), free_memory()
+        sentence = (
+            f"{self.name}: {self.target.name} writes {self.tokens:,} tokens, by which the weights are rounded; that "
+            f"takes up to {bytes_in_words(needed)} for a while"
         )
+        if free is not None and needed > free:
+            raise DraftsmithError(
+                f"{sentence}, and {bytes_in_words(free)} are free; end other programs, grant this one more memory, or "
+                "leave out calibrate."
+            )
+        progress.info("%s.", sentence)
         products, readers = products_of(self.target, names, own_texts(self.target, self.tokens))
         found: dict[str, Tensor] = {}
         while products:
@@ -69,6 +80,14 @@ class Calibration:
             if own_PW.isfinite().all():
                 found |= dict.fromkeys(readers[name], factors_of(own_PW))
         return found
+
+
+    def _sizes(self, names: Sequence[str]) -> Iterator[int]:
+        """Give the number of inputs of layers, up to whole groups."""
+        for name in names:
+            layer: Any = self.target.model.get_submodule(name)
+            inputs = layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
+            yield inputs + -inputs % GROUP
 
 
 def own_texts(target: "Target", tokens: int) -> Tensor:
@@ -109,22 +128,22 @@ def products_of(
         itself included: a model's queries, keys and values do, of which only one is computed.
     """
     sums: dict[str, Tensor] = {}
-    readers: dict[str, list[str]] = {}
+    calls, alike = Counter[str](), Counter[tuple[str, str]]()
     layers = {target.model.get_submodule(name): name for name in names}
     last: tuple[Tensor, str] | None = None
 
     def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
         nonlocal last
         name, inputs = layers[module], given[0]
+        calls[name] += 1
         if last is not None and inputs is last[0]:
-            if name not in readers[last[1]]:
-                readers[last[1]].append(name)
+            alike[last[1], name] += 1
             return
         last = inputs, name
         rows_RK = inputs.flatten(0, -2).float()
         padded = rows_RK.shape[1] + -rows_RK.shape[1] % GROUP
         if name not in sums:
-            readers[name], sums[name] = [name], torch.zeros(padded, min(padded, BLOCK))
+            sums[name] = torch.zeros(padded, min(padded, BLOCK))
         for first, some_RW in zip(range(0, padded, BLOCK), rows_RK.split(BLOCK, 1), strict=True):
             size = some_RW.shape[1]
             sums[name][first : first + size, :size] += some_RW.T @ some_RW / tokens_BT.numel()
@@ -137,6 +156,10 @@ def products_of(
     finally:
         for hook in hooks:
             hook.remove()
+    readers = {name: [name] for name in sums}
+    for (first_of_them, name), times in alike.items():
+        if name not in sums and times == calls[name] == calls[first_of_them]:  # the same at every call
+            readers[first_of_them].append(name)
     return sums, readers
 
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.draws import stream_of, temperature_of
 from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter
@@ -14,10 +15,10 @@ from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.native.decoder import Noise
-from draftsmith.native.layers import Int4Linear, Int8Linear
+from draftsmith.native.layers import Int4Linear, Int8Linear, PackedLinear
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.targets.calibration import own_texts
+from draftsmith.targets.calibration import DAMPING, factors_of, own_texts, products_of
 from draftsmith.types import Context, Draft, DraftsmithError, Quantization, SamplingParams
 from draftsmith.verify import Stream, categorical, uniform
 from tests.helpers.contract import FEW, check_drafter, check_joint_distribution
@@ -253,3 +254,37 @@ def test_the_operator_checks_what_it_is_called_with():
         target.backend.draw(cache, roots_B, held_B, None, 5, noise)
     with pytest.raises(RuntimeError, match="a chain that is drawn takes fp32 temperatures"):
         target.backend.draw(cache, roots_B, held_B, None, 2, replace(noise, temperature_B=torch.ones(2).double()))
+
+
+def test_products_are_those_of_a_layer_s_own_inputs_within_blocks():
+    """Layers that read the same inputs are told by one of them; a wide layer has blocks, the last one smaller."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=1100)).bfloat16()
+    target, tokens_BT = Target(model, name="wide"), torch.arange(40).view(2, 20) % 30
+    names = [name for name, one in target.model.named_modules() if isinstance(one, PackedLinear)]
+    rows: dict[str, list[torch.Tensor]] = {}
+    hooks = [
+        target.model.get_submodule(name).register_forward_pre_hook(
+            lambda _, given, name=name: rows.setdefault(name, []).append(given[0].flatten(0, -2).double())
+        )
+        for name in names
+    ]
+    found, readers = products_of(target, names, tokens_BT)
+    for hook in hooks:
+        hook.remove()
+    assert sorted(name for some in readers.values() for name in some) == sorted(names)
+    assert len(readers) < len(names) and all(first in some for first, some in readers.items())
+    assert any(len(own_PW) > own_PW.shape[1] == 1024 for own_PW in found.values())
+    for first, some in readers.items():
+        for name in some:
+            own_RK = torch.cat(rows[name])
+            right_PP = torch.zeros(len(found[first]), len(found[first])).double()
+            right_PP[: own_RK.shape[1], : own_RK.shape[1]] = own_RK.T @ own_RK / tokens_BT.numel()
+            for begin in range(0, len(right_PP), 1024):
+                own = slice(begin, min(begin + 1024, len(right_PP)))
+                block_WW = found[first][own, : own.stop - begin]
+                torch.testing.assert_close(block_WW.double(), right_PP[own, own], rtol=1e-4, atol=1e-6)
+                lower_WW = factors_of(found[first])[own, : own.stop - begin].double()
+                even_WW = torch.eye(len(block_WW), dtype=torch.float64)
+                damped_WW = block_WW.double() / block_WW.diagonal().double().mean() + DAMPING * even_WW
+                torch.testing.assert_close(lower_WW @ lower_WW.T @ damped_WW, even_WW, rtol=0, atol=1e-3)

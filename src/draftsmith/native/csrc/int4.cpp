@@ -10,16 +10,18 @@
 namespace draftsmith {
 namespace {
 
-// Inputs, as whole groups, among which what rounding leaves is handed on: so many that hardly any gain is missed, and few
-// enough for factors that are small beside the weights.
+// Inputs, as whole groups, among which what rounding leaves is handed on. Factors take so many times four bytes for every
+// input, and so no more than the bf16 weights of twice as many outputs.
 constexpr int64_t kBlock = 1024;
-// How much farther the weights of a group may spread by what is handed on than those of the widest group of their output.
+// Where errors are handed on, the unit is so many times what the widest group of its output needs: later groups grow.
 constexpr float kRoom = 1.2f;
 
 // A matrix on its way into panels, in bf16 or fp32, with the factors of its inputs where it is rounded by them.
 struct Packing {
   Tensor held;
-  int64_t outputs, inputs;
+  int64_t outputs, inputs, row, column;  // row and column are strides
+  const bf16* narrow_from;  // or else
+  const float* wide_from;
   const float* factors;
   uint8_t* to;
 
@@ -31,7 +33,7 @@ struct Packing {
   // Gives the weight of an output and an input; behind the last input stands another's.
   template <class T>
   float value(const T* from, int64_t n, int64_t k) const {
-    const T one = from[n * held.stride(0) + std::min(k, inputs - 1) * held.stride(1)];
+    const T one = from[n * row + std::min(k, inputs - 1) * column];
     if constexpr (std::is_same_v<T, bf16>)
       return widen(one);
     else
@@ -85,7 +87,7 @@ struct Packing {
   }
 
   template <class T>
-  void block(const T* from, const float* units, int64_t p, int64_t begins) const {
+  void block(const T* from, float* units, int64_t p, int64_t begins) const {
     alignas(64) float values[kBlock * kPanel] = {};
     const int64_t first = p * kPanel, count = std::min(kBlock, groups() * kGroup - begins);
     for (int64_t k = 0; k < count; ++k)
@@ -95,6 +97,7 @@ struct Packing {
       uint8_t levels[kGroup * kPanel], scales[kPanel], zeros[kPanel];
       kernels().round_panel(values + k * kPanel, count - k, factors + (begins + k) * across() + k, across(), units,
                             levels, scales, zeros);
+      for (int64_t i = k * kPanel; i < (k + kGroup) * kPanel; ++i) units[i % kPanel] += 0 * values[i];  // NaN or nothing
       write(p, (begins + k) / kGroup, levels, scales, zeros);
     }
   }
@@ -112,7 +115,7 @@ struct Packing {
   }
 
   void panel(int64_t p) const {
-    held.scalar_type() == kBFloat16 ? panel(bits(held), p) : panel(held.const_data_ptr<float>(), p);
+    narrow_from != nullptr ? panel(narrow_from, p) : panel(wide_from, p);
   }
 };
 
@@ -128,8 +131,12 @@ Tensors pack_all_int4(const Tensors& weights, const Tensors& factors) {
     const Tensor& weight = weights[i];
     REQUIRE(weight.dim() == 2 && weight.is_cpu(), "draftsmith: only matrices on a CPU are packed");
     const Tensor held = weight.scalar_type() == kBFloat16 ? weight : weight.to(kFloat);
-    work.push_back({held, weight.size(0), weight.size(1), nullptr, nullptr});
+    work.push_back({held, weight.size(0), weight.size(1), held.stride(0), held.stride(1), nullptr, nullptr, nullptr, nullptr});
     Packing& matrix = work.back();
+    if (held.scalar_type() == kBFloat16)
+      matrix.narrow_from = bits(held);
+    else
+      matrix.wide_from = held.const_data_ptr<float>();
     if (!factors.empty() && factors[i].numel() > 0) {
       REQUIRE(factors[i].is_contiguous() && factors[i].is_cpu() && factors[i].scalar_type() == kFloat &&
                   factors[i].sizes() == Sizes({matrix.groups() * kGroup, matrix.across()}),

@@ -14,7 +14,7 @@ namespace draftsmith {
 using bf16 = uint16_t;           // the bits of a bfloat16
 constexpr int64_t kPanel = 16;   // output features that are computed together
 constexpr int64_t kGroup = 32;   // input features that share a scale and a zero point, in 4 bits
-constexpr int64_t kPairBytes = 9 * 64;   // of two groups of a panel
+constexpr int64_t kTwoGroupBytes = 9 * 64;  // of two groups of a panel
 constexpr int64_t kBlockEntries = 64;  // of a cache whose rows lie in blocks
 constexpr int64_t kStretch = 256;  // scores that are summed up as one
 constexpr int64_t kParts = 16;     // of a stretch, of which the largest scores are known
@@ -58,7 +58,8 @@ struct AttentionTask {
 };
 
 // Where the parts of a panel of 4-bit weights lie, in lines of 64 bytes. Two groups lie together: four lines of levels
-// each, and a line of details; of an odd number, the last one by itself. Behind all groups is a line of units, in fp32.
+// each, and a line of details; of an odd number, the last one by itself, with 0 for what a second would have. Behind all
+// groups is a line of units, in fp32.
 //
 // Line l of a group has the levels of the inputs 8 l … 8 l + 3 in the lower halves of the bytes 4 n … 4 n + 3, and the next
 // four in the upper ones. The bytes 4 n … 4 n + 3 of the details are the zero points of both groups and their scales.
@@ -67,8 +68,8 @@ struct Int4Panel {
 
   int64_t lines() const { return 4 * groups + (groups + 1) / 2 + 1; }
   int64_t bytes() const { return lines() * 64; }
-  int64_t levels(int64_t group) const { return group / 2 * kPairBytes + group % 2 * 256; }
-  int64_t details(int64_t group) const { return group / 2 * kPairBytes + (group / 2 * 2 + 1 < groups ? 512 : 256); }
+  int64_t levels(int64_t group) const { return group / 2 * kTwoGroupBytes + group % 2 * 256; }
+  int64_t details(int64_t group) const { return group / 2 * kTwoGroupBytes + (group / 2 * 2 + 1 < groups ? 512 : 256); }
   int64_t units() const { return bytes() - 64; }
 };
 
@@ -116,12 +117,13 @@ struct Kernels {
   // levels, scale and zero = the 32 weights of a group and an output, a weight being (8 · level - zero) · scale · unit: of
   // some scales and zero points, those with the least squared error. All are 0 where a weight is not finite.
   void (*round_group)(const float* values, float unit, uint8_t* levels, uint8_t* scale, uint8_t* zero);
-  // The same for the first group of sixteen outputs, input by input: values are (inputs, 16), the inputs of the group and
-  // those behind them; levels are (32, 16). What rounding leaves of an input, over its own factor, is taken off the inputs
-  // behind it, so many times as their factors say: row k of factors has those of input k, the last one its own. They are
-  // the lower Cholesky factor of the inverse of the inputs' products with each other. Of some scales and zero points, those
-  // with the least sum of squares of what is left are chosen. A group that is not finite leaves the inputs behind it as
-  // they are.
+  // The same for sixteen outputs and the first 32 of some inputs, one input after the other. values are (inputs, 16), a
+  // number of inputs that is a multiple of 4; levels are (32, 16). Rounding an input leaves an error, and the inputs behind
+  // it are changed so that they make up for it: factors[later][k] times the error of input k over factors[k][k] is taken
+  // off. A row of factors is `stride` floats behind the last; they are the lower Cholesky factor of the inverse of the
+  // inputs' products with each other, from the first of these inputs on. Only the values behind the group are overwritten.
+  // Of some scales and zero points, those with the least sum of squared errors, over the factors, are chosen. A group that
+  // is not finite is all 0 and changes nothing behind it.
   void (*round_panel)(float* values, int64_t inputs, const float* factors, int64_t stride, const float* units,
                       uint8_t* levels, uint8_t* scales, uint8_t* zeros);
   // Rotary positions: pairs (d, d + half) of a head turned by their angles, every product and the sum rounded to bf16.

@@ -6,6 +6,8 @@
 namespace draftsmith {
 namespace {
 
+constexpr float kMagic = 12582912.0f;  // whose low bits are a whole number; added and taken off again, it rounds
+
 using Bytes = int8_t __attribute__((vector_size(16), may_alias, aligned(1)));
 
 inline uint32_t largest_word(Words words) {
@@ -29,7 +31,7 @@ inline float quantise_group(const bf16* x, int8_t* to, int32_t* sum) {
     for (int64_t i = 0; i < kGroup; ++i) *sum += to[i];
     return scale;
   }
-  const Lanes magic = Lanes{} + 12582912.0f;  // whose low bits are a whole number
+  const Lanes magic = Lanes{} + kMagic;
   const Lanes low = first * inverse + magic, high = second * inverse + magic;
   *reinterpret_cast<Bytes*>(to) = __builtin_convertvector(reinterpret_cast<Words>(low), Bytes);
   *reinterpret_cast<Bytes*>(to + kLanes) = __builtin_convertvector(reinterpret_cast<Words>(high), Bytes);
@@ -48,13 +50,12 @@ void quantise_groups(const bf16* x, int64_t count, int8_t* to, float* scales, in
 
 // Scales and zero points that are tried: shares of a group's range, levels moved aside by parts of a step.
 constexpr float kShares[] = {1.0f, 0.95f, 0.9f, 0.85f}, kAside[] = {-0.25f, 0.25f};
-constexpr float kMagic = 12582912.0f;  // what is added and taken off again becomes a whole number
 
 // The levels, 0 … 15, of sixteen values.
 template <class Step>
 inline Lanes levels_of(Lanes values, Step inverse, Step zero) {
-  const Lanes least{}, most = Lanes{} + 15.0f, magic = Lanes{} + 12582912.0f;  // whose low bits are a whole number
-  const Lanes at = values * inverse + zero, above = at < least ? least : at;
+  const Lanes least{}, most = Lanes{} + 15.0f, magic = Lanes{} + kMagic;
+  const Lanes at = values * inverse + zero, above = at > least ? at : least;  // 0 for NaN
   return ((above > most ? most : above) + magic) - magic;
 }
 
@@ -73,10 +74,10 @@ void round_group(const float* values, float unit, uint8_t* levels, uint8_t* scal
   for (const float share : kShares)
     for (const float aside : kAside) {
       const float wanted = ((high / 15 - low / 15) * share / (8 * unit) + kMagic) - kMagic;
-      const float whole = wanted < 1 ? 1 : wanted > 255 ? 255 : wanted, step = 8 * (whole * unit);
+      const float whole = wanted > 1 ? wanted > 255 ? 255 : wanted : 1, step = 8 * (whole * unit);
       const float inverse = 1 / step, bottom = low + (1 - share) / 2 * (high - low);
       const float eighths = ((aside - bottom * inverse) * 8 + kMagic) - kMagic;
-      const float nearest = eighths < 0 ? 0 : eighths > 255 ? 255 : eighths, by = nearest / 8;
+      const float nearest = eighths > 0 ? eighths > 255 ? 255 : eighths : 0, by = nearest / 8;
       const Lanes a = (levels_of(first, inverse, by) - by) * step - first;
       const Lanes b = (levels_of(second, inverse, by) - by) * step - second;
       const float error = sum_of(a * a + b * b);
@@ -89,17 +90,17 @@ void round_group(const float* values, float unit, uint8_t* levels, uint8_t* scal
   for (int64_t k = 0; k < kGroup; ++k) levels[k] = static_cast<uint8_t>(whole[k / kLanes][k % kLanes]);
 }
 
-// Rounds the weights of sixteen outputs input by input; what each leaves is made up for by those behind it. Returns the
-// error of every output.
-inline Lanes round_in_turn(const float* values, const float* factors, int64_t stride, Lanes step, Lanes inverse,
-                           Lanes zero, Lanes* levels, Lanes* errors) {
+// Rounds the weights of sixteen outputs input by input; what each leaves is made up for by those behind it. factors are
+// (32, 32). Returns the error of every output.
+inline Lanes round_in_turn(const float* values, const float* factors, Lanes step, Lanes inverse, Lanes zero,
+                           Lanes* levels, Lanes* errors) {
   Lanes left[kGroup], total{};
   for (int64_t k = 0; k < kGroup; ++k) left[k] = lanes_at(values + k * kLanes);
   for (int64_t k = 0; k < kGroup; ++k) {
     levels[k] = levels_of(left[k], inverse, zero);
-    errors[k] = (left[k] - (levels[k] - zero) * step) / factors[k * stride + k];
+    errors[k] = (left[k] - (levels[k] - zero) * step) / factors[k * kGroup + k];
     total += errors[k] * errors[k];
-    for (int64_t later = k + 1; later < kGroup; ++later) left[later] -= errors[k] * factors[later * stride + k];
+    for (int64_t later = k + 1; later < kGroup; ++later) left[later] -= errors[k] * factors[later * kGroup + k];
   }
   return total;
 }
@@ -117,16 +118,18 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
   low = low < none ? low : none, high = high > low / 2 ? high : low / 2;
   Lanes best{}, best_scale{}, best_zero{}, best_levels[kGroup] = {}, best_errors[kGroup] = {};
   Lanes tried[kGroup], errors[kGroup];
+  float own[kGroup * kGroup];  // near each other: rows of factors may lie so that caches hold few of them
+  for (int64_t k = 0; k < kGroup; ++k) __builtin_memcpy(own + k * kGroup, factors + k * stride, kGroup * sizeof(float));
   for (const float share : kShares)
     for (const float aside : kAside) {
       // As in `round_group`.
       const Lanes wanted = ((high / 15 - low / 15) * share / (8 * unit) + magic) - magic;
-      const Lanes above = wanted < one ? one : wanted;
+      const Lanes above = wanted > one ? wanted : one;
       const Lanes whole = above > most ? most : above, step = 8 * (whole * unit);
       const Lanes inverse = 1 / step, bottom = low + (1 - share) / 2 * (high - low);
-      const Lanes eighths = ((aside - bottom * inverse) * 8 + magic) - magic, least = eighths < none ? none : eighths;
+      const Lanes eighths = ((aside - bottom * inverse) * 8 + magic) - magic, least = eighths > none ? eighths : none;
       const Lanes nearest = least > most ? most : least;
-      const Lanes error = round_in_turn(values, factors, stride, step, inverse, nearest / 8, tried, errors);
+      const Lanes error = round_in_turn(values, own, step, inverse, nearest / 8, tried, errors);
       const auto better = (error < best) | (best_scale == none);
       best = better ? error : best, best_scale = better ? whole : best_scale, best_zero = better ? nearest : best_zero;
       for (int64_t k = 0; k < kGroup; ++k) {
@@ -141,8 +144,7 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
     for (int64_t k = 0; k < kGroup; ++k)
       for (int64_t i = 0; i < kTogether; ++i) handed[i] += best_errors[k] * factors[(later + i) * stride + k];
     for (int64_t i = 0; i < kTogether; ++i) {
-      const Lanes left = lanes_at(values + (later + i) * kLanes) - handed[i];
-      __builtin_memcpy(values + (later + i) * kLanes, &left, sizeof left);
+      put_lanes(lanes_at(values + (later + i) * kLanes) - handed[i], values + (later + i) * kLanes);
     }
   }
   for (int64_t n = 0; n < kPanel; ++n) {
@@ -181,7 +183,7 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
     }
 }
 
-constexpr int64_t kBytesAhead = 32 * kPairBytes;  // of what a single row is multiplied by: 18 KiB
+constexpr int64_t kBytesAhead = 32 * kTwoGroupBytes;  // of what a single row is multiplied by: 18 KiB
 
 // Some rows by some panels. `Set` has the instructions: registers of `kBytes`, of which a line takes several.
 template <class Set, int kRows, int kPanels>
@@ -227,14 +229,14 @@ inline void block_int4(const GroupedRows& x, int64_t first, const uint8_t* w, in
     }
   };
   const uint8_t* pair = w;
-  for (int64_t g = 0; g < groups; g += 2, pair += kPairBytes) {
+  for (int64_t g = 0; g < groups; g += 2, pair += kTwoGroupBytes) {
     if constexpr (kRows * kPanels == 1) {
       // So little is computed that reading is all: one stream, asked for further on than the processor itself looks.
       const int64_t on = pair - w + kBytesAhead;
       const char* from = on < size ? reinterpret_cast<const char*>(w) + on : next + (on - size);
-      for (int64_t i = 0; i < kPairBytes && next != nullptr; i += kLineBytes) __builtin_prefetch(from + i, 0, 2);
+      for (int64_t i = 0; i < kTwoGroupBytes && next != nullptr; i += kLineBytes) __builtin_prefetch(from + i, 0, 2);
     } else if (next != nullptr && turn-- == 0) {
-      for (int64_t i = 0; i < kPanels * kPairBytes; i += kLineBytes)
+      for (int64_t i = 0; i < kPanels * kTwoGroupBytes; i += kLineBytes)
         __builtin_prefetch(next + kPanels * (pair - w) + i, 0, 2);
       turn = ahead.blocks - 1;
     }

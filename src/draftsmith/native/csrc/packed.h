@@ -21,9 +21,8 @@ void check_packed_int8(const Tensor& packed, const Tensor& scales, int64_t outpu
 void check_packed_int4(const Tensor& packed, int64_t outputs, int64_t inputs);
 
 // One linear layer, without its PyTorch tensors (whose owner outlives it). Its weights are bf16; or int8 with a scale for
-// each output; or int4 with a scale and a zero point for each output and group of inputs, and a unit of the scales for
-// each output. Rows are quantised as they
-// come where weights are: with a scale each, or with one for each group.
+// each output; or int4 with a scale and a zero point for each output and group of inputs, and a unit of the scales for each
+// output. Rows are quantised as they come where weights are: with a scale each, or with one for each group.
 struct Linear {
   const bf16* data = nullptr;
   const int8_t* quantised = nullptr;  // in the place of data
