@@ -32,7 +32,7 @@ TRIALS, TRIAL_TOKENS = 4, 40
 CALIBRATE = 2048
 """Tokens of the target's own text by which the copy is rounded, and the same copy in the cascade."""
 ROOM_GB = 4.0
-"""An upper bound of what the larger target, its packed weights and their copy take together."""
+"""An upper bound of what the larger target, its packed weights, their copy and what rounds it take together."""
 
 Say = Callable[[str], None]
 
