@@ -270,10 +270,10 @@ def test_smoothed_text_comes_token_by_token():
     body = {"prompt": "zzz", "temperature": 0, "max_tokens": 24, "stream": True, "explain": True}
     smooth, plain = (events_of(post(PATH, {**body, "smooth": smooth})) for smooth in (True, False))
     assert text_of(smooth) == text_of(plain) == plainly("zzz", max_tokens=24).text
-    together, at_once = (
+    apart, at_once = (
         [len(event["draftsmith"]["tokens"]) for event in events if "draftsmith" in event] for events in (smooth, plain)
     )
-    assert together == [1] * sum(at_once) and max(at_once) > 1
+    assert apart == [1] * sum(at_once) and max(at_once) > 1
 
 
 def test_null_stands_for_what_is_left_out():
