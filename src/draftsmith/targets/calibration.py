@@ -3,7 +3,7 @@
 The rounding error of one weight can be made up for by other weights of the same output as far as their inputs vary
 together, which a text shows. The inputs are rounded in order, and the weights behind each make up for its error: GPTQ
 (arXiv:2210.17323, section 3), here within blocks of inputs. So the statistics of a layer's inputs grow with its width
-and not with the square of it, and those of all layers together take less memory than a bf16 model does.
+and not with the square of it, and those of all layers together usually take less memory than the model in bf16.
 
 Shapes: B texts, T tokens, R rows, K inputs, P = K up to whole groups of 32, W inputs of a block.
 """
@@ -80,7 +80,6 @@ class Calibration:
             if own_PW.isfinite().all():
                 found |= dict.fromkeys(readers[name], factors_of(own_PW))
         return found
-
 
     def _sizes(self, names: Sequence[str]) -> Iterator[int]:
         """Give the number of inputs of layers, up to whole groups."""

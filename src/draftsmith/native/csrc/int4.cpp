@@ -10,8 +10,8 @@
 namespace draftsmith {
 namespace {
 
-// Inputs, as whole groups, among which what rounding leaves is handed on. Factors take so many times four bytes for every
-// input, and so no more than the bf16 weights of twice as many outputs.
+// Inputs, as whole groups, among which what rounding leaves is handed on. For every input there are so many factors of four
+// bytes.
 constexpr int64_t kBlock = 1024;
 // Where errors are handed on, the unit is so many times what the widest group of its output needs: later groups grow.
 constexpr float kRoom = 1.2f;
@@ -131,12 +131,10 @@ Tensors pack_all_int4(const Tensors& weights, const Tensors& factors) {
     const Tensor& weight = weights[i];
     REQUIRE(weight.dim() == 2 && weight.is_cpu(), "draftsmith: only matrices on a CPU are packed");
     const Tensor held = weight.scalar_type() == kBFloat16 ? weight : weight.to(kFloat);
-    work.push_back({held, weight.size(0), weight.size(1), held.stride(0), held.stride(1), nullptr, nullptr, nullptr, nullptr});
+    const bool narrow = held.scalar_type() == kBFloat16;
+    work.push_back({held, weight.size(0), weight.size(1), held.stride(0), held.stride(1), narrow ? bits(held) : nullptr,
+                    narrow ? nullptr : held.const_data_ptr<float>(), nullptr, nullptr});
     Packing& matrix = work.back();
-    if (held.scalar_type() == kBFloat16)
-      matrix.narrow_from = bits(held);
-    else
-      matrix.wide_from = held.const_data_ptr<float>();
     if (!factors.empty() && factors[i].numel() > 0) {
       REQUIRE(factors[i].is_contiguous() && factors[i].is_cpu() && factors[i].scalar_type() == kFloat &&
                   factors[i].sizes() == Sizes({matrix.groups() * kGroup, matrix.across()}),

@@ -120,7 +120,7 @@ struct Kernels {
   // The same for sixteen outputs and the first 32 of some inputs, one input after the other. values are (inputs, 16), a
   // number of inputs that is a multiple of 4; levels are (32, 16). Rounding an input leaves an error, and the inputs behind
   // it are changed so that they make up for it: factors[later][k] times the error of input k over factors[k][k] is taken
-  // off. A row of factors is `stride` floats behind the last; they are the lower Cholesky factor of the inverse of the
+  // off. A row of factors is `stride` floats behind the one before; they are the lower Cholesky factor of the inverse of the
   // inputs' products with each other, from the first of these inputs on. Only the values behind the group are overwritten.
   // Of some scales and zero points, those with the least sum of squared errors, over the factors, are chosen. A group that
   // is not finite is all 0 and changes nothing behind it.

@@ -143,9 +143,8 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
     Lanes handed[kTogether] = {};
     for (int64_t k = 0; k < kGroup; ++k)
       for (int64_t i = 0; i < kTogether; ++i) handed[i] += best_errors[k] * factors[(later + i) * stride + k];
-    for (int64_t i = 0; i < kTogether; ++i) {
+    for (int64_t i = 0; i < kTogether; ++i)
       put_lanes(lanes_at(values + (later + i) * kLanes) - handed[i], values + (later + i) * kLanes);
-    }
   }
   for (int64_t n = 0; n < kPanel; ++n) {
     scales[n] = counts[n] ? static_cast<uint8_t>(best_scale[n]) : uint8_t{0};
