@@ -33,6 +33,15 @@ def test_the_step_in_which_a_text_ends_counts_whole():
     assert found.brought[CHAIN].steps == 3 * 2, "seven tokens each, behind that of the prompt"
 
 
+def test_a_plan_whose_guesses_stay_is_timed_for_no_more_steps_than_others():
+    asked = prompts(4)
+    engine = Engine(tiny_target(), oracle_for(tiny_model(), asked, 40), plan=CHAIN, max_batch=2)
+    found = Sampler(engine, asked, 40, steps=3)
+    for plan in (CHAIN, NO_DRAFT):
+        found.seconds(plan, 2)
+        assert found.brought[plan].steps == 3 * 2
+
+
 class Silent(OracleDrafter):
     """Guesses nothing."""
 

@@ -1,5 +1,6 @@
 """What a fitted policy knows about a text: how often the guesses of every drafter stayed, and when to try it again."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.engine.arm import Arm
@@ -24,6 +25,53 @@ SIXTEENTHS, QUARTERS, MOST = 16, 4, 16
 
 Stand = tuple[tuple[int, int, int], ...]
 """For every guesser: the index of its odds in `ODDS`, its growth in sixteenths, and its length in quarters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """What steps of a text, all with one plan, teach about a guesser, in the order of the steps.
+
+    Args:
+        guesses: of each step that made guesses, how many of them stayed, and how many were expected to.
+        looks: of each step that looked for guesses: how many tokens the step adds to `Evidence.found`, and its tokens.
+        lengths: of each step with guesses that a match or a confidence bounds: how many times as many as usual.
+    """
+
+    guesses: Sequence[tuple[int, float]] = ()
+    looks: Sequence[tuple[float, int]] = ()
+    lengths: Sequence[float] = ()
+
+
+def lessons_of(history: RowHistory, seen: int, arm: Arm, kept: float) -> Lessons:
+    """Return what the steps of a text after the first `seen` teach, which all drafted by the plan of `arm`.
+
+    Args:
+        kept: how many guesses a step of this plan accepts if it makes some, as measured.
+    """
+    steps, looks = list(history.steps(seen)), list[tuple[float, int]]()
+    if arm.found:
+        looks = [
+            ((1 + stayed) / arm.found if drafted > 0 and not behind else 0.0, 1 + stayed)
+            for stayed, drafted, behind in steps
+        ]
+        steps = [step for step in steps if step[1] > 0 and not step[2]]
+    if not (arm.varies or (arm.plan.factor is not None and arm.found is not None)):
+        return Lessons([(stayed, kept) for stayed, _, _ in steps], looks)
+    lengths = [history.guesses(drafted, arm.plan, arm.guesses) / arm.guesses for _, drafted, _ in steps]
+    expected = [kept] * len(lengths) if arm.varies else [kept * length for length in lengths]
+    return Lessons([(step[0], most) for step, most in zip(steps, expected, strict=True)], looks, lengths)
+
+
+def lessons_behind(history: RowHistory, seen: int, arm: Arm, kept: float) -> Lessons:
+    """Return what those of the same steps teach in which the lookup found nothing, so that another drafter guessed.
+
+    Args:
+        kept: how many guesses such a step accepts, as measured.
+    """
+    assert arm.behind is not None
+    usual, steps = arm.behind.made, [step for step in history.steps(seen) if step[2]]
+    lengths = [history.guesses(drafted, arm.plan, usual, True) / usual for _, drafted, _ in steps]
+    return Lessons([(stayed, kept) for stayed, _, _ in steps], lengths=lengths)
 
 
 @dataclass(slots=True)
@@ -67,47 +115,14 @@ class Evidence:
         """How many times as many guesses as measured are made by a step that makes some, in quarters."""
         return min(max(1, round(QUARTERS * self.length_of_finds / self.finds)), QUARTERS * MOST)
 
-    def looked(self, tokens: int, found: float, decay: float) -> None:
-        """Take in a lookup's step: its tokens, and how many they add to `found`; what was before fades."""
-        self.found, self.tokens = decay * self.found + found, decay * self.tokens + tokens
-
-    def made(self, length: float, decay: float) -> None:
-        """Take in how many times as many guesses as usual a step made; what was before fades."""
-        self.length_of_finds, self.finds = decay * self.length_of_finds + length, decay * self.finds + 1
-
-    def guess(self, stayed: int, expected: float, decay: float) -> None:
-        """Take in how many guesses stayed and how many were expected to; what was before fades."""
-        self.accepted, self.expected = decay * self.accepted + stayed, decay * self.expected + expected
-
-    def of_steps(self, history: RowHistory, seen: int, arm: Arm, kept: float, decay: float) -> None:
-        """Take in the steps of a text after the first `seen`, which all drafted by the plan of `arm`.
-
-        Args:
-            kept: how many guesses a step of this plan accepts if it makes some, as measured.
-        """
-        bounded = arm.varies or (arm.plan.factor is not None and arm.found is not None)
-        for stayed, drafted, behind in history.steps(seen):
-            found = drafted > 0 and not behind
-            if arm.found:
-                self.looked(1 + stayed, (1 + stayed) * found / arm.found, decay)
-            if found or not arm.found:
-                length = history.guesses(drafted, arm.plan, arm.guesses) / arm.guesses if bounded else 1.0
-                self.guess(stayed, kept if arm.varies else kept * length, decay)
-                if bounded:
-                    self.made(length, decay)
-
-    def of_steps_behind(self, history: RowHistory, seen: int, arm: Arm, kept: float, decay: float) -> None:
-        """Take in those of the same steps in which the plan's lookup found nothing, so that another drafter guessed.
-
-        Args:
-            kept: how many guesses such a step accepts, as measured.
-        """
-        assert arm.behind is not None
-        usual = arm.behind.made
-        for stayed, drafted, behind in history.steps(seen):
-            if behind:
-                self.guess(stayed, kept, decay)
-                self.made(history.guesses(drafted, arm.plan, usual, True) / usual, decay)
+    def learn(self, lessons: Lessons, decay: float) -> None:
+        """Take in what steps taught; what was before fades."""
+        for stayed, expected in lessons.guesses:
+            self.accepted, self.expected = decay * self.accepted + stayed, decay * self.expected + expected
+        for found, tokens in lessons.looks:
+            self.found, self.tokens = decay * self.found + found, decay * self.tokens + tokens
+        for length in lessons.lengths:
+            self.length_of_finds, self.finds = decay * self.length_of_finds + length, decay * self.finds + 1
 
     @property
     def untold(self) -> int:

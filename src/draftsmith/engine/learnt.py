@@ -4,7 +4,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from draftsmith.engine.evidence import PRIOR, PRIOR_TOKENS, Evidence, RowEvidence, no_evidence
+from draftsmith.engine.evidence import (
+    PRIOR,
+    PRIOR_TOKENS,
+    Evidence,
+    Lessons,
+    RowEvidence,
+    lessons_behind,
+    lessons_of,
+    no_evidence,
+)
 from draftsmith.engine.expected import Expected
 from draftsmith.engine.known import ODDS, Guesser
 from draftsmith.engine.policy import RowHistory
@@ -32,6 +41,18 @@ class Learnt:
         self._guessers, self._expected = guessers, expected
         self.told: list[tuple[int, ...]] = [_told(guessers, at) if plan else () for plan, at in enumerate(whose)]
         """For each plan, the guessers that its steps give evidence about: first its lookup, or else who decides it."""
+        # The same, each with whether it drafts behind a lookup there, and a table of how many of its guesses stay at
+        # each of the odds; and for every guesser the one of its tables that keeps most.
+        self._taught = [
+            [(number, *self._table(number, plan)) for number in told] for plan, told in enumerate(self.told)
+        ]
+        self._tables = [
+            max(
+                (table for taught in self._taught for whose, _, table in taught if whose == number),
+                key=lambda kept: kept[USUAL], default=(),
+            )
+            for number in range(len(guessers))
+        ]
         self._decays = [LOOKUP_DECAY if guesser.looks_up else DECAY for guesser in guessers]
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Over all rows: greedy and sampled ones apart, since fewer guesses stay in sampled ones.
@@ -48,37 +69,33 @@ class Learnt:
             evidence = [self._begin(number, history.sampled) for number in range(len(self._guessers))]
             row = self._rows[history] = RowEvidence(evidence, steps, sampled=history.sampled)
         elif steps > row.seen:
-            for number in self.told[row.arm]:
-                self._learn(number, row, history)
+            self._learn(row, history)
             row.seen = steps
         return row
 
-    def _learn(self, number: int, row: RowEvidence, history: RowHistory) -> None:
-        """Take in how a guesser did in the last steps of a row."""
-        own, common = row.evidence[number], self._common[history.sampled][number]
-        arm, table = self._expected.arms[row.arm], self._table(number, row.arm)
-        behind = self._is_behind(number, row.arm)
-        kept = table[USUAL]
-        if not kept:
-            return
-        for stayed, drafted, whose in history.steps(row.seen):
-            if whose == behind:
-                own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
-        for evidence, decay in ((own, self._decays[number]), (common, COMMON_DECAY)):
-            if behind:
-                evidence.of_steps_behind(history, row.seen, arm, kept, decay)
-            else:
-                evidence.of_steps(history, row.seen, arm, kept, decay)
-        own.odds = _odds_of(table, own.accepted / own.expected * kept)
+    def _learn(self, row: RowEvidence, history: RowHistory) -> None:
+        """Take in how the guessers did in the last steps of a row."""
+        arm, common = self._expected.arms[row.arm], self._common[history.sampled]
+        found = dict[bool, Lessons]()
+        for number, behind, table in self._taught[row.arm]:
+            kept, own = table[USUAL], row.evidence[number]
+            if not kept:
+                continue
+            if behind not in found:
+                found[behind] = (lessons_behind if behind else lessons_of)(history, row.seen, arm, kept)
+            lessons = found[behind]
+            own.learn(lessons, self._decays[number])
+            common[number].learn(lessons, COMMON_DECAY)
+            own.odds = _odds_of(table, own.accepted / own.expected * kept)
+            for stayed, drafted, whose in history.steps(row.seen):
+                if whose == behind:
+                    own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
 
-    def _is_behind(self, number: int, arm: int) -> bool:
-        """Return whether a guesser drafts only at the steps of a plan whose lookup finds nothing."""
+    def _table(self, number: int, plan: int) -> tuple[bool, Sequence[float]]:
+        """Return whether a guesser drafts only where a plan's lookup finds nothing, and how many guesses stay then."""
         guesser = self._guessers[number]
-        return self._expected.arms[arm].behind is not None and (guesser.behind or guesser.unaided)
-
-    def _table(self, number: int, arm: int) -> Sequence[float]:
-        """Return how many guesses of a guesser stay with a plan, at each of the odds."""
-        return (self._expected.kept_behind if self._is_behind(number, arm) else self._expected.kept)[arm]
+        behind = self._expected.arms[plan].behind is not None and (guesser.behind or guesser.unaided)
+        return behind, (self._expected.kept_behind if behind else self._expected.kept)[plan]
 
     def _begin(self, number: int, sampled: bool) -> Evidence:
         """Return the evidence that a guesser begins a new text with, from what was measured and from other texts."""
@@ -90,8 +107,7 @@ class Learnt:
         # In sampled rows, how many guesses a confidence leaves is not known, see `RowHistory.tells_any`.
         usual = 1.0 if guesser.unaided else measured.length
         length = (common.length_of_finds + COUNTS * usual) / (common.finds + COUNTS)
-        tables = [self._table(number, arm) for arm, told in enumerate(self.told) if number in told]
-        table = max(tables, key=lambda kept: kept[USUAL], default=())
+        table = self._tables[number]
         odds = _odds_of(table, stayed * table[USUAL]) if table else USUAL
         return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR_TOKENS * growth, length_of_finds=PRIOR * length)
 

@@ -28,7 +28,9 @@ from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 
 ROWS = (1, 2, 4, 8, 16)
-PROMPT_TOKENS, NEW_TOKENS = 48, 40
+PROMPT_TOKENS, NEW_TOKENS = 48, 96
+STEPS = 3 * COLD_STEPS
+"""A plan is timed for so many steps a turn, or until a text has `NEW_TOKENS` new tokens."""
 FULL_TOKENS = 2 * COLD_STEPS + 2
 """New tokens of runs in which all rows guess at every step; fewer are enough, because such steps are all alike."""
 FEWEST_TEXTS = 24
@@ -260,7 +262,7 @@ def measure_profile(
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
     deepest = max((plan.depth for plan in plans), default=0)
     length = min(PROMPT_TOKENS + NEW_TOKENS, max(2, target.max_length - deepest))
-    new_tokens = min(NEW_TOKENS, length - 1)
+    new_tokens = max(1, length * NEW_TOKENS // (PROMPT_TOKENS + NEW_TOKENS))
     prompts = texts_for(target, length - new_tokens, max(FEWEST_TEXTS, 3 * most))
     longest_prompt = max(map(len, prompts))
     # All prompts of a call are read in one step, so that all texts begin in the same one.
@@ -268,7 +270,7 @@ def measure_profile(
 
     def sampler_of(one: Drafter, tokens: int) -> Sampler:
         engine = Engine(target, one, plan=largest, max_batch=most, max_length=reach, piece_tokens=piece)
-        return Sampler(engine, prompts, tokens, bool(one.factors))
+        return Sampler(engine, prompts, tokens, STEPS, bool(one.factors))
 
     sampler = sampler_of(drafter, new_tokens)
     finding = always_finding(drafter, default) if drafter.factors else None

@@ -1,11 +1,12 @@
 """Decodes a little with one plan after the other, to measure the time of its steps and which of its guesses stay."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.engine import Engine
 from draftsmith.engine.arm import Arm, Behind
-from draftsmith.engine.evidence import no_evidence
+from draftsmith.engine.evidence import lessons_behind, lessons_of, no_evidence
 from draftsmith.engine.known import ODDS
 from draftsmith.engine.profile import Sampled
 from draftsmith.evaluation.measuring.steps import step_seconds
@@ -63,12 +64,17 @@ class Sampler:
     Args:
         engine: an engine with room for all plans.
         prompts: texts that are used again once all have been used.
-        new_tokens: how many are decoded; the last step may bring more.
+        new_tokens: how many are decoded at most; the last step may bring more.
+        steps: the most steps of a call.
         looks_up: whether the engine's drafter makes guesses only at steps where it finds them in the text.
     """
 
-    def __init__(self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int, looks_up: bool = False) -> None:
-        self.engine, self.prompts, self.new_tokens, self.looks_up = engine, prompts, new_tokens, looks_up
+    def __init__(
+        self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int, steps: float = math.inf,
+        looks_up: bool = False,
+    ) -> None:
+        self.engine, self.prompts, self.new_tokens, self.steps = engine, prompts, new_tokens, steps
+        self.looks_up = looks_up
         self.brought: dict[Plan, Brought] = {}
         self.behind: dict[Plan, Brought] = {}
         """Guesses where a lookup found nothing: `steps` are those in which another drafter guessed instead."""
@@ -85,7 +91,7 @@ class Sampler:
         room = self.engine.max_length - max(map(len, some))
         params = SamplingParams(max_tokens=min(room, self.new_tokens + plan.depth), ignore_eos=True)
         requests = self.engine.admit_call(some, params, plan)
-        took = step_seconds(self.engine, requests, self.new_tokens)
+        took = step_seconds(self.engine, requests, self.new_tokens, most=self.steps)
         brought = self.brought.setdefault(plan, Brought([0] * plan.depth))
         others = self.behind.setdefault(plan, Brought([0] * plan.depth))
         for one in requests:
@@ -106,11 +112,11 @@ class Sampler:
                 for row in range(rows)
             ]
             requests = self.engine.admit_call(some, params, arm.plan)
-            step_seconds(self.engine, requests, self.new_tokens)
+            step_seconds(self.engine, requests, self.new_tokens, most=self.steps)
             for one in requests:
-                seen.of_steps(one.history, 0, arm, arm.kept(), 1.0)
+                seen.learn(lessons_of(one.history, 0, arm, arm.kept()), 1.0)
                 if arm.behind is not None:
-                    behind.of_steps_behind(one.history, 0, arm, arm.kept_behind(), 1.0)
+                    behind.learn(lessons_behind(one.history, 0, arm, arm.kept_behind()), 1.0)
         each = (
             (seen.accepted, seen.expected), (seen.found, seen.tokens), (seen.length_of_finds, seen.finds),
             (behind.accepted, behind.expected),

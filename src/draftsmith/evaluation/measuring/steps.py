@@ -1,5 +1,6 @@
 """Times the steps of an engine while no request comes or goes."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,12 +15,13 @@ Clock = Callable[[], float]
 
 
 def step_seconds(
-    engine: Engine, requests: Sequence[Request], tokens: int, clock: Clock = time.perf_counter
+    engine: Engine, requests: Sequence[Request], tokens: int, clock: Clock = time.perf_counter, most: float = math.inf
 ) -> float:
     """Decode until the first request has `tokens` tokens; return the mean seconds of a step while all were decoding.
 
-    The first `COLD_STEPS` steps do not count, or the first half of all steps if there are fewer than twice as many. If
-    each request asks for as many tokens more as a step may bring, no step is cut short by the end of a text.
+    It ends after `most` steps if none has so many by then. The first `COLD_STEPS` steps do not count, or the first half
+    of all steps if there are fewer than twice as many. If each request asks for as many tokens more as a step may
+    bring, no step is cut short by the end of a text.
     """
     core = engine.core
     for request in requests:
@@ -29,7 +31,9 @@ def step_seconds(
             core.step()
             raise_failures(requests)
         ends = [clock()]
-        while all(request.finish_reason is None and len(request.tokens) < tokens for request in requests):
+        while len(ends) <= most and all(
+            request.finish_reason is None and len(request.tokens) < tokens for request in requests
+        ):
             core.step()
             ends.append(clock())
         raise_failures(requests)
