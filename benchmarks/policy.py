@@ -15,8 +15,9 @@ turns in random order, all on one engine:
 
 Prompts are read first, all of them in one step, and beginnings that were read before are not read again; cells whose
 prompts have more tokens together than `--most-prompt-tokens` are left out. Timed is the time in which all texts are
-written: from when the last of them has begun to when the first has all its tokens, which are counted. Ratios are
-paired by round, with 95 % intervals. The best fixed plan is the best of this very cell, found afterwards: no rule can
+written: from when the last of them has begun to when the first has all its tokens, which are counted. Ratios are paired
+by round, with 95 % intervals. A policy learns while it serves: `--before` lets it write other texts of each cell first,
+as a server that is not new has done. The best fixed plan is the best of this very cell, found afterwards: no rule can
 know it beforehand, and by chance alone the best of several looks better than it is. So the policy is also held against
 the plan that is best in all other rounds, round by round, as somebody would choose it who knows this load.
 """
@@ -276,6 +277,7 @@ def run() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmups", type=int, default=1)
+    parser.add_argument("--before", type=int, default=0, help="rounds of the policy alone, before all others")
     args = start(parser)
     target = Target.from_pretrained(args.target or assets.demo_target(), dtype=args.dtype, device=args.device)
     speculator, lookup = open_drafter(args.drafter, target), load_drafter(LOOKUP, target)
@@ -308,6 +310,10 @@ def run() -> None:
             for task in args.tasks:
                 begun = time.perf_counter()
                 prompts = prompts_of(target, task, tokens, count * args.rounds, args.seed)
+                switched.current = POLICY
+                others = prompts_of(target, task, tokens, count * args.before, args.seed + 1)
+                for at in range(0, len(others), count):
+                    write(engine, others[at : at + count], args.new_tokens, None)
                 found = cell_of(engine, switched, plain, prompts, count, args, rng)
                 told = told_of(found, list(fixed), list(budgets), args.seed)
                 name = f"{count} at a time, {tokens} prompt tokens, {task}"
