@@ -83,16 +83,26 @@ def test_plans_with_both_bounds_cost_what_a_line_by_the_guesses_behind_the_looku
     contest.taken[NO_DRAFT] = {1: [2.0]}
     plans = [Plan((1,) * 8, factor=1.0, confidence=least) for least in (0.4, 0.3, 0.2, 0.1)]
     others = [Plan((1,) * 8, factor=0.5, confidence=0.1), Plan((1,) * 8, factor=1.0, confidence=NEVER_SURE)]
-    for made, (plan, times) in enumerate(zip([*plans, *others], (1.1, 1.2, 1.7, 1.4, 9.0, 1.05), strict=True), 1):
-        contest.taken[plan] = {1: [times]}
+    for made, (plan, longer) in enumerate(zip([*plans, *others], (0.1, 0.2, 0.7, 0.4, 8.0, 0.05), strict=True), 1):
+        contest.taken[plan] = {1: [longer]}
         contest.sampler.brought[plan] = Brought([0] * 8, steps=10, guessing=10, drafted=99)
         contest.sampler.behind[plan] = Brought([0] * 8, steps=5, guessing=5, drafted=10 * made)
     found = [contest.seconds(plan, 1) for plan in plans]
-    assert all(abs(later - before - 2 * 0.14) < 1e-9 for before, later in pairwise(found)), "a straight line"
-    assert found[2] < 2 * 1.7, "not what was timed"
-    assert [contest.seconds(plan, 1) for plan in others] == [18.0, 2.1], "on lines of their own"
+    assert all(abs(later - before - 0.14) < 1e-9 for before, later in pairwise(found)), "a straight line"
+    assert found[2] < 2.7, "not what was timed"
+    assert [contest.seconds(plan, 1) for plan in others] == [10.0, 2.05], "on lines of their own"
     del contest.taken[plans[0]], contest.taken[plans[1]]
-    assert contest.seconds(plans[2], 1) == 2 * 1.7, "two points are no line to go by"
+    assert contest.seconds(plans[2], 1) == 2.7, "two points are no line to go by"
+
+
+def test_a_machine_that_is_slow_for_a_while_makes_no_plan_look_cheap():
+    """Reading the weights takes longer by as many seconds, whatever is guessed; the median of both tells the rest."""
+    contest = Contest(sampler(oracle_for(tiny_model(), [], 1), prompts(1)), (1,), lambda _: None)
+    contest.taken[NO_DRAFT] = {1: [2.0, 2.0, 4.0]}
+    contest.taken[CHAIN] = {1: [3.0 - 2.0, 3.1 - 2.0, 5.0 - 4.0]}
+    assert contest.seconds(NO_DRAFT, 1) == 2.0 and contest.seconds(CHAIN, 1) == 3.0
+    contest.taken[CHAIN] = {1: [-0.2, -0.1]}
+    assert contest.seconds(CHAIN, 1) == 2.0, "no draft is taken to cost less than none"
 
 
 class Repeating(OracleDrafter):

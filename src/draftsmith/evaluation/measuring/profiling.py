@@ -55,7 +55,8 @@ LONG_TOKENS, LONG_ROUNDS, LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW = 1024, 3, 51
 
 Taken = dict[Plan, dict[int, list[float]]]
 """All measurements, by plan and by number of rows: for plain decoding the seconds of a step, for any other plan how
-many times as long as the plain step timed with it its step took."""
+many seconds longer than the plain step timed with it its step took. While other programs use the memory, both take
+longer by about as many seconds, and not by as many times."""
 
 
 class Contest:
@@ -72,7 +73,7 @@ class Contest:
     ) -> None:
         self.sampler, self.rows, self.on_progress, self.copying = sampler, tuple(rows), on_progress, copying
         self.taken: Taken = {}
-        # By (guesses, rows): how many times as long as a plain step one takes in which all rows make that many guesses.
+        # By (guesses, rows): how many seconds longer than a plain step one takes in which all rows make that many.
         self._full: dict[tuple[int, int], float] = {}
 
     def time(self, plan: Plan, rows: int) -> None:
@@ -85,7 +86,7 @@ class Contest:
             plain = self.sampler.seconds(NO_DRAFT, rows)
             self._note(NO_DRAFT, rows, plain)
             if plan != NO_DRAFT:
-                self._note(plan, rows, self.sampler.seconds(plan, rows) / plain)
+                self._note(plan, rows, self.sampler.seconds(plan, rows) - plain)
             if turn + 1 >= fewest and time.monotonic() - begun > ENOUGH_S * longer:
                 return
 
@@ -97,18 +98,18 @@ class Contest:
         self.taken.setdefault(plan, {}).setdefault(rows, []).append(took)
 
     def seconds(self, plan: Plan, rows: int) -> float:
-        """Return the seconds of an undisturbed step; a chain takes no more than a longer, equally or unbounded one."""
-        plain = min(self.taken[NO_DRAFT][rows])
+        """Return the seconds of a step; a chain takes no more than a longer, equally or unbounded one."""
+        plain = statistics.median(self.taken[NO_DRAFT][rows])
         if plan == NO_DRAFT:
             return plain
         alike = [plan]
         if plan.is_chain:
             longer = [one for one in self.taken if one.is_chain and one.depth >= plan.depth and rows in self.taken[one]]
             alike += [one for one in longer if bounds(one) in (bounds(plan), bounds(_whole(plan)))]
-        return plain * min(self._times(one, rows) for one in alike)
+        return plain + max(0.0, min(self._longer(one, rows) for one in alike))
 
-    def _times(self, plan: Plan, rows: int) -> float:
-        """Return how many times as long as a plain step a step of the plan takes.
+    def _longer(self, plan: Plan, rows: int) -> float:
+        """Return how many seconds longer than a plain step a step of the plan takes.
 
         Plans whose lookups have the same bound differ only in how much is guessed behind the lookup, so a straight line
         through all of them says more than the few steps of each.
@@ -125,7 +126,7 @@ class Contest:
                     made, [statistics.median(self.taken[one][rows]) for one in alike]
                 )
                 if slope > 0:
-                    return max(1.0, start + slope * self._usual_behind(plan))
+                    return start + slope * self._usual_behind(plan)
         return statistics.median(self.taken[plan][rows])
 
     def _usual_behind(self, plan: Plan) -> float:
@@ -137,17 +138,17 @@ class Contest:
         if (guesses, rows) in self._full:
             return
         self.on_progress(f"{_in_rows(rows)}, {guesses} guesses in each")
-        plan, times = Plan((1,) * guesses), []
+        plan, longer = Plan((1,) * guesses), []
         copying.seconds(plan, rows)  # warms up
         for _ in range(FEWEST_TURNS):
             plain = copying.seconds(NO_DRAFT, rows)
-            times.append(copying.seconds(plan, rows) / plain)
-        self._full[guesses, rows] = statistics.median(times)
+            longer.append(copying.seconds(plan, rows) - plain)
+        self._full[guesses, rows] = statistics.median(longer)
 
     def full_seconds(self, guesses: int, rows: int) -> float:
         """Return the seconds of a step in which all rows make `guesses` guesses; more guesses never take less."""
-        times = [took for (more, count), took in self._full.items() if more >= guesses and count == rows]
-        return self.seconds(NO_DRAFT, rows) * min(times)
+        longer = [took for (more, count), took in self._full.items() if more >= guesses and count == rows]
+        return self.seconds(NO_DRAFT, rows) + max(0.0, min(longer))
 
     def run(self, plans: Sequence[Plan]) -> Profile:
         """Time the plans and return the profile."""
