@@ -42,32 +42,18 @@ class Rows:
     def ask(self, count: int, plan: int, reading: int = 0) -> None:
         heard = self.pace.heard(plan)
         if heard is not None:
-            self.pace.learn(len(heard[0]), plan, heard[1], SECONDS[plan], SECONDS)
+            self.pace.learn(len(heard[0]), plan, heard[1], SECONDS[plan])
         self.pace.begin(Load(count, reading, 0, 16), self.histories[:count])
 
 
-def test_what_plain_steps_take_longer_drafts_that_were_never_taken_do_too_by_as_many_seconds():
+def test_a_plan_that_was_never_taken_counts_as_slowed_as_the_last_that_was():
     rows = Rows()
     for _ in range(200):
-        found = rows.step(4, 0, 1.6)
-    assert abs(found[0] - 1.6) < 0.01
-    assert all(abs((times - 1) * took - 0.6) < 0.01 for times, took in zip(found, SECONDS, strict=True))
-    for _ in range(400):
-        found = rows.step(4, 0, 0.5)
-    assert all(abs((1 - times) * took - 0.5) < 0.01 for times, took in zip(found, SECONDS, strict=True))
-
-
-def test_a_draft_that_was_never_taken_counts_as_slowed_as_the_last_that_was():
-    rows = Rows()
-    for _ in range(200):
-        before = rows.step(4, 0, 1.4)
-    found = rows.step(4, 1, 1.6)
-    assert found[1] > before[1] and found[2] == found[1]
-    assert abs(found[0] - before[0] * (found[1] / before[1]) ** SHARED) < 1e-9, "plain steps by a part of that"
-    later = rows.step(4, 0, 1.6)
-    longer = (later[0] - found[0]) * SECONDS[0]
-    assert longer > 0 and abs((later[1] - found[1]) * SECONDS[1] - SHARED * longer) < 1e-9, "what was timed, by half"
-    assert abs((later[2] - found[2]) * SECONDS[2] - longer) < 1e-9
+        found = rows.step(4, 0, 1.4)
+    assert all(abs(times - 1.4) < 0.01 for times in found), "a busy machine spares no plan"
+    found = rows.step(4, 1, 1.0)
+    assert found[1] < found[0] and found[2] == found[1]
+    assert abs(found[0] - 1.4 * (found[1] / 1.4) ** SHARED) < 0.01, "what was taken is moved by a part of that"
 
 
 def test_slow_drafts_make_plain_decoding_look_less_slow():
@@ -145,7 +131,7 @@ def test_what_was_learnt_long_ago_is_soon_forgotten():
     before = rows.step(4, 1, 1.0)[0]
     for _ in range(4):
         after = rows.step(4, 0, 1.0)[0]
-    assert 1.35 < before < 1.45 and after - 1 < 0.4 * (before - 1), "four steps suffice"
+    assert 1.2 < before < 1.3 and after < 1.1, "four steps suffice"
 
 
 def test_who_does_not_learn_times_relies_on_the_measured_ones():

@@ -301,9 +301,8 @@ class Fitted(Policy):
         if heard is not None:
             before, took = heard
             count = len(before)
-            costs = self._costs.of(count, self._tokens)
-            seconds = self._measured_s(before, costs, len(took))
-            self._pace.learn(count, self._taken, took, seconds, costs.seconds)
+            seconds = self._measured_s(before, self._costs.of(count, self._tokens), len(took))
+            self._pace.learn(count, self._taken, took, seconds)
         self._pace.begin(load, rows)
 
     def _charge_trial(self, rows: Sequence[RowHistory], took: Sequence[float]) -> None:

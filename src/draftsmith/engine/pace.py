@@ -15,14 +15,11 @@ HICCUP = 2.0
 SEEN = 3
 """A plan's steps are known once so many were timed: fewer say little, above all of a lookup, whose steps differ."""
 SHARED = 0.5
-"""How much of a change learnt of one plan is applied to others: a machine that is busy, or that was measured at a
-better time, seldom spares a single plan. Of a change of drafted steps this is an exponent; of a change of plain ones,
-a share of the seconds."""
+"""The exponent with which a change learnt of one plan is applied to all others: a machine that is busy, or that was
+measured at a better time, seldom spares a single plan."""
 MOST_SLOWER, MOST_FASTER = 1.5, 0.5
 """A step counts as at most and at least this many times as long as such steps take by the estimate. If it took longer,
 the cause was something else, such as another program."""
-FASTEST = 0.3
-"""No draft is thought to take less than this part of what was measured because plain steps take less."""
 COLD_STEPS = 10
 """So many steps behind a prompt find the processor's caches full of other data, and are not counted. Plain steps of a
 small target take up to twice as long then, steps with many guesses hardly longer."""
@@ -39,10 +36,9 @@ that was too slow to be tried is tried again."""
 class Pace:
     """Learns from the seconds of the steps between two questions to a policy whose rows all take the same plan.
 
-    Numbers of rows are grouped by powers of two. A draft that was never taken with so many rows counts as slowed as
-    much as the last one that was. Plain decoding counts as slowed less until it is timed, so that it is tried where all
-    drafts are slow. What plain steps take longer, drafted ones take longer too, by as many seconds and not as many
-    times: other programs slow the reading of the weights most, and a step with many guesses does more besides.
+    Numbers of rows are grouped by powers of two. A plan that was never taken with so many rows counts as slowed as much
+    as the last plan that was. Plain decoding counts as slowed less until it is timed, so that it is tried where all
+    drafts are slow.
 
     Args:
         whose: which drafter each plan belongs to; the first plan drafts nothing.
@@ -121,9 +117,7 @@ class Pace:
         counted = self._took[max(0, settles - before, COLD_STEPS - self._youngest):]
         return (self._rows, counted) if counted else None
 
-    def learn(
-        self, count: int, plan: int, took: Sequence[float], seconds: float, measured: Sequence[float]
-    ) -> None:
+    def learn(self, count: int, plan: int, took: Sequence[float], seconds: float) -> None:
         """Take in how long steps took.
 
         Args:
@@ -131,7 +125,6 @@ class Pace:
             plan: which of the plans they all took.
             took: seconds of each step.
             seconds: of a row's share of such a step, by the measured costs.
-            measured: a row's share of a step of every plan, if it makes as many guesses as measured.
         """
         most = HICCUP * statistics.median(took)
         ratio = statistics.fmean([min(one, most) for one in took]) / (count * seconds)
@@ -146,16 +139,10 @@ class Pace:
         rate = len(took) / (MEASURED + weight[plan])
         before = found[plan]
         found[plan] += rate * (min(max(ratio, MOST_FASTER * before), MOST_SLOWER * before) - before)
-        shared, longer = (found[plan] / before) ** SHARED, (found[plan] - before) * measured[plan]
+        shared = (found[plan] / before) ** SHARED
         for other in range(len(taken)):
             if other == plan:
                 continue
-            if taken[other] and self._lessons - newest[other] > FORGOTTEN:
+            if self._lessons - newest[other] > FORGOTTEN:
                 taken[other] = 0
-                if not plan:
-                    found[other] = max(FASTEST, 1 + (found[0] - 1) * measured[0] / measured[other])
-            elif not plan:
-                part = SHARED if taken[other] else 1.0
-                found[other] = max(FASTEST, found[other] + part * longer / measured[other])
-            else:
-                found[other] = found[plan] if other and not taken[other] else found[other] * shared
+            found[other] = found[plan] if other and not taken[other] else found[other] * shared
