@@ -63,7 +63,7 @@ def run() -> None:
                     for name in rng.sample(list(runs), len(runs)):
                         switched.current = FIRST if name == NONE else name
                         own = NO_DRAFT if name == NONE else None
-                        one = write(engine, [prompts[at]], tokens, own, temperature)
+                        one = write(engine, [prompts[at]], tokens, own, temperature, seed=args.seed + at + WARMUPS)
                         if at >= 0:
                             runs[name].append(one)
                 same = all(

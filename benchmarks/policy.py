@@ -132,14 +132,15 @@ class Run:
 
 
 def write(
-    engine: Engine, prompts: Sequence[list[int]], new_tokens: int, plan: Plan | None, temperature: float = 0.0
+    engine: Engine, prompts: Sequence[list[int]], new_tokens: int, plan: Plan | None, temperature: float = 0.0,
+    seed: int = 1,
 ) -> Run:
     """Write so many tokens after every prompt until the first text has all of them; time it while all are written.
 
     Raises:
         DraftsmithError: a text failed, or was over before the last had begun.
     """
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=1)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=seed)
     # Each comes by itself, as from clients of a server.
     requests = [request for prompt in prompts for request in engine.admit_call([prompt], params, plan)]
     core = engine.core

@@ -85,6 +85,12 @@ def test_in_a_sampled_text_trials_cost_no_more_than_a_share_of_what_was_written(
     assert greedy.count(BOTH) > plans.count(BOTH)
 
 
+def test_short_matches_in_sampled_texts_make_no_guesses_behind_the_lookup_cheap():
+    """Behind the lookup a confidence bounds the guesses, and not the length of a match."""
+    [plan] = go(policy(1.0, Sampled(length=0.25)), RowHistory(True, 5), 1, 0, 0, 0)
+    assert plan == ALONE, "at a quarter of what it costs, both would be faster"
+
+
 def with_unaided() -> Fitted:
     """The same, and the drafter behind the lookup may draft alone: it is as good there as behind it."""
     measured = profile()

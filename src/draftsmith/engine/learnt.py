@@ -105,7 +105,7 @@ class Learnt:
         stayed = (common.accepted + COUNTS * usually) / (common.expected + COUNTS)
         growth = (common.found + PRIOR_TOKENS * measured.found) / (common.tokens + PRIOR_TOKENS)
         # In sampled rows, how many guesses a confidence leaves is not known, see `RowHistory.tells_any`.
-        usual = 1.0 if guesser.unaided else measured.length
+        usual = 1.0 if guesser.behind or guesser.unaided else measured.length
         length = (common.length_of_finds + COUNTS * usual) / (common.finds + COUNTS)
         table = self._tables[number]
         odds = _odds_of(table, stayed * table[USUAL]) if table else USUAL
