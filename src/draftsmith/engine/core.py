@@ -287,8 +287,9 @@ class EngineCore:
                     names = self.stepper.drafters[drafter].part_names
                     one.made.part = names[parts[b]] if parts and parts[b] < len(names) else None
                 progress.append(one)
-        seconds["rest"] += settled_s + time.perf_counter() - begun
+        seconds["rest"] += time.perf_counter() - begun
         self.policy.timed(sum(seconds.values()))
+        seconds["rest"] += settled_s
         rows_now = len(progress)
         for part in self._spent:
             self._spent[part] += seconds.get(part, 0.0) / rows_now

@@ -128,7 +128,7 @@ class Policy(ABC):
         """Return one of `choices` for each row; the rows are those that have no plan of their own."""
 
     def timed(self, seconds: float) -> None:  # noqa: B027
-        """Hear how long a step took that followed the last answer, without what was read beside it."""
+        """Hear how long a step took that followed the last answer, without the answer and what was read beside it."""
 
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
         """Return, row by row, why `choose` has just answered as it did about these rows; () gives no reasons."""
