@@ -306,18 +306,18 @@ class Fitted(Policy):
         self._pace.begin(load, rows)
 
     def _charge_trial(self, rows: Sequence[RowHistory], took: Sequence[float]) -> None:
-        """Let the last steps of several rows, which were on trial, be paid for by the seconds that they really took.
+        """Let the last steps of rows, which were on trial, be paid for by the seconds that they really took.
 
-        A row by itself has more to gain, and its trials go on as long as they may pay by what is known. Steps soon
-        behind a prompt would have taken long without drafts too; and beside other drafts it is not known what those
-        would have brought.
+        A greedy row by itself has more to gain, and its trials go on as long as they may pay by what is known. Steps
+        soon behind a prompt would have taken long without drafts too; and beside other drafts it is not known what
+        those would have brought.
         """
-        count, steps = len(rows), len(took)
-        if count == 1 or self._crowd.settled or not self._pace.is_warm:
+        count, steps, sampled = len(rows), len(took), self._crowd.sampled
+        if (count == 1 and not sampled) or self._crowd.settled or not self._pace.is_warm:
             return
         plain_s = count * self._costs.of(count, self._tokens).plain * self._pace.slower(count)[0]
         stayed = sum([sum(row.accepted[-steps:]) for row in rows]) / count
-        self._trials.charge(self._crowd.sampled, steps, sum(took) / plain_s - steps - stayed, count)
+        self._trials.charge(sampled, steps, sum(took) / plain_s - steps - stayed, count)
 
     def _measured_s(self, rows: Sequence[RowHistory], costs: Costs, steps: int) -> float:
         """Return the seconds of a row's share of one of its last steps, all with one plan, by the measured costs.
