@@ -16,10 +16,10 @@ turns in random order, all on one engine:
 Prompts are read first, all of them in one step, and beginnings that were read before are not read again; cells whose
 prompts have more tokens together than `--most-prompt-tokens` are left out. Timed is the time in which all texts are
 written: from when the last of them has begun to when the first has all its tokens, which are counted. Ratios are paired
-by round, with 95 % intervals. A policy learns while it serves: `--before` lets it write other texts of each cell first,
-as a server that is not new has done. The best fixed plan is the best of this very cell, found afterwards: no rule can
-know it beforehand, and by chance alone the best of several looks better than it is. So the policy is also held against
-the plan that is best in all other rounds, round by round, as somebody would choose it who knows this load.
+by round, with 95 % intervals. A policy learns while it serves: `--before` lets it write from prompts of the same set
+first, as a server that is not new has done. The best fixed plan is the best of this very cell, found afterwards: no
+rule can know it beforehand, and by chance alone the best of several looks better than it is. So the policy is also held
+against the plan that is best in all other rounds, round by round, as somebody would choose it who knows this load.
 """
 
 import random

@@ -2,6 +2,8 @@
 
 from itertools import groupby
 
+import pytest
+
 from draftsmith.engine.arm import Arm
 from draftsmith.engine.evidence import FIRST_WAIT, PRIOR, TRIAL, Evidence, RowEvidence
 from draftsmith.engine.fitted import Fitted
@@ -36,19 +38,19 @@ def test_what_short_texts_lose_by_trials_is_a_share_of_all_of_them():
         assert 0 < 0.3 * sum(depths) < 1.5 * share * len(depths) + lent
 
 
-def test_a_trial_of_several_rows_that_loses_more_than_expected_is_paid_for_later():
+@pytest.mark.parametrize(("sampled", "count"), [(False, 2), (True, 1)])
+def test_a_trial_that_loses_more_than_expected_is_paid_for_later(sampled: bool, count: int):
     """No guess ever stays, and the first step of a trial takes as long as was measured, or four times as long."""
     tries = []
     for slow in (1, 4):
         # The steps take so short that all rows draft alike.
         arms = (Arm(NO_DRAFT, (), (1e-3, 2e-3)), Arm(Plan((1,)), (0.6,), (1.3e-3, 2.6e-3)))
         policy, before, tried = Fitted(Known(Profile((1, 2), arms)), learns_times=True), 0, []
-        rows = [RowHistory(False, 5), RowHistory(False, 5)]
+        rows = [RowHistory(sampled, 5) for _ in range(count)]
         for _ in range(4000):
-            choice, other = policy.choose(Load(2, 0, 0, 2), rows)
-            assert choice == other
+            [choice] = set(policy.choose(Load(count, 0, 0, 2), rows))
             depth = choice.plan.depth
-            policy.timed(arms[depth].seconds[1] * (slow if depth and not before else 1))
+            policy.timed(arms[depth].seconds[count - 1] * (slow if depth and not before else 1))
             for row in rows:
                 row.note(0, depth, choice.plan)
             before = depth

@@ -1,6 +1,6 @@
 """What measuring plans finds out about guesses: nothing is cut off, and nothing counts as impossible."""
 
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 
@@ -95,14 +95,31 @@ def test_plans_with_both_bounds_cost_what_a_line_by_the_guesses_behind_the_looku
     assert contest.seconds(plans[2], 1) == 2.7, "two points are no line to go by"
 
 
-def test_a_machine_that_is_slow_for_a_while_makes_no_plan_look_cheap():
-    """Reading the weights takes longer by as many seconds, whatever is guessed; the median of both tells the rest."""
-    contest = Contest(sampler(oracle_for(tiny_model(), [], 1), prompts(1)), (1,), lambda _: None)
-    contest.taken[NO_DRAFT] = {1: [2.0, 2.0, 4.0]}
-    contest.taken[CHAIN] = {1: [3.0 - 2.0, 3.1 - 2.0, 5.0 - 4.0]}
-    assert contest.seconds(NO_DRAFT, 1) == 2.0 and contest.seconds(CHAIN, 1) == 3.0
+class Scripted(Sampler):
+    """Takes as many seconds as it was told to."""
+
+    def __init__(self, plain: list[float], drafted: list[float]) -> None:
+        super().__init__(Engine(tiny_target(), None), prompts(1), TOKENS)
+        self._plain, self._drafted = cycle(plain), cycle(drafted)
+
+    def seconds(self, plan: Plan, rows: int) -> float:
+        return next(self._drafted if plan.depth else self._plain)
+
+
+def test_what_slows_the_machine_for_a_while_counts_as_so_many_seconds_and_not_so_many_times():
+    """Steps of 2 and 3 s take 10 s longer in every fifth turn, and half a second longer in others."""
+    slow = [0.0, 0.5, 0.0, 0.5, 10.0]
+    script = Scripted([2.0 + longer for longer in slow], [3.0 + longer for longer in slow])
+    contest = Contest(script, (1,), lambda _: None)
+    for _ in range(5):
+        contest.time(CHAIN, 1)
+    assert contest.seconds(CHAIN, 1) == contest.seconds(NO_DRAFT, 1) + 1.0
+    assert contest.seconds(NO_DRAFT, 1) in (2.0, 2.5)
+    copying = Scripted([2.0, 4.0, 2.0, 4.0], [2.0, 5.0, 7.0, 5.0])  # the first drafted one warms up
+    contest.time_full(copying, 4, 1)
+    assert contest.full_seconds(4, 1) == contest.seconds(NO_DRAFT, 1) + 3.0
     contest.taken[CHAIN] = {1: [-0.2, -0.1]}
-    assert contest.seconds(CHAIN, 1) == 2.0, "no draft is taken to cost less than none"
+    assert contest.seconds(CHAIN, 1) == contest.seconds(NO_DRAFT, 1), "no draft is taken to cost less than none"
 
 
 class Repeating(OracleDrafter):

@@ -32,7 +32,8 @@ class Lessons:
     """What steps of a text, all with one plan, teach about a guesser, in the order of the steps.
 
     Args:
-        guesses: of each step that made guesses, how many of them stayed, and how many were expected to.
+        guesses: of each step that could make guesses (for a lookup: that found some), how many stayed, and how many
+            were expected to.
         looks: of each step that looked for guesses: how many tokens the step adds to `Evidence.found`, and its tokens.
         lengths: of each step with guesses that a match or a confidence bounds: how many times as many as usual.
     """
@@ -59,7 +60,7 @@ def lessons_of(history: RowHistory, seen: int, arm: Arm, kept: float) -> Lessons
         return Lessons([(stayed, kept) for stayed, _, _ in steps], looks)
     lengths = [history.guesses(drafted, arm.plan, arm.guesses) / arm.guesses for _, drafted, _ in steps]
     expected = [kept] * len(lengths) if arm.varies else [kept * length for length in lengths]
-    return Lessons([(step[0], most) for step, most in zip(steps, expected, strict=True)], looks, lengths)
+    return Lessons([(step[0], usual) for step, usual in zip(steps, expected, strict=True)], looks, lengths)
 
 
 def lessons_behind(history: RowHistory, seen: int, arm: Arm, kept: float) -> Lessons:

@@ -308,9 +308,9 @@ class Fitted(Policy):
     def _charge_trial(self, rows: Sequence[RowHistory], took: Sequence[float]) -> None:
         """Let the last steps of rows, which were on trial, be paid for by the seconds that they really took.
 
-        A greedy row by itself has more to gain, and its trials go on as long as they may pay by what is known. Steps
-        soon behind a prompt would have taken long without drafts too; and beside other drafts it is not known what
-        those would have brought.
+        A greedy row by itself is not charged, because it may begin to repeat itself and then gain much. Steps soon
+        behind a prompt would have taken long without drafts too; and beside other drafts it is not known what those
+        would have brought.
         """
         count, steps, sampled = len(rows), len(took), self._crowd.sampled
         if (count == 1 and not sampled) or self._crowd.settled or not self._pace.is_warm:

@@ -55,8 +55,8 @@ LONG_TOKENS, LONG_ROUNDS, LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW = 1024, 3, 51
 
 Taken = dict[Plan, dict[int, list[float]]]
 """All measurements, by plan and by number of rows: for plain decoding the seconds of a step, for any other plan how
-many seconds longer than the plain step timed with it its step took. While other programs use the memory, both take
-longer by about as many seconds, and not by as many times."""
+many seconds longer than the plain step timed with it its step took. Where other programs slow the memory meanwhile,
+that is taken to cost both as many seconds: drafted steps are not slower by as many times as plain ones."""
 
 
 class Contest:
@@ -106,9 +106,9 @@ class Contest:
         if plan.is_chain:
             longer = [one for one in self.taken if one.is_chain and one.depth >= plan.depth and rows in self.taken[one]]
             alike += [one for one in longer if bounds(one) in (bounds(plan), bounds(_whole(plan)))]
-        return plain + max(0.0, min(self._longer(one, rows) for one in alike))
+        return plain + max(0.0, min(self._extra_s(one, rows) for one in alike))
 
-    def _longer(self, plan: Plan, rows: int) -> float:
+    def _extra_s(self, plan: Plan, rows: int) -> float:
         """Return how many seconds longer than a plain step a step of the plan takes.
 
         Plans whose lookups have the same bound differ only in how much is guessed behind the lookup, so a straight line
@@ -138,17 +138,17 @@ class Contest:
         if (guesses, rows) in self._full:
             return
         self.on_progress(f"{_in_rows(rows)}, {guesses} guesses in each")
-        plan, longer = Plan((1,) * guesses), []
+        plan, extra_s = Plan((1,) * guesses), []
         copying.seconds(plan, rows)  # warms up
         for _ in range(FEWEST_TURNS):
             plain = copying.seconds(NO_DRAFT, rows)
-            longer.append(copying.seconds(plan, rows) - plain)
-        self._full[guesses, rows] = statistics.median(longer)
+            extra_s.append(copying.seconds(plan, rows) - plain)
+        self._full[guesses, rows] = statistics.median(extra_s)
 
     def full_seconds(self, guesses: int, rows: int) -> float:
         """Return the seconds of a step in which all rows make `guesses` guesses; more guesses never take less."""
-        longer = [took for (more, count), took in self._full.items() if more >= guesses and count == rows]
-        return self.seconds(NO_DRAFT, rows) + max(0.0, min(longer))
+        extra_s = [took for (more, count), took in self._full.items() if more >= guesses and count == rows]
+        return self.seconds(NO_DRAFT, rows) + max(0.0, min(extra_s))
 
     def run(self, plans: Sequence[Plan]) -> Profile:
         """Time the plans and return the profile."""
