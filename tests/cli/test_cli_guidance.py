@@ -18,7 +18,7 @@ SCHEMA = {
 
 def test_a_schema_in_a_file(tmp_path: Path):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    done = run("As JSON: ", "--json-schema", tmp_path / "schema.json", "--compile", "off")
+    done = run("As JSON: ", "--json-schema", tmp_path / "schema.json", "--compile", "off", "--plan", "own")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["kind"] in ("good", "bad") and 0 <= found["count"] <= 99

@@ -70,6 +70,20 @@ def test_whoever_comes_or_goes_makes_it_ask(rows: int):
     assert max(policy.asked) == rows
 
 
+def test_rows_with_plans_of_their_own_are_not_asked_about_at_every_step():
+    model, given, policy = tiny_model("llama"), prompts(2), Alternating()
+    texts = [prompt + greedy_reference(model, prompt, 20) for prompt in given]
+    engine = Engine(tiny_target("llama"), OracleDrafter(texts, VOCABULARY, plan=CHAIN), policy=policy, max_batch=2)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    for plan in (NO_DRAFT, CHAIN):
+        policy.asked.clear()
+        done = engine.generate(given, params, plan=plan)
+        assert [prompt + one.tokens for prompt, one in zip(given, done, strict=True)] == texts
+        assert 0 < len(policy.asked) <= 2 and not any(policy.asked), "only when one of them begins"
+    engine.generate(given, params)
+    assert len(policy.asked) > 4
+
+
 def test_a_fitted_policy_counts_the_steps_that_nobody_asked_about():
     long = profile(cost=0.3)
     arms = tuple(replace(arm, seconds=tuple(0.001 * took for took in arm.seconds)) for arm in long.arms)

@@ -3,6 +3,7 @@
 M rows, N outputs, K inputs, P = K up to whole groups, G groups of 32 inputs.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -193,12 +194,19 @@ def group_in_turn(weight_NI: Tensor, factors_II: Tensor, unit_N: Tensor) -> tupl
 def test_weights_rounded_by_their_inputs_are_those_of_the_definition(
     instructions: str, outputs: int, inputs: int, dtype: torch.dtype
 ):
-    weight_NK, of_inputs = draw(outputs, inputs).to(dtype), factors(draw(50, inputs, seed=3).float())
-    weight_NK[0] = 0
+    weight_NK, of_inputs, rounded = by_definition(outputs, inputs, dtype)
     plain, packed = ops.pack_all_int4([weight_NK, weight_NK], [torch.empty(0), of_inputs])
     assert torch.equal(plain, ops.pack_int4(weight_NK))
-    for found, right in zip(read_back(packed, outputs, inputs), fed_back(weight_NK, of_inputs), strict=True):
+    for found, right in zip(read_back(packed, outputs, inputs), rounded, strict=True):
         assert torch.equal(found, right)
+
+
+@cache
+def by_definition(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return weights, the factors of their inputs, and how they are rounded; once for all instruction sets."""
+    weight_NK, of_inputs = draw(outputs, inputs).to(dtype), factors(draw(50, inputs, seed=3).float())
+    weight_NK[0] = 0
+    return weight_NK, of_inputs, tuple(fed_back(weight_NK, of_inputs))
 
 
 def test_products_with_weights_rounded_by_their_inputs_are_nearer():

@@ -23,8 +23,10 @@ SIXTEENTHS, QUARTERS, MOST = 16, 4, 16
 """Growths are rounded to sixteenths and lengths to quarters, see `Arm.accepted`; neither goes above `MOST`."""
 
 
-Stand = tuple[tuple[int, int, int], ...]
-"""For every guesser: the index of its odds in `ODDS`, its growth in sixteenths, and its length in quarters."""
+OneStand = tuple[int, int, int]
+"""Of a guesser: the index of its odds in `ODDS`, its growth in sixteenths, and its length in quarters."""
+Stand = tuple[OneStand, ...]
+"""The same for every guesser."""
 
 
 @dataclass(frozen=True, slots=True)

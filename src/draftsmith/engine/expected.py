@@ -3,14 +3,15 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 from draftsmith.engine.arm import Arm, Times
-from draftsmith.engine.evidence import QUARTERS, SIXTEENTHS, Stand
+from draftsmith.engine.evidence import QUARTERS, SIXTEENTHS, OneStand, Stand
 from draftsmith.engine.known import ODDS
 from draftsmith.engine.profile import Costs
 
 MOST_STANDS = 4096
-"""How many stands are remembered, with what follows from them."""
+"""How many stands of guessers are remembered, with what follows from them."""
 
 
 class Expected:
@@ -33,25 +34,45 @@ class Expected:
         """For every plan, the tokens that a step brings at best."""
         self.most_times = [times for _, times in best]
         """How many times as many guesses as measured it makes at best."""
-        self._stands: dict[Stand, tuple[list[float], list[Times]]] = {}
+        # For every guesser: whose stand decides what stays where its plans look something up, itself or the lookup
+        # before it; and its own plans.
+        self._groups = [
+            (number if arms[plans[0]].behind is None else number - 1, number, plans)
+            for number, plans in _plans_of(whose)
+        ]
+        # Of one guesser, because in most steps little is learnt about the others.
+        self._stands: dict[tuple[int, Stand], tuple[list[float], list[Times]]] = {}
 
     def of(self, stand: Stand) -> tuple[list[float], list[Times]]:
         """Return the tokens a step that each plan brings in such a text, and its guesses relative to those measured."""
-        found = self._stands.get(stand)
-        if found is None:
-            if len(self._stands) == MOST_STANDS:
-                self._stands.clear()
-            brings, times = [1.0], [(1.0, 1.0)]
-            for at, (arm, whose) in enumerate(zip(self.arms[1:], self._whose[1:], strict=True), 1):
-                behind_odds, _, behind = stand[whose]
-                odds, growth, length = stand[whose if arm.behind is None else whose - 1]
-                kept = arm.stretched(length / QUARTERS, self.kept[at][odds])
-                others = self.kept_behind[at][behind_odds]
-                share = arm.share(growth / SIXTEENTHS, kept, others)
-                brings.append(1 + share * kept + (1 - share) * others)
-                times.append(arm.made_times(share, length / QUARTERS, behind / QUARTERS))
-            found = self._stands[stand] = brings, times
-        return found
+        brings, times = [1.0], [(1.0, 1.0)]
+        for first, number, plans in self._groups:
+            key = number, (stand[first], stand[number])
+            found = self._stands.get(key)
+            if found is None:
+                if len(self._stands) == MOST_STANDS:
+                    self._stands.clear()
+                found = self._stands[key] = self._with(plans, *key[1])
+            brings += found[0]
+            times += found[1]
+        return brings, times
+
+    def _with(self, plans: Sequence[int], first: OneStand, own: OneStand) -> tuple[list[float], list[Times]]:
+        """Return the same for some plans of one guesser.
+
+        Args:
+            first: how guesses do that are looked up, or those of a drafter that looks nothing up.
+            own: the same of those that are made behind a lookup, if some are.
+        """
+        brings, times = list[float](), list[Times]()
+        (odds, growth, length), (behind_odds, _, behind) = first, own
+        for at in plans:
+            arm = self.arms[at]
+            kept, others = arm.stretched(length / QUARTERS, self.kept[at][odds]), self.kept_behind[at][behind_odds]
+            share = arm.share(growth / SIXTEENTHS, kept, others)
+            brings.append(1 + share * kept + (1 - share) * others)
+            times.append(arm.made_times(share, length / QUARTERS, behind / QUARTERS))
+        return brings, times
 
     def average(self, stands: Sequence[Stand]) -> tuple[list[float], list[Times]]:
         """Return the same, on average over these rows."""
@@ -86,6 +107,11 @@ class Expected:
                 took += count * spent[arm]
             price, before = tokens / took, price
         return price
+
+
+def _plans_of(whose: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return every guesser's number with those of its plans, which follow each other; the first plan is nobody's."""
+    return [(number, list(plans)) for number, plans in groupby(range(1, len(whose)), whose.__getitem__)]
 
 
 def _at_best(arm: Arm) -> tuple[float, Times]:

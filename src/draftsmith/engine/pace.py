@@ -1,6 +1,5 @@
 """How long steps take now, compared with what was measured: learnt from the steps themselves, plan by plan."""
 
-import statistics
 from collections.abc import Sequence
 
 from draftsmith.engine.policy import Load, RowHistory
@@ -38,7 +37,8 @@ class Pace:
 
     Numbers of rows are grouped by powers of two. A plan that was never taken with so many rows counts as slowed as much
     as the last plan that was. Plain decoding counts as slowed less until it is timed, so that it is tried where all
-    drafts are slow.
+    drafts are slow; and as no slower than a draft that was, because a machine that was slow when all was measured would
+    otherwise seem faster for drafts alone.
 
     Args:
         whose: which drafter each plan belongs to; the first plan drafts nothing.
@@ -126,8 +126,8 @@ class Pace:
             took: seconds of each step.
             seconds: of a row's share of such a step, by the measured costs.
         """
-        most = HICCUP * statistics.median(took)
-        ratio = statistics.fmean([min(one, most) for one in took]) / (count * seconds)
+        most = HICCUP * sorted(took)[len(took) // 2]
+        ratio = sum([min(one, most) for one in took]) / (len(took) * count * seconds)
         found, size = self.slower(count), count.bit_length()
         taken = self._taken.setdefault(size, [0] * len(self._whose))
         newest = self._newest.setdefault(size, [0.0] * len(self._whose))
@@ -146,3 +146,5 @@ class Pace:
             if self._lessons - newest[other] > FORGOTTEN:
                 taken[other] = 0
             found[other] = found[plan] if other and not taken[other] else found[other] * shared
+        if not taken[0]:
+            found[0] = min(found[0], found[plan])

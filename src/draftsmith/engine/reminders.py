@@ -8,10 +8,10 @@ from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 
 REMINDERS, EARLY_WAIT, NARROW_WAIT = SETTLES_PLAIN + 2 * SEEN, 64, 192
 """Where all rows take the same plan and have drafted for `LONGEST_WAIT` steps, `REMINDERS` steps without a draft come
-next, to see what those cost now. They come after twice as many steps if drafts gain much, and after `NARROW_WAIT` if
-they gain little, or if too few plain steps were timed with so many rows; after `EARLY_WAIT` if both is so. Then the
-drafter's other plans that would be at least `NEARLY` as fast come, until each was timed, because their costs may not be
-those that were measured."""
+next, to see what those cost now. They come after twice as many steps if drafts gain much, after `NARROW_WAIT` if they
+gain little, and after `EARLY_WAIT` if too few plain steps were timed with so many rows or steps with drafts have become
+shorter than plain ones seemed to be. After `EARLY_WAIT` come the drafter's other plans, too, that would be at least
+`NEARLY` as fast, until each was timed, because their costs may not be those that were measured."""
 NEARLY, NARROWLY, CLEARLY = 0.95, 1.2, 1.5
 """A plan that seems `CLEARLY` times as fast as plain decoding is only checked late: few measurements are that wrong.
 One that seems less than `NARROWLY` times as fast is checked more often, because no machine is that steady."""
@@ -27,14 +27,17 @@ class Reminders:
 
     def __init__(self, pace: Pace, whose: Sequence[int]) -> None:
         self._pace, self._whose = pace, tuple(whose)
-        self._drafting = 0  # steps since one without a draft
+        # Steps with a draft since one without, by the number of rows, grouped as in `Pace`: rows that end leave fewer,
+        # which may decode plainly, and that says nothing about more rows. And the group of the last question.
+        self._drafting: dict[int, int] = {}
+        self._size = 0
         # After how many of those a reminder follows; which plan it takes, and the steps left of it.
         self._until, self._other, self._left = LONGEST_WAIT, 0, 0
 
     @property
     def due_in(self) -> int:
         """How many more steps can be drafted before the next reminder; many while none could teach anything."""
-        return max(0, self._until - self._drafting) if self._pace.is_timing else LONGEST_WAIT
+        return max(0, self._until - self._drafting.get(self._size, 0)) if self._pace.is_timing else LONGEST_WAIT
 
     @property
     def left(self) -> int:
@@ -46,7 +49,7 @@ class Reminders:
         if self._left:
             self._left = max(0, self._left - steps)
         elif drafting:
-            self._drafting += steps
+            self._drafting[self._size] = self._drafting.get(self._size, 0) + steps
 
     def plan(
         self, arm: int, on_trial: bool, count: int, values: Sequence[float], price: float, spent: Sequence[float]
@@ -59,16 +62,18 @@ class Reminders:
             count: rows that decode.
             values, price, spent: see `beats`.
         """
+        self._size = count.bit_length()
+        drafting = self._drafting.get(self._size, 0)
         if not arm or on_trial or not self._pace.is_timing:
             self._left = 0
         elif not self._left:
             self._until, other = self._next(arm, count, values, price, spent)
-            if self._drafting >= self._until:
-                self._left, self._other, self._drafting = REMINDERS, other, 0
+            if drafting >= self._until:
+                self._left, self._other, self._drafting[self._size] = REMINDERS, other, 0
         if self._left:
             self._left -= 1
             return self._other
-        self._drafting = self._drafting + 1 if arm else 0
+        self._drafting[self._size] = drafting + 1 if arm else 0
         return arm
 
     def _next(
@@ -76,7 +81,8 @@ class Reminders:
     ) -> tuple[int, int]:
         """Return the next reminder: after how many steps of drafting, and with which plan."""
         pace, gains_much = self._pace, beats(values, price, spent, arm, 0, NARROWLY)
-        if not pace.has_seen(count, 0) and not gains_much:
+        if not pace.has_seen(count, 0) or spent[arm] < spent[0]:
+            # A step with a draft is a plain one and more, so in the second case plain ones must have become shorter.
             return EARLY_WAIT, 0
         # A plan is slower by as much as it brings less after paying for its time.
         unseen = [
@@ -88,4 +94,4 @@ class Reminders:
             return EARLY_WAIT, max(unseen, key=values.__getitem__)
         if beats(values, price, spent, arm, 0, CLEARLY):
             return 2 * LONGEST_WAIT, 0
-        return LONGEST_WAIT if gains_much and pace.has_seen(count, 0) else NARROW_WAIT, 0
+        return LONGEST_WAIT if gains_much else NARROW_WAIT, 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from draftsmith.engine.arm import Arm
 from draftsmith.engine.profile import Costs, Profile
 
-ALIKE_TOKENS = 16
+ALIKE_TOKENS = 64
 """Lengths are rounded down to multiples of this many tokens."""
 
 

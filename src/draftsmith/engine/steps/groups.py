@@ -1,5 +1,6 @@
 """Groups of running rows that draft alike; the tensors of a group are rebuilt only when its rows change."""
 
+import sys
 from collections.abc import Sequence
 
 from draftsmith.drafters.lookup.prediction import MOST_GUESSES
@@ -13,6 +14,8 @@ from draftsmith.types import Context, DraftsmithError
 
 PREDICTION = Choice(Plan((1,) * MOST_GUESSES), PREDICTED)
 """What a row drafts while it keeps to its prediction."""
+UNTIL_ROWS_CHANGE = sys.maxsize
+"""For how many steps the policy need not be asked where every row has a plan of its own."""
 
 
 class Groups:
@@ -74,7 +77,7 @@ class Groups:
         left = [request for request, choice in zip(running, own, strict=True) if choice is None]
         histories = [request.history for request in left]
         asked = self._policy.choose(load, histories)
-        self._held = 0 if self._has_predictions else self._policy.holds
+        self._held = 0 if self._has_predictions else self._policy.holds if left else UNTIL_ROWS_CHANGE
         reasons = self._policy.reasons(load, histories)
         if reasons:
             for request, why in zip(left, reasons, strict=True):
