@@ -63,6 +63,18 @@ def test_slow_drafts_make_plain_decoding_look_less_slow():
     assert found[2] == found[1] > 1.9 and abs(found[0] - found[1] ** SHARED) < 1e-9
 
 
+def test_fast_drafts_make_plain_decoding_look_as_fast_until_it_is_timed():
+    rows = Rows()
+    for _ in range(40):
+        found = rows.step(4, 1, 0.6)
+    assert found[0] == found[1] < 0.61
+    for _ in range(40):
+        found = rows.step(4, 0, 0.9)
+    for _ in range(40):
+        found = rows.step(4, 1, 0.5)
+    assert found[0] > 0.7 > 0.52 > found[1], "later it has an estimate of its own"
+
+
 def test_the_first_steps_of_a_plan_tell_most_and_none_tells_all():
     rows = Rows()
     assert abs(rows.step(4, 0, 1.2)[0] - (1 + 0.2 / (1 + MEASURED))) < 1e-9

@@ -19,10 +19,11 @@ from draftsmith.engine.known import ODDS, Guesser
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Sampled
 
-DECAY, LOOKUP_DECAY, COMMON_DECAY = 0.96, 0.93, 0.993
-"""By what a step's weight is multiplied at every further step: for its own row, for a lookup in it, because texts begin
-and cease to repeat themselves within a few steps, and for rows that begin later. Those count about the last 140 steps
-with drafts, of all rows together, because texts of another kind may follow."""
+DECAY, LOOKUP_DECAY, COMMON_DECAY = 0.96, 0.98, 0.993
+"""By what a step's weight is multiplied at every further step: for its own row, for a lookup in it, and for rows that
+begin later. Those count about the last 140 steps with drafts, of all rows together, because texts of another kind may
+follow. A lookup finds guesses in some steps only, and either many of them stay or none. So of a few steps little can be
+said, and whoever forgets the others takes the plan that happened to do well."""
 COUNTS = 6.0
 """How many guesses or steps count as much, for rows that begin later, as what was measured."""
 USUAL = ODDS.index(1.0)
