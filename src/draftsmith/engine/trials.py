@@ -7,7 +7,7 @@ from math import ceil
 from draftsmith.engine.evidence import FIRST_WAIT, LONGER, LONGEST_WAIT, TRIAL, RowEvidence
 from draftsmith.engine.purse import LENT, LENT_LITTLE, Purse, share_lost
 
-HELD = 63
+HELD = 31
 """Steps without a draft for which a policy need not be asked again, where all rows take the same plan."""
 SHORT = 4 * TRIAL
 """Where no row can write more tokens than so many, nothing is tried: there is no time left to gain by it."""
