@@ -227,8 +227,8 @@ def test_what_cannot_be_proven_is_refused(models: Path, words: tuple[str, ...], 
     assert code == 2 and sentence in " ".join(output.split())
 
 
-def test_texts_are_as_long_as_a_short_context_allows(tmp_path: Path):
-    context, new_tokens = 8, 4
+@pytest.mark.parametrize(("context", "new_tokens"), [(16, 8), (8, 4)])
+def test_texts_are_as_long_as_a_short_context_allows(tmp_path: Path, context: int, new_tokens: int):
     folder = short_of_context(tmp_path, context)
     pair = ("--target", str(folder), "--drafter", "ngram", "--dtype", "fp32")
     size = ("--prompts", "8", "--draws", "1000", "--rows", "1000", "--quick")

@@ -24,7 +24,7 @@ class Expected:
     """
 
     def __init__(self, arms: Sequence[Arm], whose: Sequence[int]) -> None:
-        self.arms, self._whose = arms, whose
+        self.arms = arms
         self.kept = [[arm.kept(odds) for odds in ODDS] for arm in arms]
         """For every plan, how many guesses stay where some are made, at each of the odds."""
         self.kept_behind = [[arm.kept_behind(odds) for odds in ODDS] for arm in arms]

@@ -1,5 +1,6 @@
 """Steps now and then that show what another plan costs, where all rows have drafted by one plan for long."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from draftsmith.engine.evidence import LONGEST_WAIT
@@ -29,7 +30,7 @@ class Reminders:
         self._pace, self._whose = pace, tuple(whose)
         # Steps with a draft since one without, by the number of rows, grouped as in `Pace`: rows that end leave fewer,
         # which may decode plainly, and that says nothing about more rows. And the group of the last question.
-        self._drafting: dict[int, int] = {}
+        self._drafting = Counter[int]()
         self._size = 0
         # After how many of those a reminder follows; which plan it takes, and the steps left of it.
         self._until, self._other, self._left = LONGEST_WAIT, 0, 0
@@ -37,7 +38,7 @@ class Reminders:
     @property
     def due_in(self) -> int:
         """How many more steps can be drafted before the next reminder; many while none could teach anything."""
-        return max(0, self._until - self._drafting.get(self._size, 0)) if self._pace.is_timing else LONGEST_WAIT
+        return max(0, self._until - self._drafting[self._size]) if self._pace.is_timing else LONGEST_WAIT
 
     @property
     def left(self) -> int:
@@ -49,7 +50,7 @@ class Reminders:
         if self._left:
             self._left = max(0, self._left - steps)
         elif drafting:
-            self._drafting[self._size] = self._drafting.get(self._size, 0) + steps
+            self._drafting[self._size] += steps
 
     def plan(
         self, arm: int, on_trial: bool, count: int, values: Sequence[float], price: float, spent: Sequence[float]
@@ -63,7 +64,7 @@ class Reminders:
             values, price, spent: see `beats`.
         """
         self._size = count.bit_length()
-        drafting = self._drafting.get(self._size, 0)
+        drafting = self._drafting[self._size]
         if not arm or on_trial or not self._pace.is_timing:
             self._left = 0
         elif not self._left:
