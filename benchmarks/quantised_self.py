@@ -3,6 +3,7 @@
     python benchmarks/padded.py --size 0.5b --out /tmp/padded-0.5b
     python benchmarks/quantised_self.py --target /tmp/padded-0.5b
     python benchmarks/quantised_self.py --target /tmp/padded-0.5b --drafters int4-self ngram --chains 4 5 6 8
+    python benchmarks/quantised_self.py --target /tmp/padded-0.5b --drafters int4-self --confidences 0.5 0.7
     python benchmarks/quantised_self.py --geometries 134m 500m
 
 Of a target, by default the embedded one: plain decoding and every drafter with every chain take turns on the same
@@ -15,6 +16,7 @@ each.
 
 import sys
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -57,6 +59,8 @@ def quantised_self() -> None:
     parser = arguments(__doc__, "quantised_self")
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), help="words with options, or folders")
     parser.add_argument("--chains", nargs="+", type=int, default=[3, 4, 5, 6, 8])
+    parser.add_argument("--confidences", nargs="+", type=float, default=[], help="of chains that end early")
+    parser.add_argument("--longest", nargs="+", type=int, default=[8, 16], help="guesses of those at most")
     parser.add_argument("--tasks", nargs="+", default=["code", "prose"])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=48)
@@ -103,6 +107,9 @@ def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
                 plan = Plan((1,) * chain, sampled=drawn)
                 label = f"{name} {chain}, drawn" if drawn else f"{name} {chain}"
                 settings[label] = with_engine(engine, plan, args.new_tokens, heat)
+        for longest, least in product(args.longest, args.confidences) if drafter.confidences else ():
+            plan = Plan((1,) * longest, confidence=least)
+            settings[f"{name} {longest} while {least:g}"] = with_engine(engine, plan, args.new_tokens, heat)
     tasks, rows = {}, []
     for task in args.tasks:
         prompts = make_prompts(target, task, args.prompt_tokens, args.prompts, args.seed)

@@ -15,7 +15,7 @@ from draftsmith.drafters.lookup.ngram import NgramDrafter
 from draftsmith.drafters.lookup.ngram_config import NgramConfig
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
-from draftsmith.evaluation.measuring.chains import fastest_chain
+from draftsmith.evaluation.measuring.fastest import fastest_plan
 from draftsmith.evaluation.padding import Padding, pad_target, padded_target
 from draftsmith.native import LIBRARY
 from draftsmith.plan import Plan
@@ -143,7 +143,8 @@ class SlowWithThree(NgramDrafter):
         return super().propose(context, plan)
 
 
-def test_the_chain_that_takes_least_time_is_found_among_those_that_fit(folders: tuple[Path, Path]):
+def test_the_plan_that_takes_least_time_is_found(folders: tuple[Path, Path]):
     target = Target.from_pretrained(folders[0], dtype="fp32")
     engine = Engine(target, SlowWithThree(NgramConfig()), max_batch=1)
-    assert fastest_chain(engine, (1, 3), QUESTIONS[:2], 8) == Plan((1,))
+    plans = [Plan((1,) * length) for length in (3, 1)]
+    assert fastest_plan(engine, plans, QUESTIONS[:2], 8) == plans[1]

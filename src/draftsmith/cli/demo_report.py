@@ -17,6 +17,7 @@ from draftsmith.evaluation.reporting.plots import (
     training_curve,
 )
 from draftsmith.evaluation.reporting.result_files import markdown_table, write_report
+from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import Completion
 from draftsmith.workflows.demo_speeds import TargetSpeeds
@@ -100,12 +101,19 @@ def speed_rows(speeds: TargetSpeeds) -> list[list[str]]:
         plain = next(iter(found.values())).plain_speed
         rows.append([task, "plain", f"{plain.value:,.0f}", "1", "1"])
         for name, one in found.items():
-            ratio, guesses = one.speedup, speeds.plans[name].max_nodes
+            ratio = one.speedup
             rows.append([
-                task, f"{name}, {guesses} guess{'es' * (guesses > 1)}", f"{one.drafted_speed.value:,.0f}",
+                task, f"{name}, {in_words(speeds.plans[name])}", f"{one.drafted_speed.value:,.0f}",
                 f"{ratio.value:.2f}× ({ratio.low:.2f}–{ratio.high:.2f})", f"{one.total.tokens_per_step:.2f}",
             ])
     return rows
+
+
+def in_words(plan: Plan) -> str:
+    """Say how many guesses a chain has."""
+    if plan.confidence is not None:
+        return f"up to {plan.depth} guesses while {100 * plan.confidence:g} % sure"
+    return f"{plan.max_nodes} guess{'es' * (plan.max_nodes > 1)}"
 
 
 def sentences(found: Mapping[str, SpeedupResult]) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.native import LIBRARY
 from draftsmith.plan import Plan
 from draftsmith.types import Context
-from draftsmith.verify.noise import Stream, categorical, race, uniform
+from draftsmith.verify.noise import Stream, arrivals, categorical, race, uniform
 
 # For a greedy row any q is exact; a sharp q guesses the argmax, the only token that such a row can accept.
 _GREEDY_TEMPERATURE = 0.1
@@ -76,6 +76,31 @@ def draw_like_target(scores_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, 
         return tokens_R1.flatten()
     q_RV = (scores_RV / heat_R.unsqueeze(1)).softmax(-1).to(torch.float64)
     return torch.where(is_drawn_R, race(q_RV, seeds_R, positions_R, Stream.TARGET), q_RV.argmax(-1))
+
+
+def best_two(
+    scores_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, positions_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what `draw_like_target` does and the token next to it (R, 2), and by how much the first leads (R).
+
+    Greedily that is the lead of the best score over the second. With noise, it is what the score of the other token
+    would have to gain on that of the one drawn, so that it were drawn instead.
+    """
+    scores_RV = scores_RV.double()
+    best_R = scores_RV.max(dim=-1)  # of equals, the first
+    next_R = scores_RV.scatter(1, best_R.indices.unsqueeze(1), -torch.inf).max(dim=-1)
+    tokens_R2, leads_R = torch.stack([best_R.indices, next_R.indices], dim=1), best_R.values - next_R.values
+    is_drawn_R = temperature_R > 0
+    if not bool(is_drawn_R.any()):
+        return tokens_R2, leads_R
+    heat_R = torch.where(is_drawn_R, temperature_R, _NO_NOISE_TEMPERATURE).double()
+    q_RV = (scores_RV / heat_R.unsqueeze(1)).softmax(-1)
+    times_RV = arrivals(torch.arange(q_RV.shape[1], device=q_RV.device), seeds_R, positions_R, Stream.TARGET)
+    first_R2 = (times_RV / q_RV).topk(2, dim=-1, largest=False)
+    drawn_leads_R = heat_R * first_R2.values.log().diff(dim=-1).squeeze(-1)
+    return torch.where(is_drawn_R.unsqueeze(1), first_R2.indices, tokens_R2), torch.where(
+        is_drawn_R, drawn_leads_R, leads_R
+    )
 
 
 class Draws:

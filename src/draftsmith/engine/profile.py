@@ -249,8 +249,8 @@ def candidates(
     found.append(default)
     fitting = [plan for plan in dict.fromkeys(found) if plan != NO_DRAFT and plan.max_nodes <= room]
     bounded = [Plan((1,) * deep, factor=factor) for factor in factors for deep in copies]
-    deepest = min(longest, room)
-    bounded += [Plan((1,) * deepest, confidence=confidence) for confidence in confidences if depth]
+    depths = sorted({min(deep, longest, room) for deep in SURE_DEPTHS})
+    bounded += [Plan((1,) * deep, confidence=least) for deep in depths for least in confidences if depth]
     return sorted(fitting, key=lambda plan: (plan.max_nodes, plan.depth)) + bounded
 
 
@@ -259,6 +259,8 @@ def ladder(depth: int) -> Sequence[int]:
     return [deep for deep in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48) if deep < depth] + [depth] * (depth > 0)
 
 
+SURE_DEPTHS = (8, 16)
+"""The longest guesses of chains to try that end where their drafter becomes unsure."""
 UNAIDED = 3
 """Guesses of the middle one of three chains to try for a drafter behind a lookup when nothing is looked up."""
 SHORT_COPY = 4

@@ -20,6 +20,26 @@ FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 @dataclass(frozen=True)
+class Bound:
+    """Where chains of guesses end: behind the first one that makes it unlikely that the target chooses them all.
+
+    With a bound, a chain also has other tokens beside it, which the target may well choose instead.
+
+    Args:
+        least: the chain goes on for as long as the chance that the target chooses the same tokens is no smaller; 0 lets
+            it go on for ever.
+        spread: standard deviation of the difference between the leads that two tokens have over each other by the
+            scores of both models.
+    """
+
+    least: float = 0.0
+    spread: float = 0.0
+
+
+NO_BOUND = Bound()
+
+
+@dataclass(frozen=True)
 class Noise:
     """What guesses are drawn by.
 
@@ -117,12 +137,14 @@ class NativeDecoder:
         tables_RJ: Tensor | None,
         slots_B: Tensor | None,
         depth: int,
-    ) -> Tensor:
-        """Return chains of choices (B, depth), as `Backend.guess` does."""
-        tokens_BD: Tensor = self._decode.by(
-            "guess", roots_B.contiguous(), cached_B.contiguous(), keys_NEHD, values_NEHD, tables_RJ, slots_B, depth
+        bound: Bound,
+    ) -> tuple[Tensor, Tensor]:
+        """Return chains of choices (B, depth) and what comes next to them, as `Backend.guess` does."""
+        tokens_BD, others_BD = self._decode.by(
+            "guess", roots_B.contiguous(), cached_B.contiguous(), keys_NEHD, values_NEHD, tables_RJ, slots_B, depth,
+            bound.least, bound.spread,
         )
-        return tokens_BD
+        return tokens_BD, others_BD
 
     def draw(
         self,
@@ -134,14 +156,15 @@ class NativeDecoder:
         slots_B: Tensor | None,
         depth: int,
         noise: Noise,
-    ) -> tuple[Tensor, Tensor]:
-        """Return chains that are drawn (B, depth) and what from (B, depth, V; fp32), as `Backend.draw` does."""
-        tokens_BD, q_BDV = self._decode.by(
+        bound: Bound,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same of chains that are drawn, and what from (B, depth, V; fp32), as `Backend.draw` does."""
+        tokens_BD, others_BD, q_BDV = self._decode.by(
             "guess_drawn", roots_B.contiguous(), cached_B.contiguous(), keys_NEHD, values_NEHD, tables_RJ, slots_B,
             depth, noise.temperature_B.contiguous(), noise.seeds_B.contiguous(), noise.positions_B.contiguous(),
-            noise.stream,
+            noise.stream, bound.least, bound.spread,
         )
-        return tokens_BD, q_BDV
+        return tokens_BD, others_BD, q_BDV
 
 
 def has_native_form(model: PreTrainedModel) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.native import kernels_in_use, why_missing
-from draftsmith.native.decoder import NativeDecoder, Noise, has_native_form
+from draftsmith.native.decoder import NO_BOUND, Bound, NativeDecoder, Noise, has_native_form
 from draftsmith.native.layers import can_pack
 from draftsmith.native.packing import pack_linears, pack_model
 from draftsmith.targets.attention import ShapeProbe, lay_out_pass
@@ -78,20 +78,23 @@ class Backend(ABC):
         """Read nodes behind every row; see `Target.forward`."""
 
     def guess(
-        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int
-    ) -> Tensor | None:
+        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int,
+        bound: Bound = NO_BOUND,
+    ) -> tuple[Tensor, Tensor] | None:
         """Draft chains greedily: read each row's root behind its `held_B` tokens, then the likeliest token, and so on.
 
-        Returns these choices (B, depth), or None if no single operator does it.
+        Returns these choices (B, depth), -1 where a chain has ended; and, with a bound, what the target may well choose
+        instead of each, -1 for nothing. Returns None if no single operator does it.
         """
         return None
 
     def draw(
-        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int, noise: Noise
-    ) -> tuple[Tensor, Tensor] | None:
-        """Do as `guess`, but draw the tokens.
+        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int, noise: Noise,
+        bound: Bound = NO_BOUND,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Do as `guess`, but draw the tokens; only by the target's own noise may chains end early.
 
-        Returns the tokens (B, depth) and the distributions they were drawn from, as `Draft.q_BMV`, or None if no single
+        Returns the same and the distributions that the choices were drawn from, as `Draft.q_BMV`, or None if no single
         operator does it. If the target's own noise is used, the distributions are not needed.
         """
         return None
@@ -295,20 +298,24 @@ class NativeForward(NativeLayers):
         )
 
     def guess(
-        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int
-    ) -> Tensor | None:
-        """Call the operator."""
-        keys_NEHD = [cache.keys_NEHD[layer] for layer in self._layers]
-        values_NEHD = [cache.values_NEHD[layer] for layer in self._layers]
-        return self._decoder.guess(roots_B, held_B, keys_NEHD, values_NEHD, cache.tables_RJ, slots_B, depth)
-
-    def draw(
-        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int, noise: Noise
+        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int,
+        bound: Bound = NO_BOUND,
     ) -> tuple[Tensor, Tensor] | None:
         """Call the operator."""
         keys_NEHD = [cache.keys_NEHD[layer] for layer in self._layers]
         values_NEHD = [cache.values_NEHD[layer] for layer in self._layers]
-        return self._decoder.draw(roots_B, held_B, keys_NEHD, values_NEHD, cache.tables_RJ, slots_B, depth, noise)
+        return self._decoder.guess(roots_B, held_B, keys_NEHD, values_NEHD, cache.tables_RJ, slots_B, depth, bound)
+
+    def draw(
+        self, cache: KVCache, roots_B: Tensor, held_B: Tensor, slots_B: Tensor | None, depth: int, noise: Noise,
+        bound: Bound = NO_BOUND,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Call the operator."""
+        keys_NEHD = [cache.keys_NEHD[layer] for layer in self._layers]
+        values_NEHD = [cache.values_NEHD[layer] for layer in self._layers]
+        return self._decoder.draw(
+            roots_B, held_B, keys_NEHD, values_NEHD, cache.tables_RJ, slots_B, depth, noise, bound
+        )
 
     def encode(self, tokens_BT: Tensor, taps: tuple[int, ...], logits: bool) -> tuple[Tensor, Tensor | None]:
         """Read them with the operator that decodes."""

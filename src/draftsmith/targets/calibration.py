@@ -89,10 +89,14 @@ class Calibration:
             yield inputs + -inputs % GROUP
 
 
-def own_texts(target: "Target", tokens: int) -> Tensor:
-    """Return texts (B, T) of a target on a CPU, drawn at temperature 1 after random tokens: `tokens` or a few more."""
+def own_texts(target: "Target", tokens: int, longest: int = LONGEST) -> Tensor:
+    """Return texts (B, T) of a target on a CPU, drawn at temperature 1 after random tokens: `tokens` or a few more.
+
+    Args:
+        longest: the most tokens of a text.
+    """
     dice = torch.Generator().manual_seed(SEED)
-    texts = -(-tokens // LONGEST)
+    texts = -(-tokens // longest)
     length = -(-tokens // texts)
     first_B1 = torch.randint(target.vocab_size, (texts, 1), generator=dice)
     written, begun, told = list[Tensor](), time.monotonic(), 0.0

@@ -16,9 +16,10 @@ from draftsmith.drafters.base import Drafter, StagewiseDrafter
 from draftsmith.drafters.heads.mlp_padding import pad_speculator
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
-from draftsmith.evaluation.measuring.chains import fastest_chain
+from draftsmith.evaluation.measuring.fastest import fastest_plan
 from draftsmith.evaluation.measuring.speedup import SpeedupResult, measure_speedups
 from draftsmith.evaluation.padding import HALF_BILLION, padded_target
+from draftsmith.evaluation.reporting.plan_names import plan_name
 from draftsmith.plan import Plan
 from draftsmith.system import free_memory
 from draftsmith.targets import Target
@@ -26,8 +27,10 @@ from draftsmith.types import CompileLevel, DraftsmithError
 
 LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "4-bit cascade"
 BEHIND = "lookup, then live"
-LENGTHS = {LIVE: (2, 3, 4), SHIPPED: (2, 3, 4), COPY: (4, 5, 7), CASCADE: (4, 6, 8)}
-"""The chain lengths tried for each drafter; drafters that are not listed use their own plan."""
+SHORT, LONG = ([Plan((1,) * length) for length in lengths] for lengths in ((2, 3, 4), (4, 6, 8)))
+BOUNDED = [Plan((1,) * 8, confidence=least) for least in (0.5, 0.7)]
+PLANS = {LIVE: SHORT, SHIPPED: SHORT, COPY: [Plan((1,) * 5), *BOUNDED], CASCADE: LONG}
+"""The chains tried for each drafter; drafters that are not listed use their own plan."""
 TRIALS, TRIAL_TOKENS = 4, 40
 CALIBRATE = 2048
 """Tokens of the target's own text by which the copy is rounded, and the same copy in the cascade."""
@@ -55,7 +58,7 @@ class TargetSpeeds:
         """Return the figures for JSON."""
         return {
             "target": self.name, "weights": self.weights,
-            "plans": {name: plan.max_nodes for name, plan in self.plans.items()},
+            "plans": {name: plan_name(plan) for name, plan in self.plans.items()},
             "tasks": {
                 task: {name: one.summary() for name, one in found.items()} for task, found in self.tasks.items()
             },
@@ -80,11 +83,12 @@ def race(
         engine = Engine(target, drafter, max_batch=1, max_length=longest, share_prefixes=False, compile=level)
         plan = engine.plan
         # With compilation, every length would have to be compiled.
-        if level == "off" and name in LENGTHS:
+        if level == "off" and name in PLANS:
             say(f"{target.name}: which chain is best for {name}")
-            deepest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else max(LENGTHS[name])
-            lengths = [length for length in LENGTHS[name] if length <= deepest] or [deepest]
-            plan = fastest_chain(engine, lengths, tuning[:TRIALS], min(new_tokens, TRIAL_TOKENS), seed)
+            plans = PLANS[name]
+            if isinstance(drafter, StagewiseDrafter):
+                plans = list(dict.fromkeys(one.shortened(drafter.max_depth) for one in plans))
+            plan = fastest_plan(engine, plans, tuning[:TRIALS], min(new_tokens, TRIAL_TOKENS), seed)
         ways[name] = engine, plan
     tasks = {}
     for task, prompts in held_out.items():
@@ -106,7 +110,7 @@ def drafters_for(target: Target, live: Path, shipped: Path | None, tell: Say) ->
     found = {name: load_drafter(folder, target) for name, folder in folders.items()}
     quoted = json.dumps(str(live), ensure_ascii=False)
     words = {
-        BEHIND: f"lookup-first:then={quoted}", COPY: f"int4-self:guesses={max(LENGTHS[COPY])},calibrate={CALIBRATE}",
+        BEHIND: f"lookup-first:then={quoted}", COPY: f"int4-self:calibrate={CALIBRATE}",
         CASCADE: f"cascade:inner=[ngram,{quoted}],calibrate={CALIBRATE}",
     }
     for name, word in words.items() if target.backend.native else ():

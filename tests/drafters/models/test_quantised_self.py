@@ -9,19 +9,21 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.draws import stream_of, temperature_of
+from draftsmith.drafters.models.agreement import NO_TOKEN, chance_of, spread_of
 from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter
 from draftsmith.drafters.models.quantised_self import QuantisedSelf
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
-from draftsmith.native.decoder import Noise
+from draftsmith.native.decoder import Bound, Noise
 from draftsmith.native.layers import Int4Linear, Int8Linear, PackedLinear
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.targets.calibration import DAMPING, factors_of, own_texts, products_of
-from draftsmith.types import Context, Draft, DraftsmithError, Quantization, SamplingParams
+from draftsmith.types import UNUSED, Context, Draft, DraftsmithError, Quantization, SamplingParams
 from draftsmith.verify import Stream, categorical, uniform
 from tests.helpers.contract import FEW, check_drafter, check_joint_distribution
+from tests.helpers.heads_toy import demo_target
 from tests.helpers.tiny import prompts, tiny_model, tiny_target
 
 if not LIBRARY:
@@ -32,6 +34,7 @@ COPIES = ("int8-self", "int4-self")
 TREE = Plan((3, 2, 1))
 CONFIDENCE = Plan((3, 3, 3), beam=2, nodes=7)
 CHAIN = Plan((1, 1, 1), sampled=True)
+UNSURE = Plan((1,) * 6, confidence=0.6)
 SAMPLED_TREE = Plan((2, 2), sampled=True)
 # Two nodes have guesses under them, then one.
 NARROWING = Plan(choices=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)))
@@ -52,7 +55,7 @@ def bf16_target(name: str, native: bool = True) -> Target:
 
 @pytest.mark.parametrize("name", COPIES)
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
-@pytest.mark.parametrize("plan", [None, TREE, CONFIDENCE, CHAIN, SAMPLED_TREE, NARROWING], ids=str)
+@pytest.mark.parametrize("plan", [None, TREE, CONFIDENCE, CHAIN, SAMPLED_TREE, NARROWING, UNSURE], ids=str)
 def test_a_copy_over_the_target_s_cache_changes_no_text(name: str, architecture: str, plan: Plan | None):
     """Rows of unlike lengths that join, leave and reach past a window, greedy and sampled: the plain text."""
     target = bf16_target(architecture)
@@ -224,6 +227,70 @@ def test_one_operator_draws_the_chain_that_levels_make(quantize: Quantization, p
     assert drafter.drafts > 50 and sum(map(sum, (c.accepted_lengths for c in found))) > 0
 
 
+class ComparedBounds(QuantisedSelf):
+    """Drafts chains that end early by the operator and level by level, and holds one against the other."""
+
+    ended = beside = 0
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        draft = super().propose(context, plan)
+        assert plan.confidence is not None
+        by_levels = self._while_likely(context, plan, Bound(plan.confidence, self.spread))
+        assert torch.equal(draft.tokens_BN, by_levels.tokens_BN) and torch.equal(draft.parents_BN, by_levels.parents_BN)
+        assert (draft.depth, draft.branching) == (by_levels.depth, by_levels.branching)
+        self.ended += int(((draft.parents_BN != UNUSED).sum(1) < plan.depth).sum())
+        self.beside += not draft.is_chain
+        return draft
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("confidence", [0.6, 0.9])
+def test_one_operator_ends_chains_where_levels_do(quantize: Quantization, confidence: float, instructions: str):
+    """Rows that join and leave, past a window, greedy ones alone and among sampled ones; the text is the plain one."""
+    target = bf16_target("mistral")
+    plan = Plan((1,) * 6, confidence=confidence)
+    for heats in ((0.0,), (0.0, 0.7, 1.2)):
+        drafter = ComparedBounds(target, quantize, guesses=4)
+        drafter.spread = 1.0  # so that some guesses are unsure, and not all
+        params = [
+            SamplingParams(max_tokens=length, temperature=heats[row % len(heats)], seed=row)
+            for row, length in enumerate((20, 7, 18, 12, 20, 1))
+        ]
+        found = Engine(target, drafter, max_batch=3).generate(prompts(6), params, plan)
+        assert [c.tokens for c in found] == [
+            c.tokens for c in Engine(target, max_batch=3).generate(prompts(6), params)
+        ]
+        assert drafter.ended > 5 and drafter.beside > 5
+
+
+def test_the_spread_says_how_often_a_copy_is_right():
+    """Where its best token leads by little, about as many choices are the target's as the spread says."""
+    target = demo_target()
+    tokens_BT = own_texts(target, 2048)
+    for name in COPIES:
+        drafter = load_drafter(name, target)
+        assert isinstance(drafter, QuantisedSelf)
+        own_BTV, whole_BTV = (one.encode(tokens_BT, (), logits=True)[1] for one in (drafter.model, target))
+        assert own_BTV is not None and whole_BTV is not None
+        two = own_BTV.double().topk(2, dim=-1)
+        lead_BT = two.values[..., 0] - two.values[..., 1]
+        there_BT2 = whole_BTV.double().gather(-1, two.indices)
+        stays_BT = there_BT2[..., 0] > there_BT2[..., 1]
+        for least, most in ((0.25, 0.75), (0.75, 1.5), (3.0, 9.0)):  # in spreads
+            near_BT = (lead_BT >= least * drafter.spread) & (lead_BT < most * drafter.spread)
+            expected = float(chance_of(lead_BT[near_BT], drafter.spread).mean())
+            assert near_BT.sum() > 40
+            assert float(stays_BT[near_BT].double().mean()) == pytest.approx(expected, abs=0.12)
+
+
+def test_a_copy_of_a_broken_target_has_no_spread():
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    target = Target(model)
+    assert spread_of(target, target) == 0.0
+    assert chance_of(torch.tensor([0.0]), 0.0).tolist() == [1.0]
+
+
 def test_a_row_draws_the_same_in_any_company(threads: Callable[[int], None]):
     target, plan = bf16_target("llama"), Plan((1, 1, 1), sampled=True)
     params = [SamplingParams(max_tokens=15, temperature=0.9, seed=row) for row in range(4)]
@@ -235,12 +302,22 @@ def test_a_row_draws_the_same_in_any_company(threads: Callable[[int], None]):
     assert texts[0] == texts[1] == texts[2]
 
 
+def test_only_the_target_s_noise_may_end_chains():
+    """Whether there is a guess must not say what other guesses were drawn."""
+    target = bf16_target("llama")
+    noise = Noise(torch.ones(1), torch.tensor([1]), torch.tensor([4]), Stream.DRAFT)
+    with pytest.raises(RuntimeError, match="only chains by the target's own noise may end early"):
+        where = (target.new_cache(1, 16), torch.tensor([1]), torch.tensor([3]), None, 2)
+        target.backend.draw(*where, noise, Bound(0.5, 0.1))
+
+
 def test_the_operator_checks_what_it_is_called_with():
     target = bf16_target("llama")
     cache, (roots_B, held_B) = target.new_cache(2, 16), torch.tensor([[1, 2], [12, 3]])
     guess = target.backend.guess
-    tokens_BD = guess(cache, roots_B, held_B, None, 4)
-    assert tokens_BD is not None and tokens_BD.shape == (2, 4)
+    chosen = guess(cache, roots_B, held_B, None, 4)
+    assert chosen is not None and chosen[0].shape == (2, 4) and bool((chosen[0] >= 0).all())
+    assert bool((chosen[1] == NO_TOKEN).all())
     with pytest.raises(IndexError, match="12 cached tokens and 5 nodes do not fit a slot of 16"):
         guess(cache, roots_B, held_B, None, 5)
     with pytest.raises(IndexError, match="there is no token 96"):
@@ -249,7 +326,7 @@ def test_the_operator_checks_what_it_is_called_with():
         guess(cache, roots_B, held_B, None, 0)
     noise = Noise(torch.ones(2), roots_B, held_B, Stream.DRAFT)
     drawn = target.backend.draw(cache, roots_B, held_B, None, 4, noise)
-    assert drawn is not None and drawn[0].shape == (2, 4) and drawn[1].shape == (2, 4, target.vocab_size)
+    assert drawn is not None and drawn[0].shape == (2, 4) and drawn[2].shape == (2, 4, target.vocab_size)
     with pytest.raises(IndexError, match="12 cached tokens and 5 nodes do not fit a slot of 16"):
         target.backend.draw(cache, roots_B, held_B, None, 5, noise)
     with pytest.raises(RuntimeError, match="a chain that is drawn takes fp32 temperatures"):

@@ -4,6 +4,12 @@ It reads half the bytes of a bf16 target (int8) or less than a third (int4), and
 where reading weights takes most of a step, and verification reads several tokens for little more than one. It uses the
 text's keys and values that the target wrote, so it has no prompt to read and no cache of its own. "QuantSpec"
 (arXiv:2502.10424) describes self-speculation with weights in 4 bits, and quantises the cache too.
+
+A chain of a plan with a confidence ends where the target may have chosen another token, see `agreement`. The guess at
+which that becomes likely is the last one: it has cost a pass, and may well stay. Where the target may well choose the
+next best token instead, that is guessed too, beside the chain.
+
+Shapes: B rows, D depth of the plan, V vocabulary.
 """
 
 from typing import TYPE_CHECKING
@@ -11,13 +17,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.draws import best_two, shares_noise
+from draftsmith.drafters.models.agreement import NO_TOKEN, WORTH_IT, chance_of, spread_of
 from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter
 from draftsmith.drafters.models.quantised_self_config import INT4, INT8, Int4SelfConfig, QuantisedSelfConfig
-from draftsmith.drafters.models.self_drafter import SelfDrafter
+from draftsmith.drafters.models.self_drafter import SelfDrafter, with_others
 from draftsmith.native import why_missing
+from draftsmith.native.decoder import Bound
 from draftsmith.native.layers import can_pack
+from draftsmith.plan import Plan
 from draftsmith.targets.copies import bytes_by_place
-from draftsmith.types import DraftsmithError, Quantization
+from draftsmith.types import Context, Draft, DraftsmithError, Quantization
 
 if TYPE_CHECKING:
     from draftsmith.targets import Target
@@ -26,11 +36,15 @@ if TYPE_CHECKING:
 class QuantisedSelf(SelfDrafter):
     """Drafts with a quantised copy of a bf16 target; it shares the target's cache and weights that are not packed."""
 
+    confidences = (0.5, 0.7)
+
     def __init__(
         self, target: "Target", quantize: Quantization, guesses: int, name: str = "a copy", calibrate: int = 0
     ) -> None:
         super().__init__(target, target.quantised(quantize, name, calibrate), guesses)
         self._shared = frozenset(bytes_by_place(target.model))
+        self.spread = spread_of(self.model, target)
+        """How far the scores of both are from each other, see `agreement`."""
 
     def parameter_count(self) -> int:
         """Count the weights of the copy."""
@@ -40,6 +54,31 @@ class QuantisedSelf(SelfDrafter):
         """Return the memory of the parts that are not the target's."""
         held = bytes_by_place(self.model.model)
         return sum(size for place, size in held.items() if place not in self._shared)
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        """Draft a chain that may end early, or what the plan says."""
+        if plan.confidence is None or not plan.is_chain or plan.depth > self.max_depth:
+            return super().propose(context, plan)
+        bound = Bound(plan.confidence, self.spread)
+        draft = self.by_operator(context, plan, bound)
+        return self._while_likely(context, plan, bound) if draft is None else draft
+
+    def _while_likely(self, context: Context, plan: Plan, bound: Bound) -> Draft:
+        """Draft chains level by level, for as long as the target is likely to choose all of their tokens."""
+        tokens_B, state = self.begin(context)
+        drawn_B = context.temperature_B if shares_noise(plan, context) else torch.zeros_like(context.temperature_B)
+        chance_B = torch.ones(len(tokens_B), dtype=torch.float64, device=tokens_B.device)
+        guesses, others = list[list[int]](), list[list[int]]()
+        while len(guesses) < plan.depth and bool((chance_B >= bound.least).any()):
+            depth, goes_on_B = len(guesses), chance_B >= bound.least
+            logits_BV, state = self._read(depth, state, tokens_B)
+            two_B2, lead_B = best_two(logits_BV.float(), drawn_B, context.seeds_B, context.lengths_B + depth)
+            tokens_B, before_B = two_B2[:, 0], chance_B
+            chance_B = before_B * chance_of(lead_B, bound.spread)
+            guesses.append(tokens_B.where(goes_on_B, NO_TOKEN).tolist())
+            beside_B = two_B2[:, 1].where(goes_on_B & (before_B - chance_B >= WORTH_IT), NO_TOKEN)
+            others.append(beside_B.tolist())
+        return with_others(list(zip(*guesses, strict=True)), list(zip(*others, strict=True)), context, plan)
 
 
 def make_quantised(

@@ -290,7 +290,8 @@ def measure_profile(
         # A plan in which both drafters of a pair guess, if there is one.
         telling = [arm for arm in found.arms[1:] if arm.behind is not None] or [best]
         found = replace(found, sampled=sampler.sampled(max(telling, key=lambda arm: found.speed(arm, rows[0]))))
-        plan = replace(best.plan, confidence=None) if finding is None else Plan((1,) * max(1, round(best.guesses)))
+        bounded = finding is not None or best.varies
+        plan = Plan((1,) * max(1, round(best.guesses))) if bounded else best.plan
         slow = found.arms[0].seconds[0] > SLOW_STEP_S
         long, rounds = (LONG_TOKENS_OF_SLOW, LONG_ROUNDS_OF_SLOW) if slow else (LONG_TOKENS, LONG_ROUNDS)
         # If long texts cannot be read, requests for them fail later; short texts can still be drafted for.

@@ -145,17 +145,18 @@ std::tuple<Tensor, Tensor> decode(int64_t decoder, const Tensor& tokens, const s
                                          columns);
 }
 
-Tensor guess(int64_t decoder, const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
-             const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth) {
-  return kept<Decoder>(decoder)->guess(roots, cached, keys, values, tables, slots, depth);
+std::tuple<Tensor, Tensor> guess(int64_t decoder, const Tensor& roots, const Tensor& cached, const Tensors& keys,
+                                 const Tensors& values, const std::optional<Tensor>& tables,
+                                 const std::optional<Tensor>& slots, int64_t depth, double least, double spread) {
+  return kept<Decoder>(decoder)->guess(roots, cached, keys, values, tables, slots, depth, {least, spread});
 }
 
-std::tuple<Tensor, Tensor> guess_drawn(int64_t decoder, const Tensor& roots, const Tensor& cached, const Tensors& keys,
-                                       const Tensors& values, const std::optional<Tensor>& tables,
-                                       const std::optional<Tensor>& slots, int64_t depth, const Tensor& temperature_B,
-                                       const Tensor& seeds_B, const Tensor& positions_B, int64_t stream) {
+std::tuple<Tensor, Tensor, Tensor> guess_drawn(
+    int64_t decoder, const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
+    const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth, const Tensor& temperature_B,
+    const Tensor& seeds_B, const Tensor& positions_B, int64_t stream, double least, double spread) {
   return kept<Decoder>(decoder)->draw(roots, cached, keys, values, tables, slots, depth, temperature_B, seeds_B,
-                                      positions_B, stream);
+                                      positions_B, stream, {least, spread});
 }
 
 }  // namespace
@@ -170,11 +171,11 @@ void define_decoder(Library& library) {
       " -> (Tensor, Tensor)");
   library.def<guess>(
       "guess(int decoder, Tensor roots, Tensor cached, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? tables,"
-      " Tensor? slots, int depth) -> Tensor");
+      " Tensor? slots, int depth, float least, float spread) -> (Tensor, Tensor)");
   library.def<guess_drawn>(
       "guess_drawn(int decoder, Tensor roots, Tensor cached, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor? tables,"
-      " Tensor? slots, int depth, Tensor temperature_B, Tensor seeds_B, Tensor positions_B, int stream)"
-      " -> (Tensor, Tensor)");
+      " Tensor? slots, int depth, Tensor temperature_B, Tensor seeds_B, Tensor positions_B, int stream, float least,"
+      " float spread) -> (Tensor, Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

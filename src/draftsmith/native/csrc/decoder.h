@@ -22,6 +22,21 @@ struct Scratch {
   }
 };
 
+// Where chains of guesses end: behind the first guess at which the chance that the target chooses the same, and all guesses
+// before it, is below `least`. The scores by which two tokens are told apart differ from the target's by `spread`: the
+// standard deviation of what is taken to be a normal distribution. `least` 0 lets no chain end.
+struct Bound {
+  double least = 0, spread = 0;
+  // Returns the chance that the target chooses as well what leads by so much.
+  double chance(double lead) const;
+};
+
+// A guess, the token that comes next to it, and by how much its score leads that of the other.
+struct Chosen {
+  int64_t token, other;
+  double lead;
+};
+
 class Decoder : public Object {
  public:
   // sizes: width, heads, key_heads, head_width, inner, vocabulary, max_length; factors: epsilon, scale, rotary_scale.
@@ -44,18 +59,20 @@ class Decoder : public Object {
                                      const std::optional<Tensor>& slots, const std::optional<Tensor>& counts,
                                      std::vector<int64_t> taps, const std::optional<Tensor>& columns);
 
-  // Reads the roots (B) as `forward` reads nodes, then what it chooses behind them, and so on, `depth` times in all.
-  // Returns the choices (B, depth).
-  Tensor guess(const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
-               const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth);
+  // Reads the roots (B) as `forward` reads nodes, then what it chooses behind them, and so on, up to `depth` times in all.
+  // Returns the choices (B, depth), with -1 where a chain has ended; and, under a bound, what else the target may well choose
+  // instead of each, -1 for nothing.
+  std::tuple<Tensor, Tensor> guess(const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
+               const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth,
+               const Bound& bound);
 
   // The same with choices that are drawn, at temperatures (fp32) and by the noise of seeds, positions (of the guesses behind
-  // the roots) and a stream. Returns the choices (B, depth) and what they were drawn from (B, depth, V), in fp32; by the
-  // target's own noise only what the last ones were drawn from (B, 1, V).
-  std::tuple<Tensor, Tensor> draw(const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
+  // the roots) and a stream. Returns the same, and what the choices were drawn from (B, depth, V), in fp32; by the target's
+  // own noise only what the last ones were drawn from (B, 1, V).
+  std::tuple<Tensor, Tensor, Tensor> draw(const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
                                   const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth,
                                   const Tensor& temperature_B, const Tensor& seeds_B, const Tensor& positions_B,
-                                  int64_t stream);
+                                  int64_t stream, const Bound& bound);
 
  private:
   static constexpr int64_t kOwnRows = 4;  // so few are normed faster than a barrier is passed
@@ -80,11 +97,11 @@ class Decoder : public Object {
   // How many nodes of a row attend together.
   int64_t task_nodes() const { return std::max<int64_t>(1, kMostQueries / (shape_.heads / shape_.key_heads)); }
 
-  // Reads the roots of rows, then what choose(team, level, states, room, guesses) writes into the guesses, and so on.
+  // Reads the roots of rows, then what choose(team, level, states, room, chosen) chooses for every row, and so on.
   template <class Choose>
-  void follow(const Tensor& guesses, const Tensor& roots, const Tensor& cached, const Tensors& keys,
+  void follow(const Tensor& guesses, const Tensor& others, const Tensor& roots, const Tensor& cached, const Tensors& keys,
               const Tensors& values, const std::optional<Tensor>& tables, const std::optional<Tensor>& slots,
-              const Choose& choose);
+              const Bound& bound, const Choose& choose);
 
   // What follows is done by all threads of a team together.
   // Returns the states behind the last norm; tapped ones go into the features.

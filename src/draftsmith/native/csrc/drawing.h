@@ -62,6 +62,15 @@ struct Shares {
     return found.token == kUndecided ? vocabulary - 1 : found.token;
   }
 
+  // The same token of the vocabulary, with when the next one arrives as far as it is less than `near` times as late.
+  First first_two(const Race& race, double near) const {
+    First found;
+    found.near = near;
+    found.look(race, q, int64_t{0}, vocabulary, kInfinity);
+    if (found.token == kUndecided) found.token = vocabulary - 1;
+    return found;
+  }
+
   // Draws so many children, each without those before it, by noise(k); where q has none left, the last token.
   template <class Noise>
   void draw(int64_t children, const Noise& noise, int64_t* to) const {

@@ -1,11 +1,12 @@
 // Chains of a model's own choices, in one parallel region: what a copy of the target in fewer bits drafts, or some of its
 // layers.
 //
-// drafters/models/model_drafter.py and drafters/grow.py say what is computed: a choice is the likeliest token, the first of
-// equals, or one that is drawn.
+// drafters/models/model_drafter.py, quantised_self.py and drafters/grow.py say what is computed: a choice is the likeliest
+// token, the first of equals, or one that is drawn. A chain ends where it becomes unlikely that the target chooses the same.
 //
 // Words: B rows, D depth, V vocabulary.
 
+#include <cmath>
 #include <limits>
 
 #include "decoder.h"
@@ -16,15 +17,53 @@ namespace draftsmith {
 namespace {
 
 constexpr Best kNothing{-std::numeric_limits<float>::infinity(), 0};
+constexpr int64_t kNone = -1;      // in the place of a guess: there is none
+constexpr double kWorthIt = 0.15;  // the least chance of a token beside a chain
+constexpr double kSpreads = 4;     // a choice that leads by so many times the spread is certain
+constexpr double kFarthest = 80;   // the logarithm of a share is not looked for further below that of the largest
+
+// The best two scores of each row that each thread has seen in its part.
+class BestTwo {
+ public:
+  BestTwo(int64_t threads, int64_t batch) : batch_(batch), found_(2 * threads * batch, kNothing) {}
+
+  void begin(const Team& team) { std::fill_n(of(team.index, 0), 2 * batch_, kNothing); }
+
+  // Takes in scores from `first` on, rounded, of which `most` is the largest.
+  void offer_all(const Team& team, int64_t row, const float* scores, int64_t count, float most, int64_t first) {
+    Best* mine = of(team.index, row);
+    if (!(most > mine[1].score)) return;
+    for (int64_t i = 0; i < count; ++i) offer(mine, 2, scores[i], first + i);
+  }
+
+  // Returns the best two of all threads.
+  std::pair<Best, Best> best(const Team& team, int64_t row) const {
+    Best both[2] = {kNothing, kNothing};
+    for (int64_t t = 0; t < team.size; ++t)
+      for (int64_t c = 0; c < 2; ++c) {
+        const Best& one = found_[2 * (t * batch_ + row) + c];
+        offer(both, 2, one.score, one.index);
+      }
+    return {both[0], both[1]};
+  }
+
+ private:
+  Best* of(int64_t thread, int64_t row) { return found_.data() + 2 * (thread * batch_ + row); }
+
+  int64_t batch_;
+  std::vector<Best> found_;
+};
 
 }  // namespace
 
+double Bound::chance(double lead) const { return spread > 0 ? 0.5 * std::erfc(-lead / (spread * std::sqrt(2.0))) : 1; }
+
 template <class Choose>
-void Decoder::follow(const Tensor& guesses, const Tensor& roots, const Tensor& cached, const Tensors& keys,
-                     const Tensors& values, const std::optional<Tensor>& tables, const std::optional<Tensor>& slots,
-                     const Choose& choose) {
+void Decoder::follow(const Tensor& guesses, const Tensor& others, const Tensor& roots, const Tensor& cached,
+                     const Tensors& keys, const Tensors& values, const std::optional<Tensor>& tables, const std::optional<Tensor>& slots,
+                     const Bound& bound, const Choose& choose) {
   const int64_t batch = guesses.size(0), depth = guesses.size(1);
-  int64_t* to = guesses.mutable_data_ptr<int64_t>();
+  int64_t *to = guesses.mutable_data_ptr<int64_t>(), *beside = others.mutable_data_ptr<int64_t>();
   for (int64_t b = 0; b < batch; ++b) std::fill_n(to + b * depth, depth, roots.const_data_ptr<int64_t>()[b]);
   // Checked as the chains that they become, of which one node a row is read at a time.
   Pass pass = checked_pass(shape_, guesses, {}, {}, cached, keys, values, tables, slots, {}, {}, {});
@@ -33,53 +72,69 @@ void Decoder::follow(const Tensor& guesses, const Tensor& roots, const Tensor& c
   pass.begins.resize(batch + 1);
   for (int64_t b = 0; b <= batch; ++b) pass.begins[b] = b;
   for (int64_t b = 0; b < batch; ++b) pass.rows_of[b] = b, pass.tokens[b] = to[b * depth];
+  std::fill_n(to, batch * depth, kNone), std::fill_n(beside, batch * depth, kNone);
+  std::vector<Chosen> chosen(batch);
+  std::vector<double> chances(batch, 1);  // that the target has chosen the same so far
   const std::lock_guard<std::mutex> alone(busy_);
   const int64_t threads = get_num_threads();
   const Buffers b = prepare(pass, threads);
+  bool goes_on = true;
   run_team(threads, [&](const Team& team) {
-    for (int64_t level = 0; level < depth; ++level) {
-      choose(team, level, read(team, pass, b, nullptr), b.rooms[team.index], to);
-      if (team.index == 0)
-        for (int64_t r = 0; r < batch; ++r) pass.tokens[r] = to[r * depth + level], ++pass.cached[r];
+    for (int64_t level = 0; level < depth && goes_on; ++level) {
+      choose(team, level, read(team, pass, b, nullptr), b.rooms[team.index], chosen.data());
+      if (team.index == 0) {
+        goes_on = false;
+        for (int64_t r = 0; r < batch; ++r) {
+          const auto [token, other, lead] = chosen[r];
+          // A row that has ended goes along with the others: a row more costs little.
+          pass.tokens[r] = token, ++pass.cached[r];
+          if (!(chances[r] >= bound.least)) continue;
+          to[r * depth + level] = token;
+          if (bound.least > 0) {
+            const double chance = bound.chance(lead);
+            if (chances[r] * (1 - chance) >= kWorthIt) beside[r * depth + level] = other;
+            chances[r] *= chance;
+          }
+          goes_on |= chances[r] >= bound.least;
+        }
+      }
       team.barrier();
     }
   });
 }
 
-Tensor Decoder::guess(const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
-                      const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth) {
+std::tuple<Tensor, Tensor> Decoder::guess(const Tensor& roots, const Tensor& cached, const Tensors& keys,
+                                          const Tensors& values, const std::optional<Tensor>& tables,
+                                          const std::optional<Tensor>& slots, int64_t depth, const Bound& bound) {
   REQUIRE(is_whole(roots) && roots.dim() == 1 && depth > 0,
           "draftsmith: roots have to be int64 (B), and a chain has at least one guess");
   const int64_t batch = roots.numel();
-  Tensor guesses = empty({batch, depth}, kLong);
-  if (batch == 0) return guesses;
-  std::vector<Best> found(get_num_threads() * batch);  // by each thread in its share of the scores
-  const auto choose = [&](const Team& team, int64_t level, const bf16* states, Quantised& room, int64_t* to) {
-    Best* mine = found.data() + team.index * batch;
-    std::fill_n(mine, batch, kNothing);
+  Tensor guesses = empty({batch, depth}, kLong), others = empty({batch, depth}, kLong);
+  if (batch == 0) return {guesses, others};
+  BestTwo found(get_num_threads(), batch);
+  const auto choose = [&](const Team& team, int64_t, const bf16* states, Quantised& room, Chosen* chosen) {
+    found.begin(team);
     multiply(team, head_, states, shape_.width, batch,
              [&](int64_t r, int64_t n, int64_t count, const float* scores) {
                float rounded[kChunk];
-               if (kernels().round_row(scores, count, rounded) > mine[r].score)
-                 for (int64_t i = 0; i < count; ++i) offer(mine + r, 1, rounded[i], n + i);
+               const float most = kernels().round_row(scores, count, rounded);
+               found.offer_all(team, r, rounded, count, most, n);
              }, room, layers_.front().query.begin(team));
     team.barrier();
     if (team.index > 0) return;
     for (int64_t r = 0; r < batch; ++r) {
-      Best choice = kNothing;
-      for (int64_t t = 0; t < team.size; ++t) offer(&choice, 1, found[t * batch + r].score, found[t * batch + r].index);
-      to[r * depth + level] = choice.index;
+      const auto [first, second] = found.best(team, r);
+      chosen[r] = {first.index, second.index, first.score - second.score};
     }
   };
-  follow(guesses, roots, cached, keys, values, tables, slots, choose);
-  return guesses;
+  follow(guesses, others, roots, cached, keys, values, tables, slots, bound, choose);
+  return {guesses, others};
 }
 
-std::tuple<Tensor, Tensor> Decoder::draw(const Tensor& roots, const Tensor& cached, const Tensors& keys,
-                                         const Tensors& values, const std::optional<Tensor>& tables,
-                                         const std::optional<Tensor>& slots, int64_t depth,
-                                         const Tensor& temperature_B, const Tensor& seeds_B, const Tensor& positions_B,
-                                         int64_t stream) {
+std::tuple<Tensor, Tensor, Tensor> Decoder::draw(
+    const Tensor& roots, const Tensor& cached, const Tensors& keys, const Tensors& values,
+    const std::optional<Tensor>& tables, const std::optional<Tensor>& slots, int64_t depth, const Tensor& temperature_B,
+    const Tensor& seeds_B, const Tensor& positions_B, int64_t stream, const Bound& bound) {
   const int64_t batch = roots.numel(), vocabulary = shape_.vocabulary, stretches = stretches_of(vocabulary);
   REQUIRE(is_whole(roots) && roots.dim() == 1 && depth > 0,
           "draftsmith: roots have to be int64 (B), and a chain has at least one guess");
@@ -88,41 +143,60 @@ std::tuple<Tensor, Tensor> Decoder::draw(const Tensor& roots, const Tensor& cach
           "draftsmith: a chain that is drawn takes fp32 temperatures, and int64 seeds and positions, one of each a row");
   // Nobody asks what guesses by the target's own noise were drawn from, so every level has the same memory.
   const bool races = static_cast<Stream>(stream) == Stream::kTarget;
+  // Whether there is a guess must not say what other guesses were drawn.
+  REQUIRE(races || bound.least == 0, "draftsmith: only chains by the target's own noise may end early");
   const int64_t kept = races ? 1 : depth;
-  Tensor guesses = empty({batch, depth}, kLong), q_BDV = empty({batch, kept, vocabulary}, kFloat);
-  if (batch == 0) return {guesses, q_BDV};
+  Tensor guesses = empty({batch, depth}, kLong), others = empty({batch, depth}, kLong);
+  Tensor q_BDV = empty({batch, kept, vocabulary}, kFloat);
+  if (batch == 0) return {guesses, others, q_BDV};
   float* q = q_BDV.mutable_data_ptr<float>();
   const float* temperature = temperature_B.const_data_ptr<float>();
   const int64_t *seed = seeds_B.const_data_ptr<int64_t>(), *position = positions_B.const_data_ptr<int64_t>();
   std::vector<float> highest(get_num_threads() * batch), rough(batch * stretches);
   std::vector<double> sums(batch * stretches);
-  const auto choose = [&](const Team& team, int64_t level, const bf16* states, Quantised& room, int64_t* to) {
+  BestTwo found(get_num_threads(), batch);  // of rows without noise, if they may end early
+  const auto choose = [&](const Team& team, int64_t level, const bf16* states, Quantised& room, Chosen* chosen) {
     const auto shares = [&](int64_t r) {
       return Shares{q + (r * kept + (races ? 0 : level)) * vocabulary, vocabulary, temperature[r],
                     rough.data() + r * stretches, sums.data() + r * stretches};
     };
     float* mine = highest.data() + team.index * batch;
     std::fill_n(mine, batch, kNothing.score);
+    found.begin(team);
     multiply(team, head_, states, shape_.width, batch,
              [&](int64_t r, int64_t n, int64_t count, const float* scores) {
-               mine[r] = std::max(mine[r], kernels().round_row(scores, count, shares(r).q + n));
+               float* rounded = shares(r).q + n;
+               const float most = kernels().round_row(scores, count, rounded);
+               mine[r] = std::max(mine[r], most);
+               if (bound.least > 0 && temperature[r] <= kNoNoise) found.offer_all(team, r, rounded, count, most, n);
              }, room, layers_.front().query.begin(team));
     settle(team, batch, vocabulary, highest.data(), shares);
     const auto [own, end] = team.share(batch);
     for (int64_t r = own; r < end; ++r) {
-      int64_t& token = to[r * depth + level];
       const auto noise = [&](int64_t) {
         return uniform(seed[r], position[r] + level, static_cast<Stream>(stream), level);
       };
-      if (races)
-        token = shares(r).first({seed[r], position[r] + level, Stream::kTarget});
-      else
-        shares(r).draw(1, noise, &token);
+      chosen[r] = {};
+      const Race race(seed[r], position[r] + level, Stream::kTarget);
+      if (!races) {
+        shares(r).draw(1, noise, &chosen[r].token);
+      } else if (bound.least == 0) {
+        chosen[r].token = shares(r).first(race);
+      } else if (temperature[r] <= kNoNoise) {
+        const auto [first, second] = found.best(team, r);
+        chosen[r] = {first.index, second.index, first.score - second.score};
+      } else {
+        const double heat = temperature[r];
+        const First two = shares(r).first_two(race, std::exp(std::min(kSpreads * bound.spread / heat, kFarthest)));
+        // The other token would have arrived first if its score, or that of the first, had been wrong by so much.
+        const bool leads = two.next > two.time * two.near;
+        chosen[r] = {two.token, two.next_token, leads ? kInfinity : heat * std::log(two.next / two.time)};
+      }
     }
     team.barrier();
   };
-  follow(guesses, roots, cached, keys, values, tables, slots, choose);
-  return {guesses, q_BDV};
+  follow(guesses, others, roots, cached, keys, values, tables, slots, bound, choose);
+  return {guesses, others, q_BDV};
 }
 
 }  // namespace draftsmith

@@ -44,23 +44,24 @@ class Race {
   uint64_t first_, second_;
 };
 
-// Who arrives first, and when the next one does, as far as it is less than a thousandth later.
+// Who arrives first, and when the next one does, as far as that is less than `near` times as late.
 struct First {
   double time = kInfinity, next = kInfinity;
-  int64_t token = kUndecided;
+  int64_t token = kUndecided, next_token = kUndecided;
+  double near = 1.001;
 
   void offer(double other, int64_t its_token) {
     if (other < time || (other == time && its_token < token))
-      next = time, time = other, token = its_token;
+      next = time, next_token = token, time = other, token = its_token;
     else if (other < next)
-      next = other;
+      next = other, next_token = its_token;
   }
 
   // Takes in some tokens that arrive before `reach`, of which `ids` says who they are.
   void look(const Race& race, const float* weights, const int64_t* ids, int64_t count, double reach) {
     for (int64_t i = 0; i < count; ++i) {
       const double weight = weights[i];
-      if (weight > 0 && race.soonest(ids[i]) <= std::min(reach, time * 1.001) * weight)
+      if (weight > 0 && race.soonest(ids[i]) <= std::min(reach, time * near) * weight)
         offer(race.time(ids[i]) / weight, i);
     }
   }
@@ -70,7 +71,7 @@ struct First {
     int32_t early[kStretch];
     for (int64_t start = begin; start < end; start += kStretch) {
       const int64_t count = std::min(kStretch, end - start);
-      const double bound = std::min(reach, time * 1.001);
+      const double bound = std::min(reach, time * near);
       const int64_t found = kernels().early(weights + start, count, static_cast<uint32_t>(start), race.key(),
                                             static_cast<float>(bound * 1.0001), early);
       for (int64_t i = 0; i < found; ++i) {
