@@ -59,7 +59,7 @@ def quantised_self() -> None:
     parser = arguments(__doc__, "quantised_self")
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), help="words with options, or folders")
     parser.add_argument("--chains", nargs="+", type=int, default=[3, 4, 5, 6, 8])
-    parser.add_argument("--confidences", nargs="+", type=float, default=[], help="of chains that end early")
+    parser.add_argument("--confidences", nargs="+", type=float, default=[], help="of chains that end early, where worth it")
     parser.add_argument("--longest", nargs="+", type=int, default=[8, 16], help="guesses of those at most")
     parser.add_argument("--tasks", nargs="+", default=["code", "prose"])
     parser.add_argument("--prompts", type=int, default=16)
@@ -107,7 +107,7 @@ def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
                 plan = Plan((1,) * chain, sampled=drawn)
                 label = f"{name} {chain}, drawn" if drawn else f"{name} {chain}"
                 settings[label] = with_engine(engine, plan, args.new_tokens, heat)
-        for longest, least in product(args.longest, args.confidences) if drafter.confidences else ():
+        for longest, least in product(args.longest, [one for one in args.confidences if one in drafter.confidences]):
             plan = Plan((1,) * longest, confidence=least)
             settings[f"{name} {longest} while {least:g}"] = with_engine(engine, plan, args.new_tokens, heat)
     tasks, rows = {}, []
