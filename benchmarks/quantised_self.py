@@ -59,7 +59,7 @@ def quantised_self() -> None:
     parser = arguments(__doc__, "quantised_self")
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), help="words with options, or folders")
     parser.add_argument("--chains", nargs="+", type=int, default=[3, 4, 5, 6, 8])
-    parser.add_argument("--confidences", nargs="+", type=float, default=[], help="of chains that end early, where worth it")
+    parser.add_argument("--confidences", nargs="+", type=float, default=[], help="of chains that end early")
     parser.add_argument("--longest", nargs="+", type=int, default=[8, 16], help="guesses of those at most")
     parser.add_argument("--tasks", nargs="+", default=["code", "prose"])
     parser.add_argument("--prompts", type=int, default=16)
