@@ -44,6 +44,7 @@ from common import (
 
 from draftsmith import assets
 from draftsmith.drafters.base import Drafter, StagewiseDrafter
+from draftsmith.drafters.models.quantised_self import QuantisedSelf
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import TimedCall, run_engine
@@ -95,7 +96,8 @@ def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
     length = args.prompt_tokens + args.new_tokens
     drafters: dict[str, Any] = {name: load_drafter(name, target) for name in args.drafters}
     for name, drafter in drafters.items():
-        say(f"{name}: {drafter.memory_bytes() / 1e6:,.0f} MB beside the target")
+        spread = f", spread {drafter.spread:.2f}" if isinstance(drafter, QuantisedSelf) else ""
+        say(f"{name}: {drafter.memory_bytes() / 1e6:,.0f} MB beside the target{spread}")
     plain = Engine(target, max_batch=1, max_length=length, share_prefixes=False)
     heat = args.temperature
     settings = {PLAIN: with_engine(plain, NO_DRAFT, args.new_tokens, heat)}
