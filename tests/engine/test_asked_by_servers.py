@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -201,6 +202,23 @@ def test_guesses_that_are_no_tokens_cost_themselves_and_nothing_else():
     engine = Engine(tiny_target(), guarded, plan=TREE)
     for prompt, found in zip(asked, engine.generate(asked, SamplingParams(max_tokens=20)), strict=True):
         assert found.tokens == greedy_reference(tiny_model(), prompt, 20) and found.error is None
+    assert guarded.failures >= 3
+
+
+class NoChain(OracleDrafter):
+    """Says that its trees are chains."""
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        draft = super().propose(context, plan)
+        return replace(draft, branching=(1,) * draft.depth)
+
+
+def test_a_tree_that_is_told_as_a_chain_costs_itself_and_nothing_else():
+    asked = prompts(3)
+    guarded = Guarded(oracle_for(tiny_model(), asked, kind=NoChain), "no chain", VOCABULARY)
+    engine = Engine(tiny_target(), guarded, plan=TREE)
+    for prompt, found in zip(asked, engine.generate(asked, SamplingParams(max_tokens=20)), strict=True):
+        assert found.tokens == greedy_reference(tiny_model(), prompt, 20)
     assert guarded.failures >= 3
 
 

@@ -123,5 +123,8 @@ def _check(draft: Draft, rows: int, plan: Plan, vocab_size: int) -> None:
         if lowest < 0 or highest >= vocab_size:
             raise ValueError(f"guesses from {lowest} to {highest}, but tokens go from 0 to {vocab_size - 1}")
         before = int(draft.parents_BN.min())
-        if before < UNUSED or (draft.parents_BN >= torch.arange(shape[1])).any():
+        nodes_N = torch.arange(shape[1])
+        if before < UNUSED or (draft.parents_BN >= nodes_N).any():
             raise ValueError(f"parents {draft.parents_BN.tolist()}, but each has to come before its node")
+        if draft.is_chain and ((draft.parents_BN != UNUSED) & (draft.parents_BN != nodes_N - 1)).any():
+            raise ValueError(f"parents {draft.parents_BN.tolist()}, but the draft says that all its rows are chains")

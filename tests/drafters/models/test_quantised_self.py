@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.draws import stream_of, temperature_of
+from draftsmith.drafters.lookup.lookup_first import LookupFirst
 from draftsmith.drafters.models.agreement import NO_TOKEN, chance_of, spread_of
 from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter
 from draftsmith.drafters.models.quantised_self import QuantisedSelf
@@ -261,6 +262,22 @@ def test_one_operator_ends_chains_where_levels_do(quantize: Quantization, confid
             c.tokens for c in Engine(target, max_batch=3).generate(prompts(6), params)
         ]
         assert drafter.ended > 5 and drafter.beside > 5
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.9])
+def test_a_lookup_before_a_copy_leaves_its_other_tokens_in_their_places(heat: float):
+    """Of rows in one step, some have a chain that was found and some a copy's, with other tokens beside it."""
+    target = bf16_target("llama")
+    copy = ComparedBounds(target, "int4", guesses=4)
+    copy.spread = 1.0
+    drafter = LookupFirst(load_drafter("ngram:min_length=1", target), copy)
+    plan = Plan((1,) * 6, factor=1.0, confidence=0.9)
+    params = [SamplingParams(max_tokens=24, temperature=heat, seed=row) for row in range(6)]
+    plain = [c.tokens for c in Engine(target, max_batch=1).generate(prompts(6), params)]
+    for batch in (1, 6):
+        engine = Engine(target, drafter, max_batch=batch)
+        assert [c.tokens for c in engine.generate(prompts(6), params, plan)] == plain
+    assert copy.beside > 5
 
 
 def test_the_spread_says_how_often_a_copy_is_right():

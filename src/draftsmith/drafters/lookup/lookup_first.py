@@ -91,7 +91,7 @@ class LookupFirst(Drafter):
                 0, left_R, widened(guessed.parents_BN, nodes, UNUSED)
             ),
             max(looked_up.depth, guessed.depth),
-            branching=(1,) * nodes if plan.is_chain else None,
+            branching=(1,) * nodes if looked_up.is_chain and guessed.is_chain else None,
             parts=parts,
         )
 
