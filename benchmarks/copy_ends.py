@@ -5,9 +5,9 @@
 
 The target continues held-out prompts greedily, and the copy reads these texts. The first table says how often its
 choice is the next token, by how far its best token leads, in spreads (`drafters/models/agreement.py`). The second says
-how many times as fast as plain decoding chains would be that end by different rules, each at its best threshold,
-calculated from what a guess (`--guess`), a step (`--step`) and each verified guess (`--node`) cost, in plain steps. A
-guess behind a wrong one is taken from the text, not from the copy's own chain.
+how many times as fast as plain decoding chains would be that end by different rules, each at its best length and
+threshold on these texts, calculated from what a guess (`--guess`), a step (`--step`) and each verified guess (`--node`)
+cost, in plain steps. A guess behind a wrong one is taken from the text, not from the copy's own chain.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
 
 LEADS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
-LEAST = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 NEVER = 0.0
+LEAST = (NEVER, 0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def best_of(rows: Sequence[Sequence[Place]], rule: Rule, args: Any) -> dict[str,
             for row in rows:
                 at = 0
                 while at < len(row):
-                    stayed, made, verified = one_step(row[at : at + length], rule, least)
+                    stayed, made, verified = one_step(row[at : at + length], length, rule, least)
                     tokens, guesses, nodes, steps = tokens + stayed + 1, guesses + made, nodes + verified, steps + 1
                     at += stayed + 1
             cost = steps * args.step + guesses * args.guess + nodes * args.node
@@ -169,23 +169,23 @@ def best_of(rows: Sequence[Sequence[Place]], rule: Rule, args: Any) -> dict[str,
     return max(found, key=lambda one: one["speed"])
 
 
-def one_step(places: Sequence[Place], rule: Rule, least: float) -> tuple[int, int, int]:
+def one_step(places: Sequence[Place], length: int, rule: Rule, least: float) -> tuple[int, int, int]:
     """Return how many guesses stay, how many passes the copy makes, and how many guesses are verified."""
-    chance, certain, stayed, made, verified, chain_stays = 1.0, 1.0, 0, 0, 0, True
+    chance, certain, made, kept, beside = 1.0, 1.0, 0, 0, list[int]()
     for place in places:
         made += 1
         before, certain = certain, certain * place.chance
         chance *= rule.sureness(place)
         if chance < least and not rule.keeps:
             break
-        beside = rule.others and before - certain >= WORTH_IT
-        verified += 1 + beside
-        if chain_stays:
-            stayed += place.right or (beside and place.other_right)
-            chain_stays = place.right
+        if rule.others and before - certain >= WORTH_IT:
+            beside.append(kept)
+        kept += 1
         if chance < least:
             break
-    return stayed, made, verified
+    beside = beside[::-1][: length - kept]  # as far as there is room, from the end
+    wrong = next((at for at in range(kept) if not places[at].right), kept)
+    return wrong + (wrong in beside and places[wrong].other_right), made, kept + len(beside)
 
 
 if __name__ == "__main__":

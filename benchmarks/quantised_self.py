@@ -112,11 +112,19 @@ def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
         for longest, least in product(args.longest, [one for one in args.confidences if one in drafter.confidences]):
             plan = Plan((1,) * longest, confidence=least)
             settings[f"{name} {longest} while {least:g}"] = with_engine(engine, plan, args.new_tokens, heat)
-    tasks, rows = {}, []
+    tasks, rows, gains = {}, [], []
     for task in args.tasks:
         prompts = make_prompts(target, task, args.prompt_tokens, args.prompts, args.seed)
         runs = interleave(settings, prompts, 1, args.seed, task)
         tasks[task] = {name: figures(mine, runs[PLAIN], args.seed) for name, mine in runs.items()}
+        for name in drafters:
+            fixed = [label for label in runs if label in {f"{name} {chain}" for chain in args.chains}]
+            early = [label for label in runs if label.startswith(f"{name} ") and " while " in label]
+            best = max(fixed, key=lambda label: tasks[task][label]["speedup"]["value"], default=None)
+            for label in early if best else ():
+                ratio = ratio_interval(seconds_of(runs[best]), seconds_of(runs[label]), seed=args.seed)
+                tasks[task][label] |= {"best_fixed": best, "over_best_fixed": as_json(ratio)}
+                gains.append([task, label, best, span(ratio)])
         for name, cell in tasks[task].items():
             numbers = (cell[figure] for figure in ("tokens_per_second", "tau", "step", "speedup", "speedup_of_calls"))
             shares = f"{cell['drafting']:.2f} + {cell['verifying']:.2f} + {cell['rest']:.2f}"
@@ -132,7 +140,16 @@ def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
          "drafter + target + rest", "guesses a step", "same text", "tokens"],
         rows,
     )
+    if gains:
+        show_table(
+            "Chains that end early: speed over the best of fixed length", ["task", "setting", "best", "times"], gains
+        )
     return tasks
+
+
+def seconds_of(runs: Sequence[TimedCall]) -> list[float]:
+    """Return the seconds of decoding, prompt by prompt."""
+    return [one.decode_s for one in statistics_of(runs)]
 
 
 def figures(mine: Sequence[TimedCall], plain: Sequence[TimedCall], seed: int) -> dict[str, Any]:

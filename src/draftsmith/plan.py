@@ -38,8 +38,9 @@ class Plan:
         confidence: for drafters that know how likely their guesses are: leave out guesses whose probability, times that
             of all guesses before them, is below this, so that a draft ends where its drafter becomes unsure. A guess
             for a sampled row counts as likely as the likeliest token there, see `grow`. None keeps all; `NEVER_SURE`
-            leaves out all. Drafters that look guesses up ignore it. In chains of a quantised copy of the target it is
-            the chance that the target chooses the same, and the guess that falls below it is the last one.
+            leaves out all. Drafters that look guesses up ignore it. In chains of a quantised copy that shares the
+            target's cache it is the chance that the target chooses the same. The guess at which that falls below it is
+            the last one, so there is always one.
     """
 
     branching: tuple[int, ...] = ()

@@ -111,9 +111,8 @@ def speed_rows(speeds: TargetSpeeds) -> list[list[str]]:
 
 def in_words(plan: Plan) -> str:
     """Say how many guesses a chain has."""
-    if plan.confidence is not None:
-        return f"up to {plan.depth} guesses while {100 * plan.confidence:g} % sure"
-    return f"{plan.max_nodes} guess{'es' * (plan.max_nodes > 1)}"
+    bounded = "up to " if plan.confidence is not None else ""
+    return f"{bounded}{plan.max_nodes} guess{'es' * (plan.max_nodes > 1)}"
 
 
 def sentences(found: Mapping[str, SpeedupResult]) -> dict[str, list[str]]:

@@ -84,7 +84,8 @@ def best_two(
     """Return what `draw_like_target` does and the token next to it (R, 2), and by how much the first leads (R).
 
     Greedily that is the lead of the best score over the second. With noise, it is what the score of the other token
-    would have to gain on that of the one drawn, so that it were drawn instead.
+    would have to gain on that of the one drawn, so that it were drawn instead. Native operators take a share that is
+    next to nothing for none, so at temperatures of a few hundredths they may find a larger lead.
     """
     scores_RV = scores_RV.double()
     best_R = scores_RV.max(dim=-1)  # of equals, the first

@@ -234,7 +234,7 @@ def candidates(
         chain = (1,) * whole
         sure = (*confidences, NEVER_SURE)  # with the last one, only what is looked up is drafted
         both = [Plan(chain, factor=factor, confidence=least) for factor in factors for least in sure if chain]
-        deepest = min(deepest_behind, room)
+        deepest = min(deepest_behind, room, SURE_DEPTHS[-1])
         unaided = [Plan((1,) * deep, factor=NO_COPY) for deep in sorted({1, min(UNAIDED, deepest), deepest}) if deepest]
         if deepest:
             unaided += [Plan((1,) * deepest, factor=NO_COPY, confidence=least) for least in confidences]
@@ -260,7 +260,7 @@ def ladder(depth: int) -> Sequence[int]:
 
 
 SURE_DEPTHS = (8, 16)
-"""The longest guesses of chains to try that end where their drafter becomes unsure."""
+"""Most guesses of the chains to try that end where their drafter becomes unsure, and of those behind a lookup."""
 UNAIDED = 3
 """Guesses of the middle one of three chains to try for a drafter behind a lookup when nothing is looked up."""
 SHORT_COPY = 4

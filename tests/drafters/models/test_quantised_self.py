@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.drafters.draws import stream_of, temperature_of
+from draftsmith.drafters.draws import best_two, draw_like_target, stream_of, temperature_of
 from draftsmith.drafters.lookup.lookup_first import LookupFirst
 from draftsmith.drafters.models.agreement import NO_TOKEN, chance_of, spread_of
 from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter
 from draftsmith.drafters.models.quantised_self import QuantisedSelf
+from draftsmith.drafters.models.self_drafter import with_others
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.engine import Engine
 from draftsmith.native import LIBRARY, why_missing
@@ -23,6 +24,7 @@ from draftsmith.targets import Target
 from draftsmith.targets.calibration import DAMPING, factors_of, own_texts, products_of
 from draftsmith.types import UNUSED, Context, Draft, DraftsmithError, Quantization, SamplingParams
 from draftsmith.verify import Stream, categorical, uniform
+from tests.drafters.lookup.lookup_toy import context_of
 from tests.helpers.contract import FEW, check_drafter, check_joint_distribution
 from tests.helpers.heads_toy import demo_target
 from tests.helpers.tiny import prompts, tiny_model, tiny_target
@@ -264,6 +266,19 @@ def test_one_operator_ends_chains_where_levels_do(quantize: Quantization, confid
         assert drafter.ended > 5 and drafter.beside > 5
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "gemma3"])
+def test_chains_end_early_without_an_operator_too(architecture: str):
+    """In models of which only the layers are native: greedy rows among sampled ones keep their texts."""
+    target = bf16_target(architecture)
+    copy = QuantisedSelf(target, "int4", guesses=4)
+    copy.spread = 1.0
+    params = [SamplingParams(max_tokens=12, temperature=0.8 * (row % 2), seed=row) for row in range(4)]
+    plain = [c.tokens for c in Engine(target, max_batch=1).generate(prompts(4), params)]
+    found = Engine(target, copy, max_batch=1).generate(prompts(4), params, Plan((1,) * 6, confidence=0.8))
+    assert [c.tokens for c in found] == plain and sum(map(sum, (c.accepted_lengths for c in found))) > 0
+    assert any(c.statistics.drafted < 6 * c.statistics.steps for c in found)
+
+
 @pytest.mark.parametrize("heat", [0.0, 0.9])
 def test_a_lookup_before_a_copy_leaves_its_other_tokens_in_their_places(heat: float):
     """Of rows in one step, some have a chain that was found and some a copy's, with other tokens beside it."""
@@ -281,30 +296,43 @@ def test_a_lookup_before_a_copy_leaves_its_other_tokens_in_their_places(heat: fl
 
 
 def test_the_spread_says_how_often_a_copy_is_right():
-    """Where its best token leads by little, about as many choices are the target's as the spread says."""
+    """However far its best token leads, about as many choices are the target's as follow from the spread."""
     target = demo_target()
     tokens_BT = own_texts(target, 2048)
+    heat_R, seeds_R = torch.full((tokens_BT.numel(),), 0.8), torch.arange(tokens_BT.numel())
     for name in COPIES:
         drafter = load_drafter(name, target)
         assert isinstance(drafter, QuantisedSelf)
         own_BTV, whole_BTV = (one.encode(tokens_BT, (), logits=True)[1] for one in (drafter.model, target))
         assert own_BTV is not None and whole_BTV is not None
-        two = own_BTV.double().topk(2, dim=-1)
-        lead_BT = two.values[..., 0] - two.values[..., 1]
-        there_BT2 = whole_BTV.double().gather(-1, two.indices)
-        stays_BT = there_BT2[..., 0] > there_BT2[..., 1]
-        for least, most in ((0.25, 0.75), (0.75, 1.5), (3.0, 9.0)):  # in spreads
-            near_BT = (lead_BT >= least * drafter.spread) & (lead_BT < most * drafter.spread)
-            expected = float(chance_of(lead_BT[near_BT], drafter.spread).mean())
-            assert near_BT.sum() > 40
-            assert float(stays_BT[near_BT].double().mean()) == pytest.approx(expected, abs=0.12)
+        own_RV, whole_RV = own_BTV.flatten(0, 1).float(), whole_BTV.flatten(0, 1).float()
+        for heats_R in (torch.zeros_like(heat_R), heat_R):
+            two_R2, lead_R = best_two(own_RV, heats_R, seeds_R, seeds_R)
+            stays_R = two_R2[:, 0] == draw_like_target(whole_RV, heats_R, seeds_R, seeds_R)
+            for least, most in ((0.25, 0.75), (0.75, 1.5), (3.0, 9.0)):  # in spreads
+                near_R = (lead_R >= least * drafter.spread) & (lead_R < most * drafter.spread)
+                expected = float(chance_of(lead_R[near_R], drafter.spread).mean())
+                assert near_R.sum() > 40
+                assert float(stays_R[near_R].double().mean()) == pytest.approx(expected, abs=0.12)
+
+
+def test_other_tokens_are_kept_from_the_end_where_room_is_short():
+    context = context_of({0: [1, 2]})
+    draft = with_others([[5, 6, 7, -1]], [[15, 16, 17, -1]], context, Plan((1,) * 4, confidence=0.5))
+    assert draft.tokens_BN.tolist() == [[5, 6, 7, 17]] and draft.parents_BN.tolist() == [[-1, 0, 1, 1]]
+    assert draft.depth == 3 and not draft.is_chain
+    draft = with_others([[5, 6, 7]], [[15, -1, -1]], context, Plan((1,) * 4, confidence=0.5))
+    assert draft.tokens_BN.tolist() == [[5, 6, 7, 15]] and draft.parents_BN.tolist() == [[-1, 0, 1, -1]]
+    draft = with_others([[5, 6]], [[15, 16]], context, Plan((1, 1), confidence=0.5))
+    assert draft.tokens_BN.tolist() == [[5, 6]] and draft.is_chain, "there is no room"
 
 
 def test_a_copy_of_a_broken_target_has_no_spread():
     model = tiny_model("llama", dtype=torch.bfloat16)
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
-    target = Target(model)
-    assert spread_of(target, target) == 0.0
+    target, healthy = Target(model), bf16_target("llama")
+    assert spread_of(healthy.quantised("int4"), healthy) > 0
+    assert spread_of(healthy.quantised("int4"), target) == 0.0
     assert chance_of(torch.tensor([0.0]), 0.0).tolist() == [1.0]
 
 

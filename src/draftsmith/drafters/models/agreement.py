@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 TEXTS, LONGEST = 16, 9
-"""Number and length of the texts by which a copy is compared: few, so that a start takes no longer, and enough to know
-the spread to a tenth or two."""
+"""Number and length of the texts by which a copy is compared: few, because a first draft waits for them."""
 
 WORTH_IT = 0.15
 """The least chance of a token beside a chain: to verify a guess costs some time. guesses.cpp has the same number."""
@@ -32,15 +31,16 @@ NO_TOKEN = -1
 def spread_of(copy: "Target", target: "Target") -> float:
     """Return how far the lead of a copy's best token over its second differs from theirs in the target.
 
-    It is the root of the mean square, over texts that the target writes; 0 if its scores are not finite.
+    It is the root of the mean square, over texts that the target writes after random tokens; 0 if its scores are not
+    finite.
     """
     longest = min(LONGEST, target.max_length)
     tokens_BT = own_texts(target, TEXTS * longest, longest)
     own_BTV, whole_BTV = (one.encode(tokens_BT, (), logits=True)[1] for one in (copy, target))
     assert own_BTV is not None and whole_BTV is not None
-    two = own_BTV.double().topk(2, dim=-1)
-    there_BT2 = whole_BTV.double().gather(-1, two.indices)
-    difference_BT = (two.values - there_BT2).diff(dim=-1).squeeze(-1)
+    two = own_BTV.topk(2, dim=-1)
+    there_BT2 = whole_BTV.gather(-1, two.indices)
+    difference_BT = (two.values.double() - there_BT2.double()).diff(dim=-1).squeeze(-1)
     spread = float(difference_BT.square().mean().sqrt())
     return spread if math.isfinite(spread) else 0.0
 

@@ -12,6 +12,9 @@ next best token instead, that is guessed too, beside the chain.
 Shapes: B rows, D depth of the plan, V vocabulary.
 """
 
+import logging
+import time
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +35,8 @@ from draftsmith.types import Context, Draft, DraftsmithError, Quantization
 if TYPE_CHECKING:
     from draftsmith.targets import Target
 
+progress = logging.getLogger("draftsmith.progress")
+
 
 class QuantisedSelf(SelfDrafter):
     """Drafts with a quantised copy of a bf16 target; it shares the target's cache and weights that are not packed."""
@@ -43,8 +48,7 @@ class QuantisedSelf(SelfDrafter):
     ) -> None:
         super().__init__(target, target.quantised(quantize, name, calibrate), guesses)
         self._shared = frozenset(bytes_by_place(target.model))
-        self.spread = spread_of(self.model, target)
-        """How far the scores of both are from each other, see `agreement`."""
+        self._target, self._name = target, name
 
     def parameter_count(self) -> int:
         """Count the weights of the copy."""
@@ -54,6 +58,17 @@ class QuantisedSelf(SelfDrafter):
         """Return the memory of the parts that are not the target's."""
         held = bytes_by_place(self.model.model)
         return sum(size for place, size in held.items() if place not in self._shared)
+
+    @cached_property
+    def spread(self) -> float:
+        """How far the scores of the copy and the target are from each other, see `agreement`; measured once."""
+        begun = time.perf_counter()
+        spread = spread_of(self.model, self._target)
+        progress.info(
+            "%s: its scores were compared with the target's in %.1f s, so that chains end where it may be wrong.",
+            self._name, time.perf_counter() - begun,
+        )
+        return spread
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain that may end early, or what the plan says."""

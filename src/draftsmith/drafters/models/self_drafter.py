@@ -94,9 +94,9 @@ def with_others(
     for tokens, beside in zip(chains, others, strict=True):
         tree = DraftTree((2,) * plan.depth, plan.max_nodes)
         tree.add_path(ROOT, [token for token in tokens if token != NO_TOKEN])
-        for before, other in enumerate(beside, start=ROOT):
-            if other != NO_TOKEN:
-                tree.add(before, other)
+        for at in reversed(range(len(beside))):  # the last one is the likeliest to be needed
+            if beside[at] != NO_TOKEN:
+                tree.add(at - 1 if at else ROOT, beside[at])
         trees.append(tree)
     draft = to_draft(trees, context, plan)
     is_chain = all(tree.depth == len(tree.tokens) for tree in trees)

@@ -175,7 +175,7 @@ def prove_sampling_here(
     own = plan.shortened(depth)
     is_tree = not own.sampled and any(children > 1 for children in own.branching)
     tree = replace(own, acceptance="exact") if is_tree else Plan((2, *(1,) * (depth - 1)))
-    guessed = Plan((1,) * depth)
+    guessed = own if own.is_chain and not own.sampled and own.acceptance == "exact" else Plan((1,) * depth)
     runs: list[tuple[str, Plan, SamplingParams, list[int], int]] = [
         (plan_name(tree), tree, unpenalised, prompt, draws),
         (f"{plan_name(tree)}, penalties", tree, punished, repetitive, max(LEAST_DRAWS, draws // COSTLY)),

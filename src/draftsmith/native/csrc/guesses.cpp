@@ -20,7 +20,7 @@ constexpr Best kNothing{-std::numeric_limits<float>::infinity(), 0};
 constexpr int64_t kNone = -1;      // in the place of a guess: there is none
 constexpr double kWorthIt = 0.15;  // the least chance of a token beside a chain
 constexpr double kSpreads = 4;     // a choice that leads by so many times the spread is certain
-constexpr double kFarthest = 80;   // the logarithm of a share is not looked for further below that of the largest
+constexpr double kFarthest = 69;   // a share whose logarithm is further below that of the largest counts as none
 
 // The best two scores of each row that each thread has seen in its part.
 class BestTwo {
