@@ -120,8 +120,8 @@ def tasks_of(target: Target, args: Any) -> dict[str, dict[str, Any]]:
         for name in drafters:
             fixed = [label for label in runs if label in {f"{name} {chain}" for chain in args.chains}]
             early = [label for label in runs if label.startswith(f"{name} ") and " while " in label]
-            best = max(fixed, key=lambda label: tasks[task][label]["speedup"]["value"], default=None)
-            for label in early if best else ():
+            for label in early if fixed else ():
+                best = max(fixed, key=lambda one: tasks[task][one]["speedup"]["value"])
                 ratio = ratio_interval(seconds_of(runs[best]), seconds_of(runs[label]), seed=args.seed)
                 tasks[task][label] |= {"best_fixed": best, "over_best_fixed": as_json(ratio)}
                 gains.append([task, label, best, span(ratio)])
