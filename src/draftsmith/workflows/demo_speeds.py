@@ -28,8 +28,8 @@ from draftsmith.types import CompileLevel, DraftsmithError
 LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "4-bit cascade"
 BEHIND = "lookup, then live"
 SHORT, LONG = ([Plan((1,) * length) for length in lengths] for lengths in ((2, 3, 4), (4, 5, 7)))
-BOUNDED = [Plan((1,) * 8, confidence=least) for least in (0.5, 0.7)]
-PLANS = {LIVE: SHORT, SHIPPED: SHORT, COPY: [*LONG, *BOUNDED], CASCADE: LONG}
+EARLY = Plan((1,) * 8, confidence=0.7)
+PLANS = {LIVE: SHORT, SHIPPED: SHORT, COPY: [Plan((1,) * 5), EARLY], CASCADE: LONG}
 """The chains tried for each drafter; drafters that are not listed use their own plan."""
 TRIALS, TRIAL_TOKENS = 4, 40
 CALIBRATE = 2048
