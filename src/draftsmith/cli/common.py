@@ -95,11 +95,15 @@ def set_threads(threads: int | None, notes: Console) -> None:
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
-    """Read "1,2,4"; DraftsmithError names the option."""
+    """Read "1,2,4", at least one number; DraftsmithError names the option."""
+    wish = f"{option} is {text!r}; give whole numbers with commas, such as 1,2,4."
     try:
-        return tuple(int(part) for part in text.replace(" ", "").split(",") if part)
+        found = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError as error:
-        raise DraftsmithError(f"{option} is {text!r}; give whole numbers with commas, such as 1,2,4.") from error
+        raise DraftsmithError(wish) from error
+    if not found:
+        raise DraftsmithError(wish)
+    return found
 
 
 def say(sentence: str) -> None:

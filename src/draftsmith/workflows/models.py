@@ -169,7 +169,11 @@ def load_engine(
         drafter = str(assets.demo_drafter())
     loaded = load_target(target, Loading(dtype, device, trust_remote_code, native, quantize), console)
     if drafter is None and draft:
-        console.print(f"[dim]No drafter for {loaded.name}: decoding without one; give one with --drafter.[/dim]")
+        console.print(
+            f"[dim]No drafter for {loaded.name}, so it decodes plainly; try --drafter ngram or --drafter cascade, "
+            "which need no training, or train one with draftsmith train.[/dim]",
+            highlight=False,
+        )
     if not draft:
         drafter = None
     guesser = open_drafter(drafter, loaded, console) if isinstance(drafter, str | Path) else drafter
