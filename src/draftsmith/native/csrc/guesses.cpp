@@ -60,8 +60,8 @@ double Bound::chance(double lead) const { return spread > 0 ? 0.5 * std::erfc(-l
 
 template <class Choose>
 void Decoder::follow(const Tensor& guesses, const Tensor& others, const Tensor& roots, const Tensor& cached,
-                     const Tensors& keys, const Tensors& values, const std::optional<Tensor>& tables, const std::optional<Tensor>& slots,
-                     const Bound& bound, const Choose& choose) {
+                     const Tensors& keys, const Tensors& values, const std::optional<Tensor>& tables,
+                     const std::optional<Tensor>& slots, const Bound& bound, const Choose& choose) {
   const int64_t batch = guesses.size(0), depth = guesses.size(1);
   int64_t *to = guesses.mutable_data_ptr<int64_t>(), *beside = others.mutable_data_ptr<int64_t>();
   for (int64_t b = 0; b < batch; ++b) std::fill_n(to + b * depth, depth, roots.const_data_ptr<int64_t>()[b]);
