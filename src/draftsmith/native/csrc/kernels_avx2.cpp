@@ -18,11 +18,13 @@ inline __m256 highs(__m256i pairs) {
 
 template <int kRows, int kPanels>
 struct Block {
-  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride,
+  static void run(const bf16* x, int64_t x_stride, const bf16* w, const Reach& reach, float* y, int64_t y_stride,
                   const Ahead&) {
     __m256 sum[kRows][2];
-    for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
-    for (int64_t k = 0; k < pairs; ++k) {
+    for (int r = 0; r < kRows; ++r)
+      for (int h = 0; h < 2; ++h)
+        sum[r][h] = reach.first == 0 ? _mm256_setzero_ps() : _mm256_loadu_ps(y + r * y_stride + 8 * h);
+    for (int64_t k = reach.first; k < reach.last; ++k) {
       const __m256i w0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k * 2 * kPanel));
       const __m256i w1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k * 2 * kPanel) + 1);
       for (int r = 0; r < kRows; ++r) {
@@ -49,7 +51,7 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
 
 // Half a line, the outputs 0 … 7 or 8 … 15 of a panel.
 struct Int4Halves {
-  static constexpr int kBytes = 32, kRows = 3, kPanels = 1, kFewRows = 1, kAlone = 2;
+  static constexpr int kBytes = 32, kRows = 3, kPanels = 1, kAlone = 2;
   using Whole = __m256i;
   using Real = __m256;
   static Real nothing() { return _mm256_setzero_ps(); }

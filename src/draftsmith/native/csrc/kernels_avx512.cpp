@@ -21,15 +21,16 @@ inline __m512 highs(__m512i pairs) {
 
 template <int kRows, int kPanels>
 struct Block {
-  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride,
+  static void run(const bf16* x, int64_t x_stride, const bf16* w, const Reach& reach, float* y, int64_t y_stride,
                   const Ahead&) {
     __m512 sum[kRows][kPanels];
     for (int r = 0; r < kRows; ++r)
-      for (int p = 0; p < kPanels; ++p) sum[r][p] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < pairs; ++k) {
+      for (int p = 0; p < kPanels; ++p)
+        sum[r][p] = reach.first == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(y + r * y_stride + p * kPanel);
+    for (int64_t k = reach.first; k < reach.last; ++k) {
       __m512 low[kPanels], high[kPanels];
       for (int p = 0; p < kPanels; ++p) {
-        const __m512i both = _mm512_loadu_si512(w + (p * pairs + k) * 2 * kPanel);
+        const __m512i both = _mm512_loadu_si512(w + (p * reach.lines + k) * 2 * kPanel);
         low[p] = lows(both), high[p] = highs(both);
       }
       for (int r = 0; r < kRows; ++r) {

@@ -21,6 +21,7 @@ struct Pairs {
   using Y = float;
   using Sum = __m512;
   static Sum zero() { return _mm512_setzero_ps(); }
+  static Sum at(const Y* sums) { return _mm512_loadu_ps(sums); }
   static Sum add(Sum sum, __m512i weights, int xs) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(weights),
                             reinterpret_cast<__m512bh>(_mm512_set1_epi32(xs)));
@@ -33,6 +34,7 @@ struct Quads {
   using Y = int32_t;
   using Sum = __m512i;
   static Sum zero() { return _mm512_setzero_si512(); }
+  static Sum at(const Y* sums) { return _mm512_loadu_si512(sums); }
   static Sum add(Sum sum, __m512i weights, int xs) {
     return _mm512_dpbusd_epi32(sum, _mm512_set1_epi32(xs ^ static_cast<int>(0x80808080)), weights);
   }
@@ -45,23 +47,25 @@ struct Of {
 
   template <int kRows, int kPanels>
   struct Block {
-    static void run(const X* x, int64_t x_stride, const X* w, int64_t lines, Y* y, int64_t y_stride,
+    static void run(const X* x, int64_t x_stride, const X* w, const Reach& reach, Y* y, int64_t y_stride,
                     const Ahead& ahead) {
       constexpr int64_t kLine = kLineBytes / sizeof(X);
       typename Kind::Sum sum[kRows][kPanels];
       for (int r = 0; r < kRows; ++r)
-        for (int p = 0; p < kPanels; ++p) sum[r][p] = Kind::zero();
+        for (int p = 0; p < kPanels; ++p)
+          sum[r][p] = reach.first == 0 ? Kind::zero() : Kind::at(y + r * y_stride + p * kPanel);
       // Every block of rows asks for its part of what comes next, so that reading never waits for multiplying, nor the
       // other way round.
       const char* next = ahead.from;
       int64_t turn = ahead.number;
-      for (int64_t k = 0; k < lines; ++k) {
+      for (int64_t k = reach.first; k < reach.last; ++k) {
         __m512i weights[kPanels];
-        for (int p = 0; p < kPanels; ++p) weights[p] = _mm512_loadu_si512(w + (p * lines + k) * kLine);
+        for (int p = 0; p < kPanels; ++p) weights[p] = _mm512_loadu_si512(w + (p * reach.lines + k) * kLine);
         if (next != nullptr && turn-- == 0) {
-          for (int p = 0; p < kPanels; ++p) _mm_prefetch(next + (k * kPanels + p) * kLineBytes, _MM_HINT_T1);
+          for (int p = 0; p < kPanels; ++p) _mm_prefetch(next + p * ahead.panel, _MM_HINT_T1);
           turn = ahead.blocks - 1;
         }
+        if (next != nullptr) next += ahead.line;
         for (int r = 0; r < kRows; ++r) {
           int xs;
           __builtin_memcpy(&xs, x + r * x_stride + k * (kLine / kPanel), sizeof xs);
@@ -73,17 +77,25 @@ struct Of {
           __builtin_memcpy(y + r * y_stride + p * kPanel, &sum[r][p], sizeof sum[r][p]);
     }
   };
-
-  // Thirty-two registers: twenty-four sums, four lines of weights, and the inputs of a row.
-  static void product(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines, int64_t panels,
-                      const void* ahead, Y* y, int64_t y_stride) {
-    walk<Block, 6, 4>(x, x_stride, rows, packed, lines, panels, ahead, y, y_stride);
-  }
 };
 
+// Thirty-two registers hold sums, the lines of weights that they are of, and inputs. As long as all rows fit them, weights
+// come by once and as fast as for one row, even if a line of inputs then serves fewer panels.
+void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
+          const void* ahead, float* y, int64_t y_stride) {
+  if (rows > 6 && rows <= 14)
+    walk<Of<Pairs>::Block, 14, 2>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
+  else
+    walk<Of<Pairs>::Block, 6, 4>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
+}
+
+// Inputs take registers of their own here, so fewer sums fit.
 void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,
                int64_t quads, int64_t panels, const void* ahead, int32_t* y, int64_t y_stride) {
-  Of<Quads>::product(x, x_stride, rows, packed, quads, panels, ahead, y, y_stride);
+  if (rows <= 4)
+    walk<Of<Quads>::Block, 4, 4>(x, x_stride, rows, packed, quads, panels, ahead, y, y_stride);
+  else
+    walk<Of<Quads>::Block, 8, 2>(x, x_stride, rows, packed, quads, panels, ahead, y, y_stride);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t n = 0; n < panels * kPanel; ++n) y[r * y_stride + n] -= sums[n] * 128;
 }
@@ -98,7 +110,7 @@ namespace draftsmith {
 const Kernels* avx512bf16_kernels() {
   const Kernels* base = avx512_kernels();
   if (base == nullptr || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return nullptr;
-  static const Kernels table{"avx512bf16", Of<Pairs>::product, gemm_int8, gemm_int4_by<Int4Lines>, attend_by<score_keys_by_pairs, mix_values_by_lines, 16>,
+  static const Kernels table{"avx512bf16", gemm, gemm_int8, gemm_int4_by<Int4Lines>, attend_by<score_keys_by_pairs, mix_values_by_lines, 16>,
                              room_for_scores, rms_norm, silu_times, narrow_row, add_row, round_row, quantise, quantise_groups, round_group, round_panel, rotate, activate,
                              sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, rest, share, early, base->interleave};
   return &table;

@@ -313,23 +313,35 @@ void widen_row(const bf16* x, int64_t count, float* to) {
     }
 }
 
+// The lines of every panel that a block of rows is multiplied by; before the first of all the sums are zero, and before
+// others they stand in y.
+struct Reach {
+  int64_t lines;  // of a panel in all
+  int64_t first, last;
+};
+
 // What a block of rows asks for while it multiplies: its part of the weights that come next, every so many lines one.
 struct Ahead {
   const char* from;  // null for nothing
   int64_t number, blocks;
+  int64_t line, panel;  // bytes from what one line asks for to what the next one does, and from panel to panel
 };
 
+constexpr int64_t kNearLines = 1024;  // of a panel: so many of each stay near until the last block of rows has seen them
+constexpr int64_t kReachLines = 512;
+
 // Splits the work into blocks of rows that fit the registers, and walks over the weights once for each group of
-// panels: the second block of rows finds them in a near cache. Block<rows, panels> computes one block.
+// panels: the second block of rows finds them in a near cache. Long panels are walked over in stretches, since a group
+// of them would not fit it. Block<rows, panels> computes one block.
 template <template <int, int> class Block, int kRows, int kPanels>
 struct Rows {
   template <class X, class Y>
-  static void run(int64_t rows, const X* x, int64_t x_stride, const X* w, int64_t lines, Y* y, int64_t y_stride,
+  static void run(int64_t rows, const X* x, int64_t x_stride, const X* w, const Reach& reach, Y* y, int64_t y_stride,
                   const Ahead& ahead) {
     if (rows == kRows)
-      Block<kRows, kPanels>::run(x, x_stride, w, lines, y, y_stride, ahead);
+      Block<kRows, kPanels>::run(x, x_stride, w, reach, y, y_stride, ahead);
     else if constexpr (kRows > 1)
-      Rows<Block, kRows - 1, kPanels>::run(rows, x, x_stride, w, lines, y, y_stride, ahead);
+      Rows<Block, kRows - 1, kPanels>::run(rows, x, x_stride, w, reach, y, y_stride, ahead);
   }
 };
 
@@ -337,15 +349,21 @@ template <template <int, int> class Block, int kRows, int kPanels, class X, clas
 inline void walk(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines, int64_t panels,
                  const void* ahead, Y* y, int64_t y_stride) {
   const int64_t blocks = (rows + kRows - 1) / kRows, panel = lines * (kLineBytes / sizeof(X));
+  const int64_t stretches = blocks == 1 || lines <= kNearLines ? 1 : (lines + kReachLines - 1) / kReachLines;
   int64_t p = 0;
   for (; p + kPanels <= panels; p += kPanels) {
     const X* w = packed + p * panel;
-    const void* next = ahead != nullptr && p + kPanels < panels ? w + kPanels * panel : ahead;
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
-      Rows<Block, kRows, kPanels>::run(to - from, x + from * x_stride, x_stride, w, lines,
-                                       y + from * y_stride + p * kPanel, y_stride,
-                                       {static_cast<const char*>(next), b, blocks});
+    const void* following = ahead != nullptr && p + kPanels < panels ? w + kPanels * panel : ahead;
+    for (int64_t s = 0; s < stretches; ++s) {
+      const Reach reach{lines, lines * s / stretches, lines * (s + 1) / stretches};
+      const bool whole = stretches == 1, here = ahead != nullptr && s + 1 < stretches;
+      const char* next = here ? reinterpret_cast<const char*>(w) + reach.last * kLineBytes : static_cast<const char*>(following);
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
+        const Ahead own{next, b, blocks, whole ? kPanels * kLineBytes : kLineBytes, whole ? kLineBytes : lines * kLineBytes};
+        Rows<Block, kRows, kPanels>::run(to - from, x + from * x_stride, x_stride, w, reach,
+                                         y + from * y_stride + p * kPanel, y_stride, own);
+      }
     }
   }
   if constexpr (kPanels > 1) {

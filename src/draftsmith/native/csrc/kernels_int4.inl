@@ -182,7 +182,7 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
     }
 }
 
-constexpr int64_t kBytesAhead = 32 * kTwoGroupBytes;  // of what a single row is multiplied by: 18 KiB
+constexpr int64_t kBytesAhead = 12 * kTwoGroupBytes;  // of what a single row is multiplied by: 7 KiB
 
 // Some rows by some panels. `Set` has the instructions: registers of `kBytes`, of which a line takes several.
 template <class Set, int kRows, int kPanels>
@@ -287,21 +287,19 @@ inline void walk_int4(const GroupedRows& x, int64_t rows, const uint8_t* packed,
   }
 }
 
-// Few rows leave registers for more panels; one row waits for memory alone, which is read fastest in its own order.
+// One row waits for memory alone, which is read fastest in its own order.
 template <class Set>
 [[maybe_unused]] void gemm_int4_by(const GroupedRows& x, int64_t rows, const uint8_t* packed, int64_t groups,
                                    int64_t panels, const void* ahead, float* y, int64_t y_stride) {
   if (rows == 1)
     walk_int4<Set, 1, Set::kAlone>(x, rows, packed, groups, panels, ahead, y, y_stride);
-  else if (rows <= Set::kFewRows)
-    walk_int4<Set, Set::kFewRows, 2 * Set::kPanels>(x, rows, packed, groups, panels, ahead, y, y_stride);
   else
     walk_int4<Set, Set::kRows, Set::kPanels>(x, rows, packed, groups, panels, ahead, y, y_stride);
 }
 
 #ifdef DRAFTSMITH_AVX512
 struct Int4Lines {
-  static constexpr int kBytes = 64, kRows = 6, kPanels = 2, kFewRows = 2, kAlone = 1;
+  static constexpr int kBytes = 64, kRows = 5, kPanels = 2, kAlone = 1;
   using Whole = __m512i;
   using Real = __m512;
   static Real nothing() { return _mm512_setzero_ps(); }

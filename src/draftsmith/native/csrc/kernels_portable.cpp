@@ -8,12 +8,13 @@ namespace {
 
 template <int kRows, int kPanels>
 struct Block {
-  static void run(const bf16* x, int64_t x_stride, const bf16* w, int64_t pairs, float* y, int64_t y_stride,
+  static void run(const bf16* x, int64_t x_stride, const bf16* w, const Reach& reach, float* y, int64_t y_stride,
                   const Ahead&) {
     for (int r = 0; r < kRows; ++r) {
-      float sum[kPanel] = {};
+      float sum[kPanel];
+      for (int n = 0; n < kPanel; ++n) sum[n] = reach.first == 0 ? 0 : y[r * y_stride + n];
       const bf16* row = x + r * x_stride;
-      for (int64_t k = 0; k < pairs; ++k) {
+      for (int64_t k = reach.first; k < reach.last; ++k) {
         const float low = widen(row[2 * k]), high = widen(row[2 * k + 1]);
         const bf16* pair = w + k * 2 * kPanel;
         for (int n = 0; n < kPanel; ++n) sum[n] += low * widen(pair[2 * n]) + high * widen(pair[2 * n + 1]);
