@@ -62,10 +62,10 @@ struct Of {
         __m512i weights[kPanels];
         for (int p = 0; p < kPanels; ++p) weights[p] = _mm512_loadu_si512(w + (p * reach.lines + k) * kLine);
         if (next != nullptr && turn-- == 0) {
-          for (int p = 0; p < kPanels; ++p) _mm_prefetch(next + p * ahead.panel, _MM_HINT_T1);
+          const int64_t line = reach.whole() ? k * kPanels : k - reach.first, apart = reach.whole() ? 1 : reach.lines;
+          for (int p = 0; p < kPanels; ++p) _mm_prefetch(next + (line + p * apart) * kLineBytes, _MM_HINT_T1);
           turn = ahead.blocks - 1;
         }
-        if (next != nullptr) next += ahead.line;
         for (int r = 0; r < kRows; ++r) {
           int xs;
           __builtin_memcpy(&xs, x + r * x_stride + k * (kLine / kPanel), sizeof xs);

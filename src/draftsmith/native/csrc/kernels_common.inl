@@ -318,13 +318,14 @@ void widen_row(const bf16* x, int64_t count, float* to) {
 struct Reach {
   int64_t lines;  // of a panel in all
   int64_t first, last;
+
+  bool whole() const { return last - first == lines; }
 };
 
 // What a block of rows asks for while it multiplies: its part of the weights that come next, every so many lines one.
 struct Ahead {
   const char* from;  // null for nothing
   int64_t number, blocks;
-  int64_t line, panel;  // bytes from what one line asks for to what the next one does, and from panel to panel
 };
 
 constexpr int64_t kNearLines = 1024;  // of a panel: so many of each stay near until the last block of rows has seen them
@@ -356,13 +357,13 @@ inline void walk(const X* x, int64_t x_stride, int64_t rows, const X* packed, in
     const void* following = ahead != nullptr && p + kPanels < panels ? w + kPanels * panel : ahead;
     for (int64_t s = 0; s < stretches; ++s) {
       const Reach reach{lines, lines * s / stretches, lines * (s + 1) / stretches};
-      const bool whole = stretches == 1, here = ahead != nullptr && s + 1 < stretches;
-      const char* next = here ? reinterpret_cast<const char*>(w) + reach.last * kLineBytes : static_cast<const char*>(following);
+      const bool here = ahead != nullptr && reach.last < lines;
+      const void* next = here ? reinterpret_cast<const char*>(w) + reach.last * kLineBytes : following;
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
-        const Ahead own{next, b, blocks, whole ? kPanels * kLineBytes : kLineBytes, whole ? kLineBytes : lines * kLineBytes};
         Rows<Block, kRows, kPanels>::run(to - from, x + from * x_stride, x_stride, w, reach,
-                                         y + from * y_stride + p * kPanel, y_stride, own);
+                                         y + from * y_stride + p * kPanel, y_stride,
+                                         {static_cast<const char*>(next), b, blocks});
       }
     }
   }
