@@ -227,16 +227,14 @@ class RowwiseDrafter(TrainableDrafter):
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Draft a chain or tree, natively where there is an operator that knows the plan."""
-        # The native operator cannot keep nodes that a beam leaves unexpanded, which is needed unless the plan asks for
-        # whole paths; such plans are left to `grow`.
-        general = plan.sampled or plan.choices or plan.nodes or (plan.beam is not None and plan.paths is None)
+        general = plan.sampled or plan.choices
         if self._native is None or general or not 0 < plan.depth <= self.max_depth:
             return grow(self, context, plan)
         tokens_BN, parents_BN = self._native(
             context.tokens_BT, context.features_BTF.bfloat16().contiguous(), context.counts_B, plan.branching,
             plan.paths or 0, plan.beam or 0, plan.max_nodes, plan.confidence or 0.0, shared_noise(plan, context),
         )
-        return Draft(tokens_BN, parents_BN, plan.depth, branching=plan.branching)
+        return Draft(tokens_BN, parents_BN, min(plan.depth, plan.max_nodes), branching=plan.branching)
 
     def forward(self, tokens_BT: Tensor, features_BTF: Tensor) -> list[Tensor]:
         """Predict at every depth, see `TrainableDrafter.forward`."""

@@ -61,7 +61,8 @@ class FeatureLayer : public Object {
 
   // Stores the entries of a context behind the first starts[b] of every row, slot slots[b] (or b) of keys and values
   // (slots, capacity, G, D), and returns chains of `depth` guesses: tokens and parents (B, depth), -2 in the place of those
-  // that are less likely than `confidence`, see `Growth::begin`. What is read of the guesses lies behind the committed entries, where the next call overwrites it.
+  // that are less likely than `confidence`, see `Form`. What is read of the guesses lies behind the committed entries,
+  // where the next call overwrites it.
   std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
                                              const Tensor& counts, const Tensor& starts,
                                              const std::optional<Tensor>& slots, const Tensor& keys,
@@ -69,8 +70,8 @@ class FeatureLayer : public Object {
                                              const Tensors& noise) {
     const std::lock_guard<std::mutex> alone(busy_);
     const int64_t threads = get_num_threads();
-    growth_.begin(tokens, features, counts, taps_, std::vector<int64_t>(depth, 1), 0, depth, confidence,
-                  threads);
+    const Form chain{std::vector<int64_t>(depth, 1), 0, 0, depth, confidence};
+    growth_.begin(tokens, features, counts, taps_, chain, depth, threads);
     growth_.share_noise(noise, threads);
     lay_out(tokens, features, counts, starts, slots, keys, values, depth);
     reserve(threads);
@@ -91,7 +92,7 @@ class FeatureLayer : public Object {
         if (growth_.is_over()) break;
       }
     });
-    return growth_.place(0, depth);
+    return growth_.place();
   }
 
  private:

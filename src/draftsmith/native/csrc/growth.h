@@ -1,11 +1,13 @@
-// How guesses grow into a tree: the best children of every node, depth by depth, and then the best paths.
+// How guesses grow into a tree: the best children of every node, depth by depth, and then the best paths or nodes.
 //
-// drafters/grow.py says what is computed; this computes the same, for plans that take the best children and keep the
-// best paths.
+// drafters/grow.py says what is computed; this computes the same, for plans whose guesses are the likeliest ones. Only the
+// order of nodes may differ, where nothing deeper could be kept and so the last depths are left out.
 //
 // Words: B rows, W scored tokens, C children of a node, N nodes of the draft.
 #pragma once
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <tuple>
@@ -31,6 +33,15 @@ inline void offer(Best* best, int64_t count, float score, int64_t index) {
   best[place] = {score, index};
 }
 
+// What a draft looks like: children of a node at every depth; how many paths are kept, and how many nodes of a depth are
+// expanded, 0 for all; and how many nodes are kept. Guesses less likely than `confidence` are left out, those before them
+// taken into account.
+struct Form {
+  std::vector<int64_t> branching;
+  int64_t paths, beam, nodes;
+  double confidence;
+};
+
 class Growth {
  public:
   // `ids` lists the tokens behind the W scores, or is empty where they are the vocabulary itself. With `shared`, all
@@ -54,17 +65,19 @@ class Growth {
   }
 
   // Begins at the roots of a context: tokens (B, T), the states of width `features` that predicted them, counts (B).
-  // Guesses less likely than `confidence` are left out, those before them taken into account; 0 keeps all.
-  void begin(const Tensor& context, const Tensor& features, const Tensor& counts, int64_t width,
-             const std::vector<int64_t>& branching, int64_t beam, int64_t stages, double confidence, int64_t threads) {
-    check(context, features, counts, width, branching, stages);
-    branching_ = branching, batch_ = context.size(0), grown_ = 0;
+  void begin(const Tensor& context, const Tensor& features, const Tensor& counts, int64_t width, const Form& form,
+             int64_t stages, int64_t threads) {
+    check(context, features, counts, width, form.branching, stages);
+    REQUIRE(form.paths >= 0 && form.beam >= 0 && form.nodes >= 0, "draftsmith: a draft cannot have ", form.paths,
+            " paths, a beam of ", form.beam, " and ", form.nodes, " nodes");
+    const double confidence = form.confidence;
+    branching_ = form.branching, paths_ = form.paths, nodes_ = form.nodes, batch_ = context.size(0), grown_ = 0;
     branches_ = std::any_of(branching_.begin(), branching_.end(), [](int64_t children) { return children > 1; });
     REQUIRE(confidence >= 0 && confidence < 1, "draftsmith: a confidence is 0 or more and below 1, not ", confidence);
     bounded_ = confidence > 0, weighs_ = branches_ || bounded_;
     least_ = static_cast<float>(std::log(confidence));
     expanded_.clear(), levels_.resize(depth()), widest_ = batch_;
-    int64_t frontier = 1, most = 1;
+    int64_t frontier = 1, most = 1, all = 0;
     for (int64_t d = 0; d < depth(); ++d) {
       expanded_.push_back(frontier);
       widest_ = std::max(widest_, frontier * batch_);
@@ -75,11 +88,14 @@ class Growth {
       level.tokens.clear(), level.parents.clear(), level.scores.clear();
       level.tokens.reserve(frontier * batch_), level.parents.reserve(frontier * batch_);
       level.scores.reserve(frontier * batch_);
-      if (beam > 0) frontier = std::min(frontier, beam);
+      level.order.resize(frontier * batch_);
+      all += frontier;
+      if (form.beam > 0) frontier = std::min(frontier, form.beam);
     }
+    ranked_.reserve(all);
     tokens_.resize(widest_), parents_.resize(widest_), chosen_.resize(widest_);
     partial_.resize(threads * most * batch_), sums_.resize(threads * widest_ * 2);
-    best_.resize(most), order_.resize(most);
+    best_.resize(most);
     for (int64_t b = 0; b < batch_; ++b)
       tokens_[b] = context.const_data_ptr<int64_t>()[last(context, counts, b)], parents_[b] = b;
     sources_ = batch_;
@@ -170,36 +186,33 @@ class Growth {
       }
     }
     grown_ = depth + 1;
-    // Of a tree, which paths are kept goes by their ends.
-    over_ = grown_ == this->depth() ||
-            (!branches_ &&
-             std::none_of(level.scores.begin(), level.scores.end(), [&](float score) { return stays(score); }));
+    over_ = grown_ == this->depth() || none_further(level);
     if (over_) return;
     const int64_t next = expanded_[depth + 1];
     for (int64_t b = 0; b < batch_; ++b) {
-      std::iota(order_.begin(), order_.begin() + level.width, 0);
+      int64_t* order = level.order.data() + b * level.width;
+      std::iota(order, order + level.width, 0);
       const float* scores = level.scores.data() + b * level.width;
       if (next < level.width)
-        std::sort(order_.begin(), order_.begin() + level.width, [&](int64_t i, int64_t j) {
+        std::sort(order, order + level.width, [&](int64_t i, int64_t j) {
           return scores[i] > scores[j] || (scores[i] == scores[j] && i < j);  // std::stable_sort would allocate
         });
       for (int64_t i = 0; i < next; ++i) {
         const int64_t row = b * next + i;
-        chosen_[row] = order_[i];
-        tokens_[row] = level.tokens[b * level.width + order_[i]];
-        parents_[row] = b * each + order_[i] / children;
+        chosen_[row] = order[i];
+        tokens_[row] = level.tokens[b * level.width + order[i]];
+        parents_[row] = b * each + order[i] / children;
       }
     }
     sources_ = each * batch_;
   }
 
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding. Common
-  // prefixes of the best paths are stored once, in the order in which the paths, best first, meet their nodes.
-  std::tuple<Tensor, Tensor> place(int64_t paths, int64_t nodes) const {
-    const Tensor tokens = full<int64_t>({batch_, nodes}, 0), parents = full<int64_t>({batch_, nodes}, -2);
+  // prefixes of paths are stored once, in the order in which the paths, best first, meet their nodes.
+  std::tuple<Tensor, Tensor> place() const {
+    const Tensor tokens = full<int64_t>({batch_, nodes_}, 0), parents = full<int64_t>({batch_, nodes_}, -2);
     for (int64_t b = 0; b < batch_ && grown_ > 0; ++b)
-      place_row(b, paths, nodes, tokens.mutable_data_ptr<int64_t>() + b * nodes,
-                parents.mutable_data_ptr<int64_t>() + b * nodes);
+      place_row(b, tokens.mutable_data_ptr<int64_t>() + b * nodes_, parents.mutable_data_ptr<int64_t>() + b * nodes_);
     return {tokens, parents};
   }
 
@@ -242,12 +255,35 @@ class Growth {
     team.barrier();
   }
 
-  // The nodes of a depth: B rows of `width` nodes, parents being places in the level above.
+  // The nodes of a depth: B rows of `width` nodes, parents being places in the level above. `order` has them with those
+  // first that the next depth expands.
   struct Level {
     int64_t width = 0;
-    std::vector<int64_t> tokens, parents;
+    std::vector<int64_t> tokens, parents, order;
     std::vector<float> scores;
   };
+
+  // Whether no guess behind those of the deepest level would be kept, in any row: none is likelier than the one it follows.
+  bool none_further(const Level& deepest) {
+    if (branches_ && paths_ > 0) return false;  // which paths are kept goes by their ends
+    if (!bounded_ && !branches_) return false;
+    for (int64_t b = 0; b < batch_; ++b) {
+      const float* scores = deepest.scores.data() + b * deepest.width;
+      const float most = *std::max_element(scores, scores + deepest.width);
+      if (stays(most) && !(branches_ && are_better(b, most))) return false;
+    }
+    return true;
+  }
+
+  // Whether a row has as many nodes as are kept, all of them likelier than this.
+  bool are_better(int64_t b, float score) {
+    ranked_.clear();
+    for (int64_t d = 0; d < grown_; ++d) {
+      const float* scores = levels_[d].scores.data() + b * levels_[d].width;
+      std::copy_if(scores, scores + levels_[d].width, std::back_inserter(ranked_), [&](float one) { return one > score; });
+    }
+    return static_cast<int64_t>(ranked_.size()) >= nodes_;
+  }
 
   void check(const Tensor& tokens, const Tensor& features, const Tensor& counts, int64_t width,
              const std::vector<int64_t>& branching, int64_t stages) const {
@@ -268,38 +304,67 @@ class Growth {
     }
   }
 
-  void place_row(int64_t b, int64_t paths, int64_t nodes, int64_t* tokens, int64_t* parents) const {
-    const int64_t depth = grown_;
-    const Level& leaves = levels_[depth - 1];
+  struct Node {
+    int64_t token, parent;
+    float score;
+  };
+
+  void place_row(int64_t b, int64_t* tokens, int64_t* parents) const {
+    std::vector<std::vector<int64_t>> slots;
+    for (const Level& level : levels_) slots.emplace_back(level.width, -1);
+    std::vector<Node> found;
+    std::vector<int64_t> path(grown_);
+    // Stores what is new of the path to a node.
+    const auto add = [&](int64_t depth, int64_t node) {
+      for (int64_t d = depth; d >= 0; --d) {
+        path[d] = node;
+        node = levels_[d].parents[b * levels_[d].width + node];
+      }
+      int64_t parent = -1;
+      for (int64_t d = 0; d <= depth; ++d) {
+        const Level& level = levels_[d];
+        const int64_t at = b * level.width + path[d];
+        if (!stays(level.scores[at])) return;
+        int64_t& slot = slots[d][path[d]];
+        if (slot < 0) {
+          slot = static_cast<int64_t>(found.size());
+          found.push_back({level.tokens[at], parent, level.scores[at]});
+        }
+        parent = slot;
+      }
+    };
+    const Level& leaves = levels_[grown_ - 1];
     std::vector<int64_t> order(leaves.width);
     std::iota(order.begin(), order.end(), 0);
     const float* scores = leaves.scores.data() + b * leaves.width;
     if (branches_)
       std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return scores[i] > scores[j]; });
-    const int64_t kept = paths > 0 ? std::min(paths, leaves.width) : leaves.width;
-    std::vector<std::vector<int64_t>> slots;
-    for (const Level& level : levels_) slots.emplace_back(level.width, -1);
-    int64_t used = 0;
-    std::vector<int64_t> path(depth);
-    for (int64_t k = 0; k < kept; ++k) {
-      int64_t node = order[k];
-      for (int64_t d = depth - 1; d >= 0; --d) {
-        path[d] = node;
-        node = levels_[d].parents[b * levels_[d].width + node];
-      }
-      int64_t parent = -1;
-      for (int64_t d = 0; d < depth; ++d) {
-        int64_t& slot = slots[d][path[d]];
-        if (!stays(levels_[d].scores[b * levels_[d].width + path[d]])) break;
-        if (slot < 0) {
-          if (used == nodes) return;
-          slot = used++;
-          tokens[slot] = levels_[d].tokens[b * levels_[d].width + path[d]];
-          parents[slot] = parent;
-        }
-        parent = slot;
-      }
+    const int64_t kept = paths_ > 0 ? std::min(paths_, leaves.width) : leaves.width;
+    for (int64_t k = 0; k < kept; ++k) add(grown_ - 1, order[k]);
+    // What the beam left unexpanded; the deepest first, as in the Python.
+    for (int64_t d = grown_ - 2; d >= 0 && paths_ == 0; --d)
+      for (int64_t k = expanded_[d + 1]; k < levels_[d].width; ++k) add(d, levels_[d].order[b * levels_[d].width + k]);
+    keep_best(found);
+    for (const Node& node : found) *tokens++ = node.token, *parents++ = node.parent;
+  }
+
+  // Keeps as many nodes as there is room for, the likeliest, in their order. A parent stands before its children and is
+  // never less likely, so it stays.
+  void keep_best(std::vector<Node>& found) const {
+    const int64_t count = static_cast<int64_t>(found.size());
+    if (count <= nodes_) return;
+    std::vector<int64_t> order(count), moved(count, -1);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return found[i].score > found[j].score; });
+    for (int64_t i = 0; i < nodes_; ++i) moved[order[i]] = 0;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      if (moved[i] < 0) continue;
+      moved[i] = kept;
+      found[kept] = {found[i].token, found[i].parent < 0 ? -1 : moved[found[i].parent], found[i].score};
+      ++kept;
     }
+    found.resize(kept);
   }
 
   Tensor ids_;
@@ -311,11 +376,13 @@ class Growth {
   float least_ = 0;
   bool over_ = false;
   int64_t grown_ = 0;  // depths that have their guesses
+  int64_t paths_ = 0, nodes_ = 0;  // how many are kept; 0 paths are all
+  std::vector<float> ranked_;
   std::vector<int64_t> branching_, expanded_;  // children of a node, and nodes a row to expand, at every depth
   int64_t batch_ = 0, widest_ = 1, sources_ = 0;
   std::vector<Level> levels_;
   // Of the nodes that are expanded: tokens read, parents' places, and their own places in their level.
-  std::vector<int64_t> tokens_, parents_, chosen_, order_;
+  std::vector<int64_t> tokens_, parents_, chosen_;
   // The best children and the sums of exponentials that every thread found in its share of the scores.
   std::vector<Best> partial_, best_;
   std::vector<float> sums_;

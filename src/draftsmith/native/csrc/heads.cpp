@@ -89,13 +89,11 @@ class Heads : public Object {
 
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding.
   std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
-                                             const Tensor& counts, const std::vector<int64_t>& branching,
-                                             int64_t paths, int64_t beam, int64_t nodes, double confidence,
+                                             const Tensor& counts, const Form& form,
                                              const Tensors& noise) {
     const std::lock_guard<std::mutex> alone(busy_);
     const int64_t threads = get_num_threads();
-    growth_.begin(tokens, features, counts, features_, branching, beam,
-                  static_cast<int64_t>(heads_.size()), confidence, threads);
+    growth_.begin(tokens, features, counts, features_, form, static_cast<int64_t>(heads_.size()), threads);
     growth_.share_noise(noise, threads);
     // All memory comes before the threads: nothing in a team may throw. Rows are of even length, zero behind an odd
     // one: the kernels read two inputs at a time.
@@ -115,7 +113,7 @@ class Heads : public Object {
         if (growth_.is_over()) break;
       }
     });
-    return growth_.place(paths, nodes);
+    return growth_.place();
   }
 
  private:
@@ -260,7 +258,7 @@ int64_t make_heads(const Tensors& weights, const Tensors& scales, const Tensors&
 std::tuple<Tensor, Tensor> draft_by_heads(int64_t heads, const Tensor& tokens, const Tensor& features,
                                           const Tensor& counts, const std::vector<int64_t>& branching, int64_t paths,
                                           int64_t beam, int64_t nodes, double confidence, const Tensors& noise) {
-  return kept<Heads>(heads)->propose(tokens, features, counts, branching, paths, beam, nodes, confidence, noise);
+  return kept<Heads>(heads)->propose(tokens, features, counts, {branching, paths, beam, nodes, confidence}, noise);
 }
 
 }  // namespace

@@ -56,13 +56,11 @@ class Speculator : public Object {
 
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding.
   std::tuple<Tensor, Tensor> propose(const Tensor& tokens, const Tensor& features,
-                                             const Tensor& counts, const std::vector<int64_t>& branching,
-                                             int64_t paths, int64_t beam, int64_t nodes, double confidence,
+                                             const Tensor& counts, const Form& form,
                                              const Tensors& noise) {
     const std::lock_guard<std::mutex> alone(busy_);
     const int64_t threads = get_num_threads();
-    growth_.begin(tokens, features, counts, features_, branching, beam,
-                  static_cast<int64_t>(stages_.size()), confidence, threads);
+    growth_.begin(tokens, features, counts, features_, form, static_cast<int64_t>(stages_.size()), threads);
     growth_.share_noise(noise, threads);
     // All memory comes before the threads: nothing in a team may throw.
     const int64_t widest = growth_.widest();
@@ -80,7 +78,7 @@ class Speculator : public Object {
         if (growth_.is_over()) break;
       }
     });
-    return growth_.place(paths, nodes);
+    return growth_.place();
   }
 
  private:
@@ -165,8 +163,7 @@ int64_t make_speculator(const Tensors& weights, const Tensors& weight_scales, co
 std::tuple<Tensor, Tensor> draft_by_stages(int64_t speculator, const Tensor& tokens, const Tensor& features,
                                            const Tensor& counts, const std::vector<int64_t>& branching, int64_t paths,
                                            int64_t beam, int64_t nodes, double confidence, const Tensors& noise) {
-  return kept<Speculator>(speculator)->propose(tokens, features, counts, branching, paths, beam, nodes, confidence,
-                                           noise);
+  return kept<Speculator>(speculator)->propose(tokens, features, counts, {branching, paths, beam, nodes, confidence}, noise);
 }
 
 }  // namespace
