@@ -163,7 +163,8 @@ def test_candidates_are_chains_and_trees_up_to_the_room():
     assert [plan.branching for plan in chains] == [(1,) * depth for depth in range(1, 7)]
     own = Plan((4, 2, 1), paths=4)
     trees = candidates(own, prunable=True, room=64, longest=3)
-    assert own in trees and {4, 6, 8, 12} <= {plan.max_nodes for plan in trees}
+    assert own in trees and {4, 6, 9, 13} <= {plan.max_nodes for plan in trees}
+    assert {(4, 2, 1), (2, 2, 2)} == {plan.branching for plan in trees if not plan.is_chain}
     assert all(plan.nodes is None or plan.beam for plan in trees), "no wide tree is grown whole and cut then"
     static = Plan(choices=((0,), (1,), (0, 0)))
     assert static in candidates(static, prunable=True, room=64, longest=2)
@@ -183,6 +184,14 @@ def test_candidates_are_chains_and_trees_up_to_the_room():
     assert both == [
         Plan((1,) * 6, factor=factor, confidence=least) for factor in (1.0, 0.5) for least in (0.1, NEVER_SURE)
     ], "the last of each without the drafter behind"
+    behind = candidates(
+        Plan((1,) * 16), prunable=True, room=64, longest=16, factors=(1.0,), confidences=(0.1,), deepest_behind=5
+    )
+    trees = [plan for plan in behind if not plan.is_chain]
+    assert {(plan.branching, plan.max_nodes) for plan in trees} == {
+        ((2,) * 5 + (1,) * 11, 13), ((2,) * 5, 6), ((2,) * 5, 9), ((2,) * 5, 13),
+    }, "a lookup goes on as a chain where the drafter behind it ends, and that drafter also has trees by itself"
+    assert [plan.factor for plan in trees] == [1.0, NO_COPY, NO_COPY, NO_COPY]
     wide = candidates(Plan((1,) * 100), prunable=False, room=64, longest=100, factors=(0.5,))
     assert [plan.depth for plan in wide] == [1, 4, 64, 4, 64]
     longer = candidates(Plan((1,) * 8), False, 64, 8, factors=(1.0,), longest_copy=16)

@@ -95,7 +95,7 @@ def print_speeds(console: Console, speeds: TargetSpeeds) -> None:
 
 
 def speed_rows(speeds: TargetSpeeds) -> list[list[str]]:
-    """Return lines under `SPEED_COLUMNS`: of every task plain decoding first, then each drafter with its chain."""
+    """Return lines under `SPEED_COLUMNS`: of every task plain decoding first, then each drafter with its draft."""
     rows = []
     for task, found in speeds.tasks.items():
         plain = next(iter(found.values())).plain_speed
@@ -110,7 +110,9 @@ def speed_rows(speeds: TargetSpeeds) -> list[list[str]]:
 
 
 def in_words(plan: Plan) -> str:
-    """Say how many guesses a chain has."""
+    """Say how many guesses a draft has."""
+    if not plan.is_chain:
+        return f"a tree of {plan.max_nodes} guesses"
     bounded = "up to " if plan.confidence is not None else ""
     return f"{bounded}{plan.max_nodes} guess{'es' * (plan.max_nodes > 1)}"
 
@@ -166,7 +168,7 @@ def markdown(result: DemoResult) -> str:
 {speeds}
 
 Greedy, one prompt at a time, {result.settings.new_tokens} new tokens exactly; plain decoding and all drafters took
-turns in random order after a warm-up, each drafter with the chain that was fastest on texts for tuning (or, where the
+turns in random order after a warm-up, each drafter with the draft that was fastest on texts for tuning (or, where the
 step is compiled, with its own). Prefill is included. Intervals are 95 %, bootstrapped. τ = 1 + accepted / steps. A
 padded target says what the small one says, and has to be read from memory as a model of its size has.
 

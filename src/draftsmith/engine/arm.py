@@ -81,6 +81,14 @@ class Arm:
         return self.plan.confidence is not None and self.found is None
 
     @cached_property
+    def suits_draws(self) -> bool:
+        """Whether it may serve texts whose tokens are drawn: trees of a drafter's likeliest guesses do not.
+
+        The guesses of a chain are drawn by the target's own noise there, and more of them stay than of the likeliest.
+        """
+        return self.plan.is_chain or (self.found is not None and self.behind is None)
+
+    @cached_property
     def guesses(self) -> float:
         """How many guesses a step makes, on average over steps that make some, without those `behind`."""
         return self.plan.max_nodes if self.made is None else self.made

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from draftsmith.engine.arm import Arm
 from draftsmith.engine.policy import RowHistory
@@ -25,8 +26,13 @@ SIXTEENTHS, QUARTERS, MOST = 16, 4, 16
 
 OneStand = tuple[int, int, int]
 """Of a guesser: the index of its odds in `ODDS`, its growth in sixteenths, and its length in quarters."""
-Stand = tuple[OneStand, ...]
-"""The same for every guesser."""
+
+
+class Stand(NamedTuple):
+    """The same for every guesser, and whether the tokens of the text are drawn."""
+
+    guessers: tuple[OneStand, ...]
+    sampled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,4 +184,4 @@ class RowEvidence:
     @property
     def stand(self) -> Stand:
         """For every guesser: how often its guesses stay here, how often it makes some, and how many; see `Stand`."""
-        return tuple((one.odds, one.growth, one.length) for one in self.evidence)
+        return Stand(tuple([(one.odds, one.growth, one.length) for one in self.evidence]), self.sampled)

@@ -40,24 +40,29 @@ class Expected:
             (number if arms[plans[0]].behind is None else number - 1, number, plans)
             for number, plans in _plans_of(whose)
         ]
-        # Of one guesser, because in most steps little is learnt about the others.
-        self._stands: dict[tuple[int, Stand], tuple[list[float], list[Times]]] = {}
+        # Of one guesser, because in most steps little is learnt about the others; and whether tokens are drawn.
+        self._stands: dict[tuple[int, OneStand, OneStand, bool], tuple[list[float], list[Times]]] = {}
 
     def of(self, stand: Stand) -> tuple[list[float], list[Times]]:
-        """Return the tokens a step that each plan brings in such a text, and its guesses relative to those measured."""
+        """Return the tokens a step that each plan brings in such a text, and its guesses relative to those measured.
+
+        Plans that do not suit texts whose tokens are drawn bring nothing there.
+        """
         brings, times = [1.0], [(1.0, 1.0)]
         for first, number, plans in self._groups:
-            key = number, (stand[first], stand[number])
+            key = number, stand.guessers[first], stand.guessers[number], stand.sampled
             found = self._stands.get(key)
             if found is None:
                 if len(self._stands) == MOST_STANDS:
                     self._stands.clear()
-                found = self._stands[key] = self._with(plans, *key[1])
+                found = self._stands[key] = self._with(plans, *key[1:])
             brings += found[0]
             times += found[1]
         return brings, times
 
-    def _with(self, plans: Sequence[int], first: OneStand, own: OneStand) -> tuple[list[float], list[Times]]:
+    def _with(
+        self, plans: Sequence[int], first: OneStand, own: OneStand, sampled: bool
+    ) -> tuple[list[float], list[Times]]:
         """Return the same for some plans of one guesser.
 
         Args:
@@ -70,7 +75,7 @@ class Expected:
             arm = self.arms[at]
             kept, others = arm.stretched(length / QUARTERS, self.kept[at][odds]), self.kept_behind[at][behind_odds]
             share = arm.share(growth / SIXTEENTHS, kept, others)
-            brings.append(1 + share * kept + (1 - share) * others)
+            brings.append(0.0 if sampled and not arm.suits_draws else 1 + share * kept + (1 - share) * others)
             times.append(arm.made_times(share, length / QUARTERS, behind / QUARTERS))
         return brings, times
 

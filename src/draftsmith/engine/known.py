@@ -44,14 +44,17 @@ class Known:
         costs = [profile.costs(arms, count) for count in COUNTS]
         # Where the drafter behind a lookup may draft by itself, it is best where matches mislead.
         misled = (False, True) if any(arm.plan.factor == NO_COPY for arm in arms) else (False,)
+        every, drawn = tuple(True for _ in arms), tuple(arm.suits_draws for arm in arms)
         left = list[list[float]]()  # where no kept plan is near enough: all speeds, as shares of the best
         for odds, misleads, length in product(ODDS, misled, LENGTHS):
             met = [_met(arm, odds, misleads, length) for arm in arms]
             for cost in costs:
                 speeds = [brings / took for (brings, _), took in zip(met, cost.grown([t for _, t in met]), strict=True)]
-                best = max(speeds)
-                if best > speeds[0]:
-                    left.append([speed / best for speed in speeds])
+                for some in {every, drawn}:
+                    counted = [speed if counts else 0.0 for speed, counts in zip(speeds, some, strict=True)]
+                    best = max(counted)
+                    if best > speeds[0]:
+                        left.append([speed / best for speed in counted])
         kept = set[int]()
         while left:
             # The plan that is near enough most often; of several, the faster one on the whole.

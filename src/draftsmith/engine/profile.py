@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from draftsmith.engine.arm import Arm, Behind, Times
@@ -223,7 +223,7 @@ def candidates(
             guesses from bad ones better than the length of a chain does, so that few lengths are needed then.
         confidences: bounds by how likely the guesses are, which some drafters can be given; such plans come last too.
             Where there are bounds of both kinds, every plan has both; in some only the lookup drafts, and in some only
-            the drafter behind it.
+            the drafter behind it. `prunable` is about that drafter then.
         longest_copy: the most guesses that a lookup makes where the length of a match bounds them, if that is more than
             in the default plan.
         deepest_behind: the deepest draft of the drafter behind a lookup.
@@ -238,14 +238,20 @@ def candidates(
         unaided = [Plan((1,) * deep, factor=NO_COPY) for deep in sorted({1, min(UNAIDED, deepest), deepest}) if deepest]
         if deepest:
             unaided += [Plan((1,) * deepest, factor=NO_COPY, confidence=least) for least in confidences]
-        return both + unaided
+        if prunable and chain and deepest:
+            wide = (WIDE,) * deepest
+            deep = wide + (1,) * (whole - deepest)
+            both += [Plan(deep, beam=WIDE, nodes=NEAR, factor=factor, confidence=HARDLY_SURE) for factor in factors]
+            few = [nodes for nodes in TREES if deepest < nodes <= NEAR]
+            unaided += [Plan(wide, beam=WIDE, nodes=nodes, factor=NO_COPY) for nodes in few]
+        return [plan for plan in both + unaided if plan.max_nodes <= room]
     copies = sorted({min(SHORT_COPY, depth, room), whole}) if factors and depth else []
     found = [Plan((1,) * deep) for deep in ([1, copies[0], min(depth, room)] if copies else ladder(depth))]
     if prunable and depth:
-        wide = default.ranked().branching if max(default.branching) > 1 else WIDE
-        shape = tuple(wide[min(at, len(wide) - 1)] for at in range(depth))
-        tree = Plan(shape, beam=max(shape))
-        found += [Plan(shape, beam=max(shape), nodes=nodes) for nodes in TREES if depth < nodes < tree.max_nodes]
+        shapes = {(WIDE,) * depth, default.ranked().branching[:depth]}
+        for shape in sorted(shape for shape in shapes if max(shape) > 1):
+            whole_tree = Plan(shape, beam=max(shape))
+            found += [replace(whole_tree, nodes=nodes) for nodes in TREES if depth < nodes < whole_tree.max_nodes]
     found.append(default)
     fitting = [plan for plan in dict.fromkeys(found) if plan != NO_DRAFT and plan.max_nodes <= room]
     bounded = [Plan((1,) * deep, factor=factor) for factor in factors for deep in copies]
@@ -265,7 +271,11 @@ UNAIDED = 3
 """Guesses of the middle one of three chains to try for a drafter behind a lookup when nothing is looked up."""
 SHORT_COPY = 4
 """Guesses of the shorter chain to try for a lookup, besides the longest one."""
-WIDE = (3, 2, 1)
-"""Children of a node in trees for drafters whose own plan is a chain."""
-TREES = (4, 6, 8, 12, 16, 24, 32, 48)
+WIDE = 2
+"""Children of a node, and nodes expanded at every depth, in trees to try besides those of a drafter's own shape."""
+NEAR = 13
+"""With so many guesses, all rows of a product fit a processor's registers, so that they cost least (docs/native.md)."""
+TREES = (4, 6, 9, NEAR, 20, 32, 48)
 """Nodes of the trees to try."""
+HARDLY_SURE = 0.002
+"""The confidence of trees behind a lookup, which leaves out next to nothing."""

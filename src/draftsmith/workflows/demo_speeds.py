@@ -27,11 +27,12 @@ from draftsmith.types import CompileLevel, DraftsmithError
 
 LIVE, SHIPPED, COPY, CASCADE = "trained live", "shipped", "4-bit copy", "4-bit cascade"
 BEHIND = "lookup, then live"
-SHORT, LONG = ([Plan((1,) * length) for length in lengths] for lengths in ((2, 3, 4), (4, 5, 7)))
-EARLY = Plan((1,) * 8, confidence=0.7)
-PLANS = {LIVE: SHORT, SHIPPED: SHORT, COPY: [Plan((1,) * 5), EARLY], CASCADE: LONG}
-"""The chains tried for each drafter; drafters that are not listed use their own plan."""
-TRIALS, TRIAL_TOKENS = 4, 40
+SHORT, LONG = ([Plan((1,) * length) for length in lengths] for lengths in ((2, 3, 5), (4, 5, 7)))
+TREES = [Plan((2,) * 5, beam=2, nodes=9), Plan((3,) * 5, beam=3, nodes=13)]
+EARLY = [Plan((1,) * 8, confidence=0.7), Plan((1,) * 12, confidence=0.5)]
+PLANS = {LIVE: SHORT + TREES, SHIPPED: SHORT + TREES, COPY: [Plan((1,) * 5), *EARLY], CASCADE: LONG}
+"""The drafts tried for each drafter; drafters that are not listed use their own plan."""
+TRIALS, TRIAL_TOKENS = 4, 64
 CALIBRATE = 2048
 """Tokens of the target's own text by which the copy is rounded, and the same copy in the cascade."""
 ROOM_GB = 4.0
@@ -75,16 +76,16 @@ def race(
     level: CompileLevel,
     say: Say,
 ) -> TargetSpeeds:
-    """Find each drafter's best chain on the tuning texts, then time all of them and plain decoding in turns."""
+    """Find each drafter's best draft on the tuning texts, then time all of them and plain decoding in turns."""
     longest = new_tokens + max(len(prompt) for prompts in (*held_out.values(), tuning) for prompt in prompts)
     plain = Engine(target, max_batch=1, max_length=longest, share_prefixes=False, compile=level)
     ways: dict[str, tuple[Engine, Plan]] = {}
     for name, drafter in drafters.items():
         engine = Engine(target, drafter, max_batch=1, max_length=longest, share_prefixes=False, compile=level)
         plan = engine.plan
-        # With compilation, every length would have to be compiled.
+        # With compilation, every shape would have to be compiled.
         if level == "off" and name in PLANS:
-            say(f"{target.name}: which chain is best for {name}")
+            say(f"{target.name}: which draft is best for {name}")
             plans = PLANS[name]
             if isinstance(drafter, StagewiseDrafter):
                 plans = list(dict.fromkeys(one.shortened(drafter.max_depth) for one in plans))

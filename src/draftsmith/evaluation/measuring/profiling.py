@@ -257,8 +257,9 @@ def measure_profile(
     longest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else default.depth
     behind = drafter.parts[-1] if drafter.parts else None
     plans = candidates(
-        default, isinstance(drafter, StagewiseDrafter), MOST_NODES, longest, drafter.factors, drafter.confidences,
-        drafter.longest, 0 if behind is None else behind.max_depth or behind.default_plan().depth,
+        default, isinstance(behind or drafter, StagewiseDrafter), MOST_NODES, longest, drafter.factors,
+        drafter.confidences, drafter.longest,
+        0 if behind is None else behind.max_depth or behind.default_plan().depth,
     )
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
     deepest = max((plan.depth for plan in plans), default=0)
@@ -288,7 +289,8 @@ def measure_profile(
         on_progress("sampled and long texts")
         best = max(found.arms[1:], key=lambda arm: found.speed(arm, rows[0]))
         # A plan in which both drafters of a pair guess, if there is one.
-        telling = [arm for arm in found.arms[1:] if arm.behind is not None] or [best]
+        drawn = [arm for arm in found.arms[1:] if arm.suits_draws] or [best]
+        telling = [arm for arm in drawn if arm.behind is not None] or drawn
         found = replace(found, sampled=sampler.sampled(max(telling, key=lambda arm: found.speed(arm, rows[0]))))
         bounded = finding is not None or best.varies
         plan = Plan((1,) * max(1, round(best.guesses))) if bounded else best.plan

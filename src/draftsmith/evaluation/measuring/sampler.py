@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draftsmith.engine import Engine
 from draftsmith.engine.arm import Arm, Behind
@@ -149,14 +149,15 @@ class Sampler:
         """Return a plan's counts without guesses behind a lookup; plans with the same bound on lookups are pooled."""
         return self.brought[plan] if not has_both(plan) else together([
             one for other, one in self.brought.items()
-            if has_both(other) and (other.depth, other.factor) == (plan.depth, plan.factor)
+            if has_both(other) and (other.depth, other.max_nodes) == (plan.depth, plan.max_nodes)
+            and other.factor == plan.factor
         ])
 
     def _guessed_behind(self, plan: Plan) -> Brought:
         """Return the counts of guesses behind a plan's lookup; plans with the same bound on those are pooled."""
         return self.behind[plan] if not has_both(plan) else together([
             one for other, one in self.behind.items()
-            if has_both(other) and (other.depth, other.confidence) == (plan.depth, plan.confidence)
+            if has_both(other) and replace(other, factor=plan.factor) == plan
         ])
 
     def _survival(self, plan: Plan, share: float = 1.0) -> tuple[float, ...]:
