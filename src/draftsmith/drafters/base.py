@@ -37,8 +37,11 @@ class Drafter(ABC):
     longest: int = 0
     """For drafters with `factors`: the most guesses behind a long match, which is more than their own plan has."""
     confidences: tuple[float, ...] = ()
-    """For drafters that know how likely their guesses are: the probability limits that are worth setting in a plan, see
-    `Plan.confidence`; () if computing them would cost too much."""
+    """For drafters that know at which guess a chain should end, whatever the text: the limits that are worth setting in
+    a plan, see `Plan.confidence`; () for all others."""
+    sure_behind: float | None = None
+    """For drafters that know how likely their guesses are: the confidence for chains behind a lookup that found none,
+    see `LookupFirst`; None if computing it would cost too much."""
     in_python: bool = False
     """Whether it guesses row by row in Python, so that each row adds some time to a step, whatever the target."""
     borrows_layers: bool = False

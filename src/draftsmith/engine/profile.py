@@ -236,8 +236,6 @@ def candidates(
         both = [Plan(chain, factor=factor, confidence=least) for factor in factors for least in sure if chain]
         deepest = min(deepest_behind, room, SURE_DEPTHS[-1])
         unaided = [Plan((1,) * deep, factor=NO_COPY) for deep in sorted({1, min(UNAIDED, deepest), deepest}) if deepest]
-        if deepest:
-            unaided += [Plan((1,) * deepest, factor=NO_COPY, confidence=least) for least in confidences]
         if prunable and chain and deepest:
             wide = (WIDE,) * deepest
             deep = wide + (1,) * (whole - deepest)
@@ -248,10 +246,11 @@ def candidates(
     copies = sorted({min(SHORT_COPY, depth, room), whole}) if factors and depth else []
     found = [Plan((1,) * deep) for deep in ([1, copies[0], min(depth, room)] if copies else ladder(depth))]
     if prunable and depth:
-        shapes = {(WIDE,) * depth, default.ranked().branching[:depth]}
+        # One deeper than its own draft, because a tree follows the likeliest path for longer.
+        shapes = {(WIDE,) * min(depth + 1, longest), default.ranked().branching[:depth]}
         for shape in sorted(shape for shape in shapes if max(shape) > 1):
-            whole_tree = Plan(shape, beam=max(shape))
-            found += [replace(whole_tree, nodes=nodes) for nodes in TREES if depth < nodes < whole_tree.max_nodes]
+            tree = Plan(shape, beam=max(shape))
+            found += [replace(tree, nodes=nodes) for nodes in TREES if len(shape) < nodes < tree.max_nodes]
     found.append(default)
     fitting = [plan for plan in dict.fromkeys(found) if plan != NO_DRAFT and plan.max_nodes <= room]
     bounded = [Plan((1,) * deep, factor=factor) for factor in factors for deep in copies]

@@ -30,7 +30,7 @@ class Counting(Drafter):
     """Guesses the numbers behind the root, and keeps the rows and the tokens that it was handed."""
 
     taps = ()
-    confidences = (0.1,)
+    sure_behind = 0.1
 
     def __init__(self, reads_prompt: bool = False, fails: bool = False) -> None:
         self.reads_prompt, self.fails = reads_prompt, fails

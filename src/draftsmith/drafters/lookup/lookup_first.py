@@ -49,7 +49,8 @@ class LookupFirst(Drafter):
             raise DraftsmithError(f"{NAME} cannot hand on to a {type(then).__name__}; use another drafter.")
         self.lookup, self.then = lookup, then
         self.parts, self.part_names, self.taps = (lookup, then), names, then.taps
-        self.factors, self.longest, self.confidences = lookup.factors, lookup.longest, then.confidences
+        self.factors, self.longest = lookup.factors, lookup.longest
+        self.confidences = () if then.sure_behind is None else (then.sure_behind,)
         # For code between this drafter and an engine; the engine works with the parts themselves.
         self.reads_prompt = lookup.reads_prompt or then.reads_prompt
         self.can_sample, self.in_python = then.can_sample, lookup.in_python or then.in_python

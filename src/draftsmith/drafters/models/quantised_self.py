@@ -42,6 +42,7 @@ class QuantisedSelf(SelfDrafter):
     """Drafts with a quantised copy of a bf16 target; it shares the target's cache and weights that are not packed."""
 
     confidences = (0.5, 0.7)
+    sure_behind = 0.5
 
     def __init__(
         self, target: "Target", quantize: Quantization, guesses: int, name: str = "a copy", calibrate: int = 0

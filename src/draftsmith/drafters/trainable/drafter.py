@@ -38,7 +38,7 @@ class TrainableDrafter(StagewiseDrafter, TrainableModel):
     """The class of its options; the annotation of `config` says the same to a type checker."""
     model_type: str
     """The family's name in config.json."""
-    confidences = (0.05, 0.15, 0.35)
+    sure_behind = 0.05
     _weighed: tuple[int, int] | None = None
     """Number of its weights, and their bytes; set when it is made ready to decode, after which it can neither be
     trained nor saved."""
