@@ -44,6 +44,8 @@ SAMPLED = "sampled:"
 """What the text of a plan begins with whose guesses are drawn."""
 BLOCK = "block:"
 """And of one whose chain is verified as a whole, too."""
+TREE = "tree:"
+"""And of one that keeps the likeliest nodes."""
 TRANSFORMERS = "transformers"
 FILE_WIDTH = 200
 NATIVE = "native"
@@ -242,19 +244,23 @@ def random_speculator(
 def make_plan(text: str) -> Plan:
     """Read "3,2,1/4": branching, and behind the slash the number of paths kept; "plain" drafts nothing.
 
-    Guesses of "sampled:3,2,1" are drawn, and a chain of "block:1,1,1" is drawn and verified as a whole.
+    Guesses of "sampled:3,2,1" are drawn, and a chain of "block:1,1,1" is drawn and verified as a whole. "tree:2,2,2/9"
+    keeps the likeliest nine nodes, as many of a depth being expanded as a node has children at most.
     """
     if text == PLAIN:
         return Plan()
-    shape = text.removeprefix(SAMPLED).removeprefix(BLOCK)
+    shape = text.removeprefix(SAMPLED).removeprefix(BLOCK).removeprefix(TREE)
     branching, _, paths = shape.partition("/")
     try:
         children = tuple(int(word) for word in branching.split(","))
+        if text.startswith(TREE):
+            return Plan(children, beam=max(children), nodes=int(paths))
         rule: AcceptanceRule = "block" if text.startswith(BLOCK) else "exact"
         return Plan(children, paths=int(paths) if paths else None, sampled=shape != text, acceptance=rule)
     except ValueError:
         raise DraftsmithError(
-            f"the plan {text!r} cannot be read; write it like 1,1,1, 3,2,1/4, sampled:1,1,1 or block:1,1,1."
+            f"the plan {text!r} cannot be read; write it like 1,1,1, 3,2,1/4, tree:2,2,2/9, sampled:1,1,1 or "
+            "block:1,1,1."
         ) from None
 
 

@@ -149,6 +149,22 @@ PLANS = [
     Plan((3, 3, 2), paths=5, beam=4), Plan((4, 4, 3), paths=6, beam=2), Plan((20, 1), paths=3),
     Plan((1, 1, 1), confidence=0.02), Plan((4, 2, 1), paths=4, confidence=0.03),
 ]
+PRUNED = [
+    Plan((3, 2), nodes=4), Plan((3, 3, 3), beam=2), Plan((4, 4, 3), beam=2, nodes=7), Plan((2, 2, 2), nodes=2),
+    Plan((2, 2, 2, 2), beam=2, nodes=5), Plan((3, 2, 2), nodes=6, confidence=0.01),
+    Plan((3, 3, 2), paths=3, nodes=6, beam=3),
+]
+"""Trees that keep nodes of any depth."""
+
+
+def paths_of(draft: Draft, row: int) -> set[tuple[int, ...]]:
+    """Return the guesses of a row, each with those before it."""
+    paths: list[tuple[int, ...]] = []
+    nodes = zip(draft.tokens_BN[row].tolist(), draft.parents_BN[row].tolist(), strict=True)
+    for token, parent in nodes:
+        if parent != UNUSED:
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return set(paths)
 
 
 def context_for(batch: int, width: int, features: int, seed: int, vocabulary: int = VOCABULARY) -> Context:

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from draftsmith.drafters.grow import grow
 from draftsmith.drafters.heads.base import HeadDrafter
 from draftsmith.drafters.heads.hydra import HydraDrafter
 from draftsmith.drafters.heads.medusa import MedusaDrafter
@@ -18,9 +19,18 @@ from draftsmith.native.heads import ALL, RESIDUAL, NativeHead, native_heads
 from draftsmith.native.layers import PackedLinear
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
-from draftsmith.types import DraftsmithError
+from draftsmith.types import UNUSED, DraftsmithError
 from tests.helpers.contract import check_draft
-from tests.helpers.native_toy import PLANS, certain_rows, context_for, contexts_for, guesses, sampled
+from tests.helpers.native_toy import (
+    PLANS,
+    PRUNED,
+    certain_rows,
+    context_for,
+    contexts_for,
+    guesses,
+    paths_of,
+    sampled,
+)
 from tests.helpers.tiny import VOCABULARY, WIDTH, packer, tiny_model
 
 Maker = Callable[[], RowwiseDrafter]
@@ -88,6 +98,27 @@ def test_native_guesses_are_those_of_the_written_out_heads(name: str, plan: Plan
     assert certain_B.sum() >= 3
 
 
+@pytest.mark.parametrize("plan", PRUNED, ids=str)
+@pytest.mark.parametrize(
+    "name", ["medusa", "hydra", "recurrent of odd states", "recurrent without blocks, draft vocabulary"]
+)  # not sums: there a, b and b, a are equally likely whatever the weights
+def test_native_trees_keep_the_nodes_that_grow_keeps(name: str, plan: Plan):
+    made = VARIANTS[name]()
+    native = copy.deepcopy(made)
+    native.pack(packer())
+    context = context_for(120, 5, 33 if "odd states" in name else WIDTH, 3)
+    _, _, certain_B = certain_rows(made, context, plan)
+    draft, expected = native.propose(context, plan), grow(made, context, plan)
+    check_draft(draft, plan, 120, VOCABULARY)
+    assert (draft.depth, draft.branching) == (expected.depth, expected.branching)
+    sure = certain_B.nonzero().flatten().tolist()
+    assert len(sure) >= 3 and all(paths_of(draft, row) == paths_of(expected, row) for row in sure)
+    for row in range(120):  # from the front, a path as long as any
+        parents = [parent for parent in draft.parents_BN[row].tolist() if parent != UNUSED]
+        chain = next((n for n, parent in enumerate(parents) if parent != n - 1), len(parents))
+        assert plan.paths or chain == max((len(path) for path in paths_of(draft, row)), default=0)
+
+
 @pytest.mark.parametrize("name", ["medusa with a draft vocabulary", "hydra", "recurrent"])
 def test_native_chains_share_the_targets_noise(name: str, threads: Callable[[int], None]):
     """Sampled rows guess what the noise of their positions makes of the scores, greedy rows beside them the best."""
@@ -108,7 +139,9 @@ def test_native_chains_share_the_targets_noise(name: str, threads: Callable[[int
 
 
 @pytest.mark.parametrize("name", ["medusa of two layers", "hydra", "recurrent, projected to an odd width", "sums"])
-@pytest.mark.parametrize("plan", [Plan((1, 1, 1)), Plan((4, 2, 1), paths=4), Plan((3, 3, 2), paths=5, beam=4)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [Plan((1, 1, 1)), Plan((4, 2, 1), paths=4), Plan((3, 3, 2), paths=5, beam=4), *PRUNED], ids=str
+)
 def test_a_row_guesses_the_same_in_any_company(
     instructions: str, threads: Callable[[int], None], name: str, plan: Plan
 ):
@@ -161,10 +194,10 @@ def test_plans_that_native_code_does_not_know_go_the_other_way(name: str):
     context = context_for(24, 5, WIDTH, 2)
     sampled = native.propose(replace(context, temperature_B=torch.ones(24)), Plan((2, 2), sampled=True))
     check_draft(sampled, Plan((2, 2), sampled=True), 24, VOCABULARY)
-    plan = Plan((3, 2), nodes=4)
-    pruned = native.propose(context, plan)
+    plan = Plan(choices=((0,), (1,), (0, 0)))
+    static = native.propose(context, plan)
     tokens_BN, _, certain_B = certain_rows(made, context, plan, moves=24)
-    assert certain_B.any() and torch.equal(pruned.tokens_BN[certain_B], tokens_BN[certain_B])
+    assert certain_B.any() and torch.equal(static.tokens_BN[certain_B], tokens_BN[certain_B])
     with pytest.raises(DraftsmithError, match="the plan drafts 5 tokens ahead"):
         native.propose(context, Plan((1,) * 5))
 

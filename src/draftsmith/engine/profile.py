@@ -264,7 +264,9 @@ def ladder(depth: int) -> Sequence[int]:
     return [deep for deep in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48) if deep < depth] + [depth] * (depth > 0)
 
 
-SURE_DEPTHS = (8, 16)
+NEAR = 13
+"""With so many guesses, all rows of a product fit a processor's registers, so that they cost least (docs/native.md)."""
+SURE_DEPTHS = (8, NEAR)
 """Most guesses of the chains to try that end where their drafter becomes unsure, and of those behind a lookup."""
 UNAIDED = 3
 """Guesses of the middle one of three chains to try for a drafter behind a lookup when nothing is looked up."""
@@ -272,8 +274,6 @@ SHORT_COPY = 4
 """Guesses of the shorter chain to try for a lookup, besides the longest one."""
 WIDE = 2
 """Children of a node, and nodes expanded at every depth, in trees to try besides those of a drafter's own shape."""
-NEAR = 13
-"""With so many guesses, all rows of a product fit a processor's registers, so that they cost least (docs/native.md)."""
 TREES = (4, 6, 9, NEAR, 20, 32, 48)
 """Nodes of the trees to try."""
 HARDLY_SURE = 0.002

@@ -1,7 +1,8 @@
 // How guesses grow into a tree: the best children of every node, depth by depth, and then the best paths or nodes.
 //
-// drafters/grow.py says what is computed; this computes the same, for plans whose guesses are the likeliest ones. Only the
-// order of nodes may differ, where nothing deeper could be kept and so the last depths are left out.
+// drafters/grow.py says what is computed; this computes the same, for plans whose guesses are the likeliest ones. Growing
+// ends where no deeper guess could be kept in any row. Where that can happen, nodes have another order than there, which
+// does not depend on how far other rows went.
 //
 // Words: B rows, W scored tokens, C children of a node, N nodes of the draft.
 #pragma once
@@ -77,7 +78,8 @@ class Growth {
     bounded_ = confidence > 0, weighs_ = branches_ || bounded_;
     least_ = static_cast<float>(std::log(confidence));
     expanded_.clear(), levels_.resize(depth()), widest_ = batch_;
-    int64_t frontier = 1, most = 1, all = 0;
+    int64_t frontier = 1, most = 1;
+    all_ = 0;
     for (int64_t d = 0; d < depth(); ++d) {
       expanded_.push_back(frontier);
       widest_ = std::max(widest_, frontier * batch_);
@@ -89,10 +91,10 @@ class Growth {
       level.tokens.reserve(frontier * batch_), level.parents.reserve(frontier * batch_);
       level.scores.reserve(frontier * batch_);
       level.order.resize(frontier * batch_);
-      all += frontier;
+      all_ += frontier;
       if (form.beam > 0) frontier = std::min(frontier, form.beam);
     }
-    ranked_.reserve(all);
+    ranked_.reserve(all_);
     tokens_.resize(widest_), parents_.resize(widest_), chosen_.resize(widest_);
     partial_.resize(threads * most * batch_), sums_.resize(threads * widest_ * 2);
     best_.resize(most);
@@ -208,7 +210,8 @@ class Growth {
   }
 
   // Returns tokens and parents, both (B, nodes); parents are -1 for children of the root and -2 for padding. Common
-  // prefixes of paths are stored once, in the order in which the paths, best first, meet their nodes.
+  // prefixes of paths are stored once, in the order in which the paths, best first (or longest first, where growing can
+  // end early), meet their nodes.
   std::tuple<Tensor, Tensor> place() const {
     const Tensor tokens = full<int64_t>({batch_, nodes_}, 0), parents = full<int64_t>({batch_, nodes_}, -2);
     for (int64_t b = 0; b < batch_ && grown_ > 0; ++b)
@@ -263,10 +266,12 @@ class Growth {
     std::vector<float> scores;
   };
 
+  // Whether a tree may be complete before its last depth. Which paths are kept goes by their ends, so not where few are.
+  bool ends_early() const { return branches_ && paths_ == 0 && (bounded_ || all_ > nodes_); }
+
   // Whether no guess behind those of the deepest level would be kept, in any row: none is likelier than the one it follows.
   bool none_further(const Level& deepest) {
-    if (branches_ && paths_ > 0) return false;  // which paths are kept goes by their ends
-    if (!bounded_ && !branches_) return false;
+    if (branches_ ? !ends_early() : !bounded_) return false;
     for (int64_t b = 0; b < batch_; ++b) {
       const float* scores = deepest.scores.data() + b * deepest.width;
       const float most = *std::max_element(scores, scores + deepest.width);
@@ -305,8 +310,9 @@ class Growth {
   }
 
   struct Node {
-    int64_t token, parent;
+    int64_t token, parent, depth;
     float score;
+    int64_t place = -1;  // in the draft
   };
 
   void place_row(int64_t b, int64_t* tokens, int64_t* parents) const {
@@ -328,7 +334,7 @@ class Growth {
         int64_t& slot = slots[d][path[d]];
         if (slot < 0) {
           slot = static_cast<int64_t>(found.size());
-          found.push_back({level.tokens[at], parent, level.scores[at]});
+          found.push_back({level.tokens[at], parent, d, level.scores[at]});
         }
         parent = slot;
       }
@@ -344,27 +350,39 @@ class Growth {
     // What the beam left unexpanded; the deepest first, as in the Python.
     for (int64_t d = grown_ - 2; d >= 0 && paths_ == 0; --d)
       for (int64_t k = expanded_[d + 1]; k < levels_[d].width; ++k) add(d, levels_[d].order[b * levels_[d].width + k]);
-    keep_best(found);
-    for (const Node& node : found) *tokens++ = node.token, *parents++ = node.parent;
+    if (ends_early() || static_cast<int64_t>(found.size()) > nodes_) {
+      for (const int64_t node : best_of(found)) {
+        const int64_t parent = found[node].parent;
+        *tokens++ = found[node].token, *parents++ = parent < 0 ? -1 : found[parent].place;
+      }
+    } else {
+      for (const Node& node : found) *tokens++ = node.token, *parents++ = node.parent;
+    }
   }
 
-  // Keeps as many nodes as there is room for, the likeliest, in their order. A parent stands before its children and is
-  // never less likely, so it stays.
-  void keep_best(std::vector<Node>& found) const {
-    const int64_t count = static_cast<int64_t>(found.size());
-    if (count <= nodes_) return;
-    std::vector<int64_t> order(count), moved(count, -1);
+  // Returns as many nodes as there is room for, the likeliest, the longest paths first, and writes down their places. A
+  // parent stands before its children and is never less likely, so it stays.
+  std::vector<int64_t> best_of(std::vector<Node>& found) const {
+    std::vector<int64_t> order(found.size()), placed, path;
     std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return found[i].score > found[j].score; });
-    for (int64_t i = 0; i < nodes_; ++i) moved[order[i]] = 0;
-    int64_t kept = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      if (moved[i] < 0) continue;
-      moved[i] = kept;
-      found[kept] = {found[i].token, found[i].parent < 0 ? -1 : moved[found[i].parent], found[i].score};
-      ++kept;
+    const auto likelier = [&](int64_t i, int64_t j) {
+      const Node &a = found[i], &b = found[j];
+      return a.score != b.score ? a.score > b.score : a.depth != b.depth ? a.depth < b.depth : a.token < b.token;
+    };
+    std::sort(order.begin(), order.end(), likelier);
+    order.resize(std::min<size_t>(order.size(), nodes_));
+    std::sort(order.begin(), order.end(), [&](int64_t i, int64_t j) {
+      return found[i].depth != found[j].depth ? found[i].depth > found[j].depth : likelier(i, j);
+    });
+    for (int64_t end : order) {
+      path.clear();
+      for (; end >= 0 && found[end].place < 0; end = found[end].parent) path.push_back(end);
+      for (; !path.empty(); path.pop_back()) {
+        found[path.back()].place = static_cast<int64_t>(placed.size());
+        placed.push_back(path.back());
+      }
     }
-    found.resize(kept);
+    return placed;
   }
 
   Tensor ids_;
@@ -376,7 +394,7 @@ class Growth {
   float least_ = 0;
   bool over_ = false;
   int64_t grown_ = 0;  // depths that have their guesses
-  int64_t paths_ = 0, nodes_ = 0;  // how many are kept; 0 paths are all
+  int64_t paths_ = 0, nodes_ = 0, all_ = 0;  // how many are kept (0 paths are all), and how many nodes there are in all
   std::vector<float> ranked_;
   std::vector<int64_t> branching_, expanded_;  // children of a node, and nodes a row to expand, at every depth
   int64_t batch_ = 0, widest_ = 1, sources_ = 0;
