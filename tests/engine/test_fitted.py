@@ -49,6 +49,24 @@ def test_a_sampled_text_begins_by_what_was_measured_of_sampled_ones():
     assert go(Fitted(Known(profile())), RowHistory(True, 5), 4, 1)[0] > 0, "nothing of that kind was measured"
 
 
+def test_trees_are_not_taken_where_tokens_are_drawn():
+    """Not on trial either; and the chain that is best there is kept though the tree is ahead of it in greedy texts."""
+    tree = Arm(Plan((2, 2), beam=2, nodes=4), (0.9, 0.8), (1.1, 1.1))
+    found = profile(cost=0.1)
+    both, alone = replace(found, arms=(*found.arms, tree)), Profile((1, 4), (found.arms[0], tree))
+    for known in (Known(both, hope=9.0), Known(alone)):
+        chosen = {sampled: set[Plan]() for sampled in (False, True)}
+        for sampled, rows in ((False, 1), (True, 1), (True, 3)):
+            policy = Fitted(known)
+            histories = [RowHistory(sampled, 5) for _ in range(rows)]
+            for step in range(600):
+                for history, choice in zip(histories, policy.choose(load(rows), histories), strict=True):
+                    chosen[sampled].add(choice.plan)
+                    history.note(choice.plan.depth * (step % 3 > 0), choice.plan.max_nodes, choice.plan)
+        assert tree.plan in chosen[False] and tree.plan not in chosen[True]
+        assert len(known.profile.arms) == 2 or max(plan.depth for plan in chosen[True]) > 0
+
+
 def test_a_sampled_text_in_which_nothing_stays_is_tried_less_often():
     def pauses(sampled: bool) -> list[int]:
         depths = go(Fitted(Known(profile(cost=0.55), hope=9.0)), RowHistory(sampled, 5), 400, 0)

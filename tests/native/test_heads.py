@@ -163,6 +163,22 @@ def test_a_row_guesses_the_same_in_any_company(
     assert torch.equal(shared.parents_BN, together.parents_BN)
 
 
+def test_equally_likely_nodes_have_an_order_of_their_own():
+    """All heads tell the same pairs of tokens no better than each other, so that many nodes are equally likely."""
+    made = VARIANTS["medusa"]()
+    for weight in made.parameters():
+        if weight.shape[0] == VOCABULARY:
+            weight.data[1::2] = weight.data[::2]
+    native = copy.deepcopy(made)
+    native.pack(packer())
+    context, plan = context_for(40, 5, WIDTH, 7), Plan((4, 4, 4, 4), beam=4, nodes=9)
+    together = native.propose(context, plan)
+    for b in range(40):
+        alone = native.propose(context.part(b, b + 1), plan)
+        assert torch.equal(alone.tokens_BN[0], together.tokens_BN[b])
+        assert torch.equal(alone.parents_BN[0], together.parents_BN[b])
+
+
 @pytest.mark.parametrize("name", ["hydra", "recurrent of odd states", "recurrent, projected to an odd width"])
 def test_memory_of_an_earlier_context_cannot_matter(name: str):
     """NaN in one context and a deeper draft, then a clean one of fewer rows."""

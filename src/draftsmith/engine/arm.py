@@ -86,7 +86,7 @@ class Arm:
 
         The guesses of a chain are drawn by the target's own noise there, and more of them stay than of the likeliest.
         """
-        return self.plan.is_chain or (self.found is not None and self.behind is None)
+        return not self.plan.depth or self.plan.is_chain or (self.found is not None and self.behind is None)
 
     @cached_property
     def guesses(self) -> float:

@@ -240,7 +240,7 @@ def candidates(
             wide = (WIDE,) * deepest
             deep = wide + (1,) * (whole - deepest)
             both += [Plan(deep, beam=WIDE, nodes=NEAR, factor=factor, confidence=HARDLY_SURE) for factor in factors]
-            few = [nodes for nodes in TREES if deepest < nodes <= NEAR]
+            few = [nodes for nodes in TREES if deepest < nodes <= NEAR and nodes < Plan(wide, beam=WIDE).max_nodes]
             unaided += [Plan(wide, beam=WIDE, nodes=nodes, factor=NO_COPY) for nodes in few]
         return [plan for plan in both + unaided if plan.max_nodes <= room]
     copies = sorted({min(SHORT_COPY, depth, room), whole}) if factors and depth else []
@@ -265,7 +265,8 @@ def ladder(depth: int) -> Sequence[int]:
 
 
 NEAR = 13
-"""With so many guesses, all rows of a product fit a processor's registers, so that they cost least (docs/native.md)."""
+"""With so many guesses and the root, all rows of a product of bf16 weights fit the registers of AVX-512, so that
+weights are read once (docs/native.md)."""
 SURE_DEPTHS = (8, NEAR)
 """Most guesses of the chains to try that end where their drafter becomes unsure, and of those behind a lookup."""
 UNAIDED = 3
@@ -277,4 +278,4 @@ WIDE = 2
 TREES = (4, 6, 9, NEAR, 20, 32, 48)
 """Nodes of the trees to try."""
 HARDLY_SURE = 0.002
-"""The confidence of trees behind a lookup, which leaves out next to nothing."""
+"""The confidence of trees behind a lookup. It leaves out next to nothing, but says that the plan has both bounds."""

@@ -89,7 +89,9 @@ class Trials:
         for number, own in enumerate(row.evidence):
             if own.since < own.wait or number in self._told[chosen]:
                 continue
-            telling, worth = self._telling[number], offer.values[chosen]
+            # Only plans that may bring something in this text.
+            telling = [arm for arm in self._telling[number] if offer.brings(arm) > 0]
+            worth = offer.values[chosen]
             highest = max((self._most[arm] - offer.price * offer.hoped(arm) for arm in telling), default=worth)
             if highest <= worth + extra:
                 # The next question comes after as long a pause, and does not shorten how long an answer holds.

@@ -63,7 +63,7 @@ class LookupFirst(Drafter):
         if plan.sampled or plan.factor == NO_COPY:
             self.lookup.follow(context)
             return self._guessed(context, plan)
-        looked_up = self.lookup.propose(context, plan)
+        looked_up = self.lookup.propose(context, plan if plan.is_chain else chain_of(plan))
         looked_up.parts = LOOKUP
         if plan.confidence == NEVER_SURE:
             if self.then.reads_prompt:
@@ -161,6 +161,12 @@ def short_name(drafter: str) -> str:
 def shortened(plan: Plan, depth: int) -> Plan:
     """Return a plan limited to this depth; cached, because it is needed at every step."""
     return plan.shortened(depth)
+
+
+@lru_cache(maxsize=64)
+def chain_of(plan: Plan) -> Plan:
+    """Return a chain as deep as a tree, with no more nodes and the same bounds."""
+    return Plan((1,) * min(plan.depth, plan.max_nodes), factor=plan.factor, confidence=plan.confidence)
 
 
 def widened(nodes_BN: Tensor, nodes: int, unused: int) -> Tensor:

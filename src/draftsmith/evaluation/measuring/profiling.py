@@ -256,8 +256,10 @@ def measure_profile(
     default, most = drafter.default_plan(), rows[-1]
     longest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else default.depth
     behind = drafter.parts[-1] if drafter.parts else None
+    # A drafter with a memory of its own keeps it for one kind of draft, so behind a lookup it makes chains alone.
+    grows = isinstance(drafter, StagewiseDrafter) or (isinstance(behind, StagewiseDrafter) and not behind.reads_prompt)
     plans = candidates(
-        default, isinstance(behind or drafter, StagewiseDrafter), MOST_NODES, longest, drafter.factors,
+        default, grows and not (drafter.factors and not drafter.confidences), MOST_NODES, longest, drafter.factors,
         drafter.confidences, drafter.longest,
         0 if behind is None else behind.max_depth or behind.default_plan().depth,
     )

@@ -1,14 +1,13 @@
 // How guesses grow into a tree: the best children of every node, depth by depth, and then the best paths or nodes.
 //
 // drafters/grow.py says what is computed; this computes the same, for plans whose guesses are the likeliest ones. Growing
-// ends where no deeper guess could be kept in any row. Where that can happen, nodes have another order than there, which
-// does not depend on how far other rows went.
+// ends where no deeper guess could be kept in any row. Trees that can end so have their nodes in another order than in
+// grow.py: one that does not depend on how far other rows went.
 //
 // Words: B rows, W scored tokens, C children of a node, N nodes of the draft.
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <limits>
 #include <numeric>
 #include <tuple>
@@ -94,7 +93,6 @@ class Growth {
       all_ += frontier;
       if (form.beam > 0) frontier = std::min(frontier, form.beam);
     }
-    ranked_.reserve(all_);
     tokens_.resize(widest_), parents_.resize(widest_), chosen_.resize(widest_);
     partial_.resize(threads * most * batch_), sums_.resize(threads * widest_ * 2);
     best_.resize(most);
@@ -270,7 +268,7 @@ class Growth {
   bool ends_early() const { return branches_ && paths_ == 0 && (bounded_ || all_ > nodes_); }
 
   // Whether no guess behind those of the deepest level would be kept, in any row: none is likelier than the one it follows.
-  bool none_further(const Level& deepest) {
+  bool none_further(const Level& deepest) const {
     if (branches_ ? !ends_early() : !bounded_) return false;
     for (int64_t b = 0; b < batch_; ++b) {
       const float* scores = deepest.scores.data() + b * deepest.width;
@@ -281,13 +279,13 @@ class Growth {
   }
 
   // Whether a row has as many nodes as are kept, all of them likelier than this.
-  bool are_better(int64_t b, float score) {
-    ranked_.clear();
+  bool are_better(int64_t b, float score) const {
+    int64_t better = 0;
     for (int64_t d = 0; d < grown_; ++d) {
       const float* scores = levels_[d].scores.data() + b * levels_[d].width;
-      std::copy_if(scores, scores + levels_[d].width, std::back_inserter(ranked_), [&](float one) { return one > score; });
+      better += std::count_if(scores, scores + levels_[d].width, [&](float one) { return one > score; });
     }
-    return static_cast<int64_t>(ranked_.size()) >= nodes_;
+    return better >= nodes_;
   }
 
   void check(const Tensor& tokens, const Tensor& features, const Tensor& counts, int64_t width,
@@ -367,7 +365,11 @@ class Growth {
     std::iota(order.begin(), order.end(), 0);
     const auto likelier = [&](int64_t i, int64_t j) {
       const Node &a = found[i], &b = found[j];
-      return a.score != b.score ? a.score > b.score : a.depth != b.depth ? a.depth < b.depth : a.token < b.token;
+      if (a.score != b.score || a.depth != b.depth) return a.score != b.score ? a.score > b.score : a.depth < b.depth;
+      // Equally likely nodes differ in the tokens of their paths.
+      for (; i != j && i >= 0; i = found[i].parent, j = found[j].parent)
+        if (found[i].token != found[j].token) return found[i].token < found[j].token;
+      return false;
     };
     std::sort(order.begin(), order.end(), likelier);
     order.resize(std::min<size_t>(order.size(), nodes_));
@@ -395,7 +397,6 @@ class Growth {
   bool over_ = false;
   int64_t grown_ = 0;  // depths that have their guesses
   int64_t paths_ = 0, nodes_ = 0, all_ = 0;  // how many are kept (0 paths are all), and how many nodes there are in all
-  std::vector<float> ranked_;
   std::vector<int64_t> branching_, expanded_;  // children of a node, and nodes a row to expand, at every depth
   int64_t batch_ = 0, widest_ = 1, sources_ = 0;
   std::vector<Level> levels_;
