@@ -89,8 +89,8 @@ class Trials:
         for number, own in enumerate(row.evidence):
             if own.since < own.wait or number in self._told[chosen]:
                 continue
-            # Only plans that may bring something in this text.
-            telling = [arm for arm in self._telling[number] if offer.brings(arm) > 0]
+            # A plan that brings nothing, not even the target's own token, does not suit this text.
+            telling = [arm for arm in self._telling[number] if offer.brings(arm) != 0]
             worth = offer.values[chosen]
             highest = max((self._most[arm] - offer.price * offer.hoped(arm) for arm in telling), default=worth)
             if highest <= worth + extra:
