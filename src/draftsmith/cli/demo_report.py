@@ -85,7 +85,10 @@ def print_speeds(console: Console, speeds: TargetSpeeds) -> None:
     """Print the speed of plain decoding and of every drafter, and whether the texts are identical."""
     table = Table(title=f"{speeds.label} weights: tokens a second, one prompt at a time", title_justify="left")
     for name in SPEED_COLUMNS:
-        table.add_column(name, justify="left" if name in SPEED_COLUMNS[:2] else "right", no_wrap=True)
+        # At 80 columns, only the names of drafters may take a second line.
+        table.add_column(
+            name, justify="left" if name in SPEED_COLUMNS[:2] else "right", no_wrap=name != SPEED_COLUMNS[1]
+        )
     for row in speed_rows(speeds):
         table.add_row(*row)
     console.print(table)

@@ -29,7 +29,7 @@ OneStand = tuple[int, int, int]
 
 
 class Stand(NamedTuple):
-    """The same for every guesser, and whether the tokens of the text are drawn."""
+    """How the guesses of every guesser do in a text, and whether the tokens of the text are drawn."""
 
     guessers: tuple[OneStand, ...]
     sampled: bool

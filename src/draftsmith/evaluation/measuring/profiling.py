@@ -256,12 +256,13 @@ def measure_profile(
     default, most = drafter.default_plan(), rows[-1]
     longest = drafter.max_depth if isinstance(drafter, StagewiseDrafter) else default.depth
     behind = drafter.parts[-1] if drafter.parts else None
-    # A drafter with a memory of its own keeps it for one kind of draft, so behind a lookup it makes chains alone.
-    grows = isinstance(drafter, StagewiseDrafter) or (isinstance(behind, StagewiseDrafter) and not behind.reads_prompt)
+    grower: Drafter | None = drafter
+    if behind is not None:
+        # With a memory of its own, which is kept for one kind of draft, it makes chains alone.
+        grower = behind if drafter.confidences and not behind.reads_prompt else None
     plans = candidates(
-        default, grows and not (drafter.factors and not drafter.confidences), MOST_NODES, longest, drafter.factors,
-        drafter.confidences, drafter.longest,
-        0 if behind is None else behind.max_depth or behind.default_plan().depth,
+        default, isinstance(grower, StagewiseDrafter), MOST_NODES, longest, drafter.factors, drafter.confidences,
+        drafter.longest, 0 if behind is None else behind.max_depth or behind.default_plan().depth,
     )
     largest = max([NO_DRAFT, *plans], key=lambda plan: plan.max_nodes)
     deepest = max((plan.depth for plan in plans), default=0)
