@@ -1,14 +1,16 @@
 """What a profile of the machine says: what steps cost, what plans bring, which of them are worth measuring."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 from draftsmith.engine.arm import Arm, Behind
+from draftsmith.engine.evidence import Tally
 from draftsmith.engine.profile import Profile, Sampled, candidates
 from draftsmith.plan import NEVER_SURE, NO_COPY, NO_DRAFT, Plan
-from tests.helpers.profiles import CHAINS, lookup, profile, tokens_found
+from tests.helpers.profiles import CHAINS, growth, lookup, profile, tokens_found
 
 
 def test_steps_are_timed_by_straight_lines_between_what_was_measured():
@@ -39,22 +41,32 @@ def test_what_a_lookup_brings_and_costs_goes_with_how_often_it_finds_guesses():
     found = lookup(2.0)
     plain, arm = found.arms
     assert arm.accepted() == pytest.approx(0.8) and arm.kept() == pytest.approx(3.2)
-    oftener = tokens_found(0.5, 3.2) / tokens_found(0.25, 3.2)
+    oftener = growth(tokens_found(0.5, 3.2), tokens_found(0.25, 3.2))
     assert arm.accepted(growth=oftener) == pytest.approx(1.6), "found in twice as many steps, and as often right"
     farther = (0.25 * 4.2 / 5) / (0.25 * 4.2 / 5 + 0.75)
     assert arm.accepted(odds=2.0, growth=1.0) == pytest.approx(4 * farther), "all stay, so fewer steps find them"
-    assert arm.accepted(odds=9.0) == arm.kept(2.0) == 4, "found at every step, all of them right"
+    assert arm.accepted(odds=99.0) == arm.kept(2.0) == 4, "found at every step, all of them right"
     assert found.seconds(arm, 1) == pytest.approx(2.0) and found.seconds(plain, 1, odds=3.0) == 1.0
     assert found.costs(found.arms, 1).of(1, (2.0, 1.0)) == pytest.approx(3.0), "in half of the steps, third of the way"
     assert found.seconds(arm, 1, odds=100.0) == pytest.approx(5.0), "no oftener than always"
     assert found.speed(arm, 1, odds=100.0) == pytest.approx(5 / 5.0)
-    assert 1.0 < found.seconds(arm, 1, odds=0.5) < 2.0
+    assert 1.0 < found.seconds(arm, 1, odds=0.2) < 2.0
     always = replace(arm, found=None)
-    assert always.share(0.5) == always.share(2.0) == 1.0 and arm.share(2.0) == arm.share(1e9) == 1.0
+    assert always.share(0.5) == always.share(2.0) == 1.0
+    assert arm.share(99.0) == arm.share(1e9) == arm.share(math.inf) == 1.0 > arm.share(9.0) > arm.share(0.0) == 0.0
+    everywhere = replace(arm, found=1.0)
+    assert everywhere.share(0.5) == everywhere.share(math.inf) == 1.0
     cheap = replace(arm, full=(0.9,))
     assert found.seconds(cheap, 1, odds=100.0) == 2.0, "what seemed to take less takes no less"
     told = replace(found, sampled=Sampled(0.5, 0.25, 2.0, 0.75))
     assert Profile.from_json(json.loads(json.dumps(told.to_json()))) == told != found
+
+
+def test_a_text_of_which_all_is_found_stays_one_however_long_it_is():
+    always = Tally(prior=16.0)
+    for _ in range(50_000):
+        always.learn(5.0, 0.0, 0.98)
+    assert always.ratio(1.0) > 1e6 and Tally(prior=2.0).ratio(0.75) == 0.75
 
 
 def test_the_farther_a_plan_goes_where_nothing_is_found_the_more_of_its_steps_find_something():
@@ -79,18 +91,18 @@ def test_what_matches_bound_may_make_more_guesses_than_measured():
     arm = Arm(Plan((1,) * 4, factor=0.5), (1.0, 0.5), (2.0,), tokens_found(0.25, 1.5), (5.0,), 2.0)
     assert (arm.usual, arm.most_length) == (pytest.approx(0.5), 2.0)
     assert arm.kept() == pytest.approx(1.5) and arm.kept(9.0) == 2.0, "no more than are made"
-    oftener = tokens_found(0.5, 1.5) / tokens_found(0.25, 1.5)
+    oftener = growth(tokens_found(0.5, 1.5), tokens_found(0.25, 1.5))
     assert arm.accepted(growth=oftener) == pytest.approx(0.75)
-    longer = tokens_found(0.5, 3.0) / tokens_found(0.25, 1.5)
+    longer = growth(tokens_found(0.5, 3.0), tokens_found(0.25, 1.5))
     assert arm.accepted(growth=longer, length=2.0) == pytest.approx(1.5)
-    assert arm.accepted(9.0, 9.0, 9.0) == 4, "all four, at every step"
+    assert arm.accepted(9.0, 99.0, 9.0) == 4, "all four, at every step"
     assert arm.made_times(0.5, 0.5) == pytest.approx((1.0, 1.0))
     assert arm.made_times(1.0, 9.0) == pytest.approx((8.0, 1.0))
     loose = replace(arm, plan=Plan((1,) * 4))
     assert loose.stretched(3.0, 1.5) == loose.stretched(0.3, 1.5) == 1.5, "no match bounds it"
     assert loose.most_length == 1.0
     tree = replace(arm, plan=Plan((2, 2)), made=5.0, survival=(1.0, 1.0))
-    assert tree.accepted(9.0, 9.0, 9.0) == 2, "no more than its depth, whatever its nodes"
+    assert tree.accepted(9.0, 99.0, 9.0) == 2, "no more than its depth, whatever its nodes"
     seconds = Profile((1,), (found.arms[0], arm)).costs((found.arms[0], arm), 1)
     assert seconds.of(1, (1.0, 1.0)) == 2.0 and seconds.of(1, (8.0, 1.0)) == pytest.approx(5.0)
     assert seconds.of(1, (4.5, 1.0)) == pytest.approx(3.5), "half way"
@@ -105,7 +117,7 @@ def test_what_is_guessed_behind_a_lookup_is_paid_for_where_it_finds_nothing():
     assert (arm.usual, arm.usual_behind, arm.most_behind) == (pytest.approx(0.5), pytest.approx(1.5), 2.0)
     assert arm.accepted() == pytest.approx(0.25 * 1.5 + 0.75 * 1.0)
     assert arm.accepted(growth=0.0) == pytest.approx(1.0), "all is guessed behind it"
-    assert arm.accepted(growth=9.0, behind=0.0) == pytest.approx(1.5), "nothing is"
+    assert arm.accepted(growth=1e9, behind=0.0) == pytest.approx(1.5), "nothing is"
     found = Profile((1,), (Arm(NO_DRAFT, (), (1.0,)), arm))
     costs = found.costs(found.arms, 1)
     assert costs.of(1, (1.0, 1.0)) == pytest.approx(2.0), "as measured"

@@ -5,7 +5,7 @@ from itertools import groupby
 import pytest
 
 from draftsmith.engine.arm import Arm
-from draftsmith.engine.evidence import FIRST_WAIT, PRIOR, TRIAL, Evidence, RowEvidence
+from draftsmith.engine.evidence import FIRST_WAIT, TRIAL, Evidence, RowEvidence
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Load, RowHistory
@@ -93,7 +93,7 @@ def test_less_is_lent_where_other_drafts_pay_and_nothing_in_sampled_texts():
             (LENT_LITTLE + 1, 1, False, 1), (1.0, 0, True, 0))
     for loss, chosen, sampled, taken in asks:
         trials = Trials([-1, 0, 1], [(), (0,), (1,)], 2, [1.0, 9.0, 9.0])
-        evidence = [Evidence(PRIOR, PRIOR, 20, since=since) for since in (0, FIRST_WAIT)]
+        evidence = [Evidence(20, since=since) for since in (0, FIRST_WAIT)]
         values = [1.0, 1.0, 1.0 - loss / TRIAL]
         offer = Offer(values, 0.0, [0.0] * 3, lambda arm: 0.0, left=SHORT + 1)
         row = RowEvidence(evidence, 0, arm=chosen, sampled=sampled)

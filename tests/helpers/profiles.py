@@ -25,6 +25,11 @@ def tokens_found(steps: float, kept: float, behind: float = 0.0) -> float:
     return found / (found + missed)
 
 
+def growth(one: float, other: float) -> float:
+    """How many times as high the odds of the first share are as those of the second."""
+    return one / (1 - one) / (other / (1 - other))
+
+
 def lookup(seconds: float, full: float = 5.0) -> Profile:
     """Four guesses in a quarter of the steps, which take `full` and accept all in four of five of these, or none.
 

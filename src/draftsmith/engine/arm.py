@@ -1,5 +1,6 @@
 """A plan with what was measured of it: how many guesses it makes, how many of them stay, and what its steps take."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,8 +40,10 @@ class Arm:
     """One plan, measured.
 
     Whether a lookup finds something depends on where in its text a row is, and a step that guesses well goes far. So
-    the measure that holds for a text under every plan is the share of its tokens that come from steps whose lookup
-    found something. The share of such steps follows from how many tokens each kind of step brings.
+    what holds for a text under every plan, as far as anything does, is how much higher than measured the odds are that
+    a token comes from a step whose lookup found something: two plans find different shares in the same text, but in
+    other texts the odds of both change alike. The share of such steps follows from how many tokens each kind of step
+    brings.
 
     Args:
         survival: the share of steps that accepted at least 1, 2, … guesses; for a lookup, of the steps that found some.
@@ -112,13 +115,16 @@ class Arm:
         """Return the share of steps that make guesses, without those `behind`.
 
         Args:
-            growth: how many times as many tokens as measured come from steps whose lookup found something.
+            growth: how many times as high as measured the odds are that a token comes from a step whose lookup found
+                something.
             kept: how many guesses such a step accepts; by default as measured.
             behind: the same for a step whose lookup found nothing.
         """
         if self.found is None:
             return 1.0
-        tokens = self.found * growth
+        if self.found > EVERYWHERE or growth == math.inf:
+            return 1.0
+        tokens = self.found * growth / (1 - self.found + self.found * growth)
         if tokens > EVERYWHERE:
             return 1.0
         found = tokens / (1 + (self.kept() if kept is None else kept))

@@ -1,14 +1,19 @@
 """What a fitted policy knows about a text: how often the guesses of every drafter stayed, and when to try it again."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from draftsmith.engine.arm import Arm
+from draftsmith.engine.arm import EVERYWHERE, Arm
 from draftsmith.engine.policy import RowHistory
 
 PRIOR, PRIOR_TOKENS = 12.0, 16.0
 """How much evidence (guesses or steps, and tokens) a new row begins with, from what was measured or other rows met."""
+LEAST_PRIOR = 1e-6
+"""What a prior counts at least, so that there is something to divide by in a text where nothing was expected for long.
+"""
 DOUBTED = 6.0
 """How much of what was known (guesses or steps) is kept when a guesser that failed is tried again."""
 FIRST_WAIT, LONGEST_WAIT = 4, 384
@@ -20,12 +25,17 @@ TRIAL, HOPELESS = 4, 3
 to nothing, and the first steps do not show yet what a step costs."""
 NOBODY = -1
 """No guesser."""
-SIXTEENTHS, QUARTERS, MOST = 16, 4, 16
-"""Growths are rounded to sixteenths and lengths to quarters, see `Arm.accepted`; neither goes above `MOST`."""
+GROWTHS = tuple(2 ** (at / 8) for at in range(-40, 65))
+"""The growths that are told apart, see `Arm.share`."""
+USUAL_GROWTH = GROWTHS.index(1.0)
+QUARTERS, MOST = 4, 16
+"""Lengths are rounded to quarters, see `Arm.accepted`, and do not go above `MOST`."""
 
 
+Step = tuple[int, int, bool]
+"""`accepted`, `drafted` and `behind` of a step, see `RowHistory`."""
 OneStand = tuple[int, int, int]
-"""Of a guesser: the index of its odds in `ODDS`, its growth in sixteenths, and its length in quarters."""
+"""Of a guesser: the index of its odds in `ODDS`, that of its growth in `GROWTHS`, and its length in quarters."""
 
 
 class Stand(NamedTuple):
@@ -42,27 +52,28 @@ class Lessons:
     Args:
         guesses: of each step that could make guesses (for a lookup: that found some), how many stayed, and how many
             were expected to.
-        looks: of each step that looked for guesses: how many tokens the step adds to `Evidence.found`, and its tokens.
+        looks: of each step that looked for guesses: what its tokens add to `Evidence.found` and to `Evidence.missed`.
         lengths: of each step with guesses that a match or a confidence bounds: how many times as many as usual.
     """
 
     guesses: Sequence[tuple[int, float]] = ()
-    looks: Sequence[tuple[float, int]] = ()
+    looks: Sequence[tuple[float, float]] = ()
     lengths: Sequence[float] = ()
 
 
-def lessons_of(history: RowHistory, seen: int, arm: Arm, kept: float) -> Lessons:
-    """Return what the steps of a text after the first `seen` teach, which all drafted by the plan of `arm`.
+def lessons_of(history: RowHistory, steps: Sequence[Step], arm: Arm, kept: float) -> Lessons:
+    """Return what steps of a text teach that all drafted by the plan of `arm`.
 
     Args:
         kept: how many guesses a step of this plan accepts if it makes some, as measured.
     """
-    steps, looks = list(history.steps(seen)), list[tuple[float, int]]()
+    looks = list[tuple[float, float]]()
     if arm.found:
-        looks = [
-            ((1 + stayed) / arm.found if drafted > 0 and not behind else 0.0, 1 + stayed)
-            for stayed, drafted, behind in steps
-        ]
+        if arm.found <= EVERYWHERE:
+            looks = [
+                ((1 + stayed) / arm.found, 0.0) if drafted > 0 and not behind else (0.0, (1 + stayed) / (1 - arm.found))
+                for stayed, drafted, behind in steps
+            ]
         steps = [step for step in steps if step[1] > 0 and not step[2]]
     if not (arm.varies or (arm.plan.factor is not None and arm.found is not None)):
         return Lessons([(stayed, kept) for stayed, _, _ in steps], looks)
@@ -71,67 +82,115 @@ def lessons_of(history: RowHistory, seen: int, arm: Arm, kept: float) -> Lessons
     return Lessons([(step[0], usual) for step, usual in zip(steps, expected, strict=True)], looks, lengths)
 
 
-def lessons_behind(history: RowHistory, seen: int, arm: Arm, kept: float) -> Lessons:
+def lessons_behind(history: RowHistory, steps: Sequence[Step], arm: Arm, kept: float) -> Lessons:
     """Return what those of the same steps teach in which the lookup found nothing, so that another drafter guessed.
 
     Args:
         kept: how many guesses such a step accepts, as measured.
     """
     assert arm.behind is not None
-    usual, steps = arm.behind.made, [step for step in history.steps(seen) if step[2]]
+    usual, steps = arm.behind.made, [step for step in steps if step[2]]
     lengths = [history.guesses(drafted, arm.plan, usual, True) / usual for _, drafted, _ in steps]
     return Lessons([(stayed, kept) for stayed, _, _ in steps], lengths=lengths)
 
 
 @dataclass(slots=True)
-class Evidence:
-    """How a guesser's guesses do in a text. All sums fade: older steps count less and less.
+class Tally:
+    """How much came and how much was expected; older steps count less and less.
 
     Args:
-        accepted, expected: guesses that stayed, and guesses that were expected to stay.
-        tokens: for a lookup: tokens of all steps that looked for guesses.
-        found: for a lookup: tokens of the steps that found some, divided by the share of such tokens as measured.
-        finds: for plans whose drafts are bounded by a match or a confidence: steps that found guesses (with a
-            confidence, all steps).
-        length_of_finds: for these steps, the sum of the guesses made, each step's relative to what it usually makes.
-        odds: the index in `ODDS` that follows from `accepted` and `expected`.
+        came, expected: sums over steps.
+        prior: how much counts what is known from elsewhere, on the scale of `expected`; it fades like a step.
+    """
+
+    came: float = 0.0
+    expected: float = 0.0
+    prior: float = 0.0
+
+    def learn(self, came: float, expected: float, decay: float) -> None:
+        """Take in a step; what was before fades."""
+        self.came, self.expected = decay * self.came + came, decay * self.expected + expected
+        self.prior *= decay
+
+    def ratio(self, usual: float) -> float:
+        """Return how much comes for what is expected; elsewhere it is `usual`."""
+        return self.beside(usual, max(self.prior, LEAST_PRIOR))
+
+    def beside(self, usual: float, counts: float) -> float:
+        """Return the same, where what is known from elsewhere `counts` as much as so much that was expected."""
+        return (self.came + counts * usual) / (self.expected + counts)
+
+    def doubt(self, most: float) -> None:
+        """Let what is known count at most as much as this."""
+        known = self.expected + self.prior
+        if known > most:
+            self.came, self.expected, self.prior = (
+                part * most / known for part in (self.came, self.expected, self.prior)
+            )
+
+
+class Usual(NamedTuple):
+    """What is known of a guesser from elsewhere: the ratios of `Evidence`."""
+
+    stayed: float
+    found: float
+    length: float
+
+
+@dataclass(slots=True)
+class Evidence:
+    """How a guesser's guesses do in a text.
+
+    Args:
+        odds: how often its guesses stay, as an index of `ODDS`.
+        growth: for a lookup, how many times as high as measured the odds of tokens of steps that find guesses are, as
+            an index of `GROWTHS`.
+        length: how many times as many guesses as measured are made by a step that makes some, in quarters.
+        stayed: guesses that stayed, and guesses that were expected to.
+        found: for a lookup: tokens of steps that found guesses, divided by their share as measured; and the same for
+            the tokens of steps that looked for guesses and found none.
+        made: for plans whose drafts are bounded by a match or a confidence: guesses of the steps that made some,
+            each step's relative to what it usually makes; and these steps (with a confidence, all steps).
         since: steps since the guesser was last taken up or laid aside.
         wait: steps without it before it is tried.
         trial: steps left of a trial, 0 if there is none.
         guessed, hit: whether a guess was made since the last trial began, and whether one has stayed.
     """
 
-    accepted: float
-    expected: float
     odds: int
-    found: float = PRIOR_TOKENS
-    tokens: float = PRIOR_TOKENS
-    length_of_finds: float = PRIOR
-    finds: float = PRIOR
+    growth: int = USUAL_GROWTH
+    length: int = QUARTERS
+    stayed: Tally = field(default_factory=lambda: Tally(prior=PRIOR))
+    found: Tally = field(default_factory=lambda: Tally(prior=PRIOR_TOKENS))
+    made: Tally = field(default_factory=lambda: Tally(prior=PRIOR))
     since: int = 0
     wait: int = FIRST_WAIT
     trial: int = 0
     guessed: bool = False
     hit: bool = False
 
-    @property
-    def growth(self) -> int:
-        """How many times as many tokens as measured come from steps that found guesses, in sixteenths."""
-        return min(round(SIXTEENTHS * self.found / self.tokens), SIXTEENTHS * MOST)
-
-    @property
-    def length(self) -> int:
-        """How many times as many guesses as measured are made by a step that makes some, in quarters."""
-        return min(max(1, round(QUARTERS * self.length_of_finds / self.finds)), QUARTERS * MOST)
-
     def learn(self, lessons: Lessons, decay: float) -> None:
         """Take in what steps taught; what was before fades."""
         for stayed, expected in lessons.guesses:
-            self.accepted, self.expected = decay * self.accepted + stayed, decay * self.expected + expected
-        for found, tokens in lessons.looks:
-            self.found, self.tokens = decay * self.found + found, decay * self.tokens + tokens
+            self.stayed.learn(stayed, expected, decay)
+        for found, missed in lessons.looks:
+            self.found.learn(found, missed, decay)
         for length in lessons.lengths:
-            self.length_of_finds, self.finds = decay * self.length_of_finds + length, decay * self.finds + 1
+            self.made.learn(length, 1.0, decay)
+
+    def settle(self, usual: Usual, table: Sequence[float], measured: int) -> None:
+        """Let `odds`, `growth` and `length` follow from what is known.
+
+        Args:
+            usual: what is known from elsewhere.
+            table: how many guesses stay with a plan at each of the odds, those `measured` included.
+        """
+        kept = self.stayed.ratio(usual.stayed) * table[measured]
+        self.odds = min(bisect_left(table, kept), len(table) - 1)
+        found = self.found.ratio(usual.found)
+        growth = round(8 * math.log2(found)) + USUAL_GROWTH if found > 0 else 0
+        self.growth = min(max(0, growth), len(GROWTHS) - 1)
+        self.length = min(max(1, round(QUARTERS * self.made.ratio(usual.length))), QUARTERS * MOST)
 
     @property
     def untold(self) -> int:
@@ -144,12 +203,9 @@ class Evidence:
 
     def doubt(self) -> None:
         """Begin a trial: what is known is old, and so counts little."""
-        if self.expected > DOUBTED:
-            self.accepted, self.expected = self.accepted * DOUBTED / self.expected, DOUBTED
-        if self.tokens > PRIOR_TOKENS:
-            self.found, self.tokens = self.found * PRIOR_TOKENS / self.tokens, PRIOR_TOKENS
-        if self.finds > DOUBTED:
-            self.length_of_finds, self.finds = self.length_of_finds * DOUBTED / self.finds, DOUBTED
+        self.stayed.doubt(DOUBTED)
+        self.found.doubt(PRIOR_TOKENS)
+        self.made.doubt(DOUBTED)
         self.guessed = self.hit = False
 
     def goes_on(self, steps: int = 1) -> bool:
@@ -162,13 +218,14 @@ class Evidence:
 
 def no_evidence(odds: int) -> Evidence:
     """Return the evidence of no steps, at these odds."""
-    return Evidence(0.0, 0.0, odds, 0.0, 0.0, 0.0, 0.0)
+    return Evidence(odds, stayed=Tally(), found=Tally(), made=Tally())
 
 
 @dataclass(slots=True)
 class RowEvidence:
     """A row's evidence of every guesser, how many of its steps were `seen`, and its last plan (`arm`, 0 is plain).
 
+    `usual` is what is known of every guesser from other texts.
     `trying` says that this plan was a trial, to see whether guesses stay now, and `settled` is the plan before that;
     `tried` is the guesser whose trial begins with it, if one does; `sampled` says that the row's tokens are drawn.
     """
@@ -180,6 +237,7 @@ class RowEvidence:
     settled: int = 0
     sampled: bool = False
     tried: int = NOBODY
+    usual: list[Usual] = field(default_factory=list)
 
     @property
     def stand(self) -> Stand:

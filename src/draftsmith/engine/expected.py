@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from draftsmith.engine.arm import Arm, Times
-from draftsmith.engine.evidence import QUARTERS, SIXTEENTHS, OneStand, Stand
+from draftsmith.engine.evidence import GROWTHS, QUARTERS, OneStand, Stand
 from draftsmith.engine.known import ODDS
 from draftsmith.engine.profile import Costs
 
@@ -74,7 +74,7 @@ class Expected:
         for at in plans:
             arm = self.arms[at]
             kept, others = arm.stretched(length / QUARTERS, self.kept[at][odds]), self.kept_behind[at][behind_odds]
-            share = arm.share(growth / SIXTEENTHS, kept, others)
+            share = arm.share(GROWTHS[growth], kept, others)
             brings.append(0.0 if sampled and not arm.suits_draws else 1 + share * kept + (1 - share) * others)
             times.append(arm.made_times(share, length / QUARTERS, behind / QUARTERS))
         return brings, times

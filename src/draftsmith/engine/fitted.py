@@ -11,10 +11,9 @@ from functools import cache
 from draftsmith.engine.arm import Arm, Times
 from draftsmith.engine.closing import is_closing, seconds_left, spread
 from draftsmith.engine.evidence import (
+    GROWTHS,
     NOBODY,
-    PRIOR,
     QUARTERS,
-    SIXTEENTHS,
     TRIAL,
     Evidence,
     RowEvidence,
@@ -92,7 +91,7 @@ class Fitted(Policy):
         self._trials = Trials(self._whose, self._learnt.told, len(self._guessers), self._expected.most)
         # Where all rows take the same plan: what is known about them together; and, of the last question, how many rows
         # decoded, which ones, and how many steps they had behind them.
-        self._crowd = RowEvidence([Evidence(PRIOR, PRIOR, USUAL) for _ in self._guessers], 0)
+        self._crowd = RowEvidence([Evidence(USUAL) for _ in self._guessers], 0)
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
         self._taken = 0  # which plan all rows took last, reminders included
         self._unasked = 0  # steps taken without a question since the last one
@@ -206,7 +205,7 @@ class Fitted(Policy):
             return 0
         new = [not self._learnt.knows(history) for history in rows]
         joined = any(new)
-        known = [self._learnt.of(history) for history in rows]
+        known = self._learnt.of_all(rows)
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
         stands = [row.stand for row in known]
@@ -220,8 +219,8 @@ class Fitted(Policy):
             others = [row.evidence[number] for row in known]
             own.hit = any(one.hit for one in others)
             own.guessed = any(one.guessed for one in others)
-            own.found, own.tokens = sum([one.growth for one in others]), SIXTEENTHS * len(others)
-            own.length_of_finds, own.finds = sum([one.length for one in others]), QUARTERS * len(others)
+            own.growth = round(sum([one.growth for one in others]) / len(others))
+            own.length = round(sum([one.length for one in others]) / len(others))
             own.odds = round(sum([one.odds for one in others]) / len(others))
         begins = len(rows) > 1 and (joined or crowd.trying or not crowd.arm)
         usual = patience = CROWD_PATIENCE if begins else PATIENCE
@@ -403,7 +402,7 @@ class Fitted(Policy):
         whose = self._whose[at]
         own = row.evidence[whose]
         first = row.evidence[self._learnt.told[at][0]]  # the lookup, if `own` guesses behind one
-        odds, growth, length = ODDS[first.odds], first.growth / SIXTEENTHS, first.length / QUARTERS
+        odds, growth, length = ODDS[first.odds], GROWTHS[first.growth], first.length / QUARTERS
         return Weighed(
             kind, self._arms, seconds, at, self._of[whose], odds, growth, length, ODDS[own.odds], price, patience - 1,
             count,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Literal
 
 from draftsmith.engine.arm import MOST_ODDS, Arm, Times
 from draftsmith.engine.profile import Profile
@@ -10,6 +11,8 @@ from draftsmith.plan import NO_COPY
 
 ODDS = tuple(at / 20 for at in range(round(20 * MOST_ODDS) + 1))
 """The odds that are told apart: how many times as often as measured guesses may stay; see `Arm.accepted`."""
+Part = Literal["lookup", "behind"]
+"""A part of a drafter that looks guesses up first."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of rows for which plans are compared beforehand."""
 LENGTHS = (1.0, 3.0)
@@ -42,12 +45,15 @@ class Known:
         if all(profile.best(count, self.hope) is arms[0] for count in asked):
             return ()
         costs = [profile.costs(arms, count) for count in COUNTS]
-        # Where the drafter behind a lookup may draft by itself, it is best where matches mislead.
-        misled = (False, True) if any(arm.plan.factor == NO_COPY for arm in arms) else (False,)
+        # Where the drafter behind a lookup may draft by itself, it is best where matches mislead; and the lookup is
+        # best by itself where that drafter fails.
+        failing: list[Part | None] = [None]
+        failing += ["lookup"] if any(arm.plan.factor == NO_COPY for arm in arms) else []
+        failing += ["behind"] if any(arm.behind is not None for arm in arms) else []
         every, drawn = tuple(True for _ in arms), tuple(arm.suits_draws for arm in arms)
         left = list[list[float]]()  # where no kept plan is near enough: all speeds, as shares of the best
-        for odds, misleads, length in product(ODDS, misled, LENGTHS):
-            met = [_met(arm, odds, misleads, length) for arm in arms]
+        for odds, fails, length in product(ODDS, failing, LENGTHS):
+            met = [_met(arm, odds, fails, length) for arm in arms]
             for cost in costs:
                 speeds = [brings / took for (brings, _), took in zip(met, cost.grown([t for _, t in met]), strict=True)]
                 for some in {every, drawn}:
@@ -76,16 +82,21 @@ class Known:
         return Guesser(self, alone), *(guesser for guesser in others if guesser.arms)
 
 
-def _met(arm: Arm, odds: float, misleads: bool, length: float) -> tuple[float, Times]:
+def _met(arm: Arm, odds: float, fails: Part | None, length: float) -> tuple[float, Times]:
     """Return the tokens a step brings at these odds, and how many times as many guesses it makes.
 
     Args:
-        misleads: whether no guess stays that was looked up, so that the odds are those of other guesses alone.
+        fails: whose guesses never stay, those of a lookup or those of the drafter behind it, so that the odds are those
+            of the other one's alone.
         length: how many times as long as measured the matches of a lookup are.
     """
     if arm.found is None:
-        return 1 + arm.accepted(odds), arm.times_at(odds)
-    if not misleads:
+        own = 0.0 if fails == "behind" else odds
+        return 1 + arm.accepted(own), arm.times_at(own)
+    if fails == "behind":
+        share = arm.share(odds, arm.stretched(length, arm.kept(odds)), 0.0)
+        return 1 + arm.accepted(odds, length=length, behind=0.0), arm.made_times(share, length)
+    if fails is None:
         share = arm.share(odds, arm.stretched(length, arm.kept(odds)), arm.kept_behind(odds))
         return 1 + arm.accepted(odds, length=length), arm.made_times(share, length, odds)
     share = arm.share(1.0, 0.0, arm.kept_behind(odds))

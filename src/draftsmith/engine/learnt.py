@@ -1,15 +1,15 @@
 """What a fitted policy has learnt about every row, and about all rows together for those that begin later."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from draftsmith.engine.evidence import (
-    PRIOR,
     PRIOR_TOKENS,
     Evidence,
     Lessons,
     RowEvidence,
+    Step,
+    Usual,
     lessons_behind,
     lessons_of,
     no_evidence,
@@ -63,32 +63,50 @@ class Learnt:
         """Return whether `of` was asked about a row before."""
         return history in self._rows
 
-    def of(self, history: RowHistory) -> RowEvidence:
-        """Return what is known about a row, its last steps included."""
+    def of_all(self, rows: Sequence[RowHistory]) -> list[RowEvidence]:
+        """Return what is known about rows that take one plan for the sake of their mean, see `of`.
+
+        What each of them shows counts for the others at once, and not only for rows that begin later: otherwise the
+        mean would be as cautious as each of them is by itself.
+        """
+        if len(rows) == 1:
+            return [self.of(rows[0])]
+        usual = {sampled: self._usual(sampled) for sampled in {history.sampled for history in rows}}
+        return [self.of(history, usual[history.sampled]) for history in rows]
+
+    def of(self, history: RowHistory, usual: list[Usual] | None = None) -> RowEvidence:
+        """Return what is known about a row, its last steps included.
+
+        Args:
+            usual: what is known from other texts; by default, what was known when the row began.
+        """
         row, steps = self._rows.get(history), len(history.accepted)
         if row is None:
-            evidence = [self._begin(number, history.sampled) for number in range(len(self._guessers))]
-            row = self._rows[history] = RowEvidence(evidence, steps, sampled=history.sampled)
+            usual = self._usual(history.sampled) if usual is None else usual
+            evidence = [Evidence(USUAL) for _ in usual]
+            for number, own in enumerate(evidence):
+                own.settle(usual[number], self._tables[number] or ODDS, USUAL)
+            row = self._rows[history] = RowEvidence(evidence, steps, sampled=history.sampled, usual=usual)
         elif steps > row.seen:
-            self._learn(row, history)
+            row.usual = row.usual if usual is None else usual
+            self._learn(row, history, list(history.steps(row.seen)))
             row.seen = steps
         return row
 
-    def _learn(self, row: RowEvidence, history: RowHistory) -> None:
+    def _learn(self, row: RowEvidence, history: RowHistory, steps: Sequence[Step]) -> None:
         """Take in how the guessers did in the last steps of a row."""
-        arm, common = self._expected.arms[row.arm], self._common[history.sampled]
+        arm = self._expected.arms[row.arm]
         found = dict[bool, Lessons]()
         for number, behind, table in self._taught[row.arm]:
-            kept, own = table[USUAL], row.evidence[number]
-            if not kept:
+            if not table[USUAL]:
                 continue
             if behind not in found:
-                found[behind] = (lessons_behind if behind else lessons_of)(history, row.seen, arm, kept)
-            lessons = found[behind]
-            own.learn(lessons, self._decays[number])
-            common[number].learn(lessons, COMMON_DECAY)
-            own.odds = _odds_of(table, own.accepted / own.expected * kept)
-            for stayed, drafted, whose in history.steps(row.seen):
+                found[behind] = (lessons_behind if behind else lessons_of)(history, steps, arm, table[USUAL])
+            own = row.evidence[number]
+            own.learn(found[behind], self._decays[number])
+            self._common[row.sampled][number].learn(found[behind], COMMON_DECAY)
+            own.settle(row.usual[number], table, USUAL)
+            for stayed, drafted, whose in steps:
                 if whose == behind:
                     own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
 
@@ -98,19 +116,21 @@ class Learnt:
         behind = self._expected.arms[plan].behind is not None and (guesser.behind or guesser.unaided)
         return behind, (self._expected.kept_behind if behind else self._expected.kept)[plan]
 
-    def _begin(self, number: int, sampled: bool) -> Evidence:
-        """Return the evidence that a guesser begins a new text with, from what was measured and from other texts."""
+    def _usual(self, sampled: bool) -> list[Usual]:
+        """Return what is known of the guessers from what was measured and from all texts, those that run included."""
+        return [self._usual_of(number, sampled) for number in range(len(self._guessers))]
+
+    def _usual_of(self, number: int, sampled: bool) -> Usual:
         guesser, common = self._guessers[number], self._common[sampled][number]
         measured = guesser.known.profile.sampled if sampled else Sampled()
-        usually = measured.behind if guesser.behind or guesser.unaided else measured.stayed
-        stayed = (common.accepted + COUNTS * usually) / (common.expected + COUNTS)
-        growth = (common.found + PRIOR_TOKENS * measured.found) / (common.tokens + PRIOR_TOKENS)
-        # In sampled rows, how many guesses a confidence leaves is not known, see `RowHistory.tells_any`.
-        usual = 1.0 if guesser.behind or guesser.unaided else measured.length
-        length = (common.length_of_finds + COUNTS * usual) / (common.finds + COUNTS)
-        table = self._tables[number]
-        odds = _odds_of(table, stayed * table[USUAL]) if table else USUAL
-        return Evidence(PRIOR * stayed, PRIOR, odds, PRIOR_TOKENS * growth, length_of_finds=PRIOR * length)
+        stayed, length = measured.stayed, measured.length
+        if guesser.behind or guesser.unaided:
+            # In sampled rows, how many guesses a confidence leaves is not known, see `RowHistory.tells_any`.
+            stayed, length = measured.behind, 1.0
+        return Usual(
+            common.stayed.beside(stayed, COUNTS), common.found.beside(measured.found, PRIOR_TOKENS),
+            common.made.beside(length, COUNTS),
+        )
 
 
 def _told(guessers: Sequence[Guesser], at: int) -> tuple[int, ...]:
@@ -122,8 +142,3 @@ def _told(guessers: Sequence[Guesser], at: int) -> tuple[int, ...]:
         unaided = at + 1 < len(guessers) and guessers[at + 1].unaided
         return (at - 1, at, at + 1) if unaided else (at - 1, at)
     return (at, at - 1) if guessers[at].unaided and guessers[at - 1].behind else (at,)
-
-
-def _odds_of(table: Sequence[float], kept: float) -> int:
-    """Return the index of the lowest odds at which at least `kept` guesses are accepted, by a table for all odds."""
-    return min(bisect_left(table, kept), len(ODDS) - 1)

@@ -114,14 +114,14 @@ class Sampler:
             requests = self.engine.admit_call(some, params, arm.plan)
             step_seconds(self.engine, requests, self.new_tokens, most=self.steps)
             for one in requests:
-                seen.learn(lessons_of(one.history, 0, arm, arm.kept()), 1.0)
+                steps = list(one.history.steps(0))
+                seen.learn(lessons_of(one.history, steps, arm, arm.kept()), 1.0)
                 if arm.behind is not None:
-                    behind.learn(lessons_behind(one.history, 0, arm, arm.kept_behind()), 1.0)
+                    behind.learn(lessons_behind(one.history, steps, arm, arm.kept_behind()), 1.0)
         each = (
-            (seen.accepted, seen.expected), (seen.found, seen.tokens), (seen.length_of_finds, seen.finds),
-            (behind.accepted, behind.expected),
+            seen.stayed, seen.found, seen.made, behind.stayed,
         )
-        return Sampled(*((got + UNSEEN) / (usual + UNSEEN) for got, usual in each))
+        return Sampled(*((one.came + UNSEEN) / (one.expected + UNSEEN) for one in each))
 
     def arm(self, plan: Plan) -> Arm:
         """Return everything that is known about a plan except its costs."""
