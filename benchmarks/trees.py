@@ -2,9 +2,11 @@
 
     python benchmarks/trees.py
     python benchmarks/trees.py --target /tmp/padded-0.5b --drafter /tmp/padded-0.5b/speculator --prompts 8
+    python benchmarks/trees.py --temperature 1
 
-Greedy, one prompt at a time; all plans and plain decoding take turns on the same held-out prompts. Speed is that of
-whole calls, paired by prompt, over plain decoding and over the first plan.
+One prompt at a time; all plans and plain decoding take turns on the same held-out prompts. Speed is that of whole
+calls, paired by prompt, over plain decoding and over the first plan. A sampled text is that of its seed, whatever
+drafts.
 """
 
 import numpy as np
@@ -45,6 +47,7 @@ def run() -> None:
     parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
     args = start(parser)
     target = Target.from_pretrained(args.target or str(assets.demo_target()), dtype=args.dtype, device=args.device)
     drafter, longest = open_drafter(args.drafter, target), args.prompt_tokens + args.new_tokens
@@ -53,7 +56,8 @@ def run() -> None:
     )
     plans = plans_within([PLAIN, *args.plans], drafter)
     settings = {
-        text: with_engine(plain if text == PLAIN else drafting, plan, args.new_tokens) for text, plan in plans.items()
+        text: with_engine(plain if text == PLAIN else drafting, plan, args.new_tokens, args.temperature)
+        for text, plan in plans.items()
     }
     tasks, rows = {}, []
     for task in args.tasks:
@@ -82,7 +86,7 @@ def run() -> None:
                 f"{same} of {len(mine)}",
             ])
     show_table(
-        f"{target.name}, {args.dtype}, greedy (95 % intervals)",
+        f"{target.name}, {args.dtype}, temperature {args.temperature:g} (95 % intervals)",
         ["task, plan", "τ", "guesses", "drafter + target, ms a step", "× plain", f"× {first}", "same text"], rows,
     )
     finish(args, {"tasks": tasks}, dtype=args.dtype)

@@ -20,13 +20,13 @@ class Plan:
         branching: children of every node, depth by depth; () drafts nothing. With `choices` it follows from them: one
             more than the highest rank of each depth.
         choices: the nodes of an irregular static tree. Each is the list of ranks of the guesses from the root down to
-            it: (0,) is the likeliest first guess, (0, 1) the second likeliest guess after that (Medusa,
-            arXiv:2401.10774, section 2.3.3). () is a regular tree. They are stored sorted.
+            it: (0,) is the best first guess, (0, 1) the second best guess after that (Medusa, arXiv:2401.10774,
+            section 2.3.3). () is a regular tree. They are stored sorted.
         paths: keep only this many root-to-leaf paths, best summed log-probability first; None keeps all.
         nodes: keep at most this many nodes of those paths, best summed log-probability first; None keeps all.
         beam: expand only this many nodes a depth, best summed log-probability first; None expands all.
         sampled: draw children from the drafter's distribution (without replacement) by noise of their own. Otherwise
-            they are the drafter's likeliest tokens or, in a chain for a sampled row, what the target's own noise draws
+            they are the drafter's likeliest tokens or, for a sampled row, those that the target's own noise draws first
             from that distribution.
         acceptance: "exact" verifies guess by guess; "block" verifies a sampled chain as a whole, which is exact too;
             "typical" keeps what is likely enough, which changes the distribution of sampled text: it is lossy.

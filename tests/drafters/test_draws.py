@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.draws import Draws, shares_noise
+from draftsmith.drafters.draws import Draws, arriving, arriving_written_out, shares_noise, temperature_of
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Context, Draft, SamplingParams
 from draftsmith.verify import SamplingBatch, Stream, accept_deterministic, categorical, probabilities, uniform
+from draftsmith.verify.noise import arrivals
 
 if not LIBRARY:
     pytest.skip(why_missing(), allow_module_level=True)
@@ -90,7 +91,7 @@ def test_shared_noise_guesses_what_the_target_would_draw(
     """From scores that are the target's own, at every level; greedy rows guess the best token."""
     plan, context = Plan((1, 1)), context_of(batch)
     assert shares_noise(plan, context) and not shares_noise(replace(plan, sampled=True), context)
-    assert not shares_noise(Plan((2, 1)), context) and not shares_noise(NO_DRAFT, context)
+    assert shares_noise(Plan((2, 1)), context) and not shares_noise(NO_DRAFT, context)
     assert not shares_noise(replace(plan, acceptance="typical"), context), "whose last token is drawn by that noise"
     assert not shares_noise(plan, replace(context, temperature_B=torch.zeros(batch)))
     generator = torch.Generator().manual_seed(vocabulary)
@@ -139,6 +140,54 @@ def test_more_children_than_q_has_tokens_get_no_share_twice() -> None:
     assert sorted(tokens_BW[0, :2].tolist()) == [1, 4]
 
 
+@pytest.mark.parametrize("children", [1, 2, 5, 12])
+@pytest.mark.parametrize(("vocabulary", "batch"), [(12, 100), (700, 12), (33_001, 3)])
+def test_children_come_in_the_order_in_which_the_noise_lets_them_arrive(
+    vocabulary: int, batch: int, children: int, instructions: str, threads: Callable[[int], None]
+) -> None:
+    """Two nodes a row: the first of each is what a chain draws there; greedy rows have their likeliest tokens."""
+    context, generator = context_of(batch), torch.Generator().manual_seed(vocabulary)
+    scores_RV = 3 * torch.randn((2 * batch, vocabulary), generator=generator)
+    hot_B = temperature_of(context, Plan((2, 2)))
+    logarithms_RC, tokens_RC = arriving(scores_RV, hot_B, context.seeds_B, context.lengths_B, children)
+    threads(2)
+    again = arriving(scores_RV, hot_B, context.seeds_B, context.lengths_B, children)
+    assert torch.equal(again[0], logarithms_RC) and torch.equal(again[1], tokens_RC)
+    drawn_R = (context.temperature_B > 0).repeat_interleave(2)
+    expected, known_RC = arriving_written_out(scores_RV, hot_B, context.seeds_B, context.lengths_B, children)
+    assert torch.equal(tokens_RC[drawn_R], known_RC[drawn_R])
+    torch.testing.assert_close(logarithms_RC[drawn_R], expected[drawn_R], rtol=1e-4, atol=1e-4)
+    best = scores_RV[~drawn_R].log_softmax(-1).topk(children)
+    assert torch.equal(tokens_RC[~drawn_R], best.indices) and torch.equal(logarithms_RC[~drawn_R], best.values)
+    for node in (0, 1):
+        drawn_B1 = Draws(context, Plan((1,))).draw(scores_RV[node::2], 0, 1, 0)
+        assert torch.equal(drawn_B1, tokens_RC[node::2, :1])
+
+
+def test_what_never_arrives_comes_last_and_once() -> None:
+    scores_RV, rows_B = torch.full((1, 6), -torch.inf), torch.tensor([3])
+    scores_RV[0, [1, 4]] = 0.0
+    for found in (arriving, arriving_written_out):
+        logarithms_RC, tokens_RC = found(scores_RV, torch.ones(1), rows_B, rows_B, 4)
+        assert sorted(tokens_RC[0, :2].tolist()) == [1, 4] and len(set(tokens_RC[0].tolist())) == 4
+        assert logarithms_RC[0, :2].exp().sum() == pytest.approx(1.0) and (logarithms_RC[0, 2:] == -1e4).all()
+
+
+def test_the_second_to_arrive_is_drawn_by_others_as_often_as_is_told() -> None:
+    """Of scores that differ from the drafter's by noise of the same kind, each draws a token as often as is told."""
+    generator, rows = torch.Generator().manual_seed(1), 4000
+    scores_RV = 2 * torch.randn((rows, 20), generator=generator)
+    seeds_R, zeros_R = torch.arange(rows), torch.zeros(rows, dtype=torch.int64)
+    logarithms_RC, tokens_RC = arriving(scores_RV, torch.ones(rows), seeds_R, zeros_R, 2, mixed=False)
+    times_RV = arrivals(torch.arange(20), seeds_R, zeros_R, Stream.TARGET)
+    others_RV = scores_RV.double() - torch.empty((rows, 20)).exponential_(generator=generator).log()
+    drawn_R1 = (others_RV.softmax(-1) / times_RV).argmax(-1, keepdim=True)
+    for child in (0, 1):
+        told = logarithms_RC[:, child].exp().double()
+        seen = (tokens_RC[:, child : child + 1] == drawn_R1).double().mean()
+        assert abs(seen - told.mean()) < 4 * (told * (1 - told)).sum().sqrt() / rows + 0.02, "eight are compared"
+
+
 def test_what_does_not_belong_together_is_refused() -> None:
     rows_B, q_BMV = torch.tensor([1, 2]), torch.empty((2, 3, 9))
     scores_RV, hot_B = torch.zeros((4, 9)), torch.ones(2)
@@ -146,5 +195,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
     for wrong in (scores_RV.double(), scores_RV[:3]):
         with pytest.raises(RuntimeError, match="draftsmith: scores have to be fp32"):
             ops.draw(wrong, hot_B, rows_B, rows_B, 3, 2, 1, q_BMV, 1)
+    with pytest.raises(RuntimeError, match="draftsmith: scores have to be fp32"):
+        ops.arrive(scores_RV, hot_B, rows_B, rows_B, 10)
     with pytest.raises(RuntimeError, match="draftsmith: there is no room for what the guesses are drawn from"):
         ops.draw(scores_RV, hot_B, rows_B, rows_B, 3, 2, 1, q_BMV, 2)

@@ -1,6 +1,7 @@
 """Growing a tree against a search written out in plain Python."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,13 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from draftsmith.drafters.base import StagewiseDrafter
+from draftsmith.drafters.draws import COMPARED
 from draftsmith.drafters.grow import grow
 from draftsmith.native import LIBRARY
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError
 from draftsmith.verify import tree_tables
+from draftsmith.verify.noise import Stream, arrivals
 from tests.helpers.toy import chi_square_p_value
 
 V = 11
@@ -70,7 +73,18 @@ def context_of(rows: int, temperature: float = 0.0, first: int = 0) -> Context:
     )
 
 
-def search(drafter: RandomDrafter, row: int, root: int, plan: Plan) -> tuple[list[int], list[int]]:
+def by_noise(log_q: list[float], temperature: float, seed: int, position: int) -> list[float]:
+    """How likely somebody else draws a token with the noise of this place, among the first to arrive."""
+    times = arrivals(torch.arange(V), torch.tensor(seed), torch.tensor(position), Stream.TARGET).tolist()
+    total = sum(math.exp(one / temperature) for one in log_q)
+    each = [math.exp(one / temperature) / total / time for one, time in zip(log_q, times, strict=True)]
+    first = sum(sorted(each)[-COMPARED:])
+    return [math.log(one / first) for one in each]
+
+
+def search(
+    drafter: RandomDrafter, row: int, root: int, plan: Plan, temperature: float = 0.0, seed: int = 0, length: int = 0
+) -> tuple[list[int], list[int]]:
     """The ranked tree of one row: tokens and parents, padded."""
     score: dict[tuple[int, ...], float] = {(): 0.0}
     frontier: list[tuple[int, ...]] = [()]
@@ -79,6 +93,8 @@ def search(drafter: RandomDrafter, row: int, root: int, plan: Plan) -> tuple[lis
         level = []
         for path in frontier:
             log_q = drafter.after(row, [root, *path])
+            if temperature:
+                log_q = by_noise(log_q, temperature, seed, length + depth)
             for token in sorted(range(V), key=lambda t: -log_q[t])[:children]:
                 score[(*path, token)] = score[path] + log_q[token]
                 level.append((*path, token))
@@ -121,6 +137,36 @@ def test_the_ranked_tree_is_that_of_the_written_out_search() -> None:
         for row in range(3):
             expected = search(drafter, row, roots[row], plan)
             assert (draft.tokens_BN[row].tolist(), draft.parents_BN[row].tolist()) == expected, plan
+
+
+def test_trees_of_sampled_rows_hold_what_the_noise_lets_arrive_first() -> None:
+    """Greedy rows beside them have the trees that they have by themselves."""
+    drafter, context = RandomDrafter(), context_of(4, temperature=0.8)
+    context.temperature_B[1] = 0
+    roots, seeds, lengths = context.root()[0].tolist(), context.seeds_B.tolist(), context.lengths_B.tolist()
+    for plan in PLANS:
+        if plan.is_chain:
+            continue
+        draft = drafter.propose(context, plan)
+        assert draft.q_BMV is None
+        for row in range(4):
+            heat = float(context.temperature_B[row])
+            expected = search(drafter, row, roots[row], plan, heat, seeds[row], lengths[row])
+            assert (draft.tokens_BN[row].tolist(), draft.parents_BN[row].tolist()) == expected, plan
+
+
+def test_static_trees_of_sampled_rows_have_ranks_by_the_noise() -> None:
+    plan = Plan(choices=((0,), (1,), (3,), (0, 1), (1, 0), (0, 1, 2)))
+    drafter, context = RandomDrafter(), context_of(3, temperature=1.3)
+    draft = drafter.propose(context, plan)
+    for row in range(3):
+        root, seed, length = (int(x[row]) for x in (context.root()[0], context.seeds_B, context.lengths_B))
+        for choice, node in zip(plan.choices, range(plan.max_nodes), strict=True):
+            path: list[int] = []
+            for depth, rank in enumerate(choice):
+                scores = by_noise(drafter.after(row, [root, *path]), 1.3, seed, length + depth)
+                path.append(sorted(range(V), key=lambda t: -scores[t])[rank])
+            assert int(draft.tokens_BN[row, node]) == path[-1]
 
 
 @pytest.mark.parametrize("plan", [Plan((6, 3, 2), paths=8), Plan((6, 3, 2), nodes=9), Plan((4, 4, 4), beam=3)], ids=str)

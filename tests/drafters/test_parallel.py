@@ -5,6 +5,7 @@ width of states, G key/value heads, W head width (of logits: vocabulary), A all 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def test_a_draft_is_the_product_of_the_depths(rows: int):
     drafter.attach(cache, Plan((3, 2)))
     logits_BDW = drafter.guess(seen, *seen.root())
     drafter.attach(cache, Plan((3, 2)))
-    draft = drafter.propose(seen, Plan((3, 2)))
+    greedy = replace(seen, temperature_B=torch.zeros_like(seen.temperature_B))
+    draft = drafter.propose(greedy, Plan((3, 2)))
     for b in range(rows):
         under: dict[int, set[int]] = {}
         for token, parent in zip(draft.tokens_BN[b].tolist(), draft.parents_BN[b].tolist(), strict=True):

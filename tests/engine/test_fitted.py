@@ -49,9 +49,9 @@ def test_a_sampled_text_begins_by_what_was_measured_of_sampled_ones():
     assert go(Fitted(Known(profile())), RowHistory(True, 5), 4, 1)[0] > 0, "nothing of that kind was measured"
 
 
-def test_trees_are_not_taken_where_tokens_are_drawn():
+def test_trees_of_the_likeliest_guesses_are_not_taken_where_tokens_are_drawn():
     """Not on trial either; and the chain that is best there is kept though the tree is ahead of it in greedy texts."""
-    tree = Arm(Plan((2, 2), beam=2, nodes=4), (0.9, 0.8), (1.1, 1.1))
+    tree = Arm(Plan((2, 2), beam=2, nodes=4), (0.9, 0.8), (1.1, 1.1), suits_draws=False)
     found = profile(cost=0.1)
     both, alone = replace(found, arms=(*found.arms, tree)), Profile((1, 4), (found.arms[0], tree))
     for known in (Known(both, hope=9.0), Known(alone)):

@@ -72,15 +72,17 @@ def test_native_guesses_are_those_of_the_written_out_stages(name: str, plan: Pla
     assert certain_B.sum() >= 3
 
 
+@pytest.mark.parametrize("plan", [Plan((1, 1, 1)), Plan((2, 2, 1)), Plan((3, 2, 2), paths=4, beam=2)], ids=str)
 @pytest.mark.parametrize("name", ["narrow", "target's draft vocabulary"])
-def test_native_chains_share_the_targets_noise(name: str):
-    made, plan = speculator(0, **VARIANTS[name]), Plan((1, 1, 1))
+def test_native_guesses_share_the_targets_noise(name: str, plan: Plan):
+    made = speculator(0, **VARIANTS[name])
     native = copy.deepcopy(made)
     native.pack(packer())
     context = sampled(contexts_for((60,), 5, WIDTH)[0])
-    tokens_BN, _, certain_B = certain_rows(made, context, plan)
+    tokens_BN, parents_BN, certain_B = certain_rows(made, context, plan)
     found = native.propose(context, plan)
     assert found.q_BMV is None and torch.equal(found.tokens_BN[certain_B], tokens_BN[certain_B])
+    assert torch.equal(found.parents_BN[certain_B], parents_BN[certain_B])
     assert (certain_B & (context.temperature_B > 0)).sum() >= 3
 
 

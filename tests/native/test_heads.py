@@ -119,6 +119,33 @@ def test_native_trees_keep_the_nodes_that_grow_keeps(name: str, plan: Plan):
         assert plan.paths or chain == max((len(path) for path in paths_of(draft, row)), default=0)
 
 
+@pytest.mark.parametrize("plan", [Plan((2, 2, 1)), *PRUNED], ids=str)
+@pytest.mark.parametrize("name", ["medusa with a draft vocabulary", "hydra", "recurrent"])
+def test_native_trees_share_the_targets_noise(name: str, plan: Plan, threads: Callable[[int], None]):
+    """Greedy rows beside sampled ones have the trees that they have by themselves, and every row those of its own."""
+    made = VARIANTS[name]()
+    native = copy.deepcopy(made)
+    native.pack(packer())
+    greedy = context_for(120, 5, WIDTH, 3)
+    context = sampled(greedy)
+    _, _, certain_B = certain_rows(made, context, plan)
+    draft, expected = native.propose(context, plan), grow(made, context, plan)
+    check_draft(draft, plan, 120, VOCABULARY)
+    sure = certain_B.nonzero().flatten().tolist()
+    assert sum(row % 3 > 0 for row in sure) >= 3
+    assert all(paths_of(draft, row) == paths_of(expected, row) for row in sure)
+    others = native.propose(greedy, plan)
+    same = [paths_of(draft, row) == paths_of(others, row) for row in range(120)]
+    assert all(same[::3]) and sum(same) < 90
+    for begin in (1, 4, 30):
+        alone = native.propose(context.part(begin, begin + 1), plan)
+        assert torch.equal(alone.tokens_BN[0], draft.tokens_BN[begin])
+        assert torch.equal(alone.parents_BN[0], draft.parents_BN[begin])
+    threads(2)
+    shared = native.propose(context, plan)
+    assert torch.equal(shared.tokens_BN, draft.tokens_BN) and torch.equal(shared.parents_BN, draft.parents_BN)
+
+
 @pytest.mark.parametrize("name", ["medusa with a draft vocabulary", "hydra", "recurrent"])
 def test_native_chains_share_the_targets_noise(name: str, threads: Callable[[int], None]):
     """Sampled rows guess what the noise of their positions makes of the scores, greedy rows beside them the best."""

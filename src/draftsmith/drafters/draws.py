@@ -17,6 +17,10 @@ from draftsmith.verify.noise import Stream, arrivals, categorical, race, uniform
 _GREEDY_TEMPERATURE = 0.1
 # Marks a greedy row beside rows that guess with the target's noise; kNoNoise in native/csrc/drawing.h.
 _NO_NOISE_TEMPERATURE = 1e-4
+COMPARED = 8
+"""Among so many first arrivals it is told how likely each is: others hardly count, and finding them would take long.
+kCompared in native/csrc/drawing.h."""
+_NEVER = -1e4  # the logarithm for tokens that have no share; kNever there
 
 
 def shares_noise(plan: Plan, context: Context) -> bool:
@@ -25,10 +29,11 @@ def shares_noise(plan: Plan, context: Context) -> bool:
     Drawn so, a guess equals the target's token as often as the drafter's distribution is near the target's; filters
     such as top-p, which the drafter does not know, cost some of that. The guesses still count as given: verification
     checks whether the target draws the same tokens, so the text is that of its seed. They may be compared with those
-    tokens but not tested against q, so `typical` plans do not use the noise. It is used for chains of sampled rows; a
-    compiled drafter does not check whether rows are sampled, and takes its likeliest tokens.
+    tokens but not tested against q, so `typical` plans do not use the noise. In a tree, a node's children are the
+    tokens that would be drawn first, second, …, see `arriving`. A compiled drafter does not check whether rows are
+    sampled, and takes its likeliest tokens.
     """
-    if not plan.is_chain or plan.sampled or plan.acceptance == "typical" or torch.compiler.is_compiling():
+    if not plan.depth or plan.sampled or plan.acceptance == "typical" or torch.compiler.is_compiling():
         return False
     return bool((context.temperature_B > 0).any())
 
@@ -76,6 +81,49 @@ def draw_like_target(scores_RV: Tensor, temperature_R: Tensor, seeds_R: Tensor, 
         return tokens_R1.flatten()
     q_RV = (scores_RV / heat_R.unsqueeze(1)).softmax(-1).to(torch.float64)
     return torch.where(is_drawn_R, race(q_RV, seeds_R, positions_R, Stream.TARGET), q_RV.argmax(-1))
+
+
+def arriving(
+    scores_RV: Tensor, temperature_B: Tensor, seeds_B: Tensor, positions_B: Tensor, children: int, mixed: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return tokens (R, children) in the order in which the target's noise lets them arrive, and how likely each is.
+
+    A token arrives at its time in `arrivals`, divided by its share; the first to arrive is drawn. Somebody else with
+    much the same shares draws a token with a probability that goes with 1 / its time here: greedily, a score is how
+    likely the target's best token is thought to be this one, and the noise is known, so it counts as a part of the
+    score. What is told (R, children), fp32, are logarithms of the probabilities among the first `COMPARED` arrivals.
+    Rows without noise have their likeliest tokens, with their probabilities.
+
+    Args:
+        scores_RV: fp32 log-probabilities or scores of the nodes of every row, row by row.
+        temperature_B: as of `temperature_of`.
+        positions_B: number of tokens before the places of these nodes.
+        mixed: whether there may be rows without noise.
+    """
+    if LIBRARY and scores_RV.device.type == "cpu":
+        found: tuple[Tensor, Tensor] = torch.ops.draftsmith.arrive(
+            scores_RV, temperature_B, seeds_B, positions_B, children
+        )
+    else:
+        found = arriving_written_out(scores_RV, temperature_B, seeds_B, positions_B, children)
+    if not mixed:
+        return found
+    likeliest = scores_RV.log_softmax(-1).topk(children, dim=-1)
+    is_drawn_B = temperature_B > _NO_NOISE_TEMPERATURE
+    is_drawn_R1 = is_drawn_B.repeat_interleave(len(scores_RV) // len(seeds_B)).unsqueeze(1)
+    return torch.where(is_drawn_R1, found[0], likeliest.values), torch.where(is_drawn_R1, found[1], likeliest.indices)
+
+
+def arriving_written_out(
+    scores_RV: Tensor, temperature_B: Tensor, seeds_B: Tensor, positions_B: Tensor, children: int
+) -> tuple[Tensor, Tensor]:
+    """Do as `arriving` where all rows have noise, by PyTorch's operations."""
+    q_BFV = (scores_RV.view(len(seeds_B), -1, scores_RV.shape[1]) / temperature_B[:, None, None]).softmax(-1).double()
+    times_BV = arrivals(torch.arange(q_BFV.shape[2], device=q_BFV.device), seeds_B, positions_B, Stream.TARGET)
+    compared = min(max(children, COMPARED), q_BFV.shape[2])
+    first = (q_BFV.log() - times_BV.log().unsqueeze(1)).flatten(0, 1).topk(compared, dim=-1)
+    logarithms_RC = first.values.log_softmax(-1)[:, :children].clamp(min=_NEVER)
+    return logarithms_RC.float(), first.indices[:, :children]
 
 
 def best_two(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import StagewiseDrafter
-from draftsmith.drafters.draws import Draws, shares_noise
+from draftsmith.drafters.draws import Draws, arriving, shares_noise, temperature_of
 from draftsmith.drafters.static_tree import static_tree
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, empty_draft
@@ -26,12 +26,13 @@ def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     So nodes 0, 1, … are the best path, and accepting it moves nothing in the cache. The tensors have `plan.max_nodes`
     columns whatever the rows hold; chains with a `plan.confidence` may have fewer. With `paths`, ranking is that of the
     combined speculator (arXiv 2404.19124, section 3), with `beam` and `nodes` that of EAGLE-2 (arXiv 2406.16858,
-    section 4); `choices` are a tree of fixed ranks. A sampled draft comes level by level instead, siblings in the order
-    in which they were drawn.
+    section 4); `choices` are a tree of fixed ranks. In sampled rows, the best children of a node are not its likeliest
+    but those that the target's noise lets arrive first, see `arriving`. A sampled draft comes level by level instead,
+    siblings in the order in which they were drawn.
 
-    A guess is left out if its probability, times those of all guesses before it, is below `plan.confidence`. For a
-    drawn guess, the likeliest token of its place counts instead: whether there is a guess must not reveal which token
-    it is. A plan deeper than the drafter, or wider than its vocabulary, raises DraftsmithError.
+    A guess is left out if its probability, times those of all guesses before it, is below `plan.confidence`. In a drawn
+    chain, the likeliest token of its place counts instead: whether there is a guess must not reveal which token it is.
+    A plan deeper than the drafter, or wider than its vocabulary, raises DraftsmithError.
     """
     if plan.depth > drafter.max_depth:
         raise DraftsmithError(
@@ -42,11 +43,30 @@ def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
         return empty_draft(context)
     if plan.sampled:
         return _sampled(drafter, context, plan)
+    rank: Rank = drafter.top_k
     if drafter.can_sample and shares_noise(plan, context):
-        return _sampled(drafter, context, plan)
+        if plan.is_chain:
+            return _sampled(drafter, context, plan)
+        mixed = not bool((context.temperature_B > 0).all())
+        rank = partial(_arriving, drafter, context, temperature_of(context, plan), mixed)
     if plan.is_chain:
         return _chain(drafter, context, plan)
-    return _static(drafter, context, plan) if plan.choices else _ranked(drafter, context, plan)
+    return _static(drafter, rank, context, plan) if plan.choices else _ranked(drafter, rank, context, plan)
+
+
+Rank = Callable[[int, Any, Tensor, int, bool], tuple[Tensor | None, Tensor, Any]]
+"""Finds the best children of nodes, as `StagewiseDrafter.top_k` does."""
+
+
+def _arriving(
+    drafter: StagewiseDrafter, context: Context, temperature_B: Tensor, mixed: bool,
+    depth: int, state: Any, tokens_R: Tensor, k: int, scores: bool,
+) -> tuple[Tensor | None, Tensor, Any]:
+    """Do as `StagewiseDrafter.top_k`, with the target's noise."""
+    log_q_RV, state = drafter.step(depth, state, tokens_R)
+    positions_B = context.lengths_B + depth
+    found_Rk, tokens_Rk = arriving(log_q_RV.float(), temperature_B, context.seeds_B, positions_B, k, mixed)
+    return found_Rk, tokens_Rk, state
 
 
 def _chain(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
@@ -109,8 +129,8 @@ class _Level:
     parents_BW: Tensor
 
 
-def _ranked(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
-    levels, unexpanded = _levels(drafter, context, plan)
+def _ranked(drafter: StagewiseDrafter, rank: Rank, context: Context, plan: Plan) -> Draft:
+    levels, unexpanded = _levels(drafter, rank, context, plan)
     last_BW = levels[-1].scores_BW
     leaves_BK = last_BW.topk(min(plan.paths or last_BW.shape[1], last_BW.shape[1]), dim=1).indices
     paths = [_walk_up(levels, plan.depth - 1, leaves_BK)]
@@ -137,7 +157,7 @@ def _ranked(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     return Draft(tokens_BN, parents_BN, depth=min(plan.depth, plan.max_nodes), branching=plan.branching)
 
 
-def _static(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
+def _static(drafter: StagewiseDrafter, rank: Rank, context: Context, plan: Plan) -> Draft:
     """Take the guesses of the ranks that the plan names; nodes are in the order of its choices."""
     tokens_R, state = drafter.begin(context)
     batch, device = tokens_R.shape[0], tokens_R.device
@@ -145,7 +165,7 @@ def _static(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     tree = static_tree(plan.choices, device)
     levels, frontier = [], 1
     for depth, level in enumerate(tree.levels):
-        _, tokens_RC, state = drafter.top_k(depth, state, tokens_R, level.width, scores=False)
+        _, tokens_RC, state = rank(depth, state, tokens_R, level.width, False)
         tokens_BW = tokens_RC.reshape(batch, -1)[:, level.taken_W]
         levels.append(tokens_BW)
         if level.frontier == 0:
@@ -160,7 +180,7 @@ def _static(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
 
 
 def _levels(
-    drafter: StagewiseDrafter, context: Context, plan: Plan
+    drafter: StagewiseDrafter, rank: Rank, context: Context, plan: Plan
 ) -> tuple[list[_Level], list[tuple[int, Tensor]]]:
     """Expand depth by depth; return the levels, and for each depth the nodes (B, ·) that the beam left unexpanded."""
     tokens_R, state = drafter.begin(context)
@@ -169,7 +189,7 @@ def _levels(
     levels: list[_Level] = []
     unexpanded: list[tuple[int, Tensor]] = []
     for depth, children in enumerate(plan.branching):
-        best_RC, token_RC, state = drafter.top_k(depth, state, tokens_R, children, scores=True)
+        best_RC, token_RC, state = rank(depth, state, tokens_R, children, True)
         assert best_RC is not None
         frontier = expanded_BF.shape[1]
         # Rounding must not make a child better than its parent: pruning relies on it.

@@ -54,6 +54,8 @@ class Arm:
         full: for a lookup or a plan with a confidence, seconds of a step in which every row makes as many guesses as
             the plan allows.
         behind: for a lookup with another drafter behind it, what that drafter guesses.
+        suits_draws: whether it may serve texts whose tokens are drawn. There, guesses by the target's own noise stay
+            far more often than the likeliest ones, see `Drafter.draws_trees`.
     """
 
     plan: Plan
@@ -63,6 +65,7 @@ class Arm:
     full: tuple[float, ...] = ()
     made: float | None = None
     behind: Behind | None = None
+    suits_draws: bool = True
 
     def kept(self, odds: float = 1.0) -> float:
         """Return how many guesses are accepted, on average over steps that made some, without those `behind`.
@@ -82,14 +85,6 @@ class Arm:
     def varies(self) -> bool:
         """Whether every step makes as many guesses as its drafter is sure of, which differs from text to text."""
         return self.plan.confidence is not None and self.found is None
-
-    @cached_property
-    def suits_draws(self) -> bool:
-        """Whether it may serve texts whose tokens are drawn: trees of a drafter's likeliest guesses do not.
-
-        The guesses of a chain are drawn by the target's own noise there, and more of them stay than of the likeliest.
-        """
-        return not self.plan.depth or self.plan.is_chain or (self.found is not None and self.behind is None)
 
     @cached_property
     def guesses(self) -> float:

@@ -171,6 +171,7 @@ class Profile:
                 plan_from_json(arm["plan"]), tuple(map(float, arm["survival"])), tuple(map(float, arm["seconds"])),
                 None if arm["found"] is None else float(arm["found"]), tuple(map(float, arm["full"])),
                 None if arm["made"] is None else float(arm["made"]), _behind_from_json(arm["behind"]),
+                bool(arm["suits_draws"]),
             )
             for arm in value["arms"]
         )

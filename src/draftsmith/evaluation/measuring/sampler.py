@@ -67,14 +67,15 @@ class Sampler:
         new_tokens: how many are decoded at most; the last step may bring more.
         steps: the most steps of a call.
         looks_up: whether the engine's drafter makes guesses only at steps where it finds them in the text.
+        draws_trees: whether the engine's drafter does, see `Drafter`.
     """
 
     def __init__(
         self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int, steps: float = math.inf,
-        looks_up: bool = False,
+        looks_up: bool = False, draws_trees: bool = False,
     ) -> None:
         self.engine, self.prompts, self.new_tokens, self.steps = engine, prompts, new_tokens, steps
-        self.looks_up = looks_up
+        self.looks_up, self.draws_trees = looks_up, draws_trees
         self.brought: dict[Plan, Brought] = {}
         self.behind: dict[Plan, Brought] = {}
         """Guesses where a lookup found nothing: `steps` are those in which another drafter guessed instead."""
@@ -118,22 +119,22 @@ class Sampler:
                 seen.learn(lessons_of(one.history, steps, arm, arm.kept()), 1.0)
                 if arm.behind is not None:
                     behind.learn(lessons_behind(one.history, steps, arm, arm.kept_behind()), 1.0)
-        each = (
-            seen.stayed, seen.found, seen.made, behind.stayed,
-        )
+        each = seen.stayed, seen.found, seen.made, behind.stayed
         return Sampled(*((one.came + UNSEEN) / (one.expected + UNSEEN) for one in each))
 
     def arm(self, plan: Plan) -> Arm:
         """Return everything that is known about a plan except its costs."""
-        brought = self._looked_up(plan)
+        brought, suits = self._looked_up(plan), plan.is_chain or not plan.depth or self.draws_trees
         if not self.looks_up or not plan.depth or plan.factor == NO_COPY:
             made = None if plan.confidence is None else brought.usual
             share = brought.guessing / brought.steps if brought.guessing else UNSEEN / (1 + brought.steps)
-            return Arm(plan, self._survival(plan, share), (), made=made)
+            return Arm(plan, self._survival(plan, share), (), made=made, suits_draws=suits)
         others, behind = self._guessed_behind(plan), None
         if others.steps:
             behind = Behind(shares([(others.steps, *others.stayed)], plan.depth), others.usual, ())
-        return Arm(plan, self._survival(plan), (), self._found(plan), (), brought.guesses, behind)
+        # What is looked up is the same in all texts.
+        suits = suits or behind is None
+        return Arm(plan, self._survival(plan), (), self._found(plan), (), brought.guesses, behind, suits)
 
     def _found(self, plan: Plan) -> float:
         """Return the share of tokens that came from steps whose lookup found something.

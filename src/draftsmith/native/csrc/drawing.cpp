@@ -72,12 +72,56 @@ Tensor draw(const Tensor& scores, const Tensor& temperatures, const Tensor& seed
   return tokens_RC;
 }
 
+// Finds the children of every node in the order in which the target's own noise lets them arrive, see Shares::arrive, and
+// returns logarithms of probabilities (R, C), fp32, and tokens (R, C).
+std::tuple<Tensor, Tensor> arrive(const Tensor& scores, const Tensor& temperatures, const Tensor& seeds,
+                                  const Tensor& positions, int64_t children) {
+  const Tensor scores_RV = scores.contiguous(), temperature_B = temperatures.contiguous();
+  const Tensor seeds_B = seeds.contiguous(), positions_B = positions.contiguous();
+  const int64_t batch = seeds_B.numel();
+  REQUIRE(scores_RV.dim() == 2 && scores_RV.scalar_type() == kFloat && batch > 0 && scores_RV.size(0) % batch == 0 &&
+              is_rows(seeds_B, batch) && is_rows(positions_B, batch) && temperature_B.scalar_type() == kFloat &&
+              temperature_B.numel() == batch && children > 0 && children <= scores_RV.size(1),
+          "draftsmith: scores have to be fp32 (R, V), temperatures fp32, seeds and positions int64, one of each a row");
+  const int64_t rows = scores_RV.size(0), vocabulary = scores_RV.size(1), frontier = rows / batch;
+  const int64_t stretches = stretches_of(vocabulary), room = std::max(children, kCompared);
+  Tensor scores_RC = empty({rows, children}, kFloat), tokens_RC = empty({rows, children}, kLong);
+  float* to = scores_RC.mutable_data_ptr<float>();
+  int64_t* tokens = tokens_RC.mutable_data_ptr<int64_t>();
+  const float *from = scores_RV.const_data_ptr<float>(), *temperature = temperature_B.const_data_ptr<float>();
+  const int64_t *seed = seeds_B.const_data_ptr<int64_t>(), *position = positions_B.const_data_ptr<int64_t>();
+  const int64_t threads = get_num_threads();
+  std::vector<float> q(rows * vocabulary), rough(rows * stretches), highest(threads * rows);
+  std::vector<double> sums(rows * stretches), times(threads * room);
+  std::vector<int64_t> arrived(threads * room);
+  const auto shares = [&](int64_t r) {
+    return Shares{q.data() + r * vocabulary, vocabulary, temperature[r / frontier], rough.data() + r * stretches,
+                  sums.data() + r * stretches};
+  };
+  run_team(threads, [&](const Team& team) {
+    const auto [first, last] = team.share(stretches);
+    const int64_t begin = first * kStretch, count = std::min(last * kStretch, vocabulary) - begin;
+    for (int64_t r = 0; r < rows; ++r)
+      highest[team.index * rows + r] = copy_row(from + r * vocabulary + begin, count, shares(r).q + begin);
+    settle(team, rows, vocabulary, highest.data(), shares);
+    const auto [own, end] = team.share(rows);
+    for (int64_t r = own; r < end; ++r)
+      shares(r).arrive({seed[r / frontier], position[r / frontier], Stream::kTarget}, nullptr, children,
+                       {times.data() + team.index * room, arrived.data() + team.index * room, 0}, to + r * children,
+                       tokens + r * children);
+  });
+  return {scores_RC, tokens_RC};
+}
+
 }  // namespace
 
 void define_drawing(Library& library) {
   library.def<draw>(
       "draw(Tensor scores_RV, Tensor temperature_B, Tensor seeds_B, Tensor positions_B, int stream, int children,"
       " int slot, Tensor(a!) q_BMV, int line) -> Tensor");
+  library.def<arrive>(
+      "arrive(Tensor scores_RV, Tensor temperature_B, Tensor seeds_B, Tensor positions_B, int children)"
+      " -> (Tensor, Tensor)");
 }
 
 }  // namespace draftsmith

@@ -18,6 +18,9 @@ namespace draftsmith {
 
 // What the scores of greedy rows are divided by where others share the target's noise; drafters/draws.py says so.
 constexpr float kNoNoise = 1e-4f;
+// Among so many first arrivals it is told how likely each is, and the logarithm for tokens that have no share at all.
+constexpr int64_t kCompared = 8;
+constexpr float kNever = -1e4f;
 
 // The scores of one node, which become q in their own memory. A thread does a part of the stretches in each of both
 // passes, and what all have done in one is known before the other.
@@ -71,6 +74,25 @@ struct Shares {
     return found;
   }
 
+  // Finds so many children in the order in which they arrive, and the logarithms of how likely each is to be the first for
+  // somebody else with much the same shares; `memory` is for kCompared times and tokens, or as many as there are children.
+  // Where fewer arrive, those follow that have no share.
+  void arrive(const Race& race, const int64_t* ids, int64_t children, Arrivals memory, float* scores,
+              int64_t* to) const {
+    memory.wanted = std::min(std::max(children, kCompared), vocabulary);
+    memory.look(race, q, ids, vocabulary);
+    double rate = 0;
+    for (int64_t i = 0; i < memory.found; ++i) rate += 1 / memory.times[i];
+    for (int64_t c = 0, next = 0; c < children; ++c) {
+      if (c < memory.found) {
+        scores[c] = static_cast<float>(-std::log(memory.times[c] * rate)), to[c] = memory.tokens[c];
+        continue;
+      }
+      while (std::find(to, to + c, next) != to + c) ++next;
+      scores[c] = kNever, to[c] = next;
+    }
+  }
+
   // Draws so many children, each without those before it, by noise(k); where q has none left, the last token.
   template <class Noise>
   void draw(int64_t children, const Noise& noise, int64_t* to) const {
@@ -97,19 +119,28 @@ struct Shares {
 };
 
 // Turns the scores of rows into shares, shares(r) being those of row r, by a team that has just written them: highest holds
-// the largest score of every row in each thread's part (threads, rows). The team meets at the end.
-template <class Rows>
-void settle(const Team& team, int64_t rows, int64_t vocabulary, const float* highest, const Rows& shares) {
+// the largest score of every row in each thread's part (threads, rows). Rows that are not drawn are left alone. The team
+// meets at the end.
+template <class Rows, class Drawn>
+void settle(const Team& team, int64_t rows, int64_t vocabulary, const float* highest, const Rows& shares,
+            const Drawn& is_drawn) {
   team.barrier();
   const auto [first, last] = team.share(stretches_of(vocabulary));
   for (int64_t r = 0; r < rows; ++r) {
+    if (!is_drawn(r)) continue;
     float most = -kInfinity;
     for (int64_t t = 0; t < team.size; ++t) most = std::max(most, highest[t * rows + r]);
     shares(r).weigh(first, last, most);
   }
   team.barrier();
-  for (int64_t r = 0; r < rows; ++r) shares(r).share(first, last);
+  for (int64_t r = 0; r < rows; ++r)
+    if (is_drawn(r)) shares(r).share(first, last);
   team.barrier();
+}
+
+template <class Rows>
+void settle(const Team& team, int64_t rows, int64_t vocabulary, const float* highest, const Rows& shares) {
+  settle(team, rows, vocabulary, highest, shares, [](int64_t) { return true; });
 }
 
 }  // namespace draftsmith

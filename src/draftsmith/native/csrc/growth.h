@@ -1,6 +1,6 @@
 // How guesses grow into a tree: the best children of every node, depth by depth, and then the best paths or nodes.
 //
-// drafters/grow.py says what is computed; this computes the same, for plans whose guesses are the likeliest ones. Growing
+// drafters/grow.py says what is computed; this computes the same, for plans that are not `sampled` or static. Growing
 // ends where no deeper guess could be kept in any row. Trees that can end so have their nodes in another order than in
 // grow.py: one that does not depend on how far other rows went.
 //
@@ -101,19 +101,24 @@ class Growth {
     sources_ = batch_;
   }
 
-  // Lets chains guess with the target's own noise, see drafters/draws.py: what scores are divided by (B, fp32), the seeds
-  // (B), and the positions of the first guesses (B); or nothing.
+  // Lets rows guess with the target's own noise, see drafters/draws.py: what scores are divided by (B, fp32), the seeds
+  // (B), and the positions of the first guesses (B); or nothing. Children are then those that arrive first, in their
+  // order.
   void share_noise(const Tensors& noise, int64_t threads) {
     has_noise_ = !noise.empty();
     if (!has_noise_) return;
-    REQUIRE(noise.size() == 3 && !branches_ && noise[0].scalar_type() == kFloat && noise[1].scalar_type() == kLong &&
+    REQUIRE(noise.size() == 3 && noise[0].scalar_type() == kFloat && noise[1].scalar_type() == kLong &&
                 noise[2].scalar_type() == kLong,
-            "draftsmith: noise is fp32 temperatures, int64 seeds and int64 positions, and is shared by chains alone");
+            "draftsmith: noise is fp32 temperatures, int64 seeds and int64 positions");
     for (const Tensor& one : noise)
       REQUIRE(one.is_contiguous() && one.numel() == batch_, "draftsmith: noise has one number a row, not ", one.numel());
     temperatures_ = noise[0], seeds_ = noise[1], positions_ = noise[2];
-    shares_.resize(batch_ * scored_), highest_.resize(threads * batch_);
-    rough_.resize(batch_ * stretches_of(scored_)), share_sums_.resize(batch_ * stretches_of(scored_));
+    const int64_t rows = shared_ ? batch_ : widest_, most = *std::max_element(branching_.begin(), branching_.end());
+    const int64_t stretches = stretches_of(scored_);
+    shares_.resize(rows * scored_), highest_.resize(threads * rows);
+    rough_.resize(rows * stretches), share_sums_.resize(rows * stretches);
+    first_.resize(rows * most), first_scores_.resize(rows * most);
+    times_.resize(threads * std::max(most, kCompared)), arrived_.resize(times_.size());
   }
 
   // Where the root of row b stands among all tokens of the context.
@@ -144,17 +149,28 @@ class Growth {
     float* sums = sums_.data() + team.index * rows * 2;
     std::fill_n(best, rows * children, Best{-std::numeric_limits<float>::infinity(), 0});
     for (int64_t r = 0; r < rows; ++r) sums[2 * r] = -std::numeric_limits<float>::infinity(), sums[2 * r + 1] = 0;
-    if (has_noise_) return race(team, depth, head, states, stride, room, ahead, best, sums);
+    const int64_t each = rows / batch_;
+    const auto is_drawn = [&](int64_t r) {
+      return has_noise_ && temperatures_.const_data_ptr<float>()[r / each] > kNoNoise;
+    };
+    float* highest = has_noise_ ? highest_.data() + team.index * rows : nullptr;
+    if (has_noise_) std::fill_n(highest, rows, -std::numeric_limits<float>::infinity());
     multiply(team, head, states, stride, rows,
              [&](int64_t r, int64_t n, int64_t count, const float* values) {
                float rounded[kChunk];
-               const float most = kernels().round_row(values, count, rounded);
+               float* to = is_drawn(r) ? shares_.data() + r * scored_ + n : rounded;
+               const float most = kernels().round_row(values, count, to);
+               if (is_drawn(r)) {
+                 highest[r] = std::max(highest[r], most);
+                 if (bounded_ && !branches_) add_up(to, count, most, sums + 2 * r);
+                 return;
+               }
                Best* mine = best + r * children;
                if (most > mine[children - 1].score)
                  for (int64_t i = 0; i < count; ++i) offer(mine, children, rounded[i], n + i);
                if (weighs_) add_up(rounded, count, most, sums + 2 * r);
              }, room, ahead);
-    team.barrier();
+    has_noise_ ? race(team, depth, rows, is_drawn, best, sums) : team.barrier();
   }
 
   // Joins what so many threads found, and lines up the nodes that the next depth expands; for one thread.
@@ -180,8 +196,8 @@ class Growth {
         level.parents.push_back(depth == 0 ? -1 : chosen_[node]);
         const float above =
             depth == 0 ? 0 : levels_[depth - 1].scores[node / each * levels_[depth - 1].width + chosen_[node]];
-        // How sure a draw is goes with the likeliest token there: what was drawn must not have a say in it.
-        const float score = has_noise_ ? highest : one.score;
+        // How sure the draw of a chain is goes with the likeliest token there: what was drawn has no say in it.
+        const float score = has_noise_ && !branches_ ? highest : one.score;
         level.scores.push_back(weighs_ ? above + std::min(0.0f, score - highest - std::log(sum)) : 0);
       }
     }
@@ -230,28 +246,33 @@ class Growth {
     running[0] = highest;
   }
 
-  // Finds whom the target's own noise lets arrive first by the shares that the scores give; the team meets at the end.
-  void race(const Team& team, int64_t depth, const Linear& head, const bf16* states, int64_t stride, Quantised& room,
-            const void* ahead, Best* best, float* sums) {
-    const int64_t stretches = stretches_of(scored_);
+  // Finds whom the target's own noise lets arrive first by the shares that the scores give, in the rows that are drawn; the
+  // team meets at the end.
+  template <class Drawn>
+  void race(const Team& team, int64_t depth, int64_t rows, const Drawn& is_drawn, Best* best, float* sums) {
+    const int64_t stretches = stretches_of(scored_), each = rows / batch_, children = branching_[depth];
     const auto shares = [&](int64_t r) {
-      return Shares{shares_.data() + r * scored_, scored_, temperatures_.const_data_ptr<float>()[r],
+      return Shares{shares_.data() + r * scored_, scored_, temperatures_.const_data_ptr<float>()[r / each],
                     rough_.data() + r * stretches, share_sums_.data() + r * stretches};
     };
-    float* mine = highest_.data() + team.index * batch_;
-    std::fill_n(mine, batch_, -std::numeric_limits<float>::infinity());
-    multiply(team, head, states, stride, batch_,
-             [&](int64_t r, int64_t n, int64_t count, const float* values) {
-               const float most = kernels().round_row(values, count, shares(r).q + n);
-               mine[r] = std::max(mine[r], most);
-               if (weighs_) add_up(shares(r).q + n, count, most, sums + 2 * r);
-             }, room, ahead);
-    settle(team, batch_, scored_, highest_.data(), shares);
-    const auto [own, end] = team.share(batch_);
+    settle(team, rows, scored_, highest_.data(), shares, is_drawn);
+    const int64_t* ids = ids_.numel() ? ids_.const_data_ptr<int64_t>() : nullptr;
+    const int64_t room = static_cast<int64_t>(times_.size()) / team.size;
+    const auto [own, end] = team.share(rows);
     for (int64_t r = own; r < end; ++r) {
-      const Race noise(seeds_.const_data_ptr<int64_t>()[r], positions_.const_data_ptr<int64_t>()[r] + depth,
-                       Stream::kTarget);
-      best[r] = {0, shares(r).first(noise, ids_.numel() ? ids_.const_data_ptr<int64_t>() : nullptr)};
+      if (!is_drawn(r)) continue;
+      const Race noise(seeds_.const_data_ptr<int64_t>()[r / each],
+                       positions_.const_data_ptr<int64_t>()[r / each] + depth, Stream::kTarget);
+      if (!branches_) {
+        best[r] = {0, shares(r).first(noise, ids)};
+        continue;
+      }
+      float* scores = first_scores_.data() + r * children;
+      int64_t* first = first_.data() + r * children;
+      shares(r).arrive(noise, ids, children,
+                       {times_.data() + team.index * room, arrived_.data() + team.index * room, 0}, scores, first);
+      for (int64_t c = 0; c < children; ++c) best[r * children + c] = {scores[c], first[c]};
+      sums[2 * r] = 0, sums[2 * r + 1] = 1;  // they are logarithms of probabilities already
     }
     team.barrier();
   }
@@ -408,8 +429,9 @@ class Growth {
   // Where the target's noise is shared: it, and what scores become.
   bool has_noise_ = false;
   Tensor temperatures_, seeds_, positions_;
-  std::vector<float> shares_, highest_, rough_;
-  std::vector<double> share_sums_;
+  std::vector<float> shares_, highest_, rough_, first_scores_;
+  std::vector<double> share_sums_, times_;
+  std::vector<int64_t> first_, arrived_;
 };
 
 }  // namespace draftsmith

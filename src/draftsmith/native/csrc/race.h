@@ -82,4 +82,39 @@ struct First {
   }
 };
 
+// Those who arrive first, as many as are wanted, in their order; of those who arrive together, the lower first.
+struct Arrivals {
+  double* times;  // (wanted), and so are the tokens
+  int64_t* tokens;
+  int64_t wanted, found = 0;
+
+  double last() const { return found < wanted ? kInfinity : times[wanted - 1]; }
+
+  void offer(double time, int64_t token) {
+    int64_t place = found < wanted ? found++ : wanted - 1;
+    for (; place > 0 && (time < times[place - 1] || (time == times[place - 1] && token < tokens[place - 1])); --place)
+      times[place] = times[place - 1], tokens[place] = tokens[place - 1];
+    times[place] = time, tokens[place] = token;
+  }
+
+  // Takes in some tokens; `ids` says who they are, or is null where they are the vocabulary.
+  void look(const Race& race, const float* weights, const int64_t* ids, int64_t count) {
+    int32_t early[kStretch];
+    for (int64_t start = 0; start < count; start += kStretch) {
+      const int64_t some = std::min(kStretch, count - start);
+      int64_t few = some;
+      if (ids == nullptr)
+        few = kernels().early(weights + start, some, static_cast<uint32_t>(start), race.key(),
+                              static_cast<float>(last() * 1.0001), early);
+      for (int64_t i = 0; i < few; ++i) {
+        const int64_t at = start + (ids == nullptr ? early[i] : i), token = ids == nullptr ? at : ids[at];
+        const double weight = weights[at];
+        if (!(weight > 0) || race.soonest(token) > last() * weight) continue;
+        const double time = race.time(token) / weight;
+        if (time < last()) offer(time, at);
+      }
+    }
+  }
+};
+
 }  // namespace draftsmith
