@@ -8,7 +8,6 @@ from draftsmith.engine.evidence import (
     Evidence,
     Lessons,
     RowEvidence,
-    Step,
     Usual,
     lessons_behind,
     lessons_of,
@@ -71,32 +70,41 @@ class Learnt:
         """
         if len(rows) == 1:
             return [self.of(rows[0])]
-        usual = {sampled: self._usual(sampled) for sampled in {history.sampled for history in rows}}
-        return [self.of(history, usual[history.sampled]) for history in rows]
+        known, taught = list[RowEvidence](), list[RowEvidence]()
+        for history in rows:
+            row = self._rows.get(history)
+            if row is None:
+                row = self.of(history)
+            elif self._take_in(row, history):
+                taught.append(row)
+            known.append(row)
+        usual = {sampled: self._usual(sampled) for sampled in {row.sampled for row in taught}}
+        for row in taught:
+            row.usual = usual[row.sampled]
+            self._settle(row)
+        return known
 
-    def of(self, history: RowHistory, usual: list[Usual] | None = None) -> RowEvidence:
-        """Return what is known about a row, its last steps included.
-
-        Args:
-            usual: what is known from other texts; by default, what was known when the row began.
-        """
-        row, steps = self._rows.get(history), len(history.accepted)
+    def of(self, history: RowHistory) -> RowEvidence:
+        """Return what is known about a row, its last steps included."""
+        row = self._rows.get(history)
         if row is None:
-            usual = self._usual(history.sampled) if usual is None else usual
+            usual = self._usual(history.sampled)
             evidence = [Evidence(USUAL) for _ in usual]
             for number, own in enumerate(evidence):
                 own.settle(usual[number], self._tables[number] or ODDS, USUAL)
-            row = self._rows[history] = RowEvidence(evidence, steps, sampled=history.sampled, usual=usual)
-        elif steps > row.seen:
-            row.usual = row.usual if usual is None else usual
-            self._learn(row, history, list(history.steps(row.seen)))
-            row.seen = steps
+            seen = len(history.accepted)
+            row = self._rows[history] = RowEvidence(evidence, seen, sampled=history.sampled, usual=usual)
+        elif self._take_in(row, history):
+            self._settle(row)
         return row
 
-    def _learn(self, row: RowEvidence, history: RowHistory, steps: Sequence[Step]) -> None:
-        """Take in how the guessers did in the last steps of a row."""
-        arm = self._expected.arms[row.arm]
-        found = dict[bool, Lessons]()
+    def _take_in(self, row: RowEvidence, history: RowHistory) -> bool:
+        """Take in how the guessers did in the last steps of a row; return whether something was to be learnt."""
+        steps = list(history.steps(row.seen))
+        row.seen += len(steps)
+        if not steps or not row.arm:
+            return False
+        arm, found = self._expected.arms[row.arm], dict[bool, Lessons]()
         for number, behind, table in self._taught[row.arm]:
             if not table[USUAL]:
                 continue
@@ -105,10 +113,16 @@ class Learnt:
             own = row.evidence[number]
             own.learn(found[behind], self._decays[number])
             self._common[row.sampled][number].learn(found[behind], COMMON_DECAY)
-            own.settle(row.usual[number], table, USUAL)
             for stayed, drafted, whose in steps:
                 if whose == behind:
                     own.guessed, own.hit = own.guessed or drafted > 0, own.hit or stayed > 0
+        return True
+
+    def _settle(self, row: RowEvidence) -> None:
+        """Let what a row is expected to do follow from what was learnt of it and of others."""
+        for number, _, table in self._taught[row.arm]:
+            if table[USUAL]:
+                row.evidence[number].settle(row.usual[number], table, USUAL)
 
     def _table(self, number: int, plan: int) -> tuple[bool, Sequence[float]]:
         """Return whether a guesser drafts only where a plan's lookup finds nothing, and how many guesses stay then."""
