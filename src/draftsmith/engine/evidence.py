@@ -193,6 +193,11 @@ class Evidence:
         self.length = min(max(1, round(QUARTERS * self.made.ratio(usual.length))), QUARTERS * MOST)
 
     @property
+    def stand(self) -> OneStand:
+        """How often its guesses stay here, how often it makes some, and how many."""
+        return self.odds, self.growth, self.length
+
+    @property
     def untold(self) -> int:
         """Steps that are left of a trial before the first one that may end it."""
         return max(0, HOPELESS - 1 - (TRIAL - self.trial))
@@ -242,4 +247,4 @@ class RowEvidence:
     @property
     def stand(self) -> Stand:
         """For every guesser: how often its guesses stay here, how often it makes some, and how many; see `Stand`."""
-        return Stand(tuple([(one.odds, one.growth, one.length) for one in self.evidence]), self.sampled)
+        return Stand(tuple([one.stand for one in self.evidence]), self.sampled)

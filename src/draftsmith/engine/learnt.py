@@ -7,6 +7,7 @@ from draftsmith.engine.evidence import (
     PRIOR_TOKENS,
     Evidence,
     Lessons,
+    OneStand,
     RowEvidence,
     Usual,
     lessons_behind,
@@ -26,6 +27,7 @@ said, and whoever forgets the others takes the plan that happened to do well."""
 COUNTS = 6.0
 """How many guesses or steps count as much, for rows that begin later, as what was measured."""
 USUAL = ODDS.index(1.0)
+Beginning = tuple[list[Usual], list[OneStand]]
 
 
 class Learnt:
@@ -70,11 +72,13 @@ class Learnt:
         """
         if len(rows) == 1:
             return [self.of(rows[0])]
-        known, taught = list[RowEvidence](), list[RowEvidence]()
+        known, taught, begun = list[RowEvidence](), list[RowEvidence](), dict[bool, Beginning]()
         for history in rows:
             row = self._rows.get(history)
             if row is None:
-                row = self.of(history)
+                if history.sampled not in begun:
+                    begun[history.sampled] = self._beginning(history.sampled)
+                row = self._begin(history, begun[history.sampled])
             elif self._take_in(row, history):
                 taught.append(row)
             known.append(row)
@@ -88,14 +92,25 @@ class Learnt:
         """Return what is known about a row, its last steps included."""
         row = self._rows.get(history)
         if row is None:
-            usual = self._usual(history.sampled)
-            evidence = [Evidence(USUAL) for _ in usual]
-            for number, own in enumerate(evidence):
-                own.settle(usual[number], self._tables[number] or ODDS, USUAL)
-            seen = len(history.accepted)
-            row = self._rows[history] = RowEvidence(evidence, seen, sampled=history.sampled, usual=usual)
+            row = self._begin(history, self._beginning(history.sampled))
         elif self._take_in(row, history):
             self._settle(row)
+        return row
+
+    def _beginning(self, sampled: bool) -> Beginning:
+        """Return what is known of the guessers, and what they are expected to do, in a text that begins now."""
+        usual, stands = self._usual(sampled), list[OneStand]()
+        for number, one in enumerate(usual):
+            own = Evidence(USUAL)
+            own.settle(one, self._tables[number] or ODDS, USUAL)
+            stands.append(own.stand)
+        return usual, stands
+
+    def _begin(self, history: RowHistory, beginning: Beginning) -> RowEvidence:
+        """Return the evidence of a row that nothing is known of but what holds for all."""
+        usual, stands = beginning
+        evidence, seen = [Evidence(*stand) for stand in stands], len(history.accepted)
+        row = self._rows[history] = RowEvidence(evidence, seen, sampled=history.sampled, usual=usual)
         return row
 
     def _take_in(self, row: RowEvidence, history: RowHistory) -> bool:
