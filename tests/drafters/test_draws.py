@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.drafters.draws import Draws, arriving, arriving_written_out, shares_noise, temperature_of
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.types import Context, Draft, SamplingParams
+from draftsmith.types import Context, Draft, DraftsmithError, SamplingParams
 from draftsmith.verify import SamplingBatch, Stream, accept_deterministic, categorical, probabilities, uniform
 from draftsmith.verify.noise import arrivals
 
@@ -147,7 +147,7 @@ def test_children_come_in_the_order_in_which_the_noise_lets_them_arrive(
 ) -> None:
     """Two nodes a row: the first of each is what a chain draws there; greedy rows have their likeliest tokens."""
     context, generator = context_of(batch), torch.Generator().manual_seed(vocabulary)
-    scores_RV = 3 * torch.randn((2 * batch, vocabulary), generator=generator)
+    scores_RV = (3 * torch.randn((2 * batch, vocabulary), generator=generator)).log_softmax(-1)
     hot_B = temperature_of(context, Plan((2, 2)))
     logarithms_RC, tokens_RC = arriving(scores_RV, hot_B, context.seeds_B, context.lengths_B, children)
     threads(2)
@@ -157,7 +157,7 @@ def test_children_come_in_the_order_in_which_the_noise_lets_them_arrive(
     expected, known_RC = arriving_written_out(scores_RV, hot_B, context.seeds_B, context.lengths_B, children)
     assert torch.equal(tokens_RC[drawn_R], known_RC[drawn_R])
     torch.testing.assert_close(logarithms_RC[drawn_R], expected[drawn_R], rtol=1e-4, atol=1e-4)
-    best = scores_RV[~drawn_R].log_softmax(-1).topk(children)
+    best = scores_RV[~drawn_R].topk(children)
     assert torch.equal(tokens_RC[~drawn_R], best.indices) and torch.equal(logarithms_RC[~drawn_R], best.values)
     for node in (0, 1):
         drawn_B1 = Draws(context, Plan((1,))).draw(scores_RV[node::2], 0, 1, 0)
@@ -195,7 +195,9 @@ def test_what_does_not_belong_together_is_refused() -> None:
     for wrong in (scores_RV.double(), scores_RV[:3]):
         with pytest.raises(RuntimeError, match="draftsmith: scores have to be fp32"):
             ops.draw(wrong, hot_B, rows_B, rows_B, 3, 2, 1, q_BMV, 1)
-    with pytest.raises(RuntimeError, match="draftsmith: scores have to be fp32"):
+    with pytest.raises(RuntimeError, match="draftsmith: a node cannot have 10 children"):
         ops.arrive(scores_RV, hot_B, rows_B, rows_B, 10)
+    with pytest.raises(DraftsmithError, match="asks for the 10 best guesses, but the drafter scores 9 tokens"):
+        arriving(scores_RV, hot_B, rows_B, rows_B, 10)
     with pytest.raises(RuntimeError, match="draftsmith: there is no room for what the guesses are drawn from"):
         ops.draw(scores_RV, hot_B, rows_B, rows_B, 3, 2, 1, q_BMV, 2)

@@ -164,7 +164,7 @@ def test_the_tables_go_to_the_device_once():
 
 
 def test_ranks_beyond_the_vocabulary_are_refused():
-    with pytest.raises(DraftsmithError, match=f"asks for the {V + 1} likeliest guesses, but the drafter scores {V} "):
+    with pytest.raises(DraftsmithError, match=f"asks for the {V + 1} best guesses, but the drafter scores {V} "):
         RandomDrafter().propose(context_of(1), Plan(choices=((0,), (V,))))
     with pytest.raises(DraftsmithError, match="drafts 5 tokens ahead, but the drafter 'drafter' reaches 4"):
         Engine(tiny_target(), medusa()).generate([[1, 2]], SamplingParams(max_tokens=9), Plan(choices=EAGLE_TREE))

@@ -55,7 +55,7 @@ def test_what_a_lookup_brings_and_costs_goes_with_how_often_it_finds_guesses():
     assert always.share(0.5) == always.share(2.0) == 1.0
     assert arm.share(99.0) == arm.share(1e9) == arm.share(math.inf) == 1.0 > arm.share(9.0) > arm.share(0.0) == 0.0
     everywhere = replace(arm, found=1.0)
-    assert everywhere.share(0.5) == everywhere.share(math.inf) == 1.0
+    assert everywhere.share(0.5) < everywhere.share(1.0) == everywhere.share(math.inf) == 1.0
     cheap = replace(arm, full=(0.9,))
     assert found.seconds(cheap, 1, odds=100.0) == 2.0, "what seemed to take less takes no less"
     told = replace(found, sampled=Sampled(0.5, 0.25, 2.0, 0.75))
@@ -67,6 +67,9 @@ def test_a_text_of_which_all_is_found_stays_one_however_long_it_is():
     for _ in range(50_000):
         always.learn(5.0, 0.0, 0.98)
     assert always.ratio(1.0) > 1e6 and Tally(prior=2.0).ratio(0.75) == 0.75
+    always.doubt(16.0)
+    always.learn(0.0, 64.0, 1.0)
+    assert always.ratio(1.0) == pytest.approx(0.25), "what was found long ago counts little on trial"
 
 
 def test_the_farther_a_plan_goes_where_nothing_is_found_the_more_of_its_steps_find_something():

@@ -189,16 +189,21 @@ class StagewiseDrafter(Drafter):
         """The deepest draft this drafter can make."""
 
 
+def check_width(k: int, scored: int) -> None:
+    """Raise DraftsmithError if there are fewer than k tokens to guess."""
+    if k > scored:
+        raise DraftsmithError(
+            f"the plan asks for the {k} best guesses, but the drafter scores {scored} tokens; lower its branching or "
+            "the ranks of its choices."
+        )
+
+
 def best(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best scores and their indices (R, k), best first; a single best is found without sorting.
 
     DraftsmithError if there are fewer than k.
     """
-    if k > scores_RV.shape[-1]:
-        raise DraftsmithError(
-            f"the plan asks for the {k} likeliest guesses, but the drafter scores {scores_RV.shape[-1]} tokens; lower "
-            "its branching or the ranks of its choices."
-        )
+    check_width(k, scores_RV.shape[-1])
     if k == 1:
         values_R1, indices_R1 = scores_RV.max(dim=-1, keepdim=True)
         return values_R1, indices_R1

@@ -10,7 +10,7 @@ from draftsmith.plan import Plan
 MOST_ODDS = 3.0
 """Guesses are taken to stay at most this many times as often as measured."""
 EVERYWHERE = 0.98
-"""If more than this share of the tokens come from steps whose lookup found something, every step is taken to find
+"""If this share of the tokens or more come from steps whose lookup found something, every step is taken to find
 something. The few other tokens could be many steps among steps of many tokens, but they are not known so exactly."""
 Times = tuple[float, float]
 """How many times as many guesses as measured a plan makes, and the same for those `Behind` a lookup."""
@@ -117,10 +117,11 @@ class Arm:
         """
         if self.found is None:
             return 1.0
-        if self.found > EVERYWHERE or growth == math.inf:
+        if growth == math.inf:
             return 1.0
-        tokens = self.found * growth / (1 - self.found + self.found * growth)
-        if tokens > EVERYWHERE:
+        found = min(self.found, EVERYWHERE)
+        tokens = found * growth / (1 - found + found * growth)
+        if tokens >= EVERYWHERE:
             return 1.0
         found = tokens / (1 + (self.kept() if kept is None else kept))
         missed = (1 - tokens) / (1 + (self.kept_behind() if behind is None else behind))

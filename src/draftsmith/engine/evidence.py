@@ -69,11 +69,11 @@ def lessons_of(history: RowHistory, steps: Sequence[Step], arm: Arm, kept: float
     """
     looks = list[tuple[float, float]]()
     if arm.found:
-        if arm.found <= EVERYWHERE:
-            looks = [
-                ((1 + stayed) / arm.found, 0.0) if drafted > 0 and not behind else (0.0, (1 + stayed) / (1 - arm.found))
-                for stayed, drafted, behind in steps
-            ]
+        found = min(arm.found, EVERYWHERE)
+        looks = [
+            ((1 + stayed) / found, 0.0) if drafted > 0 and not behind else (0.0, (1 + stayed) / (1 - found))
+            for stayed, drafted, behind in steps
+        ]
         steps = [step for step in steps if step[1] > 0 and not step[2]]
     if not (arm.varies or (arm.plan.factor is not None and arm.found is not None)):
         return Lessons([(stayed, kept) for stayed, _, _ in steps], looks)
@@ -122,7 +122,7 @@ class Tally:
 
     def doubt(self, most: float) -> None:
         """Let what is known count at most as much as this."""
-        known = self.expected + self.prior
+        known = max(self.came, self.expected) + self.prior
         if known > most:
             self.came, self.expected, self.prior = (
                 part * most / known for part in (self.came, self.expected, self.prior)

@@ -72,21 +72,13 @@ class Learnt:
         """
         if len(rows) == 1:
             return [self.of(rows[0])]
-        known, taught, begun = list[RowEvidence](), list[RowEvidence](), dict[bool, Beginning]()
-        for history in rows:
-            row = self._rows.get(history)
-            if row is None:
-                if history.sampled not in begun:
-                    begun[history.sampled] = self._beginning(history.sampled)
-                row = self._begin(history, begun[history.sampled])
-            elif self._take_in(row, history):
-                taught.append(row)
-            known.append(row)
-        usual = {sampled: self._usual(sampled) for sampled in {row.sampled for row in taught}}
-        for row in taught:
-            row.usual = usual[row.sampled]
+        running = [(row, history) for history in rows if (row := self._rows.get(history)) is not None]
+        taught = [row for row, history in running if self._take_in(row, history)]
+        begun = {sampled: self._beginning(sampled) for sampled in {history.sampled for history in rows}}
+        for row in taught:  # what it showed itself is among what all have shown, which makes it a little less cautious
+            row.usual = begun[row.sampled][0]
             self._settle(row)
-        return known
+        return [self._rows.get(history) or self._begin(history, begun[history.sampled]) for history in rows]
 
     def of(self, history: RowHistory) -> RowEvidence:
         """Return what is known about a row, its last steps included."""

@@ -82,7 +82,7 @@ class Sampled:
 
     Args:
         stayed: how many stay.
-        found: for a lookup, the odds that it finds some.
+        found: for a lookup, the odds of a token that it comes from a step that found some.
         length: for plans bounded by the length of a match, how many are made where some are; 1 for plans with a
             confidence, because their number would say what was drawn, see `RowHistory.tells_any`.
         behind: of those made behind a lookup that found none, how many stay.

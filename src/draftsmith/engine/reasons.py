@@ -81,7 +81,8 @@ class Weighed(Reason):
         at: the plan that this is about, as an index: the one taken or, if that is plain decoding, the best other one.
         alike: the plans of the same drafter, as indices.
         odds: how many times as often as measured the drafter's guesses are expected to stay.
-        growth: for a lookup, how many times as high as measured the odds of steps that find guesses are, see `Arm`.
+        growth: for a lookup, how many times as high as measured the odds are that a token comes from a step that finds
+            guesses.
         length: how many times as many guesses as measured it makes then, if a match or a confidence bounds them.
         behind: for a lookup with another drafter behind it, how many times as often as measured the latter's stay.
         price: tokens a second that all rows together could have.

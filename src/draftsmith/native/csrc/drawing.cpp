@@ -81,8 +81,9 @@ std::tuple<Tensor, Tensor> arrive(const Tensor& scores, const Tensor& temperatur
   const int64_t batch = seeds_B.numel();
   REQUIRE(scores_RV.dim() == 2 && scores_RV.scalar_type() == kFloat && batch > 0 && scores_RV.size(0) % batch == 0 &&
               is_rows(seeds_B, batch) && is_rows(positions_B, batch) && temperature_B.scalar_type() == kFloat &&
-              temperature_B.numel() == batch && children > 0 && children <= scores_RV.size(1),
+              temperature_B.numel() == batch,
           "draftsmith: scores have to be fp32 (R, V), temperatures fp32, seeds and positions int64, one of each a row");
+  REQUIRE(children > 0 && children <= scores_RV.size(1), "draftsmith: a node cannot have ", children, " children");
   const int64_t rows = scores_RV.size(0), vocabulary = scores_RV.size(1), frontier = rows / batch;
   const int64_t stretches = stretches_of(vocabulary), room = std::max(children, kCompared);
   Tensor scores_RC = empty({rows, children}, kFloat), tokens_RC = empty({rows, children}, kLong);
@@ -91,11 +92,13 @@ std::tuple<Tensor, Tensor> arrive(const Tensor& scores, const Tensor& temperatur
   const float *from = scores_RV.const_data_ptr<float>(), *temperature = temperature_B.const_data_ptr<float>();
   const int64_t *seed = seeds_B.const_data_ptr<int64_t>(), *position = positions_B.const_data_ptr<int64_t>();
   const int64_t threads = get_num_threads();
-  std::vector<float> q(rows * vocabulary), rough(rows * stretches), highest(threads * rows);
+  const Tensor q_RV = empty({rows, vocabulary}, kFloat);
+  float* q = q_RV.mutable_data_ptr<float>();
+  std::vector<float> rough(rows * stretches), highest(threads * rows);
   std::vector<double> sums(rows * stretches), times(threads * room);
   std::vector<int64_t> arrived(threads * room);
   const auto shares = [&](int64_t r) {
-    return Shares{q.data() + r * vocabulary, vocabulary, temperature[r / frontier], rough.data() + r * stretches,
+    return Shares{q + r * vocabulary, vocabulary, temperature[r / frontier], rough.data() + r * stretches,
                   sums.data() + r * stretches};
   };
   run_team(threads, [&](const Team& team) {

@@ -105,7 +105,7 @@ class Growth {
   // (B), and the positions of the first guesses (B); or nothing. Children are then those that arrive first, in their
   // order.
   void share_noise(const Tensors& noise, int64_t threads) {
-    has_noise_ = !noise.empty();
+    has_noise_ = !noise.empty() && !branching_.empty();
     if (!has_noise_) return;
     REQUIRE(noise.size() == 3 && noise[0].scalar_type() == kFloat && noise[1].scalar_type() == kLong &&
                 noise[2].scalar_type() == kLong,
