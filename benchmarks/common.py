@@ -306,7 +306,7 @@ def interleave(
     rng = random.Random(seed)
     runs: dict[str, list[TimedCall]] = {name: [] for name in settings}
     begun = time.perf_counter()
-    shown = [*prompts[:warmups], *prompts]
+    shown = [*(prompts[at % len(prompts)] for at in range(warmups)), *prompts]
     for number, (index, name, timed) in enumerate(interleaved(settings, len(prompts), rng, warmups), 1):
         run = settings[name](shown[index])
         if timed:
