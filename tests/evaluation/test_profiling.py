@@ -137,11 +137,11 @@ def test_trees_suit_drawn_texts_where_their_drafter_draws_them():
     """A lookup finds the same in every text, and a chain of any drafter is drawn where that can draw."""
     asked, tree = prompts(4), Plan((2, 1))
     engine = Engine(tiny_target(), oracle_for(tiny_model(), asked, 40), plan=CHAIN, max_batch=2)
-    for draws_trees in (False, True):
-        found = Sampler(engine, asked, 20, draws_trees=draws_trees)
+    for draws in (False, True):
+        found = Sampler(engine, asked, 20, draws=draws)
         for plan in (CHAIN, NO_DRAFT, tree):
             found.seconds(plan, 1)
-        assert found.arm(tree).suits_draws is draws_trees
+        assert found.arm(tree).suits_draws is draws
         assert found.arm(CHAIN).suits_draws and found.arm(NO_DRAFT).suits_draws
     looking = Sampler(engine, asked, 20, looks_up=True)
     looking.seconds(tree, 1)

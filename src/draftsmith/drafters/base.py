@@ -50,11 +50,9 @@ class Drafter(ABC):
     Such drafters write into the target's cache, so the engine keeps more room behind the text of every row.
     """
     can_sample: bool = False
-    """Whether it draws its guesses for a sampled plan, and returns the q they are drawn from. Other drafters guess
-    deterministically whatever the plan; the text stays exact all the same."""
-    draws_trees: bool = False
-    """Whether its trees are made by the target's own noise in sampled rows, as chains are where `can_sample`; other
-    trees hold its likeliest guesses, of which far fewer stay there."""
+    """Whether it draws its guesses for a sampled plan, and returns the q they are drawn from; and follows the target's
+    own noise in sampled rows of other plans, chains and trees. Other drafters guess deterministically whatever the
+    plan; the text stays exact all the same."""
     can_compile: bool = False
     """Whether `propose` consists of PyTorch's operations only, so that a compiler can take all of it and make it
     faster; with native operators there is nothing to compile."""
@@ -157,7 +155,7 @@ class NoDrafter(Drafter):
 class StagewiseDrafter(Drafter):
     """A drafter that guesses one depth at a time; `draftsmith.drafters.grow` builds trees from its steps."""
 
-    can_sample = draws_trees = True
+    can_sample = True
 
     @abstractmethod
     def begin(self, context: Context) -> tuple[Tensor, Any]:

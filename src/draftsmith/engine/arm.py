@@ -55,7 +55,7 @@ class Arm:
             the plan allows.
         behind: for a lookup with another drafter behind it, what that drafter guesses.
         suits_draws: whether it may serve texts whose tokens are drawn. There, guesses by the target's own noise stay
-            far more often than the likeliest ones, see `Drafter.draws_trees`.
+            far more often than the likeliest ones, see `Drafter.can_sample`.
     """
 
     plan: Plan

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from draftsmith.engine.arm import EVERYWHERE, Arm
+from draftsmith.engine.known import USUAL
 from draftsmith.engine.policy import RowHistory
 
 PRIOR, PRIOR_TOKENS = 12.0, 16.0
@@ -157,7 +158,7 @@ class Evidence:
         guessed, hit: whether a guess was made since the last trial began, and whether one has stayed.
     """
 
-    odds: int
+    odds: int = USUAL
     growth: int = USUAL_GROWTH
     length: int = QUARTERS
     stayed: Tally = field(default_factory=lambda: Tally(prior=PRIOR))
@@ -178,14 +179,14 @@ class Evidence:
         for length in lessons.lengths:
             self.made.learn(length, 1.0, decay)
 
-    def settle(self, usual: Usual, table: Sequence[float], measured: int) -> None:
+    def settle(self, usual: Usual, table: Sequence[float]) -> None:
         """Let `odds`, `growth` and `length` follow from what is known.
 
         Args:
             usual: what is known from elsewhere.
-            table: how many guesses stay with a plan at each of the odds, those `measured` included.
+            table: how many guesses stay with a plan at each of the `ODDS`.
         """
-        kept = self.stayed.ratio(usual.stayed) * table[measured]
+        kept = self.stayed.ratio(usual.stayed) * table[USUAL]
         self.odds = min(bisect_left(table, kept), len(table) - 1)
         found = self.found.ratio(usual.found)
         growth = round(8 * math.log2(found)) + USUAL_GROWTH if found > 0 else 0
@@ -221,9 +222,9 @@ class Evidence:
         return self.trial > 0
 
 
-def no_evidence(odds: int) -> Evidence:
-    """Return the evidence of no steps, at these odds."""
-    return Evidence(odds, stayed=Tally(), found=Tally(), made=Tally())
+def no_evidence() -> Evidence:
+    """Return the evidence of no steps, and of nothing that was known before."""
+    return Evidence(stayed=Tally(), found=Tally(), made=Tally())
 
 
 @dataclass(slots=True)

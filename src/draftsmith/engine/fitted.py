@@ -21,7 +21,7 @@ from draftsmith.engine.evidence import (
 )
 from draftsmith.engine.expected import Expected, beats, values_of
 from draftsmith.engine.known import ODDS, Known
-from draftsmith.engine.learnt import USUAL, Learnt
+from draftsmith.engine.learnt import Learnt
 from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Costs
@@ -91,7 +91,7 @@ class Fitted(Policy):
         self._trials = Trials(self._whose, self._learnt.told, len(self._guessers), self._expected.most)
         # Where all rows take the same plan: what is known about them together; and, of the last question, how many rows
         # decoded, which ones, and how many steps they had behind them.
-        self._crowd = RowEvidence([Evidence(USUAL) for _ in self._guessers], 0)
+        self._crowd = RowEvidence([Evidence() for _ in self._guessers], 0)
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
         self._taken = 0  # which plan all rows took last, reminders included
         self._unasked = 0  # steps taken without a question since the last one

@@ -37,7 +37,7 @@ class Guarded(Drafter):
         self.taps, self.reads_prompt, self.borrows_layers = inner.taps, inner.reads_prompt, inner.borrows_layers
         self.can_sample, self.observes, self.follows_cheaply = inner.can_sample, inner.observes, inner.follows_cheaply
         self.factors, self.longest, self.confidences = inner.factors, inner.longest, inner.confidences
-        self.in_python, self.sure_behind, self.draws_trees = inner.in_python, inner.sure_behind, inner.draws_trees
+        self.in_python, self.sure_behind = inner.in_python, inner.sure_behind
 
     def __eq__(self, other: object) -> bool:
         """Whether it guards the same drafter, so that an engine works with that drafter only once."""

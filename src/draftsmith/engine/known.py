@@ -13,6 +13,8 @@ ODDS = tuple(at / 20 for at in range(round(20 * MOST_ODDS) + 1))
 """The odds that are told apart: how many times as often as measured guesses may stay; see `Arm.accepted`."""
 Part = Literal["lookup", "behind"]
 """A part of a drafter that looks guesses up first."""
+USUAL = ODDS.index(1.0)
+"""The odds as measured."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of rows for which plans are compared beforehand."""
 LENGTHS = (1.0, 3.0)

@@ -15,7 +15,7 @@ from draftsmith.engine.evidence import (
     no_evidence,
 )
 from draftsmith.engine.expected import Expected
-from draftsmith.engine.known import ODDS, Guesser
+from draftsmith.engine.known import ODDS, USUAL, Guesser
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Sampled
 
@@ -26,7 +26,6 @@ follow. A lookup finds guesses in some steps only, and either many of them stay 
 said, and whoever forgets the others takes the plan that happened to do well."""
 COUNTS = 6.0
 """How many guesses or steps count as much, for rows that begin later, as what was measured."""
-USUAL = ODDS.index(1.0)
 Beginning = tuple[list[Usual], list[OneStand]]
 
 
@@ -58,7 +57,7 @@ class Learnt:
         self._decays = [LOOKUP_DECAY if guesser.looks_up else DECAY for guesser in guessers]
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Over all rows: greedy and sampled ones apart, since fewer guesses stay in sampled ones.
-        self._common = {sampled: [no_evidence(USUAL) for _ in guessers] for sampled in (False, True)}
+        self._common = {sampled: [no_evidence() for _ in guessers] for sampled in (False, True)}
 
     def knows(self, history: RowHistory) -> bool:
         """Return whether `of` was asked about a row before."""
@@ -74,7 +73,8 @@ class Learnt:
             return [self.of(rows[0])]
         running = [(row, history) for history in rows if (row := self._rows.get(history)) is not None]
         taught = [row for row, history in running if self._take_in(row, history)]
-        begun = {sampled: self._beginning(sampled) for sampled in {history.sampled for history in rows}}
+        kinds = {history.sampled for history in rows} if taught or len(running) < len(rows) else set[bool]()
+        begun = {sampled: self._beginning(sampled) for sampled in kinds}
         for row in taught:  # what it showed itself is among what all have shown, which makes it a little less cautious
             row.usual = begun[row.sampled][0]
             self._settle(row)
@@ -93,8 +93,8 @@ class Learnt:
         """Return what is known of the guessers, and what they are expected to do, in a text that begins now."""
         usual, stands = self._usual(sampled), list[OneStand]()
         for number, one in enumerate(usual):
-            own = Evidence(USUAL)
-            own.settle(one, self._tables[number] or ODDS, USUAL)
+            own = Evidence()
+            own.settle(one, self._tables[number] or ODDS)
             stands.append(own.stand)
         return usual, stands
 
@@ -129,7 +129,7 @@ class Learnt:
         """Let what a row is expected to do follow from what was learnt of it and of others."""
         for number, _, table in self._taught[row.arm]:
             if table[USUAL]:
-                row.evidence[number].settle(row.usual[number], table, USUAL)
+                row.evidence[number].settle(row.usual[number], table)
 
     def _table(self, number: int, plan: int) -> tuple[bool, Sequence[float]]:
         """Return whether a guesser drafts only where a plan's lookup finds nothing, and how many guesses stay then."""

@@ -53,8 +53,7 @@ class LookupFirst(Drafter):
         self.confidences = () if then.sure_behind is None else (then.sure_behind,)
         # For code between this drafter and an engine; the engine works with the parts themselves.
         self.reads_prompt = lookup.reads_prompt or then.reads_prompt
-        self.can_sample, self.draws_trees = then.can_sample, then.draws_trees
-        self.in_python = lookup.in_python or then.in_python
+        self.can_sample, self.in_python = then.can_sample, lookup.in_python or then.in_python
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         """Let the lookup draft, and the other drafter where it made no guesses, unless no guess is likely enough.

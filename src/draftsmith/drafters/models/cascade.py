@@ -47,7 +47,7 @@ class Cascade(Drafter):
     """
 
     borrows_layers = True
-    can_sample = draws_trees = True
+    can_sample = True
 
     def __init__(self, copy: QuantisedSelf, inner: Inner, guesses: int, tail: int) -> None:
         self.copy, self.inner = copy, inner

@@ -275,7 +275,7 @@ def measure_profile(
 
     def sampler_of(one: Drafter, tokens: int) -> Sampler:
         engine = Engine(target, one, plan=largest, max_batch=most, max_length=reach, piece_tokens=piece)
-        return Sampler(engine, prompts, tokens, STEPS, bool(one.factors), one.draws_trees)
+        return Sampler(engine, prompts, tokens, STEPS, bool(one.factors), one.can_sample)
 
     sampler = sampler_of(drafter, new_tokens)
     finding = always_finding(drafter, default) if drafter.factors else None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from draftsmith.engine import Engine
 from draftsmith.engine.arm import Arm, Behind
 from draftsmith.engine.evidence import lessons_behind, lessons_of, no_evidence
-from draftsmith.engine.known import ODDS
 from draftsmith.engine.profile import Sampled
 from draftsmith.evaluation.measuring.steps import step_seconds
 from draftsmith.plan import NO_COPY, NO_DRAFT, Plan
@@ -67,15 +66,15 @@ class Sampler:
         new_tokens: how many are decoded at most; the last step may bring more.
         steps: the most steps of a call.
         looks_up: whether the engine's drafter makes guesses only at steps where it finds them in the text.
-        draws_trees: whether the engine's drafter does, see `Drafter`.
+        draws: whether the engine's drafter follows the target's noise in sampled texts, see `Drafter.can_sample`.
     """
 
     def __init__(
         self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int, steps: float = math.inf,
-        looks_up: bool = False, draws_trees: bool = False,
+        looks_up: bool = False, draws: bool = False,
     ) -> None:
         self.engine, self.prompts, self.new_tokens, self.steps = engine, prompts, new_tokens, steps
-        self.looks_up, self.draws_trees = looks_up, draws_trees
+        self.looks_up, self.draws = looks_up, draws
         self.brought: dict[Plan, Brought] = {}
         self.behind: dict[Plan, Brought] = {}
         """Guesses where a lookup found nothing: `steps` are those in which another drafter guessed instead."""
@@ -104,7 +103,7 @@ class Sampler:
 
     def sampled(self, arm: Arm) -> Sampled:
         """Return how the guesses of a measured plan fare in sampled texts, relative to greedy ones."""
-        seen, behind, rows = no_evidence(ODDS.index(1.0)), no_evidence(ODDS.index(1.0)), self.engine.max_batch
+        seen, behind, rows = no_evidence(), no_evidence(), self.engine.max_batch
         for at in range(0, SAMPLED_TEXTS, rows):
             some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
             most = min(self.engine.max_length - max(map(len, some)), self.new_tokens + arm.plan.depth)
@@ -124,7 +123,7 @@ class Sampler:
 
     def arm(self, plan: Plan) -> Arm:
         """Return everything that is known about a plan except its costs."""
-        brought, suits = self._looked_up(plan), plan.is_chain or not plan.depth or self.draws_trees
+        brought, suits = self._looked_up(plan), plan.is_chain or not plan.depth or self.draws
         if not self.looks_up or not plan.depth or plan.factor == NO_COPY:
             made = None if plan.confidence is None else brought.usual
             share = brought.guessing / brought.steps if brought.guessing else UNSEEN / (1 + brought.steps)
