@@ -214,6 +214,6 @@ def test_candidates_are_chains_and_trees_up_to_the_room():
     alone = candidates(Plan((1,) * 8), False, 64, 8, factors=(1.0,), confidences=(0.1,), longest_copy=16)
     assert [plan.depth for plan in alone] == [16, 16]
     unaided = candidates(Plan((1,) * 8), False, 64, 8, factors=(1.0,), confidences=(0.1,), deepest_behind=5)[2:]
-    assert unaided == [Plan((1,) * deep, factor=NO_COPY) for deep in (1, 3, 5)], "it may draft by itself, too"
+    assert unaided == [Plan((1,) * deep, factor=NO_COPY) for deep in (1, 2, 3, 5)], "it may draft by itself, too"
     endless = candidates(Plan((1,) * 8), False, 64, 8, factors=(1.0,), confidences=(0.1,), deepest_behind=128)[2:]
-    assert [plan.depth for plan in endless] == [1, 3, 13]
+    assert [plan.depth for plan in endless] == [1, 2, 3, 13]

@@ -10,7 +10,7 @@ from draftsmith.engine.pace import COLD_STEPS
 from draftsmith.evaluation.measuring.profiling import Contest
 from draftsmith.evaluation.measuring.sampler import Brought, Sampler
 from draftsmith.evaluation.measuring.steps import step_seconds
-from draftsmith.plan import NEVER_SURE, NO_DRAFT, Plan
+from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import Context, Draft, SamplingParams
 from tests.helpers.oracle import OracleDrafter, oracle_for
 from tests.helpers.tiny import VOCABULARY, prompts, tiny_model, tiny_target
@@ -40,6 +40,18 @@ def test_a_plan_whose_guesses_stay_is_timed_for_no_more_steps_than_others():
     for plan in (CHAIN, NO_DRAFT):
         found.seconds(plan, 2)
         assert found.brought[plan].steps == 3 * 2
+
+
+def test_a_slow_target_is_timed_for_fewer_steps_and_drafts_for_more_than_plain_decoding():
+    asked = prompts(4)
+    engine = Engine(tiny_target(), oracle_for(tiny_model(), asked, 60, error_rate=1.0), plan=CHAIN, max_batch=2)
+    for plain_s, most in ((0.0001, (30, 30, 30)), (0.02, (15, 11, 6)), (1.0, (6, 6, 6))):
+        found = Sampler(engine, asked, 40, steps=30, turn_s=0.3)
+        found.plain_s = plain_s
+        for (plan, rows), steps in zip(((CHAIN, 1), (CHAIN, 2), (NO_DRAFT, 1)), most, strict=True):
+            found.brought.clear()
+            found.seconds(plan, rows)
+            assert found.brought[plan].steps == steps * rows
 
 
 class Silent(OracleDrafter):
@@ -77,24 +89,6 @@ def test_how_guesses_fare_in_sampled_texts_is_measured():
     assert seldom.stayed > 1.0, "some stay, where next to none did"
 
 
-def test_plans_with_both_bounds_cost_what_a_line_by_the_guesses_behind_the_lookup_says():
-    """One of four was timed while something else ran; the others say what it costs, and the lookup alone does not."""
-    contest = Contest(sampler(oracle_for(tiny_model(), [], 1), prompts(1)), (1,), lambda _: None)
-    contest.taken[NO_DRAFT] = {1: [2.0]}
-    plans = [Plan((1,) * 8, factor=1.0, confidence=least) for least in (0.4, 0.3, 0.2, 0.1)]
-    others = [Plan((1,) * 8, factor=0.5, confidence=0.1), Plan((1,) * 8, factor=1.0, confidence=NEVER_SURE)]
-    for made, (plan, longer) in enumerate(zip([*plans, *others], (0.1, 0.2, 0.7, 0.4, 8.0, 0.05), strict=True), 1):
-        contest.taken[plan] = {1: [longer]}
-        contest.sampler.brought[plan] = Brought([0] * 8, steps=10, guessing=10, drafted=99)
-        contest.sampler.behind[plan] = Brought([0] * 8, steps=5, guessing=5, drafted=10 * made)
-    found = [contest.seconds(plan, 1) for plan in plans]
-    assert all(abs(later - before - 0.14) < 1e-9 for before, later in pairwise(found)), "a straight line"
-    assert found[2] < 2.7, "not what was timed"
-    assert [contest.seconds(plan, 1) for plan in others] == [10.0, 2.05], "on lines of their own"
-    del contest.taken[plans[0]], contest.taken[plans[1]]
-    assert contest.seconds(plans[2], 1) == 2.7, "two points are no line to go by"
-
-
 class Scripted(Sampler):
     """Takes as many seconds as it was told to."""
 
@@ -120,6 +114,29 @@ def test_what_slows_the_machine_for_a_while_counts_as_so_many_seconds_and_not_so
     assert contest.full_seconds(4, 1) == contest.seconds(NO_DRAFT, 1) + 3.0
     contest.taken[CHAIN] = {1: [-0.2, -0.1]}
     assert contest.seconds(CHAIN, 1) == contest.seconds(NO_DRAFT, 1), "no draft is taken to cost less than none"
+
+
+class Steady(Scripted):
+    """Takes 1 s for a plain step and 0.1 s more for each guess, of which a given number stays."""
+
+    def __init__(self, stays: dict[Plan, int]) -> None:
+        super().__init__([1.0], [1.0])
+        self.stays = stays
+
+    def seconds(self, plan: Plan, rows: int) -> float:
+        brought = self.brought.setdefault(plan, Brought([0] * plan.depth))
+        for _ in range(100):
+            brought.note(self.stays.get(plan, 0), plan.max_nodes)
+        self.behind.setdefault(plan, Brought([0] * plan.depth))
+        return 1.0 + 0.1 * plan.max_nodes
+
+
+def test_of_a_slow_target_the_best_plans_of_every_size_are_timed_with_several_rows():
+    """With one row the large ones win, which says nothing about many."""
+    trees = {nodes: Plan((2,) * 4, beam=2, nodes=nodes) for nodes in (4, 5, 6, 8, 9, 12)}
+    stays = {trees[4]: 2, trees[5]: 1, trees[6]: 2, trees[8]: 3, trees[9]: 4, trees[12]: 4}
+    found = Contest(Steady(stays), (1, 4), lambda _: None).run(list(trees.values()))
+    assert [arm.plan.max_nodes for arm in found.arms] == [0, 4, 9]
 
 
 class Repeating(OracleDrafter):

@@ -236,7 +236,7 @@ def candidates(
         sure = (*confidences, NEVER_SURE)  # with the last one, only what is looked up is drafted
         both = [Plan(chain, factor=factor, confidence=least) for factor in factors for least in sure if chain]
         deepest = min(deepest_behind, room, SURE_DEPTHS[-1])
-        unaided = [Plan((1,) * deep, factor=NO_COPY) for deep in sorted({1, min(UNAIDED, deepest), deepest}) if deepest]
+        unaided = [Plan((1,) * deep, factor=NO_COPY) for deep in sorted({*UNAIDED, deepest}) if 0 < deep <= deepest]
         if prunable and chain and deepest:
             wide = (WIDE,) * deepest
             deep = wide + (1,) * (whole - deepest)
@@ -270,8 +270,8 @@ NEAR = 13
 weights are read once (docs/native.md)."""
 SURE_DEPTHS = (8, NEAR)
 """Most guesses of the chains to try that end where their drafter becomes unsure, and of those behind a lookup."""
-UNAIDED = 3
-"""Guesses of the middle one of three chains to try for a drafter behind a lookup when nothing is looked up."""
+UNAIDED = (1, 2, 3)
+"""Guesses of chains to try for a drafter behind a lookup when nothing is looked up, besides the longest one."""
 SHORT_COPY = 4
 """Guesses of the shorter chain to try for a lookup, besides the longest one."""
 WIDE = 2

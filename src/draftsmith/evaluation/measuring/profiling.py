@@ -20,7 +20,7 @@ from draftsmith.engine.profile import Profile, candidates
 from draftsmith.engine.reasons import shape_in_words
 from draftsmith.evaluation.measuring.copying import always_finding
 from draftsmith.evaluation.measuring.length_costs import measure_length_cost
-from draftsmith.evaluation.measuring.sampler import TASKS, UNSEEN, Sampler, bounds, has_both
+from draftsmith.evaluation.measuring.sampler import TASKS, TURN_S, UNSEEN, Sampler, bounds
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
 from draftsmith.plan import NEVER_SURE, NO_COPY, NO_DRAFT, Plan
 from draftsmith.processor import Watch
@@ -35,9 +35,12 @@ FULL_TOKENS = 2 * COLD_STEPS + 2
 """New tokens of runs in which all rows guess at every step; fewer are enough, because such steps are all alike."""
 FEWEST_TEXTS = 24
 """The fewest texts, even for few rows, because acceptance differs from text to text."""
-SLOW_STEP_S, FEW_TOKENS, FEW_PLANS = 0.02, 10, 4
-"""Where a plain step takes longer than `SLOW_STEP_S`, fewer tokens are decoded (`FEW_TOKENS`), and fewer plans
-(`FEW_PLANS`) are timed with more than one row."""
+SLOW_STEP_S, NEARLY = 0.01, 0.95
+"""Where a plain step takes longer than `SLOW_STEP_S`, fewer plans are timed with several rows: of those that make about
+as many guesses, the ones that are at least `NEARLY` as fast with one row as the fastest. (Not only the fastest of all:
+with several rows fewer guesses pay, above all where more rows than some number need the weights twice.)"""
+COPYING_TURN_S = 0.1
+"""As `TURN_S`, for steps in which all rows guess."""
 HOPELESS, MISSES = 0.85, 2
 """Larger drafts are not tried once `MISSES` in a row had less than the share `HOPELESS` of the best speed so far."""
 FEWEST_TURNS, FEWEST_OF_SEVERAL, MOST_TURNS, ENOUGH_S = TASKS, 2, 6, 0.2
@@ -106,28 +109,7 @@ class Contest:
         if plan.is_chain:
             longer = [one for one in self.taken if one.is_chain and one.depth >= plan.depth and rows in self.taken[one]]
             alike += [one for one in longer if bounds(one) in (bounds(plan), bounds(_whole(plan)))]
-        return plain + max(0.0, min(self._extra_s(one, rows) for one in alike))
-
-    def _extra_s(self, plan: Plan, rows: int) -> float:
-        """Return how many seconds longer than a plain step a step of the plan takes.
-
-        Plans whose lookups have the same bound differ only in how much is guessed behind the lookup, so a straight line
-        through all of them says more than the few steps of each.
-        """
-        if has_both(plan) and plan.confidence != NEVER_SURE:
-            alike = [
-                one for one in self.taken
-                if has_both(one) and one.factor == plan.factor and one.confidence != NEVER_SURE
-                and rows in self.taken[one]
-            ]
-            made = [self._usual_behind(one) for one in alike]
-            if len(set(made)) > 2:
-                slope, start = statistics.linear_regression(
-                    made, [statistics.median(self.taken[one][rows]) for one in alike]
-                )
-                if slope > 0:
-                    return start + slope * self._usual_behind(plan)
-        return statistics.median(self.taken[plan][rows])
+        return plain + max(0.0, min(statistics.median(self.taken[one][rows]) for one in alike))
 
     def _usual_behind(self, plan: Plan) -> float:
         """Return how many guesses behind the lookup a step made, on average over all steps."""
@@ -168,10 +150,8 @@ class Contest:
         always = {NO_DRAFT, *(plan for plan in bounded if plan.depth == max(one.depth for one in bounded))}
         kept = [plan for plan in self.taken if plan in always or self.speed(plan) >= HOPELESS * plain]
         if len(self.rows) > 1 and self.seconds(NO_DRAFT, self.rows[0]) > SLOW_STEP_S:
-            # With many rows every plan takes seconds to time, and the best plans for one row are about as good as any.
-            best_few = sorted(kept, key=lambda plan: (plan != NO_DRAFT, -self.speed(plan)))[: 1 + FEW_PLANS]
             always = {plan for plan in always if plan.confidence is None}
-            kept = [plan for plan in kept if plan in best_few or plan in always]
+            kept = [plan for plan in kept if plan in always or self._is_near_best(plan, kept)]
         for rows in self.rows[1:]:
             for plan in kept:
                 self.time(plan, rows)
@@ -182,6 +162,16 @@ class Contest:
             if self.copying is not None and plan.factor != NO_COPY:
                 self.time_full(self.copying, plan.max_nodes, rows)
         return Profile(self.rows, tuple(self._with_costs(plan) for plan in kept))
+
+    def _is_near_best(self, plan: Plan, others: Sequence[Plan]) -> bool:
+        """Return whether a plan is nearly as fast as the fastest one that makes about as many guesses, with one row."""
+        alike = [other for other in others if self._size(other) == self._size(plan)]
+        return self.speed(plan) >= NEARLY * max(map(self.speed, alike))
+
+    def _size(self, plan: Plan) -> int:
+        """Return the same number for plans that verify about as many guesses a step; equal ones have as many digits."""
+        arm = self.sampler.arm(plan)
+        return round(arm.usual + arm.usual_behind).bit_length()
 
     def _with_costs(self, plan: Plan) -> Arm:
         """Return a plan with its costs; a lookup, or a plan bounded by a confidence, does not guess at every step."""
@@ -273,19 +263,18 @@ def measure_profile(
     # All prompts of a call are read in one step, so that all texts begin in the same one.
     reach, piece = min(target.max_length, longest_prompt + new_tokens + deepest), most * longest_prompt
 
-    def sampler_of(one: Drafter, tokens: int) -> Sampler:
+    def sampler_of(one: Drafter, tokens: int, turn_s: float) -> Sampler:
         engine = Engine(target, one, plan=largest, max_batch=most, max_length=reach, piece_tokens=piece)
-        return Sampler(engine, prompts, tokens, STEPS, bool(one.factors), one.can_sample)
+        return Sampler(engine, prompts, tokens, STEPS, bool(one.factors), one.can_sample, turn_s)
 
-    sampler = sampler_of(drafter, new_tokens)
+    sampler = sampler_of(drafter, new_tokens, TURN_S)
     finding = always_finding(drafter, default) if drafter.factors else None
-    copying = None if finding is None else sampler_of(finding, min(FULL_TOKENS, new_tokens))
+    copying = None if finding is None else sampler_of(finding, min(FULL_TOKENS, new_tokens), COPYING_TURN_S)
     for plan in (largest, NO_DRAFT):
         sampler.seconds(plan, 1)  # warms up
-    if sampler.seconds(NO_DRAFT, 1) > SLOW_STEP_S:
-        for one in (sampler, copying):
-            if one is not None:
-                one.new_tokens = min(FEW_TOKENS, new_tokens)
+    sampler.plain_s = sampler.seconds(NO_DRAFT, 1)
+    if copying is not None:
+        copying.plain_s = sampler.plain_s
     contest, watch = Contest(sampler, rows, on_progress, copying), Watch()
     found = contest.run(plans)
     if len(found.arms) > 1:

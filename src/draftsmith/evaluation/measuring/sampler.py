@@ -9,7 +9,7 @@ from draftsmith.engine.arm import Arm, Behind
 from draftsmith.engine.evidence import lessons_behind, lessons_of, no_evidence
 from draftsmith.engine.profile import Sampled
 from draftsmith.evaluation.measuring.steps import step_seconds
-from draftsmith.plan import NO_COPY, NO_DRAFT, Plan
+from draftsmith.plan import NO_COPY, Plan
 from draftsmith.types import SamplingParams
 
 UNSEEN = 0.5
@@ -19,6 +19,10 @@ TASKS = 3
 """Tasks of the embedded training texts, which take turns."""
 SAMPLED_TEXTS, TEMPERATURE = 16, 0.8
 """At least this many texts, at a temperature that is common in chats, show how guesses fare in sampled texts."""
+TURN_S, PLAIN_TURN_S, FEWEST_STEPS = 0.3, 0.1, 6
+"""A call for a single row, with drafts or without, takes so many steps as would take about so long without drafts, but
+at least `FEWEST_STEPS`. Drafts get more, because they also have to show which guesses stay. Several rows get fewer, by
+the square root of their number."""
 
 
 @dataclass
@@ -58,23 +62,26 @@ class Brought:
 class Sampler:
     """Decodes a little with one plan after the other; every call goes on to the next prompts.
 
-    Each plan begins at different prompts, moved by whole turns of the tasks, unless it is bounded by a confidence.
+    Unbounded chains begin at different prompts, moved by whole turns of the tasks.
 
     Args:
         engine: an engine with room for all plans.
         prompts: texts that are used again once all have been used.
         new_tokens: how many are decoded at most; the last step may bring more.
         steps: the most steps of a call.
+        turn_s: about how many seconds a call with drafts may take, see `TURN_S`; infinite takes all steps.
         looks_up: whether the engine's drafter makes guesses only at steps where it finds them in the text.
         draws: whether the engine's drafter follows the target's noise in sampled texts, see `Drafter.can_sample`.
     """
 
     def __init__(
         self, engine: Engine, prompts: Sequence[list[int]], new_tokens: int, steps: float = math.inf,
-        looks_up: bool = False, draws: bool = False,
+        looks_up: bool = False, draws: bool = False, turn_s: float = math.inf,
     ) -> None:
         self.engine, self.prompts, self.new_tokens, self.steps = engine, prompts, new_tokens, steps
-        self.looks_up, self.draws = looks_up, draws
+        self.looks_up, self.draws, self.turn_s = looks_up, draws, turn_s
+        self.plain_s = 0.0
+        """About how long a plain step of one row takes; 0 while that is not known."""
         self.brought: dict[Plan, Brought] = {}
         self.behind: dict[Plan, Brought] = {}
         """Guesses where a lookup found nothing: `steps` are those in which another drafter guessed instead."""
@@ -82,16 +89,17 @@ class Sampler:
 
     def seconds(self, plan: Plan, rows: int) -> float:
         """Return the seconds of a step with `rows` rows, and note which guesses stayed."""
-        # The acceptance of all chains is pooled, so they see more texts if each has its own; plans bounded by a
-        # confidence are compared best on the same texts.
-        first = 0 if plan == NO_DRAFT or plan.confidence is not None else len(self.brought) * TASKS * rows
+        # The acceptance of all chains is pooled, so they see more texts if each has its own; other plans are compared
+        # best on the same texts, and see more if each number of rows has its own.
+        pooled = plan.is_chain and plan.confidence is None
+        first = TASKS * (len(self.brought) * rows if pooled else rows - 1)
         at = self._taken.get((plan, rows), first)
         self._taken[plan, rows] = at + rows
         some = [self.prompts[(at + row) % len(self.prompts)] for row in range(rows)]
         room = self.engine.max_length - max(map(len, some))
         params = SamplingParams(max_tokens=min(room, self.new_tokens + plan.depth), ignore_eos=True)
         requests = self.engine.admit_call(some, params, plan)
-        took = step_seconds(self.engine, requests, self.new_tokens, most=self.steps)
+        took = step_seconds(self.engine, requests, self.new_tokens, most=self._most_steps(plan, rows))
         brought = self.brought.setdefault(plan, Brought([0] * plan.depth))
         others = self.behind.setdefault(plan, Brought([0] * plan.depth))
         for one in requests:
@@ -100,6 +108,13 @@ class Sampler:
                 if behind:
                     others.note(accepted, drafted)
         return took
+
+    def _most_steps(self, plan: Plan, rows: int) -> float:
+        """Return the most steps of a call, see `TURN_S`."""
+        if not self.plain_s or self.turn_s == math.inf:
+            return self.steps
+        turn_s = self.turn_s if plan.depth else min(self.turn_s, PLAIN_TURN_S)
+        return min(self.steps, max(FEWEST_STEPS, round(turn_s / (self.plain_s * math.sqrt(rows)))))
 
     def sampled(self, arm: Arm) -> Sampled:
         """Return how the guesses of a measured plan fare in sampled texts, relative to greedy ones."""
@@ -112,7 +127,7 @@ class Sampler:
                 for row in range(rows)
             ]
             requests = self.engine.admit_call(some, params, arm.plan)
-            step_seconds(self.engine, requests, self.new_tokens, most=self.steps)
+            step_seconds(self.engine, requests, self.new_tokens, most=self._most_steps(arm.plan, rows))
             for one in requests:
                 steps = list(one.history.steps(0))
                 seen.learn(lessons_of(one.history, steps, arm, arm.kept()), 1.0)
