@@ -6,9 +6,10 @@ runs, from the row's past steps and nothing else: no answer depends on what is s
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 from draftsmith.engine.arm import Arm, Times
+from draftsmith.engine.budget import Wish
 from draftsmith.engine.closing import is_closing, seconds_left, spread
 from draftsmith.engine.evidence import (
     GROWTHS,
@@ -95,7 +96,7 @@ class Fitted(Policy):
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
         self._taken = 0  # which plan all rows took last, reminders included
         self._unasked = 0  # steps taken without a question since the last one
-        self._reasons: Sequence[Reason] = ()
+        self._reasons: list[Reason] = []
         self._left = math.inf  # the most tokens that any row could still write at the last question
         self._most_gains: dict[int, float] = {}  # by the number of rows, see `_most_gain`
 
@@ -134,35 +135,8 @@ class Fitted(Policy):
         if GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S:
             return [self._choices[self._of_all(load, rows, count)]] * len(rows)
         self._asked, self._unasked = None, 0
-        known = [self._learnt.of(history) for history in rows]
-        self._tokens = length_of(rows)
-        costs = self._costs.of(count, self._tokens)
-        if count == 1:
-            self._learn_times(load, rows)
-            costs = costs.slowed(self._pace.slower(1))
-        else:
-            self._pace.pause()
-        expected, worth = self._expected, dict[Stand, tuple[list[float], list[float]]]()
-
-        def hoped(arm: int) -> float:
-            return costs.of(arm, expected.most_times[arm])
-
-        price = expected.price(costs, [row.stand for row in known])
-        found, reasons = [], []
-        for history, row in zip(rows, known, strict=True):
-            stand = row.stand
-            if stand not in worth:
-                brings, times = expected.of(stand)
-                spent = costs.grown(times)
-                worth[stand] = values_of(brings, price, spent), spent
-            values, spent = worth[stand]
-            offer = Offer(values, price, spent, hoped, history.left)
-            row.arm = self._settle(row, offer)
-            self._steps[row.arm] += 1
-            found.append(self._choices[row.arm])
-            reasons.append(self._reason(row, values, price, spent, count))
-        self._reasons, self._taken = reasons, known[0].arm
-        return found
+        plans = self._of_one(load, rows) if count == 1 else self._of_each(rows, count)
+        return [self._choices[arm] for arm in plans]
 
     @property
     def holds(self) -> int:
@@ -187,6 +161,53 @@ class Fitted(Policy):
 
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
         return self._reasons
+
+    def _of_one(self, load: Load, rows: Sequence[RowHistory]) -> list[int]:
+        """Return a plan for the only row."""
+        [row], expected = self._learnt.of_all(rows), self._expected
+        self._tokens = length_of(rows)
+        self._learn_times(load, rows)
+        costs = self._costs.of(1, self._tokens).slowed(self._pace.slower(1))
+        price = expected.price(costs, [row.stand])
+        brings, times = expected.of(row.stand)
+        spent = costs.grown(times)
+
+        def hoped(arm: int) -> float:
+            return costs.of(arm, expected.most_times[arm])
+
+        offer = Offer(values_of(brings, price, spent), price, spent, hoped, rows[0].left)
+        self._reasons = [self._settle_one(row, offer, 1)]
+        self._taken = row.arm
+        return [row.arm]
+
+    def _of_each(self, rows: Sequence[RowHistory], count: int) -> list[int]:
+        """Return a plan for each of several rows, by what it brings and costs there beside what the others draft."""
+        known = self._learnt.of_all(rows)
+        self._tokens = length_of(rows)
+        self._pace.pause()
+        budget, brought = self._costs.budget(count, self._tokens), [self._expected.of(row.stand) for row in known]
+        shares = budget.shared_out([
+            Wish(brings, budget.guesses(times), row.arm)
+            for (brings, times), row in zip(brought, known, strict=True)
+        ])
+        most = budget.guesses(self._expected.most_times)
+        self._reasons = []
+        for at, (row, history, (brings, _)) in enumerate(zip(known, rows, brought, strict=True)):
+            spent = shares.spent(at)
+            offer = Offer(
+                values_of(brings, shares.price, spent), shares.price, spent, partial(shares.hoped, at, most),
+                history.left,
+            )
+            self._reasons.append(self._settle_one(row, offer, count))
+            shares.take(at, row.arm)
+        self._taken = known[0].arm
+        return [row.arm for row in known]
+
+    def _settle_one(self, row: RowEvidence, offer: Offer, count: int) -> Reason:
+        """Settle and count the plan of a row that has one of its own; return why."""
+        row.arm = self._settle(row, offer)
+        self._steps[row.arm] += 1
+        return self._reason(row, offer.values, offer.price, offer.spent, count)
 
     def _of_all(self, load: Load, rows: Sequence[RowHistory], count: int) -> int:
         """Return one plan for all rows, by what it brings them on average."""

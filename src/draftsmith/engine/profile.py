@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from draftsmith.engine.arm import Arm, Behind, Times
@@ -77,6 +78,35 @@ class LengthCost:
 
 
 @dataclass(frozen=True)
+class WidthCost:
+    """How long the target takes for a step, by how many tokens the step verifies in all rows together.
+
+    Args:
+        widths: numbers of tokens, rising from 1.
+        seconds: of a step without what the drafter takes, never falling.
+    """
+
+    widths: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rising = all(one < other for one, other in pairwise((0, *self.widths)))
+        falling = any(one > other for one, other in pairwise((0.0, *self.seconds)))
+        if len(self.widths) != len(self.seconds) or len(self.widths) < 2 or not rising or falling:
+            raise ValueError("what a step costs by its width is two or more rising numbers, with times that never fall")
+        if not 0 < self.seconds[0] <= self.seconds[-1] < float("inf"):
+            raise ValueError("a step takes some time, and an end")
+
+    def of(self, tokens: float) -> float:
+        """Return the seconds for so many tokens, by straight lines, the last of which goes on."""
+        right = min(max(1, bisect_left(self.widths, tokens)), len(self.widths) - 1)
+        # Beyond what was measured, a step grows as it did over the last half: a single stretch may be a jump.
+        left = right - 1 if tokens <= self.widths[-1] else bisect_left(self.widths, self.widths[-1] / 2)
+        (w0, w1), (t0, t1) = (self.widths[left], self.widths[right]), (self.seconds[left], self.seconds[right])
+        return t1 + (t1 - t0) * (tokens - w1) / (w1 - w0)
+
+
+@dataclass(frozen=True)
 class Sampled:
     """How guesses fare in sampled texts, relative to greedy ones.
 
@@ -112,12 +142,14 @@ class Profile:
         rows: the numbers of rows that steps were timed with, rising.
         length_cost: what longer texts add to their seconds.
         sampled: how guesses fare where tokens are drawn.
+        width_cost: what steps take by the number of tokens; None where that was not measured.
     """
 
     rows: tuple[int, ...]
     arms: tuple[Arm, ...]
     length_cost: LengthCost = LengthCost()
     sampled: Sampled = Sampled()
+    width_cost: WidthCost | None = None
 
     def seconds(self, arm: Arm, rows: int, odds: float = 1.0) -> float:
         """Return the seconds of a step with so many rows, by straight lines between the measured numbers of rows.
@@ -161,6 +193,7 @@ class Profile:
         return {
             "rows": list(self.rows), "arms": [asdict(arm) for arm in self.arms],
             "length_cost": asdict(self.length_cost), "sampled": asdict(self.sampled),
+            "width_cost": None if self.width_cost is None else asdict(self.width_cost),
         }
 
     @classmethod
@@ -190,7 +223,14 @@ class Profile:
             raise ValueError("a lookup makes guesses in some steps, one or more, and no more than its plan allows")
         costs = [float(value["length_cost"][name]) for name in ("measured_at", "plain", "guess")]
         fares = [float(value["sampled"][name]) for name in ("stayed", "found", "length", "behind")]
-        return cls(rows, arms, LengthCost(*costs), Sampled(*fares))
+        return cls(rows, arms, LengthCost(*costs), Sampled(*fares), _width_from_json(value["width_cost"]))
+
+
+def _width_from_json(value: Mapping[str, Any] | None) -> WidthCost | None:
+    """Undo `asdict`."""
+    if value is None:
+        return None
+    return WidthCost(tuple(map(int, value["widths"])), tuple(map(float, value["seconds"])))
 
 
 def _behind_from_json(value: Mapping[str, Any] | None) -> Behind | None:

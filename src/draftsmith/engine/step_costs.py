@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 
 from draftsmith.engine.arm import Arm
-from draftsmith.engine.profile import Costs, Profile
+from draftsmith.engine.budget import Budget
+from draftsmith.engine.profile import Costs, Profile, WidthCost
 
+NO_WIDER = WidthCost((1, 2), (1.0, 1.0))
+"""Where it was not measured what wider steps cost the target, guesses cost what the plan's own steps say."""
 ALIKE_TOKENS = 64
 """Lengths are rounded down to multiples of this many tokens."""
 
@@ -21,6 +24,10 @@ class StepCosts:
         self._arms, self._profiles = arms, profiles
         self._short: dict[int, Costs] = {}
         self._latest: tuple[tuple[int, float], Costs] | None = None
+        self._budget: tuple[tuple[int, float], Budget] | None = None
+        # That of the target, so it is the same whoever drafts.
+        widths = (profile.width_cost for profile in profiles if profile.width_cost is not None)
+        self._width = next(widths, NO_WIDER)
         self._measured_at = profiles[0].length_cost.measured_at
         # The target reads its text at the same cost whoever drafts, but not every profile may have measured that.
         plain = max(profile.length_cost.plain for profile in profiles)
@@ -34,12 +41,23 @@ class StepCosts:
 
     def of(self, rows: int, tokens: float = 0.0) -> Costs:
         """Return what each plan adds to a step for one of `rows` rows, with texts of `tokens` tokens on average."""
-        beyond = (tokens - self._measured_at) // ALIKE_TOKENS * ALIKE_TOKENS
-        if beyond <= 0:
+        beyond = self._beyond(tokens)
+        if not beyond:
             return self._of_short_texts(rows)
         if self._latest is None or self._latest[0] != (rows, beyond):
             self._latest = (rows, beyond), self._of_short_texts(rows).plus(self._per_token, beyond)
         return self._latest[1]
+
+    def budget(self, rows: int, tokens: float) -> Budget:
+        """Return what steps of so many rows take by all their guesses together."""
+        key = rows, self._beyond(tokens)
+        if self._budget is None or self._budget[0] != key:
+            self._budget = key, Budget(self._arms, self.of(rows, tokens), self._width, rows)
+        return self._budget[1]
+
+    def _beyond(self, tokens: float) -> float:
+        """Return by how many tokens texts are longer than those that steps were timed with, rounded down."""
+        return max(0.0, (tokens - self._measured_at) // ALIKE_TOKENS * ALIKE_TOKENS)
 
     def _of_short_texts(self, rows: int) -> Costs:
         """Return the costs behind texts as short as those that steps were timed with."""

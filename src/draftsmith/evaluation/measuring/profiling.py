@@ -21,6 +21,7 @@ from draftsmith.engine.reasons import shape_in_words
 from draftsmith.evaluation.measuring.copying import always_finding
 from draftsmith.evaluation.measuring.length_costs import measure_length_cost
 from draftsmith.evaluation.measuring.sampler import TASKS, TURN_S, UNSEEN, Sampler, bounds
+from draftsmith.evaluation.measuring.width_costs import measure_width_cost
 from draftsmith.evaluation.prompts import Prompt, cut, embedded_prompts
 from draftsmith.plan import NEVER_SURE, NO_COPY, NO_DRAFT, Plan
 from draftsmith.processor import Watch
@@ -297,6 +298,8 @@ def measure_profile(
                 plan = plan.shortened(guesser.max_depth)
             cost = measure_length_cost(target, guesser, plan, prompts, longest_prompt, long, rounds)
             found = replace(found, length_cost=cost)
+            if slow and most > 1:
+                found = replace(found, width_cost=measure_width_cost(target, prompts[0]))
     return found, contest.is_steady and not watch.is_disturbed
 
 

@@ -1,0 +1,90 @@
+"""Measures what a step costs the target by how many tokens it verifies."""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+from draftsmith.engine import Choice, Engine, Load, Policy, RowHistory
+from draftsmith.engine.profile import WidthCost
+from draftsmith.evaluation.measuring.copying import CopyingAtOnce
+from draftsmith.evaluation.measuring.steps import Clock, raise_failures
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.targets import Target
+from draftsmith.types import SamplingParams
+
+WIDTHS = (2, 3, 4, 6, 8, 10, 12, 14, 15, 16, 17, 20, 24, 28, 29, 32, 33, 40, 48, 56, 64)
+"""Tokens of the steps that are timed. They are close together where products of known processors fill their registers
+or tiles, and begin to need the weights once more."""
+STEPS = 4
+"""Steps of each width, and as many without guesses; one more before each of them is not timed, because it includes the
+cost of the change."""
+
+
+class Wide(Policy):
+    """Guesses as many tokens as `guesses` says, 0 among them, at every step."""
+
+    def __init__(self, most: int) -> None:
+        self._choices = tuple(Choice(Plan((1,) * count) if count else NO_DRAFT) for count in range(most + 1))
+        self.guesses = 0
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return self._choices
+
+    def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
+        return [self._choices[self.guesses]] * len(rows)
+
+
+def measure_width_cost(target: Target, prompt: list[int], clock: Clock = time.perf_counter) -> WidthCost | None:
+    """Return the seconds of steps of one row by their number of tokens; None if its context allows no wider ones.
+
+    Wider steps are timed in turn with plain ones, and no wider step is taken to cost less than a narrower one.
+    """
+    # All guesses of all steps may stay, with room for those of one more.
+    rooms = {width: 2 + STEPS + (1 + STEPS) * width for width in WIDTHS}
+    widths = [width for width, room in rooms.items() if len(prompt) + room + width <= target.max_length]
+    if not widths:
+        return None
+    most = widths[-1] - 1
+    policy = Wide(most)
+    engine = Engine(
+        target, CopyingAtOnce(Plan((1,) * most)), policy=policy, max_batch=1,
+        max_length=len(prompt) + rooms[widths[-1]] + most, piece_tokens=len(prompt), share_prefixes=True,
+    )
+
+    def step() -> float:
+        before = clock()
+        engine.core.step()
+        raise_failures([request])
+        return clock() - before
+
+    def turn(guesses: int) -> float:
+        policy.guesses = guesses
+        return statistics.median([step() for _ in range(1 + STEPS)][1:])
+
+    plain, extra = list[float](), list[float]()
+    for width in widths:
+        [request] = engine.admit_call([prompt], SamplingParams(max_tokens=rooms[width], ignore_eos=True))
+        engine.core.add(request)
+        try:
+            policy.guesses = 0
+            while not request.tokens:
+                step()
+            plain.append(turn(0))
+            extra.append(turn(width - 1) - plain[-1])
+        finally:
+            engine.core.abort(request.id)
+    usual = statistics.median(plain)
+    return WidthCost((1, *widths), tuple(usual + more for more in rising([0.0, *extra])))
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """Return the numbers nearest to some numbers, none below the first, of which none is below the one before it."""
+    blocks = list[tuple[float, int]]()  # means of neighbours that fall, and how many each is of
+    for value in values:
+        mean, count = max(value, values[0]), 1
+        while blocks and blocks[-1][0] > mean:
+            before, others = blocks.pop()
+            mean, count = (before * others + mean * count) / (others + count), others + count
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
