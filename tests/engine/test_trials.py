@@ -95,7 +95,7 @@ def test_less_is_lent_where_other_drafts_pay_and_nothing_in_sampled_texts():
         trials = Trials([-1, 0, 1], [(), (0,), (1,)], 2, [1.0, 9.0, 9.0])
         evidence = [Evidence(20, since=since) for since in (0, FIRST_WAIT)]
         values = [1.0, 1.0, 1.0 - loss / TRIAL]
-        offer = Offer(values, 0.0, [0.0] * 3, lambda arm: 0.0, left=SHORT + 1)
+        offer = Offer(values, 0.0, [0.0] * 3, [0.0] * 3, left=SHORT + 1)
         row = RowEvidence(evidence, 0, arm=chosen, sampled=sampled)
         assert trials.due(row, offer, chosen, extra=0.0) == taken, (loss, chosen, sampled)
 

@@ -166,6 +166,10 @@ class Arm:
             return times, 1.0
         return times, (1 - share) / (1 - self.usual_share) * min(behind, self.most_behind)
 
+    def guesses_of(self, times: Times) -> float:
+        """Return how many guesses a step makes on average, if it makes so many times as many as measured."""
+        return self.usual * times[0] + self.usual_behind * times[1] if self.plan.depth else 0.0
+
     def times_at(self, odds: float) -> Times:
         """Return how many times as many guesses it makes in a text whose guesses stay `odds` times as often."""
         share = self.share(odds, self.kept(odds), self.kept_behind(odds))

@@ -194,6 +194,11 @@ class Evidence:
         self.length = min(max(1, round(QUARTERS * self.made.ratio(usual.length))), QUARTERS * MOST)
 
     @property
+    def is_untried(self) -> bool:
+        """Whether nothing was learnt of it in this text."""
+        return not (self.stayed.expected or self.found.came or self.found.expected)
+
+    @property
     def stand(self) -> OneStand:
         """How often its guesses stay here, how often it makes some, and how many."""
         return self.odds, self.growth, self.length
@@ -213,6 +218,11 @@ class Evidence:
         self.found.doubt(PRIOR_TOKENS)
         self.made.doubt(DOUBTED)
         self.guessed = self.hit = False
+
+    @property
+    def will_go_on(self) -> bool:
+        """Whether a trial lasts for one more step."""
+        return self.trial > 1 and not (self.guessed and not self.hit and TRIAL - self.trial + 1 >= HOPELESS)
 
     def goes_on(self, steps: int = 1) -> bool:
         """Count steps of a trial; return whether the trial goes on."""

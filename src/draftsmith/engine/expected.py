@@ -8,7 +8,6 @@ from itertools import groupby
 from draftsmith.engine.arm import Arm, Times
 from draftsmith.engine.evidence import GROWTHS, QUARTERS, OneStand, Stand
 from draftsmith.engine.known import ODDS
-from draftsmith.engine.profile import Costs
 
 MOST_STANDS = 4096
 """How many stands of guessers are remembered, with what follows from them."""
@@ -96,22 +95,6 @@ class Expected:
                 for (first, second), (one, two) in zip(times, made, strict=True)
             ]
         return brings, times
-
-    def price(self, costs: Costs, stands: Sequence[Stand]) -> float:
-        """Return the most tokens a second that these rows can have, each with a plan of its own (Dinkelbach's way)."""
-        counts = Counter(stands)
-        price, before = 1 / costs.plain, 0.0
-        while price > before:
-            tokens = took = 0.0
-            for stand, count in counts.items():
-                brings, times = self.of(stand)
-                spent = costs.grown(times)
-                values = values_of(brings, price, spent)
-                arm = values.index(max(values))
-                tokens += count * brings[arm]
-                took += count * spent[arm]
-            price, before = tokens / took, price
-        return price
 
 
 def _plans_of(whose: Sequence[int]) -> list[tuple[int, list[int]]]:

@@ -6,10 +6,11 @@ runs, from the row's past steps and nothing else: no answer depends on what is s
 
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 
 from draftsmith.engine.arm import Arm, Times
-from draftsmith.engine.budget import Wish
+from draftsmith.engine.budget import Plans, Wish
 from draftsmith.engine.closing import is_closing, seconds_left, spread
 from draftsmith.engine.evidence import (
     GROWTHS,
@@ -164,20 +165,17 @@ class Fitted(Policy):
 
     def _of_one(self, load: Load, rows: Sequence[RowHistory]) -> list[int]:
         """Return a plan for the only row."""
-        [row], expected = self._learnt.of_all(rows), self._expected
+        row, expected = self._learnt.of(rows[0]), self._expected
         self._tokens = length_of(rows)
         self._learn_times(load, rows)
         costs = self._costs.of(1, self._tokens).slowed(self._pace.slower(1))
-        price = expected.price(costs, [row.stand])
         brings, times = expected.of(row.stand)
         spent = costs.grown(times)
-
-        def hoped(arm: int) -> float:
-            return costs.of(arm, expected.most_times[arm])
-
-        offer = Offer(values_of(brings, price, spent), price, spent, hoped, rows[0].left)
-        self._reasons = [self._settle_one(row, offer, 1)]
-        self._taken = row.arm
+        price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
+        values, most = values_of(brings, price, spent), costs.grown(expected.most_times)
+        row.arm = self._settle(row, Offer(values, price, spent, most, rows[0].left))
+        self._steps[row.arm] += 1
+        self._reasons, self._taken = [self._reason(row, values, price, spent, 1)], row.arm
         return [row.arm]
 
     def _of_each(self, rows: Sequence[RowHistory], count: int) -> list[int]:
@@ -185,29 +183,43 @@ class Fitted(Policy):
         known = self._learnt.of_all(rows)
         self._tokens = length_of(rows)
         self._pace.pause()
-        budget, brought = self._costs.budget(count, self._tokens), [self._expected.of(row.stand) for row in known]
-        shares = budget.shared_out([
-            Wish(brings, budget.guesses(times), row.arm)
-            for (brings, times), row in zip(brought, known, strict=True)
-        ])
-        most = budget.guesses(self._expected.most_times)
-        self._reasons = []
-        for at, (row, history, (brings, _)) in enumerate(zip(known, rows, brought, strict=True)):
-            spent = shares.spent(at)
-            offer = Offer(
-                values_of(brings, shares.price, spent), shares.price, spent, partial(shares.hoped, at, most),
-                history.left,
-            )
-            self._reasons.append(self._settle_one(row, offer, count))
+        costs, budget = self._costs.of(count, self._tokens), self._costs.budget(count, self._tokens)
+
+        def plans_with(brings: Sequence[float], times: Sequence[Times]) -> Plans:
+            made = [arm.guesses_of(some) for arm, some in zip(self._arms, times, strict=True)]
+            return budget.plans(brings, made, costs.grown(times))
+
+        plans = {stand: plans_with(*self._expected.of(stand)) for stand in {row.stand for row in known}}
+        most = plans_with(self._expected.most, self._expected.most_times)
+        wishes = [Wish(plans[row.stand], row.arm, self._goes_on(row)) for row in known]
+        shares = budget.shared_out(wishes)
+        price, owed, self._reasons = shares.price, {False: 0.0, True: 0.0}, list[Reason]()
+        for at, (row, history, wish) in enumerate(zip(known, rows, wishes, strict=True)):
+            brings, made, alike, drafting = wish.plans
+            spent, hoped = shares.spent(at, made, drafting), shares.spent(at, most.guesses, most.drafting)
+            joined = least(spent, alike)
+            values, tried = values_of(brings, price, spent), values_of(brings, price, joined)
+            offer = Offer(values, price, spent, least(hoped, most.alike), history.left, tried=tried)
+            row.arm = self._settle(row, offer)
             shares.take(at, row.arm)
+            if row.tried != NOBODY:  # paid for as if others would join; those that begin after it find room
+                owed[row.sampled] += TRIAL * price * (spent[row.arm] - joined[row.arm])
+            self._steps[row.arm] += 1
+            reason = self._reason(row, values_of(brings, price, alike), price, alike, count)
+            if not row.arm:
+                alone_s = budget.alone(wish.plans)
+                alone = values_of(brings, price, alone_s)
+                if beats(alone, price, alone_s, max(range(1, len(alone)), key=alone.__getitem__), 0, PATIENCE):
+                    reason = replace(reason, kind="no_room")
+            self._reasons.append(reason)
+        for sampled, lost in owed.items():
+            self._trials.purse.charge(sampled, lost / count, count)
         self._taken = known[0].arm
         return [row.arm for row in known]
 
-    def _settle_one(self, row: RowEvidence, offer: Offer, count: int) -> Reason:
-        """Settle and count the plan of a row that has one of its own; return why."""
-        row.arm = self._settle(row, offer)
-        self._steps[row.arm] += 1
-        return self._reason(row, offer.values, offer.price, offer.spent, count)
+    def _goes_on(self, row: RowEvidence) -> bool:
+        """Whether a row drafts as before in the next step, because a trial lasts or it has just begun to draft."""
+        return row.arm > 0 and row.evidence[self._whose[row.arm]].will_go_on
 
     def _of_all(self, load: Load, rows: Sequence[RowHistory], count: int) -> int:
         """Return one plan for all rows, by what it brings them on average."""
@@ -253,9 +265,9 @@ class Fitted(Policy):
                 patience = max(patience, PATIENCE * lost)
         self._left = max(left)
 
-        def hoped(arm: int) -> float:
-            return costs.of(arm, self._expected.most_times[arm]) * slower[arm]
-
+        hoped = [
+            took * longer for took, longer in zip(costs.grown(self._expected.most_times), slower, strict=True)
+        ]
         offer = Offer(values, price, spent, hoped, self._left, len(rows), ends)
         switch = PATIENCE if len(rows) == 1 or all(new) else SWITCH
         crowd.arm = self._settle(crowd, offer, patience, switch, passed)
@@ -441,6 +453,14 @@ class Fitted(Policy):
         hoped = costs.grown(self._expected.most_times)
         most = [1 + choice.plan.depth for choice in self._choices]
         return max(tokens * hoped[0] / took for tokens, took in zip(most[1:], hoped[1:], strict=True))
+
+
+def least(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Return the smaller of every two numbers.
+
+    What a trial costs is told like this: where a step has no more room for one row, there may be some for all of them.
+    """
+    return [min(pair) for pair in zip(one, other, strict=True)]
 
 
 def length_of(rows: Sequence[RowHistory]) -> float:

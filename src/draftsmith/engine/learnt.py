@@ -64,20 +64,25 @@ class Learnt:
         return history in self._rows
 
     def of_all(self, rows: Sequence[RowHistory]) -> list[RowEvidence]:
-        """Return what is known about rows that take one plan for the sake of their mean, see `of`.
+        """Return what is known about rows that decode together, see `of`.
 
-        What each of them shows counts for the others at once, and not only for rows that begin later: otherwise the
-        mean would be as cautious as each of them is by itself.
+        What each of them shows counts for the others at once, and not only for rows that begin later: for those that
+        show something themselves, or else their mean would be as cautious as each of them is by itself, and for those
+        in which a guesser was never tried. Where it was tried, and failed, it waits for the next trial.
         """
         if len(rows) == 1:
             return [self.of(rows[0])]
         running = [(row, history) for history in rows if (row := self._rows.get(history)) is not None]
         taught = [row for row, history in running if self._take_in(row, history)]
-        kinds = {history.sampled for history in rows} if taught or len(running) < len(rows) else set[bool]()
+        told = {row.sampled for row in taught}
+        kinds = told if len(running) == len(rows) else {history.sampled for history in rows}
         begun = {sampled: self._beginning(sampled) for sampled in kinds}
         for row in taught:  # what it showed itself is among what all have shown, which makes it a little less cautious
             row.usual = begun[row.sampled][0]
             self._settle(row)
+        for row, _ in running:
+            if row.sampled in told:
+                self._hear(row, *begun[row.sampled])
         return [self._rows.get(history) or self._begin(history, begun[history.sampled]) for history in rows]
 
     def of(self, history: RowHistory) -> RowEvidence:
@@ -88,6 +93,14 @@ class Learnt:
         elif self._take_in(row, history):
             self._settle(row)
         return row
+
+    def _hear(self, row: RowEvidence, usual: Sequence[Usual], stands: Sequence[OneStand]) -> None:
+        """Let guessers that were never tried in a row do as they do in other rows."""
+        untried = [number for number, own in enumerate(row.evidence) if own.is_untried]
+        if untried:
+            row.usual = [usual[at] if at in untried else one for at, one in enumerate(row.usual)]
+            for at in untried:
+                row.evidence[at].odds, row.evidence[at].growth, row.evidence[at].length = stands[at]
 
     def _beginning(self, sampled: bool) -> Beginning:
         """Return what is known of the guessers, and what they are expected to do, in a text that begins now."""

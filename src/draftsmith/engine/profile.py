@@ -1,5 +1,6 @@
 """What drafts cost and bring on a machine: plans with the seconds of their steps and the guesses that stay."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -90,18 +91,18 @@ class WidthCost:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        rising = all(one < other for one, other in pairwise((0, *self.widths)))
-        falling = any(one > other for one, other in pairwise((0.0, *self.seconds)))
-        if len(self.widths) != len(self.seconds) or len(self.widths) < 2 or not rising or falling:
-            raise ValueError("what a step costs by its width is two or more rising numbers, with times that never fall")
-        if not 0 < self.seconds[0] <= self.seconds[-1] < float("inf"):
-            raise ValueError("a step takes some time, and an end")
+        rising = self.widths[:1] == (1,) and all(one < other for one, other in pairwise(self.widths))
+        slower = all(0 < one <= other < math.inf for one, other in pairwise(self.seconds))
+        if not (len(self.widths) == len(self.seconds) >= 2 and rising and slower):
+            raise ValueError("the costs of a step by its width are of rising numbers from 1 on, and never fall")
 
     def of(self, tokens: float) -> float:
         """Return the seconds for so many tokens, by straight lines, the last of which goes on."""
         right = min(max(1, bisect_left(self.widths, tokens)), len(self.widths) - 1)
         # Beyond what was measured, a step grows as it did over the last half: a single stretch may be a jump.
-        left = right - 1 if tokens <= self.widths[-1] else bisect_left(self.widths, self.widths[-1] / 2)
+        left = right - 1
+        if tokens > self.widths[-1]:
+            left = min(left, bisect_left(self.widths, self.widths[-1] / 2))
         (w0, w1), (t0, t1) = (self.widths[left], self.widths[right]), (self.seconds[left], self.seconds[right])
         return t1 + (t1 - t0) * (tokens - w1) / (w1 - w0)
 

@@ -13,7 +13,8 @@ from draftsmith.engine.arm import Arm
 from draftsmith.plan import NEVER_SURE, NO_COPY, Plan
 
 Label = Literal[
-    "pays", "does_not_pay", "probing", "batch_too_large", "text_too_long", "never_pays", "fixed", "asked", "prediction"
+    "pays", "does_not_pay", "no_room", "probing", "batch_too_large", "text_too_long", "never_pays", "fixed", "asked",
+    "prediction",
 ]
 LABELS: tuple[Label, ...] = get_args(Label)
 """All labels, so that counts by label are bounded."""
@@ -75,9 +76,9 @@ class Weighed(Reason):
     """What plans were expected to bring, against the time that they take.
 
     Args:
-        kind: "pays", "does_not_pay", "probing", "batch_too_large" or "text_too_long".
+        kind: "pays", "does_not_pay", "no_room", "probing", "batch_too_large" or "text_too_long".
         arms: all plans that were weighed, plain decoding first.
-        seconds: what each of them adds to a step of `rows` rows.
+        seconds: what each of them adds to a step of `rows` rows, if all of them take it.
         at: the plan that this is about, as an index: the one taken or, if that is plain decoding, the best other one.
         alike: the plans of the same drafter, as indices.
         odds: how many times as often as measured the drafter's guesses are expected to stay.
@@ -133,6 +134,8 @@ class Weighed(Reason):
         if self.kind == "batch_too_large":
             texts = f"of {self.rows} texts" if self.rows > 1 else "of one text"
             return f"batch too large to draft: in a step {texts} not even guesses that all stay would pay"
+        if self.kind == "no_room":
+            return "no draft: guesses of other texts bring more, and no more of them pay in one step"
         needed = self.would_pay()
         pays = "no share would pay" if needed is None else f"{needed:.2f} would pay"
         if self.kind == "text_too_long":

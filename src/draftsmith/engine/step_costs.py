@@ -52,7 +52,7 @@ class StepCosts:
         """Return what steps of so many rows take by all their guesses together."""
         key = rows, self._beyond(tokens)
         if self._budget is None or self._budget[0] != key:
-            self._budget = key, Budget(self._arms, self.of(rows, tokens), self._width, rows)
+            self._budget = key, Budget(self._width, self.of(rows, tokens).plain, self._of_short_texts(rows).plain, rows)
         return self._budget[1]
 
     def _beyond(self, tokens: float) -> float:

@@ -1,6 +1,6 @@
 """Trials: a few steps with drafts that do not pay now, to see whether guesses stay by now."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -27,19 +27,21 @@ class Offer:
         values: tokens that every plan brings, minus its time at the price.
         price: tokens a second that all rows together can have.
         spent: a row's share of the seconds of a step, for every plan.
-        hoped: returns the same for a plan in the best case.
+        hoped: the same in the best case.
         left: the most tokens that any of the rows may still write.
         rows: how many rows there are.
         ends: how many of them end by themselves once one of them has got a guess.
+        tried: the values on trial, in which other rows may join; empty means those of `values`.
     """
 
     values: Sequence[float]
     price: float
     spent: Sequence[float]
-    hoped: Callable[[int], float]
+    hoped: Sequence[float]
     left: float
     rows: int = 1
     ends: int = 0
+    tried: Sequence[float] = ()
 
     @property
     def change_s(self) -> float:
@@ -91,16 +93,16 @@ class Trials:
                 continue
             # A plan that brings nothing, not even the target's own token, does not suit this text.
             telling = [arm for arm in self._telling[number] if offer.brings(arm) != 0]
-            worth = offer.values[chosen]
-            highest = max((self._most[arm] - offer.price * offer.hoped(arm) for arm in telling), default=worth)
+            worth, values = offer.values[chosen], offer.tried or offer.values
+            highest = max((self._most[arm] - offer.price * offer.hoped[arm] for arm in telling), default=worth)
             if highest <= worth + extra:
                 # The next question comes after as long a pause, and does not shorten how long an answer holds.
                 own.since, own.wait = 0, max(own.wait, HELD + 1)
                 continue
-            best = max(telling, key=offer.values.__getitem__)
+            best = max(telling, key=values.__getitem__)
             # What nearly pays is tried more often: its trial costs little, and without it much could be missed.
             changes_s = 2 * offer.change_s + offer.ends * END_S / offer.rows
-            expected = TRIAL * max(0.0, worth - offer.values[best])
+            expected = TRIAL * max(0.0, worth - values[best])
             loss = expected + offer.price * changes_s
             lent = 0.0 if row.sampled else LENT_LITTLE if chosen or offer.rows > 1 else LENT
             if not self.purse.pay(row.sampled, loss, lent, offer.rows):

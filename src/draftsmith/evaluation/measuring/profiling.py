@@ -170,7 +170,7 @@ class Contest:
         return self.speed(plan) >= NEARLY * max(map(self.speed, alike))
 
     def _size(self, plan: Plan) -> int:
-        """Return the same number for plans that verify about as many guesses a step; equal ones have as many digits."""
+        """Return the same number for plans that verify 1 guess a step, 2 or 3, 4 to 7, 8 to 15, and so on."""
         arm = self.sampler.arm(plan)
         return round(arm.usual + arm.usual_behind).bit_length()
 
@@ -298,7 +298,9 @@ def measure_profile(
                 plan = plan.shortened(guesser.max_depth)
             cost = measure_length_cost(target, guesser, plan, prompts, longest_prompt, long, rounds)
             found = replace(found, length_cost=cost)
-            if slow and most > 1:
+        if most > 1 and found.arms[0].seconds[-1] > SLOW_STEP_S:  # where steps are short, all rows draft alike
+            on_progress("wide steps")
+            with suppress(DraftsmithError):
                 found = replace(found, width_cost=measure_width_cost(target, prompts[0]))
     return found, contest.is_steady and not watch.is_disturbed
 

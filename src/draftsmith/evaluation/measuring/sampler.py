@@ -62,7 +62,7 @@ class Brought:
 class Sampler:
     """Decodes a little with one plan after the other; every call goes on to the next prompts.
 
-    Unbounded chains begin at different prompts, moved by whole turns of the tasks.
+    Chains without a confidence begin at different prompts, moved by whole turns of the tasks.
 
     Args:
         engine: an engine with room for all plans.
@@ -90,7 +90,7 @@ class Sampler:
     def seconds(self, plan: Plan, rows: int) -> float:
         """Return the seconds of a step with `rows` rows, and note which guesses stayed."""
         # The acceptance of all chains is pooled, so they see more texts if each has its own; other plans are compared
-        # best on the same texts, and see more if each number of rows has its own.
+        # best where most of their texts are the same, and see more if each number of rows begins elsewhere.
         pooled = plan.is_chain and plan.confidence is None
         first = TASKS * (len(self.brought) * rows if pooled else rows - 1)
         at = self._taken.get((plan, rows), first)

@@ -12,12 +12,12 @@ from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
 
-WIDTHS = (2, 3, 4, 6, 8, 10, 12, 14, 15, 16, 17, 20, 24, 28, 29, 32, 33, 40, 48, 56, 64)
+WIDTHS = (2, 3, 4, 6, 8, 10, 12, 14, 15, 16, 17, 18, 19, 24, 25, 30, 31, 32, 33, 36, 37, 42, 48, 49, 64)
 """Tokens of the steps that are timed. They are close together where products of known processors fill their registers
-or tiles, and begin to need the weights once more."""
-STEPS = 4
-"""Steps of each width, and as many without guesses; one more before each of them is not timed, because it includes the
-cost of the change."""
+or tiles."""
+STEPS, ROUNDS = 2, 3
+"""Steps of each width in a round, and as many without guesses; one more before each of them is not timed, because it
+includes the cost of the change."""
 
 
 class Wide(Policy):
@@ -62,8 +62,8 @@ def measure_width_cost(target: Target, prompt: list[int], clock: Clock = time.pe
         policy.guesses = guesses
         return statistics.median([step() for _ in range(1 + STEPS)][1:])
 
-    plain, extra = list[float](), list[float]()
-    for width in widths:
+    plain, extra = list[float](), dict[int, list[float]]()
+    for width in [*widths] * ROUNDS:
         [request] = engine.admit_call([prompt], SamplingParams(max_tokens=rooms[width], ignore_eos=True))
         engine.core.add(request)
         try:
@@ -71,20 +71,23 @@ def measure_width_cost(target: Target, prompt: list[int], clock: Clock = time.pe
             while not request.tokens:
                 step()
             plain.append(turn(0))
-            extra.append(turn(width - 1) - plain[-1])
+            extra.setdefault(width, []).append(turn(width - 1) - plain[-1])
         finally:
             engine.core.abort(request.id)
-    usual = statistics.median(plain)
-    return WidthCost((1, *widths), tuple(usual + more for more in rising([0.0, *extra])))
+    usual, more = statistics.median(plain), [statistics.median(extra[width]) for width in widths]
+    return WidthCost((1, *widths), tuple(usual + each for each in rising([0.0, *more])))
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """Return the numbers nearest to some numbers, none below the first, of which none is below the one before it."""
+    """Return the numbers nearest to some numbers of which none is below the one before it; the first stays.
+
+    The others may fall below the first only by chance, and are raised to it at the end.
+    """
     blocks = list[tuple[float, int]]()  # means of neighbours that fall, and how many each is of
-    for value in values:
-        mean, count = max(value, values[0]), 1
+    for value in values[1:]:
+        mean, count = value, 1
         while blocks and blocks[-1][0] > mean:
             before, others = blocks.pop()
             mean, count = (before * others + mean * count) / (others + count), others + count
         blocks.append((mean, count))
-    return [mean for mean, count in blocks for _ in range(count)]
+    return [values[0], *(max(values[0], mean) for mean, count in blocks for _ in range(count))]
