@@ -58,7 +58,7 @@ def test_as_many_rows_draft_as_there_is_room_for():
 
 def rows_with_room(shares: Shares, some: Plans) -> set[int]:
     """Return the rows of which another guess costs nothing."""
-    spent = [shares.spent(row, some.guesses, some.drafting) for row in range(8)]
+    spent = [shares.spent(row, some) for row in range(8)]
     assert all(one == pytest.approx(none) or one > none + 0.49 for none, one, *_ in spent)
     return {row for row, (none, one, *_) in enumerate(spent) if one < none + 0.49}
 
@@ -70,9 +70,9 @@ def test_a_row_that_takes_another_plan_leaves_or_takes_room():
     for taken, added in (((0, 0, 0), 0.0), ((1, 2, 0), 0.5), ((2, 2, 0), 0.5 + 4 / 26)):
         for row, plan in enumerate(taken):
             shares.take(row, plan)
-        spent = shares.spent(3, some.guesses, some.drafting)
+        spent = shares.spent(3, some)
         assert spent[2] - spent[0] == pytest.approx(added), "five guesses more than the others make"
-    most = shares.spent(3, [0.0, 1.0, 18.0], some.drafting)
+    most = shares.spent(3, some._replace(guesses=[0.0, 1.0, 18.0]))
     assert most[2] == pytest.approx(spent[0] + 1.5 + 3 / 26), "a jump more"
 
 
@@ -111,7 +111,7 @@ def test_without_widths_a_guess_costs_what_its_plan_says():
     some = plans(found, arms, [1.0, 2.7])
     shares = found.shared_out([Wish(some, 0)] * 4)
     assert shares.price == pytest.approx(4 * 2.7 / 1.4)
-    assert shares.spent(1, some.guesses, some.drafting) == pytest.approx([0.25, 0.35])
+    assert shares.spent(1, some) == pytest.approx([0.25, 0.35])
 
 
 def test_longer_texts_add_to_a_step_and_do_not_widen_its_jumps():

@@ -87,6 +87,11 @@ class Arm:
         return self.plan.confidence is not None and self.found is None
 
     @cached_property
+    def is_steady(self) -> bool:
+        """Whether every step makes as many guesses, in every text."""
+        return self.found is None and not self.varies
+
+    @cached_property
     def guesses(self) -> float:
         """How many guesses a step makes, on average over steps that make some, without those `behind`."""
         return self.plan.max_nodes if self.made is None else self.made
@@ -165,10 +170,6 @@ class Arm:
         if not self.usual_behind:
             return times, 1.0
         return times, (1 - share) / (1 - self.usual_share) * min(behind, self.most_behind)
-
-    def guesses_of(self, times: Times) -> float:
-        """Return how many guesses a step makes on average, if it makes so many times as many as measured."""
-        return self.usual * times[0] + self.usual_behind * times[1] if self.plan.depth else 0.0
 
     def times_at(self, odds: float) -> Times:
         """Return how many times as many guesses it makes in a text whose guesses stay `odds` times as often."""

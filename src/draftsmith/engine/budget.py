@@ -2,7 +2,9 @@
 
 What a guess costs depends on all guesses of the step together: up to some number of tokens a processor verifies them at
 about the price of one, and the next ones cost clearly more. So a row's plan is weighed by how much longer the step
-takes with it, beside what the other rows draft.
+takes with it, beside what the other rows draft. That holds for plans that make as many guesses at every step. How many
+a lookup makes, or a chain that ends where its drafter is unsure, differs from step to step, and so does whether there
+is room for them. These plans cost what was measured of them, whatever other rows draft.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ class Plans(NamedTuple):
 
     Args:
         brings: tokens of a step.
-        guesses: those that it makes, on average.
+        guesses: those that it makes at every step; 0 for plans that make more or fewer of them from step to step.
         alike: a row's share of the seconds of a step, if all rows take the plan.
         drafting: the part of these that is not the target's.
     """
@@ -71,11 +73,16 @@ class Budget:
         ]
         return Plans(brings, guesses, alike, drafting)
 
-    def alone(self, plans: Plans) -> list[float]:
-        """Return what each plan costs a row if no other row makes guesses."""
-        without = self.step_s(0.0)
-        shared = without / self.rows - without
-        return [shared + self.step_s(made) + took for made, took in zip(plans.guesses, plans.drafting, strict=True)]
+    def beside(self, plans: Plans, others: float = 0.0) -> list[float]:
+        """Return what plans cost a row: its share of a step without guesses, and what its own add to the step.
+
+        Args:
+            others: the guesses of all other rows.
+        """
+        without = self.step_s(others)
+        shared = self.step_s(0.0) / self.rows - without
+        each = zip(plans.guesses, plans.drafting, strict=True)
+        return [shared + self.step_s(others + made) + took for made, took in each]
 
     def shared_out(self, wishes: Sequence[Wish]) -> "Shares":
         """Return plans of all rows that together bring nearly the most tokens a second.
@@ -172,16 +179,9 @@ class Shares:
         self._guesses = [wish.plans.guesses[plan] for wish, plan in zip(wishes, found, strict=True)]
         self._total = sum(self._guesses)
 
-    def spent(self, row: int, guesses: Sequence[float], drafting: Sequence[float]) -> list[float]:
-        """Return what plans cost a row: its share of a step without its guesses, and what these add to it.
-
-        Args:
-            guesses, drafting: of each plan, see `Plans`.
-        """
-        others, step_s = self._total - self._guesses[row], self._budget.step_s
-        without = step_s(others)
-        shared = without / self._budget.rows - without
-        return [shared + step_s(others + made) + took for made, took in zip(guesses, drafting, strict=True)]
+    def spent(self, row: int, plans: Plans) -> list[float]:
+        """Return what plans cost a row beside the guesses of the others, see `Budget.beside`."""
+        return self._budget.beside(plans, self._total - self._guesses[row])
 
     def take(self, row: int, plan: int) -> None:
         """Note the plan that a row takes."""

@@ -80,6 +80,7 @@ class Fitted(Policy):
         self._whose = [NOBODY, *(number for number, _, _ in owned)]
         self._arms = [first.arms[0], *(arm for _, _, arm in owned)]
         self._expected = Expected(self._arms, self._whose)
+        self._steady_guesses = [float(arm.plan.max_nodes) if arm.is_steady else 0.0 for arm in self._arms]
         self._of = [
             [at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(self._guessers))
         ]
@@ -186,8 +187,7 @@ class Fitted(Policy):
         costs, budget = self._costs.of(count, self._tokens), self._costs.budget(count, self._tokens)
 
         def plans_with(brings: Sequence[float], times: Sequence[Times]) -> Plans:
-            made = [arm.guesses_of(some) for arm, some in zip(self._arms, times, strict=True)]
-            return budget.plans(brings, made, costs.grown(times))
+            return budget.plans(brings, self._steady_guesses, costs.grown(times))
 
         plans = {stand: plans_with(*self._expected.of(stand)) for stand in {row.stand for row in known}}
         most = plans_with(self._expected.most, self._expected.most_times)
@@ -195,8 +195,8 @@ class Fitted(Policy):
         shares = budget.shared_out(wishes)
         price, owed, self._reasons = shares.price, {False: 0.0, True: 0.0}, list[Reason]()
         for at, (row, history, wish) in enumerate(zip(known, rows, wishes, strict=True)):
-            brings, made, alike, drafting = wish.plans
-            spent, hoped = shares.spent(at, made, drafting), shares.spent(at, most.guesses, most.drafting)
+            brings, alike = wish.plans.brings, wish.plans.alike
+            spent, hoped = shares.spent(at, wish.plans), shares.spent(at, most)
             joined = least(spent, alike)
             values, tried = values_of(brings, price, spent), values_of(brings, price, joined)
             offer = Offer(values, price, spent, least(hoped, most.alike), history.left, tried=tried)
@@ -207,7 +207,7 @@ class Fitted(Policy):
             self._steps[row.arm] += 1
             reason = self._reason(row, values_of(brings, price, alike), price, alike, count)
             if not row.arm:
-                alone_s = budget.alone(wish.plans)
+                alone_s = budget.beside(wish.plans)
                 alone = values_of(brings, price, alone_s)
                 if beats(alone, price, alone_s, max(range(1, len(alone)), key=alone.__getitem__), 0, PATIENCE):
                     reason = replace(reason, kind="no_room")
