@@ -5,7 +5,9 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 CLIENTS := .clients
 
-.PHONY: demo serve test test-slow test-clients lint wheel clean
+.PHONY: setup demo serve test test-slow test-clients lint wheel clean
+
+setup: $(STAMP)
 
 demo: $(STAMP)
 	$(VENV)/bin/draftsmith demo

@@ -26,10 +26,16 @@ if TYPE_CHECKING:
 
 WHITESPACE = 24
 """The most characters of white space between two parts of JSON: without a limit, a model may write it for ever."""
+GAP = f'gap ::= (("") | (" ") | ("\\n" [ \\t]{{0, {WHITESPACE - 1}}}))\n'
+"""White space between two parts of JSON: none, a space, or one end of a line with the next line's indentation. A small
+model that likes to end lines would otherwise end as many as it may between any two parts."""
 ANY_OBJECT = '{"type": "object"}'
 ROOM = 2 * 2**30
 """Bytes that a child may take for compiling, in addition to those of the process it was forked from."""
 _LINE_END = re.compile(r"(?<!\\)[\r\n]")
+_SPACES = re.compile(
+    r'(?P<other>"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\])|\bwhitespace(?:_\d+)?\{0, ' + str(WHITESPACE) + r"\}"
+)
 READY = b"ready"
 TIME, MEMORY = "time", "memory"
 """What a compilation ran out of: the values of "failed" in an answer."""
@@ -39,9 +45,9 @@ def compile_with(compiler: "GrammarCompiler", constraint: Constraint) -> "Compil
     """Compile a constraint that was checked; may raise any exception of xgrammar."""
     match constraint.kind:
         case "json_schema":
-            return compiler.compile_json_schema(constraint.text, max_whitespace_cnt=WHITESPACE)
+            return compiler.compile_grammar(_json_grammar(constraint.text))
         case "json_object":
-            return compiler.compile_json_schema(ANY_OBJECT, max_whitespace_cnt=WHITESPACE, strict_mode=False)
+            return compiler.compile_grammar(_json_grammar(ANY_OBJECT, strict=False))
         case "regex":
             # xgrammar does not accept literal line ends in a pattern.
             return compiler.compile_regex(_LINE_END.sub(lambda end: repr(end[0])[1:-1], constraint.text))
@@ -50,6 +56,14 @@ def compile_with(compiler: "GrammarCompiler", constraint: Constraint) -> "Compil
         case "choice":
             literals = (f'"{_escaped(choice)}"' for choice in choices_in(constraint.text))
             return compiler.compile_grammar(f"root ::= {' | '.join(literals)}\n")
+
+
+def _json_grammar(schema: str, strict: bool = True) -> str:
+    """Return the grammar of a schema's JSON, with less white space than xgrammar's."""
+    from xgrammar import Grammar
+
+    grammar = Grammar.from_json_schema(schema, max_whitespace_cnt=WHITESPACE, strict_mode=strict)
+    return GAP + _SPACES.sub(lambda found: found["other"] or "gap", str(grammar))
 
 
 def _escaped(text: str) -> str:

@@ -17,6 +17,8 @@ from draftsmith.types import DraftsmithError
 CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables by which a user chooses the number of threads before PyTorch starts."""
 
+MOST_A_CORE = 4
+"""The most threads on a core that may be asked for."""
 BUSY = 0.1
 """The share of all cores' time that other programs must take to count as a disturbance."""
 
@@ -82,6 +84,12 @@ def check_threads(threads: int | None, name: str = "threads") -> None:
     """Raise DraftsmithError for an invalid number of threads; `name` is what the option is called for the user."""
     if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
         raise DraftsmithError(f"{name} is {threads!r}; use at least 1, or leave it out.")
+    cores = len(usable_cores())
+    if threads is not None and threads > MOST_A_CORE * cores:
+        raise DraftsmithError(
+            f"{name} is {threads}, on {_cores(cores)}: threads wait for each other at every layer, and these would "
+            f"hardly ever meet; use {cores}, or leave it out."
+        )
 
 
 def use_threads(threads: int | None = None, root: Path = ROOT) -> str | None:

@@ -75,6 +75,13 @@ def test_no_threads_are_refused_in_a_sentence(command: str, number: str):
     assert result.stderr == f"Error: --threads is {number}; use at least 1, or leave it out.\n"
 
 
+def test_threads_that_would_never_meet_are_refused():
+    cores = len(usable_cores())
+    result = run("generate", "abc", "--threads", str(64 * cores))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: --threads is {64 * cores}, on {cores} core") and "use " in result.stderr
+
+
 def test_threads_change_no_text_and_too_many_are_said_to_be(tmp_path: Path, threads: Callable[[int], None]):
     target = save_tiny_target(tmp_path / "tiny-target")
     words = ("generate", "abc def", "--target", target, "--max-tokens", "12", "--dtype", "fp32", "--threads")

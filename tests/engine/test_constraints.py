@@ -1,6 +1,7 @@
 """Text under a constraint is what plain decoding writes under it, token for token, whatever is drafted; and it fits."""
 
 import doctest
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -324,3 +325,19 @@ def test_a_tokenizer_that_joins_tokens_in_another_way_is_refused(kind: str):
 def test_the_examples_in_the_code():
     done = doctest.testmod(allowed)
     assert done.attempted == 2 and not done.failed
+
+
+@pytest.mark.parametrize("liked", ["\n", " ", "\n "])
+def test_a_model_that_likes_white_space_cannot_fill_json_with_it(liked: str):
+    """Between two parts there is nothing, a space, or one end of a line with the next line's indentation."""
+    letters = '{}":ab1 \n'
+    target = target_of_letters(letters)
+    schema = {
+        "type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False,
+    }
+    bias = {letters.index(one): 100.0 for one in liked}
+    params = SamplingParams(max_tokens=120, constraint=Constraint.of_schema(schema), logit_bias=bias)
+    [found] = Engine(target).generate(["{"], params)
+    assert json.loads(found.text) == {"a": 1}
+    assert re.sub(r"\n[ \t]{0,23}| ", "", found.text) == '{"a":1}', "no gap has two ends of lines"
+    assert found.text.count("\n") in (range(3, 5) if "\n" in liked else (0,))

@@ -148,6 +148,8 @@ def generate(
         raise DraftsmithError(f"--system is {system!r}, but only a chat has a system message; add --chat.")
     if prediction is not None and no_draft:
         raise DraftsmithError("--prediction is drafted, and --no-draft decodes plainly; leave one of them out.")
+    if no_draft and (plan is not None or drafter is not None):
+        raise DraftsmithError("--no-draft drafts nothing; leave out --plan and --drafter, or --no-draft.")
     text = read_prompt(prompt, prompt_file)
     asked = as_messages(text, system) if chat else text
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature, confidence)

@@ -1,6 +1,7 @@
 """`draftsmith train`: a speculator from a recipe, with τ measured by decoding."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -102,7 +103,7 @@ def train(
         trust_remote_code=trust_remote_code, console=Console(stderr=True), threads=threads,
     )
     if not dry_run:
-        tell(result)
+        tell(result, data or ())
     if json_path is not None:
         from draftsmith.evaluation.reporting.result_files import write_json
 
@@ -133,8 +134,8 @@ def sort_words(words: list[str]) -> tuple[str | None, list[str]]:
     return files[0] if files else None, overrides
 
 
-def tell(result: "TrainResult") -> None:
-    """Say what came out, what was measured, and how to use it."""
+def tell(result: "TrainResult", data: Sequence[Path] = ()) -> None:
+    """Say what came out, what was measured, and how to use it; `data` are the texts that were named."""
     from draftsmith.training.measuring import source_lines, tau_in_words
     from draftsmith.training.progress import early_in_words
 
@@ -144,8 +145,9 @@ def tell(result: "TrainResult") -> None:
     took = f" in {training.seconds / 60:.1f} minutes" if training.seconds is not None else ""
     typer.echo(f"Trained {training.step} steps{took}{best}. The drafter is in {training.drafter}.")
     used_with = training.target or result.target
-    words = ["draftsmith", "bench", *(["--target", str(used_with)] if used_with else []), "--drafter"]
-    typer.echo(f"Whether it is faster here: {shlex.join([*words, str(training.drafter)])}")
+    words = ["draftsmith", "bench", *(["--target", str(used_with)] if used_with else [])]
+    words += ["--drafter", str(training.drafter), *(["--data", str(data[0])] if len(data) == 1 else [])]
+    typer.echo(f"Whether it is faster here: {shlex.join(words)}")
     for record in training.ended_early:
         sentence = early_in_words(record)
         typer.echo(sentence[0].upper() + sentence[1:])

@@ -13,21 +13,20 @@ from draftsmith.engine.arm import Arm, Times
 from draftsmith.engine.budget import Plans, Wish
 from draftsmith.engine.closing import is_closing, seconds_left, spread
 from draftsmith.engine.evidence import (
-    GROWTHS,
     NOBODY,
-    QUARTERS,
     TRIAL,
     Evidence,
     RowEvidence,
     Stand,
 )
 from draftsmith.engine.expected import Expected, beats, values_of
-from draftsmith.engine.known import ODDS, Known
+from draftsmith.engine.explaining import Explaining
+from draftsmith.engine.known import Known
 from draftsmith.engine.learnt import Learnt
 from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Costs
-from draftsmith.engine.reasons import NEVER, Label, Reason, Weighed
+from draftsmith.engine.reasons import NEVER, Reason
 from draftsmith.engine.reminders import Reminders
 from draftsmith.engine.step_costs import StepCosts
 from draftsmith.engine.trials import END_S, HELD, SHORT, Offer, Trials
@@ -81,9 +80,6 @@ class Fitted(Policy):
         self._arms = [first.arms[0], *(arm for _, _, arm in owned)]
         self._expected = Expected(self._arms, self._whose)
         self._steady_guesses = [float(arm.plan.max_nodes) if arm.is_steady else 0.0 for arm in self._arms]
-        self._of = [
-            [at for at, whose in enumerate(self._whose) if whose == number] for number in range(len(self._guessers))
-        ]
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
         self._steps = [0] * len(self._arms)
         self._costs = StepCosts(self._arms, [first, *(known.profile for _, known, _ in owned)])
@@ -100,7 +96,7 @@ class Fitted(Policy):
         self._unasked = 0  # steps taken without a question since the last one
         self._reasons: list[Reason] = []
         self._left = math.inf  # the most tokens that any row could still write at the last question
-        self._most_gains: dict[int, float] = {}  # by the number of rows, see `_most_gain`
+        self._explaining = Explaining(self._arms, self._whose, self._learnt.told, self._costs, self._expected)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -176,7 +172,8 @@ class Fitted(Policy):
         values, most = values_of(brings, price, spent), costs.grown(expected.most_times)
         row.arm = self._settle(row, Offer(values, price, spent, most, rows[0].left))
         self._steps[row.arm] += 1
-        self._reasons, self._taken = [self._reason(row, values, price, spent, 1)], row.arm
+        reason = self._explaining.reason(row, values, price, spent, 1, self._tokens, PATIENCE, PATIENCE)
+        self._reasons, self._taken = [reason], row.arm
         return [row.arm]
 
     def _of_each(self, rows: Sequence[RowHistory], count: int) -> list[int]:
@@ -205,7 +202,8 @@ class Fitted(Policy):
             if row.tried != NOBODY:  # paid for as if others would join; those that begin after it find room
                 owed[row.sampled] += TRIAL * price * (spent[row.arm] - joined[row.arm])
             self._steps[row.arm] += 1
-            reason = self._reason(row, values_of(brings, price, alike), price, alike, count)
+            if_alike = values_of(brings, price, alike)
+            reason = self._explaining.reason(row, if_alike, price, alike, count, self._tokens, PATIENCE, PATIENCE)
             if not row.arm:
                 alone_s = budget.beside(wish.plans)
                 alone = values_of(brings, price, alone_s)
@@ -273,7 +271,8 @@ class Fitted(Policy):
         crowd.arm = self._settle(crowd, offer, patience, switch, passed)
         on_trial = crowd.arm > 0 and crowd.evidence[self._whose[crowd.arm]].trial > 0
         self._taken = self._reminders.plan(crowd.arm, on_trial, count, values, price, spent)
-        self._reasons = [self._reason(crowd, values, price, spent, count, patience, usual)] * len(rows)
+        reason = self._explaining.reason(crowd, values, price, spent, count, self._tokens, patience, usual)
+        self._reasons = [reason] * len(rows)
         for row in known:
             row.arm = self._taken
             if crowd.tried != NOBODY:
@@ -413,46 +412,6 @@ class Fitted(Policy):
         if tried != chosen:
             row.settled = chosen
         return tried
-
-    def _reason(
-        self, row: RowEvidence, values: Sequence[float], price: float, seconds: Sequence[float], count: int,
-        patience: float = PATIENCE, usual: float = PATIENCE,
-    ) -> Weighed:
-        """Return why a row takes the plan that was just settled.
-
-        Args:
-            patience: how many times as fast as plain decoding a plan had to be.
-            usual: the same if the rows are not those of one call.
-        """
-        at = row.arm or max(range(1, len(values)), key=values.__getitem__)
-        kind: Label = "does_not_pay"
-        if row.arm:
-            kind = "probing" if row.trying else "pays"
-        elif self._most_gain_of(count) <= usual:
-            kind = "batch_too_large"
-        elif self._most_gain(self._costs.of(count, self._tokens)) <= usual:
-            kind = "text_too_long"
-        whose = self._whose[at]
-        own = row.evidence[whose]
-        first = row.evidence[self._learnt.told[at][0]]  # the lookup, if `own` guesses behind one
-        odds, growth, length = ODDS[first.odds], GROWTHS[first.growth], first.length / QUARTERS
-        return Weighed(
-            kind, self._arms, seconds, at, self._of[whose], odds, growth, length, ODDS[own.odds], price, patience - 1,
-            count,
-        )
-
-    def _most_gain_of(self, count: int) -> float:
-        """Return `_most_gain` for so many rows of short texts."""
-        found = self._most_gains.get(count)
-        if found is None:
-            found = self._most_gains[count] = self._most_gain(self._costs.of(count))
-        return found
-
-    def _most_gain(self, costs: Costs) -> float:
-        """Return how many times as fast as plain decoding the best plan would be if all guesses stayed."""
-        hoped = costs.grown(self._expected.most_times)
-        most = [1 + choice.plan.depth for choice in self._choices]
-        return max(tokens * hoped[0] / took for tokens, took in zip(most[1:], hoped[1:], strict=True))
 
 
 def least(one: Sequence[float], other: Sequence[float]) -> list[float]:

@@ -114,9 +114,8 @@ def train(
     another = target is not None or data is not None or family is not None or names_another(overrides)
     base, starts = recipe, recipe is None and another and not resume
     if minutes is not None and not starts:
-        raise DraftsmithError(
-            "--minutes (minutes=) is for a new run without a recipe; set stage1.steps and stage2.steps instead."
-        )
+        instead = "leave it out to go on" if resume else "set stage1.steps and stage2.steps instead"
+        raise DraftsmithError(f"--minutes (minutes=) is for a new run without a recipe; {instead}.")
     if minutes is not None and minutes <= 0:
         raise DraftsmithError(f"--minutes (minutes=) is {minutes:g}; give a positive number.")
     chosen = [*named(target, data, family, init_from, out), *overrides]
