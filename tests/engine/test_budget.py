@@ -38,7 +38,7 @@ def budget(rows: int, width: WidthCost = JUMP) -> Budget:
 
 def plans(found: Budget, arms: Sequence[Arm], brings: Sequence[float]) -> Plans:
     alike = [arm.seconds[ROWS.index(found.rows)] / found.rows for arm in arms]
-    return found.plans(brings, [float(arm.plan.depth) for arm in arms], alike)
+    return found.plans(brings, [float(arm.plan.depth) for arm in arms], alike, [0.0] * len(arms))
 
 
 GUESS = [ALONE, arm(1, 0.7)]
@@ -117,6 +117,21 @@ def test_without_widths_a_guess_costs_what_its_plan_says():
 def test_longer_texts_add_to_a_step_and_do_not_widen_its_jumps():
     long = Budget(JUMP, 2 / 8, 1 / 8, 8)
     assert [long.step_s(guesses) for guesses in (0, 6, 7, 20)] == pytest.approx([2.0, 2.0, 2.5, 3.0])
+
+
+def test_a_drafter_that_reads_its_weights_is_paid_for_once():
+    """It takes 0.4 s for one row and as long for eight, so it does not pay for one row, and does for all of them."""
+    found = budget(8, WidthCost((1, 2), (1.0, 1.0)))
+    good = found.plans([1.0, 2.5], [0.0, 3.0], [1 / 8, 1.4 / 8], [0.0, 0.4])
+    poor = found.plans([1.0, 1.1], [0.0, 3.0], [1 / 8, 1.4 / 8], [0.0, 0.4])
+    assert (good.drafting[1], good.begun[1]) == pytest.approx((0.0, 0.4))
+    assert found.shared_out([Wish(good, 0)] + [Wish(poor, 0)] * 7).price == pytest.approx(8.0), "one alone loses"
+    shares = found.shared_out([Wish(good, 0)] * 4 + [Wish(poor, 0)] * 4)
+    assert shares.price == pytest.approx((4 * 2.5 + 4 * 1.1) / 1.4), "the others draft for nothing then"
+    assert shares.spent(0, good) == pytest.approx([1 / 8, 1 / 8]), "others have begun"
+    for row in range(1, 8):
+        shares.take(row, 0)
+    assert shares.spent(0, good) == pytest.approx([1 / 8, 1 / 8 + 0.4])
 
 
 class Jumping:

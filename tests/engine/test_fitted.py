@@ -184,9 +184,10 @@ def test_in_a_crowd_those_draft_whose_guesses_stay():
         depths.append([choice.plan.depth for choice in choices])
         for history, deep, stay in zip(rows, depths[-1], stays, strict=True):
             history.note(min(stay, deep), deep, NO_DRAFT)
-    for row, (least, most) in enumerate(((4, 4), (0, 0), (4, 4), (0, 2))):
+    # The last one now and then joins the plan of others, whose drafter works anyway.
+    for row, (least, most, times) in enumerate(((4, 4, 95), (0, 0, 95), (4, 4, 95), (0, 2, 85))):
         late = [depth[row] for depth in depths[-100:]]
-        assert sum(least <= deep <= most for deep in late) >= 95, (row, late)
+        assert sum(least <= deep <= most for deep in late) >= times, (row, late)
 
 
 def test_where_steps_are_short_all_rows_do_the_same():

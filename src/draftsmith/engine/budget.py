@@ -7,7 +7,8 @@ a lookup makes, or a chain that ends where its drafter is unsure, differs from s
 is room for them. These plans cost what was measured of them, whatever other rows draft.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,13 +29,16 @@ class Plans(NamedTuple):
         brings: tokens of a step.
         guesses: those that it makes at every step; 0 for plans that make more or fewer of them from step to step.
         alike: a row's share of the seconds of a step, if all rows take the plan.
-        drafting: the part of these that is not the target's.
+        drafting: seconds that each row with this plan adds to what the drafter takes.
+        begun: seconds that the drafter takes once, if any row has this plan: a draft model reads its weights for one
+            row as for many.
     """
 
     brings: Sequence[float]
     guesses: Sequence[float]
     alike: Sequence[float]
     drafting: Sequence[float]
+    begun: Sequence[float]
 
 
 class Wish(NamedTuple):
@@ -65,24 +69,36 @@ class Budget:
         """Return the seconds in which the target verifies so many guesses, all rows together."""
         return self._plain_s + self._scale * (self._width.of(self.rows + guesses) - self._narrowest)
 
-    def plans(self, brings: Sequence[float], guesses: Sequence[float], alike: Sequence[float]) -> Plans:
-        """Return what plans bring and cost, see `Plans`."""
-        drafting = [
-            max(0.0, took - self.step_s(self.rows * made) / self.rows)
-            for took, made in zip(alike, guesses, strict=True)
-        ]
-        return Plans(brings, guesses, alike, drafting)
+    def plans(
+        self, brings: Sequence[float], guesses: Sequence[float], alike: Sequence[float], alone: Sequence[float]
+    ) -> Plans:
+        """Return what plans bring and cost, see `Plans`.
 
-    def beside(self, plans: Plans, others: float = 0.0) -> list[float]:
+        Args:
+            alone: what the drafter takes for a single row.
+        """
+        drafting, begun = list[float](), list[float]()
+        for took, made, one in zip(alike, guesses, alone, strict=True):
+            whole = max(0.0, self.rows * took - self.step_s(self.rows * made))
+            each = min(whole / self.rows, max(0.0, whole - one) / max(1, self.rows - 1))
+            drafting.append(each)
+            begun.append(whole - self.rows * each)
+        return Plans(brings, guesses, alike, drafting, begun)
+
+    def beside(self, plans: Plans, others: float = 0.0, taken: Collection[int] = ()) -> list[float]:
         """Return what plans cost a row: its share of a step without guesses, and what its own add to the step.
 
         Args:
             others: the guesses of all other rows.
+            taken: their plans.
         """
         without = self.step_s(others)
         shared = self.step_s(0.0) / self.rows - without
-        each = zip(plans.guesses, plans.drafting, strict=True)
-        return [shared + self.step_s(others + made) + took for made, took in each]
+        each = enumerate(zip(plans.guesses, plans.drafting, plans.begun, strict=True))
+        return [
+            shared + self.step_s(others + made) + took + (0.0 if arm in taken else begun)
+            for arm, (made, took, begun) in each
+        ]
 
     def shared_out(self, wishes: Sequence[Wish]) -> "Shares":
         """Return plans of all rows that together bring nearly the most tokens a second.
@@ -96,7 +112,6 @@ class Budget:
         return Shares(self, wishes, found, price)
 
     def _taken_in_order(self, wishes: Sequence[Wish], price: float) -> tuple[list[int], float]:
-        found = [wish.taken if wish.held else 0 for wish in wishes]
         offered, paths = list[tuple[float, int, int]](), dict[tuple[int, int], list[tuple[float, int]]]()
         for row, wish in enumerate(wishes):
             if wish.held:
@@ -106,39 +121,67 @@ class Budget:
                 paths[key] = _path(wish, price)
             offered += [(worth, row, arm) for worth, arm in paths[key]]
         offered.sort(key=lambda one: -one[0])
-        sums = [self.rows - len(wishes) + 0.0, 0.0, 0.0]  # tokens, guesses, seconds of the drafter
-        for wish, arm in zip(wishes, found, strict=True):
-            sums = _exchanged(sums, wish.plans, None, arm)
-        speed = self._speed(sums)
-        best, taken, count = speed, sums, 0
-        plans = found.copy()
+        step = Step(self, wishes, [wish.taken if wish.held else 0 for wish in wishes])
+        best, found = step.speed, step.plans.copy()
+        count = 0
         for at, (_, row, arm) in enumerate(offered, start=1):
-            sums = _exchanged(sums, wishes[row].plans, plans[row], arm)
-            plans[row] = arm
-            speed = self._speed(sums)
-            if speed > best:
-                best, taken, count = speed, sums, at
-        for _, row, arm in offered[:count]:
-            found[row] = arm
+            step.take(row, arm)
+            if step.speed > best:
+                best, found, count = step.speed, step.plans.copy(), at
+        step = Step(self, wishes, found)
         for _, row, arm in offered[count:]:  # what is too much for one row may be less for another
-            sums = _exchanged(taken, wishes[row].plans, found[row], arm)
-            speed = self._speed(sums)
-            if speed > best:
-                best, taken, found[row] = speed, sums, arm
-        return found, best
-
-    def _speed(self, sums: Sequence[float]) -> float:
-        """Return tokens a second."""
-        tokens, guesses, drafting_s = sums
-        return tokens / (self.step_s(guesses) + drafting_s)
+            before = step.plans[row]
+            step.take(row, arm)
+            if step.speed > best:
+                best = step.speed
+            else:
+                step.take(row, before)
+        return step.plans, best
 
 
-def _exchanged(sums: Sequence[float], plans: Plans, before: int | None, arm: int) -> list[float]:
-    """Return tokens, guesses and seconds of the drafter with another plan of one row, or with one where it had none."""
-    each = plans.brings, plans.guesses, plans.drafting
-    return [
-        total + some[arm] - (0.0 if before is None else some[before]) for total, some in zip(sums, each, strict=True)
-    ]
+class Step:
+    """What a step brings and takes with a plan for every row.
+
+    Args:
+        plans: of each row, as indices.
+    """
+
+    def __init__(self, budget: Budget, wishes: Sequence[Wish], plans: Sequence[int]) -> None:
+        self.plans = list(plans)
+        self.guesses = 0.0
+        """Of all rows."""
+        self._budget, self._wishes, self._counts = budget, wishes, Counter(plans)
+        self._tokens, self._drafting_s = float(budget.rows - len(wishes)), 0.0
+        self._begun = dict[int, float]()
+        for wish, arm in zip(wishes, plans, strict=True):
+            self._add(wish.plans, arm, 1)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        begun_s = sum([took for arm, took in self._begun.items() if self._counts[arm] > 0])
+        return self._tokens / (self._budget.step_s(self.guesses) + self._drafting_s + begun_s)
+
+    def take(self, row: int, arm: int) -> None:
+        """Give a row another plan."""
+        before = self.plans[row]
+        if arm != before:
+            self._counts[before] -= 1
+            self._counts[arm] += 1
+            self._add(self._wishes[row].plans, before, -1)
+            self._add(self._wishes[row].plans, arm, 1)
+            self.plans[row] = arm
+
+    def others(self, row: int) -> list[int]:
+        """Return the plans that other rows have."""
+        own = self.plans[row]
+        return [arm for arm, count in self._counts.items() if count > (arm == own)]
+
+    def _add(self, plans: Plans, arm: int, times: int) -> None:
+        self._tokens += times * plans.brings[arm]
+        self.guesses += times * plans.guesses[arm]
+        self._drafting_s += times * plans.drafting[arm]
+        self._begun[arm] = plans.begun[arm]
 
 
 def _path(wish: Wish, price: float) -> list[tuple[float, int]]:
@@ -166,7 +209,7 @@ def _path(wish: Wish, price: float) -> list[tuple[float, int]]:
 
 
 class Shares:
-    """The guesses of every row in the coming step.
+    """The plans of all rows in the coming step.
 
     Args:
         found: plans that together bring nearly the most; a row may take another one.
@@ -175,16 +218,13 @@ class Shares:
 
     def __init__(self, budget: Budget, wishes: Sequence[Wish], found: Sequence[int], price: float) -> None:
         self.price = price
-        self._budget, self._wishes = budget, wishes
-        self._guesses = [wish.plans.guesses[plan] for wish, plan in zip(wishes, found, strict=True)]
-        self._total = sum(self._guesses)
+        self._budget, self._wishes, self._step = budget, wishes, Step(budget, wishes, found)
 
     def spent(self, row: int, plans: Plans) -> list[float]:
-        """Return what plans cost a row beside the guesses of the others, see `Budget.beside`."""
-        return self._budget.beside(plans, self._total - self._guesses[row])
+        """Return what plans cost a row beside those of the others, see `Budget.beside`."""
+        own = self._wishes[row].plans.guesses[self._step.plans[row]]
+        return self._budget.beside(plans, self._step.guesses - own, self._step.others(row))
 
     def take(self, row: int, plan: int) -> None:
         """Note the plan that a row takes."""
-        made = self._wishes[row].plans.guesses[plan]
-        self._total += made - self._guesses[row]
-        self._guesses[row] = made
+        self._step.take(row, plan)

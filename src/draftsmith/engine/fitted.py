@@ -183,8 +183,13 @@ class Fitted(Policy):
         self._pace.pause()
         costs, budget = self._costs.of(count, self._tokens), self._costs.budget(count, self._tokens)
 
+        one = self._costs.of(1, self._tokens)
+        narrow = self._costs.budget(1, self._tokens)
+        target_s = [narrow.step_s(made) for made in self._steady_guesses]
+
         def plans_with(brings: Sequence[float], times: Sequence[Times]) -> Plans:
-            return budget.plans(brings, self._steady_guesses, costs.grown(times))
+            alone = [max(0.0, took - own) for took, own in zip(one.grown(times), target_s, strict=True)]
+            return budget.plans(brings, self._steady_guesses, costs.grown(times), alone)
 
         plans = {stand: plans_with(*self._expected.of(stand)) for stand in {row.stand for row in known}}
         most = plans_with(self._expected.most, self._expected.most_times)

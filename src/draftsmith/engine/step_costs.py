@@ -24,7 +24,7 @@ class StepCosts:
         self._arms, self._profiles = arms, profiles
         self._short: dict[int, Costs] = {}
         self._latest: tuple[tuple[int, float], Costs] | None = None
-        self._budget: tuple[tuple[int, float], Budget] | None = None
+        self._budgets: dict[int, tuple[float, Budget]] = {}
         # That of the target, so it is the same whoever drafts.
         widths = (profile.width_cost for profile in profiles if profile.width_cost is not None)
         self._width = next(widths, NO_WIDER)
@@ -50,10 +50,12 @@ class StepCosts:
 
     def budget(self, rows: int, tokens: float) -> Budget:
         """Return what steps of so many rows take by all their guesses together."""
-        key = rows, self._beyond(tokens)
-        if self._budget is None or self._budget[0] != key:
-            self._budget = key, Budget(self._width, self.of(rows, tokens).plain, self._of_short_texts(rows).plain, rows)
-        return self._budget[1]
+        beyond = self._beyond(tokens)
+        found = self._budgets.get(rows)
+        if found is None or found[0] != beyond:
+            budget = Budget(self._width, self.of(rows, tokens).plain, self._of_short_texts(rows).plain, rows)
+            found = self._budgets[rows] = beyond, budget
+        return found[1]
 
     def _beyond(self, tokens: float) -> float:
         """Return by how many tokens texts are longer than those that steps were timed with, rounded down."""
