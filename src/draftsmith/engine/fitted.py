@@ -182,9 +182,7 @@ class Fitted(Policy):
         self._tokens = length_of(rows)
         self._pace.pause()
         costs, budget = self._costs.of(count, self._tokens), self._costs.budget(count, self._tokens)
-
-        one = self._costs.of(1, self._tokens)
-        narrow = self._costs.budget(1, self._tokens)
+        one, narrow = self._costs.of(1, self._tokens), self._costs.budget(1, self._tokens)
         target_s = [narrow.step_s(made) for made in self._steady_guesses]
 
         def plans_with(brings: Sequence[float], times: Sequence[Times]) -> Plans:
