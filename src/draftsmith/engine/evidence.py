@@ -222,14 +222,17 @@ class Evidence:
     @property
     def will_go_on(self) -> bool:
         """Whether a trial lasts for one more step."""
-        return self.trial > 1 and not (self.guessed and not self.hit and TRIAL - self.trial + 1 >= HOPELESS)
+        return self._left_after(1) > 0
 
     def goes_on(self, steps: int = 1) -> bool:
         """Count steps of a trial; return whether the trial goes on."""
-        self.trial = max(0, self.trial - steps)
-        if self.guessed and not self.hit and TRIAL - self.trial >= HOPELESS:
-            self.trial = 0
+        self.trial = self._left_after(steps)
         return self.trial > 0
+
+    def _left_after(self, steps: int) -> int:
+        """Return how many steps of a trial are left after so many; it ends early if all guesses failed."""
+        left = max(0, self.trial - steps)
+        return 0 if self.guessed and not self.hit and TRIAL - left >= HOPELESS else left
 
 
 def no_evidence() -> Evidence:

@@ -208,9 +208,9 @@ class Fitted(Policy):
             if_alike = values_of(brings, price, alike)
             reason = self._explaining.reason(row, if_alike, price, alike, count, self._tokens, PATIENCE, PATIENCE)
             if not row.arm:
-                alone_s = budget.beside(wish.plans)
-                alone = values_of(brings, price, alone_s)
-                if beats(alone, price, alone_s, max(range(1, len(alone)), key=alone.__getitem__), 0, PATIENCE):
+                first_s = budget.beside(wish.plans)  # if no other row drafted
+                first = values_of(brings, price, first_s)
+                if beats(first, price, first_s, max(range(1, len(first)), key=first.__getitem__), 0, PATIENCE):
                     reason = replace(reason, kind="no_room")
             self._reasons.append(reason)
         for sampled, lost in owed.items():

@@ -23,7 +23,8 @@ class StepCosts:
     def __init__(self, arms: Sequence[Arm], profiles: Sequence[Profile]) -> None:
         self._arms, self._profiles = arms, profiles
         self._short: dict[int, Costs] = {}
-        self._latest: tuple[tuple[int, float], Costs] | None = None
+        # By the number of rows, since several are asked for in turn, each for the latest length of texts.
+        self._longer: dict[int, tuple[float, Costs]] = {}
         self._budgets: dict[int, tuple[float, Budget]] = {}
         # That of the target, so it is the same whoever drafts.
         widths = (profile.width_cost for profile in profiles if profile.width_cost is not None)
@@ -44,9 +45,10 @@ class StepCosts:
         beyond = self._beyond(tokens)
         if not beyond:
             return self._of_short_texts(rows)
-        if self._latest is None or self._latest[0] != (rows, beyond):
-            self._latest = (rows, beyond), self._of_short_texts(rows).plus(self._per_token, beyond)
-        return self._latest[1]
+        found = self._longer.get(rows)
+        if found is None or found[0] != beyond:
+            found = self._longer[rows] = beyond, self._of_short_texts(rows).plus(self._per_token, beyond)
+        return found[1]
 
     def budget(self, rows: int, tokens: float) -> Budget:
         """Return what steps of so many rows take by all their guesses together."""

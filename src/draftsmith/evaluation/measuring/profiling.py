@@ -39,7 +39,7 @@ FEWEST_TEXTS = 24
 SLOW_STEP_S, NEARLY = 0.01, 0.95
 """Where a plain step takes longer than `SLOW_STEP_S`, fewer plans are timed with several rows: of those that make about
 as many guesses, the ones that are at least `NEARLY` as fast with one row as the fastest. (Not only the fastest of all:
-with several rows fewer guesses pay, above all where more rows than some number need the weights twice.)"""
+with several rows fewer guesses pay, above all where a step of more tokens than some number costs clearly more.)"""
 COPYING_TURN_S = 0.1
 """As `TURN_S`, for steps in which all rows guess."""
 HOPELESS, MISSES = 0.85, 2
