@@ -3,7 +3,7 @@
     python benchmarks/padded.py --size 0.5b --out /tmp/padded-0.5b
     python benchmarks/gguf_peers.py --target /tmp/padded-0.5b --peer-site ENVIRONMENT/lib/python3.11/site-packages
 
-draftsmith       plainly, and with every one of `--drafters` as a chain of `--chain`
+draftsmith       plainly, and with every one of `--drafters`: PLAN@DRAFTER, or DRAFTER for a chain of `--chain`
 llama.cpp        the same weights as GGUF: bf16, and Q8_0 and Q4_0 as its own quantisation makes them, plainly; and
                  bf16 with the Q4_0 file as its draft model, `--chain` tokens at a time. llama-cpp-python has a hook
                  for draft models and none that is a model, so this one is a second `Llama` behind that hook
@@ -33,6 +33,7 @@ from common import (
     finish,
     interleave,
     main,
+    make_plan,
     make_prompts,
     pooled_tau,
     say,
@@ -178,7 +179,10 @@ def run() -> None:
     """Measure and write."""
     parser = arguments(__doc__, "gguf_peers")
     parser.set_defaults(threads=2)
-    parser.add_argument("--drafters", nargs="+", default=["int4-self"], help="ours: words with options, or folders")
+    parser.add_argument(
+        "--drafters", nargs="+", default=["int4-self"],
+        help="ours: words with options, or folders; one with a plan of its own is PLAN@WORD, tree:2,2,2/9@FOLDER",
+    )
     parser.add_argument("--chain", type=int, default=5, help="guesses at a time, of ours and of llama.cpp's")
     parser.add_argument("--tasks", nargs="+", default=["code", "prose"])
     parser.add_argument("--prompts", type=int, default=12, help="a task")
@@ -202,10 +206,11 @@ def run() -> None:
     ours = key(DRAFTSMITH, PLAIN)
     plain = Engine(target, max_batch=1, max_length=length, share_prefixes=False)
     settings: dict[str, Setting] = {ours: with_engine(plain, NO_DRAFT, args.new_tokens)}
-    for name in args.drafters:
+    for given in args.drafters:
+        shape, _, name = given.rpartition("@")
+        plan = make_plan(shape) if shape else Plan((1,) * args.chain)
         engine = Engine(target, load_drafter(name, target), max_batch=1, max_length=length, share_prefixes=False)
-        chain = Plan((1,) * args.chain)
-        settings[key(DRAFTSMITH, f"{name} {args.chain}")] = with_engine(engine, chain, args.new_tokens)
+        settings[key(DRAFTSMITH, f"{name} {shape or args.chain}")] = with_engine(engine, plan, args.new_tokens)
     tasks: dict[str, Any] = {}
     rows = []
     with ExitStack() as stack:

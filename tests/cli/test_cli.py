@@ -378,7 +378,8 @@ def test_mistakes_are_one_sentence_before_anything_is_loaded(words: list[str], p
 
 
 def test_a_prompt_longer_than_the_context_is_refused(target: Path):
-    refused(run("generate", "x" * 200, "--target", target, "--max-tokens", "5", *MODELS), "200", "128")
+    refused(run("generate", "x" * 200, "--target", target, "--max-tokens", "5", *MODELS), "the prompt has 200", "128")
+    refused(run("generate", "x", "--target", target, "--max-tokens", "500", *MODELS), "has 1 token and asks for 500")
 
 
 def test_bad_plans_are_refused(target: Path, drafter: Path):

@@ -82,3 +82,14 @@ def test_a_wide_table_is_printed_in_pieces_and_no_number_is_cut():
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in printed and max(map(len, printed.splitlines())) <= 80
     assert printed.count("10.12–10.99") == 21 and all(f"{10.25 + count:.2f}" in printed for count in (0, 16, 32))
+
+
+def test_an_engine_that_may_draft_and_never_did_says_so():
+    cell = {
+        **CELL, "candidates": None, "fitted": True, "engine": "draftsmith", "trials": 12, "new_tokens": 100,
+        "speedup": 0.97, "texts": 1, "identical_texts": 1, "temperature": 0.0,
+    }
+    for drafted, said in ((0, "0.97×, no drafts"), (3, "0.97× ")):
+        console = Console(width=80, file=StringIO())
+        show(console, [{**cell, "drafted": drafted}])
+        assert said in console.file.getvalue()  # type: ignore[attr-defined]

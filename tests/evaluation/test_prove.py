@@ -187,7 +187,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(models: Path, *words: str) -> tuple[int, str]:
     pair = ("--target", str(models / "target"), "--drafter", str(models / "drafter"), "--dtype", "fp32")
-    size = ("--prompts", "4", "--new-tokens", "6", "--batch", "3", "--rows", "1000")
+    together = () if "--serving" in words else ("--batch", "3", "--rows", "1000")
+    size = ("--prompts", "4", "--new-tokens", "6", *together)
     found = CliRunner().invoke(app, ["prove", *pair, *size, *words])
     return found.exit_code, found.output
 
@@ -218,6 +219,8 @@ def test_short_prompts_do_and_each_counts_once(models: Path):
         (("--draws", "10"), "--draws is 10"),
         (("--quick", "--draws", "0"), "--draws is 0"),
         (("--serving", "--top-k", "50"), "make 125,000 continuations, too many to enumerate"),
+        (("--serving", "--batch", "4"), "--serving runs with 1, 4 and 16 rows; leave out --batch 4."),
+        (("--serving", "--rows", "64"), "leave out --rows 64."),
         (("--prompts", "0"), "--prompts is 0"),
         (("--top-k", "40"), "too many to enumerate"),
     ],

@@ -62,7 +62,7 @@ def test_a_fit_is_measured_and_its_text_is_the_targets_own(target: Target, cache
         assert arm.guesses == arm.plan.max_nodes if arm.plan.factor is None else 1 <= arm.guesses < 8
     assert {arm.plan.factor for arm in policy.known[0].profile.arms} >= {1.0, 0.5}, "whatever they bring"
     assert engine.plan == (NO_DRAFT if policy.is_fixed else policy.typical.plan)
-    assert "measured in" in out.getvalue() and engine.max_length == 200
+    assert "it is done once" in out.getvalue() and "measured in" in out.getvalue() and engine.max_length == 200
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     given = ["def area(width, height):", "It is a truth universally"]
     found, expected = engine.generate(given, params), plain.generate(given, params)
@@ -78,6 +78,9 @@ def test_a_kept_fit_is_taken_up_and_a_damaged_one_is_not(target: Target, cache: 
     engine = fit_drafts(Engine(target, drafter, max_batch=2, max_length=100), WORD, shown)
     assert "a chain of 2, about 1.50× plain decoding" in out.getvalue() and "measured before" in out.getvalue()
     assert engine.plan == Plan((1, 1)) and fit(target, drafter, WORD, shown, 4).seconds == 0
+    shown, out = console()
+    again = fit_drafts(Engine(target, drafter, max_batch=2, max_length=100), WORD, shown, says_kept=False)
+    assert again.plan == Plan((1, 1)) and not out.getvalue()
     keep(path, fitting.Fit(made(1.5, (1,)), 3.0).to_json())
     assert fit(target, drafter, WORD, shown, 2).profile.rows == (1, 2), "it was measured for fewer"
     assert fit(target, drafter, WORD, shown, 1).profile.rows == (1, 2), "and now is kept for as many"

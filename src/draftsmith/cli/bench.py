@@ -246,9 +246,11 @@ def verdict(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def entry(cell: Mapping[str, Any]) -> str:
-    """One cell: latency, interval, ratio."""
+    """One cell: latency, interval, ratio; and whether an engine that may draft never did."""
     low, high = cell["ms_per_token_ci"]
     ratio = "" if cell["candidates"] == 0 else f"\n{cell['speedup']:.2f}×"
+    if cell.get("fitted") and cell.get("drafted") == 0:
+        ratio += ", no drafts"
     return f"{cell['ms_per_token']:.2f}\n[dim]{low:.2f}–{high:.2f}[/dim]{ratio}"
 
 

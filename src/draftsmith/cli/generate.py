@@ -203,13 +203,14 @@ def generate(
     if not no_draft:
         check_drafter(engine.drafter, rules)
     shape = NO_DRAFT if no_draft else drafts.plan(engine.plan)
+    engine.admit_call([asked], params)  # so that what does not fit is refused before anything is compiled or measured
     engine = settle_compilation(
         notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
     )
     if shape is None and plan is None and draft_rows is None:
         from draftsmith.workflows.fitting import fit_drafts
 
-        engine = fit_drafts(engine, drafter, notes)
+        engine = fit_drafts(engine, drafter, notes, says_kept=stats)
     from draftsmith.native import seconds_short
 
     short_before = seconds_short()

@@ -38,6 +38,7 @@ from draftsmith.cli.plans import (
     read_rules,
 )
 from draftsmith.cli.serve import check_packages
+from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from draftsmith.evaluation.proof.sampling import Cell
 
 DEFECT = 1
+BATCH, TOGETHER = 8, 1024
 # Plans are for sampled text as well as greedy here.
 ANY_TEMPERATURE = 1.0
 
@@ -62,8 +64,9 @@ def prove(
     prompts: Annotated[int, typer.Option(help="Prompts of the greedy part.")] = 120,
     new_tokens: Annotated[int, typer.Option(help="Greedy tokens a prompt.")] = 48,
     batch: Annotated[
-        int, typer.Option(help="Rows of the ragged batch; batch 1 is always run too. Not with --serving.")
-    ] = 8,
+        int | None,
+        typer.Option(help=f"Rows of the ragged batch, {BATCH} by default; batch 1 is run too. Not with --serving."),
+    ] = None,
     draws: Annotated[
         int,
         typer.Option(
@@ -90,7 +93,10 @@ def prove(
     candidates: Annotated[
         int | None, typer.Option(help="Verify only the best K paths of the tree.", rich_help_panel=SPEED)
     ] = None,
-    rows: Annotated[int, typer.Option(help="Draws made together. Not with --serving.", rich_help_panel=SPEED)] = 1024,
+    rows: Annotated[
+        int | None,
+        typer.Option(help=f"Draws made together, {TOGETHER} by default. Not with --serving.", rich_help_panel=SPEED),
+    ] = None,
     native: NativeOption = True,
     threads: ThreadsOption = None,
     quantize: QuantizeOption = "none",
@@ -116,9 +122,12 @@ def prove(
     from draftsmith.evaluation.proof.workload import Workload
     from draftsmith.workflows.given import check_models, check_prompts
 
+    for option, given in (("--batch", batch), ("--rows", rows)):
+        if serving and given is not None:
+            raise DraftsmithError(f"--serving runs with 1, 4 and 16 rows; leave out {option} {given}.")
     work = Workload(
-        new_tokens=new_tokens, batch=batch, draws=draws, small_draws=10 * draws, joint_tokens=joint_tokens, top_k=top_k,
-        rows=rows, seed=seed,
+        new_tokens=new_tokens, batch=BATCH if batch is None else batch, draws=draws, small_draws=10 * draws,
+        joint_tokens=joint_tokens, top_k=top_k, rows=TOGETHER if rows is None else rows, seed=seed,
     )
     if serving:
         check_packages()

@@ -67,9 +67,9 @@ def show_statistics(
     if total.decode_s and decoded > 0:
         speed = decoded / total.decode_s
         rows.append(("the same without prompts", f"{speed:.1f}"))
-        # Where nothing was drafted, this was plain decoding itself, and a ratio would only be noise.
-        ratio = f" (so this is {speed / plain:.2f}×)" if total.drafted else ""
-        rows.append(("plain decoding now, without prompts", f"{plain:.1f}{ratio}"))
+        # Where nothing was drafted, a ratio would only be noise.
+        beside = f"{plain:.1f} (so this is {speed / plain:.2f}×)" if total.drafted else "this was it"
+        rows.append(("plain decoding now, without prompts", beside))
     for row in rows:
         table.add_row(*row)
     console.print(table)

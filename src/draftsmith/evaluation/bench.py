@@ -214,6 +214,7 @@ def decoding_figures(measured: Sequence[Measurement], new_tokens: int) -> dict[s
     batch_steps = sum(max(c.statistics.steps for c in result.completions) for result in measured)
     return {
         "lossless": statistics.lossless,
+        "drafted": statistics.drafted,
         "tokens_per_step": total.tokens_per_step,
         "accepted_by_depth": total.accepted_by_depth(),
         "step_ms": 1000 * statistics.decode_s / max(1, batch_steps),

@@ -57,6 +57,7 @@ class BenchCell(BaseModel):
     identical_texts: int
     texts: int
     lossless: bool = True
+    drafted: int | None = None
     tokens_per_step: float | None = None
     accepted_by_depth: list[float] = []
     step_ms: float | None = None

@@ -65,6 +65,8 @@ def fit(target: Target, drafter: Drafter, name: str | None, console: Console, mo
     if kept is not None and kept.profile.rows[: len(wanted)] == wanted:
         return kept
     begun = time.monotonic()
+    if not console.is_terminal:
+        console.print("[dim]Measuring what drafts cost on this machine; it is done once …[/dim]", highlight=False)
     with console.status("Measuring what drafts cost on this machine …") as status:
         profile, quiet = measure_profile(
             target, drafter, wanted,
@@ -80,7 +82,9 @@ Names = str | Path | Mapping[str, str | Path]
 """The folder or word that a drafter was loaded from; of several drafters, by the engine's name for each."""
 
 
-def fit_drafts(engine: Engine, loaded_from: Names | None = None, console: Console | None = None) -> Engine:
+def fit_drafts(
+    engine: Engine, loaded_from: Names | None = None, console: Console | None = None, says_kept: bool = True
+) -> Engine:
     """Return an engine of the same parts that makes the drafts that pay on this machine, and say which these are.
 
     The cost and benefit of drafts are measured in a few seconds by decoding the embedded training texts. While the
@@ -92,12 +96,15 @@ def fit_drafts(engine: Engine, loaded_from: Names | None = None, console: Consol
         loaded_from: the measurement is kept under this name, for this machine, these versions, this target and this
             drafter.
         console: where the result is reported; nowhere by default.
+        says_kept: report a result, too, that was kept from an earlier time.
     """
-    return fitted_engines(engine, (engine.max_batch,), loaded_from, console).get(engine.max_batch, engine)
+    made = fitted_engines(engine, (engine.max_batch,), loaded_from, console, says_kept)
+    return made.get(engine.max_batch, engine)
 
 
 def fitted_engines(
-    engine: Engine, batches: Sequence[int], loaded_from: Names | None = None, console: Console | None = None
+    engine: Engine, batches: Sequence[int], loaded_from: Names | None = None, console: Console | None = None,
+    says_kept: bool = True,
 ) -> dict[int, Engine]:
     """Do as `fit_drafts`, with one engine per number of rows; empty where `fit_drafts` would change nothing.
 
@@ -125,7 +132,8 @@ def fitted_engines(
         for own in known:
             sentence = in_words(found[str(own.name)], Fitted(own), rows)
             sentence = f"{own.name}: {sentence}" if len(known) > 1 else sentence
-            if sentence not in said:
+            is_new = found[str(own.name)].seconds > 0
+            if sentence not in said and (is_new or says_kept):
                 said.add(sentence)
                 console.print(f"[dim]{sentence}[/dim]", highlight=False)
         policy = Fitted(*known, learns_times=True)

@@ -41,7 +41,7 @@ def admit(
     requests: list[Request] = []
     for number, (prompt, rules) in enumerate(zip(listed, each, strict=True)):
         tokens = tokens_of(prompt, number, target)
-        _check_room(len(tokens), rules.max_tokens, number, max_length)
+        _check_room(len(tokens), rules.max_tokens, number if len(listed) > 1 else None, max_length)
         _check_rules(rules, target)
         expected = _predicted_tokens(rules, number, target)
         seed = rules.seed if rules.seed is not None else secrets.randbits(62)
@@ -81,7 +81,7 @@ def _predicted_tokens(rules: SamplingParams, number: int, target: Target) -> lis
     return list(rules.prediction)
 
 
-def _check_room(prompt_tokens: int, max_tokens: int, number: int, max_length: int) -> None:
+def _check_room(prompt_tokens: int, max_tokens: int, number: int | None, max_length: int) -> None:
     if prompt_tokens + max_tokens <= max_length:
         return
     ways = []
@@ -91,9 +91,10 @@ def _check_room(prompt_tokens: int, max_tokens: int, number: int, max_length: in
         ways.append(f"lower max_tokens to {max_length - prompt_tokens}")
     if not ways:
         ways.append(f"shorten the prompt to at most {max_length - 1} tokens and lower max_tokens to what that leaves")
+    which = "the prompt" if number is None else f"prompt {number}"
     raise DraftsmithError(
-        f"prompt {number} has {prompt_tokens} tokens and asks for {max_tokens} more, but the context holds "
-        f"{max_length}; {' or '.join(ways)}."
+        f"{which} has {prompt_tokens} token{'s' if prompt_tokens > 1 else ''} and asks for {max_tokens} more, but the "
+        f"context holds {max_length}; {' or '.join(ways)}."
     )
 
 

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from itertools import chain
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.engine import Choice, Engine, Load, Policy, RowHistory
+from draftsmith.engine import Engine
 from draftsmith.engine.pace import COLD_STEPS
 from draftsmith.engine.profile import LengthCost
 from draftsmith.evaluation.measuring.steps import Clock, raise_failures
+from draftsmith.evaluation.measuring.told import Told
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
@@ -20,21 +21,6 @@ TURNS, STEPS = 4, 4
 each change is not timed, because it includes the cost of the change."""
 LONGER = 4
 """The long text is at least this many times as long as the short one: what less adds cannot be told from noise."""
-
-
-class Told(Policy):
-    """A policy that drafts or does not, as `drafts` says."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._choices = (Choice(NO_DRAFT), Choice(plan))
-        self.drafts = False
-
-    @property
-    def choices(self) -> tuple[Choice, ...]:
-        return self._choices
-
-    def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-        return [self._choices[self.drafts]] * len(rows)
 
 
 class Decoding:
@@ -51,7 +37,7 @@ class Decoding:
     def __init__(
         self, target: Target, drafter: Drafter | None, plan: Plan, new_tokens: int, longest: int, clock: Clock
     ) -> None:
-        self._policy, self._clock = Told(plan), clock
+        self._policy, self._clock = Told((NO_DRAFT, plan)), clock
         # Prefixes are shared, so that a prompt that was read is kept for the next round.
         self._engine = Engine(
             target, drafter, policy=None if drafter is None else self._policy, max_batch=1,
@@ -75,14 +61,14 @@ class Decoding:
             return self._clock() - before
 
         def turn(drafts: bool) -> float:
-            self._policy.drafts = drafts
+            self._policy.taken = int(drafts)
             return statistics.median([step() for _ in range(STEPS)][1:])
 
         self._engine.core.add(request)
         try:
             while not request.tokens:
                 step()
-            self._policy.drafts = False
+            self._policy.taken = 0
             for _ in range(COLD_STEPS):
                 step()
             yield turn

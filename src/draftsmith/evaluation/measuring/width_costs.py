@@ -4,11 +4,12 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from draftsmith.engine import Choice, Engine, Load, Policy, RowHistory
+from draftsmith.engine import Engine
 from draftsmith.engine.profile import WidthCost
 from draftsmith.evaluation.measuring.copying import CopyingAtOnce
 from draftsmith.evaluation.measuring.steps import Clock, raise_failures
-from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.evaluation.measuring.told import Told
+from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
 
@@ -18,21 +19,6 @@ or tiles."""
 STEPS, ROUNDS = 2, 3
 """Steps of each width in a round, and as many without guesses; one more before each of them is not timed, because it
 includes the cost of the change."""
-
-
-class Wide(Policy):
-    """Guesses as many tokens as `guesses` says, 0 among them, at every step."""
-
-    def __init__(self, most: int) -> None:
-        self._choices = tuple(Choice(Plan((1,) * count) if count else NO_DRAFT) for count in range(most + 1))
-        self.guesses = 0
-
-    @property
-    def choices(self) -> tuple[Choice, ...]:
-        return self._choices
-
-    def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
-        return [self._choices[self.guesses]] * len(rows)
 
 
 def measure_width_cost(target: Target, prompt: list[int], clock: Clock = time.perf_counter) -> WidthCost | None:
@@ -46,7 +32,7 @@ def measure_width_cost(target: Target, prompt: list[int], clock: Clock = time.pe
     if not widths:
         return None
     most = widths[-1] - 1
-    policy = Wide(most)
+    policy = Told(Plan((1,) * guesses) for guesses in range(most + 1))
     engine = Engine(
         target, CopyingAtOnce(Plan((1,) * most)), policy=policy, max_batch=1,
         max_length=len(prompt) + rooms[widths[-1]] + most, piece_tokens=len(prompt), share_prefixes=True,
@@ -59,7 +45,7 @@ def measure_width_cost(target: Target, prompt: list[int], clock: Clock = time.pe
         return clock() - before
 
     def turn(guesses: int) -> float:
-        policy.guesses = guesses
+        policy.taken = guesses
         return statistics.median([step() for _ in range(1 + STEPS)][1:])
 
     plain, extra = list[float](), dict[int, list[float]]()
@@ -67,7 +53,7 @@ def measure_width_cost(target: Target, prompt: list[int], clock: Clock = time.pe
         [request] = engine.admit_call([prompt], SamplingParams(max_tokens=rooms[width], ignore_eos=True))
         engine.core.add(request)
         try:
-            policy.guesses = 0
+            policy.taken = 0
             while not request.tokens:
                 step()
             plain.append(turn(0))
