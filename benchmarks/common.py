@@ -171,9 +171,9 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]])
         table.add_column(name, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
-    console = Console()
+    console = Console(markup=False)  # brackets in the names of drafters are shown
     # Files get wide tables; only a terminal has an edge.
-    (console if console.is_terminal else Console(width=FILE_WIDTH)).print("", table)
+    (console if console.is_terminal else Console(width=FILE_WIDTH, markup=False)).print("", table)
 
 
 def span(value: Interval, digits: int = 2) -> str:

@@ -65,9 +65,10 @@ def fit(target: Target, drafter: Drafter, name: str | None, console: Console, mo
     if kept is not None and kept.profile.rows[: len(wanted)] == wanted:
         return kept
     begun = time.monotonic()
-    if not console.is_terminal:
-        console.print("[dim]Measuring what drafts cost on this machine; it is done once …[/dim]", highlight=False)
-    with console.status("Measuring what drafts cost on this machine …") as status:
+    what_is_done = "Measuring what drafts cost on this machine …"
+    if not console.is_terminal:  # where a status is not shown
+        console.print(f"[dim]{what_is_done}[/dim]", highlight=False)
+    with console.status(what_is_done) as status:
         profile, quiet = measure_profile(
             target, drafter, wanted,
             on_progress=lambda what: status.update(f"Measuring what drafts cost here: {what} …"),
