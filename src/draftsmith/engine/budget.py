@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from draftsmith.engine.expected import values_of
+from draftsmith.engine.mixed_pace import AS_MEASURED, Slower
 from draftsmith.engine.profile import WidthCost
 
 KEPT = 1.1
@@ -57,33 +58,47 @@ class Budget:
         plain: a row's share of the seconds of a step without guesses.
         plain_short: the same behind texts as short as those that `width` was measured with.
         rows: how many rows there are.
+        slower: how many times as long as measured steps take now.
     """
 
-    def __init__(self, width: WidthCost, plain: float, plain_short: float, rows: int) -> None:
-        self.rows = rows
-        self._width, self._plain_s, self._narrowest = width, rows * plain, width.of(rows)
+    def __init__(
+        self, width: WidthCost, plain: float, plain_short: float, rows: int, slower: Slower = AS_MEASURED
+    ) -> None:
+        self.rows, self.slower = rows, slower
+        self._width, self._plain, self._plain_short, self._narrowest = width, plain, plain_short, width.of(rows)
         # Other rows and another time than those of the measurement; what longer texts cost comes on top.
         self._scale = rows * plain_short / self._narrowest
 
+    def now(self, slower: Slower) -> "Budget":
+        """Return the same at a time at which steps take so many times as long."""
+        return Budget(self._width, self._plain, self._plain_short, self.rows, slower)
+
     def step_s(self, guesses: float) -> float:
         """Return the seconds in which the target verifies so many guesses, all rows together."""
-        return self._plain_s + self._scale * (self._width.of(self.rows + guesses) - self._narrowest)
+        return self.slower.plain * self.rows * self._plain + self.slower.more * self._added_s(guesses)
+
+    def _added_s(self, guesses: float) -> float:
+        """Return what so many guesses of all rows add to a step of the target, as measured."""
+        return self._scale * (self._width.of(self.rows + guesses) - self._narrowest)
 
     def plans(
         self, brings: Sequence[float], guesses: Sequence[float], alike: Sequence[float], alone: Sequence[float]
     ) -> Plans:
-        """Return what plans bring and cost, see `Plans`.
+        """Return what plans bring and cost now, see `Plans`.
 
         Args:
-            alone: what the drafter takes for a single row.
+            alike: see `Plans`, as measured.
+            alone: what the drafter takes for a single row, as measured.
         """
+        (slower, more), plain = self.slower, self._plain
         drafting, begun = list[float](), list[float]()
         for took, made, one in zip(alike, guesses, alone, strict=True):
-            whole = max(0.0, self.rows * took - self.step_s(self.rows * made))
+            whole = max(0.0, self.rows * (took - plain) - self._added_s(self.rows * made))
             each = min(whole / self.rows, max(0.0, whole - one) / max(1, self.rows - 1))
-            drafting.append(each)
-            begun.append(whole - self.rows * each)
-        return Plans(brings, guesses, alike, drafting, begun)
+            drafting.append(more * each)
+            begun.append(more * (whole - self.rows * each))
+        now = [slower * plain + more * (took - plain) for took in alike]
+        return Plans(brings, guesses, now, drafting, begun)
 
     def beside(self, plans: Plans, others: float = 0.0, taken: Collection[int] = ()) -> list[float]:
         """Return what plans cost a row: its share of a step without guesses, and what its own add to the step.
@@ -157,10 +172,15 @@ class Step:
             self._add(wish.plans, arm, 1)
 
     @property
+    def seconds(self) -> float:
+        """What the step takes."""
+        begun_s = sum([took for arm, took in self._begun.items() if self._counts[arm] > 0])
+        return self._budget.step_s(self.guesses) + self._drafting_s + begun_s
+
+    @property
     def speed(self) -> float:
         """Tokens a second."""
-        begun_s = sum([took for arm, took in self._begun.items() if self._counts[arm] > 0])
-        return self._tokens / (self._budget.step_s(self.guesses) + self._drafting_s + begun_s)
+        return self._tokens / self.seconds
 
     def take(self, row: int, arm: int) -> None:
         """Give a row another plan."""
@@ -228,3 +248,8 @@ class Shares:
     def take(self, row: int, plan: int) -> None:
         """Note the plan that a row takes."""
         self._step.take(row, plan)
+
+    @property
+    def added_s(self) -> float:
+        """What all guesses add to the step, as measured."""
+        return max(0.0, self._step.seconds - self._budget.step_s(0.0)) / self._budget.slower.more

@@ -247,6 +247,7 @@ class RowEvidence:
     `usual` is what is known of every guesser from other texts.
     `trying` says that this plan was a trial, to see whether guesses stay now, and `settled` is the plan before that;
     `tried` is the guesser whose trial begins with it, if one does; `sampled` says that the row's tokens are drawn.
+    `interrupted` is the plan that a step without guesses interrupts, which is not the row's own choice, 0 if none does.
     """
 
     evidence: list[Evidence]
@@ -257,6 +258,15 @@ class RowEvidence:
     sampled: bool = False
     tried: int = NOBODY
     usual: list[Usual] = field(default_factory=list)
+    interrupted: int = 0
+
+    def interrupt(self) -> None:
+        """Draft nothing in the next step, whatever is settled."""
+        self.arm, self.interrupted = 0, self.arm
+
+    def resume(self) -> None:
+        """Go on with the plan that was interrupted, if one was."""
+        self.arm, self.interrupted = self.interrupted or self.arm, 0
 
     @property
     def stand(self) -> Stand:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 from draftsmith.engine.arm import Arm, Times
-from draftsmith.engine.budget import Plans, Wish
+from draftsmith.engine.budget import Wish
 from draftsmith.engine.closing import is_closing, seconds_left, spread
 from draftsmith.engine.evidence import (
     NOBODY,
@@ -25,10 +25,10 @@ from draftsmith.engine.known import Known
 from draftsmith.engine.learnt import Learnt
 from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
-from draftsmith.engine.profile import Costs
 from draftsmith.engine.reasons import NEVER, Reason
 from draftsmith.engine.reminders import Reminders
 from draftsmith.engine.step_costs import StepCosts
+from draftsmith.engine.together import Together
 from draftsmith.engine.trials import END_S, HELD, SHORT, Offer, Trials
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
@@ -79,11 +79,11 @@ class Fitted(Policy):
         self._whose = [NOBODY, *(number for number, _, _ in owned)]
         self._arms = [first.arms[0], *(arm for _, _, arm in owned)]
         self._expected = Expected(self._arms, self._whose)
-        self._steady_guesses = [float(arm.plan.max_nodes) if arm.is_steady else 0.0 for arm in self._arms]
         self._choices = [Choice(NO_DRAFT, drafters[0].name), *(Choice(arm.plan, known.name) for _, known, arm in owned)]
         self._steps = [0] * len(self._arms)
         self._costs = StepCosts(self._arms, [first, *(known.profile for _, known, _ in owned)])
         self._tokens = 0.0  # the length of a row's text, on average over the rows that were looked at last
+        self._together = Together(self._expected, self._costs, learns_times)
         self._pace = Pace(self._whose, learns_times)
         self._reminders = Reminders(self._pace, self._whose)
         self._learnt = Learnt(self._guessers, self._whose, self._expected)
@@ -128,12 +128,13 @@ class Fitted(Policy):
         if len(self._choices) == 1 or not rows:
             self._reasons, self._asked = [NEVER] * len(rows), None
             self._pace.pause()
+            self._together.pause()
             return self._choices[:1] * len(rows)
         count = max(load.decoding, len(rows))
         if GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S:
             return [self._choices[self._of_all(load, rows, count)]] * len(rows)
         self._asked, self._unasked = None, 0
-        plans = self._of_one(load, rows) if count == 1 else self._of_each(rows, count)
+        plans = self._of_one(load, rows) if count == 1 else self._of_each(load, rows, count)
         return [self._choices[arm] for arm in plans]
 
     @property
@@ -156,6 +157,7 @@ class Fitted(Policy):
 
     def timed(self, seconds: float) -> None:
         self._pace.timed(seconds)
+        self._together.pace.timed(seconds)
 
     def reasons(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Reason]:
         return self._reasons
@@ -163,6 +165,7 @@ class Fitted(Policy):
     def _of_one(self, load: Load, rows: Sequence[RowHistory]) -> list[int]:
         """Return a plan for the only row."""
         row, expected = self._learnt.of(rows[0]), self._expected
+        self._together.pause()
         self._tokens = length_of(rows)
         self._learn_times(load, rows)
         costs = self._costs.of(1, self._tokens).slowed(self._pace.slower(1))
@@ -176,22 +179,15 @@ class Fitted(Policy):
         self._reasons, self._taken = [reason], row.arm
         return [row.arm]
 
-    def _of_each(self, rows: Sequence[RowHistory], count: int) -> list[int]:
+    def _of_each(self, load: Load, rows: Sequence[RowHistory], count: int) -> list[int]:
         """Return a plan for each of several rows, by what it brings and costs there beside what the others draft."""
-        known = self._learnt.of_all(rows)
+        together, known = self._together, self._learnt.of_all(rows)
         self._tokens = length_of(rows)
         self._pace.pause()
-        costs, budget = self._costs.of(count, self._tokens), self._costs.budget(count, self._tokens)
-        one, narrow = self._costs.of(1, self._tokens), self._costs.budget(1, self._tokens)
-        target_s = [narrow.step_s(made) for made in self._steady_guesses]
-
-        def plans_with(brings: Sequence[float], times: Sequence[Times]) -> Plans:
-            alone = [max(0.0, took - own) for took, own in zip(one.grown(times), target_s, strict=True)]
-            return budget.plans(brings, self._steady_guesses, costs.grown(times), alone)
-
-        plans = {stand: plans_with(*self._expected.of(stand)) for stand in {row.stand for row in known}}
-        most = plans_with(self._expected.most, self._expected.most_times)
-        wishes = [Wish(plans[row.stand], row.arm, self._goes_on(row)) for row in known]
+        together.learn()
+        weighing = together.weigh([row.stand for row in known], count, self._tokens)
+        budget, most = weighing.budget, weighing.most
+        wishes = [Wish(weighing.plans[row.stand], row.arm, self._goes_on(row)) for row in known]
         shares = budget.shared_out(wishes)
         price, owed, self._reasons = shares.price, {False: 0.0, True: 0.0}, list[Reason]()
         for at, (row, history, wish) in enumerate(zip(known, rows, wishes, strict=True)):
@@ -204,7 +200,6 @@ class Fitted(Policy):
             shares.take(at, row.arm)
             if row.tried != NOBODY:  # paid for as if others would join; those that begin after it find room
                 owed[row.sampled] += TRIAL * price * (spent[row.arm] - joined[row.arm])
-            self._steps[row.arm] += 1
             if_alike = values_of(brings, price, alike)
             reason = self._explaining.reason(row, if_alike, price, alike, count, self._tokens, PATIENCE, PATIENCE)
             if not row.arm:
@@ -215,8 +210,19 @@ class Fitted(Policy):
             self._reasons.append(reason)
         for sampled, lost in owed.items():
             self._trials.purse.charge(sampled, lost / count, count)
-        self._taken = known[0].arm
-        return [row.arm for row in known]
+        added_s = shares.added_s
+        on_trial = any(row.arm > 0 and row.evidence[self._whose[row.arm]].trial > 0 for row in known)
+        gain = price * budget.step_s(0.0) / count
+        if added_s > 0 and not on_trial and together.pace.reminds(count, gain):
+            added_s = 0.0
+            for row in known:
+                row.interrupt()
+        taken = [row.arm for row in known]
+        for arm in taken:
+            self._steps[arm] += 1
+        together.begin(load, rows, taken, weighing, added_s)
+        self._taken = taken[0]
+        return taken
 
     def _goes_on(self, row: RowEvidence) -> bool:
         """Whether a row drafts as before in the next step, because a trial lasts or it has just begun to draft."""
@@ -335,7 +341,7 @@ class Fitted(Policy):
         if heard is not None:
             before, took = heard
             count = len(before)
-            seconds = self._measured_s(before, self._costs.of(count, self._tokens), len(took))
+            seconds = self._costs.of_made(self._costs.of(count, self._tokens), self._taken, before, len(took))
             self._pace.learn(count, self._taken, took, seconds)
         self._pace.begin(load, rows)
 
@@ -352,27 +358,6 @@ class Fitted(Policy):
         plain_s = count * self._costs.of(count, self._tokens).plain * self._pace.slower(count)[0]
         stayed = sum([sum(row.accepted[-steps:]) for row in rows]) / count
         self._trials.charge(sampled, steps, sum(took) / plain_s - steps - stayed, count)
-
-    def _measured_s(self, rows: Sequence[RowHistory], costs: Costs, steps: int) -> float:
-        """Return the seconds of a row's share of one of its last steps, all with one plan, by the measured costs.
-
-        Where the number of guesses differs from step to step, it counts as many as were really made.
-        """
-        arm = self._arms[self._taken]
-        if not arm.full:
-            return costs.seconds[self._taken]
-        looked_up, others = 0.0, 0.0
-        usual = 0.0 if arm.behind is None else arm.behind.made
-        for row in rows:
-            for _, drafted, behind in row.steps(-steps):
-                if behind:
-                    others += row.guesses(drafted, arm.plan, usual, True)
-                else:
-                    looked_up += row.guesses(drafted, arm.plan, arm.guesses)
-        steps *= len(rows)
-        return costs.of(self._taken, (
-            looked_up / steps / arm.usual, others / steps / arm.usual_behind if arm.usual_behind else 1.0
-        ))
 
     def _settle(
         self, row: RowEvidence, offer: Offer, patience: float = PATIENCE, switch: float = PATIENCE, passed: int = 1

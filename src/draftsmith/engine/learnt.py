@@ -123,6 +123,8 @@ class Learnt:
         steps = list(history.steps(row.seen))
         row.seen += len(steps)
         if not steps or not row.arm:
+            if steps:
+                row.resume()
             return False
         arm, found = self._expected.arms[row.arm], dict[bool, Lessons]()
         for number, behind, table in self._taught[row.arm]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from draftsmith.engine.arm import Arm
 from draftsmith.engine.budget import Budget
+from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Costs, Profile, WidthCost
 
 NO_WIDER = WidthCost((1, 2), (1.0, 1.0))
@@ -49,6 +50,30 @@ class StepCosts:
         if found is None or found[0] != beyond:
             found = self._longer[rows] = beyond, self._of_short_texts(rows).plus(self._per_token, beyond)
         return found[1]
+
+    def of_made(self, costs: Costs, at: int, rows: Sequence[RowHistory], steps: int) -> float:
+        """Return the seconds of a row's share of one of the last `steps` steps of some rows, all with plan number `at`.
+
+        Where the number of guesses differs from step to step, it counts as many as were really made.
+
+        Args:
+            costs: of each plan.
+        """
+        arm = self._arms[at]
+        if not arm.full:
+            return costs.seconds[at]
+        looked_up, others = 0.0, 0.0
+        usual = 0.0 if arm.behind is None else arm.behind.made
+        for row in rows:
+            for _, drafted, behind in row.steps(-steps):
+                if behind:
+                    others += row.guesses(drafted, arm.plan, usual, True)
+                else:
+                    looked_up += row.guesses(drafted, arm.plan, arm.guesses)
+        steps *= len(rows)
+        return costs.of(at, (
+            looked_up / steps / arm.usual, others / steps / arm.usual_behind if arm.usual_behind else 1.0
+        ))
 
     def budget(self, rows: int, tokens: float) -> Budget:
         """Return what steps of so many rows take by all their guesses together."""

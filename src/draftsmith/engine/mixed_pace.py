@@ -1,0 +1,173 @@
+"""How long steps take now, compared with what was measured, where rows draft each in its own way.
+
+Two numbers say it: how many times as long a step without guesses takes, and how many times as long what guesses add to
+it. They change apart: where other programs read memory, too, plain steps become longer, and guesses, which cost
+arithmetic, hardly do.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+KNOWN = 0.25
+"""How many timed steps count as much as what was known before: measured at first, and later learnt."""
+HALVED, HALVED_OTHERS = 32, 64
+"""After so many steps of the same kind (with guesses, or without), and of others, a timed step counts half as much."""
+MOST_SLOWER, MOST_FASTER = 1.5, 0.5
+"""A step counts as at most and at least this many times as long as expected: if it took longer, the cause was something
+else."""
+COLD_STEPS = 2
+"""So many steps behind a prompt are not counted. The targets whose rows draft each in its own way are too large for a
+processor's caches, so that these hold nothing that later steps would find."""
+REMINDERS = 2
+"""So many steps without guesses come in a row now and then, to see what these cost now."""
+EARLY_WAIT, WAIT, LONG_WAIT = 12, 32, 128
+"""They come after so many steps with guesses: the first ones early, and late ones where drafts gain `CLEARLY`."""
+CLEARLY = 1.5
+
+
+class Slower(NamedTuple):
+    """How many times as long as measured steps take: without guesses (`plain`), and what guesses add (`more`)."""
+
+    plain: float = 1.0
+    more: float = 1.0
+
+
+AS_MEASURED = Slower()
+
+
+@dataclass
+class Sums:
+    """Of timed steps, each with a weight; all times are in plain steps as measured.
+
+    Args:
+        weight: of all steps.
+        more: what guesses were to add.
+        squares: the squares of that.
+        took: what the steps took.
+        products: the same times what guesses were to add.
+    """
+
+    weight: float = 0.0
+    more: float = 0.0
+    squares: float = 0.0
+    took: float = 0.0
+    products: float = 0.0
+
+    def fade(self, times: float) -> None:
+        """Let all steps count so many times as much."""
+        self.weight *= times
+        self.more *= times
+        self.squares *= times
+        self.took *= times
+        self.products *= times
+
+    def add(self, more: float, took: float) -> None:
+        """Add a step."""
+        self.weight += 1.0
+        self.more += more
+        self.squares += more * more
+        self.took += took
+        self.products += more * took
+
+
+class MixedPace:
+    """Learns from the seconds of steps whose rows take plans of their own, for numbers of rows of about one size.
+
+    The two numbers are those with the least squares of what remains unexplained, beside what was known before.
+
+    Args:
+        learns: whether to learn at all; otherwise the measured costs hold for ever.
+    """
+
+    def __init__(self, learns: bool) -> None:
+        self._learns = learns
+        # Numbers of rows are grouped by powers of two; each group has the sums of steps without guesses and with some.
+        self._sums: dict[int, tuple[Sums, Sums]] = {}
+        self._found: dict[int, Slower] = {}
+        self._latest = AS_MEASURED  # of the group that something was learnt of last
+        self._drafted = Counter[int]()  # steps with guesses since one without
+        self._plain = Counter[int]()  # steps without guesses that were timed
+        self._reminding = 0  # steps left of a reminder
+        # The step that was chosen last: its group, seconds without guesses as measured and what guesses add; and what
+        # it took.
+        self._step: tuple[int, float, float] | None = None
+        self._took: float | None = None
+
+    def of(self, rows: int) -> Slower:
+        """Return how many times as long as measured steps of so many rows take."""
+        return self._found.get(rows.bit_length(), self._latest)
+
+    def begin(self, rows: int, plain_s: float, more_s: float, youngest: int) -> None:
+        """Note which step comes next, one that does nothing but decode these rows.
+
+        Args:
+            plain_s: its seconds without guesses, as measured.
+            more_s: what its guesses add to them.
+            youngest: steps that the youngest row has behind it.
+        """
+        size = rows.bit_length()
+        self._took = None
+        self._step = (size, plain_s, more_s) if self._learns and youngest >= COLD_STEPS else None
+        self._drafted[size] = self._drafted[size] + 1 if more_s else 0
+
+    def pause(self) -> None:
+        """Note that the next step says nothing."""
+        self._step = self._took = None
+
+    def timed(self, seconds: float) -> None:
+        """Take in how long the step took."""
+        self._took = seconds
+
+    def learn(self, unexpected_s: float) -> None:
+        """Learn from the last step, if it was timed.
+
+        Args:
+            unexpected_s: how much more the guesses that were really made add, as measured, than those expected.
+        """
+        if self._step is None or self._took is None:
+            return
+        size, plain_s, more_s = self._step
+        more, took = max(0.0, more_s + unexpected_s) / plain_s, self._took / plain_s
+        before = self._found.get(size, self._latest)
+        expected = before.plain + before.more * more
+        took = min(MOST_SLOWER * expected, max(MOST_FASTER * expected, took))
+        drafts = more_s > 0
+        self._plain[size] += not drafts
+        self._sums.setdefault(size, (Sums(), Sums()))
+        for other, kinds in self._sums.items():
+            for kind, sums in enumerate(kinds):
+                sums.fade(0.5 ** (1 / (HALVED if (other, kind) == (size, drafts) else HALVED_OTHERS)))
+        self._sums[size][drafts].add(more, took)
+        self._found[size] = self._latest = _solved(self._sums[size], before)
+        self._step = None
+
+    def reminds(self, rows: int, gain: float) -> bool:
+        """Return whether the coming step is to be one without guesses, because it is long ago that there was one.
+
+        Args:
+            gain: how many times as fast as without guesses steps are expected to be.
+        """
+        size = rows.bit_length()
+        if self._reminding and not self._drafted[size]:
+            self._reminding -= 1
+            return True
+        wait = EARLY_WAIT if self._plain[size] < REMINDERS else LONG_WAIT if gain > CLEARLY else WAIT
+        if not self._learns or self._drafted[size] < wait:
+            return False
+        self._reminding = REMINDERS - 1
+        return True
+
+
+def _solved(kinds: tuple[Sums, Sums], before: Slower) -> Slower:
+    """Return the numbers that explain the steps best."""
+    plain, drafts = kinds
+    weight, more = KNOWN + plain.weight + drafts.weight, plain.more + drafts.more
+    squares = KNOWN + plain.squares + drafts.squares
+    took = KNOWN * before.plain + plain.took + drafts.took
+    products = KNOWN * before.more + plain.products + drafts.products
+    whole = weight * squares - more * more
+    return Slower(
+        max(MOST_FASTER * before.plain, (took * squares - products * more) / whole),
+        max(MOST_FASTER * before.more, (products * weight - took * more) / whole),
+    )
