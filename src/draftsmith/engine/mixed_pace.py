@@ -43,38 +43,32 @@ class Sums:
     Args:
         weight: of all steps.
         more: what guesses were to add.
-        squares: the squares of that.
         took: what the steps took.
-        products: the same times what guesses were to add.
     """
 
     weight: float = 0.0
     more: float = 0.0
-    squares: float = 0.0
     took: float = 0.0
-    products: float = 0.0
 
     def fade(self, times: float) -> None:
         """Let all steps count so many times as much."""
         self.weight *= times
         self.more *= times
-        self.squares *= times
         self.took *= times
-        self.products *= times
 
     def add(self, more: float, took: float) -> None:
         """Add a step."""
         self.weight += 1.0
         self.more += more
-        self.squares += more * more
         self.took += took
-        self.products += more * took
 
 
 class MixedPace:
     """Learns from the seconds of steps whose rows take plans of their own, for numbers of rows of about one size.
 
-    The two numbers are those with the least squares of what remains unexplained, beside what was known before.
+    What plain steps take is learnt from plain steps alone, and what guesses add is what other steps take beyond that. To
+    tell both from steps with more guesses and with fewer would rely on how straight a line their times lie on. Until
+    plain steps were timed, both numbers change alike.
 
     Args:
         learns: whether to learn at all; otherwise the measured costs hold for ever.
@@ -139,7 +133,7 @@ class MixedPace:
             for kind, sums in enumerate(kinds):
                 sums.fade(0.5 ** (1 / (HALVED if (other, kind) == (size, drafts) else HALVED_OTHERS)))
         self._sums[size][drafts].add(more, took)
-        self._found[size] = self._latest = _solved(self._sums[size], before)
+        self._found[size] = self._latest = _means(*self._sums[size], before)
         self._step = None
 
     def reminds(self, rows: int, gain: float) -> bool:
@@ -159,15 +153,12 @@ class MixedPace:
         return True
 
 
-def _solved(kinds: tuple[Sums, Sums], before: Slower) -> Slower:
-    """Return the numbers that explain the steps best."""
-    plain, drafts = kinds
-    weight, more = KNOWN + plain.weight + drafts.weight, plain.more + drafts.more
-    squares = KNOWN + plain.squares + drafts.squares
-    took = KNOWN * before.plain + plain.took + drafts.took
-    products = KNOWN * before.more + plain.products + drafts.products
-    whole = weight * squares - more * more
-    return Slower(
-        max(MOST_FASTER * before.plain, (took * squares - products * more) / whole),
-        max(MOST_FASTER * before.more, (products * weight - took * more) / whole),
-    )
+def _means(plain: Sums, drafts: Sums, before: Slower) -> Slower:
+    """Return the two numbers, beside what was known before."""
+    if not plain.weight:
+        took = KNOWN * (before.plain + before.more) + drafts.took
+        both = took / (2 * KNOWN + drafts.weight + drafts.more)
+        return Slower(both, both)
+    slower = (KNOWN * before.plain + plain.took) / (KNOWN + plain.weight)
+    added = KNOWN * before.more + drafts.took - slower * drafts.weight
+    return Slower(slower, max(MOST_FASTER * before.more, added / (KNOWN + drafts.more)))
