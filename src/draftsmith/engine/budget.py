@@ -68,10 +68,13 @@ class Budget:
         self._width, self._plain, self._plain_short, self._narrowest = width, plain, plain_short, width.of(rows)
         # Other rows and another time than those of the measurement; what longer texts cost comes on top.
         self._scale = rows * plain_short / self._narrowest
+        self._added = dict[float, float]()  # what numbers of guesses add, as measured
 
     def now(self, slower: Slower) -> "Budget":
         """Return the same at a time at which steps take so many times as long."""
-        return Budget(self._width, self._plain, self._plain_short, self.rows, slower)
+        found = Budget(self._width, self._plain, self._plain_short, self.rows, slower)
+        found._added = self._added
+        return found
 
     def step_s(self, guesses: float) -> float:
         """Return the seconds in which the target verifies so many guesses, all rows together."""
@@ -79,7 +82,11 @@ class Budget:
 
     def _added_s(self, guesses: float) -> float:
         """Return what so many guesses of all rows add to a step of the target, as measured."""
-        return self._scale * (self._width.of(self.rows + guesses) - self._narrowest)
+        found = self._added.get(guesses)
+        if found is None:
+            found = self._scale * (self._width.of(self.rows + guesses) - self._narrowest)
+            self._added[guesses] = found
+        return found
 
     def plans(
         self, brings: Sequence[float], guesses: Sequence[float], alike: Sequence[float], alone: Sequence[float]

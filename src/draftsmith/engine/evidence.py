@@ -244,6 +244,8 @@ def no_evidence() -> Evidence:
 class RowEvidence:
     """A row's evidence of every guesser, how many of its steps were `seen`, and its last plan (`arm`, 0 is plain).
 
+    `passed` is how many of them were new when they were looked at last.
+
     `usual` is what is known of every guesser from other texts.
     `trying` says that this plan was a trial, to see whether guesses stay now, and `settled` is the plan before that;
     `tried` is the guesser whose trial begins with it, if one does; `sampled` says that the row's tokens are drawn.
@@ -259,6 +261,7 @@ class RowEvidence:
     tried: int = NOBODY
     usual: list[Usual] = field(default_factory=list)
     interrupted: int = 0
+    passed: int = 0
 
     def interrupt(self) -> None:
         """Draft nothing in the next step, whatever is settled."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 from draftsmith.engine.arm import Arm, Times
-from draftsmith.engine.budget import Wish
+from draftsmith.engine.budget import Budget, Plans, Wish
 from draftsmith.engine.closing import is_closing, seconds_left, spread
 from draftsmith.engine.evidence import (
     NOBODY,
@@ -23,6 +23,7 @@ from draftsmith.engine.expected import Expected, beats, values_of
 from draftsmith.engine.explaining import Explaining
 from draftsmith.engine.known import Known
 from draftsmith.engine.learnt import Learnt
+from draftsmith.engine.mixed_pace import MixedPace
 from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.reasons import NEVER, Reason
@@ -92,6 +93,10 @@ class Fitted(Policy):
         # decoded, which ones, and how many steps they had behind them.
         self._crowd = RowEvidence([Evidence() for _ in self._guessers], 0)
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
+        # Where each row takes its own plan: rows none of which drafts, until they are asked about again, and how many
+        # steps the first of them had behind it when they were counted last.
+        self._resting: tuple[Sequence[RowHistory], int] | None = None
+        self._waits = 0  # for how many further steps none of them begins
         self._taken = 0  # which plan all rows took last, reminders included
         self._unasked = 0  # steps taken without a question since the last one
         self._reasons: list[Reason] = []
@@ -126,14 +131,15 @@ class Fitted(Policy):
             for history in self._asked[1]:  # otherwise the last steps of rows that have ended would teach nothing
                 self._learnt.of(history)
         if len(self._choices) == 1 or not rows:
-            self._reasons, self._asked = [NEVER] * len(rows), None
+            self._reasons, self._asked, self._resting = [NEVER] * len(rows), None, None
             self._pace.pause()
             self._together.pause()
             return self._choices[:1] * len(rows)
         count = max(load.decoding, len(rows))
         if GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S:
+            self._resting = None
             return [self._choices[self._of_all(load, rows, count)]] * len(rows)
-        self._asked, self._unasked = None, 0
+        self._asked, self._resting, self._unasked = None, None, 0
         plans = self._of_one(load, rows) if count == 1 else self._of_each(load, rows, count)
         return [self._choices[arm] for arm in plans]
 
@@ -141,7 +147,7 @@ class Fitted(Policy):
     def holds(self) -> int:
         crowd = self._crowd
         if self._asked is None:
-            return 0
+            return 0 if self._resting is None else self._waits
         if crowd.arm != self._taken:
             return self._reminders.left
         left, told = HELD, self._learnt.told[crowd.arm]
@@ -191,38 +197,56 @@ class Fitted(Policy):
         shares = budget.shared_out(wishes)
         price, owed, self._reasons = shares.price, {False: 0.0, True: 0.0}, list[Reason]()
         for at, (row, history, wish) in enumerate(zip(known, rows, wishes, strict=True)):
-            brings, alike = wish.plans.brings, wish.plans.alike
+            passed = max(1, row.passed)
+            for own in row.evidence:
+                own.since += passed - 1
+            brings = wish.plans.brings
             spent, hoped = shares.spent(at, wish.plans), shares.spent(at, most)
-            joined = least(spent, alike)
+            joined = least(spent, wish.plans.alike)
             values, tried = values_of(brings, price, spent), values_of(brings, price, joined)
             offer = Offer(values, price, spent, least(hoped, most.alike), history.left, tried=tried)
-            row.arm = self._settle(row, offer)
+            row.arm = self._settle(row, offer, passed=passed)
             shares.take(at, row.arm)
             if row.tried != NOBODY:  # paid for as if others would join; those that begin after it find room
                 owed[row.sampled] += TRIAL * price * (spent[row.arm] - joined[row.arm])
-            if_alike = values_of(brings, price, alike)
-            reason = self._explaining.reason(row, if_alike, price, alike, count, self._tokens, PATIENCE, PATIENCE)
-            if not row.arm:
-                first_s = budget.beside(wish.plans)  # if no other row drafted
-                first = values_of(brings, price, first_s)
-                if beats(first, price, first_s, max(range(1, len(first)), key=first.__getitem__), 0, PATIENCE):
-                    reason = replace(reason, kind="no_room")
-            self._reasons.append(reason)
+            self._reasons.append(self._reason_of(row, wish.plans, price, budget))
         for sampled, lost in owed.items():
             self._trials.purse.charge(sampled, lost / count, count)
         added_s = shares.added_s
-        on_trial = any(row.arm > 0 and row.evidence[self._whose[row.arm]].trial > 0 for row in known)
-        gain = price * budget.step_s(0.0) / count
-        if added_s > 0 and not on_trial and together.pace.reminds(count, gain):
+        reminds = self._is_due(known, together.pace, added_s, count, price * budget.step_s(0.0) / count)
+        if reminds:
             added_s = 0.0
             for row in known:
                 row.interrupt()
         taken = [row.arm for row in known]
         for arm in taken:
             self._steps[arm] += 1
+        if not reminds and not any(taken):
+            waits = (own.wait - own.since - 1 for row in known for own in row.evidence)
+            may_try = any(history.left > SHORT for history in rows)
+            self._resting = list(rows), len(rows[0].accepted)
+            self._waits = max(0, min([HELD, *waits])) if may_try else HELD
         together.begin(load, rows, taken, weighing, added_s)
         self._taken = taken[0]
         return taken
+
+    def _is_due(self, rows: Sequence[RowEvidence], pace: MixedPace, added_s: float, count: int, gain: float) -> bool:
+        """Return whether a step without guesses comes next only to see what it costs; never during a trial."""
+        on_trial = any(row.arm > 0 and row.evidence[self._whose[row.arm]].trial > 0 for row in rows)
+        return added_s > 0 and not on_trial and pace.reminds(count, gain)
+
+    def _reason_of(self, row: RowEvidence, plans: Plans, price: float, budget: Budget) -> Reason:
+        """Return why a row among others takes the plan that was just settled."""
+        values = values_of(plans.brings, price, plans.alike)
+        reason = self._explaining.reason(
+            row, values, price, plans.alike, budget.rows, self._tokens, PATIENCE, PATIENCE
+        )
+        if row.arm:
+            return reason
+        first_s = budget.beside(plans)  # if no other row drafted
+        first = values_of(plans.brings, price, first_s)
+        pays = beats(first, price, first_s, max(range(1, len(first)), key=first.__getitem__), 0, PATIENCE)
+        return replace(reason, kind="no_room") if pays else reason
 
     def _goes_on(self, row: RowEvidence) -> bool:
         """Whether a row drafts as before in the next step, because a trial lasts or it has just begun to draft."""
@@ -321,6 +345,11 @@ class Fitted(Policy):
 
     def _count_unasked(self) -> None:
         """Count the steps that were taken without a question since the last one, all with the same plan."""
+        if self._resting is not None:
+            resting, counted = self._resting
+            unasked = max(0, len(resting[0].accepted) - counted - 1)
+            self._steps[0] += unasked * len(resting)
+            self._resting = resting, counted + unasked
         if self._asked is None:
             return
         count, rows, before = self._asked

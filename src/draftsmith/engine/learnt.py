@@ -122,6 +122,7 @@ class Learnt:
         """Take in how the guessers did in the last steps of a row; return whether something was to be learnt."""
         steps = list(history.steps(row.seen))
         row.seen += len(steps)
+        row.passed = len(steps)
         if not steps or not row.arm:
             if steps:
                 row.resume()

@@ -66,8 +66,8 @@ class Sums:
 class MixedPace:
     """Learns from the seconds of steps whose rows take plans of their own, for numbers of rows of about one size.
 
-    What plain steps take is learnt from plain steps alone, and what guesses add is what other steps take beyond that. To
-    tell both from steps with more guesses and with fewer would rely on how straight a line their times lie on. Until
+    What plain steps take is learnt from plain steps alone, and what guesses add is what other steps take beyond that.
+    To tell both from steps with more guesses and with fewer would rely on how straight a line their times lie on. Until
     plain steps were timed, both numbers change alike.
 
     Args:
@@ -83,17 +83,17 @@ class MixedPace:
         self._drafted = Counter[int]()  # steps with guesses since one without
         self._plain = Counter[int]()  # steps without guesses that were timed
         self._reminding = 0  # steps left of a reminder
-        # The step that was chosen last: its group, seconds without guesses as measured and what guesses add; and what
-        # it took.
+        # The steps that were chosen last, one or several alike: their group, seconds without guesses as measured and
+        # what guesses add; and what they took.
         self._step: tuple[int, float, float] | None = None
-        self._took: float | None = None
+        self._took: list[float] = []
 
     def of(self, rows: int) -> Slower:
         """Return how many times as long as measured steps of so many rows take."""
         return self._found.get(rows.bit_length(), self._latest)
 
     def begin(self, rows: int, plain_s: float, more_s: float, youngest: int) -> None:
-        """Note which step comes next, one that does nothing but decode these rows.
+        """Note what the next step does, and those after it until `learn`: nothing but decode these rows.
 
         Args:
             plain_s: its seconds without guesses, as measured.
@@ -101,39 +101,38 @@ class MixedPace:
             youngest: steps that the youngest row has behind it.
         """
         size = rows.bit_length()
-        self._took = None
+        self._took.clear()
         self._step = (size, plain_s, more_s) if self._learns and youngest >= COLD_STEPS else None
         self._drafted[size] = self._drafted[size] + 1 if more_s else 0
 
     def pause(self) -> None:
         """Note that the next step says nothing."""
-        self._step = self._took = None
+        self._step = None
 
     def timed(self, seconds: float) -> None:
-        """Take in how long the step took."""
-        self._took = seconds
+        """Take in how long a step took."""
+        if self._step is not None:
+            self._took.append(seconds)
 
     def learn(self, unexpected_s: float) -> None:
-        """Learn from the last step, if it was timed.
+        """Learn from the last steps, if they were timed.
 
         Args:
             unexpected_s: how much more the guesses that were really made add, as measured, than those expected.
         """
-        if self._step is None or self._took is None:
+        if self._step is None or not self._took:
             return
         size, plain_s, more_s = self._step
-        more, took = max(0.0, more_s + unexpected_s) / plain_s, self._took / plain_s
+        more, drafts = max(0.0, more_s + unexpected_s) / plain_s, more_s > 0
+        own = self._sums.setdefault(size, (Sums(), Sums()))
+        self._plain[size] += 0 if drafts else len(self._took)
+        for sums in (one for kinds in self._sums.values() for one in kinds):
+            sums.fade(0.5 ** (len(self._took) / (HALVED if sums is own[drafts] else HALVED_OTHERS)))
         before = self._found.get(size, self._latest)
         expected = before.plain + before.more * more
-        took = min(MOST_SLOWER * expected, max(MOST_FASTER * expected, took))
-        drafts = more_s > 0
-        self._plain[size] += not drafts
-        self._sums.setdefault(size, (Sums(), Sums()))
-        for other, kinds in self._sums.items():
-            for kind, sums in enumerate(kinds):
-                sums.fade(0.5 ** (1 / (HALVED if (other, kind) == (size, drafts) else HALVED_OTHERS)))
-        self._sums[size][drafts].add(more, took)
-        self._found[size] = self._latest = _means(*self._sums[size], before)
+        for seconds in self._took:
+            own[drafts].add(more, min(MOST_SLOWER * expected, max(MOST_FASTER * expected, seconds / plain_s)))
+        self._found[size] = self._latest = _means(*own, before)
         self._step = None
 
     def reminds(self, rows: int, gain: float) -> bool:
