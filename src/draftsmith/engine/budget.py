@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from draftsmith.engine.expected import values_of
+from draftsmith.engine.expected import at_most, values_of
 from draftsmith.engine.mixed_pace import AS_MEASURED, Slower
 from draftsmith.engine.profile import WidthCost
 
@@ -40,6 +40,11 @@ class Plans(NamedTuple):
     alike: Sequence[float]
     drafting: Sequence[float]
     begun: Sequence[float]
+
+    def within(self, left: float) -> "Plans":
+        """Return the same for a text that may write so many further tokens."""
+        brings = at_most(self.brings, left)
+        return self if brings is self.brings else self._replace(brings=brings)
 
 
 class Wish(NamedTuple):
@@ -255,6 +260,16 @@ class Shares:
     def take(self, row: int, plan: int) -> None:
         """Note the plan that a row takes."""
         self._step.take(row, plan)
+
+    @property
+    def plans(self) -> Sequence[int]:
+        """The plans of all rows."""
+        return self._step.plans
+
+    @property
+    def seconds(self) -> float:
+        """What the step takes."""
+        return self._step.seconds
 
     @property
     def added_s(self) -> float:

@@ -9,6 +9,8 @@ from draftsmith.engine.arm import Arm, Times
 from draftsmith.engine.evidence import GROWTHS, QUARTERS, OneStand, Stand
 from draftsmith.engine.known import ODDS
 
+MOST_IN_A_STEP = 64
+"""Steps are taken to bring fewer tokens than this."""
 MOST_STANDS = 4096
 """How many stands of guessers are remembered, with what follows from them."""
 
@@ -109,6 +111,11 @@ def _at_best(arm: Arm) -> tuple[float, Times]:
     if arm.behind is None:
         return found
     return max(found, (1 + arm.accepted(odds, 0.0), arm.made_times(0.0, 1.0, arm.most_behind)))
+
+
+def at_most(brings: Sequence[float], left: float) -> Sequence[float]:
+    """Return the tokens that plans bring a text that may write so many more."""
+    return brings if left >= MOST_IN_A_STEP else [min(tokens, left) for tokens in brings]
 
 
 def values_of(brings: Sequence[float], price: float, spent: Sequence[float]) -> list[float]:

@@ -11,7 +11,7 @@ from functools import cache
 
 from draftsmith.engine.arm import Arm, Times
 from draftsmith.engine.budget import Budget, Plans, Wish
-from draftsmith.engine.closing import is_closing, seconds_left, spread
+from draftsmith.engine.closing import ends_apart, is_closing, lost_at_the_end
 from draftsmith.engine.evidence import (
     NOBODY,
     TRIAL,
@@ -19,7 +19,7 @@ from draftsmith.engine.evidence import (
     RowEvidence,
     Stand,
 )
-from draftsmith.engine.expected import Expected, beats, values_of
+from draftsmith.engine.expected import Expected, at_most, beats, values_of
 from draftsmith.engine.explaining import Explaining
 from draftsmith.engine.known import Known
 from draftsmith.engine.learnt import Learnt
@@ -30,7 +30,7 @@ from draftsmith.engine.reasons import NEVER, Reason
 from draftsmith.engine.reminders import Reminders
 from draftsmith.engine.step_costs import StepCosts
 from draftsmith.engine.together import Together
-from draftsmith.engine.trials import END_S, HELD, SHORT, Offer, Trials
+from draftsmith.engine.trials import HELD, SHORT, Offer, Trials
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
 
@@ -175,7 +175,8 @@ class Fitted(Policy):
         self._tokens = length_of(rows)
         self._learn_times(load, rows)
         costs = self._costs.of(1, self._tokens).slowed(self._pace.slower(1))
-        brings, times = expected.of(row.stand)
+        tokens, times = expected.of(row.stand)
+        brings = at_most(tokens, rows[0].left)
         spent = costs.grown(times)
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
         values, most = values_of(brings, price, spent), costs.grown(expected.most_times)
@@ -193,8 +194,14 @@ class Fitted(Policy):
         together.learn()
         weighing = together.weigh([row.stand for row in known], count, self._tokens)
         budget, most = weighing.budget, weighing.most
-        wishes = [Wish(weighing.plans[row.stand], row.arm, self._goes_on(row)) for row in known]
-        shares = budget.shared_out(wishes)
+        wishes = [
+            Wish(weighing.plans[row.stand].within(history.left), row.arm, self._goes_on(row))
+            for row, history in zip(known, rows, strict=True)
+        ]
+        shares, patience = budget.shared_out(wishes), PATIENCE
+        if is_closing(load, rows):
+            left = [history.left for history in rows]
+            patience *= together.lost_at_the_end(weighing, shares.plans, left, shares.seconds)
         price, owed, self._reasons = shares.price, {False: 0.0, True: 0.0}, list[Reason]()
         for at, (row, history, wish) in enumerate(zip(known, rows, wishes, strict=True)):
             passed = max(1, row.passed)
@@ -205,11 +212,11 @@ class Fitted(Policy):
             joined = least(spent, wish.plans.alike)
             values, tried = values_of(brings, price, spent), values_of(brings, price, joined)
             offer = Offer(values, price, spent, least(hoped, most.alike), history.left, tried=tried)
-            row.arm = self._settle(row, offer, passed=passed)
+            row.arm = self._settle(row, offer, patience, passed=passed)
             shares.take(at, row.arm)
             if row.tried != NOBODY:  # paid for as if others would join; those that begin after it find room
                 owed[row.sampled] += TRIAL * price * (spent[row.arm] - joined[row.arm])
-            self._reasons.append(self._reason_of(row, wish.plans, price, budget))
+            self._reasons.append(self._reason_of(row, wish.plans, price, budget, patience))
         for sampled, lost in owed.items():
             self._trials.purse.charge(sampled, lost / count, count)
         added_s = shares.added_s
@@ -235,17 +242,19 @@ class Fitted(Policy):
         on_trial = any(row.arm > 0 and row.evidence[self._whose[row.arm]].trial > 0 for row in rows)
         return added_s > 0 and not on_trial and pace.reminds(count, gain)
 
-    def _reason_of(self, row: RowEvidence, plans: Plans, price: float, budget: Budget) -> Reason:
+    def _reason_of(
+        self, row: RowEvidence, plans: Plans, price: float, budget: Budget, patience: float
+    ) -> Reason:
         """Return why a row among others takes the plan that was just settled."""
         values = values_of(plans.brings, price, plans.alike)
         reason = self._explaining.reason(
-            row, values, price, plans.alike, budget.rows, self._tokens, PATIENCE, PATIENCE
+            row, values, price, plans.alike, budget.rows, self._tokens, patience, PATIENCE
         )
         if row.arm:
             return reason
         first_s = budget.beside(plans)  # if no other row drafted
         first = values_of(plans.brings, price, first_s)
-        pays = beats(first, price, first_s, max(range(1, len(first)), key=first.__getitem__), 0, PATIENCE)
+        pays = beats(first, price, first_s, max(range(1, len(first)), key=first.__getitem__), 0, patience)
         return replace(reason, kind="no_room") if pays else reason
 
     def _goes_on(self, row: RowEvidence) -> bool:
@@ -290,9 +299,9 @@ class Fitted(Policy):
         usual = patience = CROWD_PATIENCE if begins else PATIENCE
         left, ends = [row.left for row in rows], 0
         if is_closing(load, rows):
-            ends = count - len(set(left))
+            ends = ends_apart(left)
             if price * spent[0] > patience:
-                lost = self._lost_at_the_end(left, ends, stands, brings, times, spent)
+                lost = self._lost_at_the_end(left, stands, brings, times, spent)
                 patience = max(patience, PATIENCE * lost)
         self._left = max(left)
 
@@ -315,21 +324,20 @@ class Fitted(Policy):
         return self._taken
 
     def _lost_at_the_end(
-        self, left: Sequence[float], ends: int, stands: Sequence[Stand], brings: Sequence[float],
-        times: Sequence[Times], spent: Sequence[float],
+        self, left: Sequence[float], stands: Sequence[Stand], brings: Sequence[float], times: Sequence[Times],
+        spent: Sequence[float],
     ) -> float:
         """Return how many times less the fastest plan gains in a batch whose rows end apart than in a full one.
 
         Args:
             left: the tokens that each row may still write.
-            ends: how many rows end by themselves only because of drafts.
             stands: of every row.
             brings, times: of every plan, on average over the rows; see `Expected.average`.
             spent: a row's share of the seconds of a step, for every plan.
         """
         count, now = len(left), self._pace.slower(len(left))
         best = max(range(1, len(spent)), key=lambda arm: brings[arm] / spent[arm])
-        rates = spread([self._expected.of(stand)[0][best] for stand in stands])
+        rates = [self._expected.of(stand)[0][best] for stand in stands]
 
         @cache
         def later(rows: int) -> float:
@@ -339,9 +347,7 @@ class Fitted(Policy):
                 slower = self._pace.slower(rows)
             return rows * min(costs.plain * slower[0], costs.of(best, times[best]) * slower[best] / brings[best])
 
-        plainly = seconds_left(left, [1.0] * count, count * spent[0], later)
-        drafting = seconds_left(left, rates, count * spent[best], later) + ends * END_S
-        return max(1.0, drafting / plainly * brings[best] * spent[0] / spent[best])
+        return lost_at_the_end(left, rates, count * spent[best], count * spent[0], later)
 
     def _count_unasked(self) -> None:
         """Count the steps that were taken without a question since the last one, all with the same plan."""

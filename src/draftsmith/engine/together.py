@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from draftsmith.engine.arm import Times
 from draftsmith.engine.budget import Budget, Plans
+from draftsmith.engine.closing import lost_at_the_end
 from draftsmith.engine.evidence import Stand
 from draftsmith.engine.expected import Expected
 from draftsmith.engine.mixed_pace import MixedPace
@@ -20,6 +22,7 @@ class Weighing:
     Args:
         costs: of each plan, as measured.
         budget: of the guesses of all rows, at the present time.
+        tokens: the length of the rows' texts, on average.
         stands: of every row.
         plans: for each of the stands.
         most: in the best case.
@@ -27,6 +30,7 @@ class Weighing:
 
     costs: Costs
     budget: Budget
+    tokens: float
     stands: Sequence[Stand]
     plans: Mapping[Stand, Plans]
     most: Plans
@@ -68,7 +72,32 @@ class Together:
             return budget.plans(brings, steady, costs.grown(times), alone)
 
         plans = {stand: plans_with(*expected.of(stand)) for stand in set(stands)}
-        return Weighing(costs, budget, stands, plans, plans_with(expected.most, expected.most_times))
+        return Weighing(costs, budget, tokens, stands, plans, plans_with(expected.most, expected.most_times))
+
+    def lost_at_the_end(self, weighing: Weighing, taken: Sequence[int], left: Sequence[float], step_s: float) -> float:
+        """Return how many times less drafts gain in a batch whose rows end apart than in a full one, see `closing`.
+
+        Args:
+            taken: the plan of each row.
+            left: the tokens that each row may still write.
+            step_s: seconds of a step with these plans.
+        """
+        plain_s, stands, expected = weighing.budget.step_s(0.0), weighing.stands, self._expected
+        drafts = {(stand, at) for stand, at in zip(stands, taken, strict=True) if at}
+        if not drafts:
+            return 1.0
+
+        @cache
+        def later(rows: int) -> float:
+            costs, (slower, more) = self._costs.of(rows, weighing.tokens), self.pace.of(rows)
+            each = [slower * costs.plain]
+            for stand, at in drafts:
+                brings, times = expected.of(stand)
+                each.append((each[0] + more * (costs.of(at, times[at]) - costs.plain)) / brings[at])
+            return rows * min(each)
+
+        rates = [expected.of(stand)[0][at] for stand, at in zip(stands, taken, strict=True)]
+        return lost_at_the_end(left, rates, step_s, plain_s, later)
 
     def begin(
         self, load: Load, rows: Sequence[RowHistory], taken: Sequence[int], weighing: Weighing, added_s: float

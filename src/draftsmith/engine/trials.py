@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from draftsmith.engine.closing import END_S
 from draftsmith.engine.evidence import FIRST_WAIT, LONGER, LONGEST_WAIT, TRIAL, RowEvidence
 from draftsmith.engine.purse import LENT, LENT_LITTLE, Purse, share_lost
 
@@ -14,9 +15,6 @@ SHORT = 4 * TRIAL
 CHANGE_S, CHANGE_ROW_S = 0.0003, 0.0001
 """About how many seconds a change of plan takes, and how many more for each row, whatever the target: with what is
 asked and computed for it, and the steps after it, which find other data in the processor's caches."""
-END_S = 0.0005
-"""About how many seconds it costs that a row ends by itself and not together with others: those that are left are put
-together anew, and decode in a smaller batch, whose steps are hardly cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
