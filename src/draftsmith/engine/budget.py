@@ -138,6 +138,11 @@ class Budget:
             found, price = self._taken_in_order(wishes, price)
         return Shares(self, wishes, found, price)
 
+    def without(self, wishes: Sequence[Wish]) -> "Shares":
+        """Return plans with which only the rows draft that do so in any case."""
+        step = Step(self, wishes, [wish.taken if wish.held else 0 for wish in wishes])
+        return Shares(self, wishes, step.plans, step.speed)
+
     def _taken_in_order(self, wishes: Sequence[Wish], price: float) -> tuple[list[int], float]:
         offered, paths = list[tuple[float, int, int]](), dict[tuple[int, int], list[tuple[float, int]]]()
         for row, wish in enumerate(wishes):
@@ -260,6 +265,18 @@ class Shares:
     def take(self, row: int, plan: int) -> None:
         """Note the plan that a row takes."""
         self._step.take(row, plan)
+
+    def beats(self, other: "Shares", patience: float) -> bool:
+        """Return whether decoding is enough faster than with other plans, with which fewer rows draft.
+
+        A drafter's weights are read for all rows or for none, so each row may gain beside the others while all of them
+        together lose.
+
+        Args:
+            patience: how many times as fast it has to be if all rows begin to draft, and less accordingly if few do.
+        """
+        began = sum(at > 0 for at in self.plans) - sum(at > 0 for at in other.plans)
+        return self.price > other.price * (1 + (patience - 1) * began / self._budget.rows)
 
     @property
     def plans(self) -> Sequence[int]:

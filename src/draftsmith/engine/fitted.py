@@ -202,6 +202,9 @@ class Fitted(Policy):
         if is_closing(load, rows):
             left = [history.left for history in rows]
             patience *= together.lost_at_the_end(weighing, shares.plans, left, shares.seconds)
+        fewest = budget.without(wishes)
+        if not shares.beats(fewest, patience):
+            shares = fewest
         price, owed, self._reasons = shares.price, {False: 0.0, True: 0.0}, list[Reason]()
         for at, (row, history, wish) in enumerate(zip(known, rows, wishes, strict=True)):
             passed = max(1, row.passed)
