@@ -10,12 +10,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 KNOWN = 0.25
-"""How many timed steps count as much as what was known before: measured at first, and later learnt."""
-HALVED, HALVED_OTHERS = 32, 64
-"""After so many steps of the same kind (with guesses, or without), and of others, a timed step counts half as much."""
+"""How many timed steps count as much as what was known of plain ones before."""
+MEASURED = 1.0
+"""How many steps, whose guesses add as much as a plain step takes, count as much as what was measured of guesses. Steps
+whose guesses add less count less, by the square: they say little of what guesses add."""
+HALVED = 32
+"""After so many steps of the same kind (with guesses, or without), a timed step counts half as much."""
+PLAIN_HALVED, DRAFTS_HALVED = 64, 512
+"""The same after so many steps of the other kind, or of other numbers of rows, for plain steps and for others. What
+plain steps take changes with what other programs do to the memory. What guesses add changes less, and where it was too
+much to draft, that must not be forgotten soon."""
 MOST_SLOWER, MOST_FASTER = 1.5, 0.5
 """A step counts as at most and at least this many times as long as expected: if it took longer, the cause was something
 else."""
+LEAST = 0.2
+"""Guesses are taken to add at least this many times as much as measured."""
 COLD_STEPS = 2
 """So many steps behind a prompt are not counted. The targets whose rows draft each in its own way are too large for a
 processor's caches, so that these hold nothing that later steps would find."""
@@ -42,25 +51,33 @@ class Sums:
 
     Args:
         weight: of all steps.
+        took: what they took.
         more: what guesses were to add.
-        took: what the steps took.
+        squares: the squares of that.
+        products: what the steps took times what guesses were to add.
     """
 
     weight: float = 0.0
-    more: float = 0.0
     took: float = 0.0
+    more: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
 
     def fade(self, times: float) -> None:
         """Let all steps count so many times as much."""
         self.weight *= times
-        self.more *= times
         self.took *= times
+        self.more *= times
+        self.squares *= times
+        self.products *= times
 
     def add(self, more: float, took: float) -> None:
         """Add a step."""
         self.weight += 1.0
-        self.more += more
         self.took += took
+        self.more += more
+        self.squares += more * more
+        self.products += more * took
 
 
 class MixedPace:
@@ -126,8 +143,9 @@ class MixedPace:
         more, drafts = max(0.0, more_s + unexpected_s) / plain_s, more_s > 0
         own = self._sums.setdefault(size, (Sums(), Sums()))
         self._plain[size] += 0 if drafts else len(self._took)
-        for sums in (one for kinds in self._sums.values() for one in kinds):
-            sums.fade(0.5 ** (len(self._took) / (HALVED if sums is own[drafts] else HALVED_OTHERS)))
+        for kinds in self._sums.values():
+            for sums, others in zip(kinds, (PLAIN_HALVED, DRAFTS_HALVED), strict=True):
+                sums.fade(0.5 ** (len(self._took) / (HALVED if sums is own[drafts] else others)))
         before = self._found.get(size, self._latest)
         expected = before.plain + before.more * more
         for seconds in self._took:
@@ -155,9 +173,8 @@ class MixedPace:
 def _means(plain: Sums, drafts: Sums, before: Slower) -> Slower:
     """Return the two numbers, beside what was known before."""
     if not plain.weight:
-        took = KNOWN * (before.plain + before.more) + drafts.took
-        both = took / (2 * KNOWN + drafts.weight + drafts.more)
+        both = (KNOWN * before.plain + drafts.took) / (KNOWN + drafts.weight + drafts.more)
         return Slower(both, both)
     slower = (KNOWN * before.plain + plain.took) / (KNOWN + plain.weight)
-    added = KNOWN * before.more + drafts.took - slower * drafts.weight
-    return Slower(slower, max(MOST_FASTER * before.more, added / (KNOWN + drafts.more)))
+    added = MEASURED + drafts.products - slower * drafts.more
+    return Slower(slower, max(LEAST, added / (MEASURED + drafts.squares)))
