@@ -8,7 +8,7 @@ import pytest
 from draftsmith.engine.arm import Arm
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
-from draftsmith.engine.policy import RowHistory
+from draftsmith.engine.policy import Load, RowHistory
 from draftsmith.engine.profile import Profile
 from draftsmith.engine.trials import HELD
 from draftsmith.plan import NO_DRAFT, Plan
@@ -46,6 +46,21 @@ def test_rows_of_one_call_draft_where_its_end_comes_sooner(gain: float, closing:
     rows = rows_of([call if closing else object() for _ in range(8)], 64)
     policy = Fitted(Known(Profile(ROWS, (PLAIN, chain(3, 0.8, (1 + 3 * 0.8) / gain)))))
     assert [min(1, choice.plan.depth) for choice in policy.choose(load(8), rows)] == [drafts] * 8
+
+
+def test_one_easy_row_among_eight_does_not_end_a_call_sooner():
+    """It gains much and the others nothing, but for each of its steps they wait a tenth longer."""
+    call, arms = object(), (PLAIN, Arm(Plan((1, 1)), (1.0, 1.0), (1.1, 1.8)))
+    for calls, drafts in (([object() for _ in range(8)], True), ([call] * 8, False)):
+        policy, rows = Fitted(Known(Profile(ROWS, arms))), rows_of(calls, 1000)
+        drafting = list[bool]()
+        for _ in range(200):
+            choices = policy.choose(load(8), rows)
+            for at, (row, choice) in enumerate(zip(rows, choices, strict=True)):
+                row.note(0 if at else choice.plan.depth, choice.plan.depth, choice.plan)
+                row.written += 1  # all alike, so that it is as far from its end as the others
+            drafting.append(choices[0].plan.depth > 0)
+        assert (sum(drafting[100:]) > 80) == drafts
 
 
 @pytest.mark.parametrize("count", [1, 8])
@@ -98,7 +113,7 @@ def test_every_step_is_counted_although_nobody_asked():
     assert plain == 8 * 700 - drafted
 
 
-def test_what_plain_steps_take_is_learnt_from_those_nobody_asked_about():
+def test_what_plain_steps_take_is_learnt_while_they_are_all_there_are():
     """They take three times as long as measured; then a guess pays that did not, though only 40 in 100 stay."""
     arms = PLAIN, chain(1, 0.4, 1.6)
     policy = Fitted(Known(Profile(ROWS, arms), hope=2.0), learns_times=True)
@@ -115,3 +130,61 @@ def test_what_plain_steps_take_is_learnt_from_those_nobody_asked_about():
             row.note(choice.plan.depth * int((at + step) % 5 < 2), choice.plan.depth, choice.plan)
         drafted += sum(choice.plan.depth for choice in choices) if step >= 200 else 0
     assert drafted > 0.8 * 8 * 200
+
+
+class Drafting:
+    """Eight rows whose guesses all stay, at steps that take what was measured."""
+
+    def __init__(self) -> None:
+        self.policy = Fitted(Known(Profile(ROWS, (PLAIN, chain(2, 0.9, 1.5)))), learns_times=True)
+        self.rows = [RowHistory(False, 5) for _ in range(8)]
+
+    def step(self, now: Load, count: int = 8) -> int:
+        """Return how many rows draft."""
+        rows = self.rows[:count]
+        choices = self.policy.choose(now, rows)
+        drafting = sum(choice.plan.depth > 0 for choice in choices)
+        self.policy.timed(1.5 if drafting else 1.0)
+        for row, choice in zip(rows, choices, strict=True):
+            row.note(choice.plan.depth, choice.plan.depth, choice.plan)
+        return drafting
+
+
+def test_drafts_go_on_after_plain_steps_that_came_only_to_be_timed():
+    world = Drafting()
+    drafting = [world.step(load(8)) for _ in range(600)]
+    reminders = [step for step, rows in enumerate(drafting) if not rows]
+    assert reminders and len(reminders) < 0.04 * len(drafting)
+    assert all(rows in (0, 8) for rows in drafting) and drafting[reminders[-1] + 1] == 8
+    assert world.policy.steps[0] == 8 * len(reminders)
+
+
+@pytest.mark.parametrize("now", [Load(9, 0, 0, 9), Load(8, 1, 0, 8)], ids=["beside a row of its own plan", "a prompt"])
+def test_no_step_is_given_up_to_be_timed_where_it_could_not_be(now: Load):
+    world = Drafting()
+    for _ in range(10):
+        world.step(load(8))
+    assert [world.step(now) for _ in range(300)] == [8] * 300
+
+
+def test_rows_that_become_too_few_to_draft_apart_teach_nothing_of_more_rows():
+    """Steps of one row are so short that all rows would take one plan."""
+    short = Arm(NO_DRAFT, (), (0.001, 0.03)), Arm(Plan((1, 1)), (0.9, 0.9), (0.0015, 0.04))
+    policy, rows = Fitted(Known(Profile(ROWS, short)), learns_times=True), [RowHistory(False, 5) for _ in range(8)]
+
+    def run(count: int, steps: int, times: float) -> list[bool]:
+        drafting = list[bool]()
+        for _ in range(steps):
+            choices = policy.choose(load(count), rows[:count])
+            drafts = any(choice.plan.depth for choice in choices)
+            policy.timed(times * (0.04 if drafts else 0.03))
+            for row, choice in zip(rows[:count], choices, strict=True):
+                row.note(choice.plan.depth, choice.plan.depth, choice.plan)
+            drafting.append(drafts)
+        return drafting
+
+    run(8, 40, 1.0)
+    before = policy.reasons(load(8), rows)[0].cost
+    run(1, 500, 50.0)
+    assert run(8, 1, 1.0) == [True]
+    assert policy.reasons(load(8), rows)[0].cost == pytest.approx(before, rel=0.05)

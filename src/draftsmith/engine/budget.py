@@ -63,7 +63,7 @@ class Budget:
         plain: a row's share of the seconds of a step without guesses.
         plain_short: the same behind texts as short as those that `width` was measured with.
         rows: how many rows there are.
-        slower: how many times as long as measured steps take now.
+        slower: how steps differ now from what was measured.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Budget:
         self._added = dict[float, float]()  # what numbers of guesses add, as measured
 
     def now(self, slower: Slower) -> "Budget":
-        """Return the same at a time at which steps take so many times as long."""
+        """Return the same at a time at which steps differ so from what was measured."""
         found = Budget(self._width, self._plain, self._plain_short, self.rows, slower)
         found._added = self._added
         return found
@@ -84,6 +84,11 @@ class Budget:
     def step_s(self, guesses: float) -> float:
         """Return the seconds in which the target verifies so many guesses, all rows together."""
         return self.slower.plain * self.rows * self._plain + self.slower.more * self._added_s(guesses)
+
+    @property
+    def once_s(self) -> float:
+        """Seconds that a step takes longer if any row drafts, beyond what its guesses take."""
+        return self.slower.once * self.rows * self._plain
 
     def _added_s(self, guesses: float) -> float:
         """Return what so many guesses of all rows add to a step of the target, as measured."""
@@ -102,14 +107,15 @@ class Budget:
             alike: see `Plans`, as measured.
             alone: what the drafter takes for a single row, as measured.
         """
-        (slower, more), plain = self.slower, self._plain
+        (slower, more, once), plain = self.slower, self._plain
         drafting, begun = list[float](), list[float]()
         for took, made, one in zip(alike, guesses, alone, strict=True):
             whole = max(0.0, self.rows * (took - plain) - self._added_s(self.rows * made))
             each = min(whole / self.rows, max(0.0, whole - one) / max(1, self.rows - 1))
             drafting.append(more * each)
             begun.append(more * (whole - self.rows * each))
-        now = [slower * plain + more * (took - plain) for took in alike]
+        none_s, any_s = slower * plain, (slower + once) * plain
+        now = [(any_s if arm else none_s) + more * (took - plain) for arm, took in enumerate(alike)]
         return Plans(brings, guesses, now, drafting, begun)
 
     def beside(self, plans: Plans, others: float = 0.0, taken: Collection[int] = ()) -> list[float]:
@@ -121,9 +127,10 @@ class Budget:
         """
         without = self.step_s(others)
         shared = self.step_s(0.0) / self.rows - without
+        first_s = 0.0 if any(taken) else self.once_s
         each = enumerate(zip(plans.guesses, plans.drafting, plans.begun, strict=True))
         return [
-            shared + self.step_s(others + made) + took + (0.0 if arm in taken else begun)
+            shared + self.step_s(others + made) + took + (0.0 if arm in taken else begun) + (first_s if arm else 0.0)
             for arm, (made, took, begun) in each
         ]
 
@@ -138,8 +145,8 @@ class Budget:
             found, price = self._taken_in_order(wishes, price)
         return Shares(self, wishes, found, price)
 
-    def without(self, wishes: Sequence[Wish]) -> "Shares":
-        """Return plans with which only the rows draft that do so in any case."""
+    def with_held_only(self, wishes: Sequence[Wish]) -> "Shares":
+        """Return plans with which only those rows draft that do so in any case."""
         step = Step(self, wishes, [wish.taken if wish.held else 0 for wish in wishes])
         return Shares(self, wishes, step.plans, step.speed)
 
@@ -192,6 +199,8 @@ class Step:
     def seconds(self) -> float:
         """What the step takes."""
         begun_s = sum([took for arm, took in self._begun.items() if self._counts[arm] > 0])
+        if self._counts[0] < len(self.plans):
+            begun_s += self._budget.once_s
         return self._budget.step_s(self.guesses) + self._drafting_s + begun_s
 
     @property
@@ -266,7 +275,7 @@ class Shares:
         """Note the plan that a row takes."""
         self._step.take(row, plan)
 
-    def beats(self, other: "Shares", patience: float) -> bool:
+    def beats(self, other: "Shares", patience: float, lost: float = 1.0) -> bool:
         """Return whether decoding is enough faster than with other plans, with which fewer rows draft.
 
         A drafter's weights are read for all rows or for none, so each row may gain beside the others while all of them
@@ -274,9 +283,10 @@ class Shares:
 
         Args:
             patience: how many times as fast it has to be if all rows begin to draft, and less accordingly if few do.
+            lost: how many times less it gains because rows end apart.
         """
         began = sum(at > 0 for at in self.plans) - sum(at > 0 for at in other.plans)
-        return self.price > other.price * (1 + (patience - 1) * began / self._budget.rows)
+        return self.price > other.price * lost * (1 + (patience - 1) * began / self._budget.rows)
 
     @property
     def plans(self) -> Sequence[int]:
@@ -291,4 +301,6 @@ class Shares:
     @property
     def added_s(self) -> float:
         """What all guesses add to the step, as measured."""
-        return max(0.0, self._step.seconds - self._budget.step_s(0.0)) / self._budget.slower.more
+        budget = self._budget
+        added_s = self._step.seconds - budget.step_s(0.0) - (budget.once_s if any(self.plans) else 0.0)
+        return max(0.0, added_s) / budget.slower.more

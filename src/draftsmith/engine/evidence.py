@@ -249,7 +249,7 @@ class RowEvidence:
     `usual` is what is known of every guesser from other texts.
     `trying` says that this plan was a trial, to see whether guesses stay now, and `settled` is the plan before that;
     `tried` is the guesser whose trial begins with it, if one does; `sampled` says that the row's tokens are drawn.
-    `interrupted` is the plan that a step without guesses interrupts, which is not the row's own choice, 0 if none does.
+    `interrupted` is the settled plan while a step without guesses interrupts it, otherwise 0.
     """
 
     evidence: list[Evidence]
@@ -262,6 +262,11 @@ class RowEvidence:
     usual: list[Usual] = field(default_factory=list)
     interrupted: int = 0
     passed: int = 0
+
+    def catch_up(self) -> None:
+        """Count the steps for which nobody asked about it: all but the last of those that have passed."""
+        for own in self.evidence:
+            own.since += max(0, self.passed - 1)
 
     def interrupt(self) -> None:
         """Draft nothing in the next step, whatever is settled."""

@@ -9,8 +9,6 @@ from draftsmith.engine.arm import Arm, Times
 from draftsmith.engine.evidence import GROWTHS, QUARTERS, OneStand, Stand
 from draftsmith.engine.known import ODDS
 
-MOST_IN_A_STEP = 64
-"""Steps are taken to bring fewer tokens than this."""
 MOST_STANDS = 4096
 """How many stands of guessers are remembered, with what follows from them."""
 
@@ -115,7 +113,7 @@ def _at_best(arm: Arm) -> tuple[float, Times]:
 
 def at_most(brings: Sequence[float], left: float) -> Sequence[float]:
     """Return the tokens that plans bring a text that may write so many more."""
-    return brings if left >= MOST_IN_A_STEP else [min(tokens, left) for tokens in brings]
+    return brings if left >= max(brings) else [min(tokens, left) for tokens in brings]
 
 
 def values_of(brings: Sequence[float], price: float, spent: Sequence[float]) -> list[float]:

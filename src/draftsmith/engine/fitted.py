@@ -23,7 +23,6 @@ from draftsmith.engine.expected import Expected, at_most, beats, values_of
 from draftsmith.engine.explaining import Explaining
 from draftsmith.engine.known import Known
 from draftsmith.engine.learnt import Learnt
-from draftsmith.engine.mixed_pace import MixedPace
 from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.reasons import NEVER, Reason
@@ -138,6 +137,7 @@ class Fitted(Policy):
         count = max(load.decoding, len(rows))
         if GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S:
             self._resting = None
+            self._together.pause()
             return [self._choices[self._of_all(load, rows, count)]] * len(rows)
         self._asked, self._resting, self._unasked = None, None, 0
         plans = self._of_one(load, rows) if count == 1 else self._of_each(load, rows, count)
@@ -180,7 +180,8 @@ class Fitted(Policy):
         spent = costs.grown(times)
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
         values, most = values_of(brings, price, spent), costs.grown(expected.most_times)
-        row.arm = self._settle(row, Offer(values, price, spent, most, rows[0].left))
+        row.catch_up()
+        row.arm = self._settle(row, Offer(values, price, spent, most, rows[0].left), passed=max(1, row.passed))
         self._steps[row.arm] += 1
         reason = self._explaining.reason(row, values, price, spent, 1, self._tokens, PATIENCE, PATIENCE)
         self._reasons, self._taken = [reason], row.arm
@@ -198,52 +199,54 @@ class Fitted(Policy):
             Wish(weighing.plans[row.stand].within(history.left), row.arm, self._goes_on(row))
             for row, history in zip(known, rows, strict=True)
         ]
-        shares, patience = budget.shared_out(wishes), PATIENCE
-        if is_closing(load, rows):
+        shares, fewest, lost = budget.shared_out(wishes), budget.with_held_only(wishes), 1.0
+        pays, ends_later = shares.beats(fewest, PATIENCE), False
+        if pays and is_closing(load, rows):
             left = [history.left for history in rows]
-            patience *= together.lost_at_the_end(weighing, shares.plans, left, shares.seconds)
-        fewest = budget.without(wishes)
-        if not shares.beats(fewest, patience):
+            lost = together.lost_at_the_end(weighing, shares.plans, left, shares.seconds)
+            ends_later = not shares.beats(fewest, PATIENCE, lost)
+        if ends_later or not pays:
             shares = fewest
+        patience = PATIENCE * lost
         price, owed, self._reasons = shares.price, {False: 0.0, True: 0.0}, list[Reason]()
         for at, (row, history, wish) in enumerate(zip(known, rows, wishes, strict=True)):
-            passed = max(1, row.passed)
-            for own in row.evidence:
-                own.since += passed - 1
+            row.catch_up()
             brings = wish.plans.brings
             spent, hoped = shares.spent(at, wish.plans), shares.spent(at, most)
             joined = least(spent, wish.plans.alike)
             values, tried = values_of(brings, price, spent), values_of(brings, price, joined)
             offer = Offer(values, price, spent, least(hoped, most.alike), history.left, tried=tried)
-            row.arm = self._settle(row, offer, patience, passed=passed)
+            row.arm = self._settle(row, offer, math.inf if ends_later else patience, passed=max(1, row.passed))
             shares.take(at, row.arm)
             if row.tried != NOBODY:  # paid for as if others would join; those that begin after it find room
                 owed[row.sampled] += TRIAL * price * (spent[row.arm] - joined[row.arm])
             self._reasons.append(self._reason_of(row, wish.plans, price, budget, patience))
         for sampled, lost in owed.items():
             self._trials.purse.charge(sampled, lost / count, count)
-        added_s = shares.added_s
-        reminds = self._is_due(known, together.pace, added_s, count, price * budget.step_s(0.0) / count)
-        if reminds:
-            added_s = 0.0
+        taken, added_s = [row.arm for row in known], shares.added_s
+        if any(taken) and self._reminder_is_due(load, rows, known, price * budget.step_s(0.0) / count):
             for row in known:
                 row.interrupt()
-        taken = [row.arm for row in known]
+            taken, added_s = [0] * len(known), 0.0
+        elif not any(taken):
+            self._resting = list(rows), len(rows[0].accepted)
+            waits = (
+                own.wait - own.since - 1
+                for row, history in zip(known, rows, strict=True) if history.left > SHORT for own in row.evidence
+            )
+            self._waits = max(0, min([HELD, *waits]))
         for arm in taken:
             self._steps[arm] += 1
-        if not reminds and not any(taken):
-            waits = (own.wait - own.since - 1 for row in known for own in row.evidence)
-            may_try = any(history.left > SHORT for history in rows)
-            self._resting = list(rows), len(rows[0].accepted)
-            self._waits = max(0, min([HELD, *waits])) if may_try else HELD
         together.begin(load, rows, taken, weighing, added_s)
         self._taken = taken[0]
         return taken
 
-    def _is_due(self, rows: Sequence[RowEvidence], pace: MixedPace, added_s: float, count: int, gain: float) -> bool:
-        """Return whether a step without guesses comes next only to see what it costs; never during a trial."""
-        on_trial = any(row.arm > 0 and row.evidence[self._whose[row.arm]].trial > 0 for row in rows)
-        return added_s > 0 and not on_trial and pace.reminds(count, gain)
+    def _reminder_is_due(
+        self, load: Load, rows: Sequence[RowHistory], known: Sequence[RowEvidence], gain: float
+    ) -> bool:
+        """Return whether the next step is one without guesses, only to see what it costs."""
+        on_trial = any(row.arm > 0 and row.evidence[self._whose[row.arm]].trial > 0 for row in known)
+        return self._together.can_time(load, rows) and self._together.pace.reminds(len(rows), gain, on_trial)
 
     def _reason_of(
         self, row: RowEvidence, plans: Plans, price: float, budget: Budget, patience: float

@@ -1,25 +1,23 @@
 """How long steps take now, compared with what was measured, where rows draft each in its own way.
 
-Two numbers say it: how many times as long a step without guesses takes, and how many times as long what guesses add to
-it. They change apart: where other programs read memory, too, plain steps become longer, and guesses, which cost
-arithmetic, hardly do.
+Three numbers say it. How long a plain step takes changes with what other programs do to the memory. Steps with guesses
+may be bound by arithmetic, and then hardly change with it. So they are taken to last as long as before until they are
+timed again, and what guesses add to a plain step is what is left.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
 KNOWN = 0.25
 """How many timed steps count as much as what was known of plain ones before."""
 MEASURED = 1.0
-"""How many steps, whose guesses add as much as a plain step takes, count as much as what was measured of guesses. Steps
-whose guesses add less count less, by the square: they say little of what guesses add."""
-HALVED = 32
+"""How many steps count as much as what was measured of guesses."""
+HALVED = 16
 """After so many steps of the same kind (with guesses, or without), a timed step counts half as much."""
-PLAIN_HALVED, DRAFTS_HALVED = 64, 512
-"""The same after so many steps of the other kind, or of other numbers of rows, for plain steps and for others. What
-plain steps take changes with what other programs do to the memory. What guesses add changes less, and where it was too
-much to draft, that must not be forgotten soon."""
+PLAIN_HALVED, DRAFTS_HALVED = 8, 512
+"""The same after so many steps of the other kind, or of other numbers of rows, for plain steps and for others. The few
+plain steps between long stretches of drafts are to outweigh those of long ago. What was too slow to be drafted must not
+be forgotten soon."""
 MOST_SLOWER, MOST_FASTER = 1.5, 0.5
 """A step counts as at most and at least this many times as long as expected: if it took longer, the cause was something
 else."""
@@ -31,15 +29,25 @@ processor's caches, so that these hold nothing that later steps would find."""
 REMINDERS = 2
 """So many steps without guesses come in a row now and then, to see what these cost now."""
 EARLY_WAIT, WAIT, LONG_WAIT = 12, 32, 128
-"""They come after so many steps with guesses: the first ones early, and late ones where drafts gain `CLEARLY`."""
-CLEARLY = 1.5
+"""They come after so many steps with guesses: the first ones early, as well as those after steps that took another time
+than was expected (by more than `STEADY`); and late where drafts gain `CLEARLY`."""
+STEADY, CLEARLY = 0.1, 1.5
+PATIENCE = 2
+"""They do not interrupt rows on trial, unless that would put them off to more than this many times as long."""
 
 
 class Slower(NamedTuple):
-    """How many times as long as measured steps take: without guesses (`plain`), and what guesses add (`more`)."""
+    """How steps differ from what was measured.
+
+    Args:
+        plain: how many times as long a step without guesses takes.
+        more: how many times as much guesses add to it.
+        once: what any guesses add besides, in plain steps as measured.
+    """
 
     plain: float = 1.0
     more: float = 1.0
+    once: float = 0.0
 
 
 AS_MEASURED = Slower()
@@ -80,12 +88,49 @@ class Sums:
         self.products += more * took
 
 
+@dataclass
+class Group:
+    """What is known of steps of about one number of rows.
+
+    Args:
+        slower: how they differ from what was measured.
+        plain: steps without guesses.
+        drafts: steps with guesses.
+        drafted: how many of the latter there were since one without guesses.
+        timed: how many without guesses were timed.
+        unsteady: how many of these have to take as long as expected, about, before they count as steady.
+    """
+
+    slower: Slower
+    plain: Sums
+    drafts: Sums
+    drafted: int = 0
+    timed: int = 0
+    unsteady: int = 0
+
+
+@dataclass(frozen=True)
+class Coming:
+    """Steps to come, one or several alike, that do nothing but decode `rows` rows.
+
+    Args:
+        plain_s: seconds of such a step without guesses, as measured.
+        more_s: what its guesses add to them.
+        drafts: whether any row drafts.
+    """
+
+    rows: int
+    plain_s: float
+    more_s: float
+    drafts: bool
+
+
 class MixedPace:
     """Learns from the seconds of steps whose rows take plans of their own, for numbers of rows of about one size.
 
     What plain steps take is learnt from plain steps alone, and what guesses add is what other steps take beyond that.
     To tell both from steps with more guesses and with fewer would rely on how straight a line their times lie on. Until
-    plain steps were timed, both numbers change alike.
+    plain steps were timed, all steps are taken to be slower alike.
 
     Args:
         learns: whether to learn at all; otherwise the measured costs hold for ever.
@@ -93,42 +138,36 @@ class MixedPace:
 
     def __init__(self, learns: bool) -> None:
         self._learns = learns
-        # Numbers of rows are grouped by powers of two; each group has the sums of steps without guesses and with some.
-        self._sums: dict[int, tuple[Sums, Sums]] = {}
-        self._found: dict[int, Slower] = {}
+        self._groups: dict[int, Group] = {}  # numbers of rows are grouped by powers of two
         self._latest = AS_MEASURED  # of the group that something was learnt of last
-        self._drafted = Counter[int]()  # steps with guesses since one without
-        self._plain = Counter[int]()  # steps without guesses that were timed
-        self._reminding = 0  # steps left of a reminder
-        # The steps that were chosen last, one or several alike: their group, seconds without guesses as measured and
-        # what guesses add; and what they took.
-        self._step: tuple[int, float, float] | None = None
+        self._reminding = 0, 0  # the group of a reminder, and how many steps of it are still to come
+        self._coming: Coming | None = None
         self._took: list[float] = []
 
     def of(self, rows: int) -> Slower:
-        """Return how many times as long as measured steps of so many rows take."""
-        return self._found.get(rows.bit_length(), self._latest)
+        """Return how steps of so many rows differ from what was measured."""
+        found = self._groups.get(rows.bit_length())
+        return self._latest if found is None else found.slower
 
-    def begin(self, rows: int, plain_s: float, more_s: float, youngest: int) -> None:
-        """Note what the next step does, and those after it until `learn`: nothing but decode these rows.
+    def begin(self, coming: Coming, youngest: int) -> None:
+        """Note which steps come until `learn` or `pause`.
 
         Args:
-            plain_s: its seconds without guesses, as measured.
-            more_s: what its guesses add to them.
             youngest: steps that the youngest row has behind it.
         """
-        size = rows.bit_length()
         self._took.clear()
-        self._step = (size, plain_s, more_s) if self._learns and youngest >= COLD_STEPS else None
-        self._drafted[size] = self._drafted[size] + 1 if more_s else 0
+        self._coming = coming if self._learns and youngest >= COLD_STEPS else None
+        group = self._group(coming.rows)
+        group.drafted = group.drafted + 1 if coming.drafts else 0
 
     def pause(self) -> None:
-        """Note that the next step says nothing."""
-        self._step = None
+        """Note that the next steps say nothing."""
+        self._coming = None
+        self._took.clear()
 
     def timed(self, seconds: float) -> None:
         """Take in how long a step took."""
-        if self._step is not None:
+        if self._coming is not None:
             self._took.append(seconds)
 
     def learn(self, unexpected_s: float) -> None:
@@ -137,44 +176,65 @@ class MixedPace:
         Args:
             unexpected_s: how much more the guesses that were really made add, as measured, than those expected.
         """
-        if self._step is None or not self._took:
+        coming, self._coming = self._coming, None
+        if coming is None or not self._took:
             return
-        size, plain_s, more_s = self._step
-        more, drafts = max(0.0, more_s + unexpected_s) / plain_s, more_s > 0
-        own = self._sums.setdefault(size, (Sums(), Sums()))
-        self._plain[size] += 0 if drafts else len(self._took)
-        for kinds in self._sums.values():
-            for sums, others in zip(kinds, (PLAIN_HALVED, DRAFTS_HALVED), strict=True):
-                sums.fade(0.5 ** (len(self._took) / (HALVED if sums is own[drafts] else others)))
-        before = self._found.get(size, self._latest)
-        expected = before.plain + before.more * more
+        group, before = self._group(coming.rows), self.of(coming.rows)
+        own, steps = (group.drafts if coming.drafts else group.plain), len(self._took)
+        for other in self._groups.values():
+            for sums, halved in ((other.plain, PLAIN_HALVED), (other.drafts, DRAFTS_HALVED)):
+                sums.fade(0.5 ** (steps / (HALVED if sums is own else halved)))
+        more = max(0.0, coming.more_s + unexpected_s) / coming.plain_s if coming.drafts else 0.0
+        expected = before.plain + before.more * more + (before.once if coming.drafts else 0.0)
         for seconds in self._took:
-            own[drafts].add(more, min(MOST_SLOWER * expected, max(MOST_FASTER * expected, seconds / plain_s)))
-        self._found[size] = self._latest = _means(*own, before)
-        self._step = None
+            took = seconds / coming.plain_s
+            own.add(more, min(MOST_SLOWER * expected, max(MOST_FASTER * expected, took)))
+        if not coming.drafts:
+            group.timed += steps
+            is_steady = abs(sum(self._took) / steps / coming.plain_s - before.plain) < STEADY * before.plain
+            group.unsteady = max(0, group.unsteady - steps) if is_steady else REMINDERS
+        group.slower = self._latest = _found(group, before)
 
-    def reminds(self, rows: int, gain: float) -> bool:
-        """Return whether the coming step is to be one without guesses, because it is long ago that there was one.
+    def reminds(self, rows: int, gain: float, on_trial: bool) -> bool:
+        """Return whether the coming step, whose rows draft, is to be one without guesses, because that is long ago.
 
         Args:
             gain: how many times as fast as without guesses steps are expected to be.
+            on_trial: whether any row is on trial.
         """
-        size = rows.bit_length()
-        if self._reminding and not self._drafted[size]:
-            self._reminding -= 1
+        group, size = self._group(rows), rows.bit_length()
+        reminded, left = self._reminding
+        self._reminding = 0, 0
+        if left and reminded == size and not group.drafted:
+            self._reminding = size, left - 1
             return True
-        wait = EARLY_WAIT if self._plain[size] < REMINDERS else LONG_WAIT if gain > CLEARLY else WAIT
-        if not self._learns or self._drafted[size] < wait:
+        is_early = group.timed < REMINDERS or group.unsteady > 0
+        wait = EARLY_WAIT if is_early else LONG_WAIT if gain > CLEARLY else WAIT
+        if not self._learns or group.drafted < (PATIENCE * wait if on_trial else wait):
             return False
-        self._reminding = REMINDERS - 1
+        self._reminding = size, REMINDERS - 1
         return True
 
+    def _group(self, rows: int) -> Group:
+        """Return the group of a number of rows, which begins with what the latest one has shown."""
+        size = rows.bit_length()
+        if size not in self._groups:
+            self._groups[size] = Group(self._latest, Sums(), Sums())
+        return self._groups[size]
 
-def _means(plain: Sums, drafts: Sums, before: Slower) -> Slower:
-    """Return the two numbers, beside what was known before."""
-    if not plain.weight:
-        both = (KNOWN * before.plain + drafts.took) / (KNOWN + drafts.weight + drafts.more)
-        return Slower(both, both)
+
+def _found(group: Group, before: Slower) -> Slower:
+    """Return what the steps of a group show, beside what was known before."""
+    plain, drafts = group.plain, group.drafts
+    if not group.timed:
+        expected = before.plain * drafts.weight + before.more * drafts.more + before.once * drafts.weight
+        times = (KNOWN + drafts.took) / (KNOWN + expected)
+        return Slower(*(times * one for one in before))
     slower = (KNOWN * before.plain + plain.took) / (KNOWN + plain.weight)
-    added = MEASURED + drafts.products - slower * drafts.more
-    return Slower(slower, max(LEAST, added / (MEASURED + drafts.squares)))
+    # The least squares of what remains unexplained, beside what was measured.
+    took, products = drafts.took - slower * drafts.weight, MEASURED + drafts.products - slower * drafts.more
+    weight, squares = MEASURED + drafts.weight, MEASURED + drafts.squares
+    once = (took * squares - products * drafts.more) / (weight * squares - drafts.more**2)
+    if once <= 0:
+        return Slower(slower, max(LEAST, products / squares))
+    return Slower(slower, max(LEAST, (products - once * drafts.more) / squares), once)

@@ -9,7 +9,7 @@ from draftsmith.engine.budget import Budget, Plans
 from draftsmith.engine.closing import lost_at_the_end
 from draftsmith.engine.evidence import Stand
 from draftsmith.engine.expected import Expected
-from draftsmith.engine.mixed_pace import MixedPace
+from draftsmith.engine.mixed_pace import COLD_STEPS, Coming, MixedPace
 from draftsmith.engine.policy import Load, RowHistory
 from draftsmith.engine.profile import Costs
 from draftsmith.engine.step_costs import StepCosts
@@ -78,31 +78,36 @@ class Together:
         """Return how many times less drafts gain in a batch whose rows end apart than in a full one, see `closing`.
 
         Args:
-            taken: the plan of each row.
+            taken: the plan of each row, some of which draft.
             left: the tokens that each row may still write.
             step_s: seconds of a step with these plans.
         """
-        plain_s, stands, expected = weighing.budget.step_s(0.0), weighing.stands, self._expected
-        drafts = {(stand, at) for stand, at in zip(stands, taken, strict=True) if at}
-        if not drafts:
-            return 1.0
+        each = [(self._expected.of(stand), at) for stand, at in zip(weighing.stands, taken, strict=True)]
+        rates = [brings[at] for (brings, _), at in each]
+        last = sorted(range(len(left)), key=lambda row: rates[row] / left[row])
 
         @cache
         def later(rows: int) -> float:
-            costs, (slower, more) = self._costs.of(rows, weighing.tokens), self.pace.of(rows)
-            each = [slower * costs.plain]
-            for stand, at in drafts:
-                brings, times = expected.of(stand)
-                each.append((each[0] + more * (costs.of(at, times[at]) - costs.plain)) / brings[at])
-            return rows * min(each)
+            costs, (slower, more, once) = self._costs.of(rows, weighing.tokens), self.pace.of(rows)
+            plain_s, step_s, tokens = rows * slower * costs.plain, 0.0, 0.0
+            for row in last[:rows]:
+                (brings, times), at = each[row]
+                step_s += slower * costs.plain + more * (costs.of(at, times[at]) - costs.plain)
+                tokens += brings[at] / rows
+            return min(plain_s, (step_s + once * rows * costs.plain) / tokens)
 
-        rates = [expected.of(stand)[0][at] for stand, at in zip(stands, taken, strict=True)]
-        return lost_at_the_end(left, rates, step_s, plain_s, later)
+        return lost_at_the_end(left, rates, step_s, weighing.budget.step_s(0.0), later)
+
+    @staticmethod
+    def can_time(load: Load, rows: Sequence[RowHistory]) -> bool:
+        """Whether something can be learnt from steps of these rows: they do nothing else, and no row has just begun."""
+        alone = not load.reading and load.decoding == len(rows)
+        return alone and min(len(row.accepted) for row in rows) >= COLD_STEPS
 
     def begin(
         self, load: Load, rows: Sequence[RowHistory], taken: Sequence[int], weighing: Weighing, added_s: float
     ) -> None:
-        """Note which step comes next.
+        """Note which steps come until `learn` or `pause`.
 
         Args:
             taken: the plan of each row.
@@ -115,8 +120,8 @@ class Together:
         for history, stand, at in zip(rows, weighing.stands, taken, strict=True):
             if self._expected.arms[at].full:
                 self._varied.append((history, at, weighing.costs.of(at, self._expected.of(stand)[1][at])))
-        plain_s = len(rows) * weighing.costs.plain
-        self.pace.begin(len(rows), plain_s, added_s, min(len(row.accepted) for row in rows))
+        coming = Coming(len(rows), len(rows) * weighing.costs.plain, added_s, any(taken))
+        self.pace.begin(coming, min(len(row.accepted) for row in rows))
 
     def learn(self) -> None:
         """Learn from the last step, if it was timed."""
@@ -127,6 +132,6 @@ class Together:
         self._weighed = None
 
     def pause(self) -> None:
-        """Note that the next step says nothing."""
+        """Note that the next steps say nothing."""
         self._weighed = None
         self.pace.pause()

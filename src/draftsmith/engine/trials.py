@@ -9,7 +9,7 @@ from draftsmith.engine.evidence import FIRST_WAIT, LONGER, LONGEST_WAIT, TRIAL, 
 from draftsmith.engine.purse import LENT, LENT_LITTLE, Purse, share_lost
 
 HELD = 31
-"""Steps without a draft for which a policy need not be asked again, where all rows take the same plan."""
+"""Steps without a draft for which a policy need not be asked again, where no row drafts."""
 SHORT = 4 * TRIAL
 """Where no row can write more tokens than so many, nothing is tried: there is no time left to gain by it."""
 CHANGE_S, CHANGE_ROW_S = 0.0003, 0.0001
