@@ -9,13 +9,14 @@ import pytest
 from draftsmith.engine import Engine
 from draftsmith.engine.arm import Arm
 from draftsmith.engine.evidence import FIRST_WAIT, HOPELESS, LONGEST_WAIT, TRIAL
-from draftsmith.engine.fitted import LAID_ASIDE, Fitted
+from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.pace import SETTLES
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Profile, Sampled
 from draftsmith.engine.reasons import Weighed
 from draftsmith.engine.reminders import NARROW_WAIT, REMINDERS
+from draftsmith.engine.settling import LAID_ASIDE
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
 from tests.helpers.oracle import OracleDrafter

@@ -8,10 +8,11 @@ import pytest
 
 from draftsmith.engine import Engine
 from draftsmith.engine.evidence import LONGEST_WAIT
-from draftsmith.engine.fitted import LAID_ASIDE, Fitted
+from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.profile import Profile
+from draftsmith.engine.settling import LAID_ASIDE
 from draftsmith.engine.trials import HELD
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import SamplingParams

@@ -6,11 +6,12 @@ import pytest
 
 from draftsmith.engine import Engine
 from draftsmith.engine.evidence import FIRST_WAIT, LONGEST_WAIT
-from draftsmith.engine.fitted import PATIENCE, Fitted
+from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Fixed, OffAbove, RowHistory
 from draftsmith.engine.profile import Profile
 from draftsmith.engine.reasons import LABELS, Weighed, shape_in_words
+from draftsmith.engine.settling import PATIENCE
 from draftsmith.plan import NO_COPY, NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
 from tests.helpers.oracle import oracle_for

@@ -23,30 +23,24 @@ from draftsmith.engine.expected import Expected, at_most, beats, values_of
 from draftsmith.engine.explaining import Explaining
 from draftsmith.engine.known import Known
 from draftsmith.engine.learnt import Learnt
-from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
+from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.reasons import NEVER, Reason
 from draftsmith.engine.reminders import Reminders
+from draftsmith.engine.settling import PATIENCE, Settling
 from draftsmith.engine.step_costs import StepCosts
 from draftsmith.engine.together import Together
 from draftsmith.engine.trials import HELD, SHORT, Offer, Trials
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import DraftsmithError
 
-PATIENCE = 1.03
-"""A change to another plan has to make decoding this many times as fast, and so does any draft against none."""
 SWITCH = 1.08
-"""The same for a change from one draft to another of several rows that take one plan, which is made for the sake of
-their mean, unless all of them have just begun."""
+"""How many times as fast as the draft taken so far another one has to be for several rows that take one plan: such a
+change is made for the sake of their mean. Where all of them have just begun, it is `PATIENCE`."""
 CROWD_PATIENCE = 1.08
 """The same as `PATIENCE` where several rows that take one plan begin to draft, or go on when others have joined them.
 Guesses bring some rows more than others: they no longer end together, and the last ones decode in steps that are hardly
 cheaper. (For the rows of one call, that loss is computed, see `closing`.)"""
-EARNED_BACK = 12
-"""Within how many steps a change of plan must have paid for what it costs."""
-LAID_ASIDE = SETTLES_PLAIN + SEEN
-"""Steps before what was drafted for longer than a trial is tried again. If it was laid aside because plain steps were
-thought to be faster than they are, it is known by then how long they take now."""
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""
@@ -88,6 +82,7 @@ class Fitted(Policy):
         self._reminders = Reminders(self._pace, self._whose)
         self._learnt = Learnt(self._guessers, self._whose, self._expected)
         self._trials = Trials(self._whose, self._learnt.told, len(self._guessers), self._expected.most)
+        self._settling = Settling(self._whose, self._learnt.told, self._trials)
         # Where all rows take the same plan: what is known about them together; and, of the last question, how many rows
         # decoded, which ones, and how many steps they had behind them.
         self._crowd = RowEvidence([Evidence() for _ in self._guessers], 0)
@@ -181,7 +176,7 @@ class Fitted(Policy):
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
         values, most = values_of(brings, price, spent), costs.grown(expected.most_times)
         row.catch_up()
-        row.arm = self._settle(row, Offer(values, price, spent, most, rows[0].left), passed=max(1, row.passed))
+        row.arm = self._settling.settle(row, Offer(values, price, spent, most, rows[0].left), passed=max(1, row.passed))
         self._steps[row.arm] += 1
         reason = self._explaining.reason(row, values, price, spent, 1, self._tokens, PATIENCE, PATIENCE)
         self._reasons, self._taken = [reason], row.arm
@@ -196,7 +191,7 @@ class Fitted(Policy):
         weighing = together.weigh([row.stand for row in known], count, self._tokens)
         budget, most = weighing.budget, weighing.most
         wishes = [
-            Wish(weighing.plans[row.stand].within(history.left), row.arm, self._goes_on(row))
+            Wish(weighing.plans[row.stand].within(history.left), row.arm, self._settling.will_go_on(row))
             for row, history in zip(known, rows, strict=True)
         ]
         shares, fewest, lost = budget.shared_out(wishes), budget.with_held_only(wishes), 1.0
@@ -216,13 +211,13 @@ class Fitted(Policy):
             joined = least(spent, wish.plans.alike)
             values, tried = values_of(brings, price, spent), values_of(brings, price, joined)
             offer = Offer(values, price, spent, least(hoped, most.alike), history.left, tried=tried)
-            row.arm = self._settle(row, offer, math.inf if ends_later else patience, passed=max(1, row.passed))
+            row.arm = self._settling.settle(row, offer, math.inf if ends_later else patience, passed=max(1, row.passed))
             shares.take(at, row.arm)
             if row.tried != NOBODY:  # paid for as if others would join; those that begin after it find room
                 owed[row.sampled] += TRIAL * price * (spent[row.arm] - joined[row.arm])
             self._reasons.append(self._reason_of(row, wish.plans, price, budget, patience))
-        for sampled, lost in owed.items():
-            self._trials.purse.charge(sampled, lost / count, count)
+        for sampled, tokens in owed.items():
+            self._trials.purse.charge(sampled, tokens / count, count)
         taken, added_s = [row.arm for row in known], shares.added_s
         if any(taken) and self._reminder_is_due(load, rows, known, price * budget.step_s(0.0) / count):
             for row in known:
@@ -245,7 +240,7 @@ class Fitted(Policy):
         self, load: Load, rows: Sequence[RowHistory], known: Sequence[RowEvidence], gain: float
     ) -> bool:
         """Return whether the next step is one without guesses, only to see what it costs."""
-        on_trial = any(row.arm > 0 and row.evidence[self._whose[row.arm]].trial > 0 for row in known)
+        on_trial = any(map(self._settling.is_on_trial, known))
         return self._together.can_time(load, rows) and self._together.pace.reminds(len(rows), gain, on_trial)
 
     def _reason_of(
@@ -262,10 +257,6 @@ class Fitted(Policy):
         first = values_of(plans.brings, price, first_s)
         pays = beats(first, price, first_s, max(range(1, len(first)), key=first.__getitem__), 0, patience)
         return replace(reason, kind="no_room") if pays else reason
-
-    def _goes_on(self, row: RowEvidence) -> bool:
-        """Whether a row drafts as before in the next step, because a trial lasts or it has just begun to draft."""
-        return row.arm > 0 and row.evidence[self._whose[row.arm]].will_go_on
 
     def _of_all(self, load: Load, rows: Sequence[RowHistory], count: int) -> int:
         """Return one plan for all rows, by what it brings them on average."""
@@ -316,9 +307,8 @@ class Fitted(Policy):
         ]
         offer = Offer(values, price, spent, hoped, self._left, len(rows), ends)
         switch = PATIENCE if len(rows) == 1 or all(new) else SWITCH
-        crowd.arm = self._settle(crowd, offer, patience, switch, passed)
-        on_trial = crowd.arm > 0 and crowd.evidence[self._whose[crowd.arm]].trial > 0
-        self._taken = self._reminders.plan(crowd.arm, on_trial, count, values, price, spent)
+        crowd.arm = self._settling.settle(crowd, offer, patience, switch, passed)
+        self._taken = self._reminders.plan(crowd.arm, self._settling.is_on_trial(crowd), count, values, price, spent)
         reason = self._explaining.reason(crowd, values, price, spent, count, self._tokens, patience, usual)
         self._reasons = [reason] * len(rows)
         for row in known:
@@ -399,48 +389,6 @@ class Fitted(Policy):
         plain_s = count * self._costs.of(count, self._tokens).plain * self._pace.slower(count)[0]
         stayed = sum([sum(row.accepted[-steps:]) for row in rows]) / count
         self._trials.charge(sampled, steps, sum(took) / plain_s - steps - stayed, count)
-
-    def _settle(
-        self, row: RowEvidence, offer: Offer, patience: float = PATIENCE, switch: float = PATIENCE, passed: int = 1
-    ) -> int:
-        """Return the plan of a row, or of several rows that take the same one; a small gain changes nothing.
-
-        Args:
-            patience: how many times as fast as plain decoding a plan has to be.
-            switch: how many times as fast as the plan taken so far another one has to be.
-            passed: steps since the last call.
-        """
-        values, price, spent = offer.values, offer.price, offer.spent
-        best = max(range(1, len(values)), key=values.__getitem__)
-        gained = passed * (values[row.arm] - values[0])
-        self._trials.purse.earn(row.sampled, passed * offer.brings(row.arm), gained, offer.rows)
-        earned = offer.change_s / (min(EARNED_BACK, offer.left) * spent[row.arm])
-        drafting = self._whose[row.arm]
-        on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(passed)
-        if row.trying and row.settled:
-            # Another draft was taken before the trial, and is taken again unless this one is clearly better.
-            best = best if beats(values, price, spent, best, row.settled, switch) else row.settled
-        elif row.arm and not beats(values, price, spent, best, row.arm, switch + earned):
-            best = row.arm
-        needed = patience if row.arm else patience + earned
-        chosen = best if beats(values, price, spent, best, 0, needed) else 0
-        if on_trial:
-            chosen = row.arm
-        for number, own in enumerate(row.evidence):
-            taken = number in self._learnt.told[chosen]
-            own.since = own.since + 1 if taken == (number in self._learnt.told[row.arm]) else 0
-            if taken and own.since == 0 and number == self._whose[chosen]:
-                own.begin()  # a few guesses that fail say little
-            elif taken and own.since >= TRIAL and not on_trial:
-                own.wait = LAID_ASIDE
-        # How many more tokens drafts of several rows have to bring for a trial to lead to drafting.
-        extra = 0.0 if chosen or offer.rows == 1 else (patience - 1) * offer.brings(0)
-        row.tried = NOBODY
-        tried = chosen if on_trial else self._trials.due(row, offer, chosen, extra)
-        row.trying = tried != chosen or (on_trial and row.trying)
-        if tried != chosen:
-            row.settled = chosen
-        return tried
 
 
 def least(one: Sequence[float], other: Sequence[float]) -> list[float]:

@@ -29,8 +29,8 @@ processor's caches, so that these hold nothing that later steps would find."""
 REMINDERS = 2
 """So many steps without guesses come in a row now and then, to see what these cost now."""
 EARLY_WAIT, WAIT, LONG_WAIT = 12, 32, 128
-"""They come after so many steps with guesses: the first ones early, as well as those after steps that took another time
-than was expected (by more than `STEADY`); and late where drafts gain `CLEARLY`."""
+"""They come after so many steps with guesses: the first ones early, and late where drafts gain `CLEARLY`. Elsewhere they
+come early, too, if the last ones took another time than was expected, by more than `STEADY`."""
 STEADY, CLEARLY = 0.1, 1.5
 PATIENCE = 2
 """They do not interrupt rows on trial, unless that would put them off to more than this many times as long."""
@@ -208,8 +208,9 @@ class MixedPace:
         if left and reminded == size and not group.drafted:
             self._reminding = size, left - 1
             return True
-        is_early = group.timed < REMINDERS or group.unsteady > 0
-        wait = EARLY_WAIT if is_early else LONG_WAIT if gain > CLEARLY else WAIT
+        gains_much = gain > CLEARLY
+        is_early = group.timed < REMINDERS or (group.unsteady > 0 and not gains_much)
+        wait = EARLY_WAIT if is_early else LONG_WAIT if gains_much else WAIT
         if not self._learns or group.drafted < (PATIENCE * wait if on_trial else wait):
             return False
         self._reminding = size, REMINDERS - 1
