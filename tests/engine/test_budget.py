@@ -273,3 +273,22 @@ def test_a_step_is_timed_at_every_width():
     assert found is not None and found.widths == (1, *WIDTHS[: len(found.widths) - 1]) and found.widths[-1] >= 14
     assert found.seconds == tuple(1.0 + max(0, width - 10) for width in found.widths)
     assert measure_width_cost(target, [3] * (target.max_length - 11)) is None, "no room for guesses"
+
+
+def test_guesses_whose_number_differs_leave_less_room_for_others():
+    """Four rows: three take a plan that makes three guesses on average, and the fourth weighs one guess, and five."""
+    found = budget(4)
+    brings, alike = [1.0, 3.0, 1.9, 3.0], [0.25, 0.28, 0.25, 0.5]
+    some = found.plans(brings, [0.0, 0.0, 1.0, 5.0], alike, [0.0] * 4, [0.0, 3.0, 0.0, 0.0])
+    shares = found.shared_out([Wish(some, 1, held=True)] * 3 + [Wish(some, 0)])
+    spent = shares.spent(3, some)
+    assert spent[1] - spent[0] == pytest.approx(0.03), "as measured, whatever the others draft"
+    assert spent[2] - spent[0] == pytest.approx(0.0), "fourteen tokens"
+    assert spent[3] - spent[0] == pytest.approx(JUMP.of(18) - JUMP.of(13)), "four more, beyond the jump"
+
+
+def test_a_drafter_takes_at_least_as_long_for_many_rows_as_for_one():
+    """The time of all rows, less that of the target, may come out too short."""
+    found = budget(4)
+    some = found.plans([1.0, 2.0], [0.0, 3.0], [0.25, JUMP.of(16) / 4 - 0.01], [0.0, 0.2])
+    assert (some.drafting[1], some.begun[1]) == pytest.approx((0.0, 0.2))

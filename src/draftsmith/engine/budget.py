@@ -4,7 +4,8 @@ What a guess costs depends on all guesses of the step together: up to some numbe
 about the price of one, and the next ones cost clearly more. So a row's plan is weighed by how much longer the step
 takes with it, beside what the other rows draft. That holds for plans that make as many guesses at every step. How many
 a lookup makes, or a chain that ends where its drafter is unsure, differs from step to step, and so does whether there
-is room for them. These plans cost what was measured of them, whatever other rows draft.
+is room for them. These plans cost what was measured of them, whatever other rows draft; but they leave less room for
+the guesses of others.
 """
 
 from collections import Counter
@@ -29,6 +30,7 @@ class Plans(NamedTuple):
     Args:
         brings: tokens of a step.
         guesses: those that it makes at every step; 0 for plans that make more or fewer of them from step to step.
+        varying: for the latter, how many they make on average; 0 for the others.
         alike: a row's share of the seconds of a step, if all rows take the plan.
         drafting: seconds that each row with this plan adds to what the drafter takes.
         begun: seconds that the drafter takes once, if any row has this plan: a draft model reads its weights for one
@@ -37,6 +39,7 @@ class Plans(NamedTuple):
 
     brings: Sequence[float]
     guesses: Sequence[float]
+    varying: Sequence[float]
     alike: Sequence[float]
     drafting: Sequence[float]
     begun: Sequence[float]
@@ -73,7 +76,7 @@ class Budget:
         self._width, self._plain, self._plain_short, self._narrowest = width, plain, plain_short, width.of(rows)
         # Other rows and another time than those of the measurement; what longer texts cost comes on top.
         self._scale = rows * plain_short / self._narrowest
-        self._added = dict[float, float]()  # what numbers of guesses add, as measured
+        self._added = dict[int, float]()  # what numbers of guesses add, in quarters of a guess, as measured
 
     def now(self, slower: Slower) -> "Budget":
         """Return the same at a time at which steps differ so from what was measured."""
@@ -81,9 +84,15 @@ class Budget:
         found._added = self._added
         return found
 
-    def step_s(self, guesses: float) -> float:
-        """Return the seconds in which the target verifies so many guesses, all rows together."""
-        return self.slower.plain * self.rows * self._plain + self.slower.more * self._added_s(guesses)
+    def step_s(self, guesses: float, varying: float = 0.0) -> float:
+        """Return the seconds in which the target verifies so many guesses, all rows together.
+
+        Args:
+            varying: how many guesses other plans make on average, whose own cost is not counted here: they leave less
+                room for these.
+        """
+        added_s = self._added_s(varying + guesses) - self._added_s(varying) if varying else self._added_s(guesses)
+        return self.slower.plain * self.rows * self._plain + self.slower.more * added_s
 
     @property
     def once_s(self) -> float:
@@ -92,46 +101,54 @@ class Budget:
 
     def _added_s(self, guesses: float) -> float:
         """Return what so many guesses of all rows add to a step of the target, as measured."""
-        found = self._added.get(guesses)
+        quarters = round(4 * guesses)
+        found = self._added.get(quarters)
         if found is None:
-            found = self._scale * (self._width.of(self.rows + guesses) - self._narrowest)
-            self._added[guesses] = found
+            found = self._scale * (self._width.of(self.rows + quarters / 4) - self._narrowest)
+            self._added[quarters] = found
         return found
 
     def plans(
-        self, brings: Sequence[float], guesses: Sequence[float], alike: Sequence[float], alone: Sequence[float]
+        self, brings: Sequence[float], guesses: Sequence[float], alike: Sequence[float], alone: Sequence[float],
+        varying: Sequence[float] = (),
     ) -> Plans:
         """Return what plans bring and cost now, see `Plans`.
 
         Args:
             alike: see `Plans`, as measured.
             alone: what the drafter takes for a single row, as measured.
+            varying: see `Plans`; empty means that all plans make as many guesses at every step.
         """
         (slower, more, once), plain = self.slower, self._plain
         drafting, begun = list[float](), list[float]()
         for took, made, one in zip(alike, guesses, alone, strict=True):
-            whole = max(0.0, self.rows * (took - plain) - self._added_s(self.rows * made))
-            each = min(whole / self.rows, max(0.0, whole - one) / max(1, self.rows - 1))
+            # For many rows a drafter takes at least as long as for one. What is left of the time for all rows beside the
+            # target's is a small difference of two long times.
+            whole = max(one, self.rows * (took - plain) - self._added_s(self.rows * made))
+            each = min(whole / self.rows, (whole - one) / max(1, self.rows - 1))
             drafting.append(more * each)
             begun.append(more * (whole - self.rows * each))
         none_s, any_s = slower * plain, (slower + once) * plain
         now = [(any_s if arm else none_s) + more * (took - plain) for arm, took in enumerate(alike)]
-        return Plans(brings, guesses, now, drafting, begun)
+        return Plans(brings, guesses, varying or [0.0] * len(brings), now, drafting, begun)
 
-    def beside(self, plans: Plans, others: float = 0.0, taken: Collection[int] = ()) -> list[float]:
+    def beside(
+        self, plans: Plans, others: float = 0.0, varying: float = 0.0, taken: Collection[int] = ()
+    ) -> list[float]:
         """Return what plans cost a row: its share of a step without guesses, and what its own add to the step.
 
         Args:
             others: the guesses of all other rows.
+            varying: those of their plans that make more or fewer of them, on average.
             taken: their plans.
         """
-        without = self.step_s(others)
-        shared = self.step_s(0.0) / self.rows - without
+        shared = self.step_s(0.0) / self.rows - self.step_s(others, varying)
         first_s = 0.0 if any(taken) else self.once_s
-        each = enumerate(zip(plans.guesses, plans.drafting, plans.begun, strict=True))
+        each = enumerate(zip(plans.guesses, plans.varying, plans.drafting, plans.begun, strict=True))
         return [
-            shared + self.step_s(others + made) + took + (0.0 if arm in taken else begun) + (first_s if arm else 0.0)
-            for arm, (made, took, begun) in each
+            shared + self.step_s(others + made, varying + loose) + took + (0.0 if arm in taken else begun)
+            + (first_s if arm else 0.0)
+            for arm, (made, loose, took, begun) in each
         ]
 
     def shared_out(self, wishes: Sequence[Wish]) -> "Shares":
@@ -187,8 +204,8 @@ class Step:
 
     def __init__(self, budget: Budget, wishes: Sequence[Wish], plans: Sequence[int]) -> None:
         self.plans = list(plans)
-        self.guesses = 0.0
-        """Of all rows."""
+        self.guesses = self.varying = 0.0
+        """Of all rows, see `Plans`."""
         self._budget, self._wishes, self._counts = budget, wishes, Counter(plans)
         self._tokens, self._drafting_s = float(budget.rows - len(wishes)), 0.0
         self._begun = dict[int, float]()
@@ -201,7 +218,7 @@ class Step:
         begun_s = sum([took for arm, took in self._begun.items() if self._counts[arm] > 0])
         if self._counts[0] < len(self.plans):
             begun_s += self._budget.once_s
-        return self._budget.step_s(self.guesses) + self._drafting_s + begun_s
+        return self._budget.step_s(self.guesses, self.varying) + self._drafting_s + begun_s
 
     @property
     def speed(self) -> float:
@@ -226,6 +243,7 @@ class Step:
     def _add(self, plans: Plans, arm: int, times: int) -> None:
         self._tokens += times * plans.brings[arm]
         self.guesses += times * plans.guesses[arm]
+        self.varying += times * plans.varying[arm]
         self._drafting_s += times * plans.drafting[arm]
         self._begun[arm] = plans.begun[arm]
 
@@ -268,8 +286,9 @@ class Shares:
 
     def spent(self, row: int, plans: Plans) -> list[float]:
         """Return what plans cost a row beside those of the others, see `Budget.beside`."""
-        own = self._wishes[row].plans.guesses[self._step.plans[row]]
-        return self._budget.beside(plans, self._step.guesses - own, self._step.others(row))
+        step, own, at = self._step, self._wishes[row].plans, self._step.plans[row]
+        others, varying = step.guesses - own.guesses[at], step.varying - own.varying[at]
+        return self._budget.beside(plans, others, varying, step.others(row))
 
     def take(self, row: int, plan: int) -> None:
         """Note the plan that a row takes."""

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 KNOWN = 0.25
 """How many timed steps count as much as what was known of plain ones before."""
-MEASURED = 1.0
-"""How many steps count as much as what was measured of guesses."""
+MEASURED, MEASURED_MORE = 1.0, 0.1
+"""How many steps count as much as knowing that guesses add nothing besides what was measured, and as that measurement
+itself; for the latter, steps whose guesses add as much as a plain step takes."""
 HALVED = 16
 """After so many steps of the same kind (with guesses, or without), a timed step counts half as much."""
 PLAIN_HALVED, DRAFTS_HALVED = 8, 512
@@ -29,8 +30,8 @@ processor's caches, so that these hold nothing that later steps would find."""
 REMINDERS = 2
 """So many steps without guesses come in a row now and then, to see what these cost now."""
 EARLY_WAIT, WAIT, LONG_WAIT = 12, 32, 128
-"""They come after so many steps with guesses: the first ones early, and late where drafts gain `CLEARLY`. Elsewhere they
-come early, too, if the last ones took another time than was expected, by more than `STEADY`."""
+"""They come after so many steps with guesses: the first ones early, later ones late where drafts gain `CLEARLY`.
+Elsewhere they come early, too, if the last ones took another time than was expected, by more than `STEADY`."""
 STEADY, CLEARLY = 0.1, 1.5
 PATIENCE = 2
 """They do not interrupt rows on trial, unless that would put them off to more than this many times as long."""
@@ -233,8 +234,8 @@ def _found(group: Group, before: Slower) -> Slower:
         return Slower(*(times * one for one in before))
     slower = (KNOWN * before.plain + plain.took) / (KNOWN + plain.weight)
     # The least squares of what remains unexplained, beside what was measured.
-    took, products = drafts.took - slower * drafts.weight, MEASURED + drafts.products - slower * drafts.more
-    weight, squares = MEASURED + drafts.weight, MEASURED + drafts.squares
+    took, products = drafts.took - slower * drafts.weight, MEASURED_MORE + drafts.products - slower * drafts.more
+    weight, squares = MEASURED + drafts.weight, MEASURED_MORE + drafts.squares
     once = (took * squares - products * drafts.more) / (weight * squares - drafts.more**2)
     if once <= 0:
         return Slower(slower, max(LEAST, products / squares))

@@ -69,7 +69,11 @@ class Together:
 
         def plans_with(brings: Sequence[float], times: Sequence[Times]) -> Plans:
             alone = [max(0.0, took - own) for took, own in zip(one.grown(times), target_s, strict=True)]
-            return budget.plans(brings, steady, costs.grown(times), alone)
+            varying = [
+                0.0 if arm.is_steady else arm.usual * found + arm.usual_behind * behind
+                for arm, (found, behind) in zip(expected.arms, times, strict=True)
+            ]
+            return budget.plans(brings, steady, costs.grown(times), alone, varying)
 
         plans = {stand: plans_with(*expected.of(stand)) for stand in set(stands)}
         return Weighing(costs, budget, tokens, stands, plans, plans_with(expected.most, expected.most_times))
