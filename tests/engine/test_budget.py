@@ -278,7 +278,7 @@ def test_a_step_is_timed_at_every_width():
 def test_guesses_whose_number_differs_leave_less_room_for_others():
     """Four rows: three take a plan that makes three guesses on average, and the fourth weighs one guess, and five."""
     found = budget(4)
-    brings, alike = [1.0, 3.0, 1.9, 3.0], [0.25, 0.28, 0.25, 0.5]
+    brings, alike = [1.0, 3.0, 1.9, 3.0], [0.25, 0.28, 0.25, JUMP.of(24) / 4]
     some = found.plans(brings, [0.0, 0.0, 1.0, 5.0], alike, [0.0] * 4, [0.0, 3.0, 0.0, 0.0])
     shares = found.shared_out([Wish(some, 1, held=True)] * 3 + [Wish(some, 0)])
     spent = shares.spent(3, some)

@@ -122,8 +122,8 @@ class Budget:
         (slower, more, once), plain = self.slower, self._plain
         drafting, begun = list[float](), list[float]()
         for took, made, one in zip(alike, guesses, alone, strict=True):
-            # For many rows a drafter takes at least as long as for one. What is left of the time for all rows beside the
-            # target's is a small difference of two long times.
+            # A drafter takes at least as long for many rows as for one. What is left of the time for all rows beside
+            # the target's is a small difference of two long times.
             whole = max(one, self.rows * (took - plain) - self._added_s(self.rows * made))
             each = min(whole / self.rows, (whole - one) / max(1, self.rows - 1))
             drafting.append(more * each)
