@@ -285,10 +285,3 @@ def test_guesses_whose_number_differs_leave_less_room_for_others():
     assert spent[1] - spent[0] == pytest.approx(0.03), "as measured, whatever the others draft"
     assert spent[2] - spent[0] == pytest.approx(0.0), "fourteen tokens"
     assert spent[3] - spent[0] == pytest.approx(JUMP.of(18) - JUMP.of(13)), "four more, beyond the jump"
-
-
-def test_a_drafter_takes_at_least_as_long_for_many_rows_as_for_one():
-    """The time of all rows, less that of the target, may come out too short."""
-    found = budget(4)
-    some = found.plans([1.0, 2.0], [0.0, 3.0], [0.25, JUMP.of(16) / 4 - 0.01], [0.0, 0.2])
-    assert (some.drafting[1], some.begun[1]) == pytest.approx((0.0, 0.2))

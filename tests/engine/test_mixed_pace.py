@@ -162,6 +162,19 @@ def test_they_come_sooner_where_the_last_ones_took_another_time():
         assert plain[plain.index(changed) + REMINDERS] == changed + REMINDERS + wait
 
 
+def test_they_come_sooner_where_steps_with_guesses_take_another_time():
+    """Other programs have stopped reading the memory, so plain steps, too, will take another time."""
+    found, plain = MixedPace(True), list[int]()
+    for step in range(120):
+        reminded = found.reminds(8, 2.0, False)
+        if reminded:
+            plain.append(step)
+        now = 1.0 if step < 60 else 0.7
+        take(found, 0.0 if reminded else 0.5, now if reminded else 1.5 * now)
+    assert plain[0] == EARLY_WAIT and 60 < plain[REMINDERS] < 70
+    assert says(found, 0.0) == pytest.approx(0.7, rel=0.05)
+
+
 def test_rows_on_trial_are_interrupted_only_after_twice_the_time():
     assert reminders(1.2, 200, trials=True)[0] == PATIENCE * EARLY_WAIT
 

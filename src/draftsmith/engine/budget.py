@@ -122,10 +122,8 @@ class Budget:
         (slower, more, once), plain = self.slower, self._plain
         drafting, begun = list[float](), list[float]()
         for took, made, one in zip(alike, guesses, alone, strict=True):
-            # A drafter takes at least as long for many rows as for one. What is left of the time for all rows beside
-            # the target's is a small difference of two long times.
-            whole = max(one, self.rows * (took - plain) - self._added_s(self.rows * made))
-            each = min(whole / self.rows, (whole - one) / max(1, self.rows - 1))
+            whole = max(0.0, self.rows * (took - plain) - self._added_s(self.rows * made))
+            each = min(whole / self.rows, max(0.0, whole - one) / max(1, self.rows - 1))
             drafting.append(more * each)
             begun.append(more * (whole - self.rows * each))
         none_s, any_s = slower * plain, (slower + once) * plain

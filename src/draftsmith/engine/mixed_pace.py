@@ -27,12 +27,15 @@ LEAST = 0.2
 COLD_STEPS = 2
 """So many steps behind a prompt are not counted. The targets whose rows draft each in its own way are too large for a
 processor's caches, so that these hold nothing that later steps would find."""
-REMINDERS = 2
+REMINDERS = 1
 """So many steps without guesses come in a row now and then, to see what these cost now."""
 EARLY_WAIT, WAIT, LONG_WAIT = 12, 32, 128
-"""They come after so many steps with guesses: the first ones early, later ones late where drafts gain `CLEARLY`.
-Elsewhere they come early, too, if the last ones took another time than was expected, by more than `STEADY`."""
+"""They come after so many steps with guesses: the first ones early, later ones late where drafts gain `CLEARLY`. These
+do not come late once steps with guesses take another time than was expected, by more than `STEADY`. Where drafts gain
+less, they come early if the last plain ones took another time than was expected."""
 STEADY, CLEARLY = 0.1, 1.5
+SURPRISED = 0.2
+"""By how much each step with guesses counts in the mean by which that is noticed."""
 PATIENCE = 2
 """They do not interrupt rows on trial, unless that would put them off to more than this many times as long."""
 
@@ -100,6 +103,8 @@ class Group:
         drafted: how many of the latter there were since one without guesses.
         timed: how many without guesses were timed.
         unsteady: how many of these have to take as long as expected, about, before they count as steady.
+        surprise: by which share steps with guesses lately took longer than expected.
+        is_surprised: whether that was much at any time since the last step without guesses.
     """
 
     slower: Slower
@@ -108,6 +113,8 @@ class Group:
     drafted: int = 0
     timed: int = 0
     unsteady: int = 0
+    surprise: float = 0.0
+    is_surprised: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +201,11 @@ class MixedPace:
             group.timed += steps
             is_steady = abs(sum(self._took) / steps / coming.plain_s - before.plain) < STEADY * before.plain
             group.unsteady = max(0, group.unsteady - steps) if is_steady else REMINDERS
+            group.surprise, group.is_surprised = 0.0, False
+        else:
+            surprise = min(MOST_SLOWER, max(MOST_FASTER, self._took[-1] / coming.plain_s / expected)) - 1
+            group.surprise += SURPRISED * (surprise - group.surprise)
+            group.is_surprised = group.is_surprised or abs(group.surprise) > STEADY
         group.slower = self._latest = _found(group, before)
 
     def reminds(self, rows: int, gain: float, on_trial: bool) -> bool:
@@ -211,7 +223,7 @@ class MixedPace:
             return True
         gains_much = gain > CLEARLY
         is_early = group.timed < REMINDERS or (group.unsteady > 0 and not gains_much)
-        wait = EARLY_WAIT if is_early else LONG_WAIT if gains_much else WAIT
+        wait = EARLY_WAIT if is_early else LONG_WAIT if gains_much and not group.is_surprised else WAIT
         if not self._learns or group.drafted < (PATIENCE * wait if on_trial else wait):
             return False
         self._reminding = size, REMINDERS - 1
