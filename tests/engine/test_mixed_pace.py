@@ -12,7 +12,7 @@ from draftsmith.engine.mixed_pace import (
     AS_MEASURED,
     EARLY_WAIT,
     LONG_WAIT,
-    PATIENCE,
+    PUT_OFF,
     REMINDERS,
     WAIT,
     Coming,
@@ -176,7 +176,7 @@ def test_they_come_sooner_where_steps_with_guesses_take_another_time():
 
 
 def test_rows_on_trial_are_interrupted_only_after_twice_the_time():
-    assert reminders(1.2, 200, trials=True)[0] == PATIENCE * EARLY_WAIT
+    assert reminders(1.2, 200, trials=True)[0] == PUT_OFF * EARLY_WAIT
 
 
 def test_a_reminder_ends_with_the_rows_that_it_was_for():

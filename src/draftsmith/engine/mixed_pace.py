@@ -36,7 +36,7 @@ less, they come early if the last plain ones took another time than was expected
 STEADY, CLEARLY = 0.1, 1.5
 SURPRISED = 0.2
 """By how much each step with guesses counts in the mean by which that is noticed."""
-PATIENCE = 2
+PUT_OFF = 2
 """They do not interrupt rows on trial, unless that would put them off to more than this many times as long."""
 
 
@@ -224,7 +224,7 @@ class MixedPace:
         gains_much = gain > CLEARLY
         is_early = group.timed < REMINDERS or (group.unsteady > 0 and not gains_much)
         wait = EARLY_WAIT if is_early else LONG_WAIT if gains_much and not group.is_surprised else WAIT
-        if not self._learns or group.drafted < (PATIENCE * wait if on_trial else wait):
+        if not self._learns or group.drafted < (PUT_OFF * wait if on_trial else wait):
             return False
         self._reminding = size, REMINDERS - 1
         return True
