@@ -11,6 +11,7 @@ from draftsmith.engine.known import Known
 from draftsmith.engine.mixed_pace import (
     AS_MEASURED,
     EARLY_WAIT,
+    FIRST_WAIT,
     LONG_WAIT,
     PUT_OFF,
     REMINDERS,
@@ -146,11 +147,11 @@ def reminders(gain: float, steps: int, took: Callable[[int], float] = lambda _: 
 
 
 def test_plain_steps_come_now_and_then():
-    """Early at first, then by what drafts gain; never where nothing is learnt."""
+    """Soon at first, then by what drafts gain; never where nothing is learnt."""
     for gain, wait in ((1.2, WAIT), (2.0, LONG_WAIT)):
-        first = EARLY_WAIT + REMINDERS
+        first = FIRST_WAIT + REMINDERS
         assert reminders(gain, first + wait + REMINDERS) == [
-            *range(EARLY_WAIT, first), *range(first + wait, first + wait + REMINDERS)
+            *range(FIRST_WAIT, first), *range(first + wait, first + wait + REMINDERS)
         ]
     assert not any(MixedPace(False).reminds(8, 1.1, False) for _ in range(1000))
 
@@ -171,17 +172,17 @@ def test_they_come_sooner_where_steps_with_guesses_take_another_time():
             plain.append(step)
         now = 1.0 if step < 60 else 0.7
         take(found, 0.0 if reminded else 0.5, now if reminded else 1.5 * now)
-    assert plain[0] == EARLY_WAIT and 60 < plain[REMINDERS] < 70
+    assert plain[0] == FIRST_WAIT and 60 < plain[REMINDERS] < 70
     assert says(found, 0.0) == pytest.approx(0.7, rel=0.05)
 
 
 def test_rows_on_trial_are_interrupted_only_after_twice_the_time():
-    assert reminders(1.2, 200, trials=True)[0] == PUT_OFF * EARLY_WAIT
+    assert reminders(1.2, 200, trials=True)[0] == PUT_OFF * FIRST_WAIT
 
 
 def test_a_reminder_ends_with_the_rows_that_it_was_for():
     found = MixedPace(True)
-    for _ in range(EARLY_WAIT):
+    for _ in range(FIRST_WAIT):
         take(found, 0.5, 1.5)
     assert found.reminds(8, 1.2, False)
     take(found, 0.0, 1.0)

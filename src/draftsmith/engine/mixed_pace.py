@@ -29,10 +29,11 @@ COLD_STEPS = 2
 processor's caches, so that these hold nothing that later steps would find."""
 REMINDERS = 1
 """So many steps without guesses come in a row now and then, to see what these cost now."""
-EARLY_WAIT, WAIT, LONG_WAIT = 12, 32, 128
-"""They come after so many steps with guesses: the first ones early, later ones late where drafts gain `CLEARLY`. These
-do not come late once steps with guesses take another time than was expected, by more than `STEADY`. Where drafts gain
-less, they come early if the last plain ones took another time than was expected."""
+FIRST_WAIT, EARLY_WAIT, WAIT, LONG_WAIT = 5, 12, 32, 128
+"""They come after so many steps with guesses: the first ones at once, since all may have been measured at another time,
+and later ones late where drafts gain `CLEARLY`. These do not come late once steps with guesses take another time than
+was expected, by more than `STEADY`. Where drafts gain less, they come early if the last plain ones took another time
+than was expected."""
 STEADY, CLEARLY = 0.1, 1.5
 SURPRISED = 0.2
 """By how much each step with guesses counts in the mean by which that is noticed."""
@@ -222,8 +223,12 @@ class MixedPace:
             self._reminding = size, left - 1
             return True
         gains_much = gain > CLEARLY
-        is_early = group.timed < REMINDERS or (group.unsteady > 0 and not gains_much)
-        wait = EARLY_WAIT if is_early else LONG_WAIT if gains_much and not group.is_surprised else WAIT
+        if group.timed < REMINDERS:
+            wait = FIRST_WAIT
+        elif gains_much:
+            wait = WAIT if group.is_surprised else LONG_WAIT
+        else:
+            wait = EARLY_WAIT if group.unsteady else WAIT
         if not self._learns or group.drafted < (PUT_OFF * wait if on_trial else wait):
             return False
         self._reminding = size, REMINDERS - 1
