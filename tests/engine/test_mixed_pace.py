@@ -14,7 +14,6 @@ from draftsmith.engine.mixed_pace import (
     FIRST_WAIT,
     LONG_WAIT,
     PUT_OFF,
-    REMINDERS,
     WAIT,
     Coming,
     MixedPace,
@@ -75,9 +74,8 @@ def test_until_plain_steps_were_timed_all_steps_are_slower_alike():
 def test_what_was_learnt_of_plain_steps_stays_known_while_others_are_timed():
     found = pace([(0.0, 0.7)] * 20 + [(1.5, 2.2)] * 300)
     assert (says(found, 0.0), says(found, 1.5)) == pytest.approx((0.7, 2.2), rel=0.03)
-    for _ in range(REMINDERS):
-        take(found, 0.0, 1.0)
-    assert says(found, 0.0) > 0.9, "and the first plain steps after them count for much"
+    take(found, 0.0, 1.0)
+    assert says(found, 0.0) > 0.9, "and the first plain step after them counts for much"
     assert says(found, 1.5) == pytest.approx(2.2, rel=0.03), "a step with guesses takes as long as before"
 
 
@@ -149,10 +147,7 @@ def reminders(gain: float, steps: int, took: Callable[[int], float] = lambda _: 
 def test_plain_steps_come_now_and_then():
     """Soon at first, then by what drafts gain; never where nothing is learnt."""
     for gain, wait in ((1.2, WAIT), (2.0, LONG_WAIT)):
-        first = FIRST_WAIT + REMINDERS
-        assert reminders(gain, first + wait + REMINDERS) == [
-            *range(FIRST_WAIT, first), *range(first + wait, first + wait + REMINDERS)
-        ]
+        assert reminders(gain, FIRST_WAIT + wait + 2) == [FIRST_WAIT, FIRST_WAIT + 1 + wait]
     assert not any(MixedPace(False).reminds(8, 1.1, False) for _ in range(1000))
 
 
@@ -160,7 +155,7 @@ def test_they_come_sooner_where_the_last_ones_took_another_time():
     for gain, wait in ((1.2, EARLY_WAIT), (2.0, LONG_WAIT)):  # where drafts gain much, no such change matters
         plain = reminders(gain, 300, lambda step: 1.0 if step < 100 else 0.7)
         changed = next(step for step in plain if step > 100)
-        assert plain[plain.index(changed) + REMINDERS] == changed + REMINDERS + wait
+        assert plain[plain.index(changed) + 1] == changed + 1 + wait
 
 
 def test_they_come_sooner_where_steps_with_guesses_take_another_time():
@@ -172,21 +167,12 @@ def test_they_come_sooner_where_steps_with_guesses_take_another_time():
             plain.append(step)
         now = 1.0 if step < 60 else 0.7
         take(found, 0.0 if reminded else 0.5, now if reminded else 1.5 * now)
-    assert plain[0] == FIRST_WAIT and 60 < plain[REMINDERS] < 70
+    assert plain[0] == FIRST_WAIT and 60 < plain[1] < 70
     assert says(found, 0.0) == pytest.approx(0.7, rel=0.05)
 
 
 def test_rows_on_trial_are_interrupted_only_after_twice_the_time():
     assert reminders(1.2, 200, trials=True)[0] == PUT_OFF * FIRST_WAIT
-
-
-def test_a_reminder_ends_with_the_rows_that_it_was_for():
-    found = MixedPace(True)
-    for _ in range(FIRST_WAIT):
-        take(found, 0.5, 1.5)
-    assert found.reminds(8, 1.2, False)
-    take(found, 0.0, 1.0)
-    assert not found.reminds(7, 1.2, False) and not found.reminds(8, 1.2, False)
 
 
 class World:

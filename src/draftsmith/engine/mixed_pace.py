@@ -27,18 +27,16 @@ LEAST = 0.2
 COLD_STEPS = 2
 """So many steps behind a prompt are not counted. The targets whose rows draft each in its own way are too large for a
 processor's caches, so that these hold nothing that later steps would find."""
-REMINDERS = 1
-"""So many steps without guesses come in a row now and then, to see what these cost now."""
 FIRST_WAIT, EARLY_WAIT, WAIT, LONG_WAIT = 5, 12, 32, 128
-"""They come after so many steps with guesses: the first ones at once, since all may have been measured at another time,
-and later ones late where drafts gain `CLEARLY`. These do not come late once steps with guesses take another time than
-was expected, by more than `STEADY`. Where drafts gain less, they come early if the last plain ones took another time
-than was expected."""
+"""After so many steps with guesses one without them comes, to see what it costs now: the first one soon, since all may
+have been measured at another time, and later ones late where drafts gain `CLEARLY`. These do not come late once steps
+with guesses take another time than was expected, by more than `STEADY`. Where drafts gain less, they come early if the
+last one took another time than was expected."""
 STEADY, CLEARLY = 0.1, 1.5
 SURPRISED = 0.2
 """By how much each step with guesses counts in the mean by which that is noticed."""
 PUT_OFF = 2
-"""They do not interrupt rows on trial, unless that would put them off to more than this many times as long."""
+"""Such a step does not interrupt rows on trial, unless that would put it off to more than this many times as long."""
 
 
 class Slower(NamedTuple):
@@ -102,8 +100,8 @@ class Group:
         plain: steps without guesses.
         drafts: steps with guesses.
         drafted: how many of the latter there were since one without guesses.
-        timed: how many without guesses were timed.
-        unsteady: how many of these have to take as long as expected, about, before they count as steady.
+        has_plain: whether any step without guesses was timed.
+        is_unsteady: whether the last of these took another time than expected.
         surprise: by which share steps with guesses lately took longer than expected.
         is_surprised: whether that was much at any time since the last step without guesses.
     """
@@ -112,8 +110,8 @@ class Group:
     plain: Sums
     drafts: Sums
     drafted: int = 0
-    timed: int = 0
-    unsteady: int = 0
+    has_plain: bool = False
+    is_unsteady: bool = False
     surprise: float = 0.0
     is_surprised: bool = False
 
@@ -149,7 +147,6 @@ class MixedPace:
         self._learns = learns
         self._groups: dict[int, Group] = {}  # numbers of rows are grouped by powers of two
         self._latest = AS_MEASURED  # of the group that something was learnt of last
-        self._reminding = 0, 0  # the group of a reminder, and how many steps of it are still to come
         self._coming: Coming | None = None
         self._took: list[float] = []
 
@@ -199,9 +196,8 @@ class MixedPace:
             took = seconds / coming.plain_s
             own.add(more, min(MOST_SLOWER * expected, max(MOST_FASTER * expected, took)))
         if not coming.drafts:
-            group.timed += steps
-            is_steady = abs(sum(self._took) / steps / coming.plain_s - before.plain) < STEADY * before.plain
-            group.unsteady = max(0, group.unsteady - steps) if is_steady else REMINDERS
+            differed = sum(self._took) / steps / coming.plain_s - before.plain
+            group.has_plain, group.is_unsteady = True, abs(differed) >= STEADY * before.plain
             group.surprise, group.is_surprised = 0.0, False
         else:
             surprise = min(MOST_SLOWER, max(MOST_FASTER, self._took[-1] / coming.plain_s / expected)) - 1
@@ -216,23 +212,14 @@ class MixedPace:
             gain: how many times as fast as without guesses steps are expected to be.
             on_trial: whether any row is on trial.
         """
-        group, size = self._group(rows), rows.bit_length()
-        reminded, left = self._reminding
-        self._reminding = 0, 0
-        if left and reminded == size and not group.drafted:
-            self._reminding = size, left - 1
-            return True
-        gains_much = gain > CLEARLY
-        if group.timed < REMINDERS:
+        group = self._group(rows)
+        if not group.has_plain:
             wait = FIRST_WAIT
-        elif gains_much:
+        elif gain > CLEARLY:
             wait = WAIT if group.is_surprised else LONG_WAIT
         else:
-            wait = EARLY_WAIT if group.unsteady else WAIT
-        if not self._learns or group.drafted < (PUT_OFF * wait if on_trial else wait):
-            return False
-        self._reminding = size, REMINDERS - 1
-        return True
+            wait = EARLY_WAIT if group.is_unsteady else WAIT
+        return self._learns and group.drafted >= (PUT_OFF * wait if on_trial else wait)
 
     def _group(self, rows: int) -> Group:
         """Return the group of a number of rows, which begins with what the latest one has shown."""
@@ -245,7 +232,7 @@ class MixedPace:
 def _found(group: Group, before: Slower) -> Slower:
     """Return what the steps of a group show, beside what was known before."""
     plain, drafts = group.plain, group.drafts
-    if not group.timed:
+    if not group.has_plain:
         expected = before.plain * drafts.weight + before.more * drafts.more + before.once * drafts.weight
         times = (KNOWN + drafts.took) / (KNOWN + expected)
         return Slower(*(times * one for one in before))

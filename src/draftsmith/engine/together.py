@@ -105,8 +105,7 @@ class Together:
     @staticmethod
     def can_time(load: Load, rows: Sequence[RowHistory]) -> bool:
         """Whether something can be learnt from steps of these rows: they do nothing else, and no row has just begun."""
-        alone = not load.reading and load.decoding == len(rows)
-        return alone and min(len(row.accepted) for row in rows) >= COLD_STEPS
+        return are_alone(load, rows) and min(len(row.accepted) for row in rows) >= COLD_STEPS
 
     def begin(
         self, load: Load, rows: Sequence[RowHistory], taken: Sequence[int], weighing: Weighing, added_s: float
@@ -117,7 +116,7 @@ class Together:
             taken: the plan of each row.
             added_s: what all guesses add to the step, as measured.
         """
-        if load.reading or load.decoding != len(rows):
+        if not are_alone(load, rows):
             self.pause()
             return
         self._weighed, self._varied = weighing.costs, []
@@ -139,3 +138,8 @@ class Together:
         """Note that the next steps say nothing."""
         self._weighed = None
         self.pace.pause()
+
+
+def are_alone(load: Load, rows: Sequence[RowHistory]) -> bool:
+    """Whether a step does nothing but decode these rows."""
+    return not load.reading and load.decoding == len(rows)
