@@ -1,8 +1,10 @@
 """Copies of the target in fewer bits that draft for it, over its own cache where it is in bf16."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.draws import best_two, draw_like_target, stream_of, temperature_of
 from draftsmith.drafters.lookup.lookup_first import LookupFirst
-from draftsmith.drafters.models.agreement import NO_TOKEN, chance_of, spread_of
+from draftsmith.drafters.models.agreement import NO_TOKEN, chance_of, kept_spread, spread_of
 from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter
 from draftsmith.drafters.models.quantised_self import QuantisedSelf
 from draftsmith.drafters.models.self_drafter import with_others
@@ -334,6 +336,40 @@ def test_a_copy_of_a_broken_target_has_no_spread():
     assert spread_of(healthy.quantised("int4"), healthy) > 0
     assert spread_of(healthy.quantised("int4"), target) == 0.0
     assert chance_of(torch.tensor([0.0]), 0.0).tolist() == [1.0]
+
+
+def test_a_spread_is_measured_once_for_a_target_and_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    first = load_drafter("int4-self", bf16_target("llama"))
+    assert isinstance(first, QuantisedSelf) and first.spread > 0
+    (kept,) = (tmp_path / "spreads").iterdir()
+    kept.write_text(json.dumps({"spread": 7.0}))  # so that what was kept can be told from what is measured
+    drafter = load_drafter("int4-self", Target(tiny_model("llama", dtype=torch.bfloat16)))
+    assert isinstance(drafter, QuantisedSelf) and drafter.spread == 7.0, "another process with the same two"
+    others = [load_drafter("int8-self", bf16_target("llama")), load_drafter("int4-self", bf16_target("qwen3"))]
+    assert all(isinstance(other, QuantisedSelf) and other.spread not in (0.0, 7.0) for other in others)
+    assert len(list((tmp_path / "spreads").iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "held", ["", "{}", "[1]", '{"spread": null}', '{"spread": "x"}', '{"spread": NaN}', '{"spread": -1}']
+)
+def test_a_kept_spread_that_is_none_is_measured_again(held: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    target = bf16_target("llama")
+    assert kept_spread(target, "int4", lambda: 0.5) == 0.5 == kept_spread(target, "int4", lambda: 0.25)
+    (kept,) = (tmp_path / "spreads").iterdir()
+    kept.write_text(held)
+    assert kept_spread(target, "int4", lambda: 0.25) == 0.25
+    assert json.loads(kept.read_text()) == {"spread": 0.25}
+
+
+def test_without_a_cache_a_spread_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
+    target = bf16_target("llama")
+    assert kept_spread(target, "int4", lambda: 0.5) == 0.5
+    assert kept_spread(target, "int4", lambda: 0.25) == 0.25
 
 
 def test_a_row_draws_the_same_in_any_company(threads: Callable[[int], None]):

@@ -7,19 +7,28 @@ it too, however unsure both are. The differences are taken to be normally distri
 Shapes: B rows, T tokens, V vocabulary.
 """
 
+import hashlib
+import json
 import math
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from draftsmith.files import replace_text
 from draftsmith.targets.calibration import own_texts
+from draftsmith.user_cache import cache_folder
 
 if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 TEXTS, LONGEST = 16, 9
 """Number and length of the texts by which a copy is compared: few, because a first draft waits for them."""
+FORMAT = 1
+"""Increased when a spread is measured otherwise; then each is measured again."""
 
 WORTH_IT = 0.15
 """The least chance of a token beside a chain: to verify a guess costs some time. guesses.cpp has the same number."""
@@ -43,6 +52,34 @@ def spread_of(copy: "Target", target: "Target") -> float:
     difference_BT = (two.values.double() - there_BT2.double()).diff(dim=-1).squeeze(-1)
     spread = float(difference_BT.square().mean().sqrt())
     return spread if math.isfinite(spread) else 0.0
+
+
+def kept_spread(target: "Target", rounding: str, measure: Callable[[], float]) -> float:
+    """Return the spread of a copy of this target from the user's cache; measured, and kept there, if it has none.
+
+    If the file or the folder is unusable, the only cost is measuring again.
+
+    Args:
+        rounding: names how the copy's weights are rounded.
+    """
+    path = _place(target, rounding)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        spread = float(json.loads(path.read_text(encoding="utf-8"))["spread"])
+        if math.isfinite(spread) and spread >= 0:
+            return spread
+    spread = measure()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps({"spread": spread}))
+    return spread
+
+
+def _place(target: "Target", rounding: str) -> Path:
+    what = [
+        FORMAT, TEXTS, LONGEST, rounding, str(target.dtype), target.backend.description, target.weights_hash,
+        target.config.to_json_string(),
+    ]
+    return cache_folder("spreads") / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]}.json"
 
 
 def chance_of(lead: Tensor, spread: float) -> Tensor:

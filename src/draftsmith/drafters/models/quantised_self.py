@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.draws import best_two, shares_noise
-from draftsmith.drafters.models.agreement import NO_TOKEN, WORTH_IT, chance_of, spread_of
+from draftsmith.drafters.models.agreement import NO_TOKEN, WORTH_IT, chance_of, kept_spread, spread_of
 from draftsmith.drafters.models.model_drafter import DraftModel, ModelDrafter
 from draftsmith.drafters.models.quantised_self_config import INT4, INT8, Int4SelfConfig, QuantisedSelfConfig
 from draftsmith.drafters.models.self_drafter import SelfDrafter, with_others
@@ -50,6 +50,7 @@ class QuantisedSelf(SelfDrafter):
         super().__init__(target, target.quantised(quantize, name, calibrate), guesses)
         self._shared = frozenset(bytes_by_place(target.model))
         self._target, self._name = target, name
+        self._rounding = f"{quantize}, by {calibrate} tokens"
 
     def parameter_count(self) -> int:
         """Count the weights of the copy."""
@@ -62,7 +63,10 @@ class QuantisedSelf(SelfDrafter):
 
     @cached_property
     def spread(self) -> float:
-        """How far the scores of the copy and the target are from each other, see `agreement`; measured once."""
+        """How far the scores of the copy and the target are from each other, see `agreement`; kept once measured."""
+        return kept_spread(self._target, self._rounding, self._measured_spread)
+
+    def _measured_spread(self) -> float:
         begun = time.perf_counter()
         spread = spread_of(self.model, self._target)
         progress.info(
