@@ -24,7 +24,28 @@ inline void find(const AttentionTask& t, int64_t node, const bf16* sides, int64_
   for (; i < count; ++i) found[i] = sides + t.line(t.entry(node, from + i)) * stride;
 }
 
-constexpr int64_t kKeys = 16;  // that all queries of a stretch meet before the next ones are read
+constexpr int64_t kKeys = 16;   // that all queries of a stretch meet before the next ones are read
+constexpr int64_t kFetchedAhead = 96;  // places by which keys and values are fetched before they are read
+
+// Fetches one head's part of a line of keys or values. Inlined, because compilers think that a function that only fetches
+// does nothing, and leave calls of it out.
+[[gnu::always_inline]] inline void fetch(const bf16* from, int64_t width) {
+  constexpr int64_t kValuesALine = 32;
+  for (int64_t d = 0; d < width; d += kValuesALine) __builtin_prefetch(from + d);
+}
+
+// Fetches keys, or values, that are read soon after the places from … from + count - 1 of a stretch. Between those of one
+// head lie those of the others, so that a processor does not see them coming.
+[[gnu::always_inline]] inline void fetch_behind(const AttentionTask& t, const Stretch& s, const bf16* sides,
+                                                int64_t stride, int64_t width, int64_t from, int64_t count) {
+  const bf16* found[kKeys];
+  const int64_t next = from + count + kFetchedAhead, end = next < s.to ? next : s.to;
+  for (int64_t p = from == s.from ? from + count : from + kFetchedAhead; p < end; p += kKeys) {
+    const int64_t some = end - p < kKeys ? end - p : kKeys;
+    find(t, t.node(s.query), sides, stride, p, some, found);
+    for (int64_t i = 0; i < some; ++i) fetch(found[i], width);
+  }
+}
 
 // scores[q * stride + p] = scale · query q · key at place p.
 [[maybe_unused]] void score_keys(const AttentionTask& t, const Stretch& s, float* scores, int64_t stride) {
@@ -33,6 +54,7 @@ constexpr int64_t kKeys = 16;  // that all queries of a stretch meet before the 
   for (int64_t from = s.from; from < s.to; from += kKeys) {
     const int64_t count = s.to - from < kKeys ? s.to - from : kKeys;
     find(t, node, t.keys, t.key_stride, from, count, keys);
+    fetch_behind(t, s, t.keys, t.key_stride, t.width, from, count);
     for (int64_t q = s.query; q < s.query + s.queries; ++q)
       for (int64_t i = 0; i < count; ++i)
         scores[q * stride + from + i] = t.scale * dot(t.query(q), keys[i], t.width);
@@ -46,6 +68,7 @@ constexpr int64_t kKeys = 16;  // that all queries of a stretch meet before the 
   for (int64_t from = s.from; from < s.to; from += kKeys) {
     const int64_t count = s.to - from < kKeys ? s.to - from : kKeys;
     find(t, node, t.values, t.value_stride, from, count, values);
+    fetch_behind(t, s, t.values, t.value_stride, t.value_width, from, count);
     for (int64_t q = s.query; q < s.query + s.queries; ++q) {
       float* out = t.out + q * t.value_width;
       for (int64_t i = 0; i < count; ++i) {

@@ -90,24 +90,18 @@ void score_panels(const AttentionTask& t, const Stretch& s, float* scores, int64
   alignas(64) bf16 rows[kKeys * kWidestPanel], panel[kKeys * kWidestPanel];
   const auto interleave = avx512_kernels()->interleave;
   const __m512 scale = _mm512_set1_ps(t.scale);
-  const int64_t node = t.node(s.query), bytes = t.width * static_cast<int64_t>(sizeof(bf16));
+  const int64_t node = t.node(s.query);
   const bf16* queries[kMostQueries];
   for (int64_t q = 0; q < s.queries; ++q) queries[q] = t.query(s.query + q);
-  const auto count_at = [&](int64_t p) { return s.to - p < kKeys ? s.to - p : kKeys; };
   for (int64_t p = s.from; p < s.to; p += kKeys) {
     const bf16* keys[kKeys];
-    const int64_t count = count_at(p);
+    const int64_t count = s.to - p < kKeys ? s.to - p : kKeys;
     find(t, node, t.keys, t.key_stride, p, count, keys);
     for (int64_t i = 0; i < kKeys; ++i)  // past the last one, the last comes again
       for (int64_t d = 0; d < t.width; d += 32)
         _mm512_store_si512(rows + i * t.width + d, _mm512_loadu_si512(keys[i < count ? i : count - 1] + d));
     interleave(rows, t.width, t.width / 2, panel);
-    if (p + kKeys < s.to) {  // they lie far apart, where the processor does not see them coming
-      find(t, node, t.keys, t.key_stride, p + kKeys, count_at(p + kKeys), keys);
-      for (int64_t i = 0; i < count_at(p + kKeys); ++i)
-        for (int64_t byte = 0; byte < bytes; byte += kLineBytes)
-          _mm_prefetch(reinterpret_cast<const char*>(keys[i]) + byte, _MM_HINT_T0);
-    }
+    fetch_behind(t, s, t.keys, t.key_stride, t.width, p, count);
     float* to = scores + s.query * stride + p;
     by_queries<4>(0, s.queries, [&](auto some, int64_t query) {
       constexpr int kQueries = decltype(some)::value;
@@ -136,6 +130,7 @@ void score_keys_by_pairs(const AttentionTask& t, const Stretch& s, float* scores
     const int64_t count = s.to - p < kKeys ? s.to - p : kKeys;
     find(t, node, t.keys, t.key_stride, p, count, keys);
     for (int64_t i = count; i < kKeys; ++i) keys[i] = keys[count - 1];
+    fetch_behind(t, s, t.keys, t.key_stride, t.width, p, count);
     for (int64_t q = s.query; q < s.query + s.queries; ++q) {
       const bf16* query = t.query(q);
       __m512 lanes[kKeys];
@@ -150,16 +145,23 @@ void score_keys_by_pairs(const AttentionTask& t, const Stretch& s, float* scores
   }
 }
 
+// The values of the places of a stretch, and how many are known, with those behind it that are fetched meanwhile.
+struct Values {
+  const bf16* const* at;
+  int64_t known;
+};
+
 // As `mix_values` for some of the queries and a stretch of columns: values are widened once for all of these queries.
-// `values` are those of the places of the stretch.
 template <int kQueries, int kLines>
-inline void mix(const AttentionTask& t, const Stretch& s, const bf16* const* values, const float* scores, int64_t stride,
+inline void mix(const AttentionTask& t, const Stretch& s, const Values& values, const float* scores, int64_t stride,
                 int64_t query, int64_t column) {
   __m512 sum[kQueries][kLines];
   for (int q = 0; q < kQueries; ++q)
     for (int l = 0; l < kLines; ++l) sum[q][l] = _mm512_loadu_ps(t.out + (query + q) * t.value_width + column + 16 * l);
+  const int64_t fetched = query == s.query ? s.from + values.known - kFetchedAhead : s.from;
   for (int64_t p = s.from; p < s.to; ++p) {
-    const bf16* value = values[p - s.from] + column;
+    const bf16* value = values.at[p - s.from] + column;
+    if (p < fetched) fetch(values.at[p - s.from + kFetchedAhead] + column, 16 * kLines);
     __m512 wide[kLines];
     for (int l = 0; l < kLines; ++l)
       wide[l] = _mm512_castsi512_ps(_mm512_slli_epi32(
@@ -174,7 +176,7 @@ inline void mix(const AttentionTask& t, const Stretch& s, const bf16* const* val
 }
 
 template <int kLines>
-inline void mix_columns(const AttentionTask& t, const Stretch& s, const bf16* const* values, const float* scores,
+inline void mix_columns(const AttentionTask& t, const Stretch& s, const Values& values, const float* scores,
                         int64_t stride, int64_t column) {
   by_queries<6>(s.query, s.query + s.queries, [&](auto some, int64_t query) {
     mix<decltype(some)::value, kLines>(t, s, values, scores, stride, query, column);
@@ -184,12 +186,15 @@ inline void mix_columns(const AttentionTask& t, const Stretch& s, const bf16* co
 void mix_values_by_lines(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride) {
   if (t.value_width % 16 != 0) return mix_values(t, s, scores, stride);
   constexpr int64_t kPlaces = 128;  // whose values stay in the nearest cache for all queries
-  const bf16* values[kPlaces];
+  const bf16* found[kPlaces + kFetchedAhead];
   for (int64_t from = s.from, to = 0; from < s.to; from = to) {
     to = (from / kPlaces + 1) * kPlaces;
     to = to < s.to ? to : s.to;
     const Stretch part{s.query, s.queries, from, to};
-    find(t, t.node(s.query), t.values, t.value_stride, part.from, part.to - part.from, values);
+    const Values values{found, (s.to - to < kFetchedAhead ? s.to : to + kFetchedAhead) - from};
+    find(t, t.node(s.query), t.values, t.value_stride, from, values.known, found);
+    if (from == s.from)
+      for (int64_t i = 0; i < values.known && i < kFetchedAhead; ++i) fetch(found[i], t.value_width);
     int64_t column = 0;
     for (; column + 64 <= t.value_width; column += 64) mix_columns<4>(t, part, values, scores, stride, column);
     for (; column < t.value_width; column += 16) mix_columns<1>(t, part, values, scores, stride, column);
