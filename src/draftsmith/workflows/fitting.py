@@ -35,7 +35,7 @@ MEMORY_HOPE = 0.85
 """A drafter with a model's memory reads every text even when it does not draft, so its gain has to be clear."""
 DISTURBED_FOR_S = 3600.0
 """A profile that was measured while other programs disturbed the machine is used for this long."""
-FORMAT = 32
+FORMAT = 33
 """Increased when the content or the format of the profile changes; then everything is measured again."""
 
 
