@@ -203,6 +203,8 @@ def test_time_is_shared_out_with_what_measuring_takes(tmp_path: Path):
     }
     assert [c.key for c in by_measurements(long, PACE, 5.0)] == ["evaluation.every"], "too few to end a stage early"
     assert by_measurements(long, PACE, 3.0) == []
+    longer = toy.recipe(tmp_path, tmp_path, "stage1.steps=900", "stage2.steps=503")
+    assert by_measurements(longer, PACE, 20.0)[0].value == 176, "not three steps before the end, which is measured too"
 
 
 @pytest.mark.usefixtures("drawn_in_full")

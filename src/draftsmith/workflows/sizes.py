@@ -173,10 +173,11 @@ def measurements_within(pace: Pace, minutes: float) -> int:
 def by_measurements(recipe: Recipe, pace: Pace, minutes: float) -> list[Choice]:
     """Choose how often τ is measured, and after how many measurements without improvement a stage ends."""
     count = measurements_within(pace, minutes)
-    every = (recipe.stage1.steps + recipe.stage2.steps) // max(1, count)
-    if count < FEWEST_MEASUREMENTS or not every:
+    steps = recipe.stage1.steps + recipe.stage2.steps
+    if count < FEWEST_MEASUREMENTS or not steps:
         return []
-    choices = [Choice("evaluation.every", every, f"so that the best of {count} or more checkpoints is kept")]
+    every = -(-steps // count)  # rounded up: the end is measured too, and no step before it just now
+    choices = [Choice("evaluation.every", every, f"so that the best of about {count} checkpoints is kept")]
     if count > 2 * PATIENCE and recipe.joint is None:
         why = f"a stage ends early that brings neither a higher τ nor a lower loss in {PATIENCE} measurements in a row"
         choices.append(Choice("evaluation.patience", PATIENCE, why))
