@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.engine.steps.commit import commit, commit_greedily_natively, commit_greedy, commit_natively
+from draftsmith.engine.steps.commit import (
+    commit,
+    commit_greedily_natively,
+    commit_greedy,
+    commit_natively,
+    keep_states,
+    keep_states_natively,
+)
 from draftsmith.engine.steps.layout import Layout
 from draftsmith.native import LIBRARY, why_missing
 from draftsmith.targets import Blocks, KVCache
@@ -281,6 +288,49 @@ def test_rows_that_threads_share_are_committed_alike(threads: Callable[[int], No
     logits_BMV = torch.nn.functional.pad(torch.rand((7, 6, 3), generator=generator), (0, 70_000)).bfloat16()
     features_BMF = torch.randn((7, 6, 3), generator=generator).bfloat16()
     assert assert_commits_alike(logits_BMV, features_BMF, draft, context, 2).sum() > 2
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_states_are_kept_natively_where_pytorch_keeps_them(dtype: torch.dtype, blocks: bool):
+    for seed, (batch, tokens) in enumerate([(1, 1), (1, 4), (3, 1), (5, 7)]):
+        context = context_for(batch, tokens, 5, seed)
+        context = replace(context, features_BTF=context.features_BTF.to(dtype))
+        if batch > 1:
+            context = replace(context, slots_B=torch.randperm(batch + 2)[:batch])
+        kept = []
+        for keep in (keep_states, keep_states_natively):
+            cache = KVCache(
+                KV_SHAPES, batch + 2, CAPACITY, dtype, torch.device("cpu"), 2 * batch + 4 if blocks else None, 5
+            )
+            if blocks:
+                owner = Blocks(cache)
+                for length in (BLOCK, CAPACITY):
+                    for slot in range(batch + 2):
+                        owner.reserve(slot, length)
+            keep(cache, context, context.features_BTF)
+            assert cache.states_NEF is not None and cache.states_NEF.count_nonzero() > 0
+            kept.append(cache.states_NEF)
+        assert torch.equal(*kept)
+
+
+def test_states_that_do_not_fit_are_refused():
+    cache, context = KVCache(KV_SHAPES, 2, CAPACITY, torch.bfloat16, torch.device("cpu"), 4, 5), context_for(2, 3, 5, 0)
+    states_BTF, lengths_B, tables_RJ = context.features_BTF, context.lengths_B, cache.tables_RJ
+
+    def refused(error: type[Exception], message: str, *given: object) -> None:
+        with pytest.raises(error, match=f"^draftsmith: {message}"):
+            ops.keep_states(cache.states_NEF, *given)
+
+    apart = "states, lengths and slots do not fit the cache"
+    refused(RuntimeError, apart, states_BTF.float(), lengths_B, None, tables_RJ)
+    refused(RuntimeError, apart, states_BTF[:, :, 1:], lengths_B, None, tables_RJ)
+    refused(RuntimeError, apart, states_BTF[:1], lengths_B, None, tables_RJ)
+    refused(RuntimeError, apart, states_BTF, lengths_B, torch.tensor([0]), tables_RJ)
+    refused(RuntimeError, "the cache has another shape", states_BTF, lengths_B, torch.tensor([0, 2]), tables_RJ)
+    refused(IndexError, "slot 0 has no block for place", states_BTF, lengths_B, None, tables_RJ)
+    refused(IndexError, "the states do not fit their slot", states_BTF, lengths_B - lengths_B, None, tables_RJ)
+    refused(IndexError, "the states do not fit their slot", states_BTF, lengths_B + 2 * BLOCK, None, tables_RJ)
 
 
 def test_a_draft_that_does_not_fit_is_refused():

@@ -38,6 +38,28 @@ def commit_greedily_natively(
     return context.after(tokens_BT, features_BTF, counts_B, lengths_B), table_BX, path_BD
 
 
+def keep_states(cache: KVCache, context: Context, states_BTF: Tensor) -> None:
+    """Keep states beside the keys and values of the tokens just read, for requests that begin with the same text later.
+
+    Args:
+        context: that the step began with; places behind what it accepted hold nothing until they are read.
+        states_BTF: of the last token before the step and of those that it accepted.
+    """
+    tokens_T = torch.arange(states_BTF.shape[1], device=states_BTF.device)
+    cache.store_states(context.slots_B, (context.lengths_B - 1).unsqueeze(1) + tokens_T, states_BTF)
+
+
+def keep_states_natively(cache: KVCache, context: Context, states_BTF: Tensor) -> None:
+    """Do as `keep_states`, in one native operator where the states are bf16."""
+    assert cache.states_NEF is not None, "the cache was made without room for states"
+    if states_BTF.dtype != torch.bfloat16 or cache.states_NEF.dtype != torch.bfloat16:
+        keep_states(cache, context, states_BTF)
+        return
+    torch.ops.draftsmith.keep_states(
+        cache.states_NEF, states_BTF, context.lengths_B, context.slots_B, cache.tables_RJ
+    )
+
+
 def commit_natively(
     cache: KVCache, acceptance: Acceptance, logits_BMV: Tensor, features_BMF: Tensor, layout: Layout, context: Context
 ) -> tuple[Context, Tensor, Tensor]:

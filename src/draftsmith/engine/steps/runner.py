@@ -5,7 +5,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.engine.steps.commit import commit, commit_greedily_natively, commit_greedy, commit_natively
+from draftsmith.engine.steps.commit import (
+    commit,
+    commit_greedily_natively,
+    commit_greedy,
+    commit_natively,
+    keep_states,
+    keep_states_natively,
+)
 from draftsmith.engine.steps.layout import Drafting, Layout, lay_out, lay_out_natively
 from draftsmith.plan import Plan
 from draftsmith.targets import KVCache, Nodes, Target
@@ -24,6 +31,7 @@ class Runner:
         columns: the cached entries to look at, see `Backend.columns`.
         commit_greedily: see `commit_greedy`.
         commit_path: see `commit`.
+        keep_states: see `keep_states`.
     """
 
     level: CompileLevel = "off"
@@ -33,6 +41,7 @@ class Runner:
         self.columns = self.backend.columns
         self.lay_out = self.backend.choose(lay_out, lay_out_natively)
         self.commit_path = self.backend.choose(commit, commit_natively)
+        self.keep_states = self.backend.choose(keep_states, keep_states_natively)
         self.forward: Forward = target.forward
         self.commit_greedily: CommitGreedily = self.backend.choose(commit_greedy, commit_greedily_natively)
 

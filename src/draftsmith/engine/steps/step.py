@@ -233,11 +233,7 @@ class Stepper:
             done.append((after, table_BX, path_BD))
         rows.context = done[0][0] if len(done) == 1 else join_contexts([after for after, _, _ in done])
         if self.cache.states_NEF is not None:
-            # Beside the keys and values of the tokens just read, for requests that begin with the same text later.
-            states_BTF = rows.context.features_BTF
-            places_T = torch.arange(states_BTF.shape[1], device=states_BTF.device)
-            places_BT = (context.lengths_B - 1).unsqueeze(1) + places_T
-            self.cache.store_states(context.slots_B, places_BT, states_BTF)
+            self._runner.keep_states(self.cache, context, rows.context.features_BTF)
         if rows.count < size:
             # Padding rows keep their length, so that they write the same places again; growing, they would overrun the
             # cache.

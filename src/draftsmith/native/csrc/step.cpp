@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kUnused = -2;
 
-// Where the places of rows lie in the tensors of a cache, each (blocks, entries of a block, H, D).
+// Where the places of rows lie in the tensors of a cache, each (blocks, entries of a block, …).
 struct Slots {
   int64_t block = 0, blocks = 0, across = 1, capacity = 0;
   const int64_t* slots;
@@ -30,7 +30,7 @@ struct Slots {
       across = tables_RJ->size(1);
     }
     for (const Tensor& t : cache) {
-      REQUIRE(t.dim() == 4 && t.is_contiguous() && t.size(0) == cache[0].size(0) && t.size(1) == cache[0].size(1),
+      REQUIRE(t.dim() >= 3 && t.is_contiguous() && t.size(0) == cache[0].size(0) && t.size(1) == cache[0].size(1),
               "draftsmith: the cache has another shape");
       block = t.size(1);
     }
@@ -231,6 +231,28 @@ Committed commit_path(
   return commit(cache, logits, features, tokens_BM, parents, lengths_B, depth, slots, existing, tables, &accepted);
 }
 
+// Keeps the states (B, T, F) of the tokens from the last one of every row on, where their places lie.
+void keep_states(const Tensor& states_NEF, const Tensor& states, const Tensor& lengths_B,
+                 const std::optional<Tensor>& slots, const std::optional<Tensor>& tables) {
+  const Tensor states_BTF = states.contiguous();
+  const int64_t batch = lengths_B.numel();
+  REQUIRE(states_BTF.dim() == 3 && states_NEF.dim() == 3 && states_BTF.size(0) == batch && is_whole(lengths_B) &&
+              states_BTF.size(2) == states_NEF.size(2) && states_BTF.scalar_type() == kBFloat16 &&
+              states_NEF.scalar_type() == kBFloat16 &&
+              (!slots.has_value() || (is_whole(*slots) && slots->numel() == batch)),
+          "draftsmith: states, lengths and slots do not fit the cache");
+  const Slots places({states_NEF}, batch, slots, tables);
+  const int64_t tokens = states_BTF.size(1), width = states_BTF.size(2);
+  const bf16* from = bits(states_BTF);
+  bf16* to = mutable_bits(states_NEF);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t first = lengths_B.const_data_ptr<int64_t>()[b] - 1;
+    REQUIRE_INDEX(first >= 0 && first + tokens <= places.capacity, "draftsmith: the states do not fit their slot");
+    for (int64_t t = 0; t < tokens; ++t)
+      std::copy_n(from + (b * tokens + t) * width, width, to + places.entry(b, first + t) * width);
+  }
+}
+
 }  // namespace
 
 void define_steps(Library& library) {
@@ -241,6 +263,9 @@ void define_steps(Library& library) {
       "commit_greedy(Tensor(a!)[] cache, Tensor logits_BMV, Tensor features_BMF, Tensor tokens_BM, Tensor parents_BN,"
       " Tensor lengths_B, int depth, Tensor? slots_B=None, Tensor? counts_B=None,"
       " Tensor? tables_RJ=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def<keep_states>(
+      "keep_states(Tensor(a!) states_NEF, Tensor states_BTF, Tensor lengths_B, Tensor? slots_B=None,"
+      " Tensor? tables_RJ=None) -> ()");
   library.def<commit_path>(
       "commit_path(Tensor(a!)[] cache, Tensor logits_BMV, Tensor features_BMF, Tensor tokens_BM, Tensor parents_BN,"
       " Tensor lengths_B, Tensor path_BD, Tensor accepted_B, Tensor next_B, Tensor? slots_B=None,"
