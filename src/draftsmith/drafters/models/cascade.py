@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.draws import draw_like_target, shares_noise
+from draftsmith.drafters.draws import any_drawn, draw_like_target, shares_noise
 from draftsmith.drafters.lookup.python_drafter import DraftTree, to_draft
 from draftsmith.drafters.models.cascade_config import NAME, CascadeConfig
 from draftsmith.drafters.models.inner import Inner, all_inside
@@ -188,7 +188,7 @@ class Cascade(Drafter):
 
     def _choices(self, context: Context, logits_RMV: Tensor, held_R: Tensor) -> Tensor:
         """Return the tokens (R, M) that the copy chooses behind every token it read, as if it drafted them."""
-        if not bool((context.temperature_B > 0).any()):
+        if not any_drawn(context):
             # On a CPU a maximum is found several times faster than an argmax.
             return logits_RMV.max(dim=-1).indices
         rows, nodes, _ = logits_RMV.shape
