@@ -47,6 +47,9 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "serve, a file without keys": (("serve", "--api-key-file", "file"), "holds none"),
     "serve, port": (("serve", "--port", "65536"), "--port is 65536"),
     "generate, no drafts of a drafter": (("generate", "a", "--no-draft", "--drafter", "ngram"), "drafts nothing"),
+    "generate, no drafts by a rule": (
+        ("generate", "a", "--no-draft", "--acceptance", "typical", "--temperature", "1"), "leave out --acceptance, or"
+    ),
     "serve, no drafts of a plan": (("serve", "--no-draft", "--plan", "4,2"), "--no-draft drafts nothing"),
     "bench, target": (("bench", "--target", "./absent"), FOLDER),
     "bench, drafter": (("bench", "--drafter", "eagel"), "did you mean eagle?"),

@@ -23,6 +23,7 @@ from draftsmith.evaluation.comparison.plots import figures
 from draftsmith.evaluation.comparison.tables import cell_table, losers, short_table, verdict
 from draftsmith.plan import Plan
 from draftsmith.types import DraftsmithError
+from draftsmith.workflows.comparison import fingerprint
 from tests.helpers.oracle import OracleDrafter
 from tests.helpers.tiny import save_tiny_target
 
@@ -407,3 +408,13 @@ def test_a_damaged_measurement_log_is_refused(tmp_path: Path):
     path.write_text('{"key": "a", "value": 1}\nnonsense\n')
     with pytest.raises(DraftsmithError, match="line 2 of .* is damaged"):
         MeasurementLog(path)
+
+
+def test_a_drafter_of_another_program_is_told_apart_by_its_weights(tmp_path: Path):
+    """Published drafters have no manifest with a digest of theirs."""
+    (tmp_path / "config.json").write_text("{}")
+    found = []
+    for weights in (b"", b"longer"):
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        found.append(fingerprint(tmp_path))
+    assert found[0] != found[1] == fingerprint(tmp_path)

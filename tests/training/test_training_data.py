@@ -175,6 +175,29 @@ def test_weights_share_the_tokens(tmp_path: Path):
     assert drawn[0] / sum(drawn) == pytest.approx(0.75, abs=0.04)
 
 
+def test_weights_share_the_prompts(tmp_path: Path):
+    """A piece gives one prompt, however long it is."""
+    short, long = write(tmp_path / "s.jsonl", numbered(60, 8)), write(tmp_path / "l.jsonl", numbered(60, 80))
+    values = {"sources": [{"path": str(short), "weight": 3}, {"path": str(long), "weight": 1}], "shuffle_windows": 1}
+    reader = Loader(DataSection.model_validate(values), reader_of_numbers(), Windowing(6, prompts=9), seed=1)
+    drawn = [reader.sources.index(reader._pick(piece)) for piece in range(4000)]
+    assert drawn.count(0) / len(drawn) == pytest.approx(0.75, abs=0.04)
+
+
+def test_a_prompt_is_cut_from_a_text_without_spaces(tmp_path: Path):
+    """Chinese has none, nor has minified code."""
+    tokenizer = Tokenizer(models.WordLevel({chr(0x4E00 + i): i for i in range(3000)}, unk_token=chr(0x4E00)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    reader = Reader(PreTrainedTokenizerFast(tokenizer_object=tokenizer), frozenset([2999]), "characters", "assistant")
+    path = write(tmp_path / "a.jsonl", ["".join(chr(0x4E00 + i) for i in range(2900)) + "\n"] * 3)
+    section = DataSection.model_validate(
+        {"sources": [{"path": str(path)}], "shuffle_windows": 1, "held_out_every": 0, "piece_characters": 10_000}
+    )
+    windows = take(Loader(section, reader, Windowing(20, prompts=99), seed=2), 30)
+    assert all(window == list(range(window[0], window[0] + 20)) for window in windows)
+    assert len({window[0] for window in windows}) > 20
+
+
 def test_long_documents_are_cut_and_shuffled_apart(tmp_path: Path):
     text = " ".join(str(i) for i in range(10_000, 11_000))
     (tmp_path / "a.txt").write_text(text)

@@ -15,13 +15,16 @@ from draftsmith import assets, train
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.engine import Engine
 from draftsmith.evaluation.measuring.intervals import ratio_interval
+from draftsmith.evaluation.prompts import load_prompts
 from draftsmith.targets import Target
 from draftsmith.training.build import build_drafter, held_out_windows
 from draftsmith.training.curves import draw_curves
+from draftsmith.training.data.sources import Source
 from draftsmith.training.data.survey import Survey
 from draftsmith.training.data.windows import collate
 from draftsmith.training.measuring import HeldOutLoss, source_lines, tau_in_words, with_loss
 from draftsmith.training.progress import Work
+from draftsmith.training.recipe import load_recipe
 from draftsmith.training.step import TrainingStep
 from draftsmith.types import DraftsmithError, SamplingParams, Statistics
 from draftsmith.workflows.bridge import FIRST_PROMPTS, TOO_LOW, EngineBridge, scores
@@ -29,6 +32,7 @@ from draftsmith.workflows.estimate import Pace, foretold
 from draftsmith.workflows.held_out import Evaluation, held_out_prompts
 from draftsmith.workflows.sizes import by_measurements, by_time
 from draftsmith.workflows.sources import gather_prompts
+from draftsmith.workflows.training import final_rates
 from tests.helpers import training_toy as toy
 from tests.helpers.tiny import save_tiny_target
 
@@ -131,6 +135,32 @@ def test_a_run_says_and_keeps_both_measures_by_source(place: Path, tmp_path: Pat
     for part in ("used; left out:", "estimate:", "of stage 1", "of measuring τ 3 times", "95 % interval", "\n  code "):
         assert part in said, part
     assert result.measured_on.count == 6
+    assert result.prompts == tmp_path / "run" / "held-out.jsonl"
+    assert load_prompts(result.prompts) == list(result.measured_on.prompts), "and so bench measures what was held out"
+    data = load_recipe(result.training.folder / "recipe.yaml").data
+    sources = (Source(section, data.held_out_every, data.piece_characters) for section in data.sources)
+    trained_on = {piece.content for source in sources for piece in source.pieces()}
+    assert trained_on and not trained_on & {prompt.text for prompt in load_prompts(result.prompts)}
+
+
+def test_a_family_is_named_again_to_go_on_without_the_options_chosen_at_the_start(place: Path, tmp_path: Path):
+    """Such as the drafted vocabulary, which is chosen for a large one."""
+    words = {"target": place / "model", "data": place / "code.jsonl", "out": tmp_path / "run", "family": "mlp"}
+    recipe = {"stage1": {"steps": 1}, "stage2": {"steps": 0}, "target": {"dtype": "fp32"}}
+    asked = Evaluation(prompts_a_task=2, new_tokens=8, prompt_tokens=8)
+    train(recipe, *SMALL, "drafter.draft_vocab_size=64", evaluation=asked, **words)
+    assert train(None, *SMALL, evaluation=asked, resume=True, **words).training.step == 1
+    with pytest.raises(DraftsmithError, match="draft_vocab_size is 32, but"):
+        train(None, *SMALL, evaluation=asked, resume=True, **{**words, "family": "mlp:draft_vocab_size=32"})
+
+
+def test_rates_fall_where_only_their_beginning_is_set(tmp_path: Path):
+    assert final_rates(["stage1.rate=1e-4", "stage2.rate=2e-4", "stage2.final_rate=1e-4", "stage1.steps=3"]) == [
+        "stage1.final_rate=5e-06"
+    ]
+    assert final_rates(["stage1.rate=fast"]) == []
+    with pytest.raises(DraftsmithError, match="stage2 cannot be used: final_rate is 1e-05 and rate 1e-06, so that it"):
+        toy.recipe(tmp_path, tmp_path, "stage2.rate=1e-6", "stage2.final_rate=1e-5")
 
 
 def test_an_estimate_comes_with_a_dry_run_and_is_of_the_rest_when_resumed(place: Path, tmp_path: Path):
@@ -197,6 +227,10 @@ def test_time_is_shared_out_with_what_measuring_takes(tmp_path: Path):
     # Eight measurements within the stages and three at their ends leave 1,134 of 1,200 seconds; a step of stage 2 needs
     # one text.
     assert steps == {"stage1.steps": int(0.4 * 1134 / 0.5), "stage2.steps": int(0.6 * 1134 / 1.25)}
+    whole = Survey([10] * 400, Counter(), whole=True)
+    twice = toy.recipe(tmp_path, tmp_path, "stage1.steps=1", "stage1.batch=16", "stage1.accumulate=4")
+    passes = by_time(whole, twice, PACE, 2000.0)[0]
+    assert passes.value == 20 * 400 // (16 * 4) and passes.why.startswith("20 passes over the data's 400 windows")
     long = toy.recipe(tmp_path, tmp_path, "stage1.steps=900", "stage2.steps=500")
     assert {c.key: c.value for c in by_measurements(long, PACE, 20.0)} == {
         "evaluation.every": 175, "evaluation.patience": 3

@@ -148,8 +148,15 @@ def generate(
         raise DraftsmithError(f"--system is {system!r}, but only a chat has a system message; add --chat.")
     if prediction is not None and no_draft:
         raise DraftsmithError("--prediction is drafted, and --no-draft decodes plainly; leave one of them out.")
-    if no_draft and (plan is not None or drafter is not None):
-        raise DraftsmithError("--no-draft drafts nothing; leave out --plan and --drafter, or --no-draft.")
+    if no_draft:
+        drafting = {
+            "--plan": plan, "--drafter": drafter, "--candidates": candidates, "--sampled": sampled or None,
+            "--beam": beam, "--nodes": nodes, "--confidence": confidence, "--epsilon": epsilon, "--delta": delta,
+            "--acceptance": None if acceptance == "exact" else acceptance, "--draft-rows": draft_rows,
+        }
+        asked_for = [name for name, value in drafting.items() if value is not None]
+        if asked_for:
+            raise DraftsmithError(f"--no-draft drafts nothing; leave out {' and '.join(asked_for)}, or --no-draft.")
     text = read_prompt(prompt, prompt_file)
     asked = as_messages(text, system) if chat else text
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature, confidence)

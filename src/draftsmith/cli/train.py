@@ -91,7 +91,7 @@ def train(
     check_outputs(json_path)
     recipe, overrides = sort_words(words or [])
     if keys:
-        list_keys(family)
+        list_keys(recipe, overrides, family)
         return
     from draftsmith.workflows.training import Evaluation
     from draftsmith.workflows.training import train as run
@@ -103,20 +103,20 @@ def train(
         trust_remote_code=trust_remote_code, console=Console(stderr=True), threads=threads,
     )
     if not dry_run:
-        tell(result, data or ())
+        tell(result)
     if json_path is not None:
         from draftsmith.evaluation.reporting.result_files import write_json
 
         write_json(json_path, result.as_json())
 
 
-def list_keys(family: str | None) -> None:
-    """Print every key of a recipe, one a line, with the options of the family."""
+def list_keys(recipe: str | None, overrides: Sequence[str], family: str | None) -> None:
+    """Print every key of a recipe, one a line, with the options of the family that it names."""
     from draftsmith.training.keys import recipe_keys
-    from draftsmith.training.recipe import build_recipe
-    from draftsmith.workflows.training import named
+    from draftsmith.workflows.training import named, read_recipe
 
-    for key in recipe_keys(build_recipe({}, named(None, None, family, None, None)).drafter):
+    chosen = [*named(None, None, family, None, None), *overrides]
+    for key in recipe_keys(read_recipe({} if recipe is None else recipe, chosen).drafter):
         typer.echo(f"{key.name}={key.default}  ({key.kind})  {key.meaning}")
 
 
@@ -134,8 +134,8 @@ def sort_words(words: list[str]) -> tuple[str | None, list[str]]:
     return files[0] if files else None, overrides
 
 
-def tell(result: "TrainResult", data: Sequence[Path] = ()) -> None:
-    """Say what came out, what was measured, and how to use it; `data` are the texts that were named."""
+def tell(result: "TrainResult") -> None:
+    """Say what came out, what was measured, and how to use it."""
     from draftsmith.training.measuring import source_lines, tau_in_words
     from draftsmith.training.progress import early_in_words
 
@@ -146,7 +146,7 @@ def tell(result: "TrainResult", data: Sequence[Path] = ()) -> None:
     typer.echo(f"Trained {training.step} steps{took}{best}. The drafter is in {training.drafter}.")
     used_with = training.target or result.target
     words = ["draftsmith", "bench", *(["--target", str(used_with)] if used_with else [])]
-    words += ["--drafter", str(training.drafter), *(["--data", str(data[0])] if len(data) == 1 else [])]
+    words += ["--drafter", str(training.drafter), *(["--data", str(result.prompts)] if result.prompts else [])]
     typer.echo(f"Whether it is faster here: {shlex.join(words)}")
     for record in training.ended_early:
         sentence = early_in_words(record)

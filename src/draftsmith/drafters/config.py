@@ -189,6 +189,8 @@ def explain(
         return f"{key} is unknown; did you mean {where}{'.'.join([*parts[:-1], near[0]])}?"
     if first["type"] == "missing":
         return f"{key} is missing; it has no default, so give it."
+    if first["type"] == "value_error":
+        return f"{key} cannot be used: {first['msg'].removeprefix('Value error, ')}."
     return f"{key} is {first['input']!r}; {complaint(first)}."
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith import assets
+from draftsmith.files import replace_text
 from draftsmith.targets.records import Completion, read_record
 from draftsmith.targets.token_ids import ASSISTANT, Conversation, opening_ids, prompt_ids, text_ids
 from draftsmith.types import DraftsmithError
@@ -81,6 +82,22 @@ def read_jsonl(path: Path) -> list[Prompt]:
             task, source = str(record.get("task", "text")), str(record.get("source", ""))
             prompts.append(Prompt(task, source, text, None if isinstance(asked, str) else asked))
     return prompts
+
+
+def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
+    """Write prompts to a file that `load_prompts` reads, whole or not at all; OSError if that fails."""
+    lines = []
+    for prompt in prompts:
+        record: dict[str, Any] = {"task": prompt.task, "source": prompt.source}
+        if prompt.conversation is None:
+            record["text"] = prompt.text
+        else:
+            more = dict(prompt.conversation.more)
+            record["messages"] = list(prompt.conversation.messages)
+            record |= {name: more.pop(name) for name in ("tools", "documents") if name in more}
+            record |= {"chat_template_kwargs": more} if more else {}
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    replace_text(path, "".join(lines))
 
 
 def _asked(record: Mapping[str, Any], where: str) -> str | Conversation:

@@ -4,6 +4,8 @@ import math
 
 WARMUP_STEPS = 2000
 WARMUP_SHARE = 0.05
+LAST_SHARE = 0.05
+"""Where nobody says at which rate a stage ends, it ends at this share of the rate that it falls from."""
 
 
 def learning_rate(step: int, steps: int, peak: float, final: float) -> float:

@@ -1,6 +1,6 @@
 """The sections of a recipe, each with its keys, their defaults and what they mean."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -81,7 +81,7 @@ class SourceSection(Section):
     """One source: `path` is a file or folder (text, JSONL, JSONL.gz, JSONL.xz, JSON, parquet), `name` a hub data set.
 
     `configuration` and `split` choose a part of a hub data set. `weight` is the source's share of the tokens, in
-    proportion to the other sources' weights.
+    proportion to the other sources' weights; in stage 2, of the prompts.
     """
 
     path: str | None = Field(default=None, description="file or folder of text")
@@ -89,7 +89,8 @@ class SourceSection(Section):
     configuration: str | None = Field(default=None, description="of the hub data set")
     split: str = Field(default="train", description="of the hub data set")
     weight: Rate = Field(
-        default=1.0, description="the source's share of the tokens, in proportion to the other sources' weights"
+        default=1.0,
+        description="the source's share of the tokens (in stage 2, of the prompts), relative to the other weights",
     )
 
 
@@ -132,6 +133,14 @@ class StageSection(Section):
     positions_per_sequence: Count | None = Field(
         default=None, description="train on so many random positions of each sequence; null takes all"
     )
+
+    @model_validator(mode="after")
+    def _rate_falls(self) -> Self:
+        if self.final_rate > self.rate:
+            raise ValueError(
+                f"final_rate is {self.final_rate:g} and rate {self.rate:g}, so that it would rise; set both of them"
+            )
+        return self
 
 
 class GroundTruthSection(StageSection):

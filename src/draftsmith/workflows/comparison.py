@@ -1,5 +1,8 @@
 """Which draft family pays, for which task, on this machine: `draftsmith compare`, from Python."""
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +32,9 @@ from draftsmith.workflows.search import Judge
 
 # Version of the kept measurements; a comparison in another format is not resumed.
 FORMAT = 4
+
+WEIGHTS = (".safetensors", ".bin", ".pt")
+"""Ends of the names of files that hold weights."""
 
 
 class _Record(BaseModel):
@@ -302,4 +308,13 @@ def fingerprint(folder: Path) -> str:
     storage.require_folder(folder)
     folder = storage.standing(folder)
     sealed = folder / storage.MANIFEST
-    return storage.sha256(sealed if sealed.exists() else folder / "config.json")
+    if sealed.exists():
+        return storage.sha256(sealed)
+    # A folder of another program has no digest of its weights, and to read them all would take long.
+    files = [(path.name, about.st_size, about.st_mtime_ns) for path, about in weights_of(folder)]
+    return hashlib.sha256(json.dumps([storage.sha256(folder / "config.json"), files]).encode()).hexdigest()
+
+
+def weights_of(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    """Return the files of weights in a folder, with their sizes and times."""
+    return [(path, path.stat()) for path in sorted(folder.glob("*")) if path.suffix in WEIGHTS]

@@ -21,6 +21,7 @@ PROMPTS, PROMPTS_A_TASK = 32, 16
 """Number of prompts in all, and at least this many of every task."""
 FEWEST_PROMPTS = 8
 NEW_TOKENS, PROMPT_TOKENS = 64, 64
+OWN = "the held-out part of your data"
 READ_PIECES = 64
 """At most this many held-out pieces of a source are read."""
 
@@ -85,7 +86,7 @@ def settle(asked: Evaluation, data: DataSection, embedded: bool, target: "Target
     warning, own = "", asked.prompts is None and not embedded
     if own:
         prompts = held_out_prompts(data, target, target.max_length - new_tokens)
-        source = "the held-out part of your data"
+        source = OWN
         if not prompts:
             warning = (
                 "Your data leave nothing to hold out, so τ is measured on the embedded prompts, which may be unlike "

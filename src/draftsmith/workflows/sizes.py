@@ -14,6 +14,7 @@ from draftsmith.training.build import build_drafter
 from draftsmith.training.data.reader import Reader
 from draftsmith.training.data.survey import Survey, survey
 from draftsmith.training.recipe import Recipe, build_recipe
+from draftsmith.training.schedule import LAST_SHARE
 from draftsmith.training.step import TrainingStep
 from draftsmith.training.terminal import say
 from draftsmith.workflows.bridge import EngineBridge
@@ -108,6 +109,8 @@ def by_data(found: Survey, recipe: Recipe, target: Target) -> list[Choice]:
     ]
     family = family_named(recipe.drafter.family)
     choices += [Choice(f"stage{number}.rate", family.rate, f"suits {family.name}") for number in (1, 2)]
+    final = family.rate * LAST_SHARE
+    choices += [Choice(f"stage{number}.final_rate", final, f"{LAST_SHARE:.0%} of that") for number in (1, 2)]
     restricts = family.compared.options.get("draft_vocab_size") != 0
     if target.vocab_size > LARGE_VOCABULARY and restricts and recipe.drafter.init_from is None:
         fitting = [size for factor in (1, 2, 4) if (size := factor * LARGE_VOCABULARY) < target.vocab_size]
@@ -152,7 +155,7 @@ def by_time(found: Survey, tried: Recipe, pace: Pace, minutes: float) -> list[Ch
         steps, why = bounded(share * seconds / pace.first), f"{share:.0%} {given}, but {FEWEST_STEPS} to {MOST_STEPS}"
         if found.whole:
             windows = sum(-(-length // tried.stage1.length) for length in found.lengths)
-            passes = bounded(MOST_PASSES * windows / tried.stage1.batch)
+            passes = bounded(MOST_PASSES * windows / (tried.stage1.batch * tried.stage1.accumulate))
             if passes < steps:
                 steps = passes
                 why = f"{MOST_PASSES} passes over the data's {windows} windows; more would learn them by heart"

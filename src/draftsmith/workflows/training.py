@@ -13,6 +13,7 @@ from draftsmith.drafters.family import read_spec
 from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named, family_of
 from draftsmith.drafters.trainable import storage
 from draftsmith.dtypes import check_dtype
+from draftsmith.evaluation.prompts import write_prompts
 from draftsmith.provenance import provenance
 from draftsmith.targets.loading.place import check_place
 from draftsmith.training.checkpoint import Checkpoints
@@ -20,8 +21,9 @@ from draftsmith.training.data.sources import Source
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
 from draftsmith.training.result import TrainingResult
 from draftsmith.training.run_folder import RunFolder
+from draftsmith.training.schedule import LAST_SHARE
 from draftsmith.types import DraftsmithError
-from draftsmith.workflows.held_out import Evaluation, Probe, settle
+from draftsmith.workflows.held_out import OWN, Evaluation, Probe, settle
 from draftsmith.workflows.models import Loading, load_target, quiet
 from draftsmith.workflows.sources import gather_prompts
 
@@ -42,12 +44,14 @@ class TrainResult:
     """Result of a run: `training.drafter` is the folder to decode with; `measured_on` says what τ was measured on.
 
     `target` is the folder or name of the target as given; None for the embedded one and for a `Target` object.
+    `prompts` is the file of what τ was measured on; None for the embedded prompts, and for texts handed over.
     """
 
     provenance: Mapping[str, Any]
     training: TrainingResult
     measured_on: Probe
     target: str | None = None
+    prompts: Path | None = None
 
     @property
     def drafter(self) -> Path:
@@ -118,7 +122,8 @@ def train(
         raise DraftsmithError(f"--minutes (minutes=) is for a new run without a recipe; {instead}.")
     if minutes is not None and minutes <= 0:
         raise DraftsmithError(f"--minutes (minutes=) is {minutes:g}; give a positive number.")
-    chosen = [*named(target, data, family, init_from, out), *overrides]
+    chosen = [*named(target, data, family, init_from, out, resume), *overrides]
+    chosen += final_rates(overrides) if starts else []
     asked, shown = evaluation or Evaluation(), console or quiet()
 
     def check(planned: Recipe) -> None:
@@ -186,14 +191,32 @@ def train(
         console=shown, on_drafter=bridge.use, foretell=foretell, measured_on=bridge.digest,
     )
     given = None if wrapped is not None else settled.target.name
-    return TrainResult(provenance(target=loaded.name), result, probe, given)
+    return TrainResult(provenance(target=loaded.name), result, probe, given, prompt_file(asked, probe, result, dry_run))
+
+
+def prompt_file(asked: Evaluation, probe: Probe, result: TrainingResult, dry_run: bool) -> Path | None:
+    """Return the file of what τ was measured on; held-out texts of the user's own are written into the run's folder."""
+    if isinstance(asked.prompts, str | Path):
+        return Path(asked.prompts)
+    if dry_run or probe.source != OWN:
+        return None
+    path = result.folder / "held-out.jsonl"
+    try:
+        write_prompts(path, probe.prompts)
+    except OSError as error:
+        raise DraftsmithError(f"cannot write {path} ({error.strerror}); the drafter is in {result.drafter}.") from error
+    return path
 
 
 def named(
     target: "Target | str | Path | None", data: Path | str | Sequence[Path | str] | None, family: str | None,
-    init_from: str | Path | None, out: str | Path | None,
+    init_from: str | Path | None, out: str | Path | None, resume: bool = False,
 ) -> list[str]:
-    """Return the overrides that the arguments of `train` stand for."""
+    """Return the overrides that the arguments of `train` stand for.
+
+    Args:
+        resume: leave options of the family alone that are not named, because they were chosen when the run began.
+    """
     found = []
     if isinstance(target, str | Path):
         found.append(f"target.name={json.dumps(str(target))}")
@@ -202,11 +225,29 @@ def named(
         found.append(f"data.sources={json.dumps([{'path': str(path)} for path in paths])}")
     if family is not None:
         name, options = read_spec(family)
-        found.append(f"drafter={json.dumps({'family': name, **options})}")
+        chosen = {"family": name, **options}
+        if resume:
+            found += [f"{DRAFTER}.{key}={json.dumps(value)}" for key, value in chosen.items()]
+        else:
+            found.append(f"{DRAFTER}={json.dumps(chosen)}")
     if init_from is not None:
         found.append(f"drafter.init_from={json.dumps(str(init_from))}")
     if out is not None:
         found.append(f"output.folder={json.dumps(str(out))}")
+    return found
+
+
+def final_rates(overrides: Sequence[str]) -> list[str]:
+    """Return overrides of the rates at which stages end whose other rate is set alone."""
+    given = {key_of(override): override.partition("=")[2] for override in overrides}
+    found = []
+    for stage in ("stage1", "stage2"):
+        rate = given.get(f"{stage}.rate")
+        if rate is not None and f"{stage}.final_rate" not in given:
+            try:
+                found.append(f"{stage}.final_rate={float(rate) * LAST_SHARE}")
+            except ValueError:  # refused with the other overrides
+                continue
     return found
 
 
@@ -306,7 +347,7 @@ def starter_recipe(family: str) -> dict[str, Any]:
     divergence from the target's own distribution.
     """
     rate = family_named(family).rate
-    rates = {"rate": rate, "final_rate": rate / 20, "batch": 16}
+    rates = {"rate": rate, "final_rate": rate * LAST_SHARE, "batch": 16}
     return {
         "drafter": {"family": family},
         "data": {"sources": [{"path": str(assets.prompt_file("train"))}]},

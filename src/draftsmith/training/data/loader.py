@@ -127,7 +127,11 @@ class Loader:
             )
             for i, item in enumerate(section.sources)
         ]
-        odds = [item.weight / s.mean_characters() for item, s in zip(section.sources, self.sources, strict=True)]
+        # A piece gives windows for all of its tokens, but a single prompt however long it is.
+        sizes = [source.mean_characters() for source in self.sources]
+        if windowing.prompts is not None:
+            sizes = [1.0] * len(sizes)
+        odds = [item.weight / size for item, size in zip(section.sources, sizes, strict=True)]
         self.odds = [odd / sum(odds) for odd in odds]
         self.pieces = 0
         self.windows = 0

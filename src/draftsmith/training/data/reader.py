@@ -31,6 +31,9 @@ Learn = Literal["assistant", "everything"]
 
 ENOUGH_CHARACTERS = 8
 """Characters per token that are surely enough."""
+NEAR = 200
+"""Within so many characters a prompt from the middle of a text begins with the next word; where there is no white
+space, as in Chinese or in minified code, it begins anywhere."""
 
 _SPACE = re.compile(r"\s+")
 
@@ -100,8 +103,8 @@ class Reader:
     def prompt(self, piece: Piece, length: int, longest: int, chance: Callable[[str], int]) -> list[int]:
         """Return a prompt from a piece.
 
-        A text gives `length` tokens from the beginning of a word in the piece on. A conversation gives everything up to
-        a turn of the assistant, and a completion its prompt; these two are taken whole.
+        A text gives `length` tokens from the beginning of a word in the piece on, if one is near. A conversation gives
+        everything up to a turn of the assistant, and a completion its prompt; these two are taken whole.
 
         Args:
             longest: the most tokens of a prompt that is taken whole.
@@ -112,7 +115,7 @@ class Reader:
         content = piece.content
         if isinstance(content, str):
             start = chance("start") % max(1, len(content) - ENOUGH_CHARACTERS * length)
-            if start and (space := _SPACE.search(content, start - 1)):
+            if start and (space := _SPACE.search(content, start - 1, start + NEAR)):
                 start = space.end()
             tokens = beginning_ids(self.tokenizer, content[start : start + 2 * ENOUGH_CHARACTERS * length])
             if len(tokens) < length:
