@@ -7,7 +7,7 @@ command line are reported at once.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
@@ -48,6 +48,20 @@ _OF_A_TYPE = _KNOWN - _NOTES - _ALONE.keys() - _TELL_A_TYPE - {"type"}
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _REPEATS = re.compile(r"\{\s*(\d{1,18})\s*(?:,\s*(\d{0,18})\s*)?\}")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        ("anyOf", "oneOf", "allOf"), lambda value: isinstance(value, list) and bool(value),
+        "a list of schemas, at least one",
+    ),
+    (("prefixItems",), lambda value: isinstance(value, list), "a list of schemas"),
+    (
+        ("properties", "patternProperties", "$defs", "definitions"), lambda value: isinstance(value, dict),
+        "an object with schemas",
+    ),
+)
+"""What keywords hold that hold several schemas, in words too."""
+MOST_NAME = 80
+"""Characters that are told of the name of a place in a schema."""
 NAMES = {
     "json_schema": "the JSON schema", "json_object": "the grammar of JSON", "regex": "the regular expression",
     "grammar": "the grammar", "choice": "the list of choices",
@@ -110,7 +124,8 @@ def check_schema(text: str) -> str:
         if "minLength" in found or "maxLength" in found:
             most = found.pop("maxLength", "")
             found["pattern"] = f'^[^\\x00-\\x1f"\\\\]{{{found.pop("minLength", 0)},{most}}}$'
-        places += [(f"{name}, {key}", below, depth + 1) for key, below in _below(found)]
+        # Names of the client's choice may be long, and there may be many inside each other.
+        places += [(f"{name[:MOST_NAME]}, {key[:MOST_NAME]}", below, depth + 1) for key, below in _below(found)]
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
@@ -146,6 +161,10 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
     unknown = next((key for key in schema if key not in _KNOWN), None)
     if unknown is not None:
         raise DraftsmithError(f"{name} has {unknown!r}, which no text can be held to here; leave it out.")
+    for keys, fits, wanted in _FORMS:
+        wrong = next((key for key in keys if key in schema and not fits(schema[key])), None)
+        if wrong is not None:
+            raise DraftsmithError(f"{name} has {wrong} = {json.dumps(schema[wrong])[:60]}; give {wanted}.")
     for key, beside in _ALONE.items():
         ignored = next((other for other in schema if other != key and other not in _NOTES | beside), None)
         if key in schema and ignored is not None:
@@ -157,7 +176,7 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise DraftsmithError(f"{name} refers to {reference!r}; only what begins with #/ in the schema can be kept.")
-    if schema.get("format", "uuid") not in FORMATS:
+    if not isinstance(schema.get("format", ""), str) or schema.get("format", "uuid") not in FORMATS:
         raise DraftsmithError(
             f"{name} has the format {schema['format']!r}; those that can be kept are {', '.join(sorted(FORMATS))}."
         )
@@ -170,7 +189,7 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
         raise DraftsmithError(f"{name} has {' and '.join(given)}, of which only one can be kept; leave the others out.")
     if isinstance(schema.get("pattern"), str):
         check_pattern(schema["pattern"], f"the pattern of {name}")
-    for pattern in schema.get("patternProperties", ()):
+    for pattern in schema.get("patternProperties", {}):
         check_pattern(pattern, f"a pattern of {name}")
     for key in _COUNTS:
         count = schema.get(key, 0)

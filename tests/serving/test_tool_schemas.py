@@ -58,6 +58,25 @@ def test_references_to_properties_and_definitions_are_followed():
         assert not fits(schema, "f", arguments), arguments
 
 
+def test_what_alternatives_share_is_followed_once():
+    """Followed for each of them, forty levels of two would take weeks, and the server with them."""
+    ends = {"last": {"type": "object"}, "none": {"type": "string"}}
+    for end, kept in (("last", True), ("none", False)):
+        shared = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(39)}
+        parameters = {"$defs": {**shared, **ends, "d39": {"$ref": f"#/$defs/{end}"}}, "$ref": "#/$defs/d0"}
+        if kept:
+            assert arguments_schema(tool("f", parameters)) == parameters
+            continue
+        with pytest.raises(ApiError, match="no object"):
+            arguments_schema(tool("f", parameters))
+
+
+def test_references_that_lead_too_far_are_refused():
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(3000)}
+    with pytest.raises(ApiError, match="references that lead too far"):
+        arguments_schema(tool("f", {"$defs": {**chain, "d3000": {"type": "object"}}, "$ref": "#/$defs/d0"}))
+
+
 def test_two_tools_may_define_the_same_name_differently():
     def defining(kind: str) -> dict[str, Any]:
         return {

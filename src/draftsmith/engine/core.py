@@ -138,7 +138,8 @@ class EngineCore:
         request.statistics.lossless = request.params.temperature == 0 or all(plan.lossless for plan in plans)
         self._attached &= self.scheduler.has_work
         if not (self._attached or request.never_drafts):
-            self._attach(choices)
+            # Requests that join this one before all have ended may draft as the policy says.
+            self._attach([*choices, *self.policy.choices])
         request.id = next(self._ids)
         self._requests[request.id] = request
         if inbox is not None:

@@ -87,7 +87,7 @@ class Guarded(Drafter):
         return self.inner.note_for_user(texts)
 
     def attach(self, cache: KVCache, plan: Plan) -> None:
-        self.inner.attach(cache, plan)
+        self._try(lambda: self.inner.attach(cache, plan))
 
     def follow(self, context: Context) -> None:
         self._try(lambda: self.inner.follow(context))

@@ -72,6 +72,10 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
+class _ClientLeft(Exception):
+    """Nobody reads the stream any more; an OSError of the engine says something else."""
+
+
 class EventStream(Response):
     """A stream of events whose first event is already there; an error before it was answered with an HTTP status.
 
@@ -104,17 +108,20 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         async def write(event: str, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": event.encode("utf-8", "replace"), "more_body": more})
+            try:
+                await send({"type": "http.response.body", "body": event.encode("utf-8", "replace"), "more_body": more})
+            except OSError as error:
+                raise _ClientLeft from error
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with suppress(OSError):  # the client left
+        with suppress(_ClientLeft):
             await write(self._first)
             try:
                 async for event in self._events:
                     await write(event)
             except ApiError as error:
                 await write(self._failure(error))
-            except OSError:
+            except _ClientLeft:
                 raise
             except Exception:
                 log.exception("a stream failed")

@@ -38,18 +38,25 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     for place in ("$defs", "definitions"):
         if not isinstance(given.get(place, {}), dict):
             raise bad(f"the tool {name!r} has a {place} that is no object; make it one.", "tools")
-    found = _of_objects(given, given, ())
+    try:
+        found = _of_objects(given, given, {})
+    except RecursionError as error:
+        raise bad(
+            f"the tool {name!r} has parameters that are too deep, or references that lead too far; make them simpler.",
+            "tools",
+        ) from error
     if found is None:
         raise bad(f'the tool {name!r} has parameters that are no object; give a schema of the type "object".', "tools")
     return found
 
 
-def _of_objects(schema: Any, root: dict[str, Any], seen: tuple[str, ...]) -> Any:
+def _of_objects(schema: Any, root: dict[str, Any], allowing: dict[str, bool]) -> Any:
     """Return a schema without its alternatives that are no objects; None where nothing is left.
 
     Args:
         root: the schema that references start from; references are not replaced.
-        seen: references that were followed to get here.
+        allowing: whether what a reference leads to allows objects. Each is followed once, however many alternatives
+            share it; one that leads back to itself is taken to allow some meanwhile.
     """
     if not isinstance(schema, dict):
         return schema
@@ -58,11 +65,13 @@ def _of_objects(schema: Any, root: dict[str, Any], seen: tuple[str, ...]) -> Any
         return None
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        is_none = reference not in seen and _of_objects(_found(reference, root), root, (*seen, reference)) is None
-        return None if is_none else schema
+        if reference not in allowing:
+            allowing[reference] = True
+            allowing[reference] = _of_objects(_found(reference, root), root, allowing) is not None
+        return schema if allowing[reference] else None
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            fitting = [found for one in schema[key] if (found := _of_objects(one, root, seen)) is not None]
+            fitting = [found for one in schema[key] if (found := _of_objects(one, root, allowing)) is not None]
             return {**schema, key: fitting} if fitting else None
     if "const" in schema:
         return schema if isinstance(schema["const"], dict) else None
