@@ -364,3 +364,13 @@ def test_white_space_is_text_only_where_no_call_is(whole: str, text: str):
     reader = MarkedCalls()
     parts = [part for letter in whole for part in reader.feed(letter)] + reader.end()
     assert "".join(part for part in parts if isinstance(part, str)) == text
+
+
+def test_braces_in_strings_and_objects_inside_end_no_call():
+    arguments = {"a": '}{"\\', "b": {"c": {}}, "d": [{}, "\\"], "}": "é}"}
+    text = json.dumps([{"name": "f", "arguments": arguments}] * 2)
+    for size in (1, 3, len(text)):
+        reader = ListOfCalls()
+        found = [part for at in range(0, len(text), size) for part in reader.feed(text[at : at + size])]
+        assert [json.loads(part.arguments) for part in found if isinstance(part, ToolCall)] == [arguments] * 2
+        assert reader.end() == []

@@ -59,13 +59,13 @@ class ListOfCalls(CallReader):
 
     def __init__(self) -> None:
         self._left, self._told = "", False
+        # Of what is left: characters that were looked at, braces that are open there, and whether a string is.
+        self._seen, self._open, self._quoted, self._escaped = 0, 0, False, False
 
     def feed(self, text: str) -> list[Part]:
         self._left += text
-        if "}" not in text:  # no call became whole; parsing from its beginning with every piece would take long
-            return []
         parts: list[Part] = []
-        while "}" in self._left:
+        while self._closes():  # a call that is not whole is not parsed, from its beginning, with every piece
             rest = self._left.lstrip(", \t\r\n" if self._told else "[ \t\r\n")
             try:
                 value, end = _DECODER.raw_decode(rest)
@@ -75,8 +75,26 @@ class ListOfCalls(CallReader):
             if call is None:
                 break
             parts.append(call)
-            self._left, self._told = rest[end:], True
+            self._left, self._told, self._seen = rest[end:], True, 0
         return parts
+
+    def _closes(self) -> bool:
+        """Look at what came since the last time, up to where an object is whole; return whether one is."""
+        for at in range(self._seen, len(self._left)):
+            character = self._left[at]
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = character == "\\", character != '"'
+            elif character == '"':
+                self._quoted = True
+            elif character in "{}":
+                self._open += 1 if character == "{" else -1
+                if character == "}" and self._open <= 0:
+                    self._seen, self._open = at + 1, 0
+                    return True
+        self._seen = len(self._left)
+        return False
 
     def end(self) -> list[Part]:
         if self._told:
