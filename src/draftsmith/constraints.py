@@ -176,9 +176,10 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise DraftsmithError(f"{name} refers to {reference!r}; only what begins with #/ in the schema can be kept.")
-    if not isinstance(schema.get("format", ""), str) or schema.get("format", "uuid") not in FORMATS:
+    form = schema.get("format", "uuid")
+    if not isinstance(form, str) or form not in FORMATS:
         raise DraftsmithError(
-            f"{name} has the format {schema['format']!r}; those that can be kept are {', '.join(sorted(FORMATS))}."
+            f"{name} has the format {form!r}; those that can be kept are {', '.join(sorted(FORMATS))}."
         )
     bare = next((key for key in schema if key in _OF_A_TYPE), None)
     if bare is not None and "type" not in schema and not schema.keys() & _TELL_A_TYPE:
@@ -189,7 +190,7 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
         raise DraftsmithError(f"{name} has {' and '.join(given)}, of which only one can be kept; leave the others out.")
     if isinstance(schema.get("pattern"), str):
         check_pattern(schema["pattern"], f"the pattern of {name}")
-    for pattern in schema.get("patternProperties", {}):
+    for pattern in schema.get("patternProperties", ()):
         check_pattern(pattern, f"a pattern of {name}")
     for key in _COUNTS:
         count = schema.get(key, 0)

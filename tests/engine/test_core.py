@@ -293,6 +293,18 @@ def test_a_guarded_drafter_that_remembers_rows_serves_one_engine_at_a_time():
     assert Engine(target, drafter, plan=CHAIN).generate(prompts(1), SamplingParams(max_tokens=4))
 
 
+def test_a_guarded_drafter_that_cannot_be_attached_costs_its_guesses_alone(monkeypatch: pytest.MonkeyPatch):
+    target, drafter = eagle()
+
+    def attach(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(drafter, "attach", attach)
+    engine = Engine(target, Guarded(drafter, "eagle", target.vocab_size), plan=CHAIN)
+    (completion,) = engine.generate(prompts(1), SamplingParams(max_tokens=20))
+    assert completion.tokens == greedy_reference(tiny_model(), prompts(1)[0], 20)
+
+
 def test_pieces_of_a_stream_that_waited_carry_their_own_logprobs():
     target = tiny_target()
     engine = Engine(target, oracle_for(tiny_model(), prompts(1)), plan=CHAIN, max_batch=2)

@@ -152,6 +152,19 @@ def test_a_family_is_named_again_to_go_on_without_the_options_chosen_at_the_star
     assert train(None, *SMALL, evaluation=asked, resume=True, **words).training.step == 1
     with pytest.raises(DraftsmithError, match="draft_vocab_size is 32, but"):
         train(None, *SMALL, evaluation=asked, resume=True, **{**words, "family": "mlp:draft_vocab_size=32"})
+    with pytest.raises(DraftsmithError, match="drafter.family is 'medusa', but the run in .* has 'mlp'"):
+        train(None, *SMALL[1:], evaluation=asked, resume=True, **{**words, "family": "medusa"})
+
+
+def test_a_family_beside_a_recipe_of_another_one_is_named_again_to_go_on(place: Path, tmp_path: Path):
+    words = {"target": place / "model", "data": place / "code.jsonl", "out": tmp_path / "run", "family": "medusa"}
+    recipe = {
+        "drafter": {"family": "mlp", "n_predict": 2}, "stage1": {"steps": 1}, "stage2": {"steps": 0},
+        "target": {"dtype": "fp32"},
+    }
+    asked = Evaluation(prompts_a_task=2, new_tokens=8, prompt_tokens=8)
+    train(recipe, *SMALL[1:], evaluation=asked, **words)
+    assert train(recipe, *SMALL[1:], evaluation=asked, resume=True, **words).training.step == 1
 
 
 def test_rates_fall_where_only_their_beginning_is_set(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.comparison_texts import comparison_texts
 from draftsmith.workflows.entries import Budget, entries_beside
+from draftsmith.workflows.fitting import stamp
 from draftsmith.workflows.methods import prepare_methods
 from draftsmith.workflows.models import Loading, load_target, quiet
 from draftsmith.workflows.partition import MEASURED, TUNING
@@ -32,9 +32,6 @@ from draftsmith.workflows.search import Judge
 
 # Version of the kept measurements; a comparison in another format is not resumed.
 FORMAT = 4
-
-WEIGHTS = (".safetensors", ".bin", ".pt")
-"""Ends of the names of files that hold weights."""
 
 
 class _Record(BaseModel):
@@ -311,10 +308,5 @@ def fingerprint(folder: Path) -> str:
     if sealed.exists():
         return storage.sha256(sealed)
     # A folder of another program has no digest of its weights, and to read them all would take long.
-    files = [(path.name, about.st_size, about.st_mtime_ns) for path, about in weights_of(folder)]
-    return hashlib.sha256(json.dumps([storage.sha256(folder / "config.json"), files]).encode()).hexdigest()
-
-
-def weights_of(folder: Path) -> list[tuple[Path, os.stat_result]]:
-    """Return the files of weights in a folder, with their sizes and times."""
-    return [(path, path.stat()) for path in sorted(folder.glob("*")) if path.suffix in WEIGHTS]
+    known = [storage.sha256(folder / "config.json"), stamp(str(folder))]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()

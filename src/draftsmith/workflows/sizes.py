@@ -179,7 +179,7 @@ def by_measurements(recipe: Recipe, pace: Pace, minutes: float) -> list[Choice]:
     steps = recipe.stage1.steps + recipe.stage2.steps
     if count < FEWEST_MEASUREMENTS or not steps:
         return []
-    every = -(-steps // count)  # rounded up: the end is measured too, and no step before it just now
+    every = -(-steps // count)  # rounded down, the last one could come just before the end, which is measured anyway
     choices = [Choice("evaluation.every", every, f"so that the best of about {count} checkpoints is kept")]
     if count > 2 * PATIENCE and recipe.joint is None:
         why = f"a stage ends early that brings neither a higher τ nor a lower loss in {PATIENCE} measurements in a row"

@@ -122,7 +122,7 @@ def train(
         raise DraftsmithError(f"--minutes (minutes=) is for a new run without a recipe; {instead}.")
     if minutes is not None and minutes <= 0:
         raise DraftsmithError(f"--minutes (minutes=) is {minutes:g}; give a positive number.")
-    chosen = [*named(target, data, family, init_from, out, resume), *overrides]
+    chosen = [*named(target, data, family, init_from, out), *overrides]
     chosen += final_rates(overrides) if starts else []
     asked, shown = evaluation or Evaluation(), console or quiet()
 
@@ -142,6 +142,9 @@ def train(
         if kept is None:
             # The options of the embedded drafter, and of a drafter to start from, are read from its weights.
             check(planned)
+        elif family is not None and kept[DRAFTER]["family"] == family_in(family, ()):
+            # Options that are not named now were chosen when the run began.
+            chosen = [*named(target, data, None, init_from, out), *family_options(family), *overrides]
         recipe = kept or (start if another else {**start, DRAFTER: options_in(assets.demo_first_stage())})
     if base is None and init_from is not None and family is None and family_of(init_from) is not None:
         assert isinstance(recipe, dict)
@@ -210,13 +213,9 @@ def prompt_file(asked: Evaluation, probe: Probe, result: TrainingResult, dry_run
 
 def named(
     target: "Target | str | Path | None", data: Path | str | Sequence[Path | str] | None, family: str | None,
-    init_from: str | Path | None, out: str | Path | None, resume: bool = False,
+    init_from: str | Path | None, out: str | Path | None,
 ) -> list[str]:
-    """Return the overrides that the arguments of `train` stand for.
-
-    Args:
-        resume: leave options of the family alone that are not named, because they were chosen when the run began.
-    """
+    """Return the overrides that the arguments of `train` stand for."""
     found = []
     if isinstance(target, str | Path):
         found.append(f"target.name={json.dumps(str(target))}")
@@ -225,16 +224,17 @@ def named(
         found.append(f"data.sources={json.dumps([{'path': str(path)} for path in paths])}")
     if family is not None:
         name, options = read_spec(family)
-        chosen = {"family": name, **options}
-        if resume:
-            found += [f"{DRAFTER}.{key}={json.dumps(value)}" for key, value in chosen.items()]
-        else:
-            found.append(f"{DRAFTER}={json.dumps(chosen)}")
+        found.append(f"{DRAFTER}={json.dumps({'family': name, **options})}")
     if init_from is not None:
         found.append(f"drafter.init_from={json.dumps(str(init_from))}")
     if out is not None:
         found.append(f"output.folder={json.dumps(str(out))}")
     return found
+
+
+def family_options(family: str) -> list[str]:
+    """Return overrides of the options that are named with a family, and of no others."""
+    return [f"{DRAFTER}.{key}={json.dumps(value)}" for key, value in read_spec(family)[1].items()]
 
 
 def final_rates(overrides: Sequence[str]) -> list[str]:

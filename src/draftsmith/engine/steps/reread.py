@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftsmith.engine.policy import Choice
 from draftsmith.engine.steps.allowed import constrain
-from draftsmith.engine.steps.commit import commit
+from draftsmith.engine.steps.commit import commit, keep_states
 from draftsmith.engine.steps.layout import lay_out
 from draftsmith.engine.steps.rows import Penalties, Rows, make_rows, pick
 from draftsmith.engine.steps.step import Stepper
@@ -46,7 +46,7 @@ def reread(
         cache, layout.tokens_BM, context.lengths_B - 1, stepper.taps, context.slots_B
     )
     if cache.states_NEF is not None:
-        cache.store_states(context.slots_B, (context.lengths_B - 1).unsqueeze(1), features_BMF)
+        keep_states(cache, context, features_BMF)
     if one.simple:
         acceptance = accept_greedy(logits_BMV.argmax(dim=-1), draft)
     else:
