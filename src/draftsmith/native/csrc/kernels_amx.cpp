@@ -12,8 +12,7 @@
 #include <immintrin.h>
 #define DRAFTSMITH_MULTIPLY_ADD(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define DRAFTSMITH_AVX512
-#define DRAFTSMITH_WORDS_AT(values) \
-  reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))))
+#define DRAFTSMITH_BF16
 #endif
 
 #ifdef DRAFTSMITH_HAS_TILES

@@ -5,8 +5,6 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma")
 #include <immintrin.h>
 #define DRAFTSMITH_AVX512
-#define DRAFTSMITH_WORDS_AT(values) \
-  reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))))
 
 #include "kernels_common.inl"
 #include "kernels_int4.inl"

@@ -6,8 +6,7 @@
 #include <immintrin.h>
 #define DRAFTSMITH_AVX512
 #define DRAFTSMITH_VNNI
-#define DRAFTSMITH_WORDS_AT(values) \
-  reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))))
+#define DRAFTSMITH_BF16
 
 #include "kernels_common.inl"
 #include "kernels_int4.inl"

@@ -18,22 +18,27 @@ using Halves = bf16 __attribute__((vector_size(32), may_alias, aligned(2)));
 inline Lanes lanes_at(const float* values) { return *reinterpret_cast<const Lanes*>(values); }
 inline void put_lanes(Lanes values, float* to) { *reinterpret_cast<Lanes*>(to) = values; }
 inline Words words_at(const bf16* values) {
-#ifdef DRAFTSMITH_WORDS_AT  // compilers need several instructions where the file that includes this one knows a single one
-  return DRAFTSMITH_WORDS_AT(values);
+#ifdef DRAFTSMITH_AVX512  // for this single instruction compilers would take several
+  return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))));
 #else
   return __builtin_convertvector(*reinterpret_cast<const Halves*>(values), Words);
 #endif
 }
 inline Lanes widen_lanes(const bf16* values) { return reinterpret_cast<Lanes>(words_at(values) << 16); }
-// As `narrow`, the bits in the lower half of every word.
-inline Words narrow_lanes(Lanes x) {
+// As `narrow`. Where one instruction does it, numbers below 1.2e-38 become 0, as in its products.
+inline Halves narrow_lanes(Lanes x) {
+#ifdef DRAFTSMITH_BF16
+  return reinterpret_cast<Halves>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
+#else
   const Words bits = reinterpret_cast<Words>(x), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return (x == x ? rounded : bits | 0x400000u) >> 16;
+  return __builtin_convertvector((x == x ? rounded : bits | 0x400000u) >> 16, Halves);
+#endif
 }
-inline void put_narrow(Lanes x, bf16* to) {
-  *reinterpret_cast<Halves*>(to) = __builtin_convertvector(narrow_lanes(x), Halves);
+inline void put_narrow(Lanes x, bf16* to) { *reinterpret_cast<Halves*>(to) = narrow_lanes(x); }
+inline Lanes lanes_through_bf16(Lanes x) {
+  const Halves narrowed = narrow_lanes(x);
+  return widen_lanes(reinterpret_cast<const bf16*>(&narrowed));
 }
-inline Lanes lanes_through_bf16(Lanes x) { return reinterpret_cast<Lanes>(narrow_lanes(x) << 16); }
 
 // a · b + c, rounded once where the file that includes this one says how.
 inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
@@ -44,8 +49,31 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
 #endif
 }
 
-// e^x for x ≤ 0 or small, relative error below 3e-7; below -87 what it is there, next to nothing.
+// e^x, relative error below 3e-7; x is taken to be at least -87 and at most 88. NaN stays NaN.
 inline Lanes exponential(Lanes x) {
+#ifdef DRAFTSMITH_AVX512
+  // 2^(n / 16 + r) by a table of the sixteenths, in half the instructions: entry i is the bits of 2^(i / 16), less i where
+  // n's lower bits come in with the exponent.
+  alignas(64) static const uint32_t kSixteenths[kLanes] = {
+      0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
+      0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d,
+  };
+  const __m512 magic = _mm512_set1_ps(12582912.0f);
+  // Of two of which one is no number, these instructions return the second.
+  const __m512 least = _mm512_max_ps(_mm512_set1_ps(-87.0f), reinterpret_cast<__m512>(x));
+  const __m512 power = _mm512_min_ps(_mm512_set1_ps(88.0f), least);
+  const __m512 shifted = _mm512_fmadd_ps(power, _mm512_set1_ps(16 * 1.44269504088896341f), magic);
+  const __m512 whole = _mm512_sub_ps(shifted, magic);
+  const __m512 most = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f / 16), power);
+  const __m512 rest = _mm512_fmadd_ps(whole, _mm512_set1_ps(2.12194440e-4f / 16), most);
+  const __m512 one = _mm512_set1_ps(1.0f);
+  __m512 value = _mm512_fmadd_ps(rest, _mm512_set1_ps(1.0f / 6), _mm512_set1_ps(0.5f));
+  value = _mm512_fmadd_ps(_mm512_fmadd_ps(value, rest, one), rest, one);
+  const __m512i n = _mm512_castps_si512(shifted);
+  const __m512i table = _mm512_permutexvar_epi32(n, _mm512_load_si512(kSixteenths));
+  const __m512 scale = _mm512_castsi512_ps(_mm512_add_epi32(table, _mm512_slli_epi32(n, 19)));
+  return reinterpret_cast<Lanes>(_mm512_mul_ps(value, scale));
+#else
   const Lanes low = Lanes{} - 87.0f, high = Lanes{} + 88.0f, magic = Lanes{} + 12582912.0f;
   x = x < low ? low : (x > high ? high : x);
   const Lanes shifted = multiply_add(x, Lanes{} + 1.44269504088896341f, magic);  // the low bits: a whole number
@@ -59,32 +87,6 @@ inline Lanes exponential(Lanes x) {
   value = multiply_add(value, rest, Lanes{} + 5.0000001201e-1f);
   value = multiply_add(value * rest, rest, rest) + 1.0f;
   return value * reinterpret_cast<Lanes>((reinterpret_cast<Words>(shifted) - 0x4b400000u + 127u) << 23);
-}
-
-// e^x for x ≤ 0, relative error below 3e-7; below -87 what it is there, next to nothing.
-inline Lanes fading(Lanes x) {
-#ifdef DRAFTSMITH_AVX512
-  // 2^(n / 16 + r) by a table of the sixteenths, in half the instructions: entry i is the bits of 2^(i / 16), less i where
-  // n's lower bits come in with the exponent.
-  alignas(64) static const uint32_t kSixteenths[kLanes] = {
-      0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
-      0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d,
-  };
-  const __m512 magic = _mm512_set1_ps(12582912.0f);
-  const __m512 power = _mm512_max_ps(reinterpret_cast<__m512>(x), _mm512_set1_ps(-87.0f));
-  const __m512 shifted = _mm512_fmadd_ps(power, _mm512_set1_ps(16 * 1.44269504088896341f), magic);
-  const __m512 whole = _mm512_sub_ps(shifted, magic);
-  const __m512 most = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f / 16), power);
-  const __m512 rest = _mm512_fmadd_ps(whole, _mm512_set1_ps(2.12194440e-4f / 16), most);
-  const __m512 one = _mm512_set1_ps(1.0f);
-  __m512 value = _mm512_fmadd_ps(rest, _mm512_set1_ps(1.0f / 6), _mm512_set1_ps(0.5f));
-  value = _mm512_fmadd_ps(_mm512_fmadd_ps(value, rest, one), rest, one);
-  const __m512i n = _mm512_castps_si512(shifted);
-  const __m512i table = _mm512_permutexvar_epi32(n, _mm512_load_si512(kSixteenths));
-  const __m512 scale = _mm512_castsi512_ps(_mm512_add_epi32(table, _mm512_slli_epi32(n, 19)));
-  return reinterpret_cast<Lanes>(_mm512_mul_ps(value, scale));
-#else
-  return exponential(x);
 #endif
 }
 
@@ -96,6 +98,14 @@ struct Few {
     for (int l = 0; l < kLanes; ++l) values[l] = l < count ? from[l] : fill;
   }
 };
+
+// The last values of a row, fewer than sixteen: as the others, so that it makes no difference where a row is divided.
+inline Lanes few_at(const float* values, int64_t count) { return lanes_at(Few<float>(values, count, 0).values); }
+inline Lanes widen_few(const bf16* values, int64_t count) { return widen_lanes(Few<bf16>(values, count, 0).values); }
+inline void put_few(Lanes x, int64_t count, bf16* to) {
+  const Halves narrowed = narrow_lanes(x);
+  __builtin_memcpy(to, &narrowed, count * sizeof(bf16));
+}
 
 inline float sum_of(Lanes lanes) {
   float total[8];
@@ -137,29 +147,32 @@ inline float sum_of_squares(const float* x, int64_t count) {
 void narrow_row(const float* values, int64_t count, bf16* to) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) put_narrow(lanes_at(values + i), to + i);
-  for (; i < count; ++i) to[i] = narrow(values[i]);
+  if (i < count) put_few(few_at(values + i, count - i), count - i, to + i);
 }
 
 void add_row(const float* values, int64_t count, bf16* to) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes)
     put_narrow(widen_lanes(to + i) + lanes_through_bf16(lanes_at(values + i)), to + i);
-  for (; i < count; ++i) to[i] = narrow(widen(to[i]) + through_bf16(values[i]));
+  if (i == count) return;
+  const Lanes added = lanes_through_bf16(few_at(values + i, count - i));
+  put_few(widen_few(to + i, count - i) + added, count - i, to + i);
 }
 
 float round_row(const float* values, int64_t count, float* to) {
-  float most[kLanes];
-  for (int l = 0; l < kLanes; ++l) most[l] = -__builtin_inff();
-  const auto take = [&](int64_t i, int l) {
-    to[i] = through_bf16(values[i]);
-    most[l] = to[i] > most[l] ? to[i] : most[l];
-  };
+  Lanes most = Lanes{} - __builtin_inff();
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    for (int l = 0; l < kLanes; ++l) take(i + l, l);
-  for (int l = 0; i + l < count; ++l) take(i + l, l);
-  for (int l = 1; l < kLanes; ++l) most[0] = most[l] > most[0] ? most[l] : most[0];
-  return most[0];
+  for (; i + kLanes <= count; i += kLanes) {
+    const Lanes rounded = lanes_through_bf16(lanes_at(values + i));
+    put_lanes(rounded, to + i);
+    most = rounded > most ? rounded : most;
+  }
+  const Lanes rounded = lanes_through_bf16(lanes_at(Few<float>(values + i, count - i, -__builtin_inff()).values));
+  for (int l = 0; i + l < count; ++l) to[i + l] = rounded[l];
+  most = rounded > most ? rounded : most;
+  float highest = most[0];
+  for (int l = 1; l < kLanes; ++l) highest = most[l] > highest ? most[l] : highest;
+  return highest;
 }
 
 // The nearest whole number, ties to even, of a small x.
@@ -182,18 +195,22 @@ float quantise(const bf16* x, int64_t count, int8_t* to) {
 
 void rotate(const bf16* head, const float* cosines, const float* sines, int64_t half, bf16* to) {
   // `to` may be `head` itself: a turn reads and writes the same two places.
+  const auto sum = [](Lanes x, Lanes by, Lanes y, Lanes times) {
+    return lanes_through_bf16(x * by) + lanes_through_bf16(y * times);
+  };
   int64_t d = 0;
   for (; d + kLanes <= half; d += kLanes) {
     const Lanes low = widen_lanes(head + d), high = widen_lanes(head + half + d);
     const Lanes cosine = lanes_at(cosines + d), sine = lanes_at(sines + d);
-    put_narrow(lanes_through_bf16(low * cosine) + lanes_through_bf16(-high * sine), to + d);
-    put_narrow(lanes_through_bf16(high * cosine) + lanes_through_bf16(low * sine), to + half + d);
+    put_narrow(sum(low, cosine, -high, sine), to + d);
+    put_narrow(sum(high, cosine, low, sine), to + half + d);
   }
-  for (; d < half; ++d) {
-    const float low = widen(head[d]), high = widen(head[d + half]);
-    to[d] = narrow(through_bf16(low * cosines[d]) + through_bf16(-high * sines[d]));
-    to[d + half] = narrow(through_bf16(high * cosines[d]) + through_bf16(low * sines[d]));
-  }
+  const int64_t left = half - d;
+  if (left == 0) return;
+  const Lanes low = widen_few(head + d, left), high = widen_few(head + half + d, left);
+  const Lanes cosine = few_at(cosines + d, left), sine = few_at(sines + d, left);
+  put_few(sum(low, cosine, -high, sine), left, to + d);
+  put_few(sum(high, cosine, low, sine), left, to + half + d);
 }
 
 void rms_norm(const bf16* x, const bf16* weight, int64_t width, float epsilon, bf16* out) {
@@ -201,7 +218,9 @@ void rms_norm(const bf16* x, const bf16* weight, int64_t width, float epsilon, b
   int64_t d = 0;
   for (; d + kLanes <= width; d += kLanes)
     put_narrow(lanes_through_bf16(widen_lanes(x + d) * scale) * widen_lanes(weight + d), out + d);
-  for (; d < width; ++d) out[d] = narrow(through_bf16(widen(x[d]) * scale) * widen(weight[d]));
+  if (d == width) return;
+  const Lanes last = lanes_through_bf16(widen_few(x + d, width - d) * scale);
+  put_few(last * widen_few(weight + d, width - d), width - d, out + d);
 }
 
 inline Lanes gated(Lanes gate, Lanes up) {
@@ -212,11 +231,7 @@ inline Lanes gated(Lanes gate, Lanes up) {
 void silu_times(const float* gate, const float* up, int64_t count, bf16* out) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) put_narrow(gated(lanes_at(gate + i), lanes_at(up + i)), out + i);
-  if (i == count) return;
-  const Few<float> gates(gate + i, count - i, 0), ups(up + i, count - i, 0);
-  bf16 last[kLanes];
-  put_narrow(gated(lanes_at(gates.values), lanes_at(ups.values)), last);
-  for (int l = 0; i + l < count; ++l) out[i + l] = last[l];
+  if (i < count) put_few(gated(few_at(gate + i, count - i), few_at(up + i, count - i)), count - i, out + i);
 }
 
 // x · Φ(x), by a formula for erf with an absolute error below 2e-7 (Abramowitz and Stegun, 7.1.26).
@@ -228,23 +243,30 @@ inline Lanes gelu(Lanes x) {
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 
+void widen_row(const bf16* x, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) put_lanes(widen_lanes(x + i), to + i);
+  for (; i < count; ++i) to[i] = widen(x[i]);
+}
+
 void activate(const bf16* projected, const bf16* token, float ratio, const float* scale, const float* shift,
               int64_t width, float epsilon, int64_t first, int64_t last, float* mixed, bf16* out) {
-  if (token == nullptr)
-    for (int64_t d = 0; d < width; ++d) mixed[d] = widen(projected[d]);
-  else
-    for (int64_t d = 0; d < width; ++d)
-      mixed[d] = through_bf16(widen(projected[d]) + through_bf16(ratio * widen(token[d])));
+  widen_row(projected, width, mixed);
+  if (token != nullptr) {
+    const auto sum = [&](Lanes x, Lanes of_token) { return lanes_through_bf16(x + lanes_through_bf16(ratio * of_token)); };
+    int64_t d = 0;
+    for (; d + kLanes <= width; d += kLanes) put_lanes(sum(lanes_at(mixed + d), widen_lanes(token + d)), mixed + d);
+    const Lanes few = sum(few_at(mixed + d, width - d), widen_few(token + d, width - d));
+    for (int l = 0; d + l < width; ++l) mixed[d + l] = few[l];
+  }
   const float inverse = 1.0f / __builtin_sqrtf(sum_of_squares(mixed, width) / static_cast<float>(width) + epsilon);
   const auto some = [&](Lanes x, Lanes by, Lanes plus) { return gelu(lanes_through_bf16(x * inverse * by + plus)); };
   int64_t d = first;
   for (; d + kLanes <= last; d += kLanes)
     put_narrow(some(lanes_at(mixed + d), lanes_at(scale + d), lanes_at(shift + d)), out + d);
   if (d >= last) return;
-  const Few<float> x(mixed + d, last - d, 0), by(scale + d, last - d, 0), plus(shift + d, last - d, 0);
-  bf16 few[kLanes];
-  put_narrow(some(lanes_at(x.values), lanes_at(by.values), lanes_at(plus.values)), few);
-  for (int l = 0; d + l < last; ++l) out[d + l] = few[l];
+  const int64_t left = last - d;
+  put_few(some(few_at(mixed + d, left), few_at(scale + d, left), few_at(shift + d, left)), left, out + d);
 }
 
 float sum_exponentials(const float* x, int64_t count, float highest) {
@@ -286,12 +308,6 @@ bool all_finite(const bf16* x, int64_t count) {
   for (int l = 0; l < kLanes; ++l) found |= none[l];
   for (; i < count; ++i) found |= (x[i] & 0x7f80) == 0x7f80;
   return found == 0;
-}
-
-void widen_row(const bf16* x, int64_t count, float* to) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) put_lanes(widen_lanes(x + i), to + i);
-  for (; i < count; ++i) to[i] = widen(x[i]);
 }
 
 [[maybe_unused]] void interleave_plain(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {

@@ -38,11 +38,11 @@ inline void weigh_by(const float* x, int64_t count, float temperature, float hig
     Lanes sum{};
     int64_t i = start;
     for (; i + kLanes <= stop; i += kLanes) {
-      const Lanes some = fading(kDivides ? lanes_at(x + i) / temperature - highest : lanes_at(x + i) - highest);
+      const Lanes some = exponential(kDivides ? lanes_at(x + i) / temperature - highest : lanes_at(x + i) - highest);
       put_lanes(some, weights + i), sum += some;
     }
     for (int l = 0; i + l < stop; ++l)
-      weights[i + l] = fading(Lanes{} + (x[i + l] / temperature - highest))[0], sum[l] += weights[i + l];
+      weights[i + l] = exponential(Lanes{} + (x[i + l] / temperature - highest))[0], sum[l] += weights[i + l];
     *sums++ = sum_of(sum);
   }
 }
