@@ -159,3 +159,9 @@ def test_statistics_compare_with_plain_decoding_only_where_something_was_drafted
     assert "0 / 0" in plain.stderr and "the same without prompts" in plain.stderr
     assert "so this is" not in plain.stderr
     assert "0 / 0" not in drafted.stderr and "so this is" in drafted.stderr
+
+
+def test_several_greedy_texts_are_said_to_be_the_same(target: Path):
+    words = ("Hi", "--target", target, "--no-draft", "--n", "3", *FEW)
+    assert "At temperature 0 all 3 texts are the same" in " ".join(run(*words).stderr.split())
+    assert "are the same" not in run(*words, "--temperature", "1").stderr

@@ -50,6 +50,8 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "generate, no drafts by a rule": (
         ("generate", "a", "--no-draft", "--acceptance", "typical", "--temperature", "1"), "leave out --acceptance, or"
     ),
+    "generate, measuring for a given plan": (("generate", "a", "--remeasure", "--plan", "2"), "and --plan says it"),
+    "generate, measuring for no drafts": (("generate", "a", "--remeasure", "--no-draft"), "leave out --remeasure, or"),
     "serve, no drafts of a plan": (("serve", "--no-draft", "--plan", "4,2"), "--no-draft drafts nothing"),
     "bench, target": (("bench", "--target", "./absent"), FOLDER),
     "bench, drafter": (("bench", "--drafter", "eagel"), "did you mean eagle?"),

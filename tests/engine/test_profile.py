@@ -65,10 +65,10 @@ def test_what_a_lookup_brings_and_costs_goes_with_how_often_it_finds_guesses():
 def test_a_text_of_which_all_is_found_stays_one_however_long_it_is():
     always = Tally(prior=16.0)
     for _ in range(50_000):
-        always.learn(5.0, 0.0, 0.98)
+        always.learn([(5.0, 0.0)], 0.98)
     assert always.ratio(1.0) > 1e6 and Tally(prior=2.0).ratio(0.75) == 0.75
     always.doubt(16.0)
-    always.learn(0.0, 64.0, 1.0)
+    always.learn([(0.0, 64.0)], 1.0)
     assert always.ratio(1.0) == pytest.approx(0.25), "what was found long ago counts little on trial"
 
 

@@ -62,7 +62,7 @@ def test_a_fit_is_measured_and_its_text_is_the_targets_own(target: Target, cache
         assert arm.guesses == arm.plan.max_nodes if arm.plan.factor is None else 1 <= arm.guesses < 8
     assert {arm.plan.factor for arm in policy.known[0].profile.arms} >= {1.0, 0.5}, "whatever they bring"
     assert engine.plan == (NO_DRAFT if policy.is_fixed else policy.typical.plan)
-    assert out.getvalue().startswith("Measuring what drafts cost on this machine …\n")
+    assert out.getvalue().startswith("Measuring what drafts cost on this machine … (once for")
     assert "measured in" in out.getvalue() and engine.max_length == 200
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     given = ["def area(width, height):", "It is a truth universally"]
@@ -85,6 +85,10 @@ def test_a_kept_fit_is_taken_up_and_a_damaged_one_is_not(target: Target, cache: 
     keep(path, fitting.Fit(made(1.5, (1,)), 3.0).to_json())
     assert fit(target, drafter, WORD, shown, 2).profile.rows == (1, 2), "it was measured for fewer"
     assert fit(target, drafter, WORD, shown, 1).profile.rows == (1, 2), "and now is kept for as many"
+    keep(path, fitting.Fit(profile, 3.0).to_json())
+    assert fit(target, drafter, WORD, shown, 1, anew=True).seconds > 0, "it was asked to measure"
+    kept = read(path)
+    assert kept is not None and kept.profile.rows == (1,), "and keeps that in its place"
     for damaged in ("", "{", "[]", json.dumps({"rows": [1], "arms": [{}]})):
         path.write_text(damaged)
         assert read(path) is None
@@ -151,7 +155,7 @@ def test_a_disturbed_measurement_is_said_and_made_again_after_an_hour(target: Ta
         os.utime(path, (long_ago, long_ago))
         assert (read(path) is not None) == there
     disturbed = in_words(fitting.Fit(profile, 3.0, quiet=False), Fitted(Known(profile)))
-    assert "measured in 3.0 s while other programs disturbed it, so again in an hour" in disturbed
+    assert "measured in 3.0 s while other programs disturbed it, so again in an hour, or now with --re" in disturbed
 
 
 def test_without_a_drafter_nothing_is_measured(target: Target, cache: Path):

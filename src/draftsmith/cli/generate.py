@@ -45,6 +45,7 @@ from draftsmith.cli.plans import (
     DeltaOption,
     EpsilonOption,
     NodesOption,
+    RemeasureOption,
     SampledOption,
     ShapeOption,
     check_drafter,
@@ -121,6 +122,7 @@ def generate(
     epsilon: EpsilonOption = None,
     delta: DeltaOption = None,
     prediction: PredictionOption = None,
+    remeasure: RemeasureOption = False,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=DRAFTS)] = False,
     draft_rows: Annotated[
         int | None,
@@ -153,10 +155,15 @@ def generate(
             "--plan": plan, "--drafter": drafter, "--candidates": candidates, "--sampled": sampled or None,
             "--beam": beam, "--nodes": nodes, "--confidence": confidence, "--epsilon": epsilon, "--delta": delta,
             "--acceptance": None if acceptance == "exact" else acceptance, "--draft-rows": draft_rows,
+            "--remeasure": remeasure or None,
         }
         asked_for = [name for name, value in drafting.items() if value is not None]
         if asked_for:
             raise DraftsmithError(f"--no-draft drafts nothing; leave out {' and '.join(asked_for)}, or --no-draft.")
+    given = {"--plan": plan, "--draft-rows": draft_rows}
+    told = next((name for name, value in given.items() if value is not None), None)
+    if remeasure and told is not None:
+        raise DraftsmithError(f"--remeasure finds out which drafts pay, and {told} says it; leave one of them out.")
     text = read_prompt(prompt, prompt_file)
     asked = as_messages(text, system) if chat else text
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature, confidence)
@@ -217,11 +224,13 @@ def generate(
     if shape is None and plan is None and draft_rows is None:
         from draftsmith.workflows.fitting import fit_drafts
 
-        engine = fit_drafts(engine, drafter, notes, says_kept=stats)
+        engine = fit_drafts(engine, drafter, notes, says_kept=stats, anew=remeasure)
     from draftsmith.native import seconds_short
 
     short_before = seconds_short()
     completions = write_out(engine, asked, params, shape)
+    if n > 1 and temperature == 0:
+        notes.print(f"[dim]At temperature 0 all {n} texts are the same; --temperature 0.8 makes them differ.[/dim]")
     if not all(completion.statistics.lossless for completion in completions):
         notes.print(f"[dim]This text is {LOSSY}: it is not distributed as the target's own.[/dim]")
     if stats:

@@ -68,6 +68,14 @@ DeltaOption = Annotated[
     ),
 ]
 
+RemeasureOption = Annotated[
+    bool,
+    typer.Option(
+        "--remeasure", help="Measure anew which drafts pay on this machine, whatever an earlier run has kept.",
+        rich_help_panel=DRAFTS,
+    ),
+]
+
 
 def read_rules(
     acceptance: AcceptanceRule,

@@ -22,8 +22,8 @@ def drafts_in_words(engine: "Engine", plan: "Plan | None") -> str:
     if plan is not None or not isinstance(policy, Fitted):
         return shape_in_words(plan if plan is not None else engine.plan)
     taken = sorted(zip(policy.steps, policy.choices, strict=True), key=lambda one: -one[0])
-    said = [f"{shape_in_words(choice.plan)} in {steps}" for steps, choice in taken if steps]
-    return f"{', '.join(said)} steps" if said else "none"
+    said = [f"{shape_in_words(choice.plan)}: {steps} step{'s' * (steps > 1)}" for steps, choice in taken if steps]
+    return "\n".join(said) or "none"
 
 
 def show_statistics(

@@ -54,12 +54,12 @@ class Lessons:
         guesses: of each step that could make guesses (for a lookup: that found some), how many stayed, and how many
             were expected to.
         looks: of each step that looked for guesses: what its tokens add to `Evidence.found` and to `Evidence.missed`.
-        lengths: of each step with guesses that a match or a confidence bounds: how many times as many as usual.
+        lengths: of each step with guesses that a match or a confidence bounds: how many times as many as usual, and 1.
     """
 
-    guesses: Sequence[tuple[int, float]] = ()
+    guesses: Sequence[tuple[float, float]] = ()
     looks: Sequence[tuple[float, float]] = ()
-    lengths: Sequence[float] = ()
+    lengths: Sequence[tuple[float, float]] = ()
 
 
 def lessons_of(history: RowHistory, steps: Sequence[Step], arm: Arm, kept: float) -> Lessons:
@@ -80,7 +80,8 @@ def lessons_of(history: RowHistory, steps: Sequence[Step], arm: Arm, kept: float
         return Lessons([(stayed, kept) for stayed, _, _ in steps], looks)
     lengths = [history.guesses(drafted, arm.plan, arm.guesses) / arm.guesses for _, drafted, _ in steps]
     expected = [kept] * len(lengths) if arm.varies else [kept * length for length in lengths]
-    return Lessons([(step[0], usual) for step, usual in zip(steps, expected, strict=True)], looks, lengths)
+    guesses = [(step[0], usual) for step, usual in zip(steps, expected, strict=True)]
+    return Lessons(guesses, looks, [(length, 1.0) for length in lengths])
 
 
 def lessons_behind(history: RowHistory, steps: Sequence[Step], arm: Arm, kept: float) -> Lessons:
@@ -91,7 +92,7 @@ def lessons_behind(history: RowHistory, steps: Sequence[Step], arm: Arm, kept: f
     """
     assert arm.behind is not None
     usual, steps = arm.behind.made, [step for step in steps if step[2]]
-    lengths = [history.guesses(drafted, arm.plan, usual, True) / usual for _, drafted, _ in steps]
+    lengths = [(history.guesses(drafted, arm.plan, usual, True) / usual, 1.0) for _, drafted, _ in steps]
     return Lessons([(stayed, kept) for stayed, _, _ in steps], lengths=lengths)
 
 
@@ -108,10 +109,13 @@ class Tally:
     expected: float = 0.0
     prior: float = 0.0
 
-    def learn(self, came: float, expected: float, decay: float) -> None:
-        """Take in a step; what was before fades."""
-        self.came, self.expected = decay * self.came + came, decay * self.expected + expected
-        self.prior *= decay
+    def learn(self, steps: Sequence[tuple[float, float]], decay: float) -> None:
+        """Take in what came and what was expected in steps, one after the other; what was before fades."""
+        came_so_far, expected_so_far, prior = self.came, self.expected, self.prior
+        for came, expected in steps:
+            came_so_far, expected_so_far = decay * came_so_far + came, decay * expected_so_far + expected
+            prior *= decay
+        self.came, self.expected, self.prior = came_so_far, expected_so_far, prior
 
     def ratio(self, usual: float) -> float:
         """Return how much comes for what is expected; elsewhere it is `usual`."""
@@ -172,12 +176,12 @@ class Evidence:
 
     def learn(self, lessons: Lessons, decay: float) -> None:
         """Take in what steps taught; what was before fades."""
-        for stayed, expected in lessons.guesses:
-            self.stayed.learn(stayed, expected, decay)
-        for found, missed in lessons.looks:
-            self.found.learn(found, missed, decay)
-        for length in lessons.lengths:
-            self.made.learn(length, 1.0, decay)
+        if lessons.guesses:
+            self.stayed.learn(lessons.guesses, decay)
+        if lessons.looks:
+            self.found.learn(lessons.looks, decay)
+        if lessons.lengths:
+            self.made.learn(lessons.lengths, decay)
 
     def settle(self, usual: Usual, table: Sequence[float]) -> None:
         """Let `odds`, `growth` and `length` follow from what is known.
@@ -202,11 +206,6 @@ class Evidence:
     def stand(self) -> OneStand:
         """How often its guesses stay here, how often it makes some, and how many."""
         return self.odds, self.growth, self.length
-
-    @property
-    def untold(self) -> int:
-        """Steps that are left of a trial before the first one that may end it."""
-        return max(0, HOPELESS - 1 - (TRIAL - self.trial))
 
     def begin(self) -> None:
         """Begin to draft, for at least as long as a trial lasts."""

@@ -148,8 +148,8 @@ class Fitted(Policy):
         left, told = HELD, self._learnt.told[crowd.arm]
         if crowd.arm:
             drafting = crowd.evidence[self._whose[crowd.arm]]
-            if drafting.trial:
-                return drafting.untold
+            if drafting.trial:  # to be asked before its end, in case that no guess has stayed, costs more than it saves
+                return drafting.trial - 1
             left = min(HELD_EARLY if self._asked[2] < EARLY else HELD_DRAFTING, self._reminders.due_in)
         if self._left <= SHORT:  # nothing is tried any more
             return max(0, left)

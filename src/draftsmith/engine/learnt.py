@@ -26,7 +26,6 @@ follow. A lookup finds guesses in some steps only, and either many of them stay 
 said, and whoever forgets the others takes the plan that happened to do well."""
 COUNTS = 6.0
 """How many guesses or steps count as much, for rows that begin later, as what was measured."""
-Beginning = tuple[list[Usual], list[OneStand]]
 
 
 class Learnt:
@@ -76,46 +75,45 @@ class Learnt:
         taught = [row for row, history in running if self._take_in(row, history)]
         told = {row.sampled for row in taught}
         kinds = told if len(running) == len(rows) else {history.sampled for history in rows}
-        begun = {sampled: self._beginning(sampled) for sampled in kinds}
+        usual = {sampled: self._usual(sampled) for sampled in kinds}
         for row in taught:  # what it showed itself is among what all have shown, which makes it a little less cautious
-            row.usual = begun[row.sampled][0]
+            row.usual = usual[row.sampled]
             self._settle(row)
         for row, _ in running:
             if row.sampled in told:
-                self._hear(row, *begun[row.sampled])
-        return [self._rows.get(history) or self._begin(history, begun[history.sampled]) for history in rows]
+                self._hear(row, usual[row.sampled])
+        if len(running) == len(rows):
+            return [row for row, _ in running]
+        return [self._rows.get(history) or self._begin(history, usual[history.sampled]) for history in rows]
 
     def of(self, history: RowHistory) -> RowEvidence:
         """Return what is known about a row, its last steps included."""
         row = self._rows.get(history)
         if row is None:
-            row = self._begin(history, self._beginning(history.sampled))
+            row = self._begin(history, self._usual(history.sampled))
         elif self._take_in(row, history):
             self._settle(row)
         return row
 
-    def _hear(self, row: RowEvidence, usual: Sequence[Usual], stands: Sequence[OneStand]) -> None:
+    def _hear(self, row: RowEvidence, usual: list[Usual]) -> None:
         """Let guessers that were never tried in a row do as they do in other rows."""
-        untried = [number for number, own in enumerate(row.evidence) if own.is_untried]
-        if untried:
-            row.usual = [usual[at] if at in untried else one for at, one in enumerate(row.usual)]
-            for at in untried:
-                row.evidence[at].odds, row.evidence[at].growth, row.evidence[at].length = stands[at]
+        for number, own in enumerate(row.evidence):
+            if own.is_untried and row.usual[number] != usual[number]:
+                row.usual = [*row.usual[:number], usual[number], *row.usual[number + 1 :]]
+                own.odds, own.growth, own.length = self._stand(number, usual[number])
 
-    def _beginning(self, sampled: bool) -> Beginning:
-        """Return what is known of the guessers, and what they are expected to do, in a text that begins now."""
-        usual, stands = self._usual(sampled), list[OneStand]()
-        for number, one in enumerate(usual):
-            own = Evidence()
-            own.settle(one, self._tables[number] or ODDS)
-            stands.append(own.stand)
-        return usual, stands
+    def _stand(self, number: int, usual: Usual) -> OneStand:
+        """Return what a guesser is expected to do in a text in which it was never tried."""
+        own = Evidence()
+        own.settle(usual, self._tables[number] or ODDS)
+        return own.stand
 
-    def _begin(self, history: RowHistory, beginning: Beginning) -> RowEvidence:
+    def _begin(self, history: RowHistory, usual: list[Usual]) -> RowEvidence:
         """Return the evidence of a row that nothing is known of but what holds for all."""
-        usual, stands = beginning
-        evidence, seen = [Evidence(*stand) for stand in stands], len(history.accepted)
-        row = self._rows[history] = RowEvidence(evidence, seen, sampled=history.sampled, usual=usual)
+        evidence = [Evidence(*self._stand(number, one)) for number, one in enumerate(usual)]
+        row = self._rows[history] = RowEvidence(
+            evidence, len(history.accepted), sampled=history.sampled, usual=usual
+        )
         return row
 
     def _take_in(self, row: RowEvidence, history: RowHistory) -> bool:

@@ -52,22 +52,26 @@ class Fit:
         return {"quiet": self.quiet, **self.profile.to_json()}
 
 
-def fit(target: Target, drafter: Drafter, name: str | None, console: Console, most: int) -> Fit:
+def fit(
+    target: Target, drafter: Drafter, name: str | None, console: Console, most: int, anew: bool = False
+) -> Fit:
     """Return the profile of target and drafter on this machine, measured now or kept from an earlier time.
 
     Args:
         name: the folder or word that the drafter was loaded from; without one, nothing is kept.
         console: shows that a measurement is running.
         most: rows that are decoded together; a profile measured for fewer rows is measured again.
+        anew: measure, whatever is kept.
     """
     path = None if name is None else place(target, drafter, name)
-    kept, wanted = None if path is None else read(path), up_to(most)
+    kept, wanted = None if path is None or anew else read(path), up_to(most)
     if kept is not None and kept.profile.rows[: len(wanted)] == wanted:
         return kept
     begun = time.monotonic()
     what_is_done = "Measuring what drafts cost on this machine …"
     if not console.is_terminal:  # where a status is not shown
-        console.print(f"[dim]{what_is_done}[/dim]", highlight=False)
+        often = "once for this target and this drafter; seconds for a small target, a minute or two for a large one"
+        console.print(f"[dim]{what_is_done} ({often})[/dim]", highlight=False)
     with console.status(what_is_done) as status:
         profile, quiet = measure_profile(
             target, drafter, wanted,
@@ -84,7 +88,8 @@ Names = str | Path | Mapping[str, str | Path]
 
 
 def fit_drafts(
-    engine: Engine, loaded_from: Names | None = None, console: Console | None = None, says_kept: bool = True
+    engine: Engine, loaded_from: Names | None = None, console: Console | None = None, says_kept: bool = True,
+    anew: bool = False,
 ) -> Engine:
     """Return an engine of the same parts that makes the drafts that pay on this machine, and say which these are.
 
@@ -98,14 +103,15 @@ def fit_drafts(
             drafter.
         console: where the result is reported; nowhere by default.
         says_kept: report a result, too, that was kept from an earlier time.
+        anew: measure again, whatever is kept.
     """
-    made = fitted_engines(engine, (engine.max_batch,), loaded_from, console, says_kept)
+    made = fitted_engines(engine, (engine.max_batch,), loaded_from, console, says_kept, anew)
     return made.get(engine.max_batch, engine)
 
 
 def fitted_engines(
     engine: Engine, batches: Sequence[int], loaded_from: Names | None = None, console: Console | None = None,
-    says_kept: bool = True,
+    says_kept: bool = True, anew: bool = False,
 ) -> dict[int, Engine]:
     """Do as `fit_drafts`, with one engine per number of rows; empty where `fit_drafts` would change nothing.
 
@@ -117,9 +123,9 @@ def fitted_engines(
     if not drafting or not engine.plan.depth or engine.compiled != "off":
         return {}
     names = loaded_from if isinstance(loaded_from, Mapping) else dict.fromkeys(drafting, loaded_from)
+    loaded = {name: None if names.get(name) is None else str(names[name]) for name in drafting}
     found = {
-        name: fit(engine.target, one, None if names.get(name) is None else str(names[name]), console, max(batches))
-        for name, one in drafting.items()
+        name: fit(engine.target, one, loaded[name], console, max(batches), anew) for name, one in drafting.items()
     }
     made: dict[int, Engine] = {}
     said: set[str] = set()
@@ -148,7 +154,7 @@ def in_words(found: Fit, policy: Fitted, rows: int = 1) -> str:
     profile, arm = found.profile, policy.typical
     when = f"measured in {found.seconds:.1f} s" if found.seconds else "measured before"
     if not found.quiet:
-        when += " while other programs disturbed it, so again in an hour"
+        when += " while other programs disturbed it, so again in an hour, or now with --remeasure"
     if policy.is_fixed:
         tried = max(profile.arms[1:], key=lambda one: profile.gain(one, rows), default=None)
         beside = f" for {rows} texts at a time" if rows > 1 else ""
