@@ -39,7 +39,7 @@ def accept_natively(
 
     `can_accept_natively` has to hold.
     """
-    given = replace(draft, q_BMV=None)
+    given = draft if draft.q_BMV is None else replace(draft, q_BMV=None)
     found = Acceptance(*torch.ops.draftsmith.accept_choices(
         *_arguments(logits_BMV, batch, history, given, visible_BMM, seeds_B, positions_B)
     ))

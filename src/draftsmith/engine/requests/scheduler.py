@@ -127,21 +127,15 @@ class Scheduler:
 
     def _comes_later(self, request: Request) -> bool:
         """Whether an earlier request is about to read more of the same beginning than is stored now."""
-        mine = request.prompt
-        best = self.blocks.findable(mine, request.namespace)
-        if (len(mine) - 1) // BLOCK * BLOCK <= best:
+        more = self.blocks.findable(request.prompt, request.namespace) + BLOCK
+        if more >= len(request.prompt):
             return False  # all that can be shared is stored already
+        begin = request.prompt[:more]
         for other in self.reading:
             if other is request:
                 return False
-            theirs = other.prompt
-            if theirs[:BLOCK] != mine[:BLOCK] or other.namespace != request.namespace:
-                continue
-            most = min(len(mine) - 1, len(theirs)) // BLOCK * BLOCK
-            while most > best:
-                if mine[:most] == theirs[:most]:
-                    return True
-                most -= BLOCK
+            if other.namespace == request.namespace and other.prompt[:more] == begin:
+                return True
         return False
 
     def done_reading(self, request: Request) -> None:

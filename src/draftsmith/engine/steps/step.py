@@ -221,16 +221,13 @@ class Stepper:
             done.append(self._runner.commit_greedily(
                 self.cache, logits_BMV[:simple], features_BMF[:simple], wide.part(0, simple), context.part(0, simple)
             ))
-        if simple < size:
-            nodes = own.tokens_BM.shape[1]
-            before = context.part(simple, size)
-            acceptance = self.choose(rows, before, logits_BMV[simple:, :nodes], own.part(simple, size))
-            after, table_BX, path_BD = self._runner.commit_path(
-                self.cache, acceptance, logits_BMV[simple:], features_BMF[simple:], wide.part(simple, size), before
-            )
-            if rows.history is not None:
-                rows.history.commit(after.tokens_BT, after.counts_B)
-            done.append((after, table_BX, path_BD))
+        if not simple:
+            done.append(self._commit_by_rules(rows, own, wide, logits_BMV, features_BMF, context))
+        elif simple < size:
+            done.append(self._commit_by_rules(
+                rows, own.part(simple, size), wide.part(simple, size), logits_BMV[simple:], features_BMF[simple:],
+                context.part(simple, size),
+            ))
         rows.context = done[0][0] if len(done) == 1 else join_contexts([after for after, _, _ in done])
         if self.cache.states_NEF is not None:
             self._runner.keep_states(self.cache, context, rows.context.features_BTF)
@@ -246,6 +243,20 @@ class Stepper:
             raw_BTV = logits_BMV.gather(1, index_BT.unsqueeze(2).expand(-1, -1, logits_BMV.shape[2]))
         tables, paths = [table_BX for _, table_BX, _ in done], [path_BD for _, _, path_BD in done]
         return StepResult(tables, depth, raw_BTV, context, own.draft, paths)
+
+    def _commit_by_rules(
+        self, rows: Rows, own: Layout, wide: Layout, logits_BMV: Tensor, features_BMF: Tensor, context: Context
+    ) -> tuple[Context, Tensor, Tensor]:
+        """Accept and keep the paths of those rows of a group that are not simple; only these are in what is given."""
+        nodes = own.tokens_BM.shape[1]
+        scores_BMV = logits_BMV if nodes == logits_BMV.shape[1] else logits_BMV[:, :nodes]
+        acceptance = self.choose(rows, context, scores_BMV, own)
+        after, table_BX, path_BD = self._runner.commit_path(
+            self.cache, acceptance, logits_BMV, features_BMF, wide, context
+        )
+        if rows.history is not None:
+            rows.history.commit(after.tokens_BT, after.counts_B)
+        return after, table_BX, path_BD
 
     def choose(self, rows: Rows, context: Context, logits_BMV: Tensor, layout: Layout) -> Acceptance:
         """Apply the rules of acceptance to the rows of a group that are not simple.
