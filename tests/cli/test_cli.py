@@ -301,7 +301,7 @@ def test_demo_measures_trains_times_and_reports(target: Path, drafter: Path, tmp
         "before",
         "after",
         "ratio",
-        "identical, code, trained live: yes (2 of 2",
+        "identical, code (trained live): yes (2 of 2",
         "confirms 2 of 2",
         "Only the embedded target is made larger",
         "A sample",

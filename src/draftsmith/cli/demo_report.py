@@ -94,7 +94,7 @@ def print_speeds(console: Console, speeds: TargetSpeeds) -> None:
     console.print(table)
     for task, found in speeds.tasks.items():
         for sentence, names in sentences(found).items():
-            console.print(f"identical, {task}, {', '.join(names)}: {sentence}", highlight=False)
+            console.print(f"identical, {task} ({'; '.join(names)}): {sentence}", highlight=False)
 
 
 def speed_rows(speeds: TargetSpeeds) -> list[list[str]]:
@@ -200,7 +200,7 @@ Green tokens were drafted by the speculator and accepted; black ones are the tar
 def speed_section(speeds: TargetSpeeds) -> str:
     """Lay out what was measured on one target."""
     identical = [
-        f"- {task}, {', '.join(names)}: {sentence}"
+        f"- {task} ({'; '.join(names)}): {sentence}"
         for task, found in speeds.tasks.items() for sentence, names in sentences(found).items()
     ]
     rounds = len(next(iter(next(iter(speeds.tasks.values())).values())).plain)
